@@ -1,0 +1,72 @@
+// The C ABI of the native library: what Python (through ctypes) may call.
+//
+// Nothing here knows torch. Pointers are host memory, counts are elements. The layout of
+// tf_segment is mirrored field by field in src/twinflow/native/library.py, and tf_segment_size()
+// lets the loader refuse a library that disagrees.
+#pragma once
+#include <stdint.h>
+
+#define TF_API_VERSION 1
+#ifdef TF_BUILDING
+#define TF_PUBLIC __attribute__((visibility("default")))
+#else
+#define TF_PUBLIC
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum tf_dtype { TF_NONE = 0, TF_F32 = 1, TF_BF16 = 2, TF_F16 = 3 };
+enum tf_rule { TF_ADAMW = 0, TF_ADAM = 1, TF_ADAGRAD = 2, TF_LION = 3, TF_SGD = 4, TF_NUM_RULES = 5 };
+enum tf_format { TF_STATE_F32 = 0, TF_STATE_BF16 = 1, TF_STATE_INT8 = 2 };
+
+// One run of consecutive elements of one parameter, with its own hyper-parameters.
+// In place: every *_in pointer equals its partner. Out of place: none of them does.
+typedef struct tf_segment {
+  const void* grad;          // grad_type
+  const void* weight_in;     // read only when the master is split: its upper halves (bf16)
+  void* weight;              // weight_type; NULL when weight_type is TF_NONE
+  const void* master_in;     // float, or int16 lower halves when the master is split
+  void* master;              //
+  const void* state_in[2];   // first and second state; NULL where the rule has none
+  void* state[2];            //
+  const float* scale_in[2];  // one float per 128 elements, int8 format only
+  float* scale[2];           //
+  int64_t numel;
+  int64_t first_index;  // position of element 0 in its parameter: a multiple of 128
+  int32_t rule, format, grad_type, weight_type;
+  float factor;     // multiplies the gradient: unscale and clip in one number
+  float hyper[7];   // meaning: rules.h
+  uint32_t key[2];  // randomness of (step, parameter) for stochastic rounding
+} tf_segment;
+
+// All calls are thread safe, run on the library's own pool and return when the work is done.
+TF_PUBLIC void tf_update(const tf_segment* segments, int64_t num_segments);
+// sums[i] = sum of squares of tensor i in fp64, the same for any thread count and ISA; not finite
+// if and only if the tensor holds a NaN or an infinity.
+TF_PUBLIC void tf_sum_squares(const void* const* tensors, const int64_t* numels, const int32_t* dtypes,
+                              int64_t num_tensors, double* sums);
+TF_PUBLIC void tf_accumulate(float* into, const void* from, int32_t from_type, int64_t numel);
+TF_PUBLIC void tf_cast(void* into, int32_t into_type, const void* from, int32_t from_type, int64_t numel);
+// The split master: upper (bf16) and lower (int16) halves of fp32 values, and back.
+TF_PUBLIC void tf_split(const float* values, uint16_t* upper, int16_t* lower, int64_t numel);
+TF_PUBLIC void tf_join(const uint16_t* upper, const int16_t* lower, float* values, int64_t numel);
+// Measures, for benchmarks: values[i] = values[i] * factor in place; and a copy with non-temporal stores.
+TF_PUBLIC void tf_scale_in_place(float* values, float factor, int64_t numel);
+TF_PUBLIC void tf_copy_streaming(void* into, const void* from, int64_t num_bytes);
+
+TF_PUBLIC void tf_set_threads(int32_t num_threads);
+TF_PUBLIC int32_t tf_get_threads(void);
+// Variants this CPU can run, best first, separated by spaces; the one in use; force one (0 on success).
+TF_PUBLIC const char* tf_isa_available(void);
+TF_PUBLIC const char* tf_isa(void);
+TF_PUBLIC int32_t tf_set_isa(const char* name);
+TF_PUBLIC int32_t tf_api_version(void);
+TF_PUBLIC int64_t tf_segment_size(void);
+// Ask for huge pages under a buffer that has not been touched yet; a hint, never an error.
+TF_PUBLIC void tf_advise_huge(void* buffer, int64_t num_bytes);
+
+#ifdef __cplusplus
+}
+#endif

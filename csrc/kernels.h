@@ -1,0 +1,34 @@
+// One table of kernels for each ISA variant; kernels.cpp is compiled once for each.
+#pragma once
+#include "api.h"
+
+namespace tf {
+
+constexpr int64_t kTile = 1024;       // elements held in L1 at a time; a multiple of 128
+constexpr int64_t kSumChunk = 16384;  // elements of one fp64 partial sum (part of the result's definition)
+
+struct Kernels {
+  const char* isa;
+  // Elements [begin, end) of the segment; both are multiples of 128 or the segment's end.
+  void (*update)(const tf_segment& segment, int64_t begin, int64_t end);
+  double (*sum_squares)(const void* tensor, int dtype, int64_t begin, int64_t end);  // at most kSumChunk elements
+  void (*accumulate)(float* into, const void* from, int from_type, int64_t begin, int64_t end);
+  void (*cast)(void* into, int into_type, const void* from, int from_type, int64_t begin, int64_t end);
+  void (*split)(const float* values, uint16_t* upper, int16_t* lower, int64_t numel);
+  void (*join)(const uint16_t* upper, const int16_t* lower, float* values, int64_t numel);
+  void (*scale)(float* values, float factor, int64_t numel);
+  void (*stream)(void* into, const void* from, int64_t num_bytes);
+};
+
+#if defined(__x86_64__)
+const Kernels& kernels_baseline();
+const Kernels& kernels_avx2();
+const Kernels& kernels_avx512();
+#elif defined(__aarch64__)
+const Kernels& kernels_neon();
+const Kernels& kernels_sve();
+#else
+const Kernels& kernels_baseline();
+#endif
+
+}  // namespace tf

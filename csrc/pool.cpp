@@ -1,0 +1,174 @@
+#include "pool.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+namespace tf {
+namespace {
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Polls for a short while, so that back-to-back calls do not pay for a wake-up each; false: go to sleep.
+template <class Condition>
+bool spin(Condition condition) {
+  const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(30);
+  do {
+    for (int i = 0; i < 64; ++i) {
+      if (condition()) return true;
+      relax();
+    }
+  } while (std::chrono::steady_clock::now() < until);
+  return condition();
+}
+
+struct Job {
+  TaskFunction function;
+  void* context;
+  int64_t num_tasks;
+};
+
+// Never destroyed: its threads are detached, sleep between jobs and end with the process, or when retired.
+class Pool {
+ public:
+  explicit Pool(int num_threads) : num_workers_(num_threads - 1) {
+    for (int i = 0; i < num_workers_; ++i) std::thread([this] { work(); }).detach();
+  }
+
+  int num_threads() const { return num_workers_ + 1; }
+
+  void run(const Job& job) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      job_ = job;
+      open_ = true;
+      next_.store(0, std::memory_order_relaxed);
+      round_.fetch_add(1, std::memory_order_release);
+    }
+    wake_.notify_all();
+    share(job);
+    {  // a worker that has not woken by now is not waited for
+      std::lock_guard<std::mutex> lock(mutex_);
+      open_ = false;
+    }
+    const auto idle = [this] { return active_.load(std::memory_order_acquire) == 0; };
+    if (spin(idle)) return;
+    std::unique_lock<std::mutex> lock(mutex_);
+    finished_.wait(lock, idle);
+  }
+
+  void retire() {  // no job may be running
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      retired_ = true;
+      round_.fetch_add(1, std::memory_order_release);
+    }
+    wake_.notify_all();
+  }
+
+ private:
+  void share(const Job& job) {
+    for (;;) {
+      const int64_t task = next_.fetch_add(1, std::memory_order_relaxed);
+      if (task >= job.num_tasks) return;
+      job.function(job.context, task);
+    }
+  }
+
+  void work() {
+    uint64_t seen = 0;
+    for (;;) {
+      const auto changed = [&] { return round_.load(std::memory_order_acquire) != seen; };
+      Job job;
+      {
+        spin(changed);
+        std::unique_lock<std::mutex> lock(mutex_);
+        wake_.wait(lock, changed);
+        if (retired_) return;
+        seen = round_.load(std::memory_order_relaxed);
+        if (!open_) continue;
+        active_.fetch_add(1, std::memory_order_relaxed);
+        job = job_;
+      }
+      share(job);
+      std::lock_guard<std::mutex> lock(mutex_);  // so that the caller is either before its check or asleep
+      if (active_.fetch_sub(1, std::memory_order_release) == 1) finished_.notify_one();
+    }
+  }
+
+  const int num_workers_;
+  std::mutex mutex_;
+  std::condition_variable wake_, finished_;
+  Job job_{};
+  bool open_ = false;  // workers may join the job
+  bool retired_ = false;
+  std::atomic<uint64_t> round_{0};
+  std::atomic<int64_t> next_{0};
+  std::atomic<int> active_{0};  // workers inside the job
+};
+
+// Rebuilt in a forked child: there the threads are gone and a lock may have been held.
+struct Shared {
+  std::mutex turn;
+  Pool* pool = nullptr;
+  int wanted = 1;
+};
+
+std::atomic<Shared*> shared{nullptr};
+
+void after_fork_in_child() {
+  Shared* fresh = new Shared;
+  fresh->wanted = shared.load()->wanted;
+  shared.store(fresh);
+}
+
+Shared& state() {
+  static const bool once = [] {
+    shared.store(new Shared);
+    pthread_atfork(nullptr, nullptr, after_fork_in_child);
+    return true;
+  }();
+  (void)once;
+  return *shared.load();
+}
+
+}  // namespace
+
+void run_tasks(int64_t num_tasks, TaskFunction function, void* context) {
+  if (num_tasks <= 1) {
+    if (num_tasks == 1) function(context, 0);
+    return;
+  }
+  Shared& s = state();
+  std::lock_guard<std::mutex> lock(s.turn);
+  if (!s.pool || s.pool->num_threads() != s.wanted) {
+    if (s.pool) s.pool->retire();
+    s.pool = new Pool(s.wanted);  // a retired pool is a few hundred bytes, kept because its threads may still read it
+  }
+  s.pool->run(Job{function, context, num_tasks});
+}
+
+void set_threads(int num_threads) {
+  Shared& s = state();
+  std::lock_guard<std::mutex> lock(s.turn);
+  s.wanted = num_threads < 1 ? 1 : num_threads;
+}
+
+int get_threads() {
+  Shared& s = state();
+  std::lock_guard<std::mutex> lock(s.turn);
+  return s.wanted;
+}
+
+}  // namespace tf

@@ -1,0 +1,1 @@
+"""Training data: where it comes from and which batch belongs to which step."""

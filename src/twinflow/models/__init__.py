@@ -1,0 +1,1 @@
+"""Models that twinflow trains out of the box."""

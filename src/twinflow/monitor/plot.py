@@ -1,0 +1,192 @@
+"""Small plots as inline SVG: pure functions from numbers to text.
+
+Colours are CSS classes that the page defines (`c1`, `c2`, ... stroke and fill), so one drawing serves light and dark.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from itertools import accumulate
+from typing import Final, Literal
+
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 14, 42
+MAX_POINTS: Final = 320  # about two pixels a point: more cannot be seen and makes a heavy page
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve: a `line`, a `faint` line behind others, `dots` on a line, or an `area` on top of those before."""
+
+    label: str
+    points: Sequence[Point]
+    color: int  # 1, 2, 3, ...: the page's palette
+    style: Literal["line", "faint", "dots", "area"] = "line"
+    note: str = ""  # shown in the legend after the label
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A linear map from data to pixels."""
+
+    low: float
+    high: float
+    start_px: float
+    end_px: float
+
+    def __call__(self, value: float) -> float:
+        """Pixels of a value; what lies outside is drawn on the edge."""
+        inside = min(max(value, self.low), self.high)
+        return self.start_px + (inside - self.low) / (self.high - self.low) * (self.end_px - self.start_px)
+
+
+def figure(
+    title: str,
+    series: Sequence[Series],
+    x_label: str = "step",
+    from_zero: bool = False,
+    cut_spikes: bool = False,
+    width: int = 640,
+    height: int = 280,
+) -> str:
+    """A `<figure>` with heading, legend and plot. Points that are not finite are left out.
+
+    `cut_spikes`: a rare high value (a slow first step) is drawn on the edge and named there, lest it flatten the rest.
+    """
+    shown = [replace(s, points=finite(s.points)) for s in series]
+    shown = [s for s in shown if s.points]
+    if shown:
+        xs = [x for s in shown for x, _ in s.points]
+        curves = stack([replace(s, points=thin(s.points)) for s in shown])
+        ys = [y for s in curves for _, y in s.points]
+        x_scale = Scale(min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1.0, LEFT, width - RIGHT)
+        y_scale = Scale(*value_range(ys, from_zero, cut_spikes), height - BOTTOM, TOP)
+        body = _axes(x_scale, y_scale, x_label) + _curves(curves, x_scale, y_scale) + _cut_note(ys, x_scale, y_scale)
+    else:
+        body = f'<text class="tick" x="{width / 2}" y="{height / 2}" text-anchor="middle">nothing was measured</text>'
+    keys = "".join(_legend_key(s) for s in series if s.label)
+    return (
+        f'<figure><figcaption><h3>{escape(title)}</h3><p class="legend">{keys}</p></figcaption>'
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">'
+        f"<title>{escape(title)}</title>{body}</svg></figure>"
+    )
+
+
+def finite(points: Sequence[Point]) -> list[Point]:
+    """The points that can be drawn."""
+    return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+
+
+def thin(points: Sequence[Point], max_points: int = MAX_POINTS) -> list[Point]:
+    """At most `max_points` points: the means of equal runs, so that no part of the curve is skipped."""
+    if len(points) <= max_points:
+        return list(points)
+    size = math.ceil(len(points) / max_points)
+    runs = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)) for run in runs]
+
+
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """Each point the mean of its neighbours on both sides, a twentieth of the curve in all: such a mean has no lag."""
+    kept = finite(points)
+    reach = len(kept) // 40
+    sums = [0.0, *accumulate(y for _, y in kept)]  # a mean is then a difference, however long the run
+    out: list[Point] = []
+    for i, (x, _) in enumerate(kept):
+        near = min(reach, i, len(kept) - 1 - i)  # as many on each side, so that the ends are not pulled inwards
+        out.append((x, (sums[i + near + 1] - sums[i - near]) / (2 * near + 1)))
+    return out
+
+
+def stack(series: Sequence[Series]) -> list[Series]:
+    """Areas lifted onto the areas before them; they share their x values. Other curves stay."""
+    out: list[Series] = []
+    below: list[float] = []
+    for s in series:
+        if s.style == "area":
+            base = below or [0.0] * len(s.points)
+            lifted = [(x, y + b) for (x, y), b in zip(s.points, base, strict=True)]
+            below = [y for _, y in lifted]
+            s = replace(s, points=lifted)
+        out.append(s)
+    return out
+
+
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round values (1, 2 or 5 times a power of ten apart) between low and high."""
+    raw = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1.0, 2.0, 5.0, 10.0) if raw <= m * power * 1.0000001)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def value_range(values: Sequence[float], from_zero: bool, cut_spikes: bool) -> tuple[float, float]:
+    """What the y axis spans, with a little air."""
+    low, high = min(values), max(values)
+    common = sorted(values)[int(0.97 * (len(values) - 1))]
+    if cut_spikes and 0.0 < 2.0 * common < high:
+        high = 1.4 * common
+    if from_zero:
+        low = min(low, 0.0)
+    if high - low <= 1e-9 * max(abs(high), abs(low)) or high == low:
+        high, low = high + (abs(high) * 0.5 or 1.0), low - abs(low) * 0.5
+    margin = 0.06 * (high - low)
+    return (low if from_zero and low == 0.0 else low - margin), high + margin
+
+
+def _axes(x_scale: Scale, y_scale: Scale, x_label: str) -> str:
+    left, right, bottom = x_scale.start_px, x_scale.end_px, y_scale.start_px
+    parts = []
+    for value in ticks(y_scale.low, y_scale.high):
+        y = f"{y_scale(value):.1f}"
+        parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text class="tick" x="{left - 8}" y="{y}" dy="4" text-anchor="end">{value:g}</text>')
+    for value in ticks(x_scale.low, x_scale.high, about=7):
+        x = f"{x_scale(value):.1f}"
+        parts.append(f'<text class="tick" x="{x}" y="{bottom + 18}" text-anchor="middle">{value:g}</text>')
+    parts.append(f'<line class="axis" x1="{left}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+    middle = (left + right) / 2
+    parts.append(f'<text class="tick" x="{middle}" y="{bottom + 36}" text-anchor="middle">{escape(x_label)}</text>')
+    return "".join(parts)
+
+
+def _curves(series: Sequence[Series], x_scale: Scale, y_scale: Scale) -> str:
+    # A stack is drawn from the top down: each area reaches to the axis and covers the lower part of the one above.
+    areas = [s for s in series if s.style == "area"]
+    others = [s for s in series if s.style != "area"]
+    return "".join(_curve(s, x_scale, y_scale) for s in [*reversed(areas), *others])
+
+
+def _curve(series: Series, x_scale: Scale, y_scale: Scale) -> str:
+    at = [(f"{x_scale(x):.1f}", f"{y_scale(y):.1f}") for x, y in series.points]
+    path = " ".join(f"{x},{y}" for x, y in at)
+    kind = f"{series.style} c{series.color}"
+    if series.style == "area":
+        base = f"{y_scale(0.0):.1f}"
+        return f'<polygon class="{kind}" points="{at[0][0]},{base} {path} {at[-1][0]},{base}"/>'
+    line = f'<polyline class="{kind}" points="{path}"/>'
+    if series.style != "dots" and len(at) > 1:
+        return line
+    dots = (
+        f'<circle class="dot c{series.color}" cx="{x}" cy="{y}" r="3.5">'
+        f"<title>{escape(series.label)}: {value:.4g} at {step:g}</title></circle>"
+        for (x, y), (step, value) in zip(at, series.points, strict=True)
+    )
+    return line + "".join(dots)
+
+
+def _legend_key(series: Series) -> str:
+    note = f" <b>{escape(series.note)}</b>" if series.note else ""
+    return f'<span><i class="key {series.style} c{series.color}"></i>{escape(series.label)}{note}</span>'
+
+
+def _cut_note(values: Sequence[float], x_scale: Scale, y_scale: Scale) -> str:
+    if max(values) <= y_scale.high:
+        return ""
+    text = f"cut off: up to {max(values):,.4g}"
+    return f'<text class="tick" x="{x_scale.end_px}" y="{y_scale.end_px - 3}" text-anchor="end">{text}</text>'

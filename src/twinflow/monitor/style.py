@@ -1,0 +1,66 @@
+"""The report page's stylesheet. One palette a colour scheme; plots use the classes c1, c2, c3."""
+
+from typing import Final
+
+STYLE: Final = """
+:root {
+  --page: #f6f7f9; --card: #ffffff; --line: #e1e5ea; --ink: #1b2430; --soft: #5b6775;
+  --c1: #2463d1; --c2: #d4570c; --c3: #0d8a7c; --good: #0a7d55; --warn: #a86200; --bad: #c02b37;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --page: #11151b; --card: #1a2028; --line: #2d3641; --ink: #e8edf3; --soft: #9aa7b5;
+    --c1: #7eabff; --c2: #ff9a5a; --c3: #4fd0be; --good: #4ccf98; --warn: #f0b04a; --bad: #ff7d86;
+  }
+}
+* { box-sizing: border-box; }
+body {
+  margin: 0 auto; max-width: 1180px; padding: 28px 20px 48px; background: var(--page); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif;
+}
+header { margin-bottom: 20px; }
+header p { margin: 4px 0 0; color: var(--soft); overflow-wrap: anywhere; }
+header .brand { font-weight: 700; letter-spacing: .04em; color: var(--c1); margin: 0; }
+h1 { font-size: 26px; line-height: 1.25; margin: 2px 0; overflow-wrap: anywhere; }
+h2 { font-size: 16px; margin: 0 0 8px; }
+h3 { font-size: 15px; margin: 0; }
+.badge {
+  font-size: 13px; font-weight: 600; vertical-align: 4px; padding: 2px 10px; border-radius: 99px; white-space: nowrap;
+  border: 1px solid currentColor;
+}
+.finished { color: var(--good); } .interrupted { color: var(--warn); } .stopped { color: var(--bad); }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin: 0 0 16px; }
+.tiles div, figure, .tables > div, details {
+  background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 14px 16px; margin: 0;
+}
+dt { color: var(--soft); font-size: 13px; }
+dd { margin: 2px 0 0; font-size: 22px; font-weight: 650; font-variant-numeric: tabular-nums; }
+.plots, .tables { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 16px; }
+.plots figure:first-child { grid-column: 1 / -1; }
+.tables { margin: 16px 0; align-items: start; }
+figcaption { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 2px 16px; margin-bottom: 6px; }
+.legend { margin: 0; font-size: 13px; color: var(--soft); display: flex; flex-wrap: wrap; gap: 2px 14px; }
+.legend b { color: var(--ink); font-variant-numeric: tabular-nums; }
+.key { display: inline-block; width: 14px; height: 4px; border-radius: 2px; margin-right: 6px; vertical-align: 3px; }
+.key.area, .key.dots { height: 10px; width: 10px; vertical-align: -1px; } .key.dots { border-radius: 50%; }
+.key.c1 { background: var(--c1); } .key.c2 { background: var(--c2); } .key.c3 { background: var(--c3); }
+svg { display: block; width: 100%; height: auto; }
+svg .grid { stroke: var(--line); } svg .axis { stroke: var(--soft); }
+svg .tick { fill: var(--soft); font-size: 12px; font-variant-numeric: tabular-nums; }
+svg polyline { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
+svg polyline.faint { stroke-width: 1; opacity: .3; }
+svg polyline.c1 { stroke: var(--c1); } svg polyline.c2 { stroke: var(--c2); } svg polyline.c3 { stroke: var(--c3); }
+svg polygon.c1, svg .dot.c1 { fill: var(--c1); } svg polygon.c2, svg .dot.c2 { fill: var(--c2); }
+svg polygon.c3, svg .dot.c3 { fill: var(--c3); }
+table { border-collapse: collapse; width: 100%; font-size: 14px; }
+th, td { text-align: left; padding: 5px 8px 5px 0; border-top: 1px solid var(--line); vertical-align: top; }
+tr:first-child > * { border-top: 0; }
+th { font-weight: 500; color: var(--soft); white-space: nowrap; padding-right: 20px; width: 1%; }
+td { overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
+.numbers th, .numbers td { width: auto; text-align: right; white-space: nowrap; padding: 4px 0 4px 16px; }
+.numbers tbody tr:first-child > * { border-top: 1px solid var(--line); }
+.wide { overflow-x: auto; margin: 12px 0 20px; }
+summary { cursor: pointer; font-weight: 600; }
+@media (max-width: 700px) { figure { overflow-x: auto; } figure svg { min-width: 560px; } }
+@media print { body { max-width: none; background: none; } figure, .tiles div, .tables > div { break-inside: avoid; } }
+"""

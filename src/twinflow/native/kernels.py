@@ -1,0 +1,185 @@
+"""One Python function for each native kernel; where the library is missing, the torch reference of rules/ runs.
+
+Arguments are checked before anything is touched. A call releases the GIL for as long as it works.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from twinflow.errors import bad_value
+from twinflow.native.library import CSegment, load
+from twinflow.native.library import isa_names as _isa_names
+from twinflow.native.library import set_isa as _set_isa
+from twinflow.native.threads import check_threads
+from twinflow.rules import formats, reference
+from twinflow.rules.checks import FLOATS, check_tensor
+from twinflow.rules.segment import Segment, Store, check_segment
+
+_DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_FORMATS = {"fp32": 0, "bf16": 1, "int8": 2}
+
+
+def update(segments: Sequence[Segment]) -> None:
+    """One optimizer step of every segment, in one pass over memory and one call."""
+    for segment in segments:
+        check_segment(segment)
+    library = load().library
+    if library is None:
+        return reference.update(segments)
+    table = (CSegment * len(segments))()
+    for entry, segment in zip(table, segments, strict=True):
+        _fill(entry, segment)
+    library.tf_update(table, len(segments))
+
+
+def _fill(entry: CSegment, segment: Segment) -> None:
+    """Everything about a segment that the kernel needs. The tensors must outlive the call; the caller holds them."""
+    store, target = segment.store, segment.target or segment.store
+    entry.grad = segment.grad.data_ptr()
+    entry.numel = segment.grad.numel()
+    entry.grad_type = _DTYPES[segment.grad.dtype]
+    entry.rule, entry.format = segment.rule.code, _FORMATS[store.format]
+    entry.first_index, entry.factor, entry.key = segment.first_index, segment.factor, segment.key
+    entry.hyper[: len(segment.hyper)] = segment.hyper
+    entry.weight_type = _DTYPES[store.weight.dtype] if store.weight is not None else 0
+    entry.weight_in, entry.master_in, entry.state_in, entry.scale_in = _pointers(store)
+    entry.weight, entry.master, entry.state, entry.scale = _pointers(target)
+
+
+_Address = int | None
+
+
+def _pointers(store: Store) -> tuple[_Address, _Address, tuple[_Address, _Address], tuple[_Address, _Address]]:
+    def address(tensor: Tensor | None) -> _Address:
+        return tensor.data_ptr() if tensor is not None else None
+
+    states = address(store.states[0]), address(store.states[1])
+    return address(store.weight), address(store.master), states, (address(store.scales[0]), address(store.scales[1]))
+
+
+def sum_squares(tensors: Sequence[Tensor]) -> list[float]:
+    """Each tensor's sum of squares in fp64; bit-identical for any thread count and ISA.
+
+    Not finite exactly when the tensor holds a NaN or an infinity: this is the finite check too.
+    """
+    for i, tensor in enumerate(tensors):
+        check_tensor(f"tensors[{i}]", tensor, FLOATS)
+    library = load().library
+    if library is None:
+        return reference.sum_squares(tensors)
+    count = len(tensors)
+    sums = (ctypes.c_double * count)()
+    library.tf_sum_squares(
+        (ctypes.c_void_p * count)(*(t.data_ptr() for t in tensors)),
+        (ctypes.c_int64 * count)(*(t.numel() for t in tensors)),
+        (ctypes.c_int32 * count)(*(_DTYPES[t.dtype] for t in tensors)),
+        count,
+        sums,
+    )
+    return list(sums)
+
+
+def accumulate(into: Tensor, values: Tensor) -> None:
+    """into (fp32) += values (fp32, bf16 or fp16)."""
+    check_tensor("into", into, (torch.float32,))
+    check_tensor("values", values, FLOATS, into.numel())
+    library = load().library
+    if library is None:
+        return reference.accumulate(into, values)
+    library.tf_accumulate(into.data_ptr(), values.data_ptr(), _DTYPES[values.dtype], into.numel())
+
+
+def cast(into: Tensor, values: Tensor) -> None:
+    """Into = values, rounded to nearest; any of fp32, bf16, fp16 to any."""
+    check_tensor("into", into, FLOATS)
+    check_tensor("values", values, FLOATS, into.numel())
+    library = load().library
+    if library is None:
+        return reference.cast(into, values)
+    library.tf_cast(into.data_ptr(), _DTYPES[into.dtype], values.data_ptr(), _DTYPES[values.dtype], into.numel())
+
+
+def split(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Upper (bf16) and lower (int16) halves of fp32 values: the split master."""
+    check_tensor("values", values, (torch.float32,))
+    library = load().library
+    if library is None:
+        upper, lower = formats.split(values.reshape(-1))
+        return upper.view(values.shape), lower.view(values.shape)
+    upper, lower = torch.empty_like(values, dtype=torch.bfloat16), torch.empty_like(values, dtype=torch.int16)
+    library.tf_split(values.data_ptr(), upper.data_ptr(), lower.data_ptr(), values.numel())
+    return upper, lower
+
+
+def join(upper: Tensor, lower: Tensor) -> Tensor:
+    """The fp32 values whose halves these are."""
+    check_tensor("upper", upper, (torch.bfloat16,))
+    check_tensor("lower", lower, (torch.int16,), upper.numel())
+    library = load().library
+    if library is None:
+        return formats.join(upper.reshape(-1), lower.reshape(-1)).view(upper.shape)
+    values = torch.empty_like(upper, dtype=torch.float32)
+    library.tf_join(upper.data_ptr(), lower.data_ptr(), values.data_ptr(), values.numel())
+    return values
+
+
+def scale_in_place(values: Tensor, factor: float) -> None:
+    """values *= factor with the pool: the read-modify-write that benchmarks take as the memory's ceiling."""
+    check_tensor("values", values, (torch.float32,))
+    library = load().library
+    if library is None:
+        values.mul_(factor)
+        return
+    library.tf_scale_in_place(values.data_ptr(), factor, values.numel())
+
+
+def advise_huge(tensor: Tensor) -> Tensor:
+    """Ask for huge pages under a tensor that has not been written yet; returns it. A hint, never an error."""
+    library = load().library
+    if library is not None and tensor.device.type == "cpu" and tensor.numel():
+        library.tf_advise_huge(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return tensor
+
+
+def set_threads(num_threads: int) -> None:
+    """Size of the kernels' thread pool, the calling thread included."""
+    number = check_threads(num_threads, "num_threads")
+    library = load().library
+    if library is not None:
+        library.tf_set_threads(number)
+
+
+def get_threads() -> int:
+    """Size of the kernels' thread pool; torch's where the library is missing."""
+    library = load().library
+    return int(library.tf_get_threads()) if library is not None else torch.get_num_threads()
+
+
+def available() -> bool:
+    """Whether the native library is in use."""
+    return load().library is not None
+
+
+def isa() -> str:
+    """The variant in use; "torch" where the library is missing."""
+    library = load().library
+    return library.tf_isa().decode() if library is not None else "torch"
+
+
+def isa_names() -> list[str]:
+    """Variants this CPU can run, best first."""
+    library = load().library
+    return _isa_names(library) if library is not None else []
+
+
+def set_isa(name: str) -> None:
+    """Use this ISA variant from now on."""
+    library = load().library
+    if library is None:
+        raise bad_value("isa", name, "none: the native library is not loaded")
+    _set_isa(library, name)

@@ -1,0 +1,130 @@
+"""Finds, loads and describes the native library; nothing here needs torch.
+
+`TWINFLOW_LIBRARY` names another file to load, `TWINFLOW_ISA` forces a variant, `TWINFLOW_THREADS` the pool's size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.resources
+import os
+import sys
+from collections.abc import Mapping
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+
+from twinflow.errors import bad_value
+from twinflow.native.threads import default_threads
+
+API_VERSION = 1
+FILE_NAME = "libtwinflow.so"
+
+
+class CSegment(ctypes.Structure):
+    """tf_segment of csrc/api.h, field by field."""
+
+    _fields_ = (
+        ("grad", c_void_p),
+        ("weight_in", c_void_p),
+        ("weight", c_void_p),
+        ("master_in", c_void_p),
+        ("master", c_void_p),
+        ("state_in", c_void_p * 2),
+        ("state", c_void_p * 2),
+        ("scale_in", c_void_p * 2),
+        ("scale", c_void_p * 2),
+        ("numel", c_int64),
+        ("first_index", c_int64),
+        ("rule", c_int32),
+        ("format", c_int32),
+        ("grad_type", c_int32),
+        ("weight_type", c_int32),
+        ("factor", c_float),
+        ("hyper", c_float * 7),
+        ("key", c_uint32 * 2),
+    )
+
+
+_SIGNATURES: dict[str, tuple[list[object], object]] = {
+    "tf_update": ([POINTER(CSegment), c_int64], None),
+    "tf_sum_squares": ([POINTER(c_void_p), POINTER(c_int64), POINTER(c_int32), c_int64, POINTER(c_double)], None),
+    "tf_accumulate": ([c_void_p, c_void_p, c_int32, c_int64], None),
+    "tf_cast": ([c_void_p, c_int32, c_void_p, c_int32, c_int64], None),
+    "tf_split": ([c_void_p, c_void_p, c_void_p, c_int64], None),
+    "tf_join": ([c_void_p, c_void_p, c_void_p, c_int64], None),
+    "tf_scale_in_place": ([c_void_p, c_float, c_int64], None),
+    "tf_copy_streaming": ([c_void_p, c_void_p, c_int64], None),
+    "tf_set_threads": ([c_int32], None),
+    "tf_get_threads": ([], c_int32),
+    "tf_isa_available": ([], c_char_p),
+    "tf_isa": ([], c_char_p),
+    "tf_set_isa": ([c_char_p], c_int32),
+    "tf_api_version": ([], c_int32),
+    "tf_segment_size": ([], c_int64),
+    "tf_advise_huge": ([c_void_p, c_int64], None),
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The outcome of loading: the library, or None and the reason."""
+
+    library: ctypes.CDLL | None
+    path: Path | None
+    problem: str | None
+
+
+@functools.cache
+def load() -> Loaded:
+    """Load once per process. Without a usable library the torch references run, and one line on stderr says so."""
+    path = find_library(os.environ)
+    loaded = open_library(path)
+    if loaded.library is None:
+        print(f"twinflow: native kernels are off, using slower torch references ({loaded.problem})", file=sys.stderr)
+        return loaded
+    loaded.library.tf_set_threads(default_threads(os.environ))
+    isa = os.environ.get("TWINFLOW_ISA")
+    if isa:
+        set_isa(loaded.library, isa, option="TWINFLOW_ISA")
+    return loaded
+
+
+def find_library(environ: Mapping[str, str]) -> Path | None:
+    """The library named by TWINFLOW_LIBRARY, or the one installed beside this module."""
+    if environ.get("TWINFLOW_LIBRARY"):
+        return Path(environ["TWINFLOW_LIBRARY"])
+    package = sys.modules[__package__ or "twinflow.native"]
+    # An editable install keeps sources and built files in two folders; both are on the package's path.
+    folders = [Path(str(importlib.resources.files("twinflow.native"))), *(Path(p) for p in package.__path__)]
+    return next((folder / FILE_NAME for folder in folders if (folder / FILE_NAME).is_file()), None)
+
+
+def open_library(path: Path | None) -> Loaded:
+    """Open the file and check that it speaks our ABI; never raises."""
+    if path is None:
+        return Loaded(None, None, f"{FILE_NAME} is not installed: reinstall twinflow with a C++17 compiler at hand")
+    try:
+        library = ctypes.CDLL(str(path))
+        for name, (arguments, result) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, result
+    except (OSError, AttributeError) as error:
+        return Loaded(None, path, f"{path.name} does not load: {error}")
+    version, size = library.tf_api_version(), library.tf_segment_size()
+    if version != API_VERSION or size != ctypes.sizeof(CSegment):
+        return Loaded(None, path, f"{path.name} has ABI {version}/{size}, not {API_VERSION}/{ctypes.sizeof(CSegment)}")
+    return Loaded(library, path, None)
+
+
+def isa_names(library: ctypes.CDLL) -> list[str]:
+    """Variants this CPU can run, best first."""
+    names: bytes = library.tf_isa_available()
+    return names.decode().split()
+
+
+def set_isa(library: ctypes.CDLL, name: str, option: str = "isa") -> None:
+    """Use this variant from now on."""
+    if library.tf_set_isa(name.encode()) != 0:
+        raise bad_value(option, name, isa_names(library), "These are the variants this CPU can run")

@@ -1,0 +1,11 @@
+"""Update rules and state formats as pure torch functions: the truth for the native kernels."""
+
+from twinflow.rules.adagrad import ADAGRAD
+from twinflow.rules.adam import ADAM, ADAMW
+from twinflow.rules.lion import LION
+from twinflow.rules.rule import Rule
+from twinflow.rules.sgd import SGD
+
+RULES: dict[str, Rule] = {rule.name: rule for rule in (ADAMW, ADAM, ADAGRAD, LION, SGD)}
+
+__all__ = ["ADAGRAD", "ADAM", "ADAMW", "LION", "RULES", "SGD", "Rule"]

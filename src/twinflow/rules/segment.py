@@ -1,0 +1,209 @@
+"""A run of one parameter's elements and the host buffers that hold its master weight and states."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from twinflow.errors import bad_value
+from twinflow.rules.checks import FLOATS, check_tensor
+from twinflow.rules.formats import BLOCK, FORMATS, Key, decode_e4m3, decode_e5m3, encode_e4m3, encode_e5m3, join, to_bf16, to_bf16_stochastic
+from twinflow.rules.formats import split as split_master
+from twinflow.rules.rule import Hyper, Rule
+
+_STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+Pair = tuple[Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Store:
+    """Host buffers for one run of elements, all flat: master weight, weight to hand out, states and their scales.
+
+    In the compact formats a bf16 weight holds the upper halves of the master and `master` the lower ones (int16).
+    """
+
+    format: str
+    master: Tensor
+    weight: Tensor | None = None
+    states: Pair = (None, None)
+    scales: Pair = (None, None)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the master is kept in two halves."""
+        return self.format != "fp32" and self.weight is not None and self.weight.dtype == torch.bfloat16
+
+    def narrow(self, start: int, numel: int) -> Store:
+        """Elements [start, start + numel); `start` must be a multiple of 128."""
+        if start % BLOCK:
+            raise bad_value("start", start, f"a multiple of {BLOCK}")
+        first_block, num_blocks = start // BLOCK, -(-numel // BLOCK)
+
+        def cut(pair: Pair, at: int, count: int) -> Pair:
+            a, b = pair
+            return (a.narrow(0, at, count) if a is not None else None, b.narrow(0, at, count) if b is not None else None)
+
+        return replace(
+            self,
+            master=self.master.narrow(0, start, numel),
+            weight=self.weight.narrow(0, start, numel) if self.weight is not None else None,
+            states=cut(self.states, start, numel),
+            scales=cut(self.scales, first_block, num_blocks),
+        )
+
+    def empty_like(self) -> Store:
+        """Fresh buffers of the same shapes: a place to write an update without touching this store."""
+
+        def fresh(pair: Pair) -> Pair:
+            a, b = pair
+            return (torch.empty_like(a) if a is not None else None, torch.empty_like(b) if b is not None else None)
+
+        weight = torch.empty_like(self.weight) if self.weight is not None else None
+        return Store(self.format, torch.empty_like(self.master), weight, fresh(self.states), fresh(self.scales))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One update of one run of elements: `store` in, `target` out (the store itself where it is None)."""
+
+    rule: Rule
+    hyper: Hyper
+    grad: Tensor
+    store: Store
+    factor: float = 1.0  # multiplies the gradient: unscale and clip in one number
+    key: Key = (0, 0)  # formats.rounding_key(step, parameter), for stochastic rounding
+    first_index: int = 0  # position of element 0 in its parameter
+    target: Store | None = None
+    name: str = "segment"
+
+
+def state_numels(rule: Rule, format: str, numel: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """How many elements the two states and their two scales have."""
+    first, second = (numel if name else 0 for name in rule.states)
+    blocks = -(-numel // BLOCK) if format == "int8" else 0
+    return (first, second), (blocks if first else 0, blocks if second else 0)
+
+
+def new_store(rule: Rule, format: str, values: Tensor, weight: Tensor | None = None) -> Store:
+    """Fresh state for the flat fp32 `values`. They become the master itself unless the master is split.
+
+    `weight`, flat, is where updates put the rounded weight; it is written here in the split case only.
+    """
+    check_format(rule, format)
+    numels, blocks = state_numels(rule, format, values.numel())
+
+    def zeros(counts: tuple[int, int], dtype: torch.dtype) -> Pair:
+        a, b = (torch.zeros(n, dtype=dtype) if name else None for n, name in zip(counts, rule.states, strict=True))
+        return (a, b)
+
+    scales = zeros(blocks, torch.float32) if format == "int8" else (None, None)
+    store = Store(format, values, weight, zeros(numels, _STATE_DTYPES[format]), scales)
+    if not store.is_split:
+        return store
+    assert weight is not None
+    upper, lower = split_master(values)
+    weight.copy_(upper)
+    return replace(store, master=lower)
+
+
+def check_format(rule: Rule, format: str) -> None:
+    """Raise ValueError for an unknown state format, or one the rule does not come in."""
+    if format not in FORMATS:
+        raise bad_value("states", format, FORMATS)
+    if format not in rule.formats:
+        raise bad_value("states", format, rule.formats, f"The rule {rule.name!r} comes in these formats")
+
+
+def check_segment(segment: Segment) -> None:
+    """Raise ValueError naming the tensor at fault, before anything is modified."""
+    numel = segment.grad.numel()
+    check_format(segment.rule, segment.store.format)
+    check_tensor(f"{segment.name}: gradient", segment.grad, FLOATS, numel)
+    if not math.isfinite(segment.factor):
+        raise bad_value(f"{segment.name}: factor", segment.factor, "a finite number")
+    if segment.first_index % BLOCK:
+        raise bad_value(f"{segment.name}: first_index", segment.first_index, f"a multiple of {BLOCK}")
+    _check_store(segment, segment.store, "", numel)
+    if segment.target is not None:
+        _check_store(segment, segment.target, "target ", numel)
+        _check_pairing(segment, segment.store, segment.target)
+
+
+def _check_store(segment: Segment, store: Store, prefix: str, numel: int) -> None:
+    label = f"{segment.name}: {prefix}"
+    if store.weight is not None:
+        check_tensor(f"{label}weight", store.weight, FLOATS, numel)
+    check_tensor(f"{label}master", store.master, (torch.int16,) if store.is_split else (torch.float32,), numel)
+    numels, blocks = state_numels(segment.rule, store.format, numel)
+    for i, name in enumerate(segment.rule.states):
+        state, scale = store.states[i], store.scales[i]
+        stateless = name == "momentum_buffer" and state is None and segment.hyper[0] == 0.0
+        if name is not None and not stateless:
+            if state is None:
+                raise bad_value(f"{label}{name}", None, "a tensor")
+            check_tensor(f"{label}{name}", state, (_STATE_DTYPES[store.format],), numels[i])
+        if blocks[i]:
+            if scale is None:
+                raise bad_value(f"{label}scales of {name}", None, "a tensor")
+            check_tensor(f"{label}scales of {name}", scale, (torch.float32,), blocks[i])
+
+
+def _check_pairing(segment: Segment, store: Store, target: Store) -> None:
+    """Out of place means all of it: the same kind of buffers, none of them shared."""
+    if target.format != store.format:
+        raise bad_value(f"{segment.name}: target format", target.format, [store.format])
+    ours, theirs = ([s.master, s.weight, *s.states, *s.scales] for s in (store, target))
+    for name, a, b in zip(("master", "weight", *segment.rule.states, "scale", "scale"), ours, theirs, strict=True):
+        if (a is None) != (b is None) or (a is not None and b is not None and a.dtype != b.dtype):
+            raise bad_value(f"{segment.name}: target {name}", b if b is None else b.dtype, "the same kind as the store's")
+        if a is not None and b is not None and a.numel() and a.data_ptr() == b.data_ptr():
+            raise bad_value(f"{segment.name}: target {name}", "the store's own memory", "another buffer")
+
+
+def decode_state(store: Store, which: int) -> Tensor | None:
+    """The first (0) or second (1) state as fp32."""
+    state, scale = store.states[which], store.scales[which]
+    if state is None or store.format != "int8":
+        return state.float() if state is not None else None
+    assert scale is not None
+    return decode_e4m3(state, scale) if which == 0 else decode_e5m3(state, scale)
+
+
+def encode_state(store: Store, which: int, values: Tensor, first_index: int = 0, key: Key = (0, 0)) -> None:
+    """Write fp32 `values` into the store in its format."""
+    state, scale = store.states[which], store.scales[which]
+    if state is None:
+        return
+    if store.format == "int8":
+        assert scale is not None
+        codes, scales = encode_e4m3(values) if which == 0 else encode_e5m3(values, first_index, key)
+        state.copy_(codes)
+        scale.copy_(scales)
+    elif store.format == "bf16":
+        state.copy_(to_bf16(values) if which == 0 else to_bf16_stochastic(values, first_index, key))
+    else:
+        state.copy_(values)
+
+
+def decode_master(store: Store) -> Tensor:
+    """The master weight as fp32."""
+    if not store.is_split:
+        return store.master
+    assert store.weight is not None
+    return join(store.weight, store.master)
+
+
+def encode_master(store: Store, values: Tensor) -> None:
+    """Write fp32 `values` as the master, and the weight rounded from it."""
+    if store.is_split:
+        assert store.weight is not None
+        upper, lower = split_master(values)
+        store.weight.copy_(upper)
+        store.master.copy_(lower)
+        return
+    store.master.copy_(values)
+    if store.weight is not None:
+        store.weight.copy_(to_bf16(values) if store.weight.dtype == torch.bfloat16 else values)

@@ -1,0 +1,48 @@
+"""SGD with momentum, dampening, Nesterov and L2 weight decay as in torch.optim."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from twinflow.errors import bad_value
+from twinflow.rules.adam import check_learning_rate
+from twinflow.rules.numerics import flush, fp32
+from twinflow.rules.rule import Hyper, Options, Rule
+
+
+def check(options: Options) -> None:
+    """Raise ValueError if an option is out of range."""
+    check_learning_rate(options)
+    momentum, dampening = float(options["momentum"]), float(options["dampening"])
+    if not 0.0 <= momentum < math.inf:
+        raise bad_value("momentum", options["momentum"], "a finite number >= 0")
+    if not -math.inf < dampening < math.inf:
+        raise bad_value("dampening", options["dampening"], "a finite number")
+    if options["nesterov"] and (momentum == 0.0 or dampening != 0.0):
+        raise bad_value("nesterov", True, "False, or True with momentum > 0 and dampening = 0")
+
+
+def hyper(options: Options, step: int) -> Hyper:
+    """Momentum, share of the gradient kept (all of it on the first step, as torch does), lr, weight_decay, nesterov."""
+    keep = 1.0 if step == 1 else 1.0 - float(options["dampening"])
+    if float(options["momentum"]) == 0.0:
+        keep = 1.0
+    numbers = (float(options["momentum"]), keep, float(options["lr"]), float(options["weight_decay"]))
+    return (*(fp32(x) for x in numbers), 1.0 if options["nesterov"] else 0.0)
+
+
+def apply(
+    p: Tensor, m: Tensor | None, v: Tensor | None, g: Tensor, hyper: Hyper
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """One step of SGD. Without a momentum buffer the buffer is taken as zero and not kept."""
+    momentum, keep, lr, decay, nesterov = hyper
+    g = g + decay * p
+    buffer = flush(momentum * (m if m is not None else torch.zeros_like(g)) + keep * g)
+    direction = flush(g + momentum * buffer) if nesterov else buffer
+    return flush(p - lr * direction), (buffer if m is not None else None), v
+
+
+SGD = Rule("sgd", 4, ("momentum_buffer", None), ("fp32", "bf16"), hyper, check, apply)

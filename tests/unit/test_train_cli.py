@@ -1,0 +1,203 @@
+"""`twinflow train` from the command line, at sizes that take seconds."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from twinflow.cli.main import app
+from twinflow.cli.training import lr_factor
+from twinflow.monitor.metrics import StepRecord, ValidRecord, read_metrics
+from twinflow.native import get_threads, set_threads
+from twinflow.version import __version__
+
+SMALL = ("--steps", "4", "--batch-size", "2", "--context", "8", "--valid-every", "0", "--threads", "1")
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads() -> Iterator[None]:
+    torch_threads, threads = torch.get_num_threads(), get_threads()
+    yield
+    torch.set_num_threads(torch_threads)
+    set_threads(threads)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{i} and {i} is {2 * i}\n" for i in range(500)))
+    return path
+
+
+def train(*options: str | Path) -> Result:
+    return CliRunner().invoke(app, ["train", *(str(option) for option in options)])
+
+
+def steps_of(out: Path) -> list[StepRecord]:
+    return [record for record in read_metrics(out / "metrics.jsonl") if isinstance(record, StepRecord)]
+
+
+def test_the_loss_falls_and_everything_is_written(tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "runs" / "first"
+    size = ("--steps", "40", "--batch-size", "4", "--context", "32", "--valid-every", "20", "--threads", "1")
+    result = train(*size, "--data", text, "--out", out)
+    assert result.exit_code == 0, result.output
+    for words in ("M parameters", "HostAdamW", "threads", str(text), "first loss", "last loss", "tokens/s", "report"):
+        assert words in result.output, words
+
+    records = read_metrics(out / "metrics.jsonl")
+    losses = [record.loss for record in steps_of(out)]
+    valids = [record for record in records if isinstance(record, ValidRecord)]
+    assert [record.step for record in steps_of(out)] == list(range(1, 41))
+    assert [record.step for record in valids] == [0, 20, 40]
+    assert sum(losses[-5:]) / 5 < losses[0] - 1.5
+    assert valids[-1].loss < valids[0].loss - 1.5
+    assert f"{losses[0]:.4f}" in result.output
+
+    settings = json.loads((out / "settings.json").read_text())
+    assert (settings["rule"], settings["context"], settings["warmup"]) == ("adamw", 32, 2)
+    page = (out / "report.html").read_text()
+    for words in ("finished", "--weight-decay", "HostAdamW", "Host memory", f"{losses[0]:.4f}", torch.__version__):
+        assert words in page, words
+
+
+def test_the_same_seed_gives_the_same_run(tmp_path: Path, text: Path) -> None:
+    losses = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        result = train(*SMALL, "--data", text, "--seed", seed, "--out", tmp_path / name)
+        assert result.exit_code == 0, result.output
+        losses.append([record.loss for record in steps_of(tmp_path / name)])
+    assert losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.parametrize(
+    ("rule", "states"),
+    [("adamw", "bf16"), ("adamw", "int8"), ("adam", "fp32"), ("adagrad", "fp32"), ("lion", "bf16"), ("sgd", "fp32")],
+)
+def test_every_rule_learns(rule: str, states: str, tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "run"
+    size = ("--steps", 25, "--batch-size", 4, "--context", 16, "--valid-every", 0, "--threads", 1)
+    result = train(*map(str, size), "--data", text, "--rule", rule, "--states", states, "--out", out)
+    assert result.exit_code == 0, result.output
+    losses = [record.loss for record in steps_of(out)]
+    assert sum(losses[-5:]) / 5 < losses[0] - 0.5
+
+
+def test_the_learning_rate_follows_the_schedule(tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "run"
+    train(*SMALL, "--data", text, "--lr", "0.01", "--warmup", "2", "--out", out)
+    assert [record.lr for record in steps_of(out)] == pytest.approx([0.005, 0.01, 0.01, 0.0055])
+
+
+def test_lr_factor_rises_and_falls() -> None:
+    factors = [lr_factor(step, warmup=10, steps=110) for step in range(110)]
+    assert factors[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert factors[10] == 1.0
+    assert all(a >= b for a, b in pairwise(factors[10:]))
+    assert factors[60] == pytest.approx(0.55)
+    assert 0.1 <= factors[-1] < 0.101
+    assert lr_factor(5, warmup=5, steps=5) == 1.0
+    assert lr_factor(500, warmup=0, steps=10) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--rule", "adamx"), ["--rule", "'adamx'", "adagrad"]),
+        (("--preset", "huge"), ["--preset", "'huge'", "tiny"]),
+        (("--states", "fp8"), ["--states", "'fp8'", "int8"]),
+        (("--rule", "lion", "--states", "int8"), ["--states", "'int8'", "bf16", "--rule lion"]),
+        (("--steps", "0"), ["--steps", "0", ">= 1"]),
+        (("--batch-size", "-1"), ["--batch-size", "-1"]),
+        (("--context", "0"), ["--context", "0"]),
+        (("--lr", "-0.1"), ["--lr", "-0.1"]),
+        (("--lr", "nan"), ["--lr", "nan"]),
+        (("--weight-decay", "inf"), ["--weight-decay", "inf"]),
+        (("--grad-clip", "-1"), ["--grad-clip", "-1"]),
+        (("--warmup", "-1"), ["--warmup", "-1"]),
+        (("--seed", "-1"), ["--seed", "-1"]),
+        (("--threads", "0"), ["--threads", "0"]),
+        (("--valid-every", "-5"), ["--valid-every", "-5"]),
+        (("--data", "/nowhere/at/all"), ["data", "/nowhere/at/all", "'stdlib'"]),
+        (("--context", "4000"), ["context 4000", "40,010"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_bad_option_is_one_clear_line(options: tuple[str, ...], words: list[str], tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "run"
+    result = train(*SMALL, "--data", text, "--out", out, *options)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    for word in words:
+        assert word in line, word
+    assert not out.exists()
+
+
+def test_a_folder_with_a_run_is_not_written_over(tmp_path: Path, text: Path) -> None:
+    assert train(*SMALL, "--data", text, "--out", tmp_path / "run").exit_code == 0
+    result = train(*SMALL, "--data", text, "--out", tmp_path / "run")
+    assert result.exit_code == 1
+    assert "--out" in result.stderr
+    assert len(steps_of(tmp_path / "run")) == 4
+
+
+def test_an_output_that_cannot_be_made_is_one_line(tmp_path: Path, text: Path) -> None:
+    result = train(*SMALL, "--data", text, "--out", text / "run")
+    assert result.exit_code == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert str(text) in result.stderr
+
+
+def test_a_loss_that_is_not_finite_stops_with_advice(tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "run"
+    options = ("--steps", "50", "--lr", "1e30", "--rule", "sgd", "--grad-clip", "0", "--warmup", "0")
+    result = train(*SMALL, "--data", text, "--out", out, *options)
+    assert result.exit_code == 1
+    for words in ("not a finite number", "--lr", "1e+30", "--warmup", "--grad-clip 1.0"):
+        assert words in result.output, words
+    records = steps_of(out)
+    assert len(records) < 50
+    assert math.isnan(records[-1].loss) or math.isnan(records[-1].grad_norm)
+    assert "stopped" in (out / "report.html").read_text()
+
+
+def test_ctrl_c_ends_cleanly_with_a_report(tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "run"
+    options = ["train", *SMALL, "--steps", "100000", "--data", str(text), "--out", str(out)]
+    command = [sys.executable, "-m", "twinflow.cli.main", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    try:
+        deadline = time.monotonic() + 120
+        while not ((out / "metrics.jsonl").exists() and len(read_metrics(out / "metrics.jsonl")) > 3):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    assert "Interrupted after" in stdout
+    assert "interrupted" in (out / "report.html").read_text()
+
+
+def test_version_and_help_name_what_there_is() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"twinflow {__version__}\n"
+    shown = CliRunner().invoke(app, ["--help"]).output
+    for command in ("train", "doctor", "bench"):
+        assert command in shown
