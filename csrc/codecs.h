@@ -16,12 +16,24 @@
 
 #include "api.h"
 
+// Inlined always, so that a loop over a whole block has a constant length.
+#define TF_INLINE static inline __attribute__((always_inline))
+#define TF_INLINE_MEMBER inline __attribute__((always_inline))
+
 namespace tf {
 namespace TF_ISA {
 
 constexpr int kBlock = 128;               // elements that share a scale in the int8 format
 constexpr float kMomentMax = 448.0f;      // largest e4m3 value
-constexpr float kVarianceMax = 61440.0f;  // largest e5m3 value: 1.875 * 2^15
+constexpr float kVarianceMax = 61440.0f;  // largest e5m3 value in use: 1.875 * 2^15
+
+// Calls function(i, count) for each block of n elements; count is a constant but for the last, partial block.
+template <class Function>
+TF_INLINE void for_blocks(int n, const Function& function) {
+  int i = 0;
+  for (; i + kBlock <= n; i += kBlock) function(i, kBlock);
+  if (i < n) function(i, n - i);
+}
 
 static inline uint32_t bits(float x) {
   uint32_t u;
@@ -67,17 +79,25 @@ static inline uint16_t to_f16_scalar(float x) {
   return (uint16_t)(sign | (kept + (rest > half || (rest == half && (kept & 1u)))));
 }
 
-static void load_f16(const uint16_t* __restrict from, float* __restrict into, int n) {
+static void load_f16(const uint16_t* __restrict from, float scale, float* __restrict into, int n) {
   int i = 0;
 #if defined(__AVX512F__)
-  for (; i + 16 <= n; i += 16)
-    _mm512_storeu_ps(into + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(from + i))));
+  const __m512 scales = _mm512_set1_ps(scale);
+  for (; i + 16 <= n; i += 16) {
+    const __m512 x = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(from + i)));
+    _mm512_storeu_ps(into + i, _mm512_mul_ps(x, scales));
+  }
 #elif defined(__F16C__)
-  for (; i + 8 <= n; i += 8) _mm256_storeu_ps(into + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i))));
+  const __m256 scales = _mm256_set1_ps(scale);
+  for (; i + 8 <= n; i += 8) {
+    const __m256 x = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i)));
+    _mm256_storeu_ps(into + i, _mm256_mul_ps(x, scales));
+  }
 #elif defined(__aarch64__)
-  for (; i + 4 <= n; i += 4) vst1q_f32(into + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from + i))));
+  for (; i + 4 <= n; i += 4)
+    vst1q_f32(into + i, vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from + i))), scale));
 #endif
-  for (; i < n; ++i) into[i] = from_f16_scalar(from[i]);
+  for (; i < n; ++i) into[i] = from_f16_scalar(from[i]) * scale;
 }
 
 static void store_f16(const float* __restrict from, uint16_t* __restrict into, int n) {
@@ -94,8 +114,10 @@ static void store_f16(const float* __restrict from, uint16_t* __restrict into, i
   for (; i < n; ++i) into[i] = to_f16_scalar(from[i]);
 }
 
+static inline float from_bf16(uint16_t x) { return value((uint32_t)x << 16); }
+
 static void load_bf16(const uint16_t* __restrict from, float* __restrict into, int n) {
-  for (int i = 0; i < n; ++i) into[i] = value((uint32_t)from[i] << 16);
+  for (int i = 0; i < n; ++i) into[i] = from_bf16(from[i]);
 }
 
 static void store_bf16(const float* __restrict from, uint16_t* __restrict into, int n) {
@@ -107,7 +129,7 @@ static void load(const void* base, int dtype, int64_t first, float* into, int n)
   switch (dtype) {
     case TF_F32: memcpy(into, (const float*)base + first, (size_t)n * 4); return;
     case TF_BF16: return load_bf16((const uint16_t*)base + first, into, n);
-    case TF_F16: return load_f16((const uint16_t*)base + first, into, n);
+    case TF_F16: return load_f16((const uint16_t*)base + first, 1.0f, into, n);
   }
 }
 
@@ -121,47 +143,62 @@ static void store(const float* from, void* base, int dtype, int64_t first, int n
 
 // ---- the split master: fp32 bits u = (upper << 16) + lower (signed), upper = bf16(u) with ties away
 
+TF_INLINE void split_one(float x, uint16_t& upper, int16_t& lower) {
+  const uint32_t u = bits(x);
+  const bool number = x == x;
+  upper = (uint16_t)((number ? u + 0x8000u : u | 0x400000u) >> 16);
+  lower = (int16_t)(number ? u : 0u);
+}
+
+TF_INLINE float join_one(uint16_t upper, int16_t lower) {
+  return value(((uint32_t)upper << 16) + (uint32_t)(int32_t)lower);
+}
+
 static void split(const float* __restrict from, uint16_t* __restrict upper, int16_t* __restrict lower, int n) {
-  for (int i = 0; i < n; ++i) {
-    const uint32_t u = bits(from[i]);
-    const bool nan = (u & 0x7fffffffu) > 0x7f800000u;
-    upper[i] = (uint16_t)(nan ? (u >> 16) | 0x40u : (u + 0x8000u) >> 16);
-    lower[i] = (int16_t)(nan ? 0u : u);
-  }
+  for (int i = 0; i < n; ++i) split_one(from[i], upper[i], lower[i]);
 }
 
 static void join(const uint16_t* __restrict upper, const int16_t* __restrict lower, float* __restrict into, int n) {
-  for (int i = 0; i < n; ++i) into[i] = value(((uint32_t)upper[i] << 16) + (uint32_t)(int32_t)lower[i]);
+  for (int i = 0; i < n; ++i) into[i] = join_one(upper[i], lower[i]);
 }
 
-// ---- stochastic rounding: 32 random bits from (step, parameter) = key and the element's index
+// ---- stochastic rounding: 16 random bits for each element, from (step, parameter) = key and the element's index.
+// A 32-bit hash of the block of 128 seeds a 16-bit mix of the position in it: half the lanes' width, twice the lanes.
 
 struct Key {
   uint32_t first, second;
 };
 
 static inline uint32_t hash(uint32_t index, Key key) {
-  uint32_t h = index * 0x9e3779b1u + key.first;
+  uint32_t h = index + key.first;
   h = (h ^ (h >> 16)) * 0x7feb352du;
   h = ((h ^ (h >> 15)) + key.second) * 0x846ca68bu;
   return h ^ (h >> 16);
 }
 
-// The carry out of the lower half is the rounding. Inputs are never negative; infinity and NaN stay
-// as they are (their lower half is dropped, and an infinity has none).
-static void store_bf16_stochastic(const float* __restrict from, uint16_t* __restrict into, uint32_t index, Key key,
-                                  int n) {
+TF_INLINE void random_block(uint32_t block, Key key, uint16_t* __restrict into, int n) {
+  const uint32_t h = hash(block, key);
+  const uint16_t low = (uint16_t)h, high = (uint16_t)(h >> 16);
   for (int i = 0; i < n; ++i) {
-    const uint32_t u = bits(from[i]);
-    const uint32_t rounded = (u + (hash(index + (uint32_t)i, key) >> 16)) >> 16;
-    const uint32_t special = (u >> 16) | (u > 0x7f800000u ? 0x40u : 0u);
-    into[i] = (uint16_t)(u >= 0x7f7f0000u ? special : rounded);  // the largest bf16 never rounds up to infinity
+    uint16_t x = (uint16_t)(i + low);
+    x = (uint16_t)(x ^ (x >> 8));
+    x = (uint16_t)(x * 0x88b5u);
+    x = (uint16_t)(x ^ (x >> 7));
+    x = (uint16_t)((uint16_t)(x + high) * 0xdb2du);
+    into[i] = (uint16_t)(x ^ (x >> 9));
   }
+}
+
+// The carry out of the lower half is the rounding. For numbers that are not negative; the largest bf16 never rounds up
+// to infinity, and infinity and NaN stay.
+TF_INLINE uint16_t to_bf16_stochastic(float x, uint16_t random) {
+  const uint32_t u = bits(x), rounded = u + random;
+  return (uint16_t)((u >= 0x7f7f0000u ? u : rounded) >> 16);
 }
 
 // ---- 8-bit codes with one fp32 scale for each block of 128
 
-static inline float largest_magnitude(const float* __restrict from, int n) {  // a NaN is larger than all
+TF_INLINE float largest_magnitude(const float* __restrict from, int n) {  // a NaN is larger than all
   int32_t largest = 0;
   for (int i = 0; i < n; ++i) {
     const int32_t magnitude = (int32_t)(bits(from[i]) & 0x7fffffffu);
@@ -170,50 +207,46 @@ static inline float largest_magnitude(const float* __restrict from, int n) {  //
   return value((uint32_t)largest);
 }
 
-// e4m3: sign, 4 exponent bits (bias 7), 3 of mantissa; 448 is the largest value.
-static void encode_e4m3(const float* __restrict from, float inverse, uint8_t* __restrict into, int n) {
+// e4m3: sign, 4 exponent bits (bias 7), 3 of mantissa; 448 is the largest value. Adding 2^20 times the number's own
+// power of two (2^-6 at least) leaves the rounded mantissa in the lowest bits of the sum.
+TF_INLINE void encode_e4m3(const float* __restrict from, float inverse, uint8_t* __restrict into, int n) {
+  for (int i = 0; i < n; ++i) {
+    const uint32_t u = bits(from[i] * inverse), magnitude = u & 0x7fffffffu;
+    const int32_t power = (int32_t)(u & 0x7f800000u), least = 121 << 23;
+    const uint32_t exponent = (uint32_t)(power > least ? power : least);
+    const uint32_t sum = bits(value(magnitude) + value(exponent + (20u << 23)));
+    const int32_t code = (int32_t)((exponent >> 20) - (121u << 3) + (sum & 0xffu));
+    into[i] = (uint8_t)((uint32_t)(code < 126 ? code : 126) | ((u >> 24) & 0x80u));
+  }
+}
+
+// Unsigned e5m3: 5 exponent bits (bias 15), 3 of mantissa; the top exponent is not used, so that a code is the upper
+// part of an fp16 number. Stochastic; positive values never become code 0. For 0 and numbers of at least 2^-126.
+TF_INLINE void encode_e5m3(const float* __restrict from, float inverse, const uint16_t* __restrict random,
+                           uint8_t* __restrict into, int n) {
   for (int i = 0; i < n; ++i) {
     const float scaled = from[i] * inverse;
-    const uint32_t u = bits(scaled), magnitude = u & 0x7fffffffu;
-    const uint32_t normal = ((magnitude + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20) - (120u << 3);
-    const uint32_t small = bits(value(magnitude) + 16384.0f) & 0xffu;  // 16384 has a spacing of 2^-9: rounds to nearest
-    const uint32_t code = magnitude < 0x3c800000u ? small : normal;    // below 2^-6
-    into[i] = (uint8_t)((code > 126u ? 126u : code) | ((u >> 24) & 0x80u));
+    const uint32_t small = (uint32_t)((int32_t)(bits(scaled) - (113u << 23)) >> 31);  // all ones below 2^-14, where
+    const uint32_t u = bits(scaled + value(small & (113u << 23)));                    // the spacing is fixed: 2^-17
+    const uint32_t rebased = u - (112u << 23) - (small & (1u << 23));
+    const uint16_t code = (uint16_t)((rebased + ((uint32_t)random[i] << 4)) >> 20);
+    const uint16_t top = (uint16_t)(bits(from[i]) >> 16), least = top < 1 ? top : 1;
+    const uint16_t at_least = code > least ? code : least;
+    into[i] = (uint8_t)(at_least < 247 ? at_least : 247);
   }
 }
 
-static void decode_e4m3(const uint8_t* __restrict from, float scale, float* __restrict into, int n) {
-  for (int i = 0; i < n; ++i) {
-    const uint32_t code = from[i], magnitude = code & 0x7fu;
-    const float normal = value((magnitude << 20) + (120u << 23));
-    const float small = (float)(int32_t)magnitude * 0x1p-9f;
-    const float x = (magnitude < 8u ? small : normal) * scale;
-    into[i] = value(bits(x) | ((code & 0x80u) << 24));
-  }
+// Both kinds of code are fp16 numbers without their lower bits: e5m3 as it is, e4m3 times 2^-8.
+TF_INLINE void decode_e4m3(const uint8_t* __restrict from, float scale, float* __restrict into, int n) {
+  uint16_t half[kBlock];
+  for (int i = 0; i < n; ++i) half[i] = (uint16_t)(((from[i] & 0x80u) << 8) | ((from[i] & 0x7fu) << 7));
+  load_f16(half, scale * 256.0f, into, n);
 }
 
-// Unsigned e5m3: 5 exponent bits (bias 16), 3 of mantissa; stochastic; positive values never become code 0.
-static void encode_e5m3(const float* __restrict from, float inverse, uint32_t index, Key key, uint8_t* __restrict into,
-                        int n) {
-  for (int i = 0; i < n; ++i) {
-    const float scaled = from[i] * inverse;
-    const uint32_t small = bits(scaled) < 0x38000000u ? ~0u : 0u;  // below 2^-15:
-    const uint32_t u = bits(scaled + value(small & 0x38000000u));  // a fixed spacing of 2^-18
-    const uint32_t rounded = (u + (hash(index + (uint32_t)i, key) >> 12)) >> 20;
-    const uint32_t code = rounded - (111u << 3) - (small & 8u);
-    const uint32_t least = bits(from[i]) != 0u ? 1u : 0u;
-    const uint32_t at_least = code > least ? code : least;
-    into[i] = (uint8_t)(at_least > 255u ? 255u : at_least);
-  }
-}
-
-static void decode_e5m3(const uint8_t* __restrict from, float scale, float* __restrict into, int n) {
-  for (int i = 0; i < n; ++i) {
-    const uint32_t code = from[i];
-    const float normal = value((code << 20) + (111u << 23));
-    const float small = (float)(int32_t)code * 0x1p-18f;
-    into[i] = (code < 8u ? small : normal) * scale;
-  }
+TF_INLINE void decode_e5m3(const uint8_t* __restrict from, float scale, float* __restrict into, int n) {
+  uint16_t half[kBlock];
+  for (int i = 0; i < n; ++i) half[i] = (uint16_t)(from[i] << 7);
+  load_f16(half, scale, into, n);
 }
 
 }  // namespace TF_ISA

@@ -2,12 +2,11 @@
 // everything here has internal linkage or lives in namespace TF_ISA, so that no code built for one
 // CPU can be linked into another's path. For the same reason nothing from the C++ library is used.
 //
-// An update goes through tiles of 1024 elements: decode what is not fp32 into L1, apply the rule in
-// place, encode. With fp32 state in place the rule works directly on memory.
+// An update goes through tiles that stay in L1. The loop over elements is in loop.h, the rules in rules.h, conversions
+// in codecs.h.
 #include "kernels.h"
 
-#include "codecs.h"
-#include "rules.h"
+#include "loop.h"
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
@@ -71,129 +70,171 @@ void stream_fence() {}
 
 struct alignas(64) Scratch {
   float g[kTile], p[kTile], m[kTile], v[kTile];
-  uint16_t half[kTile], lower[kTile];
+  uint16_t weight[kTile], lower[kTile], first[kTile], second[kTile], random[kTile];
   uint8_t code[kTile];
 };
 
-// One update of [begin, end) of a segment, tile by tile.
+// One update of a segment, tile by tile: decode what the loop cannot read, run the rule, encode, and write past the
+// caches what was computed into scratch.
 struct Update {
   const tf_segment& s;
-  const bool split_master;  // bf16 weight holds the upper half of the master
-  const bool out_of_place;
   Scratch& t;
+  const bool split_master = s.format != TF_STATE_F32 && s.weight_type == TF_BF16;
+  const bool out_of_place = s.master_in != s.master;
 
-  // Writes `num` elements of `size` bytes at element `first`: past the caches when out of place.
-  void put(const void* from, void* base, int64_t first, int n, int size) const {
-    char* into = (char*)base + first * size;
-    if (out_of_place) {
-      stream(into, from, (int64_t)n * size);
+  // Where the loop writes: memory itself when in place, else scratch.
+  template <class T>
+  T* out(void* base, T* scratch, int64_t at) const {
+    return out_of_place ? scratch : (T*)base + at;
+  }
+
+  // Moves what the loop left in scratch to its place; nothing to do when it is there already.
+  template <class T>
+  void flush_out(void* base, const T* scratch, int64_t at, int n) const {
+    if (out_of_place && base) stream((T*)base + at, scratch, (int64_t)n * (int64_t)sizeof(T));
+  }
+
+  void decode(int which, float* into, int64_t at, int n) const {
+    const uint8_t* codes = (const uint8_t*)s.state_in[which] + at;
+    const float* scales = s.scale_in[which] + at / kBlock;
+    for_blocks(n, [=] [[gnu::always_inline]] (int i, int count) {
+      which == 0 ? decode_e4m3(codes + i, scales[i / kBlock], into + i, count)
+                 : decode_e5m3(codes + i, scales[i / kBlock], into + i, count);
+    });
+  }
+
+  void encode(int which, const float* values, int64_t at, int n) const {
+    uint8_t* codes = out(s.state[which], t.code, at);
+    float* scales = s.scale[which] + at / kBlock;
+    const float top = which == 0 ? kMomentMax : kVarianceMax;
+    for_blocks(n, [=] [[gnu::always_inline]] (int i, int count) {
+      const float largest = largest_magnitude(values + i, count), inverse = largest == 0.0f ? 0.0f : top / largest;
+      scales[i / kBlock] = largest * (1.0f / top);
+      which == 0 ? encode_e4m3(values + i, inverse, codes + i, count)
+                 : encode_e5m3(values + i, inverse, t.random + i, codes + i, count);
+    });
+    flush_out(s.state[which], t.code, at, n);
+  }
+
+  // Random bits for the rounding of the second state; a tile starts at a block.
+  void draw(int64_t at, int n) const {
+    const uint32_t block = (uint32_t)((s.first_index + at) / kBlock);
+    const Key key = {s.key[0], s.key[1]};
+    for_blocks(n, [=] [[gnu::always_inline]] (int i, int count) {
+      random_block(block + (uint32_t)(i / kBlock), key, t.random + i, count);
+    });
+  }
+
+  template <class Rule, class Grad, class Master>
+  void with_master(const Rule& rule, const Grad& grad, const Master& master, int64_t at, int n) const {
+    constexpr bool kFirst = Rule::kFirst, kSecond = Rule::kSecond;
+    const bool keep_first = kFirst && s.state[0];  // SGD without momentum keeps none
+    if (s.format == TF_STATE_BF16) {
+      if (kSecond) draw(at, n);
+      const Bf16 first = {(const uint16_t*)s.state_in[0] + at, out(s.state[0], t.first, at)};
+      const Bf16Stochastic second = {(const uint16_t*)s.state_in[1] + at, out(s.state[1], t.second, at), t.random};
+      run(rule, grad, master, first, second, keep_first, n);
+      if (keep_first) flush_out(s.state[0], t.first, at, n);
+      if (kSecond) flush_out(s.state[1], t.second, at, n);
+    } else if (s.format == TF_STATE_INT8) {
+      draw(at, n);
+      decode(0, t.m, at, n);
+      decode(1, t.v, at, n);
+      run(rule, grad, master, Fp32{t.m, t.m}, Fp32{t.v, t.v}, keep_first, n);
+      encode(0, t.m, at, n);
+      encode(1, t.v, at, n);
     } else {
-      memcpy(into, from, (size_t)n * (size_t)size);
+      const Fp32 first = {(const float*)s.state_in[0] + at, out(s.state[0], t.m, at)};
+      const Fp32 second = {(const float*)s.state_in[1] + at, out(s.state[1], t.v, at)};
+      run(rule, grad, master, first, second, keep_first, n);
+      if (keep_first) flush_out(s.state[0], t.m, at, n);
+      if (kSecond) flush_out(s.state[1], t.v, at, n);
     }
   }
 
-  float* load_master(int64_t at, int n) const {
-    if (split_master) {
-      join((const uint16_t*)s.weight_in + at, (const int16_t*)s.master_in + at, t.p, n);
-    } else if (out_of_place) {
-      memcpy(t.p, (const float*)s.master_in + at, (size_t)n * 4);
+  // The loop, with the states that the rule has.
+  template <class Rule, class Grad, class Master, class First, class Second>
+  static void run(const Rule& rule, const Grad& grad, const Master& master, const First& first, const Second& second,
+                  bool keep_first, int n) {
+    if constexpr (Rule::kFirst && Rule::kSecond) {
+      loop(rule, grad, master, first, second, n);
+    } else if constexpr (Rule::kSecond) {
+      loop(rule, grad, master, Nothing{}, second, n);
+    } else if (keep_first) {
+      loop(rule, grad, master, first, Nothing{}, n);
     } else {
-      return (float*)s.master + at;
+      loop(rule, grad, master, Nothing{}, Nothing{}, n);
     }
-    return t.p;
   }
 
-  void store_master(const float* p, int64_t at, int n) const {
+  template <class Rule, class Grad>
+  void with_grad(const Rule& rule, const Grad& grad, int64_t at, int n) const {
     if (split_master) {
-      if (!out_of_place) return split(p, (uint16_t*)s.weight + at, (int16_t*)s.master + at, n);
-      split(p, t.half, (int16_t*)t.lower, n);
-      put(t.half, s.weight, at, n, 2);
-      put(t.lower, s.master, at, n, 2);
+      const Split master = {(const uint16_t*)s.weight_in + at, (const int16_t*)s.master_in + at,
+                            out(s.weight, t.weight, at), out(s.master, (int16_t*)t.lower, at)};
+      with_master(rule, grad, master, at, n);
+      flush_out(s.weight, t.weight, at, n);
+      flush_out(s.master, t.lower, at, n);
       return;
     }
-    if (out_of_place) put(p, s.master, at, n, 4);
-    if (s.weight_type == TF_F32) {
-      put(p, s.weight, at, n, 4);
-    } else if (s.weight_type != TF_NONE && !kCanStream) {
-      store(p, s.weight, s.weight_type, at, n);
-    } else if (s.weight_type != TF_NONE) {
-      store(p, t.half, s.weight_type, 0, n);
-      stream((uint16_t*)s.weight + at, t.half, (int64_t)n * 2);  // write-only, in place or not
-    }
+    float* p = out(s.master, t.p, at);
+    with_master(rule, grad, Fp32{(const float*)s.master_in + at, p}, at, n);
+    put_weight(p, at, n);
+    flush_out(s.master, t.p, at, n);
   }
 
-  float* load_state(int which, float* scratch, int64_t at, int n) const {
-    const void* from = s.state_in[which];
-    if (!from) {
-      memset(scratch, 0, (size_t)n * 4);
-    } else if (s.format == TF_STATE_BF16) {
-      load_bf16((const uint16_t*)from + at, scratch, n);
-    } else if (s.format == TF_STATE_INT8) {
-      for (int i = 0; i < n; i += kBlock) {
-        const int count = (int)smaller(kBlock, n - i);
-        const float scale = s.scale_in[which][(at + i) / kBlock];
-        const uint8_t* codes = (const uint8_t*)from + at + i;
-        which == 0 ? decode_e4m3(codes, scale, scratch + i, count) : decode_e5m3(codes, scale, scratch + i, count);
-      }
-    } else if (out_of_place) {
-      memcpy(scratch, (const float*)from + at, (size_t)n * 4);
-    } else {
-      return (float*)s.state[which] + at;
-    }
-    return scratch;
+  // The weight rounded from the master: write-only even in place, so past the caches where that exists.
+  void put_weight(const float* p, int64_t at, int n) const {
+    if (s.weight_type == TF_NONE) return;
+    if (s.weight_type == TF_F32) return stream((float*)s.weight + at, p, (int64_t)n * 4);
+    if (!kCanStream) return store(p, s.weight, s.weight_type, at, n);
+    store(p, t.weight, s.weight_type, 0, n);
+    stream((uint16_t*)s.weight + at, t.weight, (int64_t)n * 2);
   }
 
-  void store_state(int which, const float* values, int64_t at, int n) const {
-    void* into = s.state[which];
-    if (!into) return;
-    const uint32_t index = (uint32_t)(s.first_index + at);
-    const Key key = {s.key[0], s.key[1]};
-    if (s.format == TF_STATE_BF16) {
-      uint16_t* target = out_of_place ? t.half : (uint16_t*)into + at;
-      which == 0 ? store_bf16(values, target, n) : store_bf16_stochastic(values, target, index, key, n);
-      if (out_of_place) put(t.half, into, at, n, 2);
-    } else if (s.format == TF_STATE_INT8) {
-      uint8_t* target = out_of_place ? t.code : (uint8_t*)into + at;
-      for (int i = 0; i < n; i += kBlock) {
-        const int count = (int)smaller(kBlock, n - i);
-        const float largest = largest_magnitude(values + i, count);
-        const float top = which == 0 ? kMomentMax : kVarianceMax;
-        const float inverse = largest == 0.0f ? 0.0f : top / largest;
-        s.scale[which][(at + i) / kBlock] = largest * (1.0f / top);
-        which == 0 ? encode_e4m3(values + i, inverse, target + i, count)
-                   : encode_e5m3(values + i, inverse, index + (uint32_t)i, key, target + i, count);
-      }
-      if (out_of_place) put(t.code, into, at, n, 1);
-    } else if (out_of_place) {
-      put(values, into, at, n, 4);
-    }
+  template <class Rule, class T>
+  void in_place(const Rule& rule, const T* grad, int64_t at, int n) const {
+    float *p = (float*)s.master + at, *m = (float*)s.state[0] + at, *v = (float*)s.state[1] + at;
+    s.factor == 1.0f ? loop_in_place<false>(rule, grad, s.factor, p, m, v, n)
+                     : loop_in_place<true>(rule, grad, s.factor, p, m, v, n);
+    put_weight(p, at, n);
   }
 
-  void tile(int64_t at, int n) const {
-    float* p = load_master(at, n);
-    float* m = load_state(0, t.m, at, n);
-    float* v = load_state(1, t.v, at, n);
-    if (s.grad_type == TF_BF16) {
-      apply_rule(s.rule, p, m, v, (const uint16_t*)s.grad + at, n, s.factor, s.hyper);
-    } else if (s.grad_type == TF_F32) {
-      apply_rule(s.rule, p, m, v, (const float*)s.grad + at, n, s.factor, s.hyper);
-    } else {
-      load_f16((const uint16_t*)s.grad + at, t.g, n);
-      apply_rule(s.rule, p, m, v, t.g, n, s.factor, s.hyper);
-    }
-    store_state(0, m, at, n);
-    store_state(1, v, at, n);
-    store_master(p, at, n);
+  template <class Rule, class T>
+  void choose_loop(const Rule& rule, const T* grad, int64_t at, int n) const {
+    const bool has_states = (!Rule::kFirst || s.state[0]) && (!Rule::kSecond || s.state[1]);
+    if (s.format == TF_STATE_F32 && !out_of_place && has_states) return in_place(rule, grad, at, n);
+    with_grad(rule, Gradient<T, true>{grad, s.factor}, at, n);
+  }
+
+  template <class Rule>
+  void tile(const Rule& rule, int64_t at, int n) const {
+    if (s.grad_type == TF_BF16) return choose_loop(rule, (const uint16_t*)s.grad + at, at, n);
+    if (s.grad_type == TF_F32) return choose_loop(rule, (const float*)s.grad + at, at, n);
+    load_f16((const uint16_t*)s.grad + at, 1.0f, t.g, n);
+    choose_loop(rule, t.g, at, n);
+  }
+
+  template <class Rule>
+  void tiles(const Rule& rule, int64_t begin, int64_t end) const {
+    for (int64_t at = begin; at < end; at += kTile) tile(rule, at, (int)smaller(kTile, end - at));
+    stream_fence();
   }
 };
 
 void update(const tf_segment& s, int64_t begin, int64_t end) {
   FlushMode mode(flush_safe(s));
   Scratch scratch;
-  const bool split_master = s.format != TF_STATE_F32 && s.weight_type == TF_BF16;
-  const Update u{s, split_master, s.master_in != s.master, scratch};
-  for (int64_t at = begin; at < end; at += kTile) u.tile(at, (int)smaller(kTile, end - at));
-  stream_fence();
+  const Update u{s, scratch};
+  switch (s.rule) {
+    case TF_ADAMW: return u.tiles(Adam<false>(s.hyper), begin, end);
+    case TF_ADAM: return u.tiles(Adam<true>(s.hyper), begin, end);
+    case TF_ADAGRAD: return u.tiles(Adagrad(s.hyper), begin, end);
+    case TF_LION: return u.tiles(Lion(s.hyper), begin, end);
+    case TF_SGD:
+      if (s.hyper[kSgdNesterov] != 0.0f) return u.tiles(Sgd<true>(s.hyper), begin, end);
+      return u.tiles(Sgd<false>(s.hyper), begin, end);
+  }
 }
 
 // Sixteen lanes, each summed in order, then folded in halves: the definition of the result.

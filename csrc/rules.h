@@ -33,102 +33,72 @@ static inline float flush_positive(float x) {  // as a mask, or gcc selects once
   return value(bits(x) & keep);
 }
 
-static inline float as_float(float x) { return x; }
-static inline float as_float(uint16_t bf16) { return value((uint32_t)bf16 << 16); }
-
-// The gradient times the factor; a factor of 1 changes nothing, so the common case leaves the product out.
-template <bool kScaled, class Grad>
-static inline float scaled(Grad grad, float factor) {
-  return kScaled ? as_float(grad) * factor : as_float(grad);
-}
-
 // hyper[] by rule (scalars come from rules/*.py, computed in double, rounded once)
 enum { kOneMinusB1 = 0, kB2 = 1, kOneMinusB2 = 2, kEps = 3, kStep = 4, kDecay = 5, kL2 = 6 };  // Adam, AdamW
 enum { kAdagradEps = 0, kAdagradStep = 1, kAdagradL2 = 2 };
 enum { kLionOneMinusB1 = 0, kLionOneMinusB2 = 1, kLionLr = 2, kLionDecay = 3 };
 enum { kSgdMomentum = 0, kSgdKeep = 1, kSgdLr = 2, kSgdL2 = 3, kSgdNesterov = 4 };
 
-// p, m, v hold n values and are updated in place; the gradient is read as fp32 or bf16. None of them overlap. Not
-// inlined: the compiler trusts __restrict only on a function's own parameters.
-#define TF_TILE                                                                                    \
-  float *__restrict p, [[maybe_unused]] float *__restrict m, [[maybe_unused]] float *__restrict v, \
-      const Grad *__restrict grad, const int n, [[maybe_unused]] const float factor, const float *hyper
-#define TF_LOOP _Pragma("GCC unroll 2") for (int i = 0; i < n; ++i)  // two vectors hide the latency of sqrt and div
+// A rule takes the gradient g and updates weight p, first state m and second state v of one element.
 
-template <class Grad, bool kScaled,
-          bool kCoupled>  // coupled: weight decay enters the gradient (Adam); else it shrinks the weight (AdamW)
-__attribute__((noinline)) static void adam(TF_TILE) {
-  const float one_minus_b1 = hyper[kOneMinusB1], b2 = hyper[kB2], one_minus_b2 = hyper[kOneMinusB2];
-  const float eps = hyper[kEps], step = hyper[kStep], decay = hyper[kDecay], l2 = hyper[kL2];
-  TF_LOOP {
-    float g = scaled<kScaled>(grad[i], factor);
-    float w = p[i];
-    if (kCoupled) g = g + l2 * w;
-    const float first = flush(m[i] + (g - m[i]) * one_minus_b1);
-    const float second = flush_positive(b2 * v[i] + (one_minus_b2 * g) * g);
-    if (!kCoupled) w = w * decay;
-    p[i] = flush(w - step * (first / (sqrtf(second) + eps)));
-    m[i] = first;
-    v[i] = second;
+template <bool kCoupled>  // coupled: weight decay enters the gradient (Adam); else it shrinks the weight (AdamW)
+struct Adam {
+  static constexpr bool kFirst = true, kSecond = true;  // the states it has
+  float one_minus_b1, b2, one_minus_b2, eps, step, decay, l2;
+  explicit Adam(const float* h)
+      : one_minus_b1(h[kOneMinusB1]),
+        b2(h[kB2]),
+        one_minus_b2(h[kOneMinusB2]),
+        eps(h[kEps]),
+        step(h[kStep]),
+        decay(h[kDecay]),
+        l2(h[kL2]) {}
+  TF_INLINE_MEMBER void operator()(float g, float& p, float& m, float& v) const {
+    if (kCoupled) g = g + l2 * p;
+    m = flush(m + (g - m) * one_minus_b1);
+    v = flush_positive(b2 * v + (one_minus_b2 * g) * g);
+    if (!kCoupled) p = p * decay;
+    p = flush(p - step * (m / (sqrtf(v) + eps)));
   }
-}
+};
 
-template <class Grad, bool kScaled>
-__attribute__((noinline)) static void adagrad(TF_TILE) {
-  const float eps = hyper[kAdagradEps], step = hyper[kAdagradStep], l2 = hyper[kAdagradL2];
-  TF_LOOP {
-    const float g = flush(scaled<kScaled>(grad[i], factor) + l2 * p[i]);
-    const float sum = flush_positive(v[i] + g * g);
-    p[i] = flush(p[i] - step * (g / (sqrtf(sum) + eps)));
-    v[i] = sum;
+struct Adagrad {
+  static constexpr bool kFirst = false, kSecond = true;
+  float eps, step, l2;
+  explicit Adagrad(const float* h) : eps(h[kAdagradEps]), step(h[kAdagradStep]), l2(h[kAdagradL2]) {}
+  TF_INLINE_MEMBER void operator()(float g, float& p, float&, float& v) const {
+    g = flush(g + l2 * p);
+    v = flush_positive(v + g * g);
+    p = flush(p - step * (g / (sqrtf(v) + eps)));
   }
-}
+};
 
-template <class Grad, bool kScaled>
-__attribute__((noinline)) static void lion(TF_TILE) {
-  const float one_minus_b1 = hyper[kLionOneMinusB1], one_minus_b2 = hyper[kLionOneMinusB2];
-  const float lr = hyper[kLionLr], decay = hyper[kLionDecay];
-  TF_LOOP {
-    const float g = scaled<kScaled>(grad[i], factor);
-    const float difference = g - m[i];
-    const float direction = flush(m[i] + difference * one_minus_b1);
+struct Lion {
+  static constexpr bool kFirst = true, kSecond = false;
+  float one_minus_b1, one_minus_b2, lr, decay;
+  explicit Lion(const float* h)
+      : one_minus_b1(h[kLionOneMinusB1]), one_minus_b2(h[kLionOneMinusB2]), lr(h[kLionLr]), decay(h[kLionDecay]) {}
+  TF_INLINE_MEMBER void operator()(float g, float& p, float& m, float&) const {
+    const float difference = g - m;
+    const float direction = flush(m + difference * one_minus_b1);
     const float move = direction > 0.0f ? lr : (direction < 0.0f ? -lr : direction);  // NaN stays NaN
-    m[i] = flush(m[i] + difference * one_minus_b2);
-    p[i] = flush(p[i] * decay - move);
+    m = flush(m + difference * one_minus_b2);
+    p = flush(p * decay - move);
   }
-}
+};
 
-template <class Grad, bool kScaled, bool kNesterov>
-__attribute__((noinline)) static void sgd(TF_TILE) {
-  const float momentum = hyper[kSgdMomentum], keep = hyper[kSgdKeep], lr = hyper[kSgdLr], l2 = hyper[kSgdL2];
-  TF_LOOP {
-    const float g = scaled<kScaled>(grad[i], factor) + l2 * p[i];
-    const float buffer = flush(momentum * m[i] + keep * g);
-    const float direction = kNesterov ? flush(g + momentum * buffer) : buffer;
-    p[i] = flush(p[i] - lr * direction);
-    m[i] = buffer;
+template <bool kNesterov>
+struct Sgd {
+  static constexpr bool kFirst = true, kSecond = false;
+  float momentum, keep, lr, l2;
+  explicit Sgd(const float* h) : momentum(h[kSgdMomentum]), keep(h[kSgdKeep]), lr(h[kSgdLr]), l2(h[kSgdL2]) {}
+  TF_INLINE_MEMBER void operator()(float g, float& p, float& m, float&) const {
+    g = g + l2 * p;
+    m = flush(momentum * m + keep * g);
+    const float direction = kNesterov ? flush(g + momentum * m) : m;
+    p = flush(p - lr * direction);
   }
-}
-
-template <class Grad, bool kScaled>
-static void choose_rule(int rule, float* p, float* m, float* v, const Grad* g, int n, float factor,
-                        const float* hyper) {
-  switch (rule) {
-    case TF_ADAMW: return adam<Grad, kScaled, false>(p, m, v, g, n, factor, hyper);
-    case TF_ADAM: return adam<Grad, kScaled, true>(p, m, v, g, n, factor, hyper);
-    case TF_ADAGRAD: return adagrad<Grad, kScaled>(p, m, v, g, n, factor, hyper);
-    case TF_LION: return lion<Grad, kScaled>(p, m, v, g, n, factor, hyper);
-    case TF_SGD:
-      if (hyper[kSgdNesterov] != 0.0f) return sgd<Grad, kScaled, true>(p, m, v, g, n, factor, hyper);
-      return sgd<Grad, kScaled, false>(p, m, v, g, n, factor, hyper);
-  }
-}
-
-template <class Grad>
-static void apply_rule(int rule, float* p, float* m, float* v, const Grad* g, int n, float factor, const float* hyper) {
-  if (factor == 1.0f) return choose_rule<Grad, false>(rule, p, m, v, g, n, factor, hyper);
-  choose_rule<Grad, true>(rule, p, m, v, g, n, factor, hyper);
-}
+};
 
 static inline bool at_most_one(float x) { return fabsf(x) <= 1.0f; }
 

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from twinflow.monitor.metrics import (
     MetricsWriter,
+    Record,
     StepRecord,
     ValidRecord,
     host_memory_bytes,
@@ -49,7 +50,7 @@ def a_report(num_steps: int = 50) -> Report:
 
 def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    records = [ValidRecord(0, 5.5), step_record(1), step_record(2), ValidRecord(2, 1.5)]
+    records: list[Record] = [ValidRecord(0, 5.5), step_record(1), step_record(2), ValidRecord(2, 1.5)]
     with MetricsWriter(path) as writer:
         for record in records:
             writer.write(record)
@@ -135,7 +136,7 @@ def test_thin_keeps_every_part_of_the_curve() -> None:
 
 def test_smooth_has_no_lag() -> None:
     line = [(float(i), 3.0 * i) for i in range(400)]
-    assert smooth(line) == [(x, pytest.approx(y)) for x, y in line]
+    assert [y for _, y in smooth(line)] == pytest.approx([y for _, y in line])
     assert smooth([(0.0, 1.0), (1.0, math.nan), (2.0, 3.0)]) == [(0.0, 1.0), (2.0, 3.0)]
     noise = [(float(i), float(i % 2)) for i in range(800)]
     assert all(0.4 < y < 0.6 for _, y in smooth(noise)[20:-20])

@@ -41,7 +41,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def train(*options: str | Path) -> Result:
+def train(*options: str | Path | int) -> Result:
     return CliRunner().invoke(app, ["train", *(str(option) for option in options)])
 
 
@@ -89,7 +89,7 @@ def test_the_same_seed_gives_the_same_run(tmp_path: Path, text: Path) -> None:
 def test_every_rule_learns(rule: str, states: str, tmp_path: Path, text: Path) -> None:
     out = tmp_path / "run"
     size = ("--steps", 25, "--batch-size", 4, "--context", 16, "--valid-every", 0, "--threads", 1)
-    result = train(*map(str, size), "--data", text, "--rule", rule, "--states", states, "--out", out)
+    result = train(*size, "--data", text, "--rule", rule, "--states", states, "--out", out)
     assert result.exit_code == 0, result.output
     losses = [record.loss for record in steps_of(out)]
     assert sum(losses[-5:]) / 5 < losses[0] - 0.5

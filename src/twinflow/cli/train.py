@@ -43,8 +43,8 @@ EXIT_CODES = {"finished": 0, "stopped": 1, "interrupted": 130}
 
 def train(
     preset: Annotated[str, typer.Option(help="Model: tiny or small.")] = "tiny",
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 400,
-    batch_size: Annotated[int, typer.Option(help="Sequences a step.")] = 16,
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 800,
+    batch_size: Annotated[int, typer.Option(help="Sequences a step.")] = 8,
     context: Annotated[int | None, typer.Option(help="Bytes a sequence. Default: the preset's.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate. Default: one that suits the rule.")] = None,
     warmup: Annotated[int | None, typer.Option(help="Steps of linear warmup. Default: a twentieth of all.")] = None,
@@ -54,7 +54,7 @@ def train(
     states: Annotated[str, typer.Option(help="Optimizer state: fp32, bf16, or int8 (adamw and adam).")] = "fp32",
     data: Annotated[str, typer.Option(help="stdlib, or the path of a text file or of a folder of them.")] = "stdlib",
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of the data.")] = 0,
-    valid_every: Annotated[int, typer.Option(help="Steps between validations; 0 for start and end only.")] = 50,
+    valid_every: Annotated[int, typer.Option(help="Steps between validations; 0 for start and end only.")] = 100,
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: all this process may use.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for metrics and report. Default: a new one in runs.")] = None,
 ) -> None:
@@ -123,7 +123,7 @@ class Outcome:
             rows.append(("validation loss", number(self.valids[-1].loss)))
         if losses:
             rows.append(("tokens/s", f"{tokens_per_second(self.steps):,.0f}"))
-            rows.append(("steps", f"{len(losses):,}"))
+            rows.append(("host memory", f"{max(record.host_bytes for record in self.steps) / 2**20:,.0f} MiB"))
         rows.append(("time", duration(self.wall_s)))
         return rows
 

@@ -20,7 +20,7 @@ from twinflow.monitor.metrics import Record, StepRecord, ValidRecord, host_memor
 from twinflow.optim import HostAdagrad, HostAdam, HostAdamW, HostLion, HostSGD
 from twinflow.rules import RULES
 
-VALID_BATCHES: Final = 8
+VALID_BATCHES: Final = 16
 MAX_THREADS: Final = 1024
 MIN_LR_SHARE: Final = 0.1  # where the cosine ends, as a share of the peak
 
@@ -40,7 +40,7 @@ RULE_CHOICES: Final = {
     "adam": RuleChoice(HostAdam, 2e-3, 0.0, {"betas": (0.9, 0.95)}),
     "adagrad": RuleChoice(HostAdagrad, 1e-2, 0.0, {}),
     "lion": RuleChoice(HostLion, 3e-4, 0.3, {"betas": (0.9, 0.99)}),
-    "sgd": RuleChoice(HostSGD, 0.3, 0.0, {"momentum": 0.9}),
+    "sgd": RuleChoice(HostSGD, 0.1, 0.0, {"momentum": 0.9}),
 }
 
 

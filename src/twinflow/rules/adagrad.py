@@ -8,7 +8,7 @@ from torch import Tensor
 
 from twinflow.errors import bad_value
 from twinflow.rules.adam import check_learning_rate
-from twinflow.rules.numerics import TINY, flush, flush_positive, fp32
+from twinflow.rules.numerics import TINY, flush, flush_positive, fp32, sqrt
 from twinflow.rules.rule import Hyper, Options, Rule
 
 
@@ -35,7 +35,7 @@ def apply(
     eps, step, decay = hyper
     g = flush(g + decay * p)
     v = flush_positive(v + g * g)
-    return flush(p - step * (g / (v.sqrt() + eps))), m, v
+    return flush(p - step * (g / (sqrt(v) + eps))), m, v
 
 
 ADAGRAD = Rule("adagrad", 2, (None, "sum"), ("fp32", "bf16"), hyper, check, apply)

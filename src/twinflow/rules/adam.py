@@ -11,7 +11,7 @@ import math
 from torch import Tensor
 
 from twinflow.errors import bad_value
-from twinflow.rules.numerics import TINY, flush, flush_positive, fp32
+from twinflow.rules.numerics import TINY, flush, flush_positive, fp32, sqrt
 from twinflow.rules.rule import Hyper, Options, Rule
 
 
@@ -66,7 +66,7 @@ def _moments(m: Tensor, v: Tensor, g: Tensor, hyper: Hyper) -> tuple[Tensor, Ten
     one_minus_b1, b2, one_minus_b2, eps, step = hyper[:5]
     m = flush(m + (g - m) * one_minus_b1)
     v = flush_positive(b2 * v + (one_minus_b2 * g) * g)
-    return m, v, step * (m / (v.sqrt() + eps))
+    return m, v, step * (m / (sqrt(v) + eps))
 
 
 def adamw_apply(

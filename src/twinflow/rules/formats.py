@@ -24,7 +24,7 @@ from twinflow.rules.numerics import fp32
 FORMATS = ("fp32", "bf16", "int8")
 BLOCK = 128
 MOMENT_MAX = 448.0  # largest e4m3 value
-VARIANCE_MAX = 61440.0  # largest e5m3 value, 1.875 * 2**15
+VARIANCE_MAX = 61440.0  # largest e5m3 value in use, 1.875 * 2**15
 _MASK = 0xFFFFFFFF
 
 Key = tuple[int, int]
@@ -75,20 +75,27 @@ def rounding_key(step: int, parameter: int) -> Key:
     return z & _MASK, z >> 32
 
 
-def hash_bits(first_index: int, numel: int, key: Key) -> Tensor:
-    """32 random bits for each of `numel` elements from `first_index` on, as int64."""
-    h = (torch.arange(first_index, first_index + numel, dtype=torch.int64) * 0x9E3779B1 + key[0]) & _MASK
+def random_bits(first_index: int, numel: int, key: Key) -> Tensor:
+    """16 random bits for each of `numel` elements from `first_index` (a multiple of 128) on, as int64.
+
+    A 32-bit hash of the block seeds a 16-bit mix of the position in it; for a random seed each result is uniform.
+    """
+    index = torch.arange(first_index, first_index + numel, dtype=torch.int64)
+    h = (index // BLOCK + key[0]) & _MASK
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK
     h = (((h ^ (h >> 15)) + key[1]) & _MASK) * 0x846CA68B & _MASK
-    return h ^ (h >> 16)
+    h = h ^ (h >> 16)
+    x = (index % BLOCK + h) & 0xFFFF
+    x = ((x ^ (x >> 8)) * 0x88B5) & 0xFFFF
+    x = (((x ^ (x >> 7)) + (h >> 16)) & 0xFFFF) * 0xDB2D & 0xFFFF
+    return x ^ (x >> 9)
 
 
 def to_bf16_stochastic(x: Tensor, first_index: int, key: Key) -> Tensor:
     """Up or down with the probability that keeps the mean. For numbers >= 0; the largest bf16 never becomes infinite."""
     u = _bits(x)
-    rounded = (u + (hash_bits(first_index, x.numel(), key) >> 16)) >> 16
-    special = (u >> 16) | torch.where(u > 0x7F800000, 0x40, 0)
-    return _as_bf16(torch.where(u >= 0x7F7F0000, special, rounded))
+    rounded = u + random_bits(first_index, x.numel(), key)
+    return _as_bf16(torch.where(u >= 0x7F7F0000, u, rounded) >> 16)
 
 
 def _blocks(x: Tensor) -> Tensor:
@@ -115,18 +122,20 @@ def decode_e4m3(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def encode_e5m3(x: Tensor, first_index: int, key: Key) -> tuple[Tensor, Tensor]:
-    """Codes (uint8: 5 bits of exponent, 3 of mantissa, no sign; stochastic; 0 only for 0) and scales, for x >= 0."""
+    """Codes (uint8: 5 bits of exponent, 3 of mantissa, no sign; stochastic; 0 only for 0) and scales, for x >= 0.
+
+    A code is the upper part of an fp16 number: the top exponent is not used.
+    """
     inverse, scales = _scales(x, VARIANCE_MAX)
     scaled = x * inverse
-    small = scaled < 2.0**-15
-    u = _bits(torch.where(small, scaled + 2.0**-15, scaled))
-    rounded = (u + (hash_bits(first_index, x.numel(), key) >> 12)) >> 20
-    code = (rounded - torch.where(small, 112 << 3, 111 << 3)).clamp(max=255)
-    return torch.maximum(code, (x > 0).to(torch.int64)).to(torch.uint8), scales
+    small = scaled < 2.0**-14
+    u = _bits(torch.where(small, scaled + 2.0**-14, scaled))
+    rounded = (u + (random_bits(first_index, x.numel(), key) << 4)) >> 20
+    code = rounded - torch.where(small, 113 << 3, 112 << 3)
+    return torch.maximum(code, (x > 0).to(torch.int64)).clamp(max=247).to(torch.uint8), scales
 
 
 def decode_e5m3(codes: Tensor, scales: Tensor) -> Tensor:
     """The numbers that these codes and scales stand for."""
-    code = codes.to(torch.int64)
-    normal = _value((code << 20) + (111 << 23))
-    return torch.where(code < 8, code * 2.0**-18, normal) * scales.repeat_interleave(BLOCK)[: codes.numel()]
+    values = (codes.to(torch.int16) << 7).view(torch.float16).float()
+    return values * scales.repeat_interleave(BLOCK)[: codes.numel()]

@@ -26,6 +26,11 @@ def flush_positive(x: Tensor) -> Tensor:
     return torch.where(x < TINY, 0.0, x)
 
 
+def sqrt(x: Tensor) -> Tensor:
+    """The square root rounded correctly, as the hardware does; torch's own is not on every machine (MKL's is 0.5+ ulp)."""
+    return x.double().sqrt().float()
+
+
 def fp32(x: float) -> float:
     """The fp32 number nearest to `x`: what both the kernels and the references compute with."""
     return ctypes.c_float(x).value
