@@ -67,6 +67,7 @@ struct Nothing {  // a state that the rule does not have
 template <class Rule, class Grad, class Master, class First, class Second>
 __attribute__((noinline)) static void loop(Rule rule, Grad grad, Master master, First first, Second second, int n) {
 #pragma GCC ivdep
+#pragma GCC unroll 2
   for (int i = 0; i < n; ++i) {
     float p = master.get(i), m = first.get(i), v = second.get(i);
     rule(grad.get(i), p, m, v);

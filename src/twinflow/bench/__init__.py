@@ -1,0 +1,1 @@
+"""Measuring: what this machine is and how fast the kernels run on it. Printing is the command line's."""

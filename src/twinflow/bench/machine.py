@@ -1,0 +1,155 @@
+"""What this machine is: processors, memory, limits and versions, as far as Linux tells. Elsewhere fields stay empty."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from twinflow.native.threads import cgroup_cpus
+from twinflow.version import __version__
+
+_NO_QUOTA = 1 << 16  # what `cgroup_cpus` answers without a quota
+# aarch64 kernels print numbers where x86 prints a name: (implementer, part) of server cores in use
+_ARM_CORES = {
+    ("0x41", "0xd0c"): "Neoverse-N1",
+    ("0x41", "0xd40"): "Neoverse-V1",
+    ("0x41", "0xd49"): "Neoverse-N2",
+    ("0x41", "0xd4f"): "Neoverse-V2",
+    ("0x41", "0xd84"): "Neoverse-V3",
+    ("0x41", "0xd8e"): "Neoverse-N3",
+    ("0xc0", "0xac3"): "Ampere-1",
+    ("0xc0", "0xac4"): "Ampere-1A",
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Processors and memory, and how much of them this process may use."""
+
+    system: str
+    architecture: str
+    cpu: str
+    logical_cores: int
+    physical_cores: int
+    affinity_cores: int  # logical cores in this process's affinity mask
+    cgroup_cores: int | None  # whole cores its quota allows, rounded up; None: no quota
+    memory_bytes: int
+    available_bytes: int  # what may still be allocated, the cgroup's limit taken into account
+    cgroup_memory_bytes: int | None
+    huge_pages: str  # the system's policy: always, madvise, never, or unknown
+    numa_nodes: int
+
+    @property
+    def usable_cores(self) -> int:
+        """Logical cores this process may keep busy."""
+        return max(1, min(self.affinity_cores, self.cgroup_cores or self.affinity_cores))
+
+
+def read_machine(root: Path = Path("/")) -> Machine:
+    """The facts of the machine whose /proc and /sys lie under `root`; core counts are those of this process."""
+    memory = parse_meminfo(_read(root / "proc/meminfo"))
+    limit, free = cgroup_memory(root / "sys/fs/cgroup")
+    available = memory.get("MemAvailable", 0)
+    logical = os.cpu_count() or 1
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
+    quota = cgroup_cpus(
+        _read(root / "sys/fs/cgroup/cpu.max"),
+        _read(root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us"),
+        _read(root / "sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+    )
+    return Machine(
+        system=platform.system(),
+        architecture=platform.machine(),
+        cpu=parse_cpu(_read(root / "proc/cpuinfo")) or platform.processor() or platform.machine(),
+        logical_cores=logical,
+        physical_cores=_count_physical(root / "sys/devices/system/cpu") or logical,
+        affinity_cores=affinity,
+        cgroup_cores=quota if quota < _NO_QUOTA else None,
+        memory_bytes=memory.get("MemTotal", 0),
+        available_bytes=min(available, free) if free is not None else available,
+        cgroup_memory_bytes=limit,
+        huge_pages=parse_huge_pages(_read(root / "sys/kernel/mm/transparent_hugepage/enabled")),
+        numa_nodes=len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or 1,
+    )
+
+
+def parse_cpu(cpuinfo: str) -> str:
+    """The processor's name in the text of /proc/cpuinfo; empty when it holds none."""
+    fields = dict(re.findall(r"^([^\t:]+?)\s*: (.*)$", cpuinfo, flags=re.MULTILINE))
+    if "model name" in fields:
+        return " ".join(fields["model name"].split())
+    implementer, part = fields.get("CPU implementer"), fields.get("CPU part")
+    if implementer is None or part is None:
+        return ""
+    return _ARM_CORES.get((implementer, part), f"Arm core, implementer {implementer}, part {part}")
+
+
+def parse_meminfo(meminfo: str) -> dict[str, int]:
+    """Bytes by name in the text of /proc/meminfo."""
+    return {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", meminfo, flags=re.MULTILINE)}
+
+
+def parse_huge_pages(enabled: str) -> str:
+    """The policy in brackets: `always [madvise] never` is madvise."""
+    chosen = re.search(r"\[(\w+)\]", enabled)
+    return chosen.group(1) if chosen else "unknown"
+
+
+def cgroup_memory(folder: Path) -> tuple[int | None, int | None]:
+    """The cgroup's memory limit and what is left of it, in bytes; None where there is no limit."""
+    v2 = (folder / "memory.max", folder / "memory.current", folder / "memory.stat")
+    v1 = folder / "memory"
+    files = v2 if v2[0].exists() else (v1 / "memory.limit_in_bytes", v1 / "memory.usage_in_bytes", v1 / "memory.stat")
+    limit, used, stat = (_read(path) for path in files)
+    if not limit.isdigit() or int(limit) >= 1 << 60:  # "max", no such file, or v1's way to say unlimited
+        return None, None
+    # File cache counts as used but is given back under pressure.
+    cache = re.search(r"^(?:total_)?inactive_file (\d+)$", stat, flags=re.MULTILINE)
+    reclaimable = int(cache.group(1)) if cache else 0
+    return int(limit), max(0, int(limit) - (int(used) if used.isdigit() else 0) + reclaimable)
+
+
+def _count_physical(folder: Path) -> int:
+    return len({_read(path) for path in folder.glob("cpu[0-9]*/topology/thread_siblings_list")})
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a package, or None; nothing is imported."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def read_versions() -> dict[str, str | None]:
+    """Versions that decide what numbers mean."""
+    packages: Mapping[str, str | None] = {name: version_of(name) for name in ("torch", "triton", "numpy")}
+    return {"twinflow": __version__, "python": platform.python_version(), **packages}
+
+
+def describe_memory(num_bytes: int) -> str:
+    """In GiB, as people speak of memory."""
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def describe(machine: Machine) -> str:
+    """The machine in one line."""
+    quota = f", quota {machine.cgroup_cores}" if machine.cgroup_cores is not None else ""
+    nodes = "1 NUMA node" if machine.numa_nodes == 1 else f"{machine.numa_nodes} NUMA nodes"
+    return (
+        f"{machine.system} {machine.architecture}, {machine.cpu}, {machine.affinity_cores} of {machine.logical_cores} "
+        f"cores{quota}, {describe_memory(machine.memory_bytes)} memory, {describe_memory(machine.available_bytes)} "
+        f"available, huge pages {machine.huge_pages}, {nodes}"
+    )

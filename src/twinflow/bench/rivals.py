@@ -1,0 +1,130 @@
+"""The same jobs done by torch's own optimizers and by DeepSpeed's, where it is installed."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from twinflow.bench.buffers import huge_empty, huge_random
+from twinflow.bench.machine import version_of
+from twinflow.bench.timing import Work
+
+MakeOptimizer = Callable[[list[Tensor]], Optimizer]
+LR = 1e-3
+
+
+def torch_optimizer(name: str, **options: Any) -> MakeOptimizer:
+    """How to make `torch.optim.NAME(params, lr, **options)`."""
+    return lambda params: getattr(torch.optim, name)(params, lr=LR, **options)
+
+
+class Fp32Job:
+    """An fp32 parameter with an fp32 gradient, updated in place: what torch.optim does."""
+
+    def __init__(self, numel: int, make: MakeOptimizer) -> None:
+        self.param = huge_random(numel, scale=0.02)
+        self.grad = self.param.grad = huge_random(numel, seed=1)
+        self.optimizer = make([self.param])
+        self.optimizer.step()  # so that its states exist
+
+    def step(self) -> None:
+        """One update."""
+        self.optimizer.step()
+
+    def other(self, make: MakeOptimizer) -> Work:
+        """A step of another optimizer that shares this one's parameter and states, to save memory."""
+        optimizer = make([self.param])
+        optimizer.state[self.param] = self.optimizer.state[self.param]
+        return optimizer.step
+
+    def states(self, *names: str) -> list[Tensor]:
+        """The optimizer's state tensors of these names."""
+        return [self.optimizer.state[self.param][name] for name in names]
+
+
+class MixedJob(Fp32Job):
+    """A bf16 gradient in and a bf16 weight out around an fp32 optimizer: cast, step, cast."""
+
+    def __init__(self, grad: Tensor, make: MakeOptimizer) -> None:
+        super().__init__(grad.numel(), make)
+        self.grad_in = grad
+        self.weight = huge_empty(grad.numel(), torch.bfloat16).zero_()
+
+    def step(self) -> None:
+        """Cast, update, cast."""
+        self.grad.copy_(self.grad_in)
+        self.optimizer.step()
+        self.weight.copy_(self.param)
+
+
+class DeepSpeedJob(Fp32Job):
+    """DeepSpeed's way on the host: the gradient has arrived as fp32; scale it in place, step, cast to bf16."""
+
+    def __init__(self, numel: int, make: MakeOptimizer) -> None:
+        super().__init__(numel, make)
+        self.weight = huge_empty(numel, torch.bfloat16).zero_()
+
+    def step(self) -> None:
+        """Scale, update, cast."""
+        self.grad.mul_(0.999)
+        self.optimizer.step()
+        self.weight.copy_(self.param)
+
+
+class Lion(Optimizer):
+    """Lion in torch operations: torch.optim has none."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params, {"lr": LR, "betas": (0.9, 0.99), "weight_decay": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update."""
+        for group in self.param_groups:
+            b1, b2 = group["betas"]
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                direction = state["exp_avg"].lerp(p.grad, 1.0 - b1).sign_()
+                p.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+                state["exp_avg"].lerp_(p.grad, 1.0 - b2)
+
+
+@dataclass(frozen=True)
+class DeepSpeed:
+    """DeepSpeedCPUAdam, or None and why."""
+
+    make: MakeOptimizer | None
+    about: str
+
+
+def load_deepspeed(threads: int) -> DeepSpeed:
+    """Import it, and build its operator if it has to be built; never an error.
+
+    Its OpenMP runtime may be another one than torch's and reads its number of threads from the environment, once.
+    """
+    version = version_of("deepspeed")
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    try:
+        adam: Any = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+        adam([torch.zeros(8)], lr=LR, adamw_mode=True)  # builds and loads the operator
+    except ModuleNotFoundError as error:
+        missing = "not installed" if version is None else f"{version}, needs {error.name}"
+        return DeepSpeed(None, missing)
+    except Exception as error:  # whatever a compiler or a foreign package raises, the benchmark goes on
+        return DeepSpeed(None, f"{version}, does not load: {error}")
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+    return DeepSpeed(lambda params: adam(params, lr=LR, adamw_mode=True), str(version))
