@@ -34,7 +34,7 @@ def main(
 
 def markdown(page: Page, date: str) -> str:
     """The page as a Markdown file."""
-    lines = [f"# Host kernels, {page.isa}, {date}", "", f"- {page.machine}", f"- {page.versions}", f"- {page.run}", ""]
+    lines = [f"# Host kernels, {page.isa}, {date}", "", *(f"- {line}" for line in page.lines), ""]
     lines += [*table(KERNEL_HEADERS, page.kernels), "", *table(FIGURE_HEADERS, page.figures)]
     return "\n".join([*lines, "", "```json", page.json_line, "```", ""])
 

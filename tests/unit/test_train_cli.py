@@ -18,7 +18,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from twinflow.cli.main import app
-from twinflow.cli.training import lr_factor
+from twinflow.cli.training import clip_factor, lr_factor
 from twinflow.monitor.metrics import StepRecord, ValidRecord, read_metrics
 from twinflow.native import get_threads, set_threads
 from twinflow.version import __version__
@@ -110,6 +110,16 @@ def test_lr_factor_rises_and_falls() -> None:
     assert 0.1 <= factors[-1] < 0.101
     assert lr_factor(5, warmup=5, steps=5) == 1.0
     assert lr_factor(500, warmup=0, steps=10) == pytest.approx(0.1)
+
+
+def test_the_clip_factor_is_torchs() -> None:
+    for norm, limit in ((5.0, 1.0), (0.5, 1.0), (1.0, 1.0), (0.0, 1.0), (300.0, 0.25)):
+        param = torch.zeros(4, requires_grad=True)
+        param.grad = torch.full((4,), norm / 2)
+        expected = param.grad.clone() * clip_factor(norm, limit)
+        torch.nn.utils.clip_grad_norm_([param], limit)
+        torch.testing.assert_close(param.grad, expected)
+    assert clip_factor(1e9, 0.0) == 1.0
 
 
 @pytest.mark.parametrize(

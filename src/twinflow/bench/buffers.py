@@ -46,7 +46,8 @@ def huge_random(numel: int, dtype: torch.dtype = torch.float32, scale: float = 1
     tensor = huge_empty(numel, dtype)
     generator = torch.Generator().manual_seed(seed)
     pattern = torch.randn(min(numel, _PATTERN_NUMEL), generator=generator).mul_(scale).to(dtype)
-    for part in tensor.split(_PATTERN_NUMEL):
+    for start in range(0, numel, _PATTERN_NUMEL):
+        part = tensor[start : start + _PATTERN_NUMEL]
         part.copy_(pattern[: part.numel()])
     return tensor
 

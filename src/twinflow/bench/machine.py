@@ -41,6 +41,7 @@ class Machine:
     memory_bytes: int
     available_bytes: int  # what may still be allocated, the cgroup's limit taken into account
     cgroup_memory_bytes: int | None
+    cache_bytes: int  # all last-level caches together; 0: unknown
     huge_pages: str  # the system's policy: always, madvise, never, or unknown
     numa_nodes: int
 
@@ -73,6 +74,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
         memory_bytes=memory.get("MemTotal", 0),
         available_bytes=min(available, free) if free is not None else available,
         cgroup_memory_bytes=limit,
+        cache_bytes=_last_level_cache(root / "sys/devices/system/cpu"),
         huge_pages=parse_huge_pages(_read(root / "sys/kernel/mm/transparent_hugepage/enabled")),
         numa_nodes=len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or 1,
     )
@@ -118,6 +120,16 @@ def _count_physical(folder: Path) -> int:
     return len({_read(path) for path in folder.glob("cpu[0-9]*/topology/thread_siblings_list")})
 
 
+def _last_level_cache(folder: Path) -> int:
+    """Bytes of the outermost caches: cores that share one name the same list of cores."""
+    found: dict[int, dict[str, int]] = {}
+    for cache in folder.glob("cpu[0-9]*/cache/index[0-9]*"):
+        level, size = _read(cache / "level"), re.fullmatch(r"(\d+)K", _read(cache / "size"))
+        if level and size:
+            found.setdefault(int(level), {})[_read(cache / "shared_cpu_list")] = int(size.group(1)) * 1024
+    return sum(found[max(found)].values()) if found else 0
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
@@ -140,8 +152,8 @@ def read_versions() -> dict[str, str | None]:
 
 
 def describe_memory(num_bytes: int) -> str:
-    """In GiB, as people speak of memory."""
-    return f"{num_bytes / 2**30:.1f} GiB"
+    """In GiB, or in MiB where that is less than one."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
 def describe(machine: Machine) -> str:

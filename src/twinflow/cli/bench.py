@@ -22,6 +22,7 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure this machine.")
 
 KERNEL_HEADERS = ("kernel", "B/param", "G param/s", "GB/s", "ceiling before - after", "of ceiling", "ours is")
 FIGURE_HEADERS = ("figure", "wanted", "measured")
+STATE_BYTES = 12  # a parameter, fp32
 Row = tuple[str, ...]
 
 
@@ -29,9 +30,7 @@ Row = tuple[str, ...]
 class Page:
     """What a finished run has to say, for a terminal or for a file."""
 
-    machine: str
-    versions: str
-    run: str
+    lines: Sequence[str]  # machine, versions, what was run, and what to beware of
     kernels: Sequence[Row]
     figures: Sequence[Row]
     isa: str
@@ -92,15 +91,19 @@ def refuse_if_wrong(disagreements: Sequence[str]) -> None:
 
 def make_page(machine: Machine, report: Report) -> Page:
     """Everything as text."""
-    versions = read_versions()
+    versions, settings = read_versions(), report.settings
     extra: dict[str, Any] = {"machine": asdict(machine), "versions": versions}
-    settings = report.settings
     named = {**versions, "deepspeed": report.deepspeed}
+    lines = [
+        describe(machine),
+        ", ".join(f"{name} {version or 'not installed'}" for name, version in named.items()),
+        f"{settings.numel:,} parameters, {settings.threads} threads for everybody, kernels {report.isa}, median of "
+        f"{settings.repeats} calls, contenders in turn; the kernels agree bit for bit with their references",
+    ]
+    if STATE_BYTES * settings.numel < 4 * machine.cache_bytes:
+        lines.append("note: so few parameters partly stay in the caches: these are not the memory's rates")
     return Page(
-        machine=describe(machine),
-        versions=", ".join(f"{name} {version or 'not installed'}" for name, version in named.items()),
-        run=f"{settings.numel:,} parameters, {settings.threads} threads for everybody, kernels {report.isa}, "
-        f"median of {settings.repeats} calls, contenders in turn; kernels agree bit for bit with the references",
+        lines=lines,
         kernels=[kernel_row(result, report.results) for result in report.results],
         figures=[figure_row(figure) for figure in report.figures],
         isa=report.isa,
@@ -110,18 +113,19 @@ def make_page(machine: Machine, report: Report) -> Page:
 
 def kernel_row(result: Result, results: Sequence[Result]) -> Row:
     """A kernel of ours with its bytes, or below it a rival and how much faster ours is."""
-    rate = f"{result.params_per_s / 1e9:.3f}"
-    if result.rival_of is not None:
-        return (f"  {result.name}", "", rate, "", "", "", f"{speedup(result, results) or 0.0:.2f}x")
-    assert result.bytes_per_s and result.of_ceiling and result.ceiling_before and result.ceiling_after
+
+    def cell(value: float | None, format: str, unit: float = 1.0) -> str:
+        return f"{value / unit:{format}}" if value is not None else ""
+
+    before, after = cell(result.ceiling_before, ".1f", 1e9), cell(result.ceiling_after, ".1f", 1e9)
     return (
-        result.name,
-        f"{result.bytes_per_param:g}",
-        rate,
-        f"{result.bytes_per_s / 1e9:.1f}",
-        f"{result.ceiling_before / 1e9:.1f} - {result.ceiling_after / 1e9:.1f}",
-        f"{result.of_ceiling:.2f}",
-        "",
+        result.name if result.rival_of is None else f"  {result.name}",
+        cell(result.bytes_per_param, "g"),
+        cell(result.params_per_s, ".3f", 1e9),
+        cell(result.bytes_per_s, ".1f", 1e9),
+        f"{before} - {after}" if before and after else "",
+        cell(result.of_ceiling, ".2f"),
+        cell(speedup(result, results), ".2f") + ("x" if result.rival_of is not None else ""),
     )
 
 
@@ -137,8 +141,8 @@ def print_page(console: Console, page: Page) -> None:
     """The report on a terminal or in a pipe; the JSON object is the last line, unbroken."""
     if not console.is_terminal:
         console = Console(file=console.file, width=140)  # a pipe has no width: do not fold the table
-    for line in (page.machine, page.versions, page.run):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for line in page.lines:
+        console.out(line, highlight=False)
     for headers, rows in ((KERNEL_HEADERS, page.kernels), (FIGURE_HEADERS, page.figures)):
         table = Table()
         for i, header in enumerate(headers):
@@ -146,4 +150,4 @@ def print_page(console: Console, page: Page) -> None:
         for row in rows:
             table.add_row(*row)
         console.print(table)
-    console.print(page.json_line, highlight=False, markup=False, soft_wrap=True)
+    console.out(page.json_line, highlight=False)

@@ -15,7 +15,6 @@ from typing import Annotated, Literal
 import torch
 import typer
 from rich.console import Console
-from torch.optim import Optimizer
 
 from twinflow.cli.training import (
     TrainSettings,
@@ -34,6 +33,7 @@ from twinflow.monitor.metrics import MetricsWriter, StepRecord, ValidRecord, tok
 from twinflow.monitor.progress import TrainProgress, duration
 from twinflow.monitor.report import Report, Rows, write_report
 from twinflow.native import get_threads, isa, set_threads
+from twinflow.optim import HostOptimizer
 from twinflow.version import __version__
 
 METRICS, SETTINGS, REPORT = "metrics.jsonl", "settings.json", "report.html"
@@ -97,7 +97,7 @@ class Run:
     settings: TrainSettings
     corpus: Corpus
     model: GPT
-    optimizer: Optimizer
+    optimizer: HostOptimizer
 
 
 @dataclass

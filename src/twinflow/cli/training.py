@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from twinflow.data.text import VOCAB_SIZE, Corpus, Split
 from twinflow.errors import bad_value
 from twinflow.models.gpt import GPT, PRESETS, GPTConfig
 from twinflow.monitor.metrics import Record, StepRecord, ValidRecord, host_memory_bytes
-from twinflow.optim import HostAdagrad, HostAdam, HostAdamW, HostLion, HostSGD
+from twinflow.optim import HostAdagrad, HostAdam, HostAdamW, HostLion, HostOptimizer, HostSGD
 from twinflow.rules import RULES
 
 VALID_BATCHES: Final = 16
@@ -29,7 +28,7 @@ MIN_LR_SHARE: Final = 0.1  # where the cosine ends, as a share of the peak
 class RuleChoice:
     """An optimizer and what it starts from when the user names nothing else."""
 
-    optimizer: type[Optimizer]
+    optimizer: type[HostOptimizer]
     lr: float
     weight_decay: float
     options: dict[str, Any]
@@ -109,7 +108,7 @@ def build_model(settings: TrainSettings) -> GPT:
     return GPT(replace(choose_preset(settings.preset), vocab_size=VOCAB_SIZE, context=settings.context))
 
 
-def build_optimizer(settings: TrainSettings, model: GPT) -> Optimizer:
+def build_optimizer(settings: TrainSettings, model: GPT) -> HostOptimizer:
     """The host optimizer; weight decay pulls on matrices only, never on norms and biases."""
     choice = choose_rule(settings.rule)
     params = list(model.parameters())
@@ -118,7 +117,7 @@ def build_optimizer(settings: TrainSettings, model: GPT) -> Optimizer:
         {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
     ]
     make: Any = choice.optimizer  # each class has its own options; `choice` holds the ones that fit
-    optimizer: Optimizer = make(groups, lr=settings.lr, states=settings.states, **choice.options)
+    optimizer: HostOptimizer = make(groups, lr=settings.lr, states=settings.states, **choice.options)
     return optimizer
 
 
@@ -130,7 +129,7 @@ def lr_factor(step: int, warmup: int, steps: int) -> float:
     return MIN_LR_SHARE + (1.0 - MIN_LR_SHARE) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def training_records(settings: TrainSettings, model: GPT, corpus: Corpus, optimizer: Optimizer) -> Iterator[Record]:
+def training_records(settings: TrainSettings, model: GPT, corpus: Corpus, optimizer: HostOptimizer) -> Iterator[Record]:
     """Train, yielding each step and each validation as it happens.
 
     A step whose loss or gradient is not finite is yielded without having changed the weights, and is the last one.
@@ -147,7 +146,7 @@ def training_records(settings: TrainSettings, model: GPT, corpus: Corpus, optimi
             yield ValidRecord(step, valid_loss(settings, model, corpus))
 
 
-def train_step(settings: TrainSettings, model: GPT, corpus: Corpus, optimizer: Optimizer, step: int) -> StepRecord:
+def train_step(settings: TrainSettings, model: GPT, corpus: Corpus, optimizer: HostOptimizer, step: int) -> StepRecord:
     """Forward, backward, clip and update on the batch of this step."""
     tokens, targets = batch(settings, corpus, "train", step)
     params = list(model.parameters())
@@ -156,25 +155,31 @@ def train_step(settings: TrainSettings, model: GPT, corpus: Corpus, optimizer: O
     forward_done = time.perf_counter()
     loss.backward()
     backward_done = time.perf_counter()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]).item()
     lr = float(optimizer.param_groups[0]["lr"])
-    if math.isfinite(loss.item()) and math.isfinite(norm.item()):
-        if settings.grad_clip:
-            torch.nn.utils.clip_grads_with_norm_(params, settings.grad_clip, norm)
-        optimizer.step()
+    if math.isfinite(loss.item()) and math.isfinite(norm):
+        optimizer.step(factor=clip_factor(norm, settings.grad_clip))
     optimizer.zero_grad()
     update_done = time.perf_counter()
     return StepRecord(
         step=step,
         loss=loss.item(),
         lr=lr,
-        grad_norm=norm.item(),
+        grad_norm=norm,
         num_tokens=tokens.numel(),
         forward_s=forward_done - start,
         backward_s=backward_done - forward_done,
         update_s=update_done - backward_done,
         host_bytes=host_memory_bytes(),
     )
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """What the update multiplies gradients with so that their norm is at most `limit`; a limit of 0 means none.
+
+    The kernel applies it while it reads the gradient: no pass over all gradients of its own, as clipping in place has.
+    """
+    return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
 
 
 @torch.no_grad()

@@ -22,8 +22,15 @@ def default_threads(environ: Mapping[str, str]) -> int:
     if given:
         return check_threads(given, "TWINFLOW_THREADS")
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(allowed, cgroup_cpus(_read(_CGROUP_V2), _read(_CGROUP_V1 / "cpu.cfs_quota_us"),
-                                           _read(_CGROUP_V1 / "cpu.cfs_period_us"))))
+    return max(
+        1,
+        min(
+            allowed,
+            cgroup_cpus(
+                _read(_CGROUP_V2), _read(_CGROUP_V1 / "cpu.cfs_quota_us"), _read(_CGROUP_V1 / "cpu.cfs_period_us")
+            ),
+        ),
+    )
 
 
 def check_threads(value: object, option: str) -> int:

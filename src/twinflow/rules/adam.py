@@ -1,7 +1,7 @@
 """Adam and AdamW.
 
-The bias correction of the second moment is moved out of the loop: with c = sqrt(1 - b2**t), m / (sqrt(v)/c + eps) equals
-c * m / (sqrt(v) + c*eps). One division and one rounding less for each element than the usual form.
+The bias correction of the second moment is moved out of the loop: with c = sqrt(1 - b2**t), m / (sqrt(v)/c + eps)
+equals c * m / (sqrt(v) + c*eps). One division and one rounding less for each element than the usual form.
 """
 
 from __future__ import annotations

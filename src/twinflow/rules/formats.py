@@ -9,8 +9,8 @@
 Split: fp32 bits u are kept as upper = bf16 of u (ties away from zero, the weight itself) and lower = int16(u), with
 u = (upper << 16) + lower. 8-bit codes share one fp32 scale for each 128 elements from the parameter's start.
 
-Why the variance is rounded stochastically: at b2 = 0.999 its decay is less than half a unit in the last place of bf16 or
-of 8 bits, so rounding to nearest would freeze it. The random bits are a hash of (step, parameter, index): the same on
+Why the variance is rounded stochastically: at b2 = 0.999 its decay is less than half a unit in the last place of bf16
+or of 8 bits, so rounding to nearest would freeze it. The random bits are a hash of (step, parameter, index): the same on
 every machine, for every thread count and however a parameter is cut.
 """
 
@@ -92,7 +92,7 @@ def random_bits(first_index: int, numel: int, key: Key) -> Tensor:
 
 
 def to_bf16_stochastic(x: Tensor, first_index: int, key: Key) -> Tensor:
-    """Up or down with the probability that keeps the mean. For numbers >= 0; the largest bf16 never becomes infinite."""
+    """Up or down with the probability that keeps the mean. For numbers >= 0; the largest never becomes infinite."""
     u = _bits(x)
     rounded = u + random_bits(first_index, x.numel(), key)
     return _as_bf16(torch.where(u >= 0x7F7F0000, u, rounded) >> 16)
@@ -104,7 +104,7 @@ def _blocks(x: Tensor) -> Tensor:
 
 
 def _scales(x: Tensor, top: float) -> tuple[Tensor, Tensor]:
-    """For each element the factor that brings its block to the codes' range; for each block the scale that undoes it."""
+    """For each element the factor that brings its block into range; for each block the scale that undoes it."""
     largest = _value(_bits(_blocks(x)).bitwise_and(0x7FFFFFFF).amax(1))  # by bits: a NaN is larger than all
     inverse = torch.where(largest == 0, 0.0, torch.full_like(largest, top) / largest)  # a true division
     return inverse.repeat_interleave(BLOCK)[: x.numel()], largest * fp32(1.0 / top)

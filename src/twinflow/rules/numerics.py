@@ -27,7 +27,7 @@ def flush_positive(x: Tensor) -> Tensor:
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """The square root rounded correctly, as the hardware does; torch's own is not on every machine (MKL's is 0.5+ ulp)."""
+    """The square root rounded correctly, as the hardware does; torch's own is not on every machine (MKL)."""
     return x.double().sqrt().float()
 
 

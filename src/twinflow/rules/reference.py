@@ -45,7 +45,7 @@ def sum_squares(tensors: Sequence[Tensor]) -> list[float]:
 def _sum_squares(tensor: Tensor) -> float:
     x = flush(tensor.reshape(-1).float()).double()
     total = 0.0
-    for chunk in x.split(SUM_CHUNK):
+    for chunk in torch.split(x, SUM_CHUNK) if x.numel() else ():
         rows = torch.nn.functional.pad(chunk, (0, -chunk.numel() % _LANES)).view(-1, _LANES)
         # cumsum over rows adds in order; sum() would add pairwise
         lanes = rows.square().cumsum(0)[-1]

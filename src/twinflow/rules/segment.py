@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from twinflow.errors import bad_value
 from twinflow.rules.checks import FLOATS, check_tensor
-from twinflow.rules.formats import BLOCK, FORMATS, Key, decode_e4m3, decode_e5m3, encode_e4m3, encode_e5m3, join, to_bf16, to_bf16_stochastic
+from twinflow.rules.formats import (
+    BLOCK,
+    FORMATS,
+    Key,
+    decode_e4m3,
+    decode_e5m3,
+    encode_e4m3,
+    encode_e5m3,
+    join,
+    to_bf16,
+    to_bf16_stochastic,
+)
 from twinflow.rules.formats import split as split_master
 from twinflow.rules.rule import Hyper, Rule
 
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 Pair = tuple[Tensor | None, Tensor | None]
+
+
+class Zeros(Protocol):
+    """Makes a zeroed buffer: torch.zeros, or something that also cares for huge pages."""
+
+    def __call__(self, numel: int, /, *, dtype: torch.dtype) -> Tensor: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -44,7 +62,10 @@ class Store:
 
         def cut(pair: Pair, at: int, count: int) -> Pair:
             a, b = pair
-            return (a.narrow(0, at, count) if a is not None else None, b.narrow(0, at, count) if b is not None else None)
+            return (
+                a.narrow(0, at, count) if a is not None else None,
+                b.narrow(0, at, count) if b is not None else None,
+            )
 
         return replace(
             self,
@@ -87,20 +108,24 @@ def state_numels(rule: Rule, format: str, numel: int) -> tuple[tuple[int, int], 
     return (first, second), (blocks if first else 0, blocks if second else 0)
 
 
+def new_states(rule: Rule, format: str, numel: int, zeros: Zeros = torch.zeros) -> tuple[Pair, Pair]:
+    """The two states and their two scales, all zero; None where there is none."""
+    check_format(rule, format)
+    numels, blocks = state_numels(rule, format, numel)
+
+    def make(counts: tuple[int, int], dtype: torch.dtype) -> Pair:
+        a, b = (zeros(n, dtype=dtype) if name else None for n, name in zip(counts, rule.states, strict=True))
+        return (a, b)
+
+    return make(numels, _STATE_DTYPES[format]), make(blocks, torch.float32) if format == "int8" else (None, None)
+
+
 def new_store(rule: Rule, format: str, values: Tensor, weight: Tensor | None = None) -> Store:
     """Fresh state for the flat fp32 `values`. They become the master itself unless the master is split.
 
     `weight`, flat, is where updates put the rounded weight; it is written here in the split case only.
     """
-    check_format(rule, format)
-    numels, blocks = state_numels(rule, format, values.numel())
-
-    def zeros(counts: tuple[int, int], dtype: torch.dtype) -> Pair:
-        a, b = (torch.zeros(n, dtype=dtype) if name else None for n, name in zip(counts, rule.states, strict=True))
-        return (a, b)
-
-    scales = zeros(blocks, torch.float32) if format == "int8" else (None, None)
-    store = Store(format, values, weight, zeros(numels, _STATE_DTYPES[format]), scales)
+    store = Store(format, values, weight, *new_states(rule, format, values.numel()))
     if not store.is_split:
         return store
     assert weight is not None
@@ -158,7 +183,9 @@ def _check_pairing(segment: Segment, store: Store, target: Store) -> None:
     ours, theirs = ([s.master, s.weight, *s.states, *s.scales] for s in (store, target))
     for name, a, b in zip(("master", "weight", *segment.rule.states, "scale", "scale"), ours, theirs, strict=True):
         if (a is None) != (b is None) or (a is not None and b is not None and a.dtype != b.dtype):
-            raise bad_value(f"{segment.name}: target {name}", b if b is None else b.dtype, "the same kind as the store's")
+            raise bad_value(
+                f"{segment.name}: target {name}", b if b is None else b.dtype, "the same kind as the store's"
+            )
         if a is not None and b is not None and a.numel() and a.data_ptr() == b.data_ptr():
             raise bad_value(f"{segment.name}: target {name}", "the store's own memory", "another buffer")
 

@@ -1,0 +1,48 @@
+# Two commands to know: `make train` and `make test`. Each makes its own virtual environment and installs what it needs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc src -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name py.typed)
+STEPS ?= 400
+
+.PHONY: help train test lint test-all test-gpu bench wheel clean
+help:
+	@echo "make train     train a small GPT with the host optimizer; ends with a report page"
+	@echo "make test      lint, types and every test that needs no GPU (a pairwise subset of large matrices)"
+	@echo "make test-all  every matrix, in parts that are resumed where they stopped"
+	@echo "make test-gpu  tests that need CUDA        make bench  kernels against torch and the memory's ceiling"
+	@echo "make wheel     one wheel for this platform, into dist/"
+
+# Installed, not editable: tests run against what a user gets.
+$(VENV)/.installed: $(SOURCES)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ".[test]"
+	@touch $@
+
+train: $(VENV)/.installed
+	$(BIN)/twinflow train --steps $(STEPS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow and not matrix and not gpu"
+
+test-all: lint
+	$(BIN)/python tests/run_parts.py
+
+test-gpu: $(VENV)/.installed
+	$(BIN)/python -m pytest -m gpu tests/gpu
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/host_kernels.py --save
+
+wheel: $(VENV)/.installed
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

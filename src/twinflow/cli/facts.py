@@ -1,0 +1,259 @@
+"""What `twinflow doctor` looks at: facts gathered here, judged in `findings`, printed elsewhere."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+
+from twinflow import native
+from twinflow.bench.check import disagreements
+from twinflow.bench.machine import Machine, describe_memory, read_machine, read_versions, version_of
+from twinflow.native.library import load
+
+OLDEST_TORCH: Final = (2, 8)
+PINNED_TRIAL_BYTES: Final = 1 << 24
+BUILD_HELP: Final = "Reinstall twinflow on a machine with a C++17 compiler"
+EXTRAS: Final = {
+    "triton": "GPU kernels; comes with torch for CUDA",
+    "transformers": "Hugging Face models and Trainer",
+    "lightning": "Lightning loops",
+    "safetensors": "export of weights",
+    "tensorboard": "metrics in TensorBoard",
+    "matplotlib": "plots in notebooks and papers",
+    "deepspeed": "comparison in `twinflow bench host`",
+}
+
+Level = Literal["broken", "warning", "note"]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The native library and how it is set up; `setting_error` is a TWINFLOW_ variable that cannot work."""
+
+    path: str | None
+    problem: str | None
+    isa: str
+    isa_available: Sequence[str]
+    isa_forced: bool
+    threads: int
+    threads_from: str
+    setting_error: str | None = None
+    disagreements: Sequence[str] = ()
+
+    @property
+    def abi_ok(self) -> bool:
+        """Loaded, and it speaks our ABI: the loader refuses any other."""
+        return self.problem is None and self.path is not None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One CUDA device."""
+
+    name: str
+    memory_bytes: int
+    capability: str
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """What torch can reach. `built_for` is the CUDA version torch was built with."""
+
+    built_for: str | None
+    driver: str | None
+    driver_cuda: str | None  # the newest CUDA version the driver can run
+    gpus: Sequence[Gpu]
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """Page-locked memory: the limit, and whether a small allocation worked (None: not tried, there is no GPU)."""
+
+    limit_bytes: int | None  # RLIMIT_MEMLOCK; None: unlimited
+    works: bool | None
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Extra:
+    """An optional package."""
+
+    name: str
+    version: str | None
+    purpose: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something worth the user's attention. Only `broken` makes twinflow unusable."""
+
+    level: Level
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All of it."""
+
+    machine: Machine
+    versions: Mapping[str, str | None]
+    kernels: Kernels
+    cuda: Cuda
+    pinned: Pinned
+    extras: Sequence[Extra]
+
+
+def gather() -> Facts:
+    """Look at this machine. Never raises for what it finds."""
+    machine, cuda = read_machine(), read_cuda()
+    return Facts(
+        machine=machine,
+        versions=read_versions(),
+        kernels=read_kernels(machine, os.environ),
+        cuda=cuda,
+        pinned=read_pinned(has_gpu=bool(cuda.gpus)),
+        extras=[Extra(name, version_of(name), purpose) for name, purpose in EXTRAS.items()],
+    )
+
+
+def read_kernels(machine: Machine, environ: Mapping[str, str]) -> Kernels:
+    """Load the library, and hold a small run of every kernel against its reference."""
+    try:
+        loaded = load()
+    except ValueError as error:  # from TWINFLOW_ISA or TWINFLOW_THREADS
+        return Kernels(None, None, "none", [], False, 0, "nothing", setting_error=str(error))
+    return Kernels(
+        path=str(loaded.path) if loaded.path is not None else None,
+        problem=loaded.problem,
+        isa=native.isa(),
+        isa_available=native.isa_names(),
+        isa_forced=bool(environ.get("TWINFLOW_ISA")) and loaded.library is not None,
+        threads=native.get_threads(),
+        threads_from=threads_source(environ, machine) if loaded.library is not None else "torch",
+        disagreements=disagreements(numel=300) if loaded.library is not None else (),
+    )
+
+
+def threads_source(environ: Mapping[str, str], machine: Machine) -> str:
+    """What the pool's size was taken from (`native.threads.default_threads`)."""
+    if environ.get("TWINFLOW_THREADS"):
+        return "TWINFLOW_THREADS"
+    if machine.cgroup_cores is not None and machine.cgroup_cores < machine.affinity_cores:
+        return "cgroup quota"
+    return "affinity mask" if machine.affinity_cores < machine.logical_cores else "all cores"
+
+
+def read_cuda(root: Path = Path("/")) -> Cuda:
+    """CUDA devices that torch sees, or why there are none."""
+    driver, driver_cuda = read_driver(root)
+    gpus: list[Gpu] = []
+    problem = None
+    if torch.version.cuda is None:
+        problem = "this torch is built without CUDA"
+    else:
+        try:
+            torch.cuda.current_device()  # starts CUDA, and says so when it cannot
+            for i in range(torch.cuda.device_count()):
+                found = torch.cuda.get_device_properties(i)
+                gpus.append(Gpu(found.name, found.total_memory, f"{found.major}.{found.minor}"))
+        except Exception as error:  # a driver that is missing, too old or out of order: torch raises several kinds
+            problem = str(error).strip().splitlines()[0]
+    if problem is None and not gpus:
+        problem = "no CUDA device is visible"
+    return Cuda(torch.version.cuda, driver, driver_cuda, gpus, problem)
+
+
+def read_driver(root: Path) -> tuple[str | None, str | None]:
+    """The NVIDIA driver's version, and the newest CUDA version it can run."""
+    driver = None
+    try:
+        words = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0].split()
+        driver = next((word for word in words if word[0].isdigit() and "." in word), None)
+    except (OSError, IndexError):
+        pass
+    version = ctypes.c_int(0)
+    try:
+        answer = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return driver, None
+    return driver, f"{version.value // 1000}.{version.value % 1000 // 10}" if answer == 0 else None
+
+
+def read_pinned(has_gpu: bool) -> Pinned:
+    """The limit, and a trial of 16 MiB where there is a GPU to pin for."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = None if soft == resource.RLIM_INFINITY else soft
+    if not has_gpu:
+        return Pinned(limit, None, None)
+    try:
+        works = torch.empty(PINNED_TRIAL_BYTES, dtype=torch.uint8, pin_memory=True).is_pinned()
+    except RuntimeError as error:
+        return Pinned(limit, False, str(error).splitlines()[0])
+    return Pinned(limit, works, None if works else "the allocation is not pinned")
+
+
+def findings(facts: Facts) -> list[Finding]:
+    """Everything that is broken, slow or worth knowing, worst first."""
+    found = [*_judge_torch(facts.versions), *_judge_kernels(facts.kernels), *_judge_cuda(facts.cuda, facts.pinned)]
+    found += _judge_machine(facts.machine)
+    order: tuple[Level, ...] = ("broken", "warning", "note")
+    return sorted(found, key=lambda finding: order.index(finding.level))
+
+
+def is_usable(found: Sequence[Finding]) -> bool:
+    """Whether anything at all can be trained here."""
+    return all(finding.level != "broken" for finding in found)
+
+
+def _judge_torch(versions: Mapping[str, str | None]) -> list[Finding]:
+    version, oldest = versions["torch"] or torch.__version__, ".".join(map(str, OLDEST_TORCH))
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    if numbers >= OLDEST_TORCH:
+        return []
+    return [Finding("broken", f"torch {version} is older than {oldest}", f"pip install 'torch>={oldest}'")]
+
+
+def _judge_kernels(kernels: Kernels) -> list[Finding]:
+    if kernels.setting_error is not None:
+        return [Finding("broken", kernels.setting_error, "Unset the variable or give it an allowed value")]
+    if kernels.disagreements:
+        what = f"the native kernels compute something else than their references: {', '.join(kernels.disagreements)}"
+        return [Finding("broken", what, f"{BUILD_HELP}; until then TWINFLOW_ISA can name another variant")]
+    if not kernels.abi_ok:
+        what = f"native library: {kernels.problem}; torch references run instead, many times slower"
+        return [Finding("warning", what, BUILD_HELP)]
+    return []
+
+
+def _judge_cuda(cuda: Cuda, pinned: Pinned) -> list[Finding]:
+    if not cuda.gpus:
+        driver = f" (driver {cuda.driver}, up to CUDA {cuda.driver_cuda or 'unknown'})" if cuda.driver else ""
+        what = f"no GPU: {cuda.problem}{driver}; host optimizers, `twinflow train` and `twinflow bench host` work"
+        remedy = "For a GPU install the NVIDIA driver and a torch built for a CUDA version it can run"
+        return [Finding("warning" if cuda.driver else "note", what, remedy)]
+    if pinned.works is False:
+        what = f"pinned memory: {pinned.problem}; copies between host and GPU are several times slower without it"
+        return [Finding("warning", what, "Raise the limit (ulimit -l unlimited, or the container's memlock)")]
+    return []
+
+
+def _judge_machine(machine: Machine) -> list[Finding]:
+    found = []
+    if machine.system != "Linux":
+        found.append(Finding("warning", f"{machine.system} is not tested", "Use Linux"))
+    if machine.huge_pages == "never":
+        remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
+        found.append(Finding("note", "huge pages are off; updates of large states run slower", remedy))
+    if machine.cgroup_memory_bytes is not None and machine.cgroup_memory_bytes < machine.memory_bytes:
+        what = f"this container may use {describe_memory(machine.cgroup_memory_bytes)} of the machine's memory"
+        found.append(Finding("note", what, "Raise the container's memory limit to keep more optimizer state"))
+    return found

@@ -1,0 +1,112 @@
+"""What several test files share: comparing stores bit by bit, making them, and cutting a large matrix down."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinflow.rules import RULES, Rule
+from twinflow.rules.checks import FLOATS
+from twinflow.rules.segment import Store, encode_state, new_store
+
+OPTIONS: dict[str, Any] = {
+    "lr": 1e-2,
+    "betas": (0.9, 0.99),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "lr_decay": 0.01,
+    "initial_accumulator_value": 0.0,
+    "momentum": 0.9,
+    "dampening": 0.0,
+    "nesterov": False,
+}
+WEIGHTS = (None, *FLOATS)
+# every rule x state format x gradient dtype x weight dtype
+CELLS = [
+    (rule.name, format, grad, weight)
+    for rule in RULES.values()
+    for format in rule.formats
+    for grad, weight in itertools.product(FLOATS, WEIGHTS)
+]
+
+
+def cell_name(cell: tuple[Any, ...]) -> str:
+    return "-".join(str(part).removeprefix("torch.") for part in cell)
+
+
+def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """A small set of combinations in which every pair of values of two axes occurs together."""
+    wanted = {(i, a, j, b) for i, j in itertools.combinations(range(len(axes)), 2) for a in axes[i] for b in axes[j]}
+    chosen = []
+    while wanted:
+
+        def gain(combination: tuple[Any, ...]) -> int:
+            pairs = itertools.combinations(enumerate(combination), 2)
+            return sum((i, a, j, b) in wanted for (i, a), (j, b) in pairs)
+
+        best = max(itertools.product(*axes), key=gain)
+        chosen.append(best)
+        wanted -= {(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(best), 2)}
+    return chosen
+
+
+def buffers(store: Store) -> dict[str, Tensor]:
+    named = {
+        "master": store.master,
+        "weight": store.weight,
+        "first": store.states[0],
+        "second": store.states[1],
+        "first scale": store.scales[0],
+        "second scale": store.scales[1],
+    }
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def clone(store: Store) -> Store:
+    copy = store.empty_like()
+    for name, tensor in buffers(copy).items():
+        tensor.copy_(buffers(store)[name])
+    return copy
+
+
+def poisoned(store: Store) -> Store:
+    """Fresh buffers full of 0xFF, which is NaN in every float: an element that is not written shows."""
+    copy = store.empty_like()
+    for tensor in buffers(copy).values():
+        as_integers(tensor).fill_(-1 if tensor.element_size() > 1 else 255)
+    return copy
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def assert_same_bits(a: Store, b: Store, note: str = "") -> None:
+    for name, tensor in buffers(a).items():
+        x, y = as_integers(tensor), as_integers(buffers(b)[name])
+        if not torch.equal(x, y):
+            where = (x != y).nonzero()[:3].flatten().tolist()
+            raise AssertionError(f"{note} {name} differs at {where}: {tensor[where]} and {buffers(b)[name][where]}")
+
+
+def make_store(rule: Rule, format: str, weight: torch.dtype | None, numel: int, seed: int = 0) -> Store:
+    """A store in the middle of training: weights of order 1, momentum 1e-3, variance 1e-6."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel, generator=generator)
+    store = new_store(rule, format, values, torch.zeros(numel, dtype=weight) if weight else None)
+    moments = torch.randn(numel, generator=generator) * 1e-3
+    encode_state(store, 0, moments, 0, (1, 2))
+    encode_state(store, 1, moments.square(), 0, (1, 2))
+    return store
+
+
+def make_gradient(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Ordinary numbers with zeros, tiny ones and subnormals among them."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    grad = torch.randn(numel, generator=generator)
+    scale = torch.tensor([1.0, 1.0, 1.0, 1e-4, 1e-20, 1e-31, 1e-38, 1e-42, 0.0])
+    return (grad * scale[torch.randint(len(scale), (numel,), generator=generator)]).to(dtype)

@@ -1,0 +1,259 @@
+"""The native kernels against their torch references, bit for bit; and against themselves however they are run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import (
+    CELLS,
+    OPTIONS,
+    as_integers,
+    assert_same_bits,
+    cell_name,
+    clone,
+    make_gradient,
+    make_store,
+    pairwise,
+    poisoned,
+)
+
+from twinflow import native
+from twinflow.rules import RULES, reference
+from twinflow.rules.checks import FLOATS
+from twinflow.rules.formats import rounding_key
+from twinflow.rules.segment import Segment, Store
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="the native library is not installed")
+THREADS = (1, 2, 3, os.cpu_count() or 4)
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> object:
+    isa, threads = native.isa(), native.get_threads()
+    yield
+    native.set_isa(isa)
+    native.set_threads(threads)
+
+
+def check_cell(cell: tuple[str, str, torch.dtype, torch.dtype | None], numel: int, seed: int, offset: int = 0) -> None:
+    """In place and out of place against the reference; `offset` moves every buffer off its alignment."""
+    name, format, grad_dtype, weight_dtype = cell
+    rule = RULES[name]
+    step = 1 + seed % 5
+    options = {**OPTIONS, "nesterov": seed % 2 == 1, "weight_decay": 0.1 * (seed % 3)}
+    hyper = rule.hyper(options, step)
+    factor = (1.0, 0.37, 2.0**-16, 3.0)[seed % 4]
+    store = make_store(rule, format, weight_dtype, numel + 128 * offset, seed).narrow(128 * offset, numel)
+    if offset:  # the same values one element further into larger buffers
+        store = shifted(store)
+    grad = make_gradient(numel + offset, grad_dtype, seed)[offset:]
+    first_index = 128 * (seed % 7)
+    key = rounding_key(step, seed)
+    expected, in_place, target = clone(store), clone(store), poisoned(store)
+    if offset:
+        in_place, target = shifted(in_place), shifted(target)
+    before = clone(store)
+    reference.update([Segment(rule, hyper, grad, expected, factor, key, first_index)])
+    native.update([Segment(rule, hyper, grad, in_place, factor, key, first_index)])
+    assert_same_bits(expected, in_place, "in place:")
+    native.update([Segment(rule, hyper, grad, store, factor, key, first_index, target)])
+    assert_same_bits(expected, target, "out of place:")
+    assert_same_bits(before, store, "the store of an out-of-place update:")
+
+
+def shifted(store: Store) -> Store:
+    def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        larger = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+        larger[1:].copy_(tensor)
+        return larger[1:]
+
+    master = move(store.master)
+    assert master is not None
+    states, scales = ((move(pair[0]), move(pair[1])) for pair in (store.states, store.scales))
+    return Store(store.format, master, move(store.weight), states, scales)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=cell_name)
+def test_every_cell_equals_its_reference(cell: tuple[str, str, torch.dtype, torch.dtype | None]) -> None:
+    for seed, numel in enumerate((0, 1, 5, 127, 128, 129, 1023, 4096, 40_001)):
+        check_cell(cell, numel, seed, offset=seed % 2)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("isa", native.isa_names())
+@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize("cell", CELLS, ids=cell_name)
+def test_matrix(cell: tuple[str, str, torch.dtype, torch.dtype | None], threads: int, isa: str) -> None:
+    native.set_isa(isa)
+    native.set_threads(threads)
+
+    @settings(max_examples=12, deadline=None)
+    @given(st.integers(0, 70_000), st.integers(0, 10_000), st.integers(0, 1))
+    def run(numel: int, seed: int, offset: int) -> None:
+        check_cell(cell, numel, seed, offset)
+
+    run()
+    check_cell(cell, 1_000_000, 3)
+
+
+PAIRS = pairwise(
+    ("adamw", "adam", "adagrad", "lion", "sgd"), ("fp32", "bf16", "int8"), FLOATS, (None, *FLOATS), THREADS
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_random_sizes_threads_and_variants(data: st.DataObject) -> None:
+    name, format, grad, weight, threads = data.draw(st.sampled_from(PAIRS))
+    native.set_isa(data.draw(st.sampled_from(native.isa_names())))
+    native.set_threads(threads)
+    cell = (name, format if format in RULES[name].formats else "bf16", grad, weight)
+    numel = data.draw(st.one_of(st.integers(0, 3000), st.integers(3000, 100_000)))
+    check_cell(cell, numel, data.draw(st.integers(0, 10_000)), data.draw(st.integers(0, 1)))
+
+
+@pytest.mark.parametrize("format", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("isa", native.isa_names())
+@pytest.mark.parametrize("threads", THREADS)
+def test_threads_and_variants_change_no_bit(format: str, isa: str, threads: int) -> None:
+    rule, numel = RULES["adamw"], 300_001
+    grad, start = make_gradient(numel, torch.bfloat16), make_store(rule, format, torch.bfloat16, numel)
+    results = []
+    for setting in ((isa, threads), (native.isa_names()[-1], 1)):
+        native.set_isa(setting[0])
+        native.set_threads(setting[1])
+        store = clone(start)
+        for step in (1, 2, 3):
+            native.update([Segment(rule, rule.hyper(OPTIONS, step), grad, store, 0.5, rounding_key(step, 0))])
+        results.append(store)
+    assert_same_bits(*results)
+
+
+def test_cutting_a_parameter_changes_no_bit() -> None:
+    rule, numel = RULES["adamw"], 10_000
+    hyper, key = rule.hyper(OPTIONS, 2), rounding_key(2, 5)
+    for format in rule.formats:
+        whole = make_store(rule, format, torch.bfloat16, numel)
+        cut, grad = clone(whole), make_gradient(numel, torch.bfloat16)
+        native.update([Segment(rule, hyper, grad, whole, 1.0, key)])
+        pieces = [(0, 128), (128, 3840), (3968, 6032)]
+        native.update(
+            [Segment(rule, hyper, grad[a : a + n], cut.narrow(a, n), 1.0, key, first_index=a) for a, n in pieces]
+        )
+        assert_same_bits(whole, cut, format)
+
+
+def test_many_segments_with_their_own_rules_in_one_call() -> None:
+    segments, expected = [], []
+    for i, (name, format, grad_dtype, weight) in enumerate(CELLS * 3):
+        rule, numel = RULES[name], (i * 37) % 700
+        store, grad = make_store(rule, format, weight, numel, i), make_gradient(numel, grad_dtype, i)
+        hyper, key = rule.hyper({**OPTIONS, "lr": 1e-3 * (i + 1)}, i + 1), rounding_key(i, i)
+        twin = clone(store)
+        reference.update([Segment(rule, hyper, grad, twin, 0.5, key)])
+        expected.append(twin)
+        segments.append(Segment(rule, hyper, grad, store, 0.5, key))
+    native.update(segments)
+    for segment, twin in zip(segments, expected, strict=True):
+        assert_same_bits(twin, segment.store)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 50_000), min_size=0, max_size=5), st.sampled_from(FLOATS), st.integers(0, 1000))
+def test_sum_of_squares(numels: list[int], dtype: torch.dtype, seed: int) -> None:
+    tensors = [make_gradient(n, dtype, seed + i) for i, n in enumerate(numels)]
+    expected = reference.sum_squares(tensors)
+    for isa in native.isa_names():
+        for threads in THREADS:
+            native.set_isa(isa)
+            native.set_threads(threads)
+            assert native.sum_squares(tensors) == expected
+    for tensor, value in zip(tensors, expected, strict=True):
+        assert value == pytest.approx(tensor.double().square().sum().item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_sum_of_squares_reports_what_is_not_finite(dtype: torch.dtype, bad: float) -> None:
+    for at in (0, 17, 16_383, 16_384, 99_999):
+        tensor = torch.ones(100_000, dtype=dtype)
+        tensor[at] = bad
+        first, second = native.sum_squares([tensor, torch.ones(5, dtype=dtype)])
+        assert not torch.tensor(first).isfinite()
+        assert second == 5.0
+
+
+def test_a_large_gradient_does_not_overflow_the_sum() -> None:
+    largest = torch.full((1000,), torch.finfo(torch.float32).max)
+    assert torch.tensor(native.sum_squares([largest])[0], dtype=torch.float64).isfinite()
+
+
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("target", FLOATS)
+@pytest.mark.parametrize("isa", native.isa_names())
+def test_cast_equals_torch(source: torch.dtype, target: torch.dtype, isa: str) -> None:
+    native.set_isa(isa)
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    values = (
+        patterns.view(source) if source != torch.float32 else torch.arange(-(2**31), 2**31, 65521).int().view(source)
+    )
+    values = values[~values.isnan()]
+    into = torch.empty(values.numel(), dtype=target)
+    native.cast(into, values)
+    assert torch.equal(as_integers(into), as_integers(values.to(target)))
+    native.cast(into[:3], torch.tensor([float("nan")] * 3, dtype=source))
+    assert into[:3].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_accumulate_equals_torch(dtype: torch.dtype) -> None:
+    for numel in (0, 1, 1000, 70_001):
+        total, values = torch.randn(numel), make_gradient(numel, dtype)
+        expected = total + values.float()
+        native.accumulate(total, values)
+        assert torch.equal(total, expected)
+
+
+def test_nothing_that_is_not_finite_is_lost() -> None:
+    """A NaN gradient makes NaN weights in every format and rule: it is never rounded away."""
+    for name, format, grad_dtype, weight in CELLS:
+        rule = RULES[name]
+        store, grad = make_store(rule, format, weight, 300), make_gradient(300, grad_dtype)
+        as_integers(grad)[7] = -1  # all ones: the NaN that overflows when it is rounded carelessly
+        native.update([Segment(rule, rule.hyper(OPTIONS, 3), grad, store)])
+        result = store.weight if store.weight is not None else store.master
+        assert result[7].isnan(), cell_name((name, format, grad_dtype, weight))
+
+
+@pytest.mark.parametrize("format", ["fp32", "bf16", "int8"])
+def test_subnormals_in_the_state_are_flushed_like_in_the_reference(format: str) -> None:
+    """With flush mode on (ordinary numbers) and off (a step size above 1), the bits are the reference's."""
+    for lr in (1e-2, 50.0):
+        for name in ("adamw", "adam", "adagrad", "lion", "sgd"):
+            rule = RULES[name]
+            if format not in rule.formats:
+                continue
+            numel = 2000
+            store = make_store(rule, format, torch.float32, numel)
+            tiny = torch.tensor(
+                [0.0, 1e-45, -1e-45, 1e-40, -1e-39, 2.0**-126, -(2.0**-120), 2.0**-101, 2.0**-100, 1e-3]
+            )
+            pick = torch.randint(len(tiny), (4, numel), generator=torch.Generator().manual_seed(5))
+            store.master.copy_(tiny[pick[0]])
+            if format == "fp32":
+                for which, state in enumerate(store.states):
+                    if state is not None:
+                        state.copy_(tiny[pick[1 + which]].abs() if which else tiny[pick[1]])
+            grad = tiny[pick[3]]
+            for decay in (0.0, 0.1):
+                expected, actual = clone(store), clone(store)
+                hyper = rule.hyper({**OPTIONS, "lr": lr, "weight_decay": decay}, 7)
+                reference.update([Segment(rule, hyper, grad, expected, 0.7)])
+                native.update([Segment(rule, hyper, grad, actual, 0.7)])
+                assert_same_bits(expected, actual, f"{name} lr {lr} decay {decay}")
