@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc src -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name py.typed)
-STEPS ?= 400
 
 .PHONY: help train test lint test-all test-gpu bench wheel clean
 help:
@@ -20,7 +19,7 @@ $(VENV)/.installed: $(SOURCES)
 	@touch $@
 
 train: $(VENV)/.installed
-	$(BIN)/twinflow train --steps $(STEPS)
+	$(BIN)/twinflow train
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -43,15 +43,14 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     wanted = {(i, a, j, b) for i, j in itertools.combinations(range(len(axes)), 2) for a in axes[i] for b in axes[j]}
     chosen = []
     while wanted:
-
-        def gain(combination: tuple[Any, ...]) -> int:
-            pairs = itertools.combinations(enumerate(combination), 2)
-            return sum((i, a, j, b) in wanted for (i, a), (j, b) in pairs)
-
-        best = max(itertools.product(*axes), key=gain)
+        best = max(itertools.product(*axes), key=lambda combination: len(wanted & _pairs(combination)))
         chosen.append(best)
-        wanted -= {(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(best), 2)}
+        wanted -= _pairs(best)
     return chosen
+
+
+def _pairs(combination: tuple[Any, ...]) -> set[tuple[Any, ...]]:
+    return {(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(combination), 2)}
 
 
 def buffers(store: Store) -> dict[str, Tensor]:

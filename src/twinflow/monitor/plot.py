@@ -97,8 +97,10 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     sums = [0.0, *accumulate(y for _, y in kept)]  # a mean is then a difference, however long the run
     out: list[Point] = []
     for i, (x, _) in enumerate(kept):
-        near = min(reach, i, len(kept) - 1 - i)  # as many on each side, so that the ends are not pulled inwards
-        out.append((x, (sums[i + near + 1] - sums[i - near]) / (2 * near + 1)))
+        # As many on each side, or the steep start would be pulled down; at the flat end, as many as there are.
+        near = min(reach, i)
+        first, last = i - near, min(i + near, len(kept) - 1)
+        out.append((x, (sums[last + 1] - sums[first]) / (last + 1 - first)))
     return out
 
 

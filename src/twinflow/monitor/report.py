@@ -70,11 +70,10 @@ def render(report: Report) -> str:
 def loss_plot(report: Report) -> str:
     """Training loss, raw and smoothed, and validation loss."""
     raw = [(float(r.step), r.loss) for r in report.steps]
-    mean = smooth(raw)
     valid = [(float(r.step), r.loss) for r in report.valids]
     curves = [
         Series("", raw, 1, "faint"),
-        Series("train", mean, 1, "line", f"{mean[-1][1]:.3f}" if mean else ""),
+        Series("train", smooth(raw), 1),
         Series("validation", valid, 2, "dots", f"{valid[-1][1]:.3f}" if valid else ""),
     ]
     return figure("Loss (nats per byte)", curves, width=1130, height=320)

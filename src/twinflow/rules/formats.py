@@ -10,8 +10,8 @@ Split: fp32 bits u are kept as upper = bf16 of u (ties away from zero, the weigh
 u = (upper << 16) + lower. 8-bit codes share one fp32 scale for each 128 elements from the parameter's start.
 
 Why the variance is rounded stochastically: at b2 = 0.999 its decay is less than half a unit in the last place of bf16
-or of 8 bits, so rounding to nearest would freeze it. The random bits are a hash of (step, parameter, index): the same on
-every machine, for every thread count and however a parameter is cut.
+or of 8 bits, so rounding to nearest would freeze it. The random bits are a hash of (step, parameter, index): the same
+on every machine, for every thread count and however a parameter is cut.
 """
 
 from __future__ import annotations

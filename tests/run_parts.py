@@ -1,0 +1,64 @@
+"""Runs every test in parts, and starts again where it stopped: a part that passed is not run twice on the same code.
+
+python tests/run_parts.py            all parts
+python tests/run_parts.py --list     what there is and what has passed
+python tests/run_parts.py --fresh    forget what has passed
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+DONE = ROOT / "build" / "test-all"
+PARTS = {
+    "quick": ["-m", "not slow and not matrix and not gpu"],
+    "slow": ["-m", "slow and not gpu"],
+    **{
+        f"kernels-{rule}": ["-m", "matrix", "tests/unit/test_kernels.py", "-k", f"{rule}-"]
+        for rule in ("adamw", "adam", "adagrad", "lion", "sgd")
+    },
+}
+
+
+def code_hash() -> str:
+    digest = hashlib.sha256()
+    folders = ("src", "csrc", "tests", "docs", "examples", "benchmarks")
+    for path in sorted(p for folder in folders for p in (ROOT / folder).rglob("*") if p.is_file()):
+        if path.suffix in {".py", ".cpp", ".h", ".md"}:
+            digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def main() -> int:
+    DONE.mkdir(parents=True, exist_ok=True)
+    stamp = code_hash()
+    if "--fresh" in sys.argv:
+        for file in DONE.glob("*.ok"):
+            file.unlink()
+    marks = {part: DONE / f"{part}-{stamp}.ok" for part in PARTS}
+    if "--list" in sys.argv:
+        for part, mark in marks.items():
+            print(f"{part:20} {'passed' if mark.exists() else 'to do'}")
+        return 0
+    for number, (part, arguments) in enumerate(PARTS.items(), 1):
+        if marks[part].exists():
+            print(f"[{number}/{len(PARTS)}] {part}: passed before, on the same code", flush=True)
+            continue
+        print(f"[{number}/{len(PARTS)}] {part}: pytest {' '.join(arguments)}", flush=True)
+        start = time.perf_counter()
+        result = subprocess.run([sys.executable, "-m", "pytest", "-q", *arguments], cwd=ROOT, check=False)
+        if result.returncode != 0:
+            print(f"{part} failed; `make test-all` continues from here")
+            return result.returncode
+        marks[part].write_text(f"{time.perf_counter() - start:.0f} s\n")
+    print(f"all {len(PARTS)} parts passed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
