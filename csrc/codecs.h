@@ -220,7 +220,7 @@ TF_INLINE void narrow(const int32_t* __restrict from, uint8_t* __restrict into, 
 // e4m3: sign, 4 exponent bits (bias 7), 3 of mantissa; 448 is the largest value. Adding 2^20 times the number's own
 // power of two (2^-6 at least) leaves the rounded mantissa in the lowest bits of the sum.
 TF_INLINE void encode_e4m3(const float* __restrict from, float inverse, uint8_t* __restrict into, int n) {
-  int32_t codes[kBlock];
+  alignas(64) int32_t codes[kBlock];
   for (int i = 0; i < n; ++i) {
     const uint32_t u = bits(from[i] * inverse), magnitude = u & 0x7fffffffu;
     const int32_t power = (int32_t)(u & 0x7f800000u), least = 121 << 23;
@@ -236,7 +236,7 @@ TF_INLINE void encode_e4m3(const float* __restrict from, float inverse, uint8_t*
 // part of an fp16 number. Stochastic; positive values never become code 0.
 TF_INLINE void encode_e5m3(const float* __restrict from, float inverse, const uint16_t* __restrict random,
                            uint8_t* __restrict into, int n) {
-  int32_t codes[kBlock];
+  alignas(64) int32_t codes[kBlock];
   for (int i = 0; i < n; ++i) {
     const float scaled = from[i] * inverse;
     const uint32_t small = (uint32_t)((int32_t)(bits(scaled) - (113u << 23)) >> 31);  // all ones below 2^-14, where
@@ -251,16 +251,32 @@ TF_INLINE void encode_e5m3(const float* __restrict from, float inverse, const ui
 }
 
 // Both kinds of code are fp16 numbers without their lower bits: e5m3 as it is, e4m3 times 2^-8.
-TF_INLINE void decode_e4m3(const uint8_t* __restrict from, float scale, float* __restrict into, int n) {
-  uint16_t half[kBlock];
-  for (int i = 0; i < n; ++i) half[i] = (uint16_t)(((from[i] & 0x80u) << 8) | ((from[i] & 0x7fu) << 7));
-  load_f16(half, scale * 256.0f, into, n);
+template <bool kSigned>
+TF_INLINE void decode_codes(const uint8_t* __restrict from, float scale, float* __restrict into, int n) {
+  int i = 0;
+#if defined(__AVX512F__)
+  const __m512 scales = _mm512_set1_ps(scale);
+  for (; i + 16 <= n; i += 16) {
+    __m256i half = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(from + i))), 7);
+    if (kSigned)  // bit 14 is the sign: adding it to itself carries it to bit 15
+      half = _mm256_add_epi16(half, _mm256_and_si256(half, _mm256_set1_epi16(0x4000)));
+    _mm512_storeu_ps(into + i, _mm512_mul_ps(_mm512_cvtph_ps(half), scales));
+  }
+#endif
+  alignas(64) uint16_t half[kBlock];
+  for (int j = i; j < n; ++j) {
+    const uint16_t h = (uint16_t)(from[j] << 7);
+    half[j - i] = kSigned ? (uint16_t)(h + (h & 0x4000u)) : h;
+  }
+  load_f16(half, scale, into + i, n - i);
 }
 
-TF_INLINE void decode_e5m3(const uint8_t* __restrict from, float scale, float* __restrict into, int n) {
-  uint16_t half[kBlock];
-  for (int i = 0; i < n; ++i) half[i] = (uint16_t)(from[i] << 7);
-  load_f16(half, scale, into, n);
+TF_INLINE void decode_e4m3(const uint8_t* from, float scale, float* into, int n) {
+  decode_codes<true>(from, scale * 256.0f, into, n);
+}
+
+TF_INLINE void decode_e5m3(const uint8_t* from, float scale, float* into, int n) {
+  decode_codes<false>(from, scale, into, n);
 }
 
 }  // namespace TF_ISA

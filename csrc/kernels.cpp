@@ -22,14 +22,24 @@ namespace {
 
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Flush-to-zero and denormals-are-zero for a scope, on x86; aarch64 has no subnormal penalty worth it.
+// Flush-to-zero and denormals-are-zero, on or off for a scope, whatever mode the calling thread is in. On aarch64 it is
+// always off: subnormal numbers cost nothing there.
 struct FlushMode {
 #if defined(__x86_64__)
-  unsigned saved = _mm_getcsr();
-  explicit FlushMode(bool on) {
-    if (on) _mm_setcsr(saved | 0x8040u);
-  }
+  static constexpr unsigned kBits = 0x8040u;
+  const unsigned saved = _mm_getcsr();
+  explicit FlushMode(bool on) { _mm_setcsr(on ? saved | kBits : saved & ~kBits); }
   ~FlushMode() { _mm_setcsr(saved); }
+#elif defined(__aarch64__)
+  static constexpr uint64_t kBit = 1u << 24;
+  uint64_t saved;
+  explicit FlushMode(bool) {
+    asm volatile("mrs %0, fpcr" : "=r"(saved));
+    if (saved & kBit) asm volatile("msr fpcr, %0" : : "r"(saved & ~kBit) : "memory");
+  }
+  ~FlushMode() {
+    if (saved & kBit) asm volatile("msr fpcr, %0" : : "r"(saved) : "memory");
+  }
 #else
   explicit FlushMode(bool) {}
 #endif
@@ -71,7 +81,7 @@ void stream_fence() {}
 struct alignas(64) Scratch {
   float g[kTile], p[kTile], m[kTile], v[kTile];
   uint16_t weight[kTile], lower[kTile], first[kTile], second[kTile], random[kTile];
-  uint8_t code[kTile];
+  uint8_t code[2 * kTile];
 };
 
 // One update of a segment, tile by tile: decode what the loop cannot read, run the rule, encode, and write past the
@@ -103,17 +113,32 @@ struct Update {
     });
   }
 
-  void encode(int which, const float* values, int64_t at, int n) const {
-    uint8_t* codes = out(s.state[which], t.code, at);
+  // For each block the scale of its codes, and into `inverse` what brings its values into the codes' range: both NaN
+  // for a block that holds an infinity or a NaN. Apart from the encoding, because each is a long chain of dependent
+  // operations: this way many of them overlap.
+  void scan(int which, const float* values, float* inverse, int64_t at, int n) const {
     float* scales = s.scale[which] + at / kBlock;
-    const float top = which == 0 ? kMomentMax : kVarianceMax;
+    const float top = which == 0 ? kMomentMax : kVarianceMax, nan = value(0x7fc00000u);
     for_blocks(n, [=] [[gnu::always_inline]] (int i, int count) {
-      const float largest = largest_magnitude(values + i, count), inverse = largest == 0.0f ? 0.0f : top / largest;
-      scales[i / kBlock] = largest * (1.0f / top);
-      which == 0 ? encode_e4m3(values + i, inverse, codes + i, count)
-                 : encode_e5m3(values + i, inverse, t.random + i, codes + i, count);
+      const float largest = largest_magnitude(values + i, count);
+      const bool finite = bits(largest) < 0x7f800000u;
+      scales[i / kBlock] = finite ? largest * (1.0f / top) : nan;
+      inverse[i / kBlock] = !finite ? nan : largest == 0.0f ? 0.0f : top / largest;
     });
-    flush_out(s.state[which], t.code, at, n);
+  }
+
+  void encode(const float* m, const float* v, int64_t at, int n) const {
+    float first[kTile / kBlock], second[kTile / kBlock];
+    scan(0, m, first, at, n);
+    scan(1, v, second, at, n);
+    uint8_t *m_codes = out(s.state[0], t.code, at), *v_codes = out(s.state[1], t.code + kTile, at);
+    for_blocks(n, [&] [[gnu::always_inline]] (int i, int count) {
+      const float a = first[i / kBlock], b = second[i / kBlock];
+      a == a ? encode_e4m3(m + i, a, m_codes + i, count) : (void)memset(m_codes + i, 0, (size_t)count);
+      b == b ? encode_e5m3(v + i, b, t.random + i, v_codes + i, count) : (void)memset(v_codes + i, 0, (size_t)count);
+    });
+    flush_out(s.state[0], t.code, at, n);
+    flush_out(s.state[1], t.code + kTile, at, n);
   }
 
   // Random bits for the rounding of the second state; a tile starts at a block.
@@ -141,8 +166,7 @@ struct Update {
       decode(0, t.m, at, n);
       decode(1, t.v, at, n);
       run(rule, grad, master, Fp32{t.m, t.m}, Fp32{t.v, t.v}, keep_first, n);
-      encode(0, t.m, at, n);
-      encode(1, t.v, at, n);
+      encode(t.m, t.v, at, n);
     } else {
       const Fp32 first = {(const float*)s.state_in[0] + at, out(s.state[0], t.m, at)};
       const Fp32 second = {(const float*)s.state_in[1] + at, out(s.state[1], t.v, at)};
@@ -259,6 +283,7 @@ double sum_squares(const void* tensor, int dtype, int64_t begin, int64_t end) {
 }
 
 void accumulate(float* into, const void* from, int from_type, int64_t begin, int64_t end) {
+  FlushMode mode(false);
   alignas(64) float x[kTile];
   for (int64_t at = begin; at < end; at += kTile) {
     const int n = (int)smaller(kTile, end - at);
@@ -269,6 +294,7 @@ void accumulate(float* into, const void* from, int from_type, int64_t begin, int
 }
 
 void cast(void* into, int into_type, const void* from, int from_type, int64_t begin, int64_t end) {
+  FlushMode mode(false);
   alignas(64) float x[kTile];
   for (int64_t at = begin; at < end; at += kTile) {
     const int n = (int)smaller(kTile, end - at);

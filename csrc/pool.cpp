@@ -7,6 +7,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace tf {
@@ -42,11 +43,15 @@ struct Job {
 // Never destroyed: its threads are detached, sleep between jobs and end with the process, or when retired.
 class Pool {
  public:
-  explicit Pool(int num_threads) : num_workers_(num_threads - 1) {
-    for (int i = 0; i < num_workers_; ++i) std::thread([this] { work(); }).detach();
+  // Where the system gives fewer threads than wanted, the pool works with those it got.
+  explicit Pool(int num_threads) : wanted(num_threads) {
+    try {
+      for (int i = 1; i < num_threads; ++i) std::thread([this] { work(); }).detach();
+    } catch (const std::system_error&) {
+    }
   }
 
-  int num_threads() const { return num_workers_ + 1; }
+  const int wanted;
 
   void run(const Job& job) {
     {
@@ -107,7 +112,6 @@ class Pool {
     }
   }
 
-  const int num_workers_;
   std::mutex mutex_;
   std::condition_variable wake_, finished_;
   Job job_{};
@@ -152,7 +156,7 @@ void run_tasks(int64_t num_tasks, TaskFunction function, void* context) {
   }
   Shared& s = state();
   std::lock_guard<std::mutex> lock(s.turn);
-  if (!s.pool || s.pool->num_threads() != s.wanted) {
+  if (!s.pool || s.pool->wanted != s.wanted) {
     if (s.pool) s.pool->retire();
     s.pool = new Pool(s.wanted);  // a retired pool is a few hundred bytes, kept because its threads may still read it
   }

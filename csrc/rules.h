@@ -12,9 +12,10 @@
 //   least 2^-124 away, x is less than half of that, and the rounded sum is a either way. If
 //   |a| < 2^-100, then |a| <= 2^-100 - 2^-124, and the sum is flushed either way.
 // - Both are: then both are below 2^-124, and the sum is flushed either way.
-// A gradient can be perturbed only below 2^-100, where its square is zero in both modes; where it is
-// divided by a small number (Adagrad) it is flushed first. flush_safe() checks the multipliers, and the
-// rare call that fails the check runs in IEEE mode.
+// What a gradient becomes on its way into such a sum: g * factor is perturbed only below 2^-126, where
+// its square is zero in both modes. Where weight decay is added to it, or it is divided (Adagrad), the
+// sum is flushed at once, so what goes on is exact. flush_safe() checks the multipliers: 0, or from
+// 2^-126 to 1; the rare call that fails the check runs in IEEE mode.
 #pragma once
 #include <math.h>
 
@@ -54,7 +55,7 @@ struct Adam {
         decay(h[kDecay]),
         l2(h[kL2]) {}
   TF_INLINE_MEMBER void operator()(float g, float& p, float& m, float& v) const {
-    if (kCoupled) g = g + l2 * p;
+    if (kCoupled) g = flush(g + l2 * p);
     m = flush(m + (g - m) * one_minus_b1);
     v = flush_positive(b2 * v + (one_minus_b2 * g) * g);
     if (!kCoupled) p = p * decay;
@@ -93,28 +94,32 @@ struct Sgd {
   float momentum, keep, lr, l2;
   explicit Sgd(const float* h) : momentum(h[kSgdMomentum]), keep(h[kSgdKeep]), lr(h[kSgdLr]), l2(h[kSgdL2]) {}
   TF_INLINE_MEMBER void operator()(float g, float& p, float& m, float&) const {
-    g = g + l2 * p;
+    g = flush(g + l2 * p);
     m = flush(momentum * m + keep * g);
     const float direction = kNesterov ? flush(g + momentum * m) : m;
     p = flush(p - lr * direction);
   }
 };
 
-static inline bool at_most_one(float x) { return fabsf(x) <= 1.0f; }
+// 0, or a normal number of at most 1. By bits: the calling thread may be in flush mode itself.
+static inline bool harmless(float x) {
+  const uint32_t magnitude = bits(x) & 0x7fffffffu;
+  return magnitude == 0 || (magnitude >= 0x00800000u && magnitude <= 0x3f800000u);
+}
 
 // Whether flush mode cannot change a bit of this segment's update (the note at the top).
 static bool flush_safe(const tf_segment& s) {
   const float* h = s.hyper;
-  if (!at_most_one(s.factor)) return false;
+  if (!harmless(s.factor)) return false;
   switch (s.rule) {
     case TF_ADAMW:
     case TF_ADAM:  // (1 - b2) g is multiplied by g, which may be large: it must not be perturbed at all
-      return at_most_one(h[kStep]) && at_most_one(h[kDecay]) && at_most_one(h[kL2]) && h[kOneMinusB2] >= 0x1p-25f;
-    case TF_ADAGRAD: return at_most_one(h[kAdagradStep]) && at_most_one(h[kAdagradL2]);
-    case TF_LION: return at_most_one(h[kLionDecay]);
+      return harmless(h[kOneMinusB1]) && harmless(h[kB2]) && h[kOneMinusB2] >= 0x1p-25f && harmless(h[kStep]) &&
+             harmless(h[kDecay]) && harmless(h[kL2]);
+    case TF_ADAGRAD: return harmless(h[kAdagradStep]) && harmless(h[kAdagradL2]);
+    case TF_LION: return harmless(h[kLionOneMinusB1]) && harmless(h[kLionOneMinusB2]) && harmless(h[kLionDecay]);
     case TF_SGD:
-      return at_most_one(h[kSgdMomentum]) && at_most_one(h[kSgdKeep]) && at_most_one(h[kSgdLr]) &&
-             at_most_one(h[kSgdL2]);
+      return harmless(h[kSgdMomentum]) && harmless(h[kSgdKeep]) && harmless(h[kSgdLr]) && harmless(h[kSgdL2]);
   }
   return false;
 }

@@ -8,13 +8,19 @@ python tests/run_parts.py --fresh    forget what has passed
 from __future__ import annotations
 
 import hashlib
+import platform
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import torch
+
+from twinflow import native
+
 ROOT = Path(__file__).parents[1]
 DONE = ROOT / "build" / "test-all"
+ROOT_FILES = ("CMakeLists.txt", "pyproject.toml", "constraints.txt", "README.md", "Makefile")
 PARTS = {
     "quick": ["-m", "not slow and not matrix and not gpu"],
     "slow": ["-m", "slow and not gpu"],
@@ -26,11 +32,13 @@ PARTS = {
 
 
 def code_hash() -> str:
-    digest = hashlib.sha256()
+    """Of all that decides whether a part passes: sources, texts that tests read, build, versions, instruction sets."""
+    digest = hashlib.sha256(repr((platform.python_version(), torch.__version__, native.isa_names())).encode())
     folders = ("src", "csrc", "tests", "docs", "examples", "benchmarks")
-    for path in sorted(p for folder in folders for p in (ROOT / folder).rglob("*") if p.is_file()):
-        if path.suffix in {".py", ".cpp", ".h", ".md"}:
-            digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    sources = [path for path in found if path.is_file() and path.suffix in {".py", ".cpp", ".h", ".md"}]
+    for path in sorted([*sources, *(ROOT / name for name in ROOT_FILES)]):
+        digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 

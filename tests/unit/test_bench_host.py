@@ -132,18 +132,35 @@ def test_rates_and_speedups() -> None:
     assert host.speedup(ours, [ours, theirs]) is None
 
 
+def by_name(figures: list[host.Figure]) -> dict[str, host.Figure]:
+    return {figure.name: figure for figure in figures}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "wanted"),
+    [
+        ("x86_64", [0.90, 1.4, 1.4, 5.0, 0.85, 1.35, 1.5, 0.9]),
+        ("aarch64", [1.3, 1.0, 0.9]),
+        ("arm64", [1.3, 1.0, 0.9]),
+    ],
+)
+def test_each_architecture_has_its_figures(architecture: str, wanted: list[float]) -> None:
+    figures = host.figures([], architecture)
+    assert [figure.wanted for figure in figures] == wanted
+    assert len(by_name(figures)) == len(wanted)
+    assert all(figure.measured is None and figure.met is None for figure in figures)
+
+
 def test_figures_are_shown_whether_met_or_not() -> None:
     main = jobs.ADAMW_FP32_STATE
     results = [result(main, 1.0), result(jobs.TORCH_MIXED, 1.35, main), result(jobs.ADAMW_OUT_OF_PLACE, 2.0)]
-    on_x86 = {figure.name: figure for figure in host.figures(results, "x86_64")}
-    on_arm = {figure.name: figure for figure in host.figures(results, "aarch64")}
+    on_x86, on_arm = by_name(host.figures(results, "x86_64")), by_name(host.figures(results, "aarch64"))
     torch_figure = f"{main} / {jobs.TORCH_MIXED}"
     assert (on_x86[torch_figure].met, on_arm[torch_figure].met) == (False, True)
     assert on_x86["out of place / in place"].measured == 0.5
     assert on_x86[f"{main}: share of the memory's ceiling"].measured == 0.7
     assert on_x86[f"{main} / {jobs.DEEPSPEED}"].met is None
-    assert len(on_arm) == len(on_x86) + 1
-    assert all(figure.measured is None for figure in host.figures([], "x86_64"))
+    assert on_arm[f"{jobs.ADAMW_FP32} / {jobs.TORCH_FP32}"].met is None
     assert cli.figure_row(on_x86["out of place / in place"]) == ("out of place / in place", ">= 0.85x", "0.50x MISSED")
     assert cli.figure_row(on_arm[torch_figure])[2] == "1.35x met"
 
@@ -236,7 +253,12 @@ def test_deepspeed_takes_part_where_it_is(deepspeed: SimpleNamespace) -> None:
     assert report.deepspeed == "0.1"
     theirs = next(row for row in report.results if row.name == jobs.DEEPSPEED)
     assert theirs.rival_of == jobs.ADAMW_FP32_STATE
-    assert next(f for f in report.figures if jobs.DEEPSPEED in f.name).measured is not None
+    assert host.speedup(theirs, report.results) is not None  # its row says so on every architecture
+    on_x86, on_arm = host.figures(report.results, "x86_64"), host.figures(report.results, "aarch64")
+    assert all(figure.measured is not None for figure in (*on_x86, *on_arm))
+    assert [jobs.DEEPSPEED in figure.name for figure in on_x86].count(True) == 1
+    assert not any(jobs.DEEPSPEED in figure.name for figure in on_arm)
+    assert report.figures in (on_x86, on_arm)
 
 
 @pytest.mark.usefixtures("deepspeed")

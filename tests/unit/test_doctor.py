@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from twinflow.bench import machine as machine_module
-from twinflow.bench.machine import Machine, cgroup_memory, describe_memory, parse_cpu, parse_huge_pages, parse_meminfo
+from twinflow.bench.machine import Machine, describe_memory, parse_cpu, parse_huge_pages, parse_meminfo
 from twinflow.cli import doctor as doctor_module
 from twinflow.cli import facts as facts_module
 from twinflow.cli.doctor import doctor, print_report
@@ -89,23 +89,6 @@ def test_small_parsers() -> None:
     assert parse_huge_pages("") == "unknown"
     assert describe_memory(3 << 29) == "1.5 GiB"
     assert describe_memory(8 << 20) == "8 MiB"
-
-
-def test_cgroup_memory_of_both_versions(tmp_path: Path) -> None:
-    assert cgroup_memory(tmp_path) == (None, None)
-    old = tmp_path / "memory"
-    old.mkdir()
-    (old / "memory.limit_in_bytes").write_text("1000\n")
-    (old / "memory.usage_in_bytes").write_text("400\n")
-    (old / "memory.stat").write_text("cache 1\ntotal_inactive_file 100\n")
-    assert cgroup_memory(tmp_path) == (1000, 700)
-    (old / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert cgroup_memory(tmp_path) == (None, None)
-    (tmp_path / "memory.max").write_text("max\n")
-    assert cgroup_memory(tmp_path) == (None, None)
-    (tmp_path / "memory.max").write_text("2000\n")
-    (tmp_path / "memory.current").write_text("500\n")
-    assert cgroup_memory(tmp_path) == (2000, 1500)
 
 
 def test_a_machine_in_a_container(tmp_path: Path) -> None:

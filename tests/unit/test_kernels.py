@@ -13,6 +13,7 @@ from support import (
     OPTIONS,
     as_integers,
     assert_same_bits,
+    buffers,
     cell_name,
     clone,
     make_gradient,
@@ -257,3 +258,66 @@ def test_subnormals_in_the_state_are_flushed_like_in_the_reference(format: str) 
                 reference.update([Segment(rule, hyper, grad, expected, 0.7)])
                 native.update([Segment(rule, hyper, grad, actual, 0.7)])
                 assert_same_bits(expected, actual, f"{name} lr {lr} decay {decay}")
+
+
+def same_but_for_nan(a: Store, b: Store) -> None:
+    """Bit for bit, except that any NaN equals any NaN: their sign and payload differ between CPUs."""
+    for name, x in buffers(a).items():
+        y = buffers(b)[name]
+        if x.is_floating_point():
+            assert torch.equal(x.isnan(), y.isnan()), name
+            x, y = x[~x.isnan()], y[~y.isnan()]
+        assert torch.equal(as_integers(x), as_integers(y)), name
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=cell_name)
+def test_gradients_that_are_not_finite_equal_the_reference(
+    cell: tuple[str, str, torch.dtype, torch.dtype | None],
+) -> None:
+    name, format, grad_dtype, weight = cell
+    rule = RULES[name]
+    store, grad = make_store(rule, format, weight, 700), make_gradient(700, grad_dtype)
+    grad[5], grad[200], grad[201], grad[699] = float("nan"), float("inf"), -float("inf"), float("nan")
+    expected, actual = clone(store), clone(store)
+    for step in (1, 2):
+        hyper, key = rule.hyper(OPTIONS, step), rounding_key(step, 1)
+        reference.update([Segment(rule, hyper, grad, expected, 1.0, key)])
+        native.update([Segment(rule, hyper, grad, actual, 1.0, key)])
+        same_but_for_nan(expected, actual)
+
+
+def test_flush_mode_is_left_where_it_would_change_a_bit() -> None:
+    """Numbers near the flush threshold, and multipliers below the smallest normal number."""
+
+    def check(name: str, changes: dict[str, object], factor: float, p: float, m: float, g: float) -> None:
+        rule = RULES[name]
+        store = make_store(rule, "fp32", None, 256)
+        store.master.fill_(p)
+        for state in store.states:
+            if state is not None:
+                state.fill_(m)
+        expected, grad = clone(store), torch.full((256,), g)
+        hyper = rule.hyper({**OPTIONS, **changes}, 5)
+        reference.update([Segment(rule, hyper, grad, expected, factor)])
+        native.update([Segment(rule, hyper, grad, store, factor)])
+        assert_same_bits(expected, store, f"{name} {changes}")
+
+    tie = 2.0**-103 + 2.0**-124 - 2.0**-126
+    for name in ("sgd", "adam"):
+        check(name, {"momentum": 0.5, "weight_decay": 2.0**-27}, 1.0, 1.5 * 2.0**-100, 2 * (2.0**-100 + 2.0**-123), tie)
+    check("sgd", {}, 1e-40, 1.0, 1e-3, 1e30)
+    check("sgd", {"lr": 1e-40}, 1.0, 1.0, 1e-3, 1e20)
+    check("adamw", {"betas": (0.9, 1e-40)}, 1.0, 1.0, 1e35, 1e-3)
+
+
+def test_the_callers_flush_mode_does_not_matter() -> None:
+    total, tiny, into = torch.zeros(1_000_000), torch.full((1_000_000,), 1e-39), torch.empty(1_000_000)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU has no flush mode")
+    try:
+        native.accumulate(total, tiny)
+        native.cast(into, tiny)
+    finally:
+        torch.set_flush_denormal(False)
+    assert (total != 0).all()
+    assert (into != 0).all()

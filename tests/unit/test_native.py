@@ -18,7 +18,7 @@ from support import OPTIONS, assert_same_bits, buffers, clone, make_gradient, ma
 
 from twinflow import native
 from twinflow.native.library import find_library, load, open_library
-from twinflow.native.threads import cgroup_cpus, default_threads
+from twinflow.native.threads import default_threads
 from twinflow.rules import RULES, reference
 from twinflow.rules.segment import Segment, Store
 
@@ -109,22 +109,6 @@ def test_a_wrong_number_of_threads_is_named(number: Any) -> None:
     with pytest.raises(ValueError, match="num_threads is"):
         native.set_threads(number)
     assert native.get_threads() == before
-
-
-@pytest.mark.parametrize(
-    ("v2", "quota", "period", "cpus"),
-    [
-        ("max 100000", "", "", 1 << 16),
-        ("150000 100000", "", "", 2),
-        ("50000 100000", "", "", 1),
-        ("", "400000", "100000", 4),
-        ("", "-1", "100000", 1 << 16),
-        ("", "", "", 1 << 16),
-        ("nonsense", "", "", 1 << 16),
-    ],
-)
-def test_cgroup_quota(v2: str, quota: str, period: str, cpus: int) -> None:
-    assert cgroup_cpus(v2, quota, period) == cpus
 
 
 @needs_native
@@ -228,6 +212,12 @@ def bad_segments() -> dict[str, tuple[Segment, str]]:
         ),
         "scales": (replace(good, store=replace(int8, scales=(torch.zeros(1), int8.scales[1]))), "scales of exp_avg"),
         "factor": (replace(good, factor=float("nan")), "factor is nan"),
+        "hyper": (replace(good, hyper=(0.1, 0.9)), "hyper is (0.1, 0.9); allowed: 7 numbers"),
+        "target overlaps": (
+            replace(good, store=replace(store, master=wide[:256]), target=replace(half, master=wide[100:356])),
+            "target master is",
+        ),
+        "negative index": (replace(good, first_index=-128), "first_index is -128"),
         "first index": (replace(good, first_index=5), "first_index is 5; allowed: a multiple of 128"),
         "target shared": (replace(good, target=replace(half, master=store.master)), "target master is"),
         "target kind": (replace(good, target=replace(half, weight=None)), "target weight is None"),
@@ -278,3 +268,21 @@ def test_references_are_what_runs_without_the_library(monkeypatch: pytest.Monkey
     native.update([segment])
     assert_same_bits(expected, store)
     assert isinstance(segment.store, Store)
+
+
+STARVED = """
+import resource, torch
+from twinflow import native
+x = torch.ones(1_000_000)
+used = int(open("/proc/self/statm").read().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20), used + (200 << 20)))
+native.set_threads(1000)
+assert native.sum_squares([x]) == [1e6]
+print("ok", native.get_threads())
+"""
+
+
+@needs_native
+def test_a_system_that_gives_fewer_threads_than_wanted() -> None:
+    result = run_python(STARVED)
+    assert result.stdout.split() == ["ok", "1000"], result.stderr

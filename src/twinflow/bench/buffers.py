@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -10,16 +11,10 @@ from torch import Tensor
 from twinflow import native
 from twinflow.rules import Rule
 from twinflow.rules.formats import BLOCK
-from twinflow.rules.segment import Store
+from twinflow.rules.segment import Store, new_states
 
-_STATE_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 _PATTERN_NUMEL: Final = 1 << 20
 FP32_BYTES: Final = 4
-
-
-def is_split(format: str, weight_dtype: torch.dtype | None) -> bool:
-    """Whether the master is kept in two 16-bit halves, the upper one being the weight."""
-    return format != "fp32" and weight_dtype == torch.bfloat16
 
 
 def update_bytes(rule: Rule, format: str, grad_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> float:
@@ -27,18 +22,21 @@ def update_bytes(rule: Rule, format: str, grad_dtype: torch.dtype, weight_dtype:
 
     In or out of place makes no difference: what is read is read, what is written is written.
     """
-    master = 2 if is_split(format, weight_dtype) else FP32_BYTES
-    weight = weight_dtype.itemsize if weight_dtype is not None else 0
-    weight_passes = 2 if is_split(format, weight_dtype) else 1  # a split master's weight is read too
-    scale = FP32_BYTES / BLOCK if format == "int8" else 0.0
-    num_states = sum(name is not None for name in rule.states)
-    states = num_states * (_STATE_DTYPES[format].itemsize + scale)
-    return grad_dtype.itemsize + 2 * master + weight_passes * weight + 2 * states
+    store = huge_store(rule, format, BLOCK, weight_dtype)  # the fewest elements that have whole scales
+    kept = [tensor.nbytes for tensor in (store.master, *store.states, *store.scales) if tensor is not None]
+    weight = store.weight.nbytes if store.weight is not None else 0
+    weight_passes = 2 if store.is_split else 1  # a split master's weight is read too
+    return grad_dtype.itemsize + (2 * sum(kept) + weight_passes * weight) / BLOCK
 
 
 def huge_empty(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """An unwritten tensor on huge pages where the system gives them."""
     return native.advise_huge(torch.empty(numel, dtype=dtype))
+
+
+def huge_zeros(numel: int, /, *, dtype: torch.dtype) -> Tensor:
+    """Zeros on huge pages, their memory already there."""
+    return huge_empty(numel, dtype).zero_()
 
 
 def huge_random(numel: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, seed: int = 0) -> Tensor:
@@ -53,22 +51,15 @@ def huge_random(numel: int, dtype: torch.dtype = torch.float32, scale: float = 1
 
 
 def huge_store(rule: Rule, format: str, numel: int, weight_dtype: torch.dtype | None) -> Store:
-    """What `rules.segment.new_store` makes, on huge pages and without its fp32 temporaries."""
-
-    def zeros(count: int, dtype: torch.dtype, name: str | None) -> Tensor | None:
-        return huge_empty(count, dtype).zero_() if name is not None and count else None
-
-    first, second = rule.states
-    blocks = -(-numel // BLOCK) if format == "int8" else 0
-    dtype = _STATE_DTYPES[format]
-    states = zeros(numel, dtype, first), zeros(numel, dtype, second)
-    scales = zeros(blocks, torch.float32, first), zeros(blocks, torch.float32, second)
-    if is_split(format, weight_dtype):
-        # Any pair of halves is a master; these are the numbers of the weight with a lower half of zero.
-        weight = huge_random(numel, torch.bfloat16, scale=0.02)
-        return Store(format, huge_empty(numel, torch.int16).zero_(), weight, states, scales)
-    weight_or_none = huge_empty(numel, weight_dtype).zero_() if weight_dtype is not None else None
-    return Store(format, huge_random(numel, scale=0.02), weight_or_none, states, scales)
+    """What `rules.segment.new_store` makes for random values, on huge pages and without its fp32 temporaries."""
+    values = huge_random(numel, weight_dtype or torch.float32, scale=0.02)
+    store = Store(format, values, None, *new_states(rule, format, numel, huge_zeros))
+    if weight_dtype is None:
+        return store
+    store = replace(store, weight=values)
+    # Any pair of halves is a master; with a lower half of zero it is the number the weight is.
+    master = huge_zeros(numel, dtype=torch.int16) if store.is_split else huge_random(numel, scale=0.02)
+    return replace(store, master=master)
 
 
 def huge_like(store: Store) -> Store:

@@ -19,6 +19,7 @@ from twinflow.bench.jobs import JOBS
 from twinflow.bench.rivals import load_deepspeed
 from twinflow.bench.timing import Contender, take_turns
 from twinflow.errors import bad_value
+from twinflow.native.threads import check_threads
 
 LARGEST_NUMEL: Final = 1 << 27
 SMALLEST_NUMEL: Final = 1024
@@ -102,8 +103,8 @@ def choose_settings(
     numel: int | None, threads: int | None, repeats: int | None, quick: bool, available_bytes: int
 ) -> Settings:
     """Fill in what was not given; raise a ValueError that names the option for what cannot work."""
-    if threads is not None and not 1 <= threads <= 1024:
-        raise bad_value("--threads", threads, "a whole number from 1 to 1024")
+    if threads is not None:
+        check_threads(threads, "--threads")
     if repeats is not None and repeats < 1:
         raise bad_value("--repeats", repeats, "a whole number >= 1")
     if numel is None:

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from twinflow.native.threads import cgroup_cpus
+from twinflow.native.cgroup import cgroup_cpus, cgroup_folders, read_text
 from twinflow.version import __version__
 
-_NO_QUOTA = 1 << 16  # what `cgroup_cpus` answers without a quota
 # aarch64 kernels print numbers where x86 prints a name: (implementer, part) of server cores in use
 _ARM_CORES = {
     ("0x41", "0xd0c"): "Neoverse-N1",
@@ -53,29 +52,24 @@ class Machine:
 
 def read_machine(root: Path = Path("/")) -> Machine:
     """The facts of the machine whose /proc and /sys lie under `root`; core counts are those of this process."""
-    memory = parse_meminfo(_read(root / "proc/meminfo"))
-    limit, free = cgroup_memory(root / "sys/fs/cgroup")
+    memory = parse_meminfo(read_text(root / "proc/meminfo"))
+    limit, free = cgroup_memory(root)
     available = memory.get("MemAvailable", 0)
     logical = os.cpu_count() or 1
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
-    quota = cgroup_cpus(
-        _read(root / "sys/fs/cgroup/cpu.max"),
-        _read(root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us"),
-        _read(root / "sys/fs/cgroup/cpu/cpu.cfs_period_us"),
-    )
     return Machine(
         system=platform.system(),
         architecture=platform.machine(),
-        cpu=parse_cpu(_read(root / "proc/cpuinfo")) or platform.processor() or platform.machine(),
+        cpu=parse_cpu(read_text(root / "proc/cpuinfo")) or platform.processor() or platform.machine(),
         logical_cores=logical,
         physical_cores=_count_physical(root / "sys/devices/system/cpu") or logical,
         affinity_cores=affinity,
-        cgroup_cores=quota if quota < _NO_QUOTA else None,
+        cgroup_cores=cgroup_cpus(root),
         memory_bytes=memory.get("MemTotal", 0),
         available_bytes=min(available, free) if free is not None else available,
         cgroup_memory_bytes=limit,
         cache_bytes=_last_level_cache(root / "sys/devices/system/cpu"),
-        huge_pages=parse_huge_pages(_read(root / "sys/kernel/mm/transparent_hugepage/enabled")),
+        huge_pages=parse_huge_pages(read_text(root / "sys/kernel/mm/transparent_hugepage/enabled")),
         numa_nodes=len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or 1,
     )
 
@@ -102,39 +96,36 @@ def parse_huge_pages(enabled: str) -> str:
     return chosen.group(1) if chosen else "unknown"
 
 
-def cgroup_memory(folder: Path) -> tuple[int | None, int | None]:
-    """The cgroup's memory limit and what is left of it, in bytes; None where there is no limit."""
-    v2 = (folder / "memory.max", folder / "memory.current", folder / "memory.stat")
-    v1 = folder / "memory"
-    files = v2 if v2[0].exists() else (v1 / "memory.limit_in_bytes", v1 / "memory.usage_in_bytes", v1 / "memory.stat")
-    limit, used, stat = (_read(path) for path in files)
+def cgroup_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
+    """The smallest memory limit of this process's cgroups, and the least that is left of any, in bytes; None: none."""
+    found = [memory for folder in cgroup_folders("memory", root) if (memory := group_memory(folder)) is not None]
+    return min((limit for limit, _ in found), default=None), min((free for _, free in found), default=None)
+
+
+def group_memory(folder: Path) -> tuple[int, int] | None:
+    """One group's memory limit and what is left of it, in bytes; None where it sets none."""
+    limit = read_text(folder / "memory.max") or read_text(folder / "memory.limit_in_bytes")
     if not limit.isdigit() or int(limit) >= 1 << 60:  # "max", no such file, or v1's way to say unlimited
-        return None, None
-    # File cache counts as used but is given back under pressure.
-    cache = re.search(r"^(?:total_)?inactive_file (\d+)$", stat, flags=re.MULTILINE)
-    reclaimable = int(cache.group(1)) if cache else 0
+        return None
+    used = read_text(folder / "memory.current") or read_text(folder / "memory.usage_in_bytes")
+    # File cache counts as used but is given back under pressure. v1 counts groups below in `total_` lines only.
+    stat: dict[str, str] = dict(re.findall(r"^(\w+) (\d+)$", read_text(folder / "memory.stat"), flags=re.MULTILINE))
+    reclaimable = int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
     return int(limit), max(0, int(limit) - (int(used) if used.isdigit() else 0) + reclaimable)
 
 
 def _count_physical(folder: Path) -> int:
-    return len({_read(path) for path in folder.glob("cpu[0-9]*/topology/thread_siblings_list")})
+    return len({read_text(path) for path in folder.glob("cpu[0-9]*/topology/thread_siblings_list")})
 
 
 def _last_level_cache(folder: Path) -> int:
     """Bytes of the outermost caches: cores that share one name the same list of cores."""
     found: dict[int, dict[str, int]] = {}
     for cache in folder.glob("cpu[0-9]*/cache/index[0-9]*"):
-        level, size = _read(cache / "level"), re.fullmatch(r"(\d+)K", _read(cache / "size"))
+        level, size = read_text(cache / "level"), re.fullmatch(r"(\d+)K", read_text(cache / "size"))
         if level and size:
-            found.setdefault(int(level), {})[_read(cache / "shared_cpu_list")] = int(size.group(1)) * 1024
+            found.setdefault(int(level), {})[read_text(cache / "shared_cpu_list")] = int(size.group(1)) * 1024
     return sum(found[max(found)].values()) if found else 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def version_of(package: str) -> str | None:

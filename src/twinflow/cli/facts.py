@@ -254,6 +254,7 @@ def _judge_machine(machine: Machine) -> list[Finding]:
         remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
         found.append(Finding("note", "huge pages are off; updates of large states run slower", remedy))
     if machine.cgroup_memory_bytes is not None and machine.cgroup_memory_bytes < machine.memory_bytes:
-        what = f"this container may use {describe_memory(machine.cgroup_memory_bytes)} of the machine's memory"
-        found.append(Finding("note", what, "Raise the container's memory limit to keep more optimizer state"))
+        what = f"a cgroup lets this process use {describe_memory(machine.cgroup_memory_bytes)} of the machine's memory"
+        remedy = "Raise the memory limit of the container, job or service to keep more optimizer state"
+        found.append(Finding("note", what, remedy))
     return found

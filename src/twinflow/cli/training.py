@@ -16,11 +16,11 @@ from twinflow.data.text import VOCAB_SIZE, Corpus, Split
 from twinflow.errors import bad_value
 from twinflow.models.gpt import GPT, PRESETS, GPTConfig
 from twinflow.monitor.metrics import Record, StepRecord, ValidRecord, host_memory_bytes
+from twinflow.native.threads import check_threads
 from twinflow.optim import HostAdagrad, HostAdam, HostAdamW, HostLion, HostOptimizer, HostSGD
 from twinflow.rules import RULES
 
 VALID_BATCHES: Final = 16
-MAX_THREADS: Final = 1024
 MIN_LR_SHARE: Final = 0.1  # where the cosine ends, as a share of the peak
 
 
@@ -75,8 +75,7 @@ def check_settings(settings: TrainSettings) -> None:
         value = getattr(settings, name)
         if not 0.0 <= value < math.inf:
             raise bad_value(option(name), value, "a finite number >= 0")
-    if not 1 <= settings.threads <= MAX_THREADS:
-        raise bad_value("--threads", settings.threads, f"a whole number from 1 to {MAX_THREADS}")
+    check_threads(settings.threads, "--threads")
     formats = RULES[settings.rule].formats
     if settings.states not in formats:
         remedy = f"These are what --rule {settings.rule} comes in."

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
-from pathlib import Path
+from typing import Final
 
 from twinflow.errors import bad_value
+from twinflow.native.cgroup import cgroup_cpus
 
-_CGROUP_V2 = Path("/sys/fs/cgroup/cpu.max")
-_CGROUP_V1 = Path("/sys/fs/cgroup/cpu")
+MAX_THREADS: Final = 1024
 
 
 def default_threads(environ: Mapping[str, str]) -> int:
@@ -22,15 +21,7 @@ def default_threads(environ: Mapping[str, str]) -> int:
     if given:
         return check_threads(given, "TWINFLOW_THREADS")
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(
-        1,
-        min(
-            allowed,
-            cgroup_cpus(
-                _read(_CGROUP_V2), _read(_CGROUP_V1 / "cpu.cfs_quota_us"), _read(_CGROUP_V1 / "cpu.cfs_period_us")
-            ),
-        ),
-    )
+    return min(allowed, cgroup_cpus() or allowed, MAX_THREADS)
 
 
 def check_threads(value: object, option: str) -> int:
@@ -39,23 +30,6 @@ def check_threads(value: object, option: str) -> int:
         number = int(str(value))
     except ValueError:
         number = 0
-    if not 1 <= number <= 1024:
-        raise bad_value(option, value, "a whole number from 1 to 1024")
+    if not 1 <= number <= MAX_THREADS:
+        raise bad_value(option, value, f"a whole number from 1 to {MAX_THREADS}")
     return number
-
-
-def cgroup_cpus(v2_max: str, v1_quota: str, v1_period: str) -> int:
-    """Whole CPUs that the cgroup's quota allows, rounded up; very many where there is no quota."""
-    fields = v2_max.split() if v2_max else [v1_quota, v1_period]
-    try:
-        quota, period = float(fields[0]), float(fields[1])
-    except (ValueError, IndexError):  # "max", or no such file
-        return 1 << 16
-    return max(1, math.ceil(quota / period)) if quota > 0 and period > 0 else 1 << 16
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

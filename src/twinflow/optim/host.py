@@ -17,23 +17,16 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from twinflow import native
-from twinflow.errors import bad_value
+from twinflow.optim import saved
+from twinflow.optim.master import fit_master, fits, is_split
 from twinflow.rules import ADAGRAD, ADAM, ADAMW, LION, SGD, Rule
 from twinflow.rules.checks import FLOATS, check_tensor
 from twinflow.rules.formats import rounding_key
-from twinflow.rules.segment import (
-    Segment,
-    Store,
-    check_format,
-    check_segment,
-    decode_state,
-    encode_state,
-    new_states,
-    state_numels,
-)
+from twinflow.rules.segment import Segment, Store, check_format, new_states
 
 
-def _zeros(numel: int, /, *, dtype: torch.dtype) -> Tensor:
+def huge_zeros(numel: int, /, *, dtype: torch.dtype) -> Tensor:
+    """Zeros, on huge pages where the system gives them."""
     return native.advise_huge(torch.empty(numel, dtype=dtype)).zero_()
 
 
@@ -54,14 +47,17 @@ class HostOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its options and parameters are checked before anything changes."""
-        merged = {**self.defaults, **param_group}
-        self.rule.check(merged)
-        params = merged["params"]
-        params = [params] if isinstance(params, Tensor) else list(params)
-        for i, entry in enumerate(params):
-            name, param = entry if isinstance(entry, tuple) else (f"params[{len(self.param_groups)}][{i}]", entry)
-            if isinstance(param, Tensor):
-                check_tensor(name, param, FLOATS)
+        self.rule.check({**self.defaults, **param_group})
+        params = param_group["params"]
+        if not isinstance(params, (Tensor, set)):  # torch itself refuses a set, whose order is not fixed
+            params = list(params)
+            for i, entry in enumerate(params):
+                name, param = entry if isinstance(entry, tuple) else (f"params[{len(self.param_groups)}][{i}]", entry)
+                if isinstance(param, Tensor):
+                    check_tensor(name, param, FLOATS)
+            tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
+            if len({id(tensor) for tensor in tensors}) != len(tensors):
+                raise ValueError(f"params[{len(self.param_groups)}] holds a parameter twice. Give each one once")
         super().add_param_group({**param_group, "params": params})
 
     @torch.no_grad()
@@ -74,17 +70,21 @@ class HostOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = [
-            (param, self._segment(name, index, param, group, factor)) for name, index, param, group in self._ready()
-        ]
-        native.update([segment for _, segment in work])  # checks every segment before it touches one
-        for param, _ in work:
+        for group in self.param_groups:
+            self.rule.check(group)
+        ready = list(self._ready())
+        for name, _, param, _ in ready:
+            check_tensor(name, param, FLOATS)
+            check_tensor(f"{name}: gradient", param.grad, FLOATS, param.numel())
+        segments = [self._segment(*entry, factor) for entry in ready]
+        native.update(segments)  # checks every segment before it touches one
+        for _, _, param, _ in ready:
             self.state[param]["step"] += 1
             torch.autograd.graph.increment_version(param)  # autograd must see that the kernel wrote to it
             self._versions[param] = param._version
         return loss
 
-    def _ready(self) -> Iterable[tuple[str, int, Tensor, dict[str, Any]]]:
+    def _ready(self) -> Iterable[tuple[str, int, Any, dict[str, Any]]]:
         """Name, running number, parameter and group of each parameter with a gradient."""
         index = 0
         for g, group in enumerate(self.param_groups):
@@ -94,40 +94,31 @@ class HostOptimizer(Optimizer):
                 if param.grad is not None:
                     yield name, index - 1, param, group
 
-    def _segment(self, name: str, index: int, param: Tensor, group: dict[str, Any], factor: float) -> Segment:
-        if param.grad is None:
-            raise AssertionError(name)
-        check_tensor(f"{name}: gradient", param.grad, FLOATS, param.numel())
-        state = self.state[param]
-        fresh = self._prepare(param, group, state)
-        step = state["step"] + 1
+    def _segment(self, name: str, index: int, param: Any, group: dict[str, Any], factor: float) -> Segment:
+        fresh = self._prepare(param, group)
+        step = self.state[param]["step"] + 1
         hyper = self.rule.hyper(group, 1 if fresh else step)
         signed = -factor if group["maximize"] else factor
-        store = self._store(param)
-        key = rounding_key(step, index)
-        segment = Segment(self.rule, hyper, param.grad.view(-1), store, signed, key, name=name)
-        check_segment(segment)
-        return segment
+        store = self._store(param, group)
+        return Segment(self.rule, hyper, param.grad.view(-1), store, signed, rounding_key(step, index), name=name)
 
-    def _prepare(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> bool:
+    def _prepare(self, param: Tensor, group: dict[str, Any]) -> bool:
         """Create or complete the parameter's state; whether its states are new."""
-        fresh = False
-        if "step" not in state:
-            state["step"] = 0
-            if param.dtype != torch.float32:
-                self._new_master(param, state)
-        if not any(name in state for name in self.rule.states if name) and self._keeps_states(group):
-            fresh = True
-            states, scales = new_states(self.rule, self.states, param.numel(), _zeros)
-            for name, values, scale in zip(self.rule.states, states, scales, strict=True):
-                if name is not None and values is not None:
-                    state[name] = values.view(param.shape)
-                    if scale is not None:
-                        state[f"{name}_scale"] = scale
-            self._first_values(param, group)
-        if "master" in state and self._versions.get(param, param._version) != param._version:
-            self._refresh_master(param, state)
-        return fresh
+        state = self.state[param]
+        state.setdefault("step", 0)
+        changed = self._versions.get(param) != param._version  # new, loaded, or written to by somebody else
+        if changed or not fits(param, state, self.states):
+            fit_master(param, state, self.states)
+        if not self._keeps_states(group) or any(name in state for name in self.rule.states if name):
+            return False
+        states, scales = new_states(self.rule, self.states, param.numel(), huge_zeros)
+        for name, values, scale in zip(self.rule.states, states, scales, strict=True):
+            if name is not None and values is not None:
+                state[name] = values.view(param.shape)
+                if scale is not None:
+                    state[f"{name}_scale"] = scale
+        self._first_values(param, group)
+        return True
 
     def _keeps_states(self, group: dict[str, Any]) -> bool:
         return True
@@ -135,33 +126,16 @@ class HostOptimizer(Optimizer):
     def _first_values(self, param: Tensor, group: dict[str, Any]) -> None:
         """Give fresh states values other than zero, where the rule wants that."""
 
-    def _is_split(self, param: Tensor) -> bool:
-        return self.states != "fp32" and param.dtype == torch.bfloat16
-
-    def _new_master(self, param: Tensor, state: dict[str, Any]) -> None:
-        if self._is_split(param):
-            state["master_lower"] = _zeros(param.numel(), dtype=torch.int16).view(param.shape)
-        else:
-            state["master"] = native.advise_huge(torch.empty(param.shape, dtype=torch.float32))
-            native.cast(state["master"], param.detach())
-
-    def _refresh_master(self, param: Tensor, state: dict[str, Any]) -> None:
-        """Somebody wrote to the parameter: take over what differs from the rounded master, keep the rest in full."""
-        master, value = state["master"], param.detach()
-        torch.where(master.to(param.dtype) == value, master, value.float(), out=master)
-
-    def _store(self, param: Tensor) -> Store:
+    def _store(self, param: Tensor, group: dict[str, Any]) -> Store:
         """The parameter's buffers, flat, as the kernels take them."""
         state, flat = self.state[param], param.detach().view(-1)
-        first, second = (state[name].view(-1) if name and name in state else None for name in self.rule.states)
-        low, high = (state.get(f"{name}_scale") if name else None for name in self.rule.states)
-        master = flat if param.dtype == torch.float32 else state.get("master", state.get("master_lower")).view(-1)
-        weight = None if param.dtype == torch.float32 else flat
-        return Store(self.states, master, weight, (first, second), (low, high))
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's, with the states in their own format; `load_state_dict` takes any format, and torch's."""
-        return super().state_dict()
+        names = self.rule.states if self._keeps_states(group) else (None, None)
+        first, second = (state[name].view(-1) if name else None for name in names)
+        first_scale, second_scale = (state.get(f"{name}_scale") if name else None for name in names)
+        if param.dtype == torch.float32:
+            return Store(self.states, flat, None, (first, second), (first_scale, second_scale))
+        master = state["master_lower" if is_split(param, self.states) else "master"].view(-1)
+        return Store(self.states, master, flat, (first, second), (first_scale, second_scale))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -169,85 +143,16 @@ class HostOptimizer(Optimizer):
 
         Everything is checked before anything changes.
         """
-        groups = state_dict["param_groups"]
-        for group in groups:
-            self.rule.check({**self.defaults, **group})
-        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
-            sizes = [len(g["params"]) for g in groups]
-            raise bad_value("state_dict: sizes of param_groups", sizes, [[len(g["params"]) for g in self.param_groups]])
-        ids = [i for group in groups for i in group["params"]]
+        groups = saved.check_groups(self.rule, self.defaults, self.param_groups, state_dict)
+        loaded = {}
         params = [param for group in self.param_groups for param in group["params"]]
-        loaded = {
-            param: self._load_state(f"state_dict: state[{i}]", param, state_dict["state"][i])
-            for i, param in zip(ids, params, strict=True)
-            if i in state_dict["state"]
-        }
-        defaulted = [{**self.defaults, **group} for group in groups]
-        super().load_state_dict({"state": {}, "param_groups": defaulted})
+        for i, param in zip([i for group in groups for i in group["params"]], params, strict=True):
+            if i in state_dict["state"]:
+                label = f"state_dict: state[{i}]"
+                loaded[param] = saved.read_state(label, self.rule, self.states, param, state_dict["state"][i])
+        super().load_state_dict({"state": {}, "param_groups": groups})
         self.state.update(loaded)
-        self._versions = {param: param._version for param in loaded}
-
-    def _load_state(self, label: str, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        names = [name for name in self.rule.states if name and name in saved and saved[name] is not None]
-        state["step"] = int(saved.get("step", 1 if names else 0))  # torch's SGD counts no steps
-        if names:
-            states, scales = new_states(self.rule, self.states, param.numel(), _zeros)
-            store = Store(self.states, param.detach().view(-1), None, states, scales)
-            for which, name in enumerate(self.rule.states):
-                if name in names:
-                    self._load_one(f"{label}[{name!r}]", store, which, saved, name)
-                    values, scale = states[which], scales[which]
-                    assert values is not None
-                    state[name] = values.view(param.shape)
-                    if scale is not None:
-                        state[f"{name}_scale"] = scale
-        if param.dtype != torch.float32:
-            self._load_master(label, param, saved, state)
-        return state
-
-    def _load_one(self, label: str, store: Store, which: int, saved: Mapping[str, Any], name: str) -> None:
-        """One state from what was saved, in whatever format it was saved."""
-        values, scale, into = saved[name].detach().cpu().reshape(-1), saved.get(f"{name}_scale"), store.states[which]
-        assert into is not None
-        if values.numel() != into.numel():
-            raise bad_value(f"{label} length", values.numel(), [into.numel()])
-        if values.dtype not in (*FLOATS, torch.float64, torch.uint8):
-            raise bad_value(f"{label} dtype", values.dtype, (*FLOATS, torch.uint8))
-        scale = scale.detach().cpu() if scale is not None else None
-        blocks = state_numels(self.rule, "int8", values.numel())[1][which]
-        if values.dtype == torch.uint8 and (scale is None or scale.numel() != blocks):
-            raise bad_value(f"{label} scales", None if scale is None else scale.numel(), [blocks])
-        own_scale = store.scales[which]
-        if values.dtype == into.dtype and own_scale is None:
-            into.copy_(values)
-        elif values.dtype == torch.uint8 and own_scale is not None and scale is not None:
-            into.copy_(values)
-            own_scale.copy_(scale)
-        else:
-            saved_as = "int8" if values.dtype == torch.uint8 else "fp32"
-            pair = (values, values) if saved_as == "int8" else (values.float(), values.float())
-            decoded = decode_state(Store(saved_as, values, None, pair, (scale, scale)), which)
-            assert decoded is not None
-            encode_state(store, which, decoded)
-
-    def _load_master(self, label: str, param: Tensor, saved: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """The master of a half-precision parameter, from either way of keeping it."""
-        master, lower = saved.get("master"), saved.get("master_lower")
-        if lower is not None:
-            check_tensor(f"{label}['master_lower']", lower, (torch.int16,), param.numel())
-        if master is not None:
-            check_tensor(f"{label}['master']", master, (torch.float32,), param.numel())
-        if self._is_split(param):
-            if lower is None and master is not None:
-                lower = native.split(master)[1]
-            state["master_lower"] = _zeros(param.numel(), dtype=torch.int16).view(param.shape)
-            if lower is not None:
-                state["master_lower"].copy_(lower.view(param.shape))
-            return
-        if master is None and lower is not None and param.dtype == torch.bfloat16:
-            master = native.join(param.detach(), lower.view(param.shape))
-        state["master"] = (master if master is not None else param.detach()).float().clone().view(param.shape)
+        self._versions = {}  # the next step looks whether parameters and masters agree
 
 
 class HostAdamW(HostOptimizer):

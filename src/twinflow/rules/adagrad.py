@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
-from twinflow.errors import bad_value
-from twinflow.rules.adam import check_learning_rate
+from twinflow.rules.checks import check_numbers
 from twinflow.rules.numerics import TINY, flush, flush_positive, fp32, sqrt
 from twinflow.rules.rule import Hyper, Options, Rule
 
 
 def check(options: Options) -> None:
     """Raise ValueError if an option is out of range."""
-    check_learning_rate(options)
-    for name in ("lr_decay", "initial_accumulator_value"):
-        if not 0.0 <= float(options[name]) < math.inf:
-            raise bad_value(name, options[name], "a finite number >= 0")
+    check_numbers(options, "lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value")
 
 
 def hyper(options: Options, step: int) -> Hyper:
@@ -38,4 +32,4 @@ def apply(
     return flush(p - step * (g / (sqrt(v) + eps))), m, v
 
 
-ADAGRAD = Rule("adagrad", 2, (None, "sum"), ("fp32", "bf16"), hyper, check, apply)
+ADAGRAD = Rule("adagrad", 2, (None, "sum"), ("fp32", "bf16"), 3, hyper, check, apply)

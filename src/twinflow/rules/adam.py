@@ -10,31 +10,14 @@ import math
 
 from torch import Tensor
 
-from twinflow.errors import bad_value
+from twinflow.rules.checks import check_betas, check_numbers
 from twinflow.rules.numerics import TINY, flush, flush_positive, fp32, sqrt
 from twinflow.rules.rule import Hyper, Options, Rule
 
 
-def check_learning_rate(options: Options) -> None:
-    """Learning rate, eps and weight decay: finite and not negative, where the rule has them."""
-    for name in ("lr", "eps", "weight_decay"):
-        if name in options and not 0.0 <= float(options[name]) < math.inf:
-            raise bad_value(name, options[name], "a finite number >= 0")
-
-
-def check_betas(options: Options) -> None:
-    """Both betas lie in [0, 1)."""
-    betas = options["betas"]
-    if len(betas) != 2:
-        raise bad_value("betas", betas, "two numbers in [0, 1)")
-    for i, beta in enumerate(betas):
-        if not 0.0 <= float(beta) < 1.0:
-            raise bad_value(f"betas[{i}]", beta, "a number in [0, 1)")
-
-
 def check(options: Options) -> None:
     """Raise ValueError if an option of Adam, AdamW or Lion is out of range."""
-    check_learning_rate(options)
+    check_numbers(options, "lr", "eps", "weight_decay")
     check_betas(options)
 
 
@@ -83,11 +66,11 @@ def adam_apply(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Adam: weight decay enters the gradient (L2)."""
     assert m is not None and v is not None
-    m, v, move = _moments(m, v, g + hyper[6] * p, hyper)
+    m, v, move = _moments(m, v, flush(g + hyper[6] * p), hyper)
     return flush(p - move), m, v
 
 
 _STATES = ("exp_avg", "exp_avg_sq")
 _FORMATS = ("fp32", "bf16", "int8")
-ADAMW = Rule("adamw", 0, _STATES, _FORMATS, adamw_hyper, check, adamw_apply)
-ADAM = Rule("adam", 1, _STATES, _FORMATS, adam_hyper, check, adam_apply)
+ADAMW = Rule("adamw", 0, _STATES, _FORMATS, 7, adamw_hyper, check, adamw_apply)
+ADAM = Rule("adam", 1, _STATES, _FORMATS, 7, adam_hyper, check, adam_apply)

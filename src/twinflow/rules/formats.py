@@ -104,8 +104,12 @@ def _blocks(x: Tensor) -> Tensor:
 
 
 def _scales(x: Tensor, top: float) -> tuple[Tensor, Tensor]:
-    """For each element the factor that brings its block into range; for each block the scale that undoes it."""
+    """For each element the factor that brings its block into range; for each block the scale that undoes it.
+
+    Both are NaN for a block that holds an infinity or a NaN: its codes are 0 and stand for NaN.
+    """
     largest = _value(_bits(_blocks(x)).bitwise_and(0x7FFFFFFF).amax(1))  # by bits: a NaN is larger than all
+    largest = torch.where(largest.isfinite(), largest, float("nan"))
     inverse = torch.where(largest == 0, 0.0, torch.full_like(largest, top) / largest)  # a true division
     return inverse.repeat_interleave(BLOCK)[: x.numel()], largest * fp32(1.0 / top)
 
@@ -113,7 +117,8 @@ def _scales(x: Tensor, top: float) -> tuple[Tensor, Tensor]:
 def encode_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes (uint8: sign, 4 bits of exponent, 3 of mantissa; to nearest) and scales."""
     inverse, scales = _scales(x, MOMENT_MAX)
-    return (x * inverse).clamp(-MOMENT_MAX, MOMENT_MAX).to(torch.float8_e4m3fn).view(torch.uint8), scales
+    scaled = torch.where(inverse.isnan(), 0.0, x * inverse)
+    return scaled.clamp(-MOMENT_MAX, MOMENT_MAX).to(torch.float8_e4m3fn).view(torch.uint8), scales
 
 
 def decode_e4m3(codes: Tensor, scales: Tensor) -> Tensor:
@@ -132,7 +137,8 @@ def encode_e5m3(x: Tensor, first_index: int, key: Key) -> tuple[Tensor, Tensor]:
     u = _bits(torch.where(small, scaled + 2.0**-14, scaled))
     rounded = (u + (random_bits(first_index, x.numel(), key) << 4)) >> 20
     code = rounded - torch.where(small, 113 << 3, 112 << 3)
-    return torch.maximum(code, (x > 0).to(torch.int64)).clamp(max=247).to(torch.uint8), scales
+    code = torch.maximum(code, (x > 0).to(torch.int64)).clamp(max=247)
+    return torch.where(inverse.isnan(), 0, code).to(torch.uint8), scales
 
 
 def decode_e5m3(codes: Tensor, scales: Tensor) -> Tensor:

@@ -28,4 +28,4 @@ def apply(
     return flush(p * decay - move), flush(m + difference * one_minus_b2), v
 
 
-LION = Rule("lion", 3, ("exp_avg", None), ("fp32", "bf16"), hyper, check, apply)
+LION = Rule("lion", 3, ("exp_avg", None), ("fp32", "bf16"), 4, hyper, check, apply)

@@ -59,10 +59,10 @@ def _sum_squares(tensor: Tensor) -> float:
 @torch.no_grad()
 def accumulate(into: Tensor, values: Tensor) -> None:
     """into += values, in fp32."""
-    into.add_(values.float())
+    into.view(-1).add_(values.reshape(-1).float())
 
 
 @torch.no_grad()
 def cast(into: Tensor, values: Tensor) -> None:
     """Into = values, rounded to nearest through fp32."""
-    into.copy_(values.float())
+    into.view(-1).copy_(values.reshape(-1).float())

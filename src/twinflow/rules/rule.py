@@ -22,6 +22,7 @@ class Rule:
     code: int  # tf_rule in csrc/api.h
     states: tuple[str | None, str | None]  # names of the first (momentum-like) and second (variance-like) state
     formats: tuple[str, ...]  # state formats the rule comes in
+    num_scalars: int  # how many numbers `hyper` gives
     hyper: Callable[[Options, int], Hyper]  # a param group's options and the step (from 1) -> scalars, rounded to fp32
     check: Callable[[Options], None]  # raises ValueError for options out of range
     apply: Apply

@@ -149,8 +149,11 @@ def check_segment(segment: Segment) -> None:
     check_tensor(f"{segment.name}: gradient", segment.grad, FLOATS, numel)
     if not math.isfinite(segment.factor):
         raise bad_value(f"{segment.name}: factor", segment.factor, "a finite number")
-    if segment.first_index % BLOCK:
+    if segment.first_index % BLOCK or segment.first_index < 0:
         raise bad_value(f"{segment.name}: first_index", segment.first_index, f"a multiple of {BLOCK}")
+    if len(segment.hyper) != segment.rule.num_scalars:
+        allowed = f"{segment.rule.num_scalars} numbers, from the rule's hyper()"
+        raise bad_value(f"{segment.name}: hyper", segment.hyper, allowed)
     _check_store(segment, segment.store, "", numel)
     if segment.target is not None:
         _check_store(segment, segment.target, "target ", numel)
@@ -186,8 +189,13 @@ def _check_pairing(segment: Segment, store: Store, target: Store) -> None:
             raise bad_value(
                 f"{segment.name}: target {name}", b if b is None else b.dtype, "the same kind as the store's"
             )
-        if a is not None and b is not None and a.numel() and a.data_ptr() == b.data_ptr():
+        if a is not None and b is not None and _overlap(a, b):
             raise bad_value(f"{segment.name}: target {name}", "the store's own memory", "another buffer")
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    (a_first, a_bytes), (b_first, b_bytes) = ((t.data_ptr(), t.numel() * t.element_size()) for t in (a, b))
+    return a_first < b_first + b_bytes and b_first < a_first + a_bytes
 
 
 def decode_state(store: Store, which: int) -> Tensor | None:

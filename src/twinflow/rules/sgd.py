@@ -8,20 +8,16 @@ import torch
 from torch import Tensor
 
 from twinflow.errors import bad_value
-from twinflow.rules.adam import check_learning_rate
+from twinflow.rules.checks import check_numbers
 from twinflow.rules.numerics import flush, fp32
 from twinflow.rules.rule import Hyper, Options, Rule
 
 
 def check(options: Options) -> None:
     """Raise ValueError if an option is out of range."""
-    check_learning_rate(options)
-    momentum, dampening = float(options["momentum"]), float(options["dampening"])
-    if not 0.0 <= momentum < math.inf:
-        raise bad_value("momentum", options["momentum"], "a finite number >= 0")
-    if not -math.inf < dampening < math.inf:
-        raise bad_value("dampening", options["dampening"], "a finite number")
-    if options["nesterov"] and (momentum == 0.0 or dampening != 0.0):
+    check_numbers(options, "lr", "weight_decay", "momentum")
+    check_numbers(options, "dampening", least=-math.inf)
+    if options["nesterov"] and (float(options["momentum"]) == 0.0 or float(options["dampening"]) != 0.0):
         raise bad_value("nesterov", True, "False, or True with momentum > 0 and dampening = 0")
 
 
@@ -39,10 +35,10 @@ def apply(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """One step of SGD. Without a momentum buffer the buffer is taken as zero and not kept."""
     momentum, keep, lr, decay, nesterov = hyper
-    g = g + decay * p
+    g = flush(g + decay * p)
     buffer = flush(momentum * (m if m is not None else torch.zeros_like(g)) + keep * g)
     direction = flush(g + momentum * buffer) if nesterov else buffer
     return flush(p - lr * direction), (buffer if m is not None else None), v
 
 
-SGD = Rule("sgd", 4, ("momentum_buffer", None), ("fp32", "bf16"), hyper, check, apply)
+SGD = Rule("sgd", 4, ("momentum_buffer", None), ("fp32", "bf16"), 5, hyper, check, apply)

@@ -1,0 +1,69 @@
+"""Limits of control groups. Those of systemd, Slurm or a nested container sit somewhere on the way from this process's
+own group to the root of the mount, and the smallest of them holds.
+
+`root` is where /proc and /sys lie. Versions 1 and 2, and both at once, need no telling apart: a folder or a file that
+is not there sets no limit.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path, PurePosixPath
+
+
+def cgroup_folders(controller: str, root: Path = Path("/")) -> list[Path]:
+    """This process's groups under `controller` (`cpu`, `memory`) and all their parents, up to the mounts' roots."""
+    mount = root / "sys/fs/cgroup"
+    return [
+        mount / base / group
+        for base, own in own_groups(read_text(root / "proc/self/cgroup"), controller).items()
+        for group in (own, *own.parents)
+    ]
+
+
+def own_groups(text: str, controller: str) -> dict[str, PurePosixPath]:
+    """The group under each place a hierarchy may be mounted at, from the text of /proc/self/cgroup.
+
+    A container may be shown a path of the host, while its mount begins at its own group. Then only the root is there,
+    which is the right one. The same holds for a group outside of the namespace, whose path begins with `..`.
+    """
+    top = PurePosixPath()
+    groups = {"": top, "unified": top, controller: top}  # version 2, version 2 beside version 1, version 1
+    for line in text.splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        own = PurePosixPath(path.lstrip("/"))
+        if ".." in own.parts:
+            own = top
+        if number == "0" and not controllers:
+            groups[""] = groups["unified"] = own
+        elif controller in controllers.split(","):
+            groups[controller] = groups[controllers] = own  # a mount may be called `cpu` or `cpu,cpuacct`
+    return groups
+
+
+def cgroup_cpus(root: Path = Path("/")) -> int | None:
+    """Whole CPUs that the smallest quota allows, rounded up; None where there is no quota."""
+    quotas = [
+        parse_quota(*(read_text(folder / name) for name in ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")))
+        for folder in cgroup_folders("cpu", root)
+    ]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def parse_quota(v2_max: str, v1_quota: str, v1_period: str) -> int | None:
+    """Whole CPUs of one group's quota, rounded up; None where it sets none."""
+    fields = v2_max.split() if v2_max else [v1_quota, v1_period]
+    try:
+        quota, period = int(fields[0]), int(fields[1])
+    except (ValueError, IndexError):  # "max", or no such file
+        return None
+    return max(1, math.ceil(quota / period)) if quota > 0 and period > 0 else None
+
+
+def read_text(path: Path) -> str:
+    """The file's text without space around it; empty where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

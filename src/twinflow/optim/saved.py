@@ -1,0 +1,100 @@
+"""Reading a saved optimizer state: ours in any format, or torch.optim's. Everything is checked, nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinflow.errors import bad_value
+from twinflow.rules import Rule
+from twinflow.rules.checks import FLOATS
+from twinflow.rules.segment import Store, decode_state, encode_state, new_states, state_numels
+
+# Options of torch's optimizers that change what a step does and that ours do not have.
+_FOREIGN = {"amsgrad": (False,), "decoupled_weight_decay": {"adamw": (True,), "adam": (False,)}, "centered": (False,)}
+
+
+def check_groups(
+    rule: Rule, defaults: Mapping[str, Any], own: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The saved groups with our defaults filled in, or a ValueError that says what does not fit."""
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise bad_value("state_dict", sorted(map(str, state_dict)), "a dict with 'state' and 'param_groups'")
+    groups = [{**defaults, **group} for group in state_dict["param_groups"]]
+    sizes, own_sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in own]
+    if sizes != own_sizes:
+        raise bad_value("state_dict: sizes of param_groups", sizes, [own_sizes])
+    for i, group in enumerate(groups):
+        rule.check(group)
+        for name, allowed in _FOREIGN.items():
+            values = allowed.get(rule.name, ()) if isinstance(allowed, dict) else allowed
+            if name in group and values and bool(group[name]) not in values:
+                remedy = f"It was saved by an optimizer that is not {rule.name}"
+                raise bad_value(f"state_dict: param_groups[{i}][{name!r}]", group[name], values, remedy)
+            group.pop(name, None)
+    return groups
+
+
+def read_state(label: str, rule: Rule, states: str, param: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """One parameter's state in our format `states`, from what was saved."""
+    wanted = [name for name in rule.states if name]
+    names = [name for name in wanted if entry.get(name) is not None]
+    if names != wanted and (names or rule.name != "sgd"):  # SGD without momentum keeps none
+        raise bad_value(f"{label}: states", sorted(names), [wanted], "It was saved by another kind of optimizer")
+    state: dict[str, Any] = {"step": int(entry.get("step", 1 if names else 0))}  # torch's SGD counts no steps
+    if names:
+        buffers, scales = new_states(rule, states, param.numel())
+        store = Store(states, param.detach().view(-1), None, buffers, scales)
+        for which, name in enumerate(rule.states):
+            values, scale = buffers[which], scales[which]
+            if name is None or values is None:
+                continue
+            _read_one(f"{label}[{name!r}]", rule, store, which, entry, param.shape)
+            state[name] = values.view(param.shape)
+            if scale is not None:
+                state[f"{name}_scale"] = scale
+    for name, dtype in (("master", torch.float32), ("master_lower", torch.int16)):
+        master = entry.get(name)
+        if master is not None and param.dtype != torch.float32:
+            _check(f"{label}[{name!r}]", master, (dtype,), param.shape)
+            state[name] = master.detach().cpu().clone().contiguous()
+    return state
+
+
+def _read_one(label: str, rule: Rule, store: Store, which: int, entry: Mapping[str, Any], shape: torch.Size) -> None:
+    """One state into `store`: copied where the format is the same, else decoded and encoded."""
+    name, into, own_scale = rule.states[which], store.states[which], store.scales[which]
+    assert name is not None and into is not None
+    values, scale = entry[name], entry.get(f"{name}_scale")
+    _check(label, values, (*FLOATS, torch.float64, torch.uint8), shape)
+    values = values.detach().cpu().reshape(-1)
+    if values.dtype != torch.uint8:
+        if values.dtype == into.dtype:
+            into.copy_(values)
+        else:
+            encode_state(store, which, values.float())
+        return
+    blocks = state_numels(rule, "int8", values.numel())[1][which]
+    _check(f"{label} scales", scale, (torch.float32,), torch.Size([blocks]))
+    assert isinstance(scale, Tensor)
+    scale = scale.detach().cpu()
+    if own_scale is not None:
+        into.copy_(values)
+        own_scale.copy_(scale)
+        return
+    decoded = decode_state(Store("int8", values, None, (values, values), (scale, scale)), which)
+    assert decoded is not None
+    encode_state(store, which, decoded)
+
+
+def _check(label: str, value: Any, dtypes: tuple[torch.dtype, ...], shape: torch.Size) -> None:
+    if not isinstance(value, Tensor):
+        raise bad_value(label, value, "a tensor")
+    if value.dtype not in dtypes:
+        raise bad_value(f"{label} dtype", value.dtype, dtypes)
+    if value.shape != shape:
+        raise bad_value(f"{label} shape", tuple(value.shape), [tuple(shape)])

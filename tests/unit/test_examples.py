@@ -1,0 +1,24 @@
+"""Every script of examples/ runs as it is, and says what it promises."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+PROMISES = {"host_adamw.py": "the resumed run ends with the same bits", "state_formats.py": "int8     6.0"}
+
+
+def test_there_are_examples() -> None:
+    assert {path.name for path in EXAMPLES} >= set(PROMISES)
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.name)
+def test_example_runs(script: Path, tmp_path: Path) -> None:
+    result = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    assert PROMISES.get(script.name, "") in result.stdout
+    assert not list(tmp_path.iterdir()), "an example leaves nothing behind"
