@@ -28,7 +28,7 @@ lint: $(VENV)/.installed
 	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow and not matrix and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not matrix"
 
 test-all: lint
 	$(BIN)/python tests/run_parts.py

@@ -252,7 +252,9 @@ void update(const tf_segment& s, int64_t begin, int64_t end) {
   const Update u{s, scratch};
   switch (s.rule) {
     case TF_ADAMW: return u.tiles(Adam<false>(s.hyper), begin, end);
-    case TF_ADAM: return u.tiles(Adam<true>(s.hyper), begin, end);
+    case TF_ADAM:  // without weight decay there is nothing to couple
+      if (s.hyper[kL2] == 0.0f) return u.tiles(Adam<false>(s.hyper), begin, end);
+      return u.tiles(Adam<true>(s.hyper), begin, end);
     case TF_ADAGRAD: return u.tiles(Adagrad(s.hyper), begin, end);
     case TF_LION: return u.tiles(Lion(s.hyper), begin, end);
     case TF_SGD:

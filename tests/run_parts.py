@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 DONE = ROOT / "build" / "test-all"
 ROOT_FILES = ("CMakeLists.txt", "pyproject.toml", "constraints.txt", "README.md", "Makefile")
 PARTS = {
-    "quick": ["-m", "not slow and not matrix and not gpu"],
+    "quick": ["-m", "not slow and not matrix"],
     "slow": ["-m", "slow and not gpu"],
     **{
         f"kernels-{rule}": ["-m", "matrix", "tests/unit/test_kernels.py", "-k", f"{rule}-"]

@@ -34,11 +34,6 @@ def huge_empty(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return native.advise_huge(torch.empty(numel, dtype=dtype))
 
 
-def huge_zeros(numel: int, /, *, dtype: torch.dtype) -> Tensor:
-    """Zeros on huge pages, their memory already there."""
-    return huge_empty(numel, dtype).zero_()
-
-
 def huge_random(numel: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, seed: int = 0) -> Tensor:
     """Normal numbers; a pattern repeated, because drawing a billion numbers would take longer than the benchmark."""
     tensor = huge_empty(numel, dtype)
@@ -53,12 +48,12 @@ def huge_random(numel: int, dtype: torch.dtype = torch.float32, scale: float = 1
 def huge_store(rule: Rule, format: str, numel: int, weight_dtype: torch.dtype | None) -> Store:
     """What `rules.segment.new_store` makes for random values, on huge pages and without its fp32 temporaries."""
     values = huge_random(numel, weight_dtype or torch.float32, scale=0.02)
-    store = Store(format, values, None, *new_states(rule, format, numel, huge_zeros))
+    store = Store(format, values, None, *new_states(rule, format, numel, native.huge_zeros))
     if weight_dtype is None:
         return store
     store = replace(store, weight=values)
     # Any pair of halves is a master; with a lower half of zero it is the number the weight is.
-    master = huge_zeros(numel, dtype=torch.int16) if store.is_split else huge_random(numel, scale=0.02)
+    master = native.huge_zeros(numel, dtype=torch.int16) if store.is_split else huge_random(numel, scale=0.02)
     return replace(store, master=master)
 
 

@@ -199,7 +199,7 @@ def figures(results: Sequence[Result], architecture: str) -> list[Figure]:
     return [
         Figure(f"{main}: share of the memory's ceiling", 0.90, share, ""),
         Figure(f"{main} / {jobs.TORCH_MIXED}", 1.4, ratio(main, jobs.TORCH_MIXED), "x"),
-        Figure(f"{main} / {jobs.DEEPSPEED}", 1.4, ratio(main, jobs.DEEPSPEED), "x"),
+        Figure(f"{jobs.ADAMW_SCALED} / {jobs.DEEPSPEED}", 1.4, ratio(jobs.ADAMW_SCALED, jobs.DEEPSPEED), "x"),
         Figure(f"{jobs.ADAM_FP32} / {loop}", 5.0, ratio(jobs.ADAM_FP32, loop), "x"),
         Figure("out of place / in place", 0.85, ratio(jobs.ADAMW_OUT_OF_PLACE, main), "x"),
         Figure("bf16 state / fp32 state", 1.35, ratio(jobs.ADAMW_BF16_STATE, main), "x"),

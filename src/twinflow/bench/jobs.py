@@ -19,6 +19,7 @@ from twinflow.rules.formats import rounding_key
 from twinflow.rules.segment import Segment, Store
 
 ADAMW_FP32_STATE: Final = "AdamW bf16 in/out, fp32 state"
+ADAMW_SCALED: Final = "AdamW bf16 in/out, fp32 state, gradient scaled"
 ADAMW_OUT_OF_PLACE: Final = "AdamW bf16 in/out, fp32 state, out of place"
 ADAMW_BF16_STATE: Final = "AdamW bf16 in/out, bf16 state"
 ADAMW_INT8_STATE: Final = "AdamW bf16 in/out, int8 state"
@@ -35,7 +36,7 @@ TORCH_ADAM: Final = {
     "fused": "torch.optim.Adam(fused=True)",
 }
 DEEPSPEED: Final = "DeepSpeedCPUAdam: scale, step, cast"
-FACTOR: Final = 0.5  # a clip factor other than 1: in the bf16 jobs our kernels scale too
+FACTOR: Final = 0.5  # a clip factor other than 1, where a rival scales the gradient too
 STEP: Final = 10
 # Bytes a parameter of the largest job: stores of 14 (twice), 8 and 6, the gradient, two rivals of 18, the memory pass.
 PEAK_BYTES: Final = 14 + 14 + 8 + 6 + 2 + 18 + 18 + 12
@@ -44,7 +45,7 @@ PEAK_BYTES: Final = 14 + 14 + 8 + 6 + 2 + 18 + 18 + 12
 Build = Callable[[int, DeepSpeed], list[Contender]]  # the number of parameters in, contenders that take turns out
 
 
-def update_work(rule: Rule, grad: Tensor, store: Store, target: Store | None = None, factor: float = FACTOR) -> Work:
+def update_work(rule: Rule, grad: Tensor, store: Store, target: Store | None = None, factor: float = 1.0) -> Work:
     """A call of our update kernel on one segment."""
     key = rounding_key(STEP, parameter=1)
     segment = Segment(rule, rule.hyper(OPTIONS, STEP), grad, store, factor=factor, key=key, target=target)
@@ -73,7 +74,11 @@ def adamw_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
     ]
     if deepspeed.make is not None:
         step = DeepSpeedJob(numel, deepspeed.make).step
-        contenders.insert(2, Contender(DEEPSPEED, step, rival_of=ADAMW_FP32_STATE))
+        scaled = update_work(ADAMW, grad, stores["fp32"], factor=FACTOR)
+        contenders[2:2] = [
+            kernel(ADAMW_SCALED, ADAMW, "fp32", scaled),
+            Contender(DEEPSPEED, step, rival_of=ADAMW_SCALED),
+        ]
     return contenders
 
 

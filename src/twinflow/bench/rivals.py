@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from twinflow.bench.buffers import huge_random, huge_zeros
+from twinflow import native
+from twinflow.bench.buffers import huge_random
 from twinflow.bench.machine import version_of
 from twinflow.bench.timing import Work
 
@@ -55,7 +56,7 @@ class MixedJob(Fp32Job):
     def __init__(self, grad: Tensor, make: MakeOptimizer) -> None:
         super().__init__(grad.numel(), make)
         self.grad_in = grad
-        self.weight = huge_zeros(grad.numel(), dtype=torch.bfloat16)
+        self.weight = native.huge_zeros(grad.numel(), dtype=torch.bfloat16)
 
     def step(self) -> None:
         """Cast, update, cast."""
@@ -69,7 +70,7 @@ class DeepSpeedJob(Fp32Job):
 
     def __init__(self, numel: int, make: MakeOptimizer) -> None:
         super().__init__(numel, make)
-        self.weight = huge_zeros(numel, dtype=torch.bfloat16)
+        self.weight = native.huge_zeros(numel, dtype=torch.bfloat16)
 
     def step(self) -> None:
         """Scale, update, cast."""

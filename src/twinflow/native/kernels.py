@@ -146,6 +146,11 @@ def advise_huge(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def huge_zeros(numel: int, /, *, dtype: torch.dtype) -> Tensor:
+    """Zeros, on huge pages where the system gives them."""
+    return advise_huge(torch.empty(numel, dtype=dtype)).zero_()
+
+
 def set_threads(num_threads: int) -> None:
     """Size of the kernels' thread pool, the calling thread included."""
     number = check_threads(num_threads, "num_threads")

@@ -25,11 +25,6 @@ from twinflow.rules.formats import rounding_key
 from twinflow.rules.segment import Segment, Store, check_format, new_states
 
 
-def huge_zeros(numel: int, /, *, dtype: torch.dtype) -> Tensor:
-    """Zeros, on huge pages where the system gives them."""
-    return native.advise_huge(torch.empty(numel, dtype=dtype)).zero_()
-
-
 class HostOptimizer(Optimizer):
     """What the optimizers below share; they differ in their rule and defaults."""
 
@@ -111,7 +106,7 @@ class HostOptimizer(Optimizer):
             fit_master(param, state, self.states)
         if not self._keeps_states(group) or any(name in state for name in self.rule.states if name):
             return False
-        states, scales = new_states(self.rule, self.states, param.numel(), huge_zeros)
+        states, scales = new_states(self.rule, self.states, param.numel(), native.huge_zeros)
         for name, values, scale in zip(self.rule.states, states, scales, strict=True):
             if name is not None and values is not None:
                 state[name] = values.view(param.shape)

@@ -64,9 +64,9 @@ def adamw_apply(
 def adam_apply(
     p: Tensor, m: Tensor | None, v: Tensor | None, g: Tensor, hyper: Hyper
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Adam: weight decay enters the gradient (L2)."""
+    """Adam: weight decay enters the gradient (L2); without any, this is AdamW without any."""
     assert m is not None and v is not None
-    m, v, move = _moments(m, v, flush(g + hyper[6] * p), hyper)
+    m, v, move = _moments(m, v, flush(g + hyper[6] * p) if hyper[6] else g, hyper)
     return flush(p - move), m, v
 
 
