@@ -1,4 +1,4 @@
-"""Training with compact states follows training with fp32 states (benchmarks/compact_states.py runs all 2,000 steps)."""
+"""Training with compact states follows fp32 states (benchmarks/compact_states.py runs all 2,000 steps)."""
 
 from __future__ import annotations
 
