@@ -29,7 +29,7 @@ from twinflow.rules.formats import rounding_key
 from twinflow.rules.segment import Segment, Store
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native library is not installed")
-THREADS = (1, 2, 3, os.cpu_count() or 4)
+THREADS = sorted({1, 2, 3, os.cpu_count() or 4})
 
 
 @pytest.fixture(autouse=True)
