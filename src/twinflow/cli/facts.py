@@ -20,15 +20,8 @@ from twinflow.native.library import load
 OLDEST_TORCH: Final = (2, 8)
 PINNED_TRIAL_BYTES: Final = 1 << 24
 BUILD_HELP: Final = "Reinstall twinflow on a machine with a C++17 compiler"
-EXTRAS: Final = {
-    "triton": "GPU kernels; comes with torch for CUDA",
-    "transformers": "Hugging Face models and Trainer",
-    "lightning": "Lightning loops",
-    "safetensors": "export of weights",
-    "tensorboard": "metrics in TensorBoard",
-    "matplotlib": "plots in notebooks and papers",
-    "deepspeed": "comparison in `twinflow bench host`",
-}
+# What is used today where it is installed; a feature that brings another one adds it here.
+EXTRAS: Final = {"deepspeed": "comparison in `twinflow bench host`"}
 
 Level = Literal["broken", "warning", "note"]
 
