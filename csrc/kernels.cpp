@@ -263,44 +263,21 @@ void update(const tf_segment& s, int64_t begin, int64_t end) {
   }
 }
 
-// lanes[k] += x[16 i + k]^2 in fp64, for n values, n a multiple of 16.
-#if defined(__aarch64__)
-void add_squares(const float* x, double* lanes, int n) {  // by hand: gcc does not keep sixteen sums in registers
-  float64x2_t sums[8];
-  for (int k = 0; k < 8; ++k) sums[k] = vld1q_f64(lanes + 2 * k);
-  for (int i = 0; i < n; i += 16) {
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; ++k) {
-      const float32x4_t four = vld1q_f32(x + i + 4 * k);
-      const float64x2_t low = vcvt_f64_f32(vget_low_f32(four)), high = vcvt_high_f64_f32(four);
-      sums[2 * k] = vaddq_f64(sums[2 * k], vmulq_f64(low, low));
-      sums[2 * k + 1] = vaddq_f64(sums[2 * k + 1], vmulq_f64(high, high));
-    }
-  }
-  for (int k = 0; k < 8; ++k) vst1q_f64(lanes + 2 * k, sums[k]);
-}
-#else
-void add_squares(const float* x, double* lanes, int n) {
-  for (int i = 0; i < n; i += 16) {
-    for (int k = 0; k < 16; ++k) {
-      const double d = x[i + k];
-      lanes[k] += d * d;
-    }
-  }
-}
-#endif
-
 // Sixteen lanes, each summed in order, then folded in halves: the definition of the result.
 double sum_squares(const void* tensor, int dtype, int64_t begin, int64_t end) {
   FlushMode mode(true);  // values below 2^-100 count as zero, as in the rules
   alignas(64) float x[kTile];
   alignas(64) double lanes[16] = {0};
   for (int64_t at = begin; at < end; at += kTile) {
-    const int n = (int)smaller(kTile, end - at), padded = (n + 15) / 16 * 16;
+    const int n = (int)smaller(kTile, end - at);
     load(tensor, dtype, at, x, n);
-    for (int i = n; i < padded; ++i) x[i] = 0.0f;
-    for (int i = 0; i < padded; ++i) x[i] = flush(x[i]);
-    add_squares(x, lanes, padded);
+    for (int i = n; i & 15; ++i) x[i] = 0.0f;
+    for (int i = 0; i < n; i += 16) {
+      for (int k = 0; k < 16; ++k) {
+        const double d = flush(x[i + k]);
+        lanes[k] += d * d;
+      }
+    }
   }
   for (int width = 8; width; width /= 2)
     for (int k = 0; k < width; ++k) lanes[k] += lanes[k + width];
