@@ -25,7 +25,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp
+	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp tests/native/*.cpp
 
 test: lint
 	$(BIN)/python -m pytest -m "not slow and not matrix"
