@@ -52,9 +52,8 @@ TF_PUBLIC void tf_cast(void* into, int32_t into_type, const void* from, int32_t 
 // The split master: upper (bf16) and lower (int16) halves of fp32 values, and back.
 TF_PUBLIC void tf_split(const float* values, uint16_t* upper, int16_t* lower, int64_t numel);
 TF_PUBLIC void tf_join(const uint16_t* upper, const int16_t* lower, float* values, int64_t numel);
-// Measures, for benchmarks: values[i] = values[i] * factor in place; and a copy with non-temporal stores.
+// For benchmarks: values[i] = values[i] * factor in place, the read-modify-write that is the memory's ceiling.
 TF_PUBLIC void tf_scale_in_place(float* values, float factor, int64_t numel);
-TF_PUBLIC void tf_copy_streaming(void* into, const void* from, int64_t num_bytes);
 
 TF_PUBLIC void tf_set_threads(int32_t num_threads);
 TF_PUBLIC int32_t tf_get_threads(void);

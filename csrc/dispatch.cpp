@@ -156,13 +156,6 @@ void tf_scale_in_place(float* values, float factor, int64_t numel) {
   parallel_ranges(numel, 4 * kTaskNumel, [&](int64_t b, int64_t e) { k.scale(values + b, factor, e - b); });
 }
 
-void tf_copy_streaming(void* into, const void* from, int64_t num_bytes) {
-  const Kernels& k = kernels();
-  parallel_ranges(num_bytes, 16 * kTaskNumel, [&](int64_t b, int64_t e) {
-    k.stream(static_cast<char*>(into) + b, static_cast<const char*>(from) + b, e - b);
-  });
-}
-
 void tf_set_threads(int32_t num_threads) { set_threads(num_threads); }
 
 int32_t tf_get_threads(void) { return get_threads(); }

@@ -319,18 +319,12 @@ void scale(float* __restrict values, float factor, int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) values[i] *= factor;
 }
 
-void stream_all(void* into, const void* from, int64_t num_bytes) {
-  stream(into, from, num_bytes);
-  stream_fence();
-}
-
 }  // namespace
 }  // namespace TF_ISA
 
 const Kernels& TF_JOIN(kernels_, TF_ISA)() {
   using namespace TF_ISA;
-  static const Kernels table = {TF_STRING(TF_ISA), update,   sum_squares, accumulate, cast,
-                                split_all,         join_all, scale,       stream_all};
+  static const Kernels table = {TF_STRING(TF_ISA), update, sum_squares, accumulate, cast, split_all, join_all, scale};
   return table;
 }
 

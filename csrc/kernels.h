@@ -22,7 +22,6 @@ struct Kernels {
   void (*split)(const float* values, uint16_t* upper, int16_t* lower, int64_t numel);
   void (*join)(const uint16_t* upper, const int16_t* lower, float* values, int64_t numel);
   void (*scale)(float* values, float factor, int64_t numel);
-  void (*stream)(void* into, const void* from, int64_t num_bytes);
 };
 
 #if defined(__x86_64__)

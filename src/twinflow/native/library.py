@@ -55,7 +55,6 @@ _SIGNATURES: dict[str, tuple[list[object], object]] = {
     "tf_split": ([c_void_p, c_void_p, c_void_p, c_int64], None),
     "tf_join": ([c_void_p, c_void_p, c_void_p, c_int64], None),
     "tf_scale_in_place": ([c_void_p, c_float, c_int64], None),
-    "tf_copy_streaming": ([c_void_p, c_void_p, c_int64], None),
     "tf_set_threads": ([c_int32], None),
     "tf_get_threads": ([], c_int32),
     "tf_isa_available": ([], c_char_p),
