@@ -223,6 +223,21 @@ def encode_state(store: Store, which: int, values: Tensor, first_index: int = 0,
         state.copy_(values)
 
 
+def encode_saved(store: Store, which: int, values: Tensor, scale: Tensor | None) -> None:
+    """Write fp32 `values` that were decoded from this format before: with their `scale`, 8-bit codes come back exactly.
+
+    Encoding them anew would take the scale from the largest decoded value, which may differ in its last bit.
+    """
+    state, own_scale = store.states[which], store.scales[which]
+    if scale is None or own_scale is None or state is None:
+        return encode_state(store, which, values)
+    own_scale.copy_(scale)
+    each = scale.repeat_interleave(BLOCK)[: values.numel()]
+    ratio = torch.where(each > 0, values / each, 0.0)  # a code's number, up to a rounding error far below its step
+    codes = ratio.to(torch.float8_e4m3fn).view(torch.uint8) if which == 0 else ratio.half().view(torch.int16) >> 7
+    state.copy_(codes)
+
+
 def decode_master(store: Store) -> Tensor:
     """The master weight as fp32."""
     if not store.is_split:

@@ -1,0 +1,278 @@
+"""Streams, events and page-locked memory, the same way on a GPU and without one.
+
+On CUDA a stream is a CUDA stream. On the CPU a stream is a thread that runs its work in order, an event is a future,
+and every stream can be given a delay: a missing wait, harmless by luck on a fast machine, then shows in a test.
+
+Every wait names its sync point. A test can switch single points off (`Device.disabled`) and see that results change:
+that is how we know each of them is needed and tested.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from twinflow.trace import Trace
+
+_PAGE = 4096
+Work = Callable[[], Any]
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def done(self) -> bool:
+        """Whether the stream has come past it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the stream has come past it."""
+        ...
+
+
+class Stream(Protocol):
+    """Work in order, beside other streams."""
+
+    name: str
+
+    def run(self, work: Work, span: str = "", **args: int) -> None:
+        """Queue work; with a `span` it is recorded in the trace."""
+        ...
+
+    def record(self) -> Event:
+        """An event after all work queued so far."""
+        ...
+
+    def wait(self, event: Event, point: str) -> None:
+        """Let all work queued from now on wait for the event."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until all queued work is done."""
+        ...
+
+
+class Device:
+    """Where the model lives. `disabled` holds sync points that are skipped: for tests only."""
+
+    kind = "cpu"
+
+    def __init__(self, trace: Trace | None = None) -> None:
+        self.trace = trace or Trace()
+        self.disabled: frozenset[str] = frozenset()
+        self._delays: dict[str, float] = {}
+        self._streams: dict[str, Any] = {}
+
+    def stream(self, name: str) -> Stream:
+        """The stream of this name, made when first asked for."""
+        if name not in self._streams:
+            self._streams[name] = _ThreadStream(name, self)
+        stream: Stream = self._streams[name]
+        return stream
+
+    def compute(self) -> Stream:
+        """Where gradients are produced, for the calling thread."""
+        return self.stream("compute")
+
+    def hold_compute(self, event: Event, point: str) -> None:
+        """Let the model's work from now on wait for the event."""
+        if point not in self.disabled:
+            event.synchronize()  # on the CPU the model runs in the calling thread
+
+    def delay(self, name: str, seconds: float) -> None:
+        """Before each piece of work of this stream, sleep (on a GPU: spin). For tests."""
+        self._delays[name] = seconds
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Host memory that streams can copy from and to without stopping; lives until `close`."""
+        return torch.empty(numel, dtype=dtype)
+
+    def free_bytes(self) -> int | None:
+        """Memory left on the device; None where it is the host's own."""
+        return None
+
+    def close(self) -> None:
+        """Wait for all work, then give streams and page-locked memory back."""
+        for stream in self._streams.values():
+            stream.close()
+        self._streams.clear()
+
+
+class _ThreadEvent:
+    def __init__(self) -> None:
+        self.future: Future[None] = Future()
+
+    def done(self) -> bool:
+        return self.future.done()
+
+    def synchronize(self) -> None:
+        self.future.result()
+
+
+class _ThreadStream:
+    """A stream as a thread. Work that raises breaks the stream: whoever waits for a later event gets the exception."""
+
+    def __init__(self, name: str, device: Device) -> None:
+        self.name = name
+        self._device = device
+        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._loop, name=f"twinflow-{name}", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Work, span: str = "", **args: int) -> None:
+        def traced() -> None:
+            time.sleep(self._device._delays.get(self.name, 0.0))
+            if not span:
+                work()
+                return
+            with self._device.trace.span(span, track=self.name, **args):
+                work()
+
+        self._queue.put(traced)
+
+    def record(self) -> _ThreadEvent:
+        event = _ThreadEvent()
+
+        def fire() -> None:
+            if self._error is None:
+                event.future.set_result(None)
+            else:
+                event.future.set_exception(self._error)
+
+        self._queue.put(fire)
+        return event
+
+    def wait(self, event: Event, point: str) -> None:
+        if point not in self._device.disabled:
+            self._queue.put(event.synchronize)
+
+    def synchronize(self) -> None:
+        self.record().synchronize()
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    @torch.no_grad()
+    def _loop(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                work()
+            except BaseException as error:  # handed to whoever waits
+                self._error = self._error or error
+
+
+class CudaDevice(Device):
+    """One GPU."""
+
+    kind = "cuda"
+
+    def __init__(self, device: torch.device, trace: Trace | None = None) -> None:
+        super().__init__(trace)
+        self.device = device
+        self._pinned: list[Tensor] = []
+
+    def stream(self, name: str) -> Stream:
+        """The stream of this name; copies get a high priority, so that small ones do not queue behind kernels."""
+        if name not in self._streams:
+            self._streams[name] = _CudaStream(name, self, torch.cuda.Stream(self.device, priority=-1))
+        stream: Stream = self._streams[name]
+        return stream
+
+    def compute(self) -> Stream:
+        """The calling thread's current stream: in a hook, the one that produced the gradient."""
+        return _CudaStream("compute", self, torch.cuda.current_stream(self.device))
+
+    def hold_compute(self, event: Event, point: str) -> None:
+        """The GPU waits; the calling thread does not."""
+        self.compute().wait(event, point)
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Registered at its exact size: torch's own pinned allocator rounds up to a power of two."""
+        nbytes = numel * dtype.itemsize
+        raw = torch.empty(nbytes + _PAGE, dtype=torch.uint8)
+        start = -raw.data_ptr() % _PAGE
+        tensor = raw[start : start + nbytes].view(dtype)
+        if nbytes:
+            error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), nbytes, 0)
+            if int(error):
+                warnings.warn(
+                    f"{nbytes >> 20} MiB of host memory could not be page-locked (CUDA error {int(error)}): copies of "
+                    "it will be slow. Raise the limit with `ulimit -l unlimited`.",
+                    stacklevel=2,
+                )
+            else:
+                self._pinned.append(tensor)
+        return tensor
+
+    def free_bytes(self) -> int | None:
+        """What CUDA has left, and what torch has cached."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+
+    def close(self) -> None:
+        """Synchronise before unregistering: a copy in flight must not lose its memory."""
+        torch.cuda.synchronize(self.device)
+        for tensor in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+        self._pinned.clear()
+        self._streams.clear()
+
+
+class _CudaEvent:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event(blocking=True)  # a thread that waits sleeps, and leaves its core to the kernels
+        self.event.record(stream)
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+
+class _CudaStream:
+    def __init__(self, name: str, device: CudaDevice, stream: torch.cuda.Stream) -> None:
+        self.name = name
+        self._device = device
+        self._stream = stream
+
+    def run(self, work: Work, span: str = "", **args: int) -> None:
+        trace = self._device.trace
+        delay = self._device._delays.get(self.name, 0.0)
+        with torch.cuda.stream(self._stream):
+            if delay:
+                torch.cuda._sleep(int(delay * 1e9))  # type: ignore[no-untyped-call]
+            if not (span and trace.enabled):
+                work()
+                return
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record(self._stream)
+            work()
+            after.record(self._stream)
+            trace.gpu(span, self.name, before, after, **args)
+
+    def record(self) -> _CudaEvent:
+        return _CudaEvent(self._stream)
+
+    def wait(self, event: Event, point: str) -> None:
+        assert isinstance(event, _CudaEvent)
+        if point not in self._device.disabled:
+            self._stream.wait_event(event.event)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
+def device_for(device: torch.device, trace: Trace | None = None) -> Device:
+    """The streams that belong to a model on this device."""
+    return CudaDevice(device, trace) if device.type == "cuda" else Device(trace)

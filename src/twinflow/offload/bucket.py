@@ -1,0 +1,106 @@
+"""Parameters, buckets and the work of a step on them, at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from twinflow.device import Event
+from twinflow.offload.gate import Gate
+from twinflow.offload.plan import BucketPlan, Slice
+from twinflow.rules.segment import Store
+
+Options = Mapping[str, Any]
+
+
+@dataclass(eq=False)
+class Param:
+    """A trainable parameter."""
+
+    index: int
+    name: str
+    tensor: nn.Parameter
+    group: int  # index of its param group
+    is_late: bool = False  # its gradient is complete only when the outermost backward has ended
+    hits: int = 0  # gradients seen since the last step
+    version: int = 0  # of the tensor, after our last write: another number means that somebody else wrote
+    buckets: list[Bucket] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Slices that travel together, and where their state lives."""
+
+    plan: BucketPlan
+    params: list[Param]  # of each slice
+    store: Store
+    steps: list[int]  # updates so far, of each slice
+    deadline: int = 0  # the forward's order
+    due: int = 0  # the last job whose weights the next forward has to see
+    sent: int = 0  # the last job whose weights are on their way into the parameters
+    sent_event: Event | None = None  # when they are there
+    updated: int = 0  # the last job that is in the state
+    task: Task | None = None  # this step's, while gradients come in
+
+    @property
+    def slices(self) -> Sequence[Slice]:
+        """Where each slice lies."""
+        return self.plan.slices
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory of its state."""
+        store = self.store
+        tensors = (store.master, store.weight, *store.states, *store.scales)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def owners(self) -> list[Param]:
+        """Its parameters, each once."""
+        return list(dict.fromkeys(self.params))
+
+
+@dataclass(eq=False)
+class Job:
+    """One optimizer step: what was asked for when its gradients became final."""
+
+    number: int
+    options: Sequence[Options]  # of each param group
+    gate: Gate
+    is_delayed: bool = False  # the weights go back one step later
+    may_run_ahead: bool = False  # updates may start before the gate is open
+    is_released: bool = False  # the weights may go back
+    after: Event | None = None  # when the forward and backward that still need the old weights have ended
+    tasks: list[Task] = field(default_factory=list)
+    num_left: int = 0  # tasks whose update is neither kept nor dropped for good
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every update of a finished step is in the state."""
+        return self.num_left == 0
+
+
+@dataclass(eq=False)
+class Task:
+    """One bucket's part in a job."""
+
+    bucket: Bucket
+    job: Job
+    present: list[int]  # the slices that have a gradient
+    sources: list[tuple[int, Tensor]] = field(default_factory=list)  # offset in the slot, and what to copy there
+    flat: Tensor | None = None  # the device buffer the gradients are gathered in
+    missing: set[int] = field(default_factory=set)  # parameters whose gradient has not come yet
+    ready: Event | None = None  # the gradients are complete on the device
+    slot: Tensor | None = None  # page-locked memory they go to
+    grads: Tensor | None = None  # the same as numbers
+    arrived: Event | None = None  # they are there
+    shadow: Store | None = None  # where the update writes before the gate is open
+    weight_slot: Tensor | None = None  # page-locked memory for new weights, where the state does not hold them
+    weight: Tensor | None = None  # the new weights, to go back
+
+    @property
+    def deadline(self) -> tuple[int, int]:
+        """Earlier jobs first, then what the next forward needs first."""
+        return self.job.number, self.bucket.deadline

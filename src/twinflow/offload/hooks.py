@@ -1,0 +1,114 @@
+"""What hangs on the model: waits before forwards, gradients taken when they are made, consistent state dicts.
+
+All hooks are closures over the runtime, so that a deep copy of the model copies no runtime. A block waits for its own
+weights; every module that owns a weight outside any block waits for all of those. Recomputation inside a backward
+(activation checkpointing) runs forwards too: it must not wait, since what it would wait for may need this very backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from twinflow.offload.blocks import Block
+from twinflow.offload.bucket import Param
+from twinflow.offload.plan import ROOT
+
+
+class Listener(Protocol):
+    """Who the hooks report to."""
+
+    def before_forward(self, block: int) -> None:
+        """A block's forward is about to run; ROOT for what lies outside any block."""
+        ...
+
+    def before_model(self) -> None:
+        """The whole model's forward is about to run."""
+        ...
+
+    def after_model(self) -> None:
+        """The whole model's forward has been queued."""
+        ...
+
+    def grad_ready(self, param: Param) -> None:
+        """A gradient has been accumulated into a parameter."""
+        ...
+
+    def wait(self) -> None:
+        """Somebody is about to read the weights."""
+        ...
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def install(model: nn.Module, blocks: list[Block], listener: Listener) -> list[RemovableHandle]:
+    """Put the waits on the model."""
+    inside = {id(module) for block in blocks for module in block.module.modules()}
+    handles = [model.register_forward_pre_hook(_outside_backward(listener.before_model), prepend=True)]
+    handles.append(model.register_forward_hook(_outside_backward(listener.after_model)))
+    for module in model.modules():
+        owns = any(p.requires_grad for p in module.parameters(recurse=False))
+        if module is model or (owns and id(module) not in inside):
+            handles.append(_before(module, lambda: listener.before_forward(ROOT)))
+        if owns or module is model:
+            handles.append(module.register_state_dict_pre_hook(_ignore_arguments(listener.wait)))
+    for block in blocks:
+        handles.append(_before(block.module, lambda index=block.index: listener.before_forward(index)))
+    return handles
+
+
+def take_gradients(params: list[Param], listener: Listener) -> list[RemovableHandle]:
+    """Report every gradient as soon as it is accumulated."""
+
+    def hook_for(param: Param) -> Callable[[torch.Tensor], None]:
+        return lambda _: listener.grad_ready(param)
+
+    return [param.tensor.register_post_accumulate_grad_hook(hook_for(param)) for param in params]
+
+
+def _before(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
+    return module.register_forward_pre_hook(_outside_backward(call), prepend=True)
+
+
+def _outside_backward(call: Callable[[], None]) -> Callable[..., None]:
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def hook(*_: Any) -> None:
+        if not in_backward():
+            call()
+
+    return hook
+
+
+def _ignore_arguments(call: Callable[[], None]) -> Callable[..., None]:
+    return lambda *_: call()
+
+
+class Recorder:
+    """Watches the first forward: the order of blocks, and modules that run more than once."""
+
+    def __init__(self, model: nn.Module, blocks: list[Block]) -> None:
+        self.order: list[int] = []
+        self._runs: dict[nn.Module, int] = {}
+        self._handles: list[RemovableHandle] = []
+        for module in model.modules():
+            if any(p.requires_grad for p in module.parameters(recurse=False)):
+                self._handles.append(_before(module, lambda m=module: self._ran(m)))
+        for block in blocks:
+            self._handles.append(_before(block.module, lambda index=block.index: self.order.append(index)))
+
+    def _ran(self, module: nn.Module) -> None:
+        self._runs[module] = self._runs.get(module, 0) + 1
+
+    def finish(self) -> set[nn.Parameter]:
+        """Stop watching; the parameters of modules that ran more than once."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        return {p for module, runs in self._runs.items() if runs > 1 for p in module.parameters(recurse=False)}

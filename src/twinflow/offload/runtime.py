@@ -1,0 +1,432 @@
+"""The overlap runtime: takes gradients as backward makes them, hands tasks to the worker, lets forwards wait.
+
+The way of a gradient, in execution order: `grad_ready` (a hook, during backward) gathers it in its bucket's flat device
+buffer; a complete bucket becomes a task of the worker (worker.py), which copies it out, updates on the host and sends the
+weights back; `step` closes the job without waiting for it; `before_forward` (a hook, in the next forward) waits for one
+block's weights. Without permission to start early, `step` does the gathering from `.grad` and the rest is the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from twinflow import native
+from twinflow.device import Device, Event
+from twinflow.offload.blocks import Block
+from twinflow.offload.bucket import Bucket, Job, Options, Param, Task
+from twinflow.offload.gate import Gate, Limits
+from twinflow.offload.hooks import Recorder, install, take_gradients
+from twinflow.offload.plan import ROOT, BucketPlan
+from twinflow.offload.shadow import ShadowPool
+from twinflow.offload.slots import FlatPool, SlotPool
+from twinflow.offload.updater import Updater
+from twinflow.offload.worker import WEIGHT_SLOT, Worker, write_slice
+
+FLAT_FREE: Final = "grad.flat_free"  # gradients go into a flat buffer when its last copy out has ended
+FORWARD: Final = "forward.weights"  # a block runs when its weights are there
+SENT: Final = "forward.sent"  # ... which first have to be on their way
+READERS: Final = "wait.weights"  # whoever asked for all weights gets them when they are there
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the runtime works; none of this changes a result but `limits`, `accumulation_steps` and the delay."""
+
+    limits: Limits = Limits()
+    early: bool = False  # updates may start during backward
+    accumulation_steps: int = 1  # backwards that make one step, where `early`
+    delayed_update: bool = False
+    delayed_update_start: int = 0  # ordinary steps first
+    hold_on_host: bool = False  # where gradients wait for the gate
+    flat_bytes: int = 3 << 29  # device memory for gradients on their way out, where they need not wait for the gate
+    num_slots: int = 6
+    shadow_bytes: int = 0
+
+
+class Runtime:
+    """One model's parameters, buckets and worker."""
+
+    def __init__(
+        self,
+        device: Device,
+        updater: Updater,
+        params: list[Param],
+        plans: Sequence[BucketPlan],
+        settings: Settings,
+        options: Callable[[], Sequence[Options]],
+        loss_scale: Callable[[], float],
+    ) -> None:
+        self.device, self.updater, self.params, self.settings = device, updater, params, settings
+        self._options, self._loss_scale = options, loss_scale
+        self.buckets = [self._new_bucket(plan) for plan in plans]
+        self.job: Job | None = None  # the step whose gradients come in now
+        self.last: Job | None = None  # the step before
+        self.num_jobs = 0
+        self._by_block: dict[int, list[Bucket]] = {}
+        for bucket in self.buckets:
+            self._by_block.setdefault(bucket.plan.block, []).append(bucket)
+        self._runs: dict[int, int] = {}  # of each block, in this forward of the model
+        self._recorder: Recorder | None = None
+        self._handles: list[RemovableHandle] = []
+        self._sums: dict[int, Tensor] = {}  # fp32 sums of gradients over micro-batches, of each bucket
+        self._first_norm = [0, *torch.tensor([len(p.slices) for p in plans]).cumsum(0).tolist()]
+        self._norms = torch.zeros(self._first_norm[-1], dtype=torch.float64, device=self._tensor_device)
+        self._host_norms = [device.pinned(self._first_norm[-1], torch.float64) for _ in range(2)]
+        self.worker = self._new_worker(plans)
+        self._forward_event: tuple[float, Event] | None = None
+
+    @property
+    def _tensor_device(self) -> torch.device:
+        return self.params[0].tensor.device if self.params else torch.device("cpu")
+
+    def _new_bucket(self, plan: BucketPlan) -> Bucket:
+        params = [self.params[piece.param] for piece in plan.slices]
+        bucket = Bucket(plan, params, self.updater.new_store(plan), [0] * len(plan.slices))
+        for param in bucket.owners():
+            param.buckets.append(bucket)
+        return bucket
+
+    def _new_worker(self, plans: Sequence[BucketPlan]) -> Worker:
+        settings, device = self.settings, self.device
+        slot_bytes = max((p.numel * 4 for p in plans if p.dtype == torch.float32), default=0)
+        slot_bytes = max(slot_bytes, max((p.numel * p.dtype.itemsize for p in plans), default=0))
+        keeps_all = settings.delayed_update or settings.hold_on_host
+        num_slots = len(plans) if keeps_all else min(settings.num_slots, len(plans))
+        num_weight_slots = len(plans) if settings.delayed_update else min(settings.num_slots, len(plans))
+        all_bytes = sum(p.numel * p.dtype.itemsize for p in plans)
+        holds_on_device = settings.limits.any and not settings.hold_on_host
+        return Worker(
+            device,
+            self.updater,
+            SlotPool(device, num_slots, slot_bytes, "out.slot"),
+            SlotPool(device, num_weight_slots, slot_bytes, WEIGHT_SLOT),
+            FlatPool(self._tensor_device, all_bytes if holds_on_device else settings.flat_bytes),
+            ShadowPool(settings.shadow_bytes),
+            settings.hold_on_host,
+        )
+
+    def attach(self, model: nn.Module, blocks: list[Block]) -> None:
+        """Put the hooks on the model, and watch its first forward."""
+        self._handles += install(model, blocks, self)
+        self._recorder = Recorder(model, blocks)
+        if self.settings.early:
+            self._handles += take_gradients(self.params, self)
+
+    # Forward.
+
+    def before_model(self) -> None:
+        """A new forward of the whole model: count the runs of its blocks from here."""
+        self._runs.clear()
+        if self.device.trace.enabled:
+            self._forward_event = (time.perf_counter(), self.device.compute().record())
+
+    def after_model(self) -> None:
+        """The forward is queued."""
+
+    def before_forward(self, block: int) -> None:
+        """Wait for one block's weights: here until they are on their way, on the device until they are there."""
+        self.worker.check()
+        if self.job is not None:
+            raise RuntimeError(
+                "a forward runs before step(), but the update of the last backward has already begun (early=True). "
+                "Call step() after every `accumulation_steps` backwards, or build the optimizer with early=False"
+            )
+        if block != ROOT:
+            self._runs[block] = self._runs.get(block, 0) + 1
+            if self._runs[block] > 1:
+                for bucket in self._by_block.get(block, ()):
+                    for param in bucket.owners():
+                        param.is_late = True
+        for bucket in self._by_block.get(block, ()):
+            self._hold(bucket)
+
+    def _hold(self, bucket: Bucket) -> None:
+        start = time.perf_counter()
+        if bucket.sent < bucket.due and SENT not in self.device.disabled:
+            self.worker.wait_for(lambda: bucket.sent >= bucket.due)
+            self.device.trace.add("wait", "main", start, time.perf_counter(), bucket=bucket.plan.index)
+        event = bucket.sent_event
+        if event is not None:
+            self.device.hold_compute(event, FORWARD)
+            if event.done():
+                bucket.sent_event = None
+
+    # Backward.
+
+    def grad_ready(self, param: Param) -> None:
+        """A gradient is there: take it."""
+        self.worker.check()
+        grad = param.tensor.grad
+        if grad is None:
+            return
+        _check_grad(param, grad)
+        param.hits += 1
+        wanted = self.settings.accumulation_steps
+        if param.hits > wanted and not param.is_late:
+            raise RuntimeError(
+                f"{param.name} got {param.hits} gradients, but its update has already begun after {wanted} "
+                "(early=True). Declare the number of backwards with accumulation_steps=, or build the optimizer with "
+                "early=False"
+            )
+        if param.hits == wanted and self.job is None:
+            self._begin()
+        self._gather(param, grad.detach().reshape(-1))
+        param.tensor.grad = None
+        if param.hits == wanted and not param.is_late:
+            self._param_done(param)
+
+    def _gather(self, param: Param, grad: Tensor) -> None:
+        """Add a gradient to what its buckets hold, on the stream that made it."""
+        compute, wanted = self.device.compute(), self.settings.accumulation_steps
+        for bucket in param.buckets:
+            pieces = [(s, grad[s.start : s.start + s.numel]) for s in bucket.slices if s.param == param.index]
+            into = self._sum(bucket) if wanted > 1 else self._task(bucket).flat
+            assert into is not None
+            is_first = param.hits == 1
+            compute.run(lambda into=into, pieces=pieces: _add(into, pieces, is_first), "grad", bucket=bucket.plan.index)
+
+    def _sum(self, bucket: Bucket) -> Tensor:
+        index = bucket.plan.index
+        if index not in self._sums:
+            self._sums[index] = torch.zeros(bucket.plan.numel, dtype=torch.float32, device=self._tensor_device)
+        return self._sums[index]
+
+    def _task(self, bucket: Bucket) -> Task:
+        """This step's task of a bucket, with a flat buffer to gather gradients in."""
+        if bucket.task is None:
+            assert self.job is not None
+            bucket.task = task = Task(bucket, self.job, [])
+            task.missing = {param.index for param in bucket.owners()}
+            task.flat = self._flat(bucket.plan)
+            task.sources = [(0, task.flat)]
+        return bucket.task
+
+    def _flat(self, plan: BucketPlan) -> Tensor:
+        flats, worker = self.worker.flats, self.worker
+        with worker.changed:
+            taken = flats.take(plan.numel, plan.dtype)
+            while taken is None:  # the worker hands one back with each copy it starts, whatever this thread does
+                worker.check()
+                worker.changed.wait(1.0)
+                taken = flats.take(plan.numel, plan.dtype)
+        flat, read_until = taken
+        if read_until is not None:
+            self.device.compute().wait(read_until, FLAT_FREE)
+        return flat
+
+    def _param_done(self, param: Param) -> None:
+        """Nothing more will come for this parameter."""
+        for bucket in param.buckets:
+            task = self._task(bucket)
+            if self.settings.accumulation_steps > 1:
+                total, flat = self._sum(bucket), task.flat
+                assert flat is not None
+                pieces = [s for s in bucket.slices if s.param == param.index]
+                self.device.compute().run(lambda flat=flat, total=total, pieces=pieces: _cast(flat, total, pieces))
+            task.missing.discard(param.index)
+            task.present += [i for i, piece in enumerate(bucket.slices) if piece.param == param.index]
+            if not task.missing:
+                self._submit(task)
+
+    def _submit(self, task: Task) -> None:
+        """All gradients of a task are queued: measure them, and hand the task on."""
+        task.present.sort()
+        bucket, first = task.bucket, self._first_norm[task.bucket.plan.index]
+        views = [(i, _view(task.sources, bucket.slices[i].offset, bucket.slices[i].numel)) for i in task.present]
+        compute = self.device.compute()
+        compute.run(lambda: _measure(self._norms, first, views))
+        task.ready = compute.record()
+        bucket.task = None
+        task.job.tasks.append(task)
+        self.worker.submit(task)
+
+    # Step.
+
+    def _begin(self) -> None:
+        """A new job, with the options as they are now."""
+        self._finish_recording()
+        self._check_params()
+        self.num_jobs += 1
+        settings = self.settings
+        is_delayed = settings.delayed_update and self.num_jobs > settings.delayed_update_start
+        gate = Gate(settings.limits, self._loss_scale())
+        self.job = Job(
+            self.num_jobs,
+            self._options(),
+            gate,
+            is_delayed=is_delayed,
+            may_run_ahead=settings.early and not is_delayed,
+            is_released=not is_delayed,
+        )
+        self.device.compute().run(self._norms.zero_)
+
+    def _finish_recording(self) -> None:
+        """The first forward is over: its order is the order of deadlines."""
+        if self._recorder is None:
+            return
+        repeated = self._recorder.finish()
+        for param in self.params:
+            param.is_late |= param.tensor in repeated
+        order = {block: i + 1 for i, block in reversed(list(enumerate(self._recorder.order)))}
+        for bucket in self.buckets:
+            bucket.deadline = order.get(bucket.plan.block, 0)
+            if bucket.plan.block != ROOT and bucket.plan.block not in order:  # its forward is never called
+                self._by_block.setdefault(ROOT, []).append(bucket)
+        self._recorder = None
+
+    def _check_params(self) -> None:
+        for param in self.params:
+            if not param.tensor.requires_grad:
+                raise RuntimeError(f"{param.name} no longer requires a gradient. Build a new optimizer after freezing")
+        changed = [param for param in self.params if param.version != param.tensor._version]
+        if changed:
+            self.adopt(changed)
+
+    def step(self) -> Job | None:
+        """Close the job: everything that is left of it happens beside what the caller does next."""
+        self.worker.check()
+        if not self.settings.early:
+            self._take_all()
+        job = self.job
+        if job is None and any(param.hits for param in self.params):
+            self._begin()  # fewer backwards than declared: step with what came
+            job = self.job
+        if job is None:
+            return None
+        self._complete_late()
+        self._arm(job)
+        self._make_due(job)
+        for param in self.params:
+            param.hits = 0
+        self._runs.clear()
+        self.last, self.job = job, None
+        return job
+
+    def _take_all(self) -> None:
+        """Tasks from the gradients in `.grad`, which are taken away: copies read them after this returns."""
+        grads = {param: param.tensor.grad for param in self.params if param.tensor.grad is not None}
+        if not grads:
+            return
+        for param, grad in grads.items():
+            _check_grad(param, grad)
+        self._begin()
+        assert self.job is not None
+        flat = {param: grad.detach().reshape(-1) for param, grad in grads.items()}
+        for bucket in self.buckets:
+            task = Task(bucket, self.job, [i for i, param in enumerate(bucket.params) if param in flat])
+            for i in task.present:
+                piece = bucket.slices[i]
+                task.sources.append((piece.offset, flat[bucket.params[i]][piece.start : piece.start + piece.numel]))
+            if task.present:
+                self._submit(task)
+        for param in grads:
+            param.tensor.grad = None
+
+    def _complete_late(self) -> None:
+        """Parameters that are complete only now, and tasks that some parameters have nothing for."""
+        wanted = self.settings.accumulation_steps
+        for param in self.params:
+            if param.hits and (param.is_late or param.hits < wanted):
+                self._param_done(param)
+        for bucket in self.buckets:
+            if bucket.task is not None:
+                if bucket.task.present:
+                    self._submit(bucket.task)
+                else:
+                    bucket.task = None
+
+    def _arm(self, job: Job) -> None:
+        """Fetch the norms: the one small read that the gate needs."""
+        compute, norms = self.device.compute(), self._host_norms[job.number % 2]
+        compute.run(lambda: norms.copy_(self._norms, non_blocking=True))
+        self.worker.close_job(job, norms, compute.record())
+
+    def _make_due(self, job: Job) -> None:
+        """Which weights the next forward has to see: this job's, or with a delay the one's before."""
+        before = self.last
+        if before is not None and not before.is_released:
+            self.worker.release(before, self.device.compute().record())
+            for task in before.tasks:
+                task.bucket.due = before.number
+        if job.is_released:
+            for task in job.tasks:
+                task.bucket.due = job.number
+
+    # Outside the loop.
+
+    def wait(self) -> None:
+        """Until every update that has begun is in the state, and every weight that is due is in its parameter."""
+        if self.job is not None:
+            return  # inside a step: the weights are what this forward and backward use
+        for bucket in self.buckets:
+            self.worker.wait_for(lambda b=bucket: b.sent >= b.due)
+        for job in (self.last,):
+            if job is not None:
+                self.worker.wait_for(lambda j=job: j.gate.decision is not None and j.is_done)
+        for bucket in self.buckets:
+            if bucket.sent_event is not None:
+                self.device.hold_compute(bucket.sent_event, READERS)
+
+    def adopt(self, params: Sequence[Param]) -> None:
+        """Take over values that somebody else wrote into parameters: a checkpoint loaded into the model, say."""
+        self.wait()
+        for param in params:
+            values = param.tensor.detach().reshape(-1).float().cpu()
+            for bucket in param.buckets:
+                for i, piece in enumerate(bucket.slices):
+                    if piece.param == param.index:
+                        self.updater.write_master(bucket, i, values[piece.start : piece.start + piece.numel])
+            param.version = param.tensor._version
+
+    def close(self) -> None:
+        """Finish what has begun, then take all hooks off and end the threads."""
+        try:
+            self.wait()
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            self.worker.close()
+            self.device.close()
+
+
+def _check_grad(param: Param, grad: Tensor) -> None:
+    if grad.layout != torch.strided:
+        raise ValueError(f"{param.name} has a sparse gradient, which is not supported. Build its module with sparse=False")
+
+
+def _add(into: Tensor, pieces: list[tuple[object, Tensor]], is_first: bool) -> None:
+    for piece, values in pieces:
+        target = into[piece.offset : piece.offset + piece.numel]  # type: ignore[attr-defined]
+        target.copy_(values) if is_first else target.add_(values)
+
+
+def _cast(flat: Tensor, total: Tensor, pieces: list[object]) -> None:
+    for piece in pieces:
+        where = slice(piece.offset, piece.offset + piece.numel)  # type: ignore[attr-defined]
+        flat[where].copy_(total[where])
+
+
+def _view(sources: list[tuple[int, Tensor]], offset: int, numel: int) -> Tensor:
+    """The gradient of one slice, from a whole flat buffer or from its own tensor."""
+    for start, source in sources:
+        if start <= offset and offset + numel <= start + source.numel():
+            return source[offset - start : offset - start + numel]
+    raise AssertionError("a slice without a source")
+
+
+def _measure(norms: Tensor, first: int, views: list[tuple[int, Tensor]]) -> None:
+    """Each slice's norm in fp64, into its place: sums of squares in fp64 that do not depend on timing."""
+    if norms.device.type == "cpu":
+        sums = native.sum_squares([view for _, view in views])
+        values = [torch.tensor(s, dtype=torch.float64).sqrt() for s in sums]
+    else:
+        values = [torch.linalg.vector_norm(view, dtype=torch.float64) for _, view in views]
+    for (i, _), value in zip(views, values, strict=True):
+        norms[first + i].copy_(value)

@@ -1,0 +1,97 @@
+"""Page-locked buffers that buckets pass through, and device buffers that gradients are gathered in."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from twinflow.device import Device, Event
+
+
+class SlotPool:
+    """Up to `limit` page-locked buffers of equal size, made when first needed, given out again when free.
+
+    A slot that a stream still reads is given back with the event that ends the reading.
+    """
+
+    def __init__(self, device: Device, limit: int, slot_bytes: int, point: str) -> None:
+        self.limit = limit
+        self.num_made = 0
+        self._device = device
+        self._slot_bytes = slot_bytes
+        self._point = point  # the sync point of waiting for a reader
+        self._free: list[Tensor] = []
+        self._read: deque[tuple[Event, Tensor]] = deque()
+
+    def take(self) -> Tensor | None:
+        """A free slot, as bytes; None where all are in use."""
+        while self._read and (self._point in self._device.disabled or self._read[0][0].done()):
+            self._free.append(self._read.popleft()[1])
+        if self._free:
+            return self._free.pop()
+        if self.num_made >= self.limit:
+            return None
+        self.num_made += 1
+        return self._device.pinned(self._slot_bytes, torch.uint8)
+
+    def wait(self, may_grow: bool = False) -> Tensor:
+        """A slot: a new one beyond the limit, or after waiting for the reader of the oldest, where all are in use."""
+        slot = self.take()
+        if slot is None and may_grow:
+            self.limit += 1
+            slot = self.take()
+        while slot is None:
+            assert self._read, "every slot is held by somebody who waits for one"
+            self._read[0][0].synchronize()
+            slot = self.take()
+        return slot
+
+    def give(self, slot: Tensor, read_until: Event | None = None) -> None:
+        """Hand a slot back; `read_until` is the event after which nobody reads it any more."""
+        if read_until is None:
+            self._free.append(slot)
+        else:
+            self._read.append((read_until, slot))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory made so far."""
+        return self.num_made * self._slot_bytes
+
+
+class FlatPool:
+    """Device buffers for gradients on their way out, up to `max_bytes`. One too large for that gets one of its own."""
+
+    def __init__(self, device: torch.device, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._device = device
+        self._free: dict[tuple[int, torch.dtype], deque[tuple[Tensor, Event | None]]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Event | None] | None:
+        """A buffer and the event its last copy ends with; None where all are in use and no more may be made."""
+        free = self._free.setdefault((numel, dtype), deque())
+        if free:
+            return free.popleft()
+        nbytes = numel * dtype.itemsize
+        if self.num_bytes + nbytes > self.max_bytes and self._others_in_use(numel, dtype):
+            return None
+        self.num_bytes += nbytes
+        return torch.empty(numel, dtype=dtype, device=self._device), None
+
+    def _others_in_use(self, numel: int, dtype: torch.dtype) -> bool:
+        """Make room by forgetting free buffers of other sizes; whether that was not enough."""
+        for key, free in self._free.items():
+            while free and key != (numel, dtype) and self.num_bytes:
+                tensor, event = free.pop()
+                if event is not None:
+                    event.synchronize()  # a stream of ours may still read it
+                self.num_bytes -= tensor.numel() * tensor.element_size()
+        nbytes = numel * dtype.itemsize
+        return self.num_bytes > 0 and self.num_bytes + nbytes > self.max_bytes
+
+    def give(self, flat: Tensor, read_until: Event | None) -> None:
+        """Hand a buffer back; whoever takes it next has to wait for the event."""
+        self._free.setdefault((flat.numel(), flat.dtype), deque()).append((flat, read_until))

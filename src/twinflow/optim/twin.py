@@ -1,0 +1,267 @@
+"""TwinOptimizer: a torch.optim.Optimizer whose state and update live on the host, hidden behind forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from twinflow import native
+from twinflow.device import device_for
+from twinflow.errors import bad_value
+from twinflow.offload.blocks import find_blocks, num_owners, owners
+from twinflow.offload.bucket import Job, Param
+from twinflow.offload.gate import Limits
+from twinflow.offload.memory import free_host_bytes
+from twinflow.offload.plan import BUCKET_NUMEL, ROOT, ParamSpec, plan_buckets
+from twinflow.offload.runtime import Runtime, Settings
+from twinflow.offload.updater import RuleUpdater
+from twinflow.optim.loss_scale import LossScale, after_step, static
+from twinflow.optim.options import with_defaults
+from twinflow.rules import RULES
+from twinflow.rules.checks import FLOATS
+from twinflow.rules.segment import check_format
+from twinflow.trace import Trace, write_chrome_trace
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What changes speed and memory, never a result."""
+
+    bucket_numel: int = BUCKET_NUMEL  # elements that travel together
+    num_slots: int = 6  # page-locked buckets each way
+    flat_bytes: int = 3 << 29  # device memory for gradients on their way out
+    hold: str = "device"  # where gradients wait for the clipping decision: "device" or "host"
+    shadow_bytes: int | None = None  # host memory for updates ahead of that decision; None: what is spare
+
+
+class TwinOptimizer(Optimizer):
+    """An optimizer for a model on a GPU (or CPU), with master weights, states and update on the host.
+
+    `model` is the module to train, or parameters as torch.optim takes them (then `step` waits for the update: without
+    the model there is no place to wait in the next forward). `param_groups` chooses parameters of the model and their
+    options.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[Any],
+        rule: str = "adamw",
+        *,
+        param_groups: Iterable[Any] | None = None,
+        states: str = "fp32",
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool | None = None,
+        loss_scale: LossScale | None = None,
+        accumulation_steps: int = 1,
+        early: bool = False,
+        delayed_update: bool = False,
+        delayed_update_start: int = 0,
+        host_threads: int | None = None,
+        tuning: Tuning | None = None,
+        **options: Any,
+    ) -> None:
+        if rule not in RULES:
+            raise bad_value("rule", rule, RULES)
+        self.rule = RULES[rule]
+        check_format(self.rule, states)
+        defaults = with_defaults(rule, options)
+        self.rule.check(defaults)
+        self._runtime: Runtime | None = None
+        self.model = model if isinstance(model, nn.Module) else None
+        groups = _groups(model, param_groups)
+        super().__init__(groups, defaults)
+        if host_threads is not None:
+            native.set_threads(host_threads)
+        self.states, self.tuning = states, tuning or Tuning()
+        self.trace = Trace()
+        self._loss_scale = loss_scale or static(1.0)
+        self.num_steps = self.num_skipped = 0
+        self._unread: Job | None = None  # the last job whose decision the loss scale has not seen
+        skip = skip_nonfinite if skip_nonfinite is not None else max_grad_norm is not None or loss_scale is not None
+        self._settings = Settings(
+            limits=Limits(max_grad_norm, skip),
+            early=early,
+            accumulation_steps=accumulation_steps,
+            delayed_update=delayed_update,
+            delayed_update_start=delayed_update_start,
+            hold_on_host=self.tuning.hold == "host",
+            flat_bytes=self.tuning.flat_bytes,
+            num_slots=self.tuning.num_slots,
+        )
+        _check_settings(self._settings, self.model)
+        self._runtime = self._build()
+
+    def _build(self) -> Runtime:
+        """Plan the buckets, take the weights over, and put hooks on the model."""
+        blocks = find_blocks(self.model) if self.model is not None else []
+        block_of = owners(self.model, blocks) if self.model is not None else {}
+        ties = num_owners(self.model) if self.model is not None else {}
+        params, specs = [], []
+        for name, tensor, group in self._named():
+            index = len(params)
+            params.append(Param(index, name, tensor, group, is_late=ties.get(tensor, 1) > 1, version=-1))
+            block = block_of.get(tensor, ROOT)
+            specs.append(ParamSpec(name, tensor.numel(), block, tensor.dtype, tensor.is_contiguous()))
+        _check_params(params)
+        device = device_for(params[0].tensor.device, self.trace)
+        momentum = any(float(group.get("momentum", 1.0)) for group in self.param_groups)
+        updater = RuleUpdater(self.rule, self.states, device, keeps_states=momentum)
+        runtime = Runtime(
+            device,
+            updater,
+            params,
+            plan_buckets(specs, self.tuning.bucket_numel),
+            self._settings,
+            lambda: [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups],
+            lambda: self.loss_scale,
+        )
+        for bucket in runtime.buckets:
+            updater.start(bucket, self.param_groups)
+        runtime.adopt(params)
+        runtime.worker.shadows.max_bytes = self._shadow_bytes()
+        if self.model is not None:
+            runtime.attach(self.model, blocks)
+        return runtime
+
+    def _shadow_bytes(self) -> int:
+        """What may be spent on running ahead: asked for, or what is spare after leaving an eighth to others."""
+        if self.tuning.shadow_bytes is not None:
+            return self.tuning.shadow_bytes
+        return max(0, free_host_bytes() * 7 // 8 - (2 << 30))
+
+    def _named(self) -> Iterable[tuple[str, nn.Parameter, int]]:
+        names = {p: name for name, p in self.model.named_parameters()} if self.model is not None else {}
+        for g, group in enumerate(self.param_groups):
+            for i, param in enumerate(group["params"]):
+                given = group.get("param_names")
+                yield names.get(param, given[i] if given else f"params[{g}][{i}]"), param, g
+
+    @property
+    def runtime(self) -> Runtime:
+        """The machinery behind this optimizer."""
+        assert self._runtime is not None
+        return self._runtime
+
+    # The loop.
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Start what is left of this step's update, and return: the next forward waits where it has to."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self.rule.check(group)
+        job = self.runtime.step()
+        if job is not None:
+            self._read_decision()
+            self._unread = job
+            self.num_steps += 1
+            if self.model is None:
+                self.runtime.wait()
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        """`loss.backward()` with the loss scale applied."""
+        scale = self.loss_scale
+        (loss * scale if scale != 1.0 else loss).backward()
+
+    def _read_decision(self) -> None:
+        """Let the loss scale and the counters see what became of the last step."""
+        job, self._unread = self._unread, None
+        if job is None:
+            return
+        self.runtime.worker.wait_for(lambda: job.gate.decision is not None)
+        decision = job.gate.decision
+        assert decision is not None
+        self.num_skipped += decision.skip
+        self._loss_scale = after_step(self._loss_scale, decision.skip)
+
+    @property
+    def loss_scale(self) -> float:
+        """What to multiply the next loss with."""
+        self._read_decision()
+        return self._loss_scale.scale
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The global gradient norm of the last step, before clipping."""
+        job = self.runtime.last
+        if job is None:
+            return None
+        self.runtime.worker.wait_for(lambda: job.gate.decision is not None)
+        assert job.gate.decision is not None
+        return job.gate.decision.norm
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the last step: norm, clipping, what the gate did, bytes moved so far."""
+        norm, job, worker = self.grad_norm, self.runtime.last, self.runtime.worker
+        counts = job.gate.counts if job is not None else {}
+        decision = job.gate.decision if job is not None else None
+        self._read_decision()
+        return {
+            "grad_norm": norm if norm is not None else float("nan"),
+            "clip_factor": decision.factor * job.gate.scale if decision is not None and job is not None else 1.0,
+            "skipped_steps": self.num_skipped,
+            "loss_scale": self._loss_scale.scale,
+            **{f"gate_{name}": count for name, count in counts.items()},
+            "bytes_out": worker.bytes_out,
+            "bytes_back": worker.bytes_back,
+            "shadow_bytes": worker.shadows.num_bytes,
+        }
+
+    def wait(self) -> None:
+        """Until every update that has begun is done and the weights are in the parameters."""
+        self.runtime.wait()
+
+    def close(self) -> None:
+        """Finish, take all hooks off the model, and give memory and threads back."""
+        if self._runtime is not None:
+            self._runtime.close()
+
+    def export_trace(self, path: str | Path) -> None:
+        """Write the spans recorded since `optimizer.trace.start()` as a Chrome/Perfetto timeline."""
+        write_chrome_trace(self.trace.spans(), Path(path))
+
+
+def _groups(model: nn.Module | Iterable[Any], param_groups: Iterable[Any] | None) -> list[Any]:
+    """Parameters or groups as torch.optim.Optimizer takes them; frozen ones left out."""
+    if not isinstance(model, nn.Module):
+        if param_groups is not None:
+            raise bad_value("param_groups", "given", "None where the first argument is not a module")
+        return list(model)
+    if param_groups is not None:
+        return list(param_groups)
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def _check_settings(settings: Settings, model: nn.Module | None) -> None:
+    max_norm = settings.limits.max_norm
+    if max_norm is not None and not 0.0 < max_norm < float("inf"):
+        raise bad_value("max_grad_norm", max_norm, "a number > 0, or None")
+    if settings.accumulation_steps < 1:
+        raise bad_value("accumulation_steps", settings.accumulation_steps, "a whole number >= 1")
+    if settings.early and model is None:
+        raise bad_value("early", True, [False], "Give the model as the first argument to start updates early.")
+    if settings.delayed_update and model is None:
+        raise bad_value("delayed_update", True, [False], "Give the model as the first argument.")
+
+
+def _check_params(params: Sequence[Param]) -> None:
+    if not params:
+        raise ValueError("there is no parameter to train: none requires a gradient")
+    for param in params:
+        if param.tensor.dtype not in FLOATS:
+            raise bad_value(f"{param.name} dtype", param.tensor.dtype, FLOATS)
+        if param.tensor.device != params[0].tensor.device:
+            allowed = f"{params[0].tensor.device}, where {params[0].name} is"
+            raise bad_value(f"{param.name} device", str(param.tensor.device), allowed)
+
+
