@@ -258,6 +258,7 @@ void update(const tf_segment& s, int64_t begin, int64_t end) {
     case TF_ADAGRAD: return u.tiles(Adagrad(s.hyper), begin, end);
     case TF_LION: return u.tiles(Lion(s.hyper), begin, end);
     case TF_SGD:
+      if (sgd_is_plain(s.hyper)) return u.tiles(SgdPlain(s.hyper), begin, end);
       if (s.hyper[kSgdNesterov] != 0.0f) return u.tiles(Sgd<true>(s.hyper), begin, end);
       return u.tiles(Sgd<false>(s.hyper), begin, end);
   }

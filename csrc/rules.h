@@ -1,4 +1,4 @@
-// The update rules, element by element, in fp32. src/twinflow/rules/*.py is the truth: every line
+// The update rules, element by element, in fp32 (SGD also in double). src/twinflow/rules/*.py is the truth: every line
 // here is the same operations in the same order, so results agree bit for bit.
 //
 // Why flushing is part of each rule. On x86 an operation on subnormal numbers is some hundred
@@ -16,6 +16,11 @@
 // its square is zero in both modes. Where weight decay is added to it, or it is divided (Adagrad), the
 // sum is flushed at once, so what goes on is exact. flush_safe() checks the multipliers: 0, or from
 // 2^-126 to 1; the rare call that fails the check runs in IEEE mode.
+//
+// SGD always does. It adds in double, where a need not be an fp32 number but may lie halfway between two, and any x
+// decides: a subnormal weight read as zero could change a bit. Nor would it gain much: in double nothing is subnormal
+// (the least product of five fp32 numbers is 2^-745), and the states and weights that it reads it has flushed itself.
+// Only subnormal gradients cost it time.
 #pragma once
 #include <math.h>
 
@@ -31,6 +36,10 @@ constexpr uint32_t kTinyBits = 27u << 23;  // 2^-100
 static inline float flush(float x) { return (bits(x) << 1) < (kTinyBits << 1) ? 0.0f : x; }
 static inline float flush_positive(float x) {  // as a mask, or gcc selects once more after a sqrt of the result
   const uint32_t keep = bits(x) < kTinyBits ? 0u : ~0u;
+  return value(bits(x) & keep);
+}
+static inline float flush_mask(float x) {  // flush, for where gcc would move a conversion before the selection
+  const uint32_t keep = (bits(x) << 1) < (kTinyBits << 1) ? 0u : ~0u;
   return value(bits(x) & keep);
 }
 
@@ -88,16 +97,33 @@ struct Lion {
   }
 };
 
-template <bool kNesterov>
-struct Sgd {
+// SGD in the form that most calls have: no weight decay, no Nesterov, no dampening. The weight is rounded once, as by a
+// fused multiply-add, which torch uses: the product is exact in double.
+struct SgdPlain {
   static constexpr bool kFirst = true, kSecond = false;
-  float momentum, keep, lr, l2;
+  float momentum;
+  double lr;
+  explicit SgdPlain(const float* h) : momentum(h[kSgdMomentum]), lr(h[kSgdLr]) {}
+  TF_INLINE_MEMBER void operator()(float g, float& p, float& m, float&) const {
+    m = flush_mask(momentum * m + g);
+    p = flush_mask((float)(p - lr * m));
+  }
+};
+
+static inline bool sgd_is_plain(const float* h) {
+  return h[kSgdKeep] == 1.0f && h[kSgdL2] == 0.0f && h[kSgdNesterov] == 0.0f;
+}
+
+template <bool kNesterov>
+struct Sgd {  // all in double: each state and weight is rounded once
+  static constexpr bool kFirst = true, kSecond = false;
+  double momentum, keep, lr, l2;
   explicit Sgd(const float* h) : momentum(h[kSgdMomentum]), keep(h[kSgdKeep]), lr(h[kSgdLr]), l2(h[kSgdL2]) {}
   TF_INLINE_MEMBER void operator()(float g, float& p, float& m, float&) const {
-    g = flush(g + l2 * p);
-    m = flush(momentum * m + keep * g);
-    const float direction = kNesterov ? flush(g + momentum * m) : m;
-    p = flush(p - lr * direction);
+    const double weight = p, grad = g + l2 * weight;
+    const double buffer = momentum * m + keep * grad;
+    m = flush_mask((float)buffer);
+    p = flush_mask((float)(weight - lr * (kNesterov ? grad + momentum * buffer : buffer)));
   }
 };
 
@@ -118,8 +144,7 @@ static bool flush_safe(const tf_segment& s) {
              harmless(h[kDecay]) && harmless(h[kL2]);
     case TF_ADAGRAD: return harmless(h[kAdagradStep]) && harmless(h[kAdagradL2]);
     case TF_LION: return harmless(h[kLionOneMinusB1]) && harmless(h[kLionOneMinusB2]) && harmless(h[kLionDecay]);
-    case TF_SGD:
-      return harmless(h[kSgdMomentum]) && harmless(h[kSgdKeep]) && harmless(h[kSgdLr]) && harmless(h[kSgdL2]);
+    case TF_SGD: return false;
   }
   return false;
 }

@@ -12,11 +12,14 @@ from twinflow.version import __version__
 
 if TYPE_CHECKING:
     from twinflow import models, native, optim, rules
+    from twinflow.optim.twin import TwinOptimizer
 
-__all__ = ["__version__", "models", "native", "optim", "rules"]
+__all__ = ["TwinOptimizer", "__version__", "models", "native", "optim", "rules"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "TwinOptimizer":
+        return importlib.import_module("twinflow.optim.twin").TwinOptimizer
     if name in __all__:
         return importlib.import_module(f"twinflow.{name}")
     raise AttributeError(f"module 'twinflow' has no attribute {name!r}")

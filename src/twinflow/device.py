@@ -87,6 +87,14 @@ class Device:
         if point not in self.disabled:
             event.synchronize()  # on the CPU the model runs in the calling thread
 
+    def mark(self) -> Any:
+        """A moment in the model's work, for `add_span`."""
+        return time.perf_counter()
+
+    def add_span(self, name: str, start: Any, end: Any) -> None:
+        """Record in the trace what the model did between two marks."""
+        self.trace.add(name, "compute", start, end)
+
     def delay(self, name: str, seconds: float) -> None:
         """Before each piece of work of this stream, sleep (on a GPU: spin). For tests."""
         self._delays[name] = seconds
@@ -195,6 +203,16 @@ class CudaDevice(Device):
     def hold_compute(self, event: Event, point: str) -> None:
         """The GPU waits; the calling thread does not."""
         self.compute().wait(event, point)
+
+    def mark(self) -> Any:
+        """A timed event in the current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def add_span(self, name: str, start: Any, end: Any) -> None:
+        """The GPU's time between two marks."""
+        self.trace.gpu(name, "compute", start, end)
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Registered at its exact size: torch's own pinned allocator rounds up to a power of two."""

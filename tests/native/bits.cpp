@@ -101,7 +101,7 @@ int main() {
               const float adam[] = {0.1f, 0.99f, 0.01f, 1e-9f, variant == 2 ? 5.0f : 0.01f, 0.999f, 0.01f};
               const float adagrad[] = {1e-10f, 0.01f, 0.1f, 0, 0, 0, 0};
               const float lion[] = {0.1f, 0.01f, 0.001f, 0.999f, 0, 0, 0};
-              const float sgd[] = {0.9f, 1.0f, 0.01f, 0.1f, variant == 1 ? 1.0f : 0.0f, 0, 0};
+              const float sgd[] = {0.9f, 1.0f, 0.01f, variant == 2 ? 0.0f : 0.1f, variant == 1 ? 1.0f : 0.0f, 0, 0};
               const float* hyper[] = {adam, adam, adagrad, lion, sgd};
               memcpy(s.hyper, hyper[rule], sizeof s.hyper);
               s.key[0] = 12345u + (uint32_t)variant, s.key[1] = 67890u;

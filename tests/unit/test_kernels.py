@@ -310,6 +310,36 @@ def test_flush_mode_is_left_where_it_would_change_a_bit() -> None:
     check("adamw", {"betas": (0.9, 1e-40)}, 1.0, 1.0, 1e35, 1e-3)
 
 
+@pytest.mark.parametrize("isa", native.isa_names())
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("keep", [1.0, 0.7])
+def test_sgd_of_any_numbers_equals_its_reference(isa: str, decay: float, nesterov: bool, keep: float) -> None:
+    """Bits at random, so of every magnitude; then tiny numbers, and a weight that decides between two neighbours."""
+    native.set_isa(isa)
+    rule, numel = RULES["sgd"], 60_000
+    store = make_store(rule, "fp32", None, numel)
+    momentum = store.states[0]
+    assert momentum is not None
+    generator = torch.Generator().manual_seed(3)
+    numbers = torch.randint(-(2**31), 2**31, (3, numel), generator=generator).int().view(torch.float32)
+    exponents = torch.randint(-130, -85, (3, numel // 2), generator=generator)
+    numbers[:, : numel // 2] = torch.randn(3, numel // 2, generator=generator) * 2.0**exponents
+    tie = slice(0, 1000)  # lr * g is halfway between two fp32 numbers, so the subnormal weight decides
+    for row, number in enumerate((1e-40, 0.0, 3 * 2.0**-99)):
+        numbers[row, tie] = number
+    for lr in (1e-3, 1.0 - 2.0**-23, 1.0 + 2.0**-23, 50.0):
+        for factor in (1.0, 0.37, 3.0, 1e-40):
+            store.master.copy_(numbers[0])
+            momentum.copy_(numbers[1])
+            expected, actual = clone(store), clone(store)
+            options = {**OPTIONS, "lr": lr, "weight_decay": decay, "nesterov": nesterov, "dampening": 1.0 - keep}
+            hyper = rule.hyper(options, 2)
+            reference.update([Segment(rule, hyper, numbers[2], expected, factor)])
+            native.update([Segment(rule, hyper, numbers[2], actual, factor)])
+            same_but_for_nan(expected, actual)
+
+
 def test_the_callers_flush_mode_does_not_matter() -> None:
     total, tiny, into = torch.zeros(1_000_000), torch.full((1_000_000,), 1e-39), torch.empty(1_000_000)
     if not torch.set_flush_denormal(True):

@@ -93,6 +93,7 @@ class Task:
     flat: Tensor | None = None  # the device buffer the gradients are gathered in
     missing: set[int] = field(default_factory=set)  # parameters whose gradient has not come yet
     ready: Event | None = None  # the gradients are complete on the device
+    is_complete: bool = False  # ... and were seen to be
     slot: Tensor | None = None  # page-locked memory they go to
     grads: Tensor | None = None  # the same as numbers
     arrived: Event | None = None  # they are there

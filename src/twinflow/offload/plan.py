@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -47,6 +48,11 @@ class BucketPlan:
     dtype: torch.dtype
     slices: tuple[Slice, ...]
     numel: int  # with the padding between slices
+
+    @cached_property
+    def layout(self) -> tuple[object, ...]:
+        """Buckets of equal layout can use each other's stores."""
+        return self.dtype, *((piece.offset, piece.numel) for piece in self.slices)
 
 
 def padded(numel: int) -> int:

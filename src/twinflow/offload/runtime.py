@@ -11,14 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from twinflow import native
-from twinflow.device import Device, Event
+from twinflow.device import Device
 from twinflow.offload.blocks import Block
 from twinflow.offload.bucket import Bucket, Job, Options, Param, Task
 from twinflow.offload.gate import Gate, Limits
@@ -80,7 +80,8 @@ class Runtime:
         self._norms = torch.zeros(self._first_norm[-1], dtype=torch.float64, device=self._tensor_device)
         self._host_norms = [device.pinned(self._first_norm[-1], torch.float64) for _ in range(2)]
         self.worker = self._new_worker(plans)
-        self._forward_event: tuple[float, Event] | None = None
+        self._forward_mark: Any = None
+        self._backward_mark: Any = None
 
     @property
     def _tensor_device(self) -> torch.device:
@@ -125,10 +126,13 @@ class Runtime:
         """A new forward of the whole model: count the runs of its blocks from here."""
         self._runs.clear()
         if self.device.trace.enabled:
-            self._forward_event = (time.perf_counter(), self.device.compute().record())
+            self._forward_mark = self.device.mark()
 
     def after_model(self) -> None:
-        """The forward is queued."""
+        """The forward is queued; what follows until `step` counts as backward."""
+        if self.device.trace.enabled and self._forward_mark is not None:
+            self._backward_mark = self.device.mark()
+            self.device.add_span("forward", self._forward_mark, self._backward_mark)
 
     def before_forward(self, block: int) -> None:
         """Wait for one block's weights: here until they are on their way, on the device until they are there."""
@@ -300,6 +304,8 @@ class Runtime:
             job = self.job
         if job is None:
             return None
+        if self.device.trace.enabled and self._backward_mark is not None:
+            self.device.add_span("backward", self._backward_mark, self.device.mark())
         self._complete_late()
         self._arm(job)
         self._make_due(job)

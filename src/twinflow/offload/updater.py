@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from twinflow.offload.bucket import Bucket, Options, Task
 from twinflow.offload.plan import BucketPlan
 from twinflow.rules import Rule
 from twinflow.rules.formats import rounding_key
+from twinflow.rules.rule import Hyper
 from twinflow.rules.segment import (
     Segment,
     Store,
@@ -36,6 +37,10 @@ class Updater(Protocol):
 
     def new_store(self, plan: BucketPlan) -> Store:
         """State for a bucket, its master not yet written."""
+        ...
+
+    def new_shadow(self, plan: BucketPlan) -> Store:
+        """Buffers of the same kind with nothing in them yet."""
         ...
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
@@ -78,21 +83,29 @@ class RuleUpdater:
         self.format = format
         self.keeps_states = keeps_states  # SGD without momentum keeps none
         self._device = device
+        self._pieces: dict[int, tuple[Store, list[Store]]] = {}
+        self._hypers: dict[str, Any] = {}
 
     def new_store(self, plan: BucketPlan) -> Store:
-        """Weights go back straight from the state where it holds them: the fp32 master, or a split master's upper half.
+        """Zeros. Weights go back straight from the state where it holds them: from an fp32 master whose parameter is
+        fp32, or from a split master's upper half. Only that part is page-locked."""
+        store = self.new_shadow(plan)
+        for tensor in (store.master, store.weight, *store.states, *store.scales):
+            if tensor is not None:
+                tensor.zero_()
+        return store
 
-        Only that part is page-locked.
-        """
+    def new_shadow(self, plan: BucketPlan) -> Store:
+        """Nothing is written: the update that does so first finds the pages, in all threads at once."""
         states: tuple[Pair, Pair] = ((None, None), (None, None))
         if self.keeps_states:
-            states = new_states(self.rule, self.format, plan.numel, native.huge_zeros)
+            states = new_states(self.rule, self.format, plan.numel, _huge_empty)
         if plan.dtype == torch.float32:
-            return Store(self.format, self._device.pinned(plan.numel, torch.float32).zero_(), None, *states)
+            return Store(self.format, self._device.pinned(plan.numel, torch.float32), None, *states)
         if self._is_split(plan):
-            weight = self._device.pinned(plan.numel, torch.bfloat16).zero_()
-            return Store(self.format, native.huge_zeros(plan.numel, dtype=torch.int16), weight, *states)
-        return Store(self.format, native.huge_zeros(plan.numel, dtype=torch.float32), None, *states)
+            weight = self._device.pinned(plan.numel, torch.bfloat16)
+            return Store(self.format, _huge_empty(plan.numel, dtype=torch.int16), weight, *states)
+        return Store(self.format, _huge_empty(plan.numel, dtype=torch.float32), None, *states)
 
     def _is_split(self, plan: BucketPlan) -> bool:
         return self.format != "fp32" and plan.dtype == torch.bfloat16
@@ -112,35 +125,51 @@ class RuleUpdater:
 
     def update(self, task: Task, factor: float) -> None:
         """One call of the kernel for all slices of the bucket that have a gradient."""
-        store, target = self._with_weight(task.bucket.store, task), task.shadow
-        if target is not None:
-            target = self._with_weight(target, task)
+        store = task.bucket.store
+        target = task.shadow if task.shadow is not None else store
         native.update([self._segment(task, i, store, target, factor) for i in task.present], check=False)
-        final = target if target is not None else store
-        task.weight = final.weight if final.weight is not None else final.master
+        if task.weight_slot is None:
+            task.weight = target.weight if target.weight is not None else target.master
 
-    def _with_weight(self, store: Store, task: Task) -> Store:
-        """The store with the slot that the kernel writes new weights to, where the state does not hold them."""
-        if not self.needs_weight_slot(task.bucket.plan):
-            return store
-        return replace(store, weight=task.weight)
-
-    def _segment(self, task: Task, i: int, store: Store, target: Store | None, factor: float) -> Segment:
+    def _segment(self, task: Task, i: int, store: Store, target: Store, factor: float) -> Segment:
         bucket = task.bucket
         piece, param, step = bucket.slices[i], bucket.params[i], bucket.steps[i] + 1
         assert task.grads is not None
         options = task.job.options[param.group]
         return Segment(
             self.rule,
-            self.rule.hyper(options, step),
+            self._hyper(options, step),
             task.grads.narrow(0, piece.offset, piece.numel),
-            store.narrow(piece.offset, piece.numel),
+            self._piece(task, i, store),
             -factor if options.get("maximize") else factor,
             rounding_key(step, param.index),
             piece.start,
-            target.narrow(piece.offset, piece.numel) if target is not None else None,
+            None if target is store else self._piece(task, i, target),
             param.name,
         )
+
+    def _piece(self, task: Task, i: int, store: Store) -> Store:
+        """One slice of a store, with the slot that the kernel writes new weights to where the state has none.
+
+        Cutting a store takes longer than starting a kernel: the cuts are kept, with the store so that its id stays its.
+        Stores move between buckets of equal layout only, so a cut fits wherever its store goes.
+        """
+        slices = task.bucket.slices
+        if id(store) not in self._pieces:
+            self._pieces[id(store)] = (store, [store.narrow(s.offset, s.numel) for s in slices])
+        cut = self._pieces[id(store)][1][i]
+        if task.weight_slot is None:
+            return cut
+        assert task.weight is not None
+        return replace(cut, weight=task.weight.narrow(0, slices[i].offset, slices[i].numel))
+
+    def _hyper(self, options: Options, step: int) -> Hyper:
+        """The rule's numbers for a step, worked out once for all slices of a job that share them."""
+        key = (id(options), step)
+        if self._hypers.get("key") != key:
+            self._hypers = {"key": key, "value": self.rule.hyper(options, step), "options": options}
+        value: Hyper = self._hypers["value"]
+        return value
 
     def read(self, bucket: Bucket, index: int) -> dict[str, Tensor]:
         """One slice as fp32 numbers, flat: master and states; views where the state itself is fp32."""
@@ -177,3 +206,7 @@ class RuleUpdater:
     def _slice(self, bucket: Bucket, index: int) -> Store:
         piece = bucket.slices[index]
         return bucket.store.narrow(piece.offset, piece.numel)
+
+
+def _huge_empty(numel: int, /, *, dtype: torch.dtype) -> Tensor:
+    return native.advise_huge(torch.empty(numel, dtype=dtype))

