@@ -9,9 +9,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "src" / "twinflow"
 LAYERS = [
-    ("errors", "version"),
+    ("errors", "version", "trace"),
+    ("device",),
     ("rules",),
     ("native",),
+    ("offload",),
     ("optim",),
     ("data", "monitor"),
     ("models", "bench"),

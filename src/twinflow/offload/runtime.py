@@ -8,6 +8,7 @@ block's weights. Without permission to start early, `step` does the gathering fr
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,13 +22,13 @@ from twinflow import native
 from twinflow.device import Device
 from twinflow.offload.blocks import Block
 from twinflow.offload.bucket import Bucket, Job, Options, Param, Task
-from twinflow.offload.gate import Gate, Limits
+from twinflow.offload.gate import Decision, Gate, Limits
 from twinflow.offload.hooks import Recorder, install, take_gradients
 from twinflow.offload.plan import ROOT, BucketPlan
 from twinflow.offload.shadow import ShadowPool
 from twinflow.offload.slots import FlatPool, SlotPool
 from twinflow.offload.updater import Updater
-from twinflow.offload.worker import WEIGHT_SLOT, Worker, write_slice
+from twinflow.offload.worker import WEIGHT_SLOT, Worker
 
 FLAT_FREE: Final = "grad.flat_free"  # gradients go into a flat buffer when its last copy out has ended
 FORWARD: Final = "forward.weights"  # a block runs when its weights are there
@@ -291,7 +292,13 @@ class Runtime:
                 raise RuntimeError(f"{param.name} no longer requires a gradient. Build a new optimizer after freezing")
         changed = [param for param in self.params if param.version != param.tensor._version]
         if changed:
-            self.adopt(changed)
+            self.wait()
+            if self.has_unsent:
+                raise RuntimeError(
+                    f"{changed[0].name} was written to while a delayed update of it was still to come. Load the model "
+                    "before the optimizer's state, and change weights only before the first step"
+                )
+            self.adopt(changed, keep=True)
 
     def step(self) -> Job | None:
         """Close the job: everything that is left of it happens beside what the caller does next."""
@@ -365,30 +372,50 @@ class Runtime:
             for task in job.tasks:
                 task.bucket.due = job.number
 
+    def hold_back(self, number: int) -> None:
+        """The state holds a delayed update that the weights do not: send it with the next step, as if it had just run."""
+        decision = Decision(norm=math.nan, factor=1.0, skip=False, clipped=False)
+        gate = Gate(self.settings.limits, 1.0)
+        gate.decision = decision
+        job = Job(number, (), gate, is_delayed=True)
+        job.tasks = [Task(bucket, job, list(range(len(bucket.slices)))) for bucket in self.buckets]
+        self.worker.hold_back(job.tasks)
+        self.last, self.num_jobs = job, number
+
     # Outside the loop.
 
     def wait(self) -> None:
         """Until every update that has begun is in the state, and every weight that is due is in its parameter."""
-        if self.job is not None:
-            return  # inside a step: the weights are what this forward and backward use
+        if self.job is not None and not self.settings.limits.any:
+            raise RuntimeError(
+                "weights and state are read between backward() and step(), when some of them are already updated "
+                "(early=True). Call step() first"
+            )
         for bucket in self.buckets:
             self.worker.wait_for(lambda b=bucket: b.sent >= b.due)
-        for job in (self.last,):
-            if job is not None:
-                self.worker.wait_for(lambda j=job: j.gate.decision is not None and j.is_done)
+        last = self.last
+        if last is not None:
+            self.worker.wait_for(lambda: last.gate.decision is not None and last.is_done)
         for bucket in self.buckets:
             if bucket.sent_event is not None:
                 self.device.hold_compute(bucket.sent_event, READERS)
 
-    def adopt(self, params: Sequence[Param]) -> None:
-        """Take over values that somebody else wrote into parameters: a checkpoint loaded into the model, say."""
-        self.wait()
+    @property
+    def has_unsent(self) -> bool:
+        """Whether a delayed update is in the state and not yet in the weights."""
+        return self.last is not None and not self.last.is_released
+
+    def adopt(self, params: Sequence[Param], keep: bool) -> None:
+        """Take over values that somebody else wrote into parameters: a checkpoint loaded into the model, say.
+
+        `keep`: where a master rounds to its parameter, it stays as it is.
+        """
         for param in params:
-            values = param.tensor.detach().reshape(-1).float().cpu()
+            values = param.tensor.detach().reshape(-1).cpu()
             for bucket in param.buckets:
                 for i, piece in enumerate(bucket.slices):
                     if piece.param == param.index:
-                        self.updater.write_master(bucket, i, values[piece.start : piece.start + piece.numel])
+                        self.updater.write_master(bucket, i, values[piece.start : piece.start + piece.numel], keep)
             param.version = param.tensor._version
 
     def close(self) -> None:
@@ -404,7 +431,9 @@ class Runtime:
 
 def _check_grad(param: Param, grad: Tensor) -> None:
     if grad.layout != torch.strided:
-        raise ValueError(f"{param.name} has a sparse gradient, which is not supported. Build its module with sparse=False")
+        raise ValueError(
+            f"{param.name} has a sparse gradient, which is not supported. Build its module with sparse=False"
+        )
 
 
 def _add(into: Tensor, pieces: list[tuple[object, Tensor]], is_first: bool) -> None:

@@ -14,7 +14,7 @@ from twinflow.device import Device
 from twinflow.offload.bucket import Bucket, Options, Task
 from twinflow.offload.plan import BucketPlan
 from twinflow.rules import Rule
-from twinflow.rules.formats import rounding_key
+from twinflow.rules.formats import rounding_key, rounds_to
 from twinflow.rules.rule import Hyper
 from twinflow.rules.segment import (
     Segment,
@@ -63,8 +63,8 @@ class Updater(Protocol):
         """Take over what `read` gave."""
         ...
 
-    def write_master(self, bucket: Bucket, index: int, values: Tensor) -> None:
-        """A new master for one slice, from the parameter's own values (flat, fp32)."""
+    def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
+        """A new master for one slice from its parameter's values; `keep` it where they are what it rounds to."""
         ...
 
     def weight(self, bucket: Bucket, into: Tensor | None) -> Tensor:
@@ -191,9 +191,19 @@ class RuleUpdater:
             if name in values and store.states[which] is not None:
                 encode_saved(store, which, values[name], values.get(f"{name}_scale"))
 
-    def write_master(self, bucket: Bucket, index: int, values: Tensor) -> None:
-        """A new master, from the parameter's own values."""
-        encode_master(self._slice(bucket, index), values)
+    def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
+        """A new master from the parameter's values; with `keep`, only where the old one is not what they round from."""
+        store, wide = self._slice(bucket, index), values.float()
+        if keep:
+            old = decode_master(store)
+            wide = torch.where(rounds_to(old, values), old, wide)
+        if store.is_split:
+            assert store.weight is not None
+            upper, lower = native.split(wide)
+            store.weight.copy_(upper)
+            store.master.copy_(lower)
+        else:
+            store.master.copy_(wide)
 
     def weight(self, bucket: Bucket, into: Tensor | None) -> Tensor:
         """The whole bucket's weights as they follow from the master, for sending; in `into` where a slot is needed."""

@@ -93,6 +93,18 @@ class Worker:
             job.after, job.is_released = after, True
             self.changed.notify_all()
 
+    def hold_back(self, tasks: list[Task]) -> None:
+        """Weights that are in the state already and wait for their job's release."""
+        with self.changed:
+            for task in tasks:
+                plan = task.bucket.plan
+                if self._updater.needs_weight_slot(plan):
+                    task.weight_slot = self._weight_slots.wait()
+                    task.weight = task.weight_slot.view(plan.dtype)[: plan.numel]
+                task.weight = self._updater.weight(task.bucket, task.weight)
+                task.bucket.updated = task.job.number
+                self._unsent.append(task)
+
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Block until the condition holds; raise at once if the worker has failed."""
         with self.changed:

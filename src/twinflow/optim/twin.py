@@ -21,6 +21,7 @@ from twinflow.offload.memory import free_host_bytes
 from twinflow.offload.plan import BUCKET_NUMEL, ROOT, ParamSpec, plan_buckets
 from twinflow.offload.runtime import Runtime, Settings
 from twinflow.offload.updater import RuleUpdater
+from twinflow.optim import twin_state
 from twinflow.optim.loss_scale import LossScale, after_step, static
 from twinflow.optim.options import with_defaults
 from twinflow.rules import RULES
@@ -68,7 +69,7 @@ class TwinOptimizer(Optimizer):
     ) -> None:
         if rule not in RULES:
             raise bad_value("rule", rule, RULES)
-        self.rule = RULES[rule]
+        self.rule, self.rule_name = RULES[rule], rule
         check_format(self.rule, states)
         defaults = with_defaults(rule, options)
         self.rule.check(defaults)
@@ -123,7 +124,7 @@ class TwinOptimizer(Optimizer):
         )
         for bucket in runtime.buckets:
             updater.start(bucket, self.param_groups)
-        runtime.adopt(params)
+        runtime.adopt(params, keep=False)
         runtime.worker.shadows.max_bytes = self._shadow_bytes()
         if self.model is not None:
             runtime.attach(self.model, blocks)
@@ -226,6 +227,20 @@ class TwinOptimizer(Optimizer):
         if self._runtime is not None:
             self._runtime.close()
 
+    # Saving.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on exactly: fp32 masters and states by parameter name, options, counters."""
+        self.runtime.wait()
+        self._read_decision()
+        return twin_state.collect(self)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave, from any state format. Everything is checked before anything changes."""
+        self.runtime.wait()
+        twin_state.restore(self, state_dict)
+
     def export_trace(self, path: str | Path) -> None:
         """Write the spans recorded since `optimizer.trace.start()` as a Chrome/Perfetto timeline."""
         write_chrome_trace(self.trace.spans(), Path(path))
@@ -263,5 +278,3 @@ def _check_params(params: Sequence[Param]) -> None:
         if param.tensor.device != params[0].tensor.device:
             allowed = f"{params[0].tensor.device}, where {params[0].name} is"
             raise bad_value(f"{param.name} device", str(param.tensor.device), allowed)
-
-

@@ -60,6 +60,15 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
     return _as_bf16(upper), torch.where(lower >= 2**15, lower - 2**16, lower).to(torch.int16)
 
 
+def rounds_to(master: Tensor, rounded: Tensor) -> Tensor:
+    """Where `rounded` is a nearest neighbour of fp32 `master` in its own dtype, whichever way a tie went."""
+    same = master.to(rounded.dtype) == rounded
+    if rounded.dtype != torch.bfloat16:
+        return same
+    near = (_bits(master) - _bits(rounded.float())).abs() <= 2**15
+    return same | (near & master.isfinite() & rounded.isfinite())
+
+
 def join(upper: Tensor, lower: Tensor) -> Tensor:
     """The fp32 numbers whose halves these are."""
     high = (upper.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF) << 16
