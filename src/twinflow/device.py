@@ -173,10 +173,16 @@ class _ThreadStream:
     @torch.no_grad()
     def _loop(self) -> None:
         while (work := self._queue.get()) is not None:
-            try:
-                work()
-            except BaseException as error:  # handed to whoever waits
-                self._error = self._error or error
+            self._error = _failure(work) or self._error
+
+
+def _failure(work: Work) -> BaseException | None:
+    """Run it; what it raised is handed to whoever waits."""
+    try:
+        work()
+    except BaseException as error:
+        return error
+    return None
 
 
 class CudaDevice(Device):
@@ -192,7 +198,7 @@ class CudaDevice(Device):
     def stream(self, name: str) -> Stream:
         """The stream of this name; copies get a high priority, so that small ones do not queue behind kernels."""
         if name not in self._streams:
-            self._streams[name] = _CudaStream(name, self, torch.cuda.Stream(self.device, priority=-1))
+            self._streams[name] = _CudaStream(name, self, torch.cuda.Stream(self.device, priority=-1))  # type: ignore[no-untyped-call]
         stream: Stream = self._streams[name]
         return stream
 
@@ -206,7 +212,7 @@ class CudaDevice(Device):
 
     def mark(self) -> Any:
         """A timed event in the current stream."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
@@ -221,7 +227,7 @@ class CudaDevice(Device):
         start = -raw.data_ptr() % _PAGE
         tensor = raw[start : start + nbytes].view(dtype)
         if nbytes:
-            error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), nbytes, 0)
+            error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), nbytes, 0)  # type: ignore[no-untyped-call]
             if int(error):
                 warnings.warn(
                     f"{nbytes >> 20} MiB of host memory could not be page-locked (CUDA error {int(error)}): copies of "
@@ -241,18 +247,19 @@ class CudaDevice(Device):
         """Synchronise before unregistering: a copy in flight must not lose its memory."""
         torch.cuda.synchronize(self.device)
         for tensor in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+            torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())  # type: ignore[no-untyped-call]
         self._pinned.clear()
         self._streams.clear()
 
 
 class _CudaEvent:
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event(blocking=True)  # a thread that waits sleeps, and leaves its core to the kernels
+        # A thread that waits for it sleeps, and leaves its core to the kernels.
+        self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self.event.record(stream)
 
     def done(self) -> bool:
-        return bool(self.event.query())
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
         self.event.synchronize()
@@ -273,7 +280,7 @@ class _CudaStream:
             if not (span and trace.enabled):
                 work()
                 return
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             before.record(self._stream)
             work()
             after.record(self._stream)

@@ -1,8 +1,8 @@
 """Blocks: the modules a forward runs one after the other, each waiting for its own weights only.
 
-The members of the outermost ModuleLists and Sequentials are blocks: transformer layers, in practice. A parameter outside
-any block, or in two of them, belongs to the root, whose weights are waited for before anything runs. A block that the
-first forward did not call is no place to wait either (nn.MultiheadAttention never calls its out_proj): see hooks.py.
+The members of the outermost ModuleLists and Sequentials are blocks: transformer layers, in practice. A parameter
+outside any block, or in two of them, belongs to the root, whose weights are waited for before anything runs. A block
+that the first forward did not call is no place to wait either (nn.MultiheadAttention never calls its out_proj).
 """
 
 from __future__ import annotations

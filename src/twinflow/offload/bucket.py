@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from twinflow.device import Event
 from twinflow.offload.gate import Gate
+from twinflow.offload.gather import TakenGradient
 from twinflow.offload.plan import BucketPlan, Slice
 from twinflow.rules.segment import Store
 
@@ -28,6 +29,10 @@ class Param:
     hits: int = 0  # gradients seen since the last step
     version: int = 0  # of the tensor, after our last write: another number means that somebody else wrote
     buckets: list[Bucket] = field(default_factory=list)
+    taken: Tensor = field(init=False)  # what `.grad` holds when the gradient is gone
+
+    def __post_init__(self) -> None:
+        self.taken = TakenGradient(self.tensor)
 
 
 @dataclass(eq=False)

@@ -2,12 +2,13 @@
 
 All hooks are closures over the runtime, so that a deep copy of the model copies no runtime. A block waits for its own
 weights; every module that owns a weight outside any block waits for all of those. Recomputation inside a backward
-(activation checkpointing) runs forwards too: it must not wait, since what it would wait for may need this very backward.
+(activation checkpointing) runs forwards too: it must not wait, for what it would wait for may need this very backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -56,12 +57,11 @@ def install(model: nn.Module, blocks: list[Block], listener: Listener) -> list[R
     for module in model.modules():
         owns = any(p.requires_grad for p in module.parameters(recurse=False))
         if module is model or (owns and id(module) not in inside):
-            handles.append(_before(module, lambda: listener.before_forward(ROOT)))
+            handles.append(_before(module, partial(listener.before_forward, ROOT)))
         if owns or module is model:
-            handles.append(module.register_state_dict_pre_hook(_ignore_arguments(listener.wait)))
-    for block in blocks:
-        handles.append(_before(block.module, lambda index=block.index: listener.before_forward(index)))
-    return handles
+            hook: Any = _ignore_arguments(listener.wait)
+            handles.append(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+    return handles + [_before(block.module, partial(listener.before_forward, block.index)) for block in blocks]
 
 
 def take_gradients(params: list[Param], listener: Listener) -> list[RemovableHandle]:
@@ -70,7 +70,9 @@ def take_gradients(params: list[Param], listener: Listener) -> list[RemovableHan
     def hook_for(param: Param) -> Callable[[torch.Tensor], None]:
         return lambda _: listener.grad_ready(param)
 
-    return [param.tensor.register_post_accumulate_grad_hook(hook_for(param)) for param in params]
+    tensors: list[Any] = [param.tensor for param in params]  # torch does not type this method
+    hooks = map(hook_for, params)
+    return [tensor.register_post_accumulate_grad_hook(hook) for tensor, hook in zip(tensors, hooks, strict=True)]
 
 
 def _before(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
@@ -78,12 +80,12 @@ def _before(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
 
 
 def _outside_backward(call: Callable[[], None]) -> Callable[..., None]:
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def hook(*_: Any) -> None:
         if not in_backward():
             call()
 
-    return hook
+    outside_graph: Callable[..., None] = torch._dynamo.disable(hook)  # type: ignore[no-untyped-call]
+    return outside_graph
 
 
 def _ignore_arguments(call: Callable[[], None]) -> Callable[..., None]:
@@ -99,9 +101,9 @@ class Recorder:
         self._handles: list[RemovableHandle] = []
         for module in model.modules():
             if any(p.requires_grad for p in module.parameters(recurse=False)):
-                self._handles.append(_before(module, lambda m=module: self._ran(m)))
+                self._handles.append(_before(module, partial(self._ran, module)))
         for block in blocks:
-            self._handles.append(_before(block.module, lambda index=block.index: self.order.append(index)))
+            self._handles.append(_before(block.module, partial(self.order.append, block.index)))
 
     def _ran(self, module: nn.Module) -> None:
         self._runs[module] = self._runs.get(module, 0) + 1

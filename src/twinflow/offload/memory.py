@@ -18,10 +18,13 @@ def free_host_bytes(proc: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sy
         found.append(int(lines["MemAvailable"].split()[0]) * 1024)
     except (OSError, KeyError, ValueError, IndexError):
         pass
-    for limit_file, use_file in _CGROUP_FILES:
-        try:
-            limit, use = ((cgroup / file).read_text().strip() for file in (limit_file, use_file))
-            found.append(max(0, int(limit) - int(use)))
-        except (OSError, ValueError):  # no such file, or "max": no limit
-            continue
+    found += [left for files in _CGROUP_FILES if (left := _left(*(cgroup / file for file in files))) is not None]
     return min(found, default=0)
+
+
+def _left(limit: Path, use: Path) -> int | None:
+    """What a limit leaves; None where there is no such file, or "max" in it: no limit."""
+    try:
+        return max(0, int(limit.read_text()) - int(use.read_text()))
+    except (OSError, ValueError):
+        return None

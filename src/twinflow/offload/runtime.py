@@ -1,9 +1,9 @@
 """The overlap runtime: takes gradients as backward makes them, hands tasks to the worker, lets forwards wait.
 
 The way of a gradient, in execution order: `grad_ready` (a hook, during backward) gathers it in its bucket's flat device
-buffer; a complete bucket becomes a task of the worker (worker.py), which copies it out, updates on the host and sends the
-weights back; `step` closes the job without waiting for it; `before_forward` (a hook, in the next forward) waits for one
-block's weights. Without permission to start early, `step` does the gathering from `.grad` and the rest is the same.
+buffer; a complete bucket becomes a task of the worker (worker.py), which copies it out, updates on the host and sends
+the weights back; `step` closes the job without waiting for it; `before_forward` (a hook, in the next forward) waits for
+one block's weights. Without permission to start early, `step` does the gathering from `.grad` and the rest is the same.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from twinflow import native
 from twinflow.device import Device
+from twinflow.offload import gather
 from twinflow.offload.blocks import Block
 from twinflow.offload.bucket import Bucket, Job, Options, Param, Task
 from twinflow.offload.gate import Decision, Gate, Limits
@@ -40,7 +41,7 @@ READERS: Final = "wait.weights"  # whoever asked for all weights gets them when 
 class Settings:
     """How the runtime works; none of this changes a result but `limits`, `accumulation_steps` and the delay."""
 
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     early: bool = False  # updates may start during backward
     accumulation_steps: int = 1  # backwards that make one step, where `early`
     delayed_update: bool = False
@@ -183,9 +184,10 @@ class Runtime:
         if param.hits == wanted and self.job is None:
             self._begin()
         self._gather(param, grad.detach().reshape(-1))
-        param.tensor.grad = None
+        param.tensor.grad = None  # its memory is free again as soon as it is in the bucket
         if param.hits == wanted and not param.is_late:
             self._param_done(param)
+            param.tensor.grad = param.taken
 
     def _gather(self, param: Param, grad: Tensor) -> None:
         """Add a gradient to what its buckets hold, on the stream that made it."""
@@ -194,8 +196,8 @@ class Runtime:
             pieces = [(s, grad[s.start : s.start + s.numel]) for s in bucket.slices if s.param == param.index]
             into = self._sum(bucket) if wanted > 1 else self._task(bucket).flat
             assert into is not None
-            is_first = param.hits == 1
-            compute.run(lambda into=into, pieces=pieces: _add(into, pieces, is_first), "grad", bucket=bucket.plan.index)
+            work = partial(gather.add, into, pieces, param.hits == 1)
+            compute.run(work, "grad", bucket=bucket.plan.index)
 
     def _sum(self, bucket: Bucket) -> Tensor:
         index = bucket.plan.index
@@ -234,7 +236,7 @@ class Runtime:
                 total, flat = self._sum(bucket), task.flat
                 assert flat is not None
                 pieces = [s for s in bucket.slices if s.param == param.index]
-                self.device.compute().run(lambda flat=flat, total=total, pieces=pieces: _cast(flat, total, pieces))
+                self.device.compute().run(partial(gather.cast, flat, total, pieces))
             task.missing.discard(param.index)
             task.present += [i for i, piece in enumerate(bucket.slices) if piece.param == param.index]
             if not task.missing:
@@ -244,9 +246,9 @@ class Runtime:
         """All gradients of a task are queued: measure them, and hand the task on."""
         task.present.sort()
         bucket, first = task.bucket, self._first_norm[task.bucket.plan.index]
-        views = [(i, _view(task.sources, bucket.slices[i].offset, bucket.slices[i].numel)) for i in task.present]
+        views = [(first + i, gather.find(task.sources, bucket.slices[i])) for i in task.present]
         compute = self.device.compute()
-        compute.run(lambda: _measure(self._norms, first, views))
+        compute.run(partial(gather.measure, self._norms, views))
         task.ready = compute.record()
         bucket.task = None
         task.job.tasks.append(task)
@@ -318,6 +320,8 @@ class Runtime:
         self._make_due(job)
         for param in self.params:
             param.hits = 0
+            if isinstance(param.tensor.grad, gather.TakenGradient):
+                param.tensor.grad = None
         self._runs.clear()
         self.last, self.job = job, None
         return job
@@ -373,7 +377,7 @@ class Runtime:
                 task.bucket.due = job.number
 
     def hold_back(self, number: int) -> None:
-        """The state holds a delayed update that the weights do not: send it with the next step, as if it had just run."""
+        """The state holds a delayed update that the weights do not: send it with the next step."""
         decision = Decision(norm=math.nan, factor=1.0, skip=False, clipped=False)
         gate = Gate(self.settings.limits, 1.0)
         gate.decision = decision
@@ -391,8 +395,7 @@ class Runtime:
                 "weights and state are read between backward() and step(), when some of them are already updated "
                 "(early=True). Call step() first"
             )
-        for bucket in self.buckets:
-            self.worker.wait_for(lambda b=bucket: b.sent >= b.due)
+        self.worker.wait_for(lambda: all(bucket.sent >= bucket.due for bucket in self.buckets))
         last = self.last
         if last is not None:
             self.worker.wait_for(lambda: last.gate.decision is not None and last.is_done)
@@ -434,34 +437,3 @@ def _check_grad(param: Param, grad: Tensor) -> None:
         raise ValueError(
             f"{param.name} has a sparse gradient, which is not supported. Build its module with sparse=False"
         )
-
-
-def _add(into: Tensor, pieces: list[tuple[object, Tensor]], is_first: bool) -> None:
-    for piece, values in pieces:
-        target = into[piece.offset : piece.offset + piece.numel]  # type: ignore[attr-defined]
-        target.copy_(values) if is_first else target.add_(values)
-
-
-def _cast(flat: Tensor, total: Tensor, pieces: list[object]) -> None:
-    for piece in pieces:
-        where = slice(piece.offset, piece.offset + piece.numel)  # type: ignore[attr-defined]
-        flat[where].copy_(total[where])
-
-
-def _view(sources: list[tuple[int, Tensor]], offset: int, numel: int) -> Tensor:
-    """The gradient of one slice, from a whole flat buffer or from its own tensor."""
-    for start, source in sources:
-        if start <= offset and offset + numel <= start + source.numel():
-            return source[offset - start : offset - start + numel]
-    raise AssertionError("a slice without a source")
-
-
-def _measure(norms: Tensor, first: int, views: list[tuple[int, Tensor]]) -> None:
-    """Each slice's norm in fp64, into its place: sums of squares in fp64 that do not depend on timing."""
-    if norms.device.type == "cpu":
-        sums = native.sum_squares([view for _, view in views])
-        values = [torch.tensor(s, dtype=torch.float64).sqrt() for s in sums]
-    else:
-        values = [torch.linalg.vector_norm(view, dtype=torch.float64) for _, view in views]
-    for (i, _), value in zip(views, values, strict=True):
-        norms[first + i].copy_(value)

@@ -1,8 +1,8 @@
 """Spare stores: where an update that runs ahead of the gate writes, so that the state itself stays untouched.
 
 Keeping the result is a swap of pointers: the bucket takes the spare store, and its old one is the next spare. Buckets
-of equal layout share spares. They are made when first needed, as far as the budget goes: after one backward there are as
-many as the host can use in one, and never more.
+of equal layout share spares. They are made when first needed, as far as the budget goes: after one backward there are
+as many as the host can use in one, and never more.
 """
 
 from __future__ import annotations

@@ -176,9 +176,10 @@ class RuleUpdater:
         store = self._slice(bucket, index)
         values = {"master": decode_master(store)}
         for which, name in enumerate(self.rule.states):
-            decoded, scale = decode_state(store, which), store.scales[which]
+            state, scale = store.states[which], store.scales[which]
+            decoded = state if store.format == "fp32" else decode_state(store, which)
             if name is not None and decoded is not None:
-                values[name] = decoded if store.format != "fp32" else store.states[which]
+                values[name] = decoded
                 if scale is not None:
                     values[f"{name}_scale"] = scale  # makes 8-bit codes exact on the way back
         return values
@@ -188,7 +189,7 @@ class RuleUpdater:
         store = self._slice(bucket, index)
         encode_master(store, values["master"])
         for which, name in enumerate(self.rule.states):
-            if name in values and store.states[which] is not None:
+            if name is not None and name in values and store.states[which] is not None:
                 encode_saved(store, which, values[name], values.get(f"{name}_scale"))
 
     def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:

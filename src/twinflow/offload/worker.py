@@ -1,8 +1,8 @@
 """The thread that moves gradients out, updates on the host, and sends weights back.
 
 One thread does all three: starting a copy takes microseconds, and slots are freed by its own updates, so nothing ever
-waits for a slot that another thread holds. It takes, of the gradients that have *arrived*, the one whose weight the next
-forward needs first. Python runs far ahead of a GPU: that a hook has run says nothing about a gradient being there.
+waits for a slot that another thread holds. It takes, of the gradients that have *arrived*, the one whose weight the
+next forward needs first. Python runs far ahead of a GPU: that a hook has run says nothing about a gradient being there.
 """
 
 from __future__ import annotations

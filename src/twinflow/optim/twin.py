@@ -1,4 +1,4 @@
-"""TwinOptimizer: a torch.optim.Optimizer whose state and update live on the host, hidden behind forward and backward."""
+"""TwinOptimizer: a torch.optim.Optimizer with state and update on the host, hidden behind forward and backward."""
 
 from __future__ import annotations
 
@@ -103,7 +103,8 @@ class TwinOptimizer(Optimizer):
         blocks = find_blocks(self.model) if self.model is not None else []
         block_of = owners(self.model, blocks) if self.model is not None else {}
         ties = num_owners(self.model) if self.model is not None else {}
-        params, specs = [], []
+        params: list[Param] = []
+        specs: list[ParamSpec] = []
         for name, tensor, group in self._named():
             index = len(params)
             params.append(Param(index, name, tensor, group, is_late=ties.get(tensor, 1) > 1, version=-1))
@@ -172,7 +173,7 @@ class TwinOptimizer(Optimizer):
     def backward(self, loss: Tensor) -> None:
         """`loss.backward()` with the loss scale applied."""
         scale = self.loss_scale
-        (loss * scale if scale != 1.0 else loss).backward()
+        torch.autograd.backward(loss * scale if scale != 1.0 else loss)
 
     def _read_decision(self) -> None:
         """Let the loss scale and the counters see what became of the last step."""

@@ -29,13 +29,10 @@ def collect(optimizer: TwinOptimizer) -> dict[str, Any]:
     runtime = optimizer.runtime
     state = {param.name: _read_param(optimizer, param) for param in runtime.params}
     names = iter(param.name for param in runtime.params)
-    groups = [
-        {
-            **{k: v for k, v in group.items() if k not in ("params", "param_names")},
-            "params": [next(names) for _ in group["params"]],
-        }
-        for group in optimizer.param_groups
-    ]
+    groups = []
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append({**options, "params": [next(names) for _ in group["params"]]})
     return {
         "kind": KIND,
         "version": VERSION,
