@@ -6,6 +6,7 @@
 // in codecs.h.
 #include "kernels.h"
 
+#include "int8_avx512.h"
 #include "loop.h"
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -141,6 +142,46 @@ struct Update {
     flush_out(s.state[1], t.code + kTile, at, n);
   }
 
+#if defined(__AVX512F__)
+  // The int8 format by hand, where int8_avx512.h has it: false, and nothing done, where not.
+  template <class Rule, class Grad, class Master>
+  bool int8_by_hand(const Rule&, const Grad&, const Master&, int64_t, int) const {
+    return false;
+  }
+
+  template <bool kCoupled, class T>
+  bool int8_by_hand(const Adam<kCoupled>& rule, const Gradient<T, true>& grad, const Split& master, int64_t at,
+                    int n) const {
+    if (n % kBlock != 0) return false;
+    if (TF_INT8_VARIANT == 2 && !flush_safe(s)) return false;
+    const uint8_t *m_in = (const uint8_t*)s.state_in[0] + at, *v_in = (const uint8_t*)s.state_in[1] + at;
+    uint8_t *m_codes = out(s.state[0], t.code, at), *v_codes = out(s.state[1], t.code + kTile, at);
+    const int64_t block = at / kBlock;
+    const Int8Tile<kCoupled, T> tile = {rule,
+                                        grad,
+                                        master,
+                                        {m_in, v_in},
+                                        {s.scale_in[0] + block, s.scale_in[1] + block},
+                                        {m_codes, v_codes},
+                                        {s.scale[0] + block, s.scale[1] + block},
+                                        t.m,
+                                        t.v,
+                                        t.first};
+    const uint32_t first_block = (uint32_t)((s.first_index + at) / kBlock);
+    const Key key = {s.key[0], s.key[1]};
+    if (s.factor == 1.0f ? tile.template run<false>(first_block, key, n)
+                         : tile.template run<true>(first_block, key, n)) {
+      flush_out(s.state[0], t.code, at, n);
+      flush_out(s.state[1], t.code + kTile, at, n);
+      return true;
+    }
+    mend_nans(master, t.p, n);
+    draw(at, n);
+    encode(t.m, t.v, at, n);
+    return true;
+  }
+#endif
+
   // Random bits for the rounding of the second state; a tile starts at a block.
   void draw(int64_t at, int n) const {
     const uint32_t block = (uint32_t)((s.first_index + at) / kBlock);
@@ -162,6 +203,9 @@ struct Update {
       if (keep_first) flush_out(s.state[0], t.first, at, n);
       if (kSecond) flush_out(s.state[1], t.second, at, n);
     } else if (s.format == TF_STATE_INT8) {
+#if defined(__AVX512F__)
+      if (int8_by_hand(rule, grad, master, at, n)) return;
+#endif
       draw(at, n);
       decode(0, t.m, at, n);
       decode(1, t.v, at, n);

@@ -1,0 +1,305 @@
+// Adam and AdamW on int8 states with a split master, by hand for AVX-512.
+//
+// Why by hand. With 512-bit vectors two ports do all the arithmetic, and on the cores seen so far int8 states are bound
+// by the number of instructions, not by memory. The plain loops spend more than half of theirs on moving 8- and 16-bit
+// numbers into and out of 32-bit lanes in order. Here 32 elements are two vectors, those at even and those at odd
+// places: a pair of 16-bit arrays becomes a pair of 32-bit vectors, and back, with one instruction each (lows, highs),
+// and the steps of the encoding that need no more than 16 bits take 32 elements at once.
+//
+// Why the bits are the same. The rule is the same operations in the same order; the codes come by other ways:
+// - m: s = m * inverse, P = the power of two below |s|, 2^-6 at least. 2^20 P + s, rounded once, is what codecs.h
+//   computes, with the sign kept. Its exponent and its lowest bits hold the code.
+// - v: below 2^-14 codecs.h adds 2^-14 to s and takes 1 from the exponent: that is s/2 + 2^-15, rounded once. The two
+//   curves meet at 2^-14, so the larger of s and s/2 + 2^-15 is the right one on both sides.
+// - Both inverses carry a power of two that makes the exponent's bias vanish from the code's byte.
+// - No clamp: top / largest * x exceeds top by two units in the last place at most, too few for one more code.
+// - Blocks that are rare take the plain way: a NaN among the weights (there is one if m or v holds one), or a state of
+//   2^100 and more (where the shifted inverse could underflow).
+#pragma once
+#include "loop.h"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#ifndef TF_INT8_VARIANT  // an experiment: 1 flushing by compares, 2 by flush mode
+#define TF_INT8_VARIANT 1
+#endif
+
+namespace tf {
+namespace TF_ISA {
+
+TF_INLINE __m512i words(int x) { return _mm512_set1_epi16((short)x); }
+TF_INLINE __m512i dwords(uint32_t x) { return _mm512_set1_epi32((int)x); }
+TF_INLINE __m512i integers(__m512 x) { return _mm512_castps_si512(x); }
+TF_INLINE __m512 floats(__m512i x) { return _mm512_castsi512_ps(x); }
+
+// Of two vectors of 32-bit lanes the lower (upper) halves, interleaved.
+TF_INLINE __m512i lows(__m512i even, __m512i odd) {
+  const __m512i swap = _mm512_set4_epi32(0x0d0c0f0e, 0x09080b0a, 0x05040706, 0x01000302);
+  return _mm512_mask_shuffle_epi8(even, 0xccccccccccccccccull, odd, swap);
+}
+TF_INLINE __m512i highs(__m512i even, __m512i odd) {
+  const __m512i swap = _mm512_set4_epi32(0x0d0c0f0e, 0x09080b0a, 0x05040706, 0x01000302);
+  return _mm512_mask_shuffle_epi8(odd, 0x3333333333333333ull, even, swap);
+}
+
+// The bytes of 64 elements from two vectors of words; kUpper: those in the words' upper halves.
+template <bool kUpper>
+TF_INLINE __m512i bytes(__m512i first, __m512i second) {
+  const int at = kUpper ? 0x01010101 : 0;
+  const __m512i from = _mm512_set4_epi32(0x0e0c0a08 + at, 0x06040200 + at, 0x0e0c0a08 + at, 0x06040200 + at);
+  const __m512i both = _mm512_mask_shuffle_epi8(_mm512_shuffle_epi8(first, from), 0xff00ff00ff00ff00ull, second, from);
+  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), both);
+}
+
+// 32 elements: those at even and those at odd places.
+struct Pair {
+  __m512 even, odd;
+};
+
+TF_INLINE Pair load_pair(const uint16_t* from) {  // bf16
+  const __m512i both = _mm512_loadu_si512(from);
+  return {floats(_mm512_slli_epi32(both, 16)), floats(_mm512_and_si512(both, dwords(0xffff0000u)))};
+}
+
+TF_INLINE Pair load_pair(const float* from) {
+  const __m512 first = _mm512_loadu_ps(from), second = _mm512_loadu_ps(from + 16);
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  return {_mm512_permutex2var_ps(first, even, second),
+          _mm512_permutex2var_ps(first, _mm512_add_epi32(even, dwords(1)), second)};
+}
+
+TF_INLINE Pair load_pair(const Split& master, int i) {
+  const __m512i lower = _mm512_loadu_si512(master.lower_in + i);
+  const __m512i upper = _mm512_add_epi16(_mm512_loadu_si512(master.upper_in + i), _mm512_srai_epi16(lower, 15));
+  return {floats(lows(lower, upper)), floats(highs(lower, upper))};
+}
+
+TF_INLINE void store_pair(const Pair& p, const Split& master, int i) {  // wrong for a NaN: see mend_nans
+  const __m512i lower = lows(integers(p.even), integers(p.odd));
+  const __m512i upper = highs(integers(p.even), integers(p.odd));
+  _mm512_storeu_si512(master.lower + i, lower);
+  _mm512_storeu_si512(master.upper + i, _mm512_sub_epi16(upper, _mm512_srai_epi16(lower, 15)));
+}
+
+static void mend_nans(const Split& master, float* scratch, int n) {
+  join(master.upper, master.lower, scratch, n);  // store_pair loses nothing
+  split(scratch, master.upper, master.lower, n);
+}
+
+TF_INLINE __m512 magnitude(__m512 x) { return floats(_mm512_and_si512(integers(x), dwords(0x7fffffffu))); }
+
+#if TF_INT8_VARIANT == 2
+// In flush mode: a product below 2^-126 is zero, and adding zero drops its sign.
+TF_INLINE __m512 flush(__m512 x) {
+  return _mm512_fmadd_ps(_mm512_mul_ps(x, _mm512_set1_ps(0x1p-26f)), _mm512_set1_ps(0x1p26f), _mm512_setzero_ps());
+}
+#else
+TF_INLINE __m512 flush(__m512 x) {
+  const __mmask16 keep = _mm512_cmpge_epi32_mask(integers(magnitude(x)), dwords(kTinyBits));
+  return _mm512_maskz_mov_ps(keep, x);
+}
+#endif
+
+// Codes of one block as fp16 numbers, of each 64 those at even places first (codecs.h: decode_codes). Through memory:
+// the conversion from there needs one instruction less than from a register.
+TF_INLINE void to_halves(__m512i m_codes, __m512i v_codes, uint16_t* m, uint16_t* v) {
+  const __m512i m_bits = words(0xbf80), v_bits = words(0x7f80);
+  // times 128 with the sign extended: the sign is in bits 15 and 14, and the mask leaves one of them
+  _mm512_store_si512(m, _mm512_and_si512(_mm512_maddubs_epi16(words(0x0080), m_codes), m_bits));
+  _mm512_store_si512(m + 32, _mm512_and_si512(_mm512_srai_epi16(m_codes, 1), m_bits));
+  _mm512_store_si512(v, _mm512_and_si512(_mm512_slli_epi16(v_codes, 7), v_bits));
+  _mm512_store_si512(v + 32, _mm512_and_si512(_mm512_srli_epi16(v_codes, 1), v_bits));
+}
+
+TF_INLINE __m512 from_half(const uint16_t* half) { return _mm512_cvtph_ps(_mm256_load_si256((const __m256i*)half)); }
+
+// One update of a tile of whole blocks.
+template <bool kCoupled, class T>
+struct Int8Tile {
+  const Adam<kCoupled>& rule;
+  const Gradient<T, true>& grad;
+  const Split& master;
+  const uint8_t* const codes_in[2];
+  const float* const scales_in[2];
+  uint8_t* const codes[2];
+  float* const scales[2];
+  float *const m, *const v;  // scratch of a tile's size, in the order of Pair: 16 even, 16 odd
+  uint16_t* const halves;    // scratch for two blocks
+
+  struct Largest {
+    __m512 m, v, sum;  // the sum is a NaN if a weight is
+  };
+
+  TF_INLINE_MEMBER __m512 move(__m512 g, __m512 p, const uint16_t* m_half, __m512 m_scale, const uint16_t* v_half,
+                               __m512 v_scale, float* m_out, float* v_out, Largest& largest) const {
+    const __m512 m_old = _mm512_mul_ps(from_half(m_half), m_scale), v_old = _mm512_mul_ps(from_half(v_half), v_scale);
+    if (kCoupled) g = flush(_mm512_add_ps(g, _mm512_mul_ps(_mm512_set1_ps(rule.l2), p)));
+    const __m512 change = _mm512_mul_ps(_mm512_sub_ps(g, m_old), _mm512_set1_ps(rule.one_minus_b1));
+    const __m512 square = _mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(rule.one_minus_b2), g), g);
+    __m512 m_new = _mm512_add_ps(m_old, change);
+    __m512 v_new = _mm512_add_ps(_mm512_mul_ps(_mm512_set1_ps(rule.b2), v_old), square);
+#if TF_INT8_VARIANT == 2
+    m_new = flush(m_new);
+    v_new = flush(v_new);
+    largest.m = _mm512_range_ps(largest.m, m_new, 11);  // the larger magnitude
+#else
+    const __m512 size = magnitude(m_new);
+    const __mmask16 keep = _mm512_cmpge_epi32_mask(integers(size), dwords(kTinyBits));
+    m_new = _mm512_maskz_mov_ps(keep, m_new);
+    v_new = _mm512_maskz_mov_ps(_mm512_cmpge_epu32_mask(integers(v_new), dwords(kTinyBits)), v_new);
+    largest.m = _mm512_mask_max_ps(largest.m, keep, largest.m, size);
+#endif
+    largest.v = _mm512_max_ps(largest.v, v_new);
+    _mm512_store_ps(m_out, m_new);
+    _mm512_store_ps(v_out, v_new);
+    const __m512 divisor = _mm512_add_ps(_mm512_sqrt_ps(v_new), _mm512_set1_ps(rule.eps));
+    const __m512 step = _mm512_mul_ps(_mm512_set1_ps(rule.step), _mm512_div_ps(m_new, divisor));
+    if (!kCoupled) p = _mm512_mul_ps(p, _mm512_set1_ps(rule.decay));
+    return flush(_mm512_sub_ps(p, step));
+  }
+
+  template <bool kScaled>
+  TF_INLINE_MEMBER Largest run_rule(int at) const {
+    const __m512 m_scale = _mm512_set1_ps(scales_in[0][at / kBlock] * 256.0f);
+    const __m512 v_scale = _mm512_set1_ps(scales_in[1][at / kBlock]);
+    Largest largest = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+    uint16_t *m_half = halves, *v_half = halves + kBlock;
+    for (int i = 0; i < kBlock; i += 64)
+      to_halves(_mm512_loadu_si512(codes_in[0] + at + i), _mm512_loadu_si512(codes_in[1] + at + i), m_half + i,
+                v_half + i);
+    for (int i = 0; i < kBlock; i += 64) {
+#pragma GCC unroll 2
+      for (int j = 0; j < 32; j += 16) {
+        const int first = at + i + 2 * j;
+        Pair g = load_pair(grad.in + first), p = load_pair(master, first);
+        if (kScaled) {
+          g.even = _mm512_mul_ps(g.even, _mm512_set1_ps(grad.factor));
+          g.odd = _mm512_mul_ps(g.odd, _mm512_set1_ps(grad.factor));
+        }
+        p.even = move(g.even, p.even, m_half + i + j, m_scale, v_half + i + j, v_scale, m + first, v + first, largest);
+        p.odd = move(g.odd, p.odd, m_half + i + j + 32, m_scale, v_half + i + j + 32, v_scale, m + first + 16,
+                     v + first + 16, largest);
+        largest.sum = _mm512_fmadd_ps(p.even, p.odd, largest.sum);
+        store_pair(p, master, first);
+      }
+    }
+    return largest;
+  }
+
+  // A block's scales and inverses (codecs.h), those of m times 2^-13 and those of v times 2^-16. False for a block that
+  // must go the plain way.
+  TF_INLINE_MEMBER bool scan(const Largest& largest, int at, float* inverse) const {
+    const __m512 a = _mm512_shuffle_f32x4(largest.m, largest.v, 0x44);
+    const __m512 b = _mm512_shuffle_f32x4(largest.m, largest.v, 0xee);
+    __m512 both = _mm512_max_ps(a, b);  // of m in the lower half, of v in the upper one
+    both = _mm512_max_ps(both, _mm512_shuffle_f32x4(both, both, 0xb1));
+    both = _mm512_max_ps(both, _mm512_permute_ps(both, 0x4e));
+    both = _mm512_max_ps(both, _mm512_permute_ps(both, 0xb1));
+    const __m128 top = _mm_unpacklo_ps(_mm512_castps512_ps128(both), _mm512_extractf32x4_ps(both, 2));
+    const float m_max = kMomentMax, v_max = kVarianceMax;
+    const __mmask8 some = _mm_cmp_ps_mask(top, _mm_setzero_ps(), _CMP_NEQ_OQ);
+    const __m128 shifted = _mm_setr_ps(m_max * 0x1p-13f, v_max * 0x1p-16f, 1.0f, 1.0f);
+    _mm_storel_pi((__m64*)inverse, _mm_maskz_div_ps(some, shifted, top));
+    const __m128 scale = _mm_mul_ps(top, _mm_setr_ps(1.0f / m_max, 1.0f / v_max, 0.0f, 0.0f));
+    _mm_store_ss(scales[0] + at / kBlock, scale);
+    _mm_store_ss(scales[1] + at / kBlock, _mm_movehdup_ps(scale));
+    const __mmask8 large = _mm_cmp_ps_mask(top, _mm_set1_ps(0x1p100f), _CMP_NLT_UQ);
+    const __mmask16 nan = _mm512_cmp_ps_mask(largest.sum, largest.sum, _CMP_UNORD_Q);
+    return ((unsigned)large | (unsigned)nan) == 0;
+  }
+
+  // Codes of m in the upper bytes of words.
+  TF_INLINE_MEMBER static __m512i encode_m(const float* from, __m512 inverse) {
+    __m512i code[2];
+    for (int odd = 0; odd < 2; ++odd) {
+      const __m512 s = _mm512_mul_ps(_mm512_load_ps(from + 16 * odd), inverse);
+      const __m512 power = floats(_mm512_and_si512(integers(s), dwords(0xff800000u)));
+      const __m512 at_least = _mm512_range_ps(power, _mm512_set1_ps(0x1p-19f), 3);  // by magnitude, the first's sign
+      const __m512i rounded = integers(_mm512_fmadd_ps(at_least, _mm512_set1_ps(0x1p20f), s));
+      code[odd] = _mm512_madd_epi16(rounded, dwords(0x00010010u));  // upper half + 16 times lower half
+    }
+    const __m512i both = lows(code[0], code[1]);  // sign, four bits of no use, code, four zeros
+    return _mm512_ternarylogic_epi32(words(0x8000), both, _mm512_slli_epi16(both, 4), 0xca);
+  }
+
+  // Codes of v in the lower bytes of words; `not_random` has the random bits inverted.
+  TF_INLINE_MEMBER static __m512i encode_v(const float* from, __m512 inverse, __m512i not_random) {
+    __m512i code[2];
+    for (int odd = 0; odd < 2; ++odd) {
+      const __m512 s = _mm512_mul_ps(_mm512_load_ps(from + 16 * odd), inverse);
+      const __m512 half = _mm512_fmadd_ps(s, _mm512_set1_ps(0.5f), _mm512_set1_ps(0x1p-31f));
+      code[odd] = _mm512_srli_epi32(integers(_mm512_max_ps(s, half)), 4);  // code in the upper half, rest in the lower
+    }
+    const __m512i whole = highs(code[0], code[1]), rest = lows(code[0], code[1]);
+    const __mmask32 up = _mm512_cmpgt_epu16_mask(rest, not_random);  // where rest + random carries
+    return _mm512_mask_sub_epi16(whole, up, whole, words(-1));
+  }
+
+  // codecs.h: random_block, for 32 elements.
+  TF_INLINE_MEMBER static __m512i inverted_random(__m512i x, __m512i high) {
+    x = _mm512_xor_si512(x, _mm512_srli_epi16(x, 8));
+    x = _mm512_mullo_epi16(x, words(0x88b5));
+    x = _mm512_xor_si512(x, _mm512_srli_epi16(x, 7));
+    x = _mm512_mullo_epi16(_mm512_add_epi16(x, high), words(0xdb2d));
+    const __m512i shifted = _mm512_srli_epi16(x, 9);
+    return _mm512_ternarylogic_epi32(x, shifted, shifted, 0xc3);  // not (x ^ shifted)
+  }
+
+  TF_INLINE_MEMBER void encode(int at, const float* inverse, uint32_t seed) const {
+    const __m512 m_inverse = _mm512_set1_ps(inverse[0]), v_inverse = _mm512_set1_ps(inverse[1]);
+    const __m512i high = words((int)(seed >> 16));
+    __m512i places = _mm512_set_epi16(31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12,
+                                      11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    places = _mm512_add_epi16(places, words((int)(seed & 0xffffu)));
+    for (int i = at; i < at + kBlock; i += 64) {
+      __m512i m_code[2], v_code[2];
+      for (int k = 0; k < 2; ++k) {
+        m_code[k] = encode_m(m + i + 32 * k, m_inverse);
+        v_code[k] = encode_v(v + i + 32 * k, v_inverse, inverted_random(places, high));
+        places = _mm512_add_epi16(places, words(32));
+      }
+      _mm512_storeu_si512(codes[0] + i, bytes<true>(m_code[0], m_code[1]));
+      __m512i v_codes = bytes<false>(v_code[0], v_code[1]);
+      const __mmask64 zero = _mm512_testn_epi8_mask(v_codes, v_codes);
+      if (__builtin_expect(zero != 0, 0)) {  // code 0 is for 0 alone
+        __mmask64 positive = 0;
+        for (int k = 0; k < 2; ++k) {
+          const __m512i upper = highs(_mm512_load_si512(v + i + 32 * k), _mm512_load_si512(v + i + 32 * k + 16));
+          positive |= (__mmask64)_mm512_test_epi16_mask(upper, upper) << (32 * k);
+        }
+        v_codes = _mm512_mask_mov_epi8(v_codes, zero & positive, _mm512_set1_epi8(1));
+      }
+      _mm512_storeu_si512(codes[1] + i, v_codes);
+    }
+  }
+
+  // m and v back from the order of Pair.
+  static void put_in_order(float* values, int n) {
+    for (float* x = values; x < values + n; x += 32) {
+      float ordered[32];
+      for (int j = 0; j < 32; ++j) ordered[j] = x[j / 2 + 16 * (j % 2)];
+      memcpy(x, ordered, sizeof(ordered));
+    }
+  }
+
+  // False if the codes and scales are still to be computed the plain way, from m and v in scratch. The rule runs for
+  // all blocks first: what comes between, a block's largest number and its inverse, is a long chain of dependent
+  // operations.
+  template <bool kScaled>
+  bool run(uint32_t block, Key key, int n) const {
+    float inverse[2 * kTile / kBlock];
+    bool plain = false;
+    for (int i = 0; i < n; i += kBlock) plain |= !scan(run_rule<kScaled>(i), i, inverse + 2 * (i / kBlock));
+    if (__builtin_expect(plain, 0)) {
+      put_in_order(m, n);
+      put_in_order(v, n);
+      return false;
+    }
+    for (int i = 0; i < n; i += kBlock)
+      encode(i, inverse + 2 * (i / kBlock), hash(block + (uint32_t)(i / kBlock), key));
+    return true;
+  }
+};
+
+}  // namespace TF_ISA
+}  // namespace tf
+#endif
