@@ -1,6 +1,8 @@
 """The host kernels: a torch-free C++ library bound with ctypes, and torch references where it is missing."""
 
 from twinflow.native.kernels import (
+    Addresses,
+    Pointers,
     accumulate,
     advise_huge,
     available,
@@ -10,15 +12,19 @@ from twinflow.native.kernels import (
     isa,
     isa_names,
     join,
+    pointers,
     scale_in_place,
     set_isa,
     set_threads,
     split,
     sum_squares,
     update,
+    update_at,
 )
 
 __all__ = [
+    "Addresses",
+    "Pointers",
     "accumulate",
     "advise_huge",
     "available",
@@ -28,10 +34,12 @@ __all__ = [
     "isa",
     "isa_names",
     "join",
+    "pointers",
     "scale_in_place",
     "set_isa",
     "set_threads",
     "split",
     "sum_squares",
     "update",
+    "update_at",
 ]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +18,10 @@ from twinflow.native.library import CSegment, load
 from twinflow.native.library import isa_names as _isa_names
 from twinflow.native.library import set_isa as _set_isa
 from twinflow.native.threads import check_threads
-from twinflow.rules import formats, reference
+from twinflow.rules import Rule, formats, reference
 from twinflow.rules.checks import FLOATS, check_tensor
+from twinflow.rules.formats import Key
+from twinflow.rules.rule import Hyper
 from twinflow.rules.segment import Segment, Store, check_segment
 
 _DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -34,35 +38,83 @@ def update(segments: Sequence[Segment], check: bool = True) -> None:
     library = load().library
     if library is None:
         return reference.update(segments)
+    update_at([_addresses(segment) for segment in segments])  # the caller holds the tensors until this returns
+
+
+class Pointers(NamedTuple):
+    """Addresses of a store's buffers; None where it has none."""
+
+    weight: int | None
+    master: int | None
+    states: tuple[int | None, int | None]
+    scales: tuple[int | None, int | None]
+
+
+def pointers(store: Store) -> Pointers:
+    """Where a store's buffers are. They are not kept alive."""
+
+    def address(tensor: Tensor | None) -> int | None:
+        return tensor.data_ptr() if tensor is not None else None
+
+    states = address(store.states[0]), address(store.states[1])
+    scales = address(store.scales[0]), address(store.scales[1])
+    return Pointers(address(store.weight), address(store.master), states, scales)
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """A segment as plain numbers. Whoever makes one answers for every buffer behind it."""
+
+    grad: int
+    grad_dtype: torch.dtype
+    numel: int
+    rule: Rule
+    format: str
+    hyper: Hyper
+    factor: float
+    key: Key
+    first_index: int
+    weight_dtype: torch.dtype | None
+    read: Pointers
+    write: Pointers
+
+
+def update_at(segments: Sequence[Addresses]) -> None:
+    """`update` for callers that made all buffers themselves and count microseconds. Needs the native library."""
+    library = load().library
+    assert library is not None
     table = (CSegment * len(segments))()
     for entry, segment in zip(table, segments, strict=True):
         _fill(entry, segment)
     library.tf_update(table, len(segments))
 
 
-def _fill(entry: CSegment, segment: Segment) -> None:
-    """Everything about a segment that the kernel needs. The tensors must outlive the call; the caller holds them."""
-    store, target = segment.store, segment.target or segment.store
-    entry.grad = segment.grad.data_ptr()
-    entry.numel = segment.grad.numel()
-    entry.grad_type = _DTYPES[segment.grad.dtype]
-    entry.rule, entry.format = segment.rule.code, _FORMATS[store.format]
+def _addresses(segment: Segment) -> Addresses:
+    store = segment.store
+    return Addresses(
+        grad=segment.grad.data_ptr(),
+        grad_dtype=segment.grad.dtype,
+        numel=segment.grad.numel(),
+        rule=segment.rule,
+        format=store.format,
+        hyper=segment.hyper,
+        factor=segment.factor,
+        key=segment.key,
+        first_index=segment.first_index,
+        weight_dtype=store.weight.dtype if store.weight is not None else None,
+        read=pointers(store),
+        write=pointers(segment.target or store),
+    )
+
+
+def _fill(entry: CSegment, segment: Addresses) -> None:
+    entry.grad, entry.numel, entry.grad_type = segment.grad, segment.numel, _DTYPES[segment.grad_dtype]
+    entry.rule, entry.format = segment.rule.code, _FORMATS[segment.format]
     entry.first_index, entry.factor, entry.key = segment.first_index, segment.factor, segment.key
     entry.hyper[: len(segment.hyper)] = segment.hyper
-    entry.weight_type = _DTYPES[store.weight.dtype] if store.weight is not None else 0
-    entry.weight_in, entry.master_in, entry.state_in, entry.scale_in = _pointers(store)
-    entry.weight, entry.master, entry.state, entry.scale = _pointers(target)
-
-
-_Address = int | None
-
-
-def _pointers(store: Store) -> tuple[_Address, _Address, tuple[_Address, _Address], tuple[_Address, _Address]]:
-    def address(tensor: Tensor | None) -> _Address:
-        return tensor.data_ptr() if tensor is not None else None
-
-    states = address(store.states[0]), address(store.states[1])
-    return address(store.weight), address(store.master), states, (address(store.scales[0]), address(store.scales[1]))
+    entry.weight_type = _DTYPES[segment.weight_dtype] if segment.weight_dtype is not None else 0
+    entry.weight_in, entry.master_in, entry.state_in, entry.scale_in = segment.read
+    entry.weight, entry.master, entry.state, entry.scale = segment.write
 
 
 def sum_squares(tensors: Sequence[Tensor]) -> list[float]:

@@ -12,6 +12,7 @@ from twinflow.device import Event
 from twinflow.offload.gate import Gate
 from twinflow.offload.gather import TakenGradient
 from twinflow.offload.plan import BucketPlan, Slice
+from twinflow.offload.slots import Slot
 from twinflow.rules.segment import Store
 
 Options = Mapping[str, Any]
@@ -49,6 +50,16 @@ class Bucket:
     sent_event: Event | None = None  # when they are there
     updated: int = 0  # the last job that is in the state
     task: Task | None = None  # this step's, while gradients come in
+    targets: list[Tensor] = field(default_factory=list)  # each slice's place in its parameter
+    addresses: list[int] = field(default_factory=list)  # of the parameters, when the places were found
+
+    def __post_init__(self) -> None:
+        self.find_targets()
+
+    def find_targets(self) -> None:
+        """Views of the parameters as they are now; writes to them are seen by autograd."""
+        self.targets = [target(p.tensor, piece) for p, piece in zip(self.params, self.slices, strict=True)]
+        self.addresses = [param.tensor.data_ptr() for param in self.params]
 
     @property
     def slices(self) -> Sequence[Slice]:
@@ -99,14 +110,23 @@ class Task:
     missing: set[int] = field(default_factory=set)  # parameters whose gradient has not come yet
     ready: Event | None = None  # the gradients are complete on the device
     is_complete: bool = False  # ... and were seen to be
-    slot: Tensor | None = None  # page-locked memory they go to
-    grads: Tensor | None = None  # the same as numbers
+    slot: Slot | None = None  # page-locked memory they go to
+    grads: Tensor | None = None  # its view as numbers
     arrived: Event | None = None  # they are there
     shadow: Store | None = None  # where the update writes before the gate is open
-    weight_slot: Tensor | None = None  # page-locked memory for new weights, where the state does not hold them
-    weight: Tensor | None = None  # the new weights, to go back
+    weight_slot: Slot | None = None  # page-locked memory for new weights, where the state does not hold them
+    weights: Sequence[Tensor] = ()  # the new weights of each slice, to go back
 
     @property
     def deadline(self) -> tuple[int, int]:
         """Earlier jobs first, then what the next forward needs first."""
         return self.job.number, self.bucket.deadline
+
+
+def target(tensor: Tensor, piece: Slice) -> Tensor:
+    """Where a slice's weights go. A parameter that is not contiguous is one slice, in its own shape."""
+    values = tensor.detach()
+    if values.is_contiguous():
+        return values.view(-1)[piece.start : piece.start + piece.numel]
+    assert piece.numel == tensor.numel()
+    return values

@@ -292,6 +292,9 @@ class Runtime:
         for param in self.params:
             if not param.tensor.requires_grad:
                 raise RuntimeError(f"{param.name} no longer requires a gradient. Build a new optimizer after freezing")
+        for bucket in self.buckets:
+            if any(p.tensor.data_ptr() != address for p, address in zip(bucket.params, bucket.addresses, strict=True)):
+                bucket.find_targets()  # the first time, or somebody gave the parameter other memory
         changed = [param for param in self.params if param.version != param.tensor._version]
         if changed:
             self.wait()

@@ -8,6 +8,32 @@ import torch
 from torch import Tensor
 
 from twinflow.device import Device, Event
+from twinflow.offload.plan import BucketPlan
+
+
+class Slot:
+    """One page-locked buffer, and its views as the buckets that pass through see it.
+
+    Views are kept: the worker makes none while it works, for each would give another thread the interpreter.
+    """
+
+    def __init__(self, raw: Tensor) -> None:
+        self._raw = raw
+        self._views: dict[object, Tensor] = {}
+        self._pieces: dict[object, list[Tensor]] = {}
+
+    def view(self, dtype: torch.dtype, numel: int) -> Tensor:
+        """The first `numel` elements."""
+        if (dtype, numel) not in self._views:
+            self._views[dtype, numel] = self._raw.view(dtype)[:numel]
+        return self._views[dtype, numel]
+
+    def pieces(self, plan: BucketPlan) -> list[Tensor]:
+        """Each slice of a bucket's weights."""
+        if plan.layout not in self._pieces:
+            whole = self.view(plan.dtype, plan.numel)
+            self._pieces[plan.layout] = [whole.narrow(0, s.offset, s.numel) for s in plan.slices]
+        return self._pieces[plan.layout]
 
 
 class SlotPool:
@@ -22,11 +48,11 @@ class SlotPool:
         self._device = device
         self._slot_bytes = slot_bytes
         self._point = point  # the sync point of waiting for a reader
-        self._free: list[Tensor] = []
-        self._read: deque[tuple[Event, Tensor]] = deque()
+        self._free: list[Slot] = []
+        self._read: deque[tuple[Event, Slot]] = deque()
 
-    def take(self) -> Tensor | None:
-        """A free slot, as bytes; None where all are in use."""
+    def take(self) -> Slot | None:
+        """A free slot; None where all are in use."""
         while self._read and (self._point in self._device.disabled or self._read[0][0].done()):
             self._free.append(self._read.popleft()[1])
         if self._free:
@@ -34,9 +60,9 @@ class SlotPool:
         if self.num_made >= self.limit:
             return None
         self.num_made += 1
-        return self._device.pinned(self._slot_bytes, torch.uint8)
+        return Slot(self._device.pinned(self._slot_bytes, torch.uint8))
 
-    def wait(self, may_grow: bool = False) -> Tensor:
+    def wait(self, may_grow: bool = False) -> Slot:
         """A slot: a new one beyond the limit, or after waiting for the reader of the oldest, where all are in use."""
         slot = self.take()
         if slot is None and may_grow:
@@ -48,7 +74,7 @@ class SlotPool:
             slot = self.take()
         return slot
 
-    def give(self, slot: Tensor, read_until: Event | None = None) -> None:
+    def give(self, slot: Slot, read_until: Event | None = None) -> None:
         """Hand a slot back; `read_until` is the event after which nobody reads it any more."""
         if read_until is None:
             self._free.append(slot)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -52,7 +52,7 @@ class Updater(Protocol):
         ...
 
     def update(self, task: Task, factor: float) -> None:
-        """Update the task's bucket, into its shadow where it has one; sets `task.weight` to the new weights."""
+        """Update the task's bucket, into its shadow where it has one; sets `task.weights` to the new weights."""
         ...
 
     def read(self, bucket: Bucket, index: int) -> dict[str, Tensor]:
@@ -67,9 +67,19 @@ class Updater(Protocol):
         """A new master for one slice from its parameter's values; `keep` it where they are what it rounds to."""
         ...
 
-    def weight(self, bucket: Bucket, into: Tensor | None) -> Tensor:
-        """The bucket's weights as they follow from the master, for sending."""
+    def publish(self, task: Task) -> None:
+        """Set `task.weights` to what follows from the master as it is."""
         ...
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """A store's slices, in every form an update needs."""
+
+    whole: Store  # kept, so that its id stays its own
+    stores: list[Store]
+    weights: list[Tensor]  # what is sent, where the state itself holds it
+    pointers: list[native.Pointers]
 
 
 class RuleUpdater:
@@ -83,7 +93,7 @@ class RuleUpdater:
         self.format = format
         self.keeps_states = keeps_states  # SGD without momentum keeps none
         self._device = device
-        self._pieces: dict[int, tuple[Store, list[Store]]] = {}
+        self._kept: dict[int, _Cuts] = {}
         self._hypers: dict[str, Any] = {}
 
     def new_store(self, plan: BucketPlan) -> Store:
@@ -127,41 +137,70 @@ class RuleUpdater:
         """One call of the kernel for all slices of the bucket that have a gradient."""
         store = task.bucket.store
         target = task.shadow if task.shadow is not None else store
-        native.update([self._segment(task, i, store, target, factor) for i in task.present], check=False)
-        if task.weight_slot is None:
-            task.weight = target.weight if target.weight is not None else target.master
+        task.weights = self._weights(task, target)
+        if native.available():
+            native.update_at([self._addresses(task, i, store, target, factor) for i in task.present])
+        else:
+            native.update([self._segment(task, i, store, target, factor) for i in task.present], check=False)
+
+    def _weights(self, task: Task, target: Store) -> Sequence[Tensor]:
+        """Where each slice's new weights will be."""
+        if task.weight_slot is not None:
+            return task.weight_slot.pieces(task.bucket.plan)
+        return self._cuts(task.bucket, target).weights
+
+    def _addresses(self, task: Task, i: int, store: Store, target: Store, factor: float) -> native.Addresses:
+        """A slice's update as plain numbers: making tensors would give other threads the interpreter, many times."""
+        bucket, grads = task.bucket, task.grads
+        assert grads is not None
+        piece, param, step = bucket.slices[i], bucket.params[i], bucket.steps[i] + 1
+        options = task.job.options[param.group]
+        read, write = self._cuts(bucket, store).pointers[i], self._cuts(bucket, target).pointers[i]
+        if task.weight_slot is not None:
+            write = write._replace(weight=task.weights[i].data_ptr())
+        return native.Addresses(
+            grad=grads.data_ptr() + piece.offset * grads.element_size(),
+            grad_dtype=grads.dtype,
+            numel=piece.numel,
+            rule=self.rule,
+            format=self.format,
+            hyper=self._hyper(options, step),
+            factor=-factor if options.get("maximize") else factor,
+            key=rounding_key(step, param.index),
+            first_index=piece.start,
+            weight_dtype=None if bucket.plan.dtype == torch.float32 else bucket.plan.dtype,
+            read=read,
+            write=write,
+        )
 
     def _segment(self, task: Task, i: int, store: Store, target: Store, factor: float) -> Segment:
-        bucket = task.bucket
+        """The same for the torch reference, where there is no native library."""
+        bucket, grads = task.bucket, task.grads
+        assert grads is not None
         piece, param, step = bucket.slices[i], bucket.params[i], bucket.steps[i] + 1
-        assert task.grads is not None
         options = task.job.options[param.group]
+        read, write = self._cuts(bucket, store).stores[i], self._cuts(bucket, target).stores[i]
+        if task.weight_slot is not None:
+            read, write = (replace(cut, weight=task.weights[i]) for cut in (read, write))
         return Segment(
             self.rule,
             self._hyper(options, step),
-            task.grads.narrow(0, piece.offset, piece.numel),
-            self._piece(task, i, store),
+            grads.narrow(0, piece.offset, piece.numel),
+            read,
             -factor if options.get("maximize") else factor,
             rounding_key(step, param.index),
             piece.start,
-            None if target is store else self._piece(task, i, target),
+            None if target is store else write,
             param.name,
         )
 
-    def _piece(self, task: Task, i: int, store: Store) -> Store:
-        """One slice of a store, with the slot that the kernel writes new weights to where the state has none.
-
-        Cutting a store takes longer than starting a kernel: the cuts are kept, with the store so that its id stays its.
-        Stores move between buckets of equal layout only, so a cut fits wherever its store goes.
-        """
-        slices = task.bucket.slices
-        if id(store) not in self._pieces:
-            self._pieces[id(store)] = (store, [store.narrow(s.offset, s.numel) for s in slices])
-        cut = self._pieces[id(store)][1][i]
-        if task.weight_slot is None:
-            return cut
-        assert task.weight is not None
-        return replace(cut, weight=task.weight.narrow(0, slices[i].offset, slices[i].numel))
+    def _cuts(self, bucket: Bucket, store: Store) -> _Cuts:
+        """A store cut into the bucket's slices, once: stores move between buckets of equal layout only."""
+        if id(store) not in self._kept:
+            stores = [store.narrow(piece.offset, piece.numel) for piece in bucket.slices]
+            weights = [cut.weight if cut.weight is not None else cut.master for cut in stores]
+            self._kept[id(store)] = _Cuts(store, stores, weights, [native.pointers(cut) for cut in stores])
+        return self._kept[id(store)]
 
     def _hyper(self, options: Options, step: int) -> Hyper:
         """The rule's numbers for a step, worked out once for all slices of a job that share them."""
@@ -206,13 +245,12 @@ class RuleUpdater:
         else:
             store.master.copy_(wide)
 
-    def weight(self, bucket: Bucket, into: Tensor | None) -> Tensor:
-        """The whole bucket's weights as they follow from the master, for sending; in `into` where a slot is needed."""
-        store = bucket.store
-        if into is not None:
-            native.cast(into, store.master)
-            return into
-        return store.weight if store.weight is not None else store.master
+    def publish(self, task: Task) -> None:
+        """Weights as they follow from the master: rounded into the slot, or straight from the state."""
+        store, plan = task.bucket.store, task.bucket.plan
+        if task.weight_slot is not None:
+            native.cast(task.weight_slot.view(plan.dtype, plan.numel), store.master)
+        task.weights = self._weights(task, store)
 
     def _slice(self, bucket: Bucket, index: int) -> Store:
         piece = bucket.slices[index]

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from twinflow.device import Device, Event
-from twinflow.offload.bucket import Bucket, Job, Task
+from twinflow.offload.bucket import Job, Task
 from twinflow.offload.gate import History
 from twinflow.offload.shadow import ShadowPool
-from twinflow.offload.slots import FlatPool, SlotPool
+from twinflow.offload.slots import FlatPool, Slot, SlotPool
 from twinflow.offload.updater import Updater
 
 # Sync points: each is a wait whose absence gives wrong results, and a test that switches it off sees them.
@@ -100,8 +100,7 @@ class Worker:
                 plan = task.bucket.plan
                 if self._updater.needs_weight_slot(plan):
                     task.weight_slot = self._weight_slots.wait()
-                    task.weight = task.weight_slot.view(plan.dtype)[: plan.numel]
-                task.weight = self._updater.weight(task.bucket, task.weight)
+                self._updater.publish(task)
                 task.bucket.updated = task.job.number
                 self._unsent.append(task)
 
@@ -219,18 +218,18 @@ class Worker:
             task.shadow = None
         if task.weight_slot is not None:
             self._weight_slots.give(task.weight_slot)
-            task.weight_slot = task.weight = None
+            task.weight_slot, task.weights = None, ()
 
-    def _start_copy(self, task: Task, slot: Tensor) -> None:
-        dtype = task.sources[0][1].dtype
-        task.slot, grads = slot, slot.view(dtype)[: task.bucket.plan.numel]
-        task.grads = grads
-        stream = self._device.stream("out")
+    def _start_copy(self, task: Task, slot: Slot) -> None:
         sources = list(task.sources)
+        task.slot = slot
+        task.grads = grads = slot.view(sources[0][1].dtype, task.bucket.plan.numel)
+        stream = self._device.stream("out")
 
         def copy() -> None:
             for offset, source in sources:
-                grads[offset : offset + source.numel()].copy_(source, non_blocking=True)
+                into = grads if source.numel() == grads.numel() else grads[offset : offset + source.numel()]
+                into.copy_(source, non_blocking=True)
 
         assert task.ready is not None
         stream.wait(task.ready, GRAD_READY)
@@ -261,7 +260,6 @@ class Worker:
         if self._updater.needs_weight_slot(plan):
             # Ahead of the gate it stays in use until that opens: more may be made, so that others are never short.
             task.weight_slot = self._weight_slots.wait(may_grow=is_ahead)
-            task.weight = task.weight_slot.view(plan.dtype)[: plan.numel]
         with self._device.trace.span("ahead" if is_ahead else "update", track="host", bucket=plan.index):
             self._updater.update(task, task.job.gate.factor)
         with self.changed:
@@ -375,38 +373,29 @@ class Worker:
 
     def _send(self, task: Task) -> None:
         """Copy the new weights into the parameters."""
-        bucket, job, weight = task.bucket, task.job, task.weight
-        if weight is not None:  # a dropped task has none
-            event = self.send_weights(bucket, weight, task.present, job.after)
+        bucket, job = task.bucket, task.job
+        if task.weights:  # a dropped task has none
+            event = self._copy_back(task, job.after)
             if task.weight_slot is not None:
                 self._weight_slots.give(task.weight_slot, event)
-                task.weight_slot = None
-            task.weight = None
+            task.weight_slot, task.weights = None, ()
         bucket.sent = max(bucket.sent, job.number)
 
-    def send_weights(self, bucket: Bucket, weight: Tensor, present: Iterable[int], after: Event | None) -> Event:
-        """Queue the copies of a bucket's weights; the event after them is also kept in the bucket."""
-        stream = self._device.stream("in")
-        present = list(present)
+    def _copy_back(self, task: Task, after: Event | None) -> Event:
+        bucket, stream = task.bucket, self._device.stream("in")
+        targets = [bucket.targets[i] for i in task.present]
+        weights = [task.weights[i] for i in task.present]
+        weights = [w if t.dim() == 1 else w.view(t.shape) for t, w in zip(targets, weights, strict=True)]
 
         def copy() -> None:
-            for i in present:
-                piece, param = bucket.slices[i], bucket.params[i]
-                write_slice(param.tensor.detach(), piece.start, weight[piece.offset : piece.offset + piece.numel])
+            torch._foreach_copy_(targets, weights, non_blocking=True)
+            for i in task.present:
+                param = bucket.params[i]
                 param.version = param.tensor._version
 
         if after is not None:
             stream.wait(after, OLD_WEIGHTS)
         stream.run(copy, span="in", bucket=bucket.plan.index)
         bucket.sent_event = stream.record()
-        self.bytes_back += sum(bucket.slices[i].numel for i in present) * weight.element_size()
+        self.bytes_back += sum(bucket.slices[i].numel for i in task.present) * bucket.plan.dtype.itemsize
         return bucket.sent_event
-
-
-def write_slice(tensor: Tensor, start: int, values: Tensor) -> None:
-    """Write a run of elements into a tensor, in the order of its elements; autograd's version counter sees it."""
-    if tensor.is_contiguous():
-        tensor.view(-1)[start : start + values.numel()].copy_(values, non_blocking=True)
-    else:
-        assert start == 0 and values.numel() == tensor.numel()
-        tensor.copy_(values.view(tensor.shape), non_blocking=True)
