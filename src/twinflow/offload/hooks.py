@@ -52,8 +52,7 @@ def in_backward() -> bool:
 def install(model: nn.Module, blocks: list[Block], listener: Listener) -> list[RemovableHandle]:
     """Put the waits on the model."""
     inside = {id(module) for block in blocks for module in block.module.modules()}
-    handles = [model.register_forward_pre_hook(_outside_backward(listener.before_model), prepend=True)]
-    handles.append(model.register_forward_hook(_outside_backward(listener.after_model)))
+    handles = [model.register_forward_hook(_outside_backward(listener.after_model))]
     for module in model.modules():
         owns = any(p.requires_grad for p in module.parameters(recurse=False))
         if module is model or (owns and id(module) not in inside):
@@ -61,7 +60,9 @@ def install(model: nn.Module, blocks: list[Block], listener: Listener) -> list[R
         if owns or module is model:
             hook: Any = _ignore_arguments(listener.wait)
             handles.append(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
-    return handles + [_before(block.module, partial(listener.before_forward, block.index)) for block in blocks]
+    handles += [_before(block.module, partial(listener.before_forward, block.index)) for block in blocks]
+    handles.append(_before(model, listener.before_model))  # the last put first: it comes before all waits
+    return handles
 
 
 def take_gradients(params: list[Param], listener: Listener) -> list[RemovableHandle]:

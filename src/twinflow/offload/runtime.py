@@ -1,9 +1,10 @@
 """The overlap runtime: takes gradients as backward makes them, hands tasks to the worker, lets forwards wait.
 
 The way of a gradient, in execution order: `grad_ready` (a hook, during backward) gathers it in its bucket's flat device
-buffer; a complete bucket becomes a task of the worker (worker.py), which copies it out, updates on the host and sends
-the weights back; `step` closes the job without waiting for it; `before_forward` (a hook, in the next forward) waits for
-one block's weights. Without permission to start early, `step` does the gathering from `.grad` and the rest is the same.
+buffer; a complete bucket becomes a task on the board (board.py), and two threads (threads.py) copy it out, update on
+the host and send the weights back; `step` closes the job without waiting for it; `before_forward` (a hook, in the next
+forward) waits for one block's weights. Without permission to start early, `step` does the gathering from `.grad` and
+the rest is the same.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +23,16 @@ from torch.utils.hooks import RemovableHandle
 from twinflow.device import Device
 from twinflow.offload import gather
 from twinflow.offload.blocks import Block
+from twinflow.offload.board import Board
 from twinflow.offload.bucket import Bucket, Job, Options, Param, Task
 from twinflow.offload.gate import Decision, Gate, Limits
 from twinflow.offload.hooks import Recorder, install, take_gradients
 from twinflow.offload.plan import ROOT, BucketPlan
 from twinflow.offload.shadow import ShadowPool
 from twinflow.offload.slots import FlatPool, SlotPool
+from twinflow.offload.sync import ARRIVED, FLAT_FREE, FORWARD, READERS, SENT, WEIGHT_SLOT
+from twinflow.offload.threads import Mover, Worker
 from twinflow.offload.updater import Updater
-from twinflow.offload.worker import WEIGHT_SLOT, Worker
-
-FLAT_FREE: Final = "grad.flat_free"  # gradients go into a flat buffer when its last copy out has ended
-FORWARD: Final = "forward.weights"  # a block runs when its weights are there
-SENT: Final = "forward.sent"  # ... which first have to be on their way
-READERS: Final = "wait.weights"  # whoever asked for all weights gets them when they are there
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,8 @@ class Runtime:
         self._first_norm = [0, *torch.tensor([len(p.slices) for p in plans]).cumsum(0).tolist()]
         self._norms = torch.zeros(self._first_norm[-1], dtype=torch.float64, device=self._tensor_device)
         self._host_norms = [device.pinned(self._first_norm[-1], torch.float64) for _ in range(2)]
-        self.worker = self._new_worker(plans)
+        self.board = self._new_board(plans)
+        self.worker, self.mover = Worker(self.board, "worker"), Mover(self.board)
         self._forward_mark: Any = None
         self._backward_mark: Any = None
 
@@ -96,22 +95,20 @@ class Runtime:
             param.buckets.append(bucket)
         return bucket
 
-    def _new_worker(self, plans: Sequence[BucketPlan]) -> Worker:
+    def _new_board(self, plans: Sequence[BucketPlan]) -> Board:
         settings, device = self.settings, self.device
-        slot_bytes = max((p.numel * 4 for p in plans if p.dtype == torch.float32), default=0)
-        slot_bytes = max(slot_bytes, max((p.numel * p.dtype.itemsize for p in plans), default=0))
-        keeps_all = settings.delayed_update or settings.hold_on_host
-        num_slots = len(plans) if keeps_all else min(settings.num_slots, len(plans))
-        num_weight_slots = len(plans) if settings.delayed_update else min(settings.num_slots, len(plans))
+        slot_bytes = max((p.numel * p.dtype.itemsize for p in plans), default=0)
         all_bytes = sum(p.numel * p.dtype.itemsize for p in plans)
+        num_slots = min(settings.num_slots, len(plans))
+        keeps_gradients = settings.delayed_update or settings.hold_on_host
         holds_on_device = settings.limits.any and not settings.hold_on_host
-        return Worker(
+        return Board(
             device,
             self.updater,
-            SlotPool(device, num_slots, slot_bytes, "out.slot"),
-            SlotPool(device, num_weight_slots, slot_bytes, WEIGHT_SLOT),
+            SlotPool(device, len(plans) if keeps_gradients else num_slots, slot_bytes, ARRIVED),
+            SlotPool(device, len(plans) if settings.delayed_update else num_slots, slot_bytes, WEIGHT_SLOT),
             FlatPool(self._tensor_device, all_bytes if holds_on_device else settings.flat_bytes),
-            ShadowPool(settings.shadow_bytes),
+            ShadowPool(settings.shadow_bytes, self.updater.new_store),
             settings.hold_on_host,
         )
 
@@ -138,7 +135,7 @@ class Runtime:
 
     def before_forward(self, block: int) -> None:
         """Wait for one block's weights: here until they are on their way, on the device until they are there."""
-        self.worker.check()
+        self.board.check()
         if self.job is not None:
             raise RuntimeError(
                 "a forward runs before step(), but the update of the last backward has already begun (early=True). "
@@ -156,7 +153,7 @@ class Runtime:
     def _hold(self, bucket: Bucket) -> None:
         start = time.perf_counter()
         if bucket.sent < bucket.due and SENT not in self.device.disabled:
-            self.worker.wait_for(lambda: bucket.sent >= bucket.due)
+            self.board.wait_for(lambda: bucket.sent >= bucket.due)
             self.device.trace.add("wait", "main", start, time.perf_counter(), bucket=bucket.plan.index)
         event = bucket.sent_event
         if event is not None:
@@ -168,7 +165,7 @@ class Runtime:
 
     def grad_ready(self, param: Param) -> None:
         """A gradient is there: take it."""
-        self.worker.check()
+        self.board.check()
         grad = param.tensor.grad
         if grad is None:
             return
@@ -216,12 +213,12 @@ class Runtime:
         return bucket.task
 
     def _flat(self, plan: BucketPlan) -> Tensor:
-        flats, worker = self.worker.flats, self.worker
-        with worker.changed:
+        board, flats = self.board, self.board.flats
+        with board.changed:
             taken = flats.take(plan.numel, plan.dtype)
-            while taken is None:  # the worker hands one back with each copy it starts, whatever this thread does
-                worker.check()
-                worker.changed.wait(1.0)
+            while taken is None:  # the mover hands one back with each copy it starts, whatever this thread does
+                board.check()
+                board.changed.wait(1.0)
                 taken = flats.take(plan.numel, plan.dtype)
         flat, read_until = taken
         if read_until is not None:
@@ -252,7 +249,7 @@ class Runtime:
         task.ready = compute.record()
         bucket.task = None
         task.job.tasks.append(task)
-        self.worker.submit(task)
+        self.board.submit(task)
 
     # Step.
 
@@ -307,7 +304,7 @@ class Runtime:
 
     def step(self) -> Job | None:
         """Close the job: everything that is left of it happens beside what the caller does next."""
-        self.worker.check()
+        self.board.check()
         if not self.settings.early:
             self._take_all()
         job = self.job
@@ -366,13 +363,13 @@ class Runtime:
         """Fetch the norms: the one small read that the gate needs."""
         compute, norms = self.device.compute(), self._host_norms[job.number % 2]
         compute.run(lambda: norms.copy_(self._norms, non_blocking=True))
-        self.worker.close_job(job, norms, compute.record())
+        self.board.close_job(job, norms, compute.record())
 
     def _make_due(self, job: Job) -> None:
         """Which weights the next forward has to see: this job's, or with a delay the one's before."""
         before = self.last
         if before is not None and not before.is_released:
-            self.worker.release(before, self.device.compute().record())
+            self.board.release(before, self.device.compute().record())
             for task in before.tasks:
                 task.bucket.due = before.number
         if job.is_released:
@@ -386,7 +383,7 @@ class Runtime:
         gate.decision = decision
         job = Job(number, (), gate, is_delayed=True)
         job.tasks = [Task(bucket, job, list(range(len(bucket.slices)))) for bucket in self.buckets]
-        self.worker.hold_back(job.tasks)
+        self.board.hold_back(job.tasks)
         self.last, self.num_jobs = job, number
 
     # Outside the loop.
@@ -398,10 +395,10 @@ class Runtime:
                 "weights and state are read between backward() and step(), when some of them are already updated "
                 "(early=True). Call step() first"
             )
-        self.worker.wait_for(lambda: all(bucket.sent >= bucket.due for bucket in self.buckets))
+        self.board.wait_for(lambda: all(bucket.sent >= bucket.due for bucket in self.buckets))
         last = self.last
         if last is not None:
-            self.worker.wait_for(lambda: last.gate.decision is not None and last.is_done)
+            self.board.wait_for(lambda: last.gate.decision is not None and last.is_done)
         for bucket in self.buckets:
             if bucket.sent_event is not None:
                 self.device.hold_compute(bucket.sent_event, READERS)
@@ -431,7 +428,12 @@ class Runtime:
         finally:
             for handle in self._handles:
                 handle.remove()
-            self.worker.close()
+            with self.board.changed:
+                self.board.is_closing = True
+                self.board.changed.notify_all()
+            self.worker.join()
+            self.mover.join()
+            self.board.shadows.close()
             self.device.close()
 
 

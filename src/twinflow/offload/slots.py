@@ -51,28 +51,16 @@ class SlotPool:
         self._free: list[Slot] = []
         self._read: deque[tuple[Event, Slot]] = deque()
 
-    def take(self) -> Slot | None:
-        """A free slot; None where all are in use."""
+    def take(self, may_grow: bool = False) -> Slot | None:
+        """A free slot; None where all are in use and no more may be made."""
         while self._read and (self._point in self._device.disabled or self._read[0][0].done()):
             self._free.append(self._read.popleft()[1])
         if self._free:
             return self._free.pop()
-        if self.num_made >= self.limit:
+        if self.num_made >= self.limit and not may_grow:
             return None
         self.num_made += 1
         return Slot(self._device.pinned(self._slot_bytes, torch.uint8))
-
-    def wait(self, may_grow: bool = False) -> Slot:
-        """A slot: a new one beyond the limit, or after waiting for the reader of the oldest, where all are in use."""
-        slot = self.take()
-        if slot is None and may_grow:
-            self.limit += 1
-            slot = self.take()
-        while slot is None:
-            assert self._read, "every slot is held by somebody who waits for one"
-            self._read[0][0].synchronize()
-            slot = self.take()
-        return slot
 
     def give(self, slot: Slot, read_until: Event | None = None) -> None:
         """Hand a slot back; `read_until` is the event after which nobody reads it any more."""

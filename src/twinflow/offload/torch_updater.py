@@ -82,7 +82,7 @@ class Recipe:
         others = {k: v for k, v in vars(source).items() if k not in ("state", "param_groups")}
         vars(inner).update(copy.deepcopy(others, memo))
         inner.param_groups = [
-            {**{k: on_host(v) for k, v in group.items() if k not in _NOT_OPTIONS}, "params": params}
+            {**{k: on_host(v) for k, v in group.items() if k not in ("params", "param_names")}, "params": params}
             for group in source.param_groups
             if (params := [hosts[p] for p in group["params"] if p in hosts])
         ]
@@ -99,13 +99,25 @@ class _Inner:
 
     optimizer: Optimizer
     params: list[nn.Parameter]  # of each slice
+    flats: list[Tensor]  # the same memory, flat: each slice of the master
     outer: list[int | None]  # the user's group that each of its groups belongs to; None: it is empty
-    seen: dict[int, Options]  # the options of the user's groups when last looked at
+    seen: dict[int, dict[str, Any]]  # the options of the user's groups when last looked at
 
-    def groups(self) -> Iterable[tuple[dict[str, Any], int]]:
-        for group, outer in zip(self.optimizer.param_groups, self.outer, strict=True):
-            if outer is not None:
-                yield group, outer
+    def groups(self) -> list[tuple[dict[str, Any], int]]:
+        pairs = zip(self.optimizer.param_groups, self.outer, strict=True)
+        return [(group, outer) for group, outer in pairs if outer is not None]
+
+    def group_of(self, param: nn.Parameter) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The group that a parameter is in, and the user's options for it."""
+        return next((group, self.seen[g]) for group, g in self.groups() if any(p is param for p in group["params"]))
+
+    def follow(self, options: Sequence[Options]) -> None:
+        """Take over what the user has changed since the last look, and only that: optimizers also count steps and keep
+        estimates in their groups, which are not the user's."""
+        for group, g in self.groups():
+            group.update(on_host(_changes(options[g], self.seen[g])))
+        for g, seen in self.seen.items():
+            seen.update(on_host(_changes(options[g], seen)))
 
 
 class TorchUpdater:
@@ -132,19 +144,16 @@ class TorchUpdater:
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
         """Make the bucket's optimizer. The master must hold the weights by now: some optimizers look at them here."""
-        params = []
-        for piece, param in zip(bucket.slices, bucket.params, strict=True):
-            assert piece.numel == param.tensor.numel()
-            view = bucket.store.master.narrow(0, piece.offset, piece.numel).view(param.tensor.shape)
-            params.append(nn.Parameter(view))
-        hosts = {param.tensor: host for param, host in zip(bucket.params, params, strict=True)}
+        flats = [bucket.store.master.narrow(0, piece.offset, piece.numel) for piece in bucket.slices]
+        params = [nn.Parameter(flat.view(p.tensor.shape)) for flat, p in zip(flats, bucket.params, strict=True)]
+        hosts: Hosts = {param.tensor: host for param, host in zip(bucket.params, params, strict=True)}
         optimizer = self.recipe.build(hosts)
         outer_of = {host: param.group for param, host in zip(bucket.params, params, strict=True)}
         outer = [_one_group(group["params"], outer_of) for group in optimizer.param_groups]
         seen = {g: host_options(options[g]) for g in set(outer_of.values())}
-        inner = self._inners[bucket.plan.index] = _Inner(optimizer, params, outer, seen)
+        inner = self._inners[bucket.plan.index] = _Inner(optimizer, params, flats, outer, seen)
         for group, g in inner.groups():
-            group.update({name: on_host(value) for name, value in seen[g].items()})
+            group.update(on_host(seen[g]))
             if "capturable" in group:
                 group["capturable"] = False
         for i, host in enumerate(params):  # an optimizer that was in use goes on counting
@@ -157,29 +166,22 @@ class TorchUpdater:
     def update(self, task: Task, factor: float) -> None:
         """One step of the bucket's optimizer, with gradients for the slices that have one."""
         assert task.shadow is None
-        inner, master = self._inners[task.bucket.plan.index], task.bucket.store.master
+        inner = self._inners[task.bucket.plan.index]
         if torch.get_num_threads() != native.get_threads():
             torch.set_num_threads(native.get_threads())  # this thread's own number: torchrun would leave it at one
         grads = self._wide_grads(task, factor)
-        for group, g in inner.groups():
-            _follow(group, inner.seen[g], task.job.options[g])
-        inner.seen.update({g: host_options(task.job.options[g]) for g in inner.seen})
+        inner.follow(task.job.options)
         for i in task.present:
             piece, param = task.bucket.slices[i], inner.params[i]
             param.grad = grads.narrow(0, piece.offset, piece.numel).view(param.shape)
         inner.optimizer.step()
         for i in task.present:
-            piece, param = task.bucket.slices[i], inner.params[i]
+            param, flat = inner.params[i], inner.flats[i]
             param.grad = None
-            view = master.narrow(0, piece.offset, piece.numel).view(param.shape)
-            if param.data_ptr() != view.data_ptr():  # it gave the parameter new memory: take the values back into ours
-                view.copy_(param.detach())
-                param.data = view
-        if task.weight_slot is None:
-            task.weight = master
-        else:
-            assert task.weight is not None
-            native.cast(task.weight, master)
+            _own(inner.optimizer.state.get(param, {}), grads)
+            if param.data_ptr() != flat.data_ptr():  # it gave the parameter new memory: take the values back into ours
+                param.data = flat.copy_(param.detach().reshape(-1)).view(param.shape)
+        self.publish(task)
 
     def _wide_grads(self, task: Task, factor: float) -> Tensor:
         """The task's gradients times the factor in fp32: in their slot, which is free after this, where they are so."""
@@ -198,25 +200,19 @@ class TorchUpdater:
     def read(self, bucket: Bucket, index: int) -> dict[str, Any]:
         """One slice's flat master; under `state` what its optimizer keeps for it, as it is; under `group` what the
         optimizer itself has written into its param group (counters, say)."""
-        inner, piece = self._inners[bucket.plan.index], bucket.slices[index]
+        inner = self._inners[bucket.plan.index]
         param = inner.params[index]
-        values: dict[str, Any] = {"master": bucket.store.master.narrow(0, piece.offset, piece.numel)}
-        values["state"] = dict(inner.optimizer.state.get(param, {}))
-        own = {k: v for group, seen in self._group_of(inner, param) for k, v in group.items() if _is_own(k, v, seen)}
+        values: dict[str, Any] = {"master": inner.flats[index], "state": dict(inner.optimizer.state.get(param, {}))}
+        own = _changes(*inner.group_of(param))
         return {**values, "group": own} if own else values
 
     def write(self, bucket: Bucket, index: int, values: Mapping[str, Any]) -> None:
         """Take over copies of what `read` gave."""
-        inner, piece = self._inners[bucket.plan.index], bucket.slices[index]
+        inner = self._inners[bucket.plan.index]
         param = inner.params[index]
-        bucket.store.master.narrow(0, piece.offset, piece.numel).copy_(values["master"])
+        inner.flats[index].copy_(values["master"])
         inner.optimizer.state[param] = on_host(values.get("state", {}))
-        for group, _ in self._group_of(inner, param):
-            group.update(on_host(values.get("group", {})))
-
-    def _group_of(self, inner: _Inner, param: nn.Parameter) -> list[tuple[dict[str, Any], Options]]:
-        """The group that a parameter is in, and the user's options for it."""
-        return [(group, inner.seen[g]) for group, g in inner.groups() if any(p is param for p in group["params"])]
+        inner.group_of(param)[0].update(on_host(values.get("group", {})))
 
     def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
         """A new master from the parameter's values; with `keep`, only where the old one is not what they round from."""
@@ -225,12 +221,12 @@ class TorchUpdater:
         wide = values.float()
         master.copy_(torch.where(rounds_to(master, values), master, wide) if keep else wide)
 
-    def weight(self, bucket: Bucket, into: Tensor | None) -> Tensor:
-        """The whole bucket's weights, for sending; in `into` where a slot is needed."""
-        if into is None:
-            return bucket.store.master
-        native.cast(into, bucket.store.master)
-        return into
+    def publish(self, task: Task) -> None:
+        """Weights as they follow from the master: rounded into the slot, or straight from the master."""
+        bucket, plan, slot = task.bucket, task.bucket.plan, task.weight_slot
+        if slot is not None:
+            native.cast(slot.view(plan.dtype, plan.numel), bucket.store.master)
+        task.weights = self._inners[plan.index].flats if slot is None else slot.pieces(plan)
 
 
 # Options.
@@ -241,18 +237,9 @@ def host_options(group: Options) -> dict[str, Any]:
     return {name: on_host(value) for name, value in group.items() if name not in _NOT_OPTIONS}
 
 
-def _follow(group: dict[str, Any], seen: Options, options: Options) -> None:
-    """Give a group the options that the user has changed since they were `seen`.
-
-    Only those: optimizers also count steps or keep estimates in their groups, which are not the user's.
-    """
-    for name, value in options.items():
-        if name not in _NOT_OPTIONS and not (name in seen and _is_same(seen[name], value)):
-            group[name] = on_host(value)
-
-
-def _is_own(name: str, value: object, seen: Options) -> bool:
-    return name not in _NOT_OPTIONS and not (name in seen and _is_same(seen[name], value))
+def _changes(now: Options, seen: Options) -> dict[str, Any]:
+    """The options that are not what they were when seen."""
+    return {k: v for k, v in now.items() if k not in _NOT_OPTIONS and not (k in seen and _is_same(seen[k], v))}
 
 
 def _is_same(a: Any, b: Any) -> bool:
@@ -295,6 +282,14 @@ def _wide(value: Any) -> Any:
     return value.float() if is_half else value
 
 
+def _own(state: dict[str, Any], grads: Tensor) -> None:
+    """Where an optimizer has kept a gradient instead of a copy, make the copy: the buffer is used again."""
+    memory = grads.untyped_storage().data_ptr()
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == memory:
+            state[name] = value.clone()
+
+
 def _num_steps(state: Mapping[str, Any]) -> int:
     """How many updates a state has seen: at least one unless it says none, as Adagrad's does when it is new."""
     return int(state["step"]) if "step" in state else int(bool(state))
@@ -319,7 +314,7 @@ def _normal(given: Iterable[Any]) -> tuple[list[Any], dict[Tensor, str]]:
 
     entries = list(given)
     if not (entries and isinstance(entries[0], dict)):
-        return list(tensors(entries)), names
+        return tensors(entries), names
     groups = []
     for entry in entries:
         params = [entry["params"]] if isinstance(entry["params"], Tensor) else list(entry["params"])

@@ -39,10 +39,6 @@ class Updater(Protocol):
         """State for a bucket, its master not yet written."""
         ...
 
-    def new_shadow(self, plan: BucketPlan) -> Store:
-        """Buffers of the same kind with nothing in them yet."""
-        ...
-
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
         """Give fresh states the values the optimizer starts from."""
         ...
@@ -99,23 +95,15 @@ class RuleUpdater:
     def new_store(self, plan: BucketPlan) -> Store:
         """Zeros. Weights go back straight from the state where it holds them: from an fp32 master whose parameter is
         fp32, or from a split master's upper half. Only that part is page-locked."""
-        store = self.new_shadow(plan)
-        for tensor in (store.master, store.weight, *store.states, *store.scales):
-            if tensor is not None:
-                tensor.zero_()
-        return store
-
-    def new_shadow(self, plan: BucketPlan) -> Store:
-        """Nothing is written: the update that does so first finds the pages, in all threads at once."""
         states: tuple[Pair, Pair] = ((None, None), (None, None))
         if self.keeps_states:
-            states = new_states(self.rule, self.format, plan.numel, _huge_empty)
+            states = new_states(self.rule, self.format, plan.numel, native.huge_zeros)
         if plan.dtype == torch.float32:
-            return Store(self.format, self._device.pinned(plan.numel, torch.float32), None, *states)
+            return Store(self.format, self._device.pinned(plan.numel, torch.float32).zero_(), None, *states)
         if self._is_split(plan):
-            weight = self._device.pinned(plan.numel, torch.bfloat16)
-            return Store(self.format, _huge_empty(plan.numel, dtype=torch.int16), weight, *states)
-        return Store(self.format, _huge_empty(plan.numel, dtype=torch.float32), None, *states)
+            weight = self._device.pinned(plan.numel, torch.bfloat16).zero_()
+            return Store(self.format, native.huge_zeros(plan.numel, dtype=torch.int16), weight, *states)
+        return Store(self.format, native.huge_zeros(plan.numel, dtype=torch.float32), None, *states)
 
     def _is_split(self, plan: BucketPlan) -> bool:
         return self.format != "fp32" and plan.dtype == torch.bfloat16
@@ -255,7 +243,3 @@ class RuleUpdater:
     def _slice(self, bucket: Bucket, index: int) -> Store:
         piece = bucket.slices[index]
         return bucket.store.narrow(piece.offset, piece.numel)
-
-
-def _huge_empty(numel: int, /, *, dtype: torch.dtype) -> Tensor:
-    return native.advise_huge(torch.empty(numel, dtype=dtype))

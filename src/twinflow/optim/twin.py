@@ -126,7 +126,7 @@ class TwinOptimizer(Optimizer):
         for bucket in runtime.buckets:
             updater.start(bucket, self.param_groups)
         runtime.adopt(params, keep=False)
-        runtime.worker.shadows.max_bytes = self._shadow_bytes()
+        runtime.board.shadows.max_bytes = self._shadow_bytes()
         if self.model is not None:
             runtime.attach(self.model, blocks)
         return runtime
@@ -180,7 +180,7 @@ class TwinOptimizer(Optimizer):
         job, self._unread = self._unread, None
         if job is None:
             return
-        self.runtime.worker.wait_for(lambda: job.gate.decision is not None)
+        self.runtime.board.wait_for(lambda: job.gate.decision is not None)
         decision = job.gate.decision
         assert decision is not None
         self.num_skipped += decision.skip
@@ -198,13 +198,13 @@ class TwinOptimizer(Optimizer):
         job = self.runtime.last
         if job is None:
             return None
-        self.runtime.worker.wait_for(lambda: job.gate.decision is not None)
+        self.runtime.board.wait_for(lambda: job.gate.decision is not None)
         assert job.gate.decision is not None
         return job.gate.decision.norm
 
     def metrics(self) -> dict[str, float]:
         """Figures of the last step: norm, clipping, what the gate did, bytes moved so far."""
-        norm, job, worker = self.grad_norm, self.runtime.last, self.runtime.worker
+        norm, job, mover = self.grad_norm, self.runtime.last, self.runtime.mover
         counts = job.gate.counts if job is not None else {}
         decision = job.gate.decision if job is not None else None
         self._read_decision()
@@ -214,9 +214,9 @@ class TwinOptimizer(Optimizer):
             "skipped_steps": self.num_skipped,
             "loss_scale": self._loss_scale.scale,
             **{f"gate_{name}": count for name, count in counts.items()},
-            "bytes_out": worker.bytes_out,
-            "bytes_back": worker.bytes_back,
-            "shadow_bytes": worker.shadows.num_bytes,
+            "bytes_out": mover.bytes_out,
+            "bytes_back": mover.bytes_back,
+            "shadow_bytes": self.runtime.board.shadows.num_bytes,
         }
 
     def wait(self) -> None:

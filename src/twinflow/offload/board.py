@@ -1,0 +1,234 @@
+"""Where every task of every job stands, and how it moves on. No thread of its own: one lock, and two threads that act.
+
+    waiting   gradients on the device
+    flying    on their way to a slot, or there            (mover: starts the copy)
+    ahead     updated into a shadow, before the gate      (worker: the update)
+    outbox    updated, weights to go back                 (worker, or the gate's decision)
+    sent      weights on their way                        (mover: starts the copy)
+
+The gate's decision keeps or drops what is ahead; a dropped task is waiting (or flying) again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from torch import Tensor
+
+from twinflow.device import Device, Event
+from twinflow.offload.bucket import Job, Task
+from twinflow.offload.gate import History
+from twinflow.offload.shadow import ShadowPool
+from twinflow.offload.slots import FlatPool, SlotPool
+from twinflow.offload.sync import ARRIVED, WEIGHT_SENT
+from twinflow.offload.updater import Updater
+
+POLL_S = 2e-4  # how often a thread looks again that waits for an event: a small part of any copy or update
+
+
+class WorkerError(RuntimeError):
+    """Something failed in the background; the cause is attached."""
+
+
+class Board:
+    """The state of all jobs. `changed` guards everything here, and every task, bucket and pool."""
+
+    def __init__(
+        self,
+        device: Device,
+        updater: Updater,
+        slots: SlotPool,
+        weight_slots: SlotPool,
+        flats: FlatPool,
+        shadows: ShadowPool,
+        holds_on_host: bool,
+    ) -> None:
+        self.changed = threading.Condition()
+        self.device, self.updater = device, updater
+        self.slots, self.weight_slots, self.flats, self.shadows = slots, weight_slots, flats, shadows
+        self.holds_on_host = holds_on_host  # gradients wait for the gate in their slots, not on the device
+        self.history = History()
+        self.jobs: list[Job] = []  # with something to come
+        self.waiting: list[Task] = []  # in the order their gradients are made
+        self.flying: list[Task] = []
+        self.ahead: list[Task] = []
+        self.outbox: list[Task] = []
+        self.error: BaseException | None = None
+        self.is_closing = False
+
+    # Called by the runtime.
+
+    def submit(self, task: Task) -> None:
+        """A task whose gradients are complete on the device once `task.ready` is done."""
+        with self.changed:
+            self._know(task.job)
+            task.job.num_left += 1
+            self.waiting.append(task)
+            self.changed.notify_all()
+
+    def close_job(self, job: Job, norms: Tensor, event: Event) -> None:
+        """All tasks of the job are submitted; `norms` holds its gradients' norms once `event` is done."""
+        with self.changed:
+            self._know(job)
+            job.gate.arm(norms, event)
+            self.changed.notify_all()
+
+    def release(self, job: Job, after: Event) -> None:
+        """The weights of a delayed job may go back, after the event."""
+        with self.changed:
+            job.after, job.is_released = after, True
+            self.changed.notify_all()
+
+    def hold_back(self, tasks: list[Task]) -> None:
+        """Weights that are in the state already and wait for their job's release."""
+        with self.changed:
+            for task in tasks:
+                if self.updater.needs_weight_slot(task.bucket.plan):
+                    task.weight_slot = self.weight_slots.take()
+                self.updater.publish(task)
+                task.bucket.updated = task.job.number
+                self.outbox.append(task)
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Block until the condition holds; raise at once if a thread has failed."""
+        with self.changed:
+            while not condition():
+                self.check()
+                self.changed.wait(1.0)
+
+    def check(self) -> None:
+        """Raise if a thread has failed."""
+        if self.error is not None:
+            raise WorkerError(f"the offload worker failed: {self.error!r}") from self.error
+
+    def _know(self, job: Job) -> None:
+        if job not in self.jobs:
+            self.jobs.append(job)
+
+    # What a task may do. Called with the lock held, as is all that follows.
+
+    def is_there(self, event: Event | None, point: str) -> bool:
+        """Whether an event has come, as far as the sync point is not switched off."""
+        return event is not None and (point in self.device.disabled or event.done())
+
+    def is_allowed(self, task: Task) -> bool:
+        """Whether it may be updated once its gradients are there."""
+        return task.job.gate.is_open or task.shadow is not None
+
+    def may_update(self, task: Task) -> bool:
+        """Whether it can be updated now."""
+        bucket = task.bucket
+        if not self.is_allowed(task) or not self.is_there(task.arrived, ARRIVED):
+            return False
+        # Weights may be sent from the state itself: it must not change before they are.
+        is_sent = bucket.sent_event is None or self.is_there(bucket.sent_event, WEIGHT_SENT)
+        return bucket.sent >= bucket.updated and is_sent
+
+    def reserve(self, task: Task) -> bool:
+        """Find a shadow for an update ahead of the gate."""
+        bucket = task.bucket
+        is_whole = len(task.present) == len(bucket.slices)  # a swap of stores would lose the slices left alone
+        if not (task.job.may_run_ahead and self.updater.can_shadow and is_whole and self.history.speculates):
+            return False
+        task.shadow = self.shadows.take(bucket.plan, bucket.nbytes)
+        return task.shadow is not None
+
+    # How it moves on.
+
+    def updated(self, task: Task, was_ahead: bool) -> None:
+        """The worker is done with a task."""
+        gate = task.job.gate
+        if not was_ahead:
+            self._keep(task)
+            return
+        gate.counts["speculated"] += 1
+        if not self.holds_on_host:
+            self._free_slot(task)
+        if gate.decision is None:
+            self.ahead.append(task)
+        else:  # the gate has decided meanwhile
+            self._settle(task)
+
+    def decide(self, job: Job) -> None:
+        """The norms are there: keep or drop what ran ahead."""
+        gate, ahead = job.gate, sorted((t for t in self.ahead if t.job is job), key=lambda t: t.deadline)
+        decision = gate.resolve()
+        self.ahead = [task for task in self.ahead if task.job is not job]
+        if gate.limits.any:
+            self.history.note(decision)
+            gate.counts["held"] = job.num_left - len(ahead)
+        if decision.skip:
+            ahead += [t for t in (*self.waiting, *self.flying) if t.job is job]
+            self.waiting = [t for t in self.waiting if t.job is not job]
+            self.flying = [t for t in self.flying if t.job is not job]
+        for task in ahead:
+            self._settle(task)
+        self._forget_done(job)
+
+    def _settle(self, task: Task) -> None:
+        """Keep, redo or drop a task after the decision."""
+        decision, gate = task.job.gate.decision, task.job.gate
+        assert decision is not None
+        if decision.skip:
+            self._drop(task)
+        elif decision.factor == 1.0 / gate.scale:
+            self._swap(task)
+            self._keep(task)
+        else:
+            gate.counts["dropped"] += 1
+            self.free_shadow(task)
+            (self.flying if task.slot is not None else self.waiting).append(task)  # the gradients are still there
+
+    def _swap(self, task: Task) -> None:
+        """The shadow becomes the state, the old state the next shadow."""
+        assert task.shadow is not None
+        self.shadows.give(task.bucket.plan, task.bucket.store)
+        task.bucket.store, task.shadow = task.shadow, None
+
+    def _keep(self, task: Task) -> None:
+        """The update is final: count it, free what it used, send the weights."""
+        bucket = task.bucket
+        self._free_gradients(task)
+        for i in task.present:
+            bucket.steps[i] += 1
+        bucket.updated = task.job.number
+        self.outbox.append(task)
+        self._finish(task)
+
+    def _drop(self, task: Task) -> None:
+        """Nothing of this task happens: state and weights stay as they are, bit for bit."""
+        self.free_shadow(task)
+        self._free_gradients(task)
+        task.bucket.updated = task.job.number
+        self.outbox.append(task)  # with no weights: whoever waits for this job goes on
+        self._finish(task)
+
+    def _finish(self, task: Task) -> None:
+        task.job.num_left -= 1
+        self._forget_done(task.job)
+
+    def _forget_done(self, job: Job) -> None:
+        if job.gate.norms is None and job.is_done and job in self.jobs:
+            self.jobs.remove(job)
+
+    def free_shadow(self, task: Task) -> None:
+        """Give a shadow back, and the slot for the weights that would come with it."""
+        if task.shadow is not None:
+            self.shadows.give(task.bucket.plan, task.shadow)
+            task.shadow = None
+        if task.weight_slot is not None:
+            self.weight_slots.give(task.weight_slot)
+            task.weight_slot, task.weights = None, ()
+
+    def _free_gradients(self, task: Task) -> None:
+        self._free_slot(task)
+        if task.flat is not None:
+            self.flats.give(task.flat, task.arrived)
+            task.flat = None
+        task.sources.clear()
+
+    def _free_slot(self, task: Task) -> None:
+        if task.slot is not None:
+            self.slots.give(task.slot, task.arrived)
+            task.slot = task.grads = None

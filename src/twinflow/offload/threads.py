@@ -1,0 +1,212 @@
+"""The two threads that act on the board: the worker updates, the mover copies and decides.
+
+The worker's Python between two kernels is lost time, so it only picks and updates; the mover does the rest while a
+kernel runs, which holds no interpreter lock. The worker takes, of the gradients that have *arrived*, the one whose weight the
+next forward needs first. Python runs far ahead of a GPU: that a hook has run says nothing about a gradient being there.
+The mover keeps its queues of copies short, so that an urgent one never stands behind a hundred others.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from twinflow.device import Event
+from twinflow.offload.board import POLL_S, Board
+from twinflow.offload.bucket import Task
+from twinflow.offload.slots import Slot
+from twinflow.offload.sync import GRAD_READY, NORMS, OLD_WEIGHTS
+
+_SENDS_AT_ONCE = 2  # copies back that are queued: one runs, one is next
+
+
+class _Thread:
+    """Calls `_turn` until the board closes; an exception goes to whoever calls the runtime next."""
+
+    def __init__(self, board: Board, name: str) -> None:
+        self.board = board
+        self._thread = threading.Thread(target=self._loop, name=f"twinflow-{name}", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for its end, after the board was closed."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    @torch.no_grad()
+    def _loop(self) -> None:
+        try:
+            while not self.board.is_closing and self.board.error is None:
+                self._turn()
+        except BaseException as error:
+            with self.board.changed:
+                self.board.error = self.board.error or error
+                self.board.changed.notify_all()
+
+    def _turn(self) -> None:
+        raise NotImplementedError
+
+    def _sleep(self, has_events: bool) -> None:
+        """Until something changes, or for a moment where an event, which tells nobody, may come."""
+        if not self.board.is_closing and self.board.error is None:
+            self.board.changed.wait(POLL_S if has_events else None)
+
+
+class Worker(_Thread):
+    """Updates, one bucket at a time with all cores."""
+
+    def _turn(self) -> None:
+        board = self.board
+        with board.changed:
+            task = self._pick()
+            if task is None:
+                self._sleep(has_events=bool(board.flying))
+                return
+            is_ahead = not task.job.gate.is_open
+            factor = task.job.gate.factor
+            if not is_ahead and task.shadow is not None:
+                board.free_shadow(task)
+            if not self._find_weight_slot(task, is_ahead):
+                board.flying.append(task)
+                self._sleep(has_events=True)
+                return
+        with board.device.trace.span("ahead" if is_ahead else "update", track="host", bucket=task.bucket.plan.index):
+            board.updater.update(task, factor)
+        with board.changed:
+            board.updated(task, is_ahead)
+            board.changed.notify_all()
+
+    def _pick(self) -> Task | None:
+        """The earliest deadline of what can be updated now."""
+        board = self.board
+        task = min((t for t in board.flying if board.may_update(t)), key=lambda t: t.deadline, default=None)
+        if task is not None:
+            board.flying.remove(task)
+        return task
+
+    def _find_weight_slot(self, task: Task, is_ahead: bool) -> bool:
+        """Whether the task has the slot it needs. Ahead of the gate one stays in use: then more may be made."""
+        board = self.board
+        if task.weight_slot is None and board.updater.needs_weight_slot(task.bucket.plan):
+            task.weight_slot = board.weight_slots.take(may_grow=is_ahead)
+            return task.weight_slot is not None
+        return True
+
+
+class Mover(_Thread):
+    """Copies out and back, and the gate's decision."""
+
+    def __init__(self, board: Board) -> None:
+        self.bytes_out = self.bytes_back = 0
+        self._sends: list[Event] = []
+        super().__init__(board, "mover")
+
+    def _turn(self) -> None:
+        board = self.board
+        with board.changed:
+            did = self._decide() + self._send() + self._fill_slots()
+            if did:
+                board.changed.notify_all()
+            else:
+                armed = any(job.gate.norms is not None for job in board.jobs)
+                self._sleep(has_events=armed or bool(board.outbox) or bool(board.waiting))
+
+    def _decide(self) -> int:
+        """Open the gates whose norms have come; how many."""
+        board = self.board
+        ready = [j for j in board.jobs if j.gate.norms is not None and board.is_there(j.gate.norms[1], NORMS)]
+        for job in ready:
+            start = time.perf_counter()
+            board.decide(job)
+            board.device.trace.add("gate", "mover", start, time.perf_counter(), job=job.number)
+        return len(ready)
+
+    # Out: device to slot.
+
+    def _fill_slots(self) -> int:
+        """Start copies while there are slots: complete gradients by deadline, then the next to be complete."""
+        num_started = 0
+        while self.board.waiting and (slot := self.board.slots.take()) is not None:
+            task = self._next_out()
+            if task is None:
+                self.board.slots.give(slot)
+                break
+            self.board.waiting.remove(task)
+            self._copy_out(task, slot)
+            num_started += 1
+        return num_started
+
+    def _next_out(self) -> Task | None:
+        board = self.board
+        complete = []
+        for task in board.waiting:
+            if not task.is_complete and task.ready is not None and not task.ready.done():
+                break  # gradients are made in this order: none behind it is complete
+            task.is_complete = True  # asked once: with a hundred tasks, asking would cost more than starting a copy
+            complete.append(task)
+        by_need = [*sorted(complete, key=lambda t: t.deadline), *board.waiting[len(complete) :]]
+        fits: Callable[[Task], bool] = lambda t: board.holds_on_host or board.is_allowed(t) or board.reserve(t)  # noqa: E731
+        return next((task for task in by_need if fits(task)), None)
+
+    def _copy_out(self, task: Task, slot: Slot) -> None:
+        board, sources = self.board, list(task.sources)
+        task.slot = slot
+        task.grads = grads = slot.view(sources[0][1].dtype, task.bucket.plan.numel)
+        stream = board.device.stream("out")
+
+        def copy() -> None:
+            for offset, source in sources:
+                into = grads if source.numel() == grads.numel() else grads[offset : offset + source.numel()]
+                into.copy_(source, non_blocking=True)
+
+        assert task.ready is not None
+        stream.wait(task.ready, GRAD_READY)
+        stream.run(copy, span="out", bucket=task.bucket.plan.index)
+        task.arrived = stream.record()
+        self.bytes_out += sum(source.numel() * source.element_size() for _, source in sources)
+        board.flying.append(task)
+        if task.flat is not None and (task.job.gate.is_open or board.holds_on_host):
+            board.flats.give(task.flat, task.arrived)  # nobody will need it again
+            task.flat = None
+
+    # Back: host to parameter.
+
+    def _send(self) -> int:
+        """Queue the most urgent weights, as many as keep the copies going."""
+        self._sends = [event for event in self._sends if not event.done()]
+        num_sent = 0
+        ready = sorted((t for t in self.board.outbox if t.job.is_released), key=lambda t: t.deadline)
+        for task in ready:
+            if task.weights and len(self._sends) >= _SENDS_AT_ONCE:
+                break
+            self.board.outbox.remove(task)
+            if task.weights:  # a dropped task has none
+                self._sends.append(self._copy_back(task))
+            task.bucket.sent = max(task.bucket.sent, task.job.number)
+            num_sent += 1
+        return num_sent
+
+    def _copy_back(self, task: Task) -> Event:
+        bucket, stream = task.bucket, self.board.device.stream("in")
+        targets = [bucket.targets[i] for i in task.present]
+        weights = [task.weights[i] for i in task.present]
+        weights = [w if t.dim() == 1 else w.view(t.shape) for t, w in zip(targets, weights, strict=True)]
+        params = [bucket.params[i] for i in task.present]
+
+        def copy() -> None:
+            torch._foreach_copy_(targets, weights, non_blocking=True)
+            for param in params:
+                param.version = param.tensor._version
+
+        if task.job.after is not None:
+            stream.wait(task.job.after, OLD_WEIGHTS)
+        stream.run(copy, span="in", bucket=bucket.plan.index)
+        event = bucket.sent_event = stream.record()
+        self.bytes_back += sum(bucket.slices[i].numel for i in task.present) * bucket.plan.dtype.itemsize
+        if task.weight_slot is not None:
+            self.board.weight_slots.give(task.weight_slot, event)
+        task.weight_slot, task.weights = None, ()
+        return event
