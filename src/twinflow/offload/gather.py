@@ -10,6 +10,7 @@ from torch import Tensor
 
 from twinflow import native
 from twinflow.offload.plan import Slice
+from twinflow.rules.formats import BLOCK
 
 Pieces = Sequence[tuple[Slice, Tensor]]
 
@@ -28,23 +29,23 @@ def cast(flat: Tensor, total: Tensor, slices: Sequence[Slice]) -> None:
         flat[where].copy_(total[where])
 
 
-def find(sources: Sequence[tuple[int, Tensor]], piece: Slice) -> Tensor:
-    """One slice's gradient, from a whole flat buffer or from a tensor of its own."""
-    for start, source in sources:
-        if start <= piece.offset and piece.offset + piece.numel <= start + source.numel():
-            return source[piece.offset - start : piece.offset - start + piece.numel]
-    raise AssertionError("a slice without a source")
+def measure(norm: Tensor, sources: Sequence[tuple[int, Tensor]], numel: int) -> None:
+    """The norm of a bucket's gradients, in fp64, into `norm`. `sources` are its gradients with their offsets.
 
-
-def measure(norms: Tensor, views: Sequence[tuple[int, Tensor]]) -> None:
-    """Each gradient's norm in fp64 into its place in `norms`. Slices are fixed, so norms do not depend on timing."""
-    if norms.device.type == "cpu":
-        sums = native.sum_squares([view for _, view in views])
-        values = [torch.tensor(total, dtype=torch.float64).sqrt() for total in sums]
-    else:
-        values = [torch.linalg.vector_norm(view, dtype=torch.float64) for _, view in views]
-    for (i, _), value in zip(views, values, strict=True):
-        norms[i].copy_(value)
+    Rows of 128 elements are summed in fp32 and rows in fp64, so that it does not matter how a bucket is put together.
+    """
+    if norm.device.type == "cpu":
+        total = sum(native.sum_squares([source for _, source in sources]))
+        norm.copy_(torch.tensor(total, dtype=torch.float64).sqrt())
+        return
+    rows = torch.zeros(numel // BLOCK, dtype=torch.float32, device=norm.device)
+    for offset, source in sources:
+        first, num_whole = offset // BLOCK, source.numel() // BLOCK
+        whole = source[: num_whole * BLOCK].view(num_whole, BLOCK)
+        rows[first : first + num_whole] = torch.linalg.vector_norm(whole, dim=1, dtype=torch.float32)
+        if source.numel() % BLOCK:
+            rows[first + num_whole] = torch.linalg.vector_norm(source[num_whole * BLOCK :], dtype=torch.float32)
+    norm.copy_(torch.linalg.vector_norm(rows, dtype=torch.float64))
 
 
 class TakenGradient(Tensor):

@@ -15,7 +15,7 @@ import torch
 from twinflow.rules.formats import BLOCK
 
 ROOT = -1  # the block number of parameters that belong to no block
-BUCKET_NUMEL = 1 << 25  # 64 MiB of bf16: a few milliseconds of PCIe and of host update
+BUCKET_NUMEL = 1 << 26  # 128 MiB of bf16: some milliseconds of PCIe and of host update
 
 
 @dataclass(frozen=True)

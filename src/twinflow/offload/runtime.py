@@ -46,7 +46,7 @@ class Settings:
     delayed_update_start: int = 0  # ordinary steps first
     hold_on_host: bool = False  # where gradients wait for the gate
     flat_bytes: int = 3 << 29  # device memory for gradients on their way out, where they need not wait for the gate
-    num_slots: int = 6
+    num_slots: int = 4
     shadow_bytes: int = 0
 
 
@@ -76,9 +76,8 @@ class Runtime:
         self._recorder: Recorder | None = None
         self._handles: list[RemovableHandle] = []
         self._sums: dict[int, Tensor] = {}  # fp32 sums of gradients over micro-batches, of each bucket
-        self._first_norm = [0, *torch.tensor([len(p.slices) for p in plans]).cumsum(0).tolist()]
-        self._norms = torch.zeros(self._first_norm[-1], dtype=torch.float64, device=self._tensor_device)
-        self._host_norms = [device.pinned(self._first_norm[-1], torch.float64) for _ in range(2)]
+        self._norms = torch.zeros(len(plans), dtype=torch.float64, device=self._tensor_device)  # of each bucket
+        self._host_norms = [device.pinned(len(plans), torch.float64) for _ in range(2)]
         self.board = self._new_board(plans)
         self.worker, self.mover = Worker(self.board, "worker"), Mover(self.board)
         self._forward_mark: Any = None
@@ -112,6 +111,17 @@ class Runtime:
             settings.hold_on_host,
         )
 
+    def prepare_shadows(self, max_bytes: int, share: float) -> None:
+        """Let updates run ahead of the gate within this much host memory; make shadows for a share of the buckets."""
+        shadows, settings = self.board.shadows, self.settings
+        shadows.max_bytes = max_bytes
+        if not (settings.early and settings.limits.any and self.updater.can_shadow) or settings.delayed_update:
+            return
+        chosen = self.buckets[: math.ceil(share * len(self.buckets))]
+        shadows.prepare((bucket.plan, bucket.nbytes) for bucket in chosen)
+        num_slots = sum(self.updater.needs_weight_slot(bucket.plan) for bucket in chosen)
+        self.board.weight_slots.prepare(num_slots if shadows.num_bytes else 0)
+
     def attach(self, model: nn.Module, blocks: list[Block]) -> None:
         """Put the hooks on the model, and watch its first forward."""
         self._handles += install(model, blocks, self)
@@ -129,6 +139,7 @@ class Runtime:
 
     def after_model(self) -> None:
         """The forward is queued; what follows until `step` counts as backward."""
+        self._finish_recording()
         if self.device.trace.enabled and self._forward_mark is not None:
             self._backward_mark = self.device.mark()
             self.device.add_span("forward", self._forward_mark, self._backward_mark)
@@ -242,10 +253,14 @@ class Runtime:
     def _submit(self, task: Task) -> None:
         """All gradients of a task are queued: measure them, and hand the task on."""
         task.present.sort()
-        bucket, first = task.bucket, self._first_norm[task.bucket.plan.index]
-        views = [(first + i, gather.find(task.sources, bucket.slices[i])) for i in task.present]
-        compute = self.device.compute()
-        compute.run(partial(gather.measure, self._norms, views))
+        bucket, compute = task.bucket, self.device.compute()
+        sources = task.sources
+        if task.flat is not None:  # one look at the whole where every slice is there: what lies between them is zero
+            flat, cuts = task.flat, [bucket.slices[i] for i in task.present]
+            is_whole = len(cuts) == len(bucket.slices) and self.device.kind != "cpu"
+            sources = [(0, flat)] if is_whole else [(c.offset, flat[c.offset : c.offset + c.numel]) for c in cuts]
+        norm = self._norms[bucket.plan.index]
+        compute.run(partial(gather.measure, norm, list(sources), bucket.plan.numel))
         task.ready = compute.record()
         bucket.task = None
         task.job.tasks.append(task)

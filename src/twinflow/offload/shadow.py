@@ -9,7 +9,7 @@ steps there are as many as the host can use in one backward.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from twinflow.offload.plan import BucketPlan
@@ -42,6 +42,15 @@ class ShadowPool:
                 self._num_queued += 1
                 self._maker.submit(self._add, plan, nbytes)
         return None
+
+    def prepare(self, plans: Iterable[tuple[BucketPlan, int]]) -> None:
+        """Make stores for these buckets now, as far as the budget goes, rather than in the first steps."""
+        for plan, nbytes in plans:
+            if self.num_bytes + nbytes <= self.max_bytes:
+                self.num_bytes += nbytes
+                self._spare.setdefault(plan.layout, [])
+                self._num_queued += 1
+                self._add(plan, nbytes)
 
     def _add(self, plan: BucketPlan, nbytes: int) -> None:
         try:

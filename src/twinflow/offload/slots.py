@@ -62,6 +62,11 @@ class SlotPool:
         self.num_made += 1
         return Slot(self._device.pinned(self._slot_bytes, torch.uint8))
 
+    def prepare(self, num_more: int) -> None:
+        """Make some beyond the limit now, rather than when they are needed."""
+        made = [self.take(may_grow=True) for _ in range(num_more)]
+        self._free += [slot for slot in made if slot is not None]
+
     def give(self, slot: Slot, read_until: Event | None = None) -> None:
         """Hand a slot back; `read_until` is the event after which nobody reads it any more."""
         if read_until is None:
@@ -93,7 +98,7 @@ class FlatPool:
         if self.num_bytes + nbytes > self.max_bytes and self._others_in_use(numel, dtype):
             return None
         self.num_bytes += nbytes
-        return torch.empty(numel, dtype=dtype, device=self._device), None
+        return torch.zeros(numel, dtype=dtype, device=self._device), None
 
     def _others_in_use(self, numel: int, dtype: torch.dtype) -> bool:
         """Make room by forgetting free buffers of other sizes; whether that was not enough."""

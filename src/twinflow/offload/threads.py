@@ -1,9 +1,9 @@
 """The two threads that act on the board: the worker updates, the mover copies and decides.
 
 The worker's Python between two kernels is lost time, so it only picks and updates; the mover does the rest while a
-kernel runs, which holds no interpreter lock. The worker takes, of the gradients that have *arrived*, the one whose weight the
-next forward needs first. Python runs far ahead of a GPU: that a hook has run says nothing about a gradient being there.
-The mover keeps its queues of copies short, so that an urgent one never stands behind a hundred others.
+kernel runs, which holds no interpreter lock. The worker takes, of the gradients that have *arrived*, the one whose
+weight the next forward needs first. Python runs far ahead of a GPU: that a hook has run says nothing about a gradient
+being there. The mover keeps its queues of copies short, so that an urgent one never stands behind a hundred others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from twinflow.offload.bucket import Task
 from twinflow.offload.slots import Slot
 from twinflow.offload.sync import GRAD_READY, NORMS, OLD_WEIGHTS
 
-_SENDS_AT_ONCE = 2  # copies back that are queued: one runs, one is next
+_SENDS_AT_ONCE = 3  # copies back that are queued: one runs, two are next
 
 
 class _Thread:
@@ -111,8 +111,8 @@ class Mover(_Thread):
             if did:
                 board.changed.notify_all()
             else:
-                armed = any(job.gate.norms is not None for job in board.jobs)
-                self._sleep(has_events=armed or bool(board.outbox) or bool(board.waiting))
+                is_armed = any(job.gate.norms is not None for job in board.jobs)
+                self._sleep(has_events=is_armed or any(task.job.is_released for task in board.outbox))
 
     def _decide(self) -> int:
         """Open the gates whose norms have come; how many."""

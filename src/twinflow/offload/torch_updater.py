@@ -138,10 +138,6 @@ class TorchUpdater:
             return Store("fp32", self._device.pinned(plan.numel, torch.float32).zero_())
         return Store("fp32", native.huge_zeros(plan.numel, dtype=torch.float32))
 
-    def new_shadow(self, plan: BucketPlan) -> Store:
-        """Never asked for: these states cannot be written beside themselves."""
-        raise AssertionError("no shadows")
-
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
         """Make the bucket's optimizer. The master must hold the weights by now: some optimizers look at them here."""
         flats = [bucket.store.master.narrow(0, piece.offset, piece.numel) for piece in bucket.slices]

@@ -29,13 +29,16 @@ from twinflow.rules.checks import FLOATS
 from twinflow.rules.segment import check_format
 from twinflow.trace import Trace, write_chrome_trace
 
+# How much of a model the host updates in one backward of a few thousand tokens: shadows for that much are made at once.
+_SHADOW_SHARES = {"fp32": 0.6, "bf16": 0.9, "int8": 1.0}
+
 
 @dataclass(frozen=True)
 class Tuning:
     """What changes speed and memory, never a result."""
 
     bucket_numel: int = BUCKET_NUMEL  # elements that travel together
-    num_slots: int = 6  # page-locked buckets each way
+    num_slots: int = 4  # page-locked buckets each way
     flat_bytes: int = 3 << 29  # device memory for gradients on their way out
     hold: str = "device"  # where gradients wait for the clipping decision: "device" or "host"
     shadow_bytes: int | None = None  # host memory for updates ahead of that decision; None: what is spare
@@ -126,7 +129,7 @@ class TwinOptimizer(Optimizer):
         for bucket in runtime.buckets:
             updater.start(bucket, self.param_groups)
         runtime.adopt(params, keep=False)
-        runtime.board.shadows.max_bytes = self._shadow_bytes()
+        runtime.prepare_shadows(self._shadow_bytes(), _SHADOW_SHARES[self.states])
         if self.model is not None:
             runtime.attach(self.model, blocks)
         return runtime
