@@ -29,23 +29,24 @@ def cast(flat: Tensor, total: Tensor, slices: Sequence[Slice]) -> None:
         flat[where].copy_(total[where])
 
 
-def measure(norm: Tensor, sources: Sequence[tuple[int, Tensor]], numel: int) -> None:
-    """The norm of a bucket's gradients, in fp64, into `norm`. `sources` are its gradients with their offsets.
+def measure(norm: Tensor, flat: Tensor) -> None:
+    """The norm of a bucket's gradients in fp64 into `norm`; `flat` holds zeros where there is no gradient.
 
-    Rows of 128 elements are summed in fp32 and rows in fp64, so that it does not matter how a bucket is put together.
+    Always of a whole bucket, so that it is the same to the last bit however the gradients came together.
     """
     if norm.device.type == "cpu":
-        total = sum(native.sum_squares([source for _, source in sources]))
-        norm.copy_(torch.tensor(total, dtype=torch.float64).sqrt())
+        norm.copy_(torch.tensor(native.sum_squares([flat])[0], dtype=torch.float64).sqrt())
         return
-    rows = torch.zeros(numel // BLOCK, dtype=torch.float32, device=norm.device)
-    for offset, source in sources:
-        first, num_whole = offset // BLOCK, source.numel() // BLOCK
-        whole = source[: num_whole * BLOCK].view(num_whole, BLOCK)
-        rows[first : first + num_whole] = torch.linalg.vector_norm(whole, dim=1, dtype=torch.float32)
-        if source.numel() % BLOCK:
-            rows[first + num_whole] = torch.linalg.vector_norm(source[num_whole * BLOCK :], dtype=torch.float32)
+    rows = torch.linalg.vector_norm(flat.view(-1, BLOCK), dim=1, dtype=torch.float32)  # fp64 here would be slow
     norm.copy_(torch.linalg.vector_norm(rows, dtype=torch.float64))
+
+
+def measure_parts(norm: Tensor, sources: Sequence[tuple[int, Tensor]], numel: int) -> None:
+    """The same for gradients that lie in tensors of their own, or only in parts of a flat buffer."""
+    flat = torch.zeros(numel, dtype=sources[0][1].dtype, device=norm.device)
+    for offset, source in sources:
+        flat[offset : offset + source.numel()] = source
+    measure(norm, flat)
 
 
 class TakenGradient(Tensor):

@@ -254,13 +254,13 @@ class Runtime:
         """All gradients of a task are queued: measure them, and hand the task on."""
         task.present.sort()
         bucket, compute = task.bucket, self.device.compute()
-        sources = task.sources
-        if task.flat is not None:  # one look at the whole where every slice is there: what lies between them is zero
-            flat, cuts = task.flat, [bucket.slices[i] for i in task.present]
-            is_whole = len(cuts) == len(bucket.slices) and self.device.kind != "cpu"
-            sources = [(0, flat)] if is_whole else [(c.offset, flat[c.offset : c.offset + c.numel]) for c in cuts]
-        norm = self._norms[bucket.plan.index]
-        compute.run(partial(gather.measure, norm, list(sources), bucket.plan.numel))
+        norm, flat = self._norms[bucket.plan.index], task.flat
+        if flat is not None and len(task.present) == len(bucket.slices):
+            compute.run(partial(gather.measure, norm, flat))
+        else:
+            cuts = [bucket.slices[i] for i in task.present]
+            parts = task.sources if flat is None else [(c.offset, flat[c.offset : c.offset + c.numel]) for c in cuts]
+            compute.run(partial(gather.measure_parts, norm, list(parts), bucket.plan.numel))
         task.ready = compute.record()
         bucket.task = None
         task.job.tasks.append(task)
