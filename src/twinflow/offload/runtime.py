@@ -111,16 +111,15 @@ class Runtime:
             settings.hold_on_host,
         )
 
-    def prepare_shadows(self, max_bytes: int, share: float) -> None:
-        """Let updates run ahead of the gate within this much host memory; make shadows for a share of the buckets."""
+    def prepare_shadows(self, max_bytes: int) -> None:
+        """Let updates run ahead of the gate within this much host memory, and make the shadows now."""
         shadows, settings = self.board.shadows, self.settings
         shadows.max_bytes = max_bytes
         if not (settings.early and settings.limits.any and self.updater.can_shadow) or settings.delayed_update:
             return
-        chosen = self.buckets[: math.ceil(share * len(self.buckets))]
-        shadows.prepare((bucket.plan, bucket.nbytes) for bucket in chosen)
-        num_slots = sum(self.updater.needs_weight_slot(bucket.plan) for bucket in chosen)
-        self.board.weight_slots.prepare(num_slots if shadows.num_bytes else 0)
+        num_made = shadows.prepare((bucket.plan, bucket.nbytes) for bucket in self.buckets)
+        if any(self.updater.needs_weight_slot(bucket.plan) for bucket in self.buckets):
+            self.board.weight_slots.prepare(num_made)
 
     def attach(self, model: nn.Module, blocks: list[Block]) -> None:
         """Put the hooks on the model, and watch its first forward."""
@@ -307,15 +306,20 @@ class Runtime:
         for bucket in self.buckets:
             if any(p.tensor.data_ptr() != address for p, address in zip(bucket.params, bucket.addresses, strict=True)):
                 bucket.find_targets()  # the first time, or somebody gave the parameter other memory
-        changed = [param for param in self.params if param.version != param.tensor._version]
+        if self._written():
+            self.wait()  # it may have been us: weights that no forward has waited for
+        changed = self._written()
         if changed:
-            self.wait()
             if self.has_unsent:
                 raise RuntimeError(
                     f"{changed[0].name} was written to while a delayed update of it was still to come. Load the model "
                     "before the optimizer's state, and change weights only before the first step"
                 )
             self.adopt(changed, keep=True)
+
+    def _written(self) -> list[Param]:
+        """Parameters that were written to since our last write."""
+        return [param for param in self.params if param.version != param.tensor._version]
 
     def step(self) -> Job | None:
         """Close the job: everything that is left of it happens beside what the caller does next."""

@@ -43,14 +43,17 @@ class ShadowPool:
                 self._maker.submit(self._add, plan, nbytes)
         return None
 
-    def prepare(self, plans: Iterable[tuple[BucketPlan, int]]) -> None:
-        """Make stores for these buckets now, as far as the budget goes, rather than in the first steps."""
+    def prepare(self, plans: Iterable[tuple[BucketPlan, int]]) -> int:
+        """Make stores for these buckets now, as far as the budget goes, rather than in the first steps; how many."""
+        num_made = 0
         for plan, nbytes in plans:
             if self.num_bytes + nbytes <= self.max_bytes:
                 self.num_bytes += nbytes
-                self._spare.setdefault(plan.layout, [])
                 self._num_queued += 1
+                self._spare.setdefault(plan.layout, [])
                 self._add(plan, nbytes)
+                num_made += 1
+        return num_made
 
     def _add(self, plan: BucketPlan, nbytes: int) -> None:
         try:

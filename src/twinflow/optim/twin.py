@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from twinflow import native
-from twinflow.device import device_for
+from twinflow.device import Device, device_for
 from twinflow.errors import bad_value
 from twinflow.offload.blocks import find_blocks, num_owners, owners
 from twinflow.offload.bucket import Job, Param
@@ -20,17 +21,15 @@ from twinflow.offload.gate import Limits
 from twinflow.offload.memory import free_host_bytes
 from twinflow.offload.plan import BUCKET_NUMEL, ROOT, ParamSpec, plan_buckets
 from twinflow.offload.runtime import Runtime, Settings
-from twinflow.offload.updater import RuleUpdater
+from twinflow.offload.torch_updater import Recipe, TorchUpdater, host_options
+from twinflow.offload.updater import RuleUpdater, Updater
 from twinflow.optim import twin_state
 from twinflow.optim.loss_scale import LossScale, after_step, static
 from twinflow.optim.options import with_defaults
-from twinflow.rules import RULES
+from twinflow.rules import RULES, Rule
 from twinflow.rules.checks import FLOATS
 from twinflow.rules.segment import check_format
 from twinflow.trace import Trace, write_chrome_trace
-
-# How much of a model the host updates in one backward of a few thousand tokens: shadows for that much are made at once.
-_SHADOW_SHARES = {"fp32": 0.6, "bf16": 0.9, "int8": 1.0}
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,14 @@ class TwinOptimizer(Optimizer):
 
     `model` is the module to train, or parameters as torch.optim takes them (then `step` waits for the update: without
     the model there is no place to wait in the next forward). `param_groups` chooses parameters of the model and their
-    options.
+    options. `rule` names one of ours, or is any torch.optim.Optimizer: a class, an optimizer built over the model's
+    parameters (whose state and options go on from there), or a function from parameters to an optimizer.
     """
 
     def __init__(
         self,
         model: nn.Module | Iterable[Any],
-        rule: str = "adamw",
+        rule: str | Optimizer | Callable[..., Optimizer] = "adamw",
         *,
         param_groups: Iterable[Any] | None = None,
         states: str = "fp32",
@@ -70,18 +70,24 @@ class TwinOptimizer(Optimizer):
         tuning: Tuning | None = None,
         **options: Any,
     ) -> None:
-        if rule not in RULES:
-            raise bad_value("rule", rule, RULES)
-        self.rule, self.rule_name = RULES[rule], rule
-        check_format(self.rule, states)
-        defaults = with_defaults(rule, options)
-        self.rule.check(defaults)
         self._runtime: Runtime | None = None
         self.model = model if isinstance(model, nn.Module) else None
         groups = _groups(model, param_groups)
+        self.rule: Rule | None = None  # one of ours
+        self._recipe: Recipe | None = None  # or the user's
+        if isinstance(rule, str):
+            if rule not in RULES:
+                raise bad_value("rule", rule, RULES)
+            self.rule, self.rule_name = RULES[rule], rule
+            check_format(self.rule, states)
+            defaults = with_defaults(rule, options)
+            self.rule.check(defaults)
+        else:
+            _check_foreign(rule, states, param_groups)
+            self._recipe = Recipe(rule, groups, options)
+            groups, defaults, self.rule_name = self._recipe.groups, self._recipe.defaults, self._recipe.name
         super().__init__(groups, defaults)
-        if host_threads is not None:
-            native.set_threads(host_threads)
+        native.set_threads(host_threads or _host_threads(native.get_threads()))
         self.states, self.tuning = states, tuning or Tuning()
         self.trace = Trace()
         self._loss_scale = loss_scale or static(1.0)
@@ -112,33 +118,38 @@ class TwinOptimizer(Optimizer):
             index = len(params)
             params.append(Param(index, name, tensor, group, is_late=ties.get(tensor, 1) > 1, version=-1))
             block = block_of.get(tensor, ROOT)
-            specs.append(ParamSpec(name, tensor.numel(), block, tensor.dtype, tensor.is_contiguous()))
+            can_split = tensor.is_contiguous() and self._recipe is None
+            specs.append(ParamSpec(name, tensor.numel(), block, tensor.dtype, can_split))
         _check_params(params)
         device = device_for(params[0].tensor.device, self.trace)
-        momentum = any(float(group.get("momentum", 1.0)) for group in self.param_groups)
-        updater = RuleUpdater(self.rule, self.states, device, keeps_states=momentum)
+        updater = self._new_updater(device)
         runtime = Runtime(
             device,
             updater,
             params,
             plan_buckets(specs, self.tuning.bucket_numel),
             self._settings,
-            lambda: [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups],
+            lambda: [host_options(group) for group in self.param_groups],
             lambda: self.loss_scale,
         )
+        runtime.adopt(params, keep=False)  # first: an optimizer of the user's may look at the weights when it starts
         for bucket in runtime.buckets:
             updater.start(bucket, self.param_groups)
-        runtime.adopt(params, keep=False)
-        runtime.prepare_shadows(self._shadow_bytes(), _SHADOW_SHARES[self.states])
+        runtime.prepare_shadows(self._shadow_bytes())
         if self.model is not None:
             runtime.attach(self.model, blocks)
         return runtime
 
+    def _new_updater(self, device: Device) -> Updater:
+        if self._recipe is not None:
+            return TorchUpdater(self._recipe, device)
+        assert self.rule is not None
+        momentum = any(float(group.get("momentum", 1.0)) for group in self.param_groups)
+        return RuleUpdater(self.rule, self.states, device, keeps_states=momentum)
+
     def _shadow_bytes(self) -> int:
-        """What may be spent on running ahead: asked for, or what is spare after leaving an eighth to others."""
-        if self.tuning.shadow_bytes is not None:
-            return self.tuning.shadow_bytes
-        return max(0, free_host_bytes() * 7 // 8 - (2 << 30))
+        """What may be spent on running ahead: asked for, or half of what is spare."""
+        return self.tuning.shadow_bytes if self.tuning.shadow_bytes is not None else free_host_bytes() // 2
 
     def _named(self) -> Iterable[tuple[str, nn.Parameter, int]]:
         names = {p: name for name, p in self.model.named_parameters()} if self.model is not None else {}
@@ -162,8 +173,9 @@ class TwinOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            self.rule.check(group)
+        if self.rule is not None:
+            for group in self.param_groups:
+                self.rule.check(group)
         job = self.runtime.step()
         if job is not None:
             self._read_decision()
@@ -261,6 +273,16 @@ def _groups(model: nn.Module | Iterable[Any], param_groups: Iterable[Any] | None
     return [param for param in model.parameters() if param.requires_grad]
 
 
+def _check_foreign(rule: object, states: str, param_groups: Iterable[Any] | None) -> None:
+    """What is allowed beside an optimizer of the user's."""
+    if not isinstance(rule, Optimizer) and not callable(rule):
+        raise bad_value("rule", rule, [*RULES, "a torch.optim.Optimizer class or instance, or a function making one"])
+    if states != "fp32":
+        raise bad_value("states", states, ["fp32"], "A torch.optim.Optimizer given as rule keeps its own states.")
+    if isinstance(rule, Optimizer) and param_groups is not None:
+        raise bad_value("param_groups", "given", "None where rule is an optimizer: it has its own groups")
+
+
 def _check_settings(settings: Settings, model: nn.Module | None) -> None:
     max_norm = settings.limits.max_norm
     if max_norm is not None and not 0.0 < max_norm < float("inf"):
@@ -282,3 +304,8 @@ def _check_params(params: Sequence[Param]) -> None:
         if param.tensor.device != params[0].tensor.device:
             allowed = f"{params[0].tensor.device}, where {params[0].name} is"
             raise bad_value(f"{param.name} device", str(param.tensor.device), allowed)
+
+
+def _host_threads(num_threads: int) -> int:
+    """Of many cores one is left to the threads that start the GPU's work: they decide how busy it is."""
+    return num_threads - 1 if num_threads >= 8 and "TWINFLOW_THREADS" not in os.environ else num_threads

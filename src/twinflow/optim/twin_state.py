@@ -56,6 +56,9 @@ def _read_param(optimizer: TwinOptimizer, param: Param) -> dict[str, Any]:
     parts = [optimizer.runtime.updater.read(bucket, i) for bucket, i in pieces]
     entry: dict[str, Any] = {"step": pieces[0][0].steps[pieces[0][1]]}
     for name in parts[0]:
+        if isinstance(parts[0][name], dict):  # what a torch optimizer keeps, for whole parameters: in its own shapes
+            entry[name] = parts[0][name]
+            continue
         values = parts[0][name] if len(parts) == 1 else torch.cat([part[name] for part in parts])
         entry[name] = values if name.endswith("_scale") else values.view(param.tensor.shape)
     return entry
@@ -92,14 +95,16 @@ def restore(optimizer: TwinOptimizer, saved: Mapping[str, Any]) -> None:
         runtime.adopt(runtime.params, keep=True)  # the model's weights win where they are not what a master rounds to
 
 
-def _cut(entry: Mapping[str, Any], start: int, numel: int) -> dict[str, Tensor]:
+def _cut(entry: Mapping[str, Any], start: int, numel: int) -> dict[str, Any]:
     """One slice of a saved parameter, flat."""
-    cut = {}
+    cut: dict[str, Any] = {}
     for name, value in entry.items():
         if name.endswith("_scale"):
             cut[name] = value[start // BLOCK : -(-(start + numel) // BLOCK)].cpu()
         elif isinstance(value, Tensor):
             cut[name] = value.detach().reshape(-1)[start : start + numel].cpu().float()
+        elif isinstance(value, dict):
+            cut[name] = value
     return cut
 
 
