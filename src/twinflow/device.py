@@ -68,6 +68,7 @@ class Device:
     def __init__(self, trace: Trace | None = None) -> None:
         self.trace = trace or Trace()
         self.disabled: frozenset[str] = frozenset()
+        self.error: BaseException | None = None  # the first that work on a stream has raised
         self._delays: dict[str, float] = {}
         self._streams: dict[str, Any] = {}
 
@@ -119,7 +120,10 @@ class _ThreadEvent:
         self.future: Future[None] = Future()
 
     def done(self) -> bool:
-        return self.future.done()
+        if not self.future.done():
+            return False
+        self.future.result()  # work that failed is over, but not done
+        return True
 
     def synchronize(self) -> None:
         self.future.result()
@@ -173,7 +177,8 @@ class _ThreadStream:
     @torch.no_grad()
     def _loop(self) -> None:
         while (work := self._queue.get()) is not None:
-            self._error = _failure(work) or self._error
+            self._error = self._error or _failure(work)
+            self._device.error = self._device.error or self._error
 
 
 def _failure(work: Work) -> BaseException | None:

@@ -88,6 +88,7 @@ class Board:
                     task.weight_slot = self.weight_slots.take()
                 self.updater.publish(task)
                 task.bucket.updated = task.job.number
+                task.bucket.sent = task.bucket.due = task.job.number - 1
                 self.outbox.append(task)
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
@@ -98,9 +99,24 @@ class Board:
                 self.changed.wait(1.0)
 
     def check(self) -> None:
-        """Raise if a thread has failed."""
-        if self.error is not None:
-            raise WorkerError(f"the offload worker failed: {self.error!r}") from self.error
+        """Raise if a thread or a stream has failed, or there is none any more."""
+        error = self.error or self.device.error
+        if error is not None:
+            raise WorkerError(f"the offload worker failed: {error!r}") from error
+        if self.is_closing:
+            raise RuntimeError("the optimizer is closed: build a new one to go on training")
+
+    def hold(self, event: Event, point: str) -> None:
+        """Let the model wait for an event."""
+        try:
+            self.device.hold_compute(event, point)
+        except Exception:
+            self.check()
+            raise
+
+    def gives_flats(self) -> bool:
+        """Whether a flat buffer will come back whatever the runtime does."""
+        return any(task.flat is not None for task in (*self.waiting, *self.flying, *self.ahead))
 
     def _know(self, job: Job) -> None:
         if job not in self.jobs:
@@ -147,7 +163,8 @@ class Board:
             self._free_slot(task)
         if gate.decision is None:
             self.ahead.append(task)
-        else:  # the gate has decided meanwhile
+        else:  # the gate has decided meanwhile, and counted it as held
+            gate.counts["held"] -= 1
             self._settle(task)
 
     def decide(self, job: Job) -> None:
@@ -171,6 +188,7 @@ class Board:
         decision, gate = task.job.gate.decision, task.job.gate
         assert decision is not None
         if decision.skip:
+            gate.counts["dropped"] += bool(task.weights)
             self._drop(task)
         elif decision.factor == 1.0 / gate.scale:
             self._swap(task)
@@ -219,12 +237,12 @@ class Board:
             task.shadow = None
         if task.weight_slot is not None:
             self.weight_slots.give(task.weight_slot)
-            task.weight_slot, task.weights = None, ()
+        task.weight_slot, task.weights = None, ()
 
     def _free_gradients(self, task: Task) -> None:
         self._free_slot(task)
         if task.flat is not None:
-            self.flats.give(task.flat, task.arrived)
+            self.flats.give(task.bucket.plan, task.flat, task.arrived)
             task.flat = None
         task.sources.clear()
 

@@ -45,13 +45,14 @@ class Decision:
 
 def decide(sums: Sequence[float], scale: float, limits: Limits) -> Decision:
     """The decision for a step whose gradients (times the loss scale) have these sums of squares."""
-    total = math.fsum(sums) if all(map(math.isfinite, sums)) else math.nan
+    total = math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)
     norm = math.sqrt(total) / scale if total >= 0 else math.nan
     if limits.skip_nonfinite and not math.isfinite(norm):
         return Decision(norm, 0.0, skip=True, clipped=False)
     clip = 1.0
     if limits.max_norm is not None:
-        clip = min(1.0, limits.max_norm / (norm + _CLIP_EPS))
+        clip = limits.max_norm / (norm + _CLIP_EPS)
+        clip = 1.0 if clip > 1.0 else clip  # NaN stays NaN, as with torch
     return Decision(norm, clip / scale, skip=False, clipped=clip != 1.0)
 
 

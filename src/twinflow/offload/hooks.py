@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from twinflow.offload.blocks import Block
+from twinflow.offload.blocks import Block, owners
 from twinflow.offload.bucket import Param
 from twinflow.offload.plan import ROOT
 
@@ -52,15 +52,20 @@ def in_backward() -> bool:
 def install(model: nn.Module, blocks: list[Block], listener: Listener) -> list[RemovableHandle]:
     """Put the waits on the model."""
     inside = {id(module) for block in blocks for module in block.module.modules()}
-    handles = [model.register_forward_hook(_outside_backward(listener.after_model))]
+    owner = owners(model, blocks)
+    handles = [model.register_forward_hook(_outside_backward(model, listener.after_model))]
     for module in model.modules():
         owns = any(p.requires_grad for p in module.parameters(recurse=False))
         if module is model or (owns and id(module) not in inside):
             handles.append(_before(module, partial(listener.before_forward, ROOT)))
         if owns or module is model:
-            hook: Any = _ignore_arguments(listener.wait)
+            hook: Any = _only_for(module, listener.wait)
             handles.append(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
-    handles += [_before(block.module, partial(listener.before_forward, block.index)) for block in blocks]
+            handles.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+    for block in blocks:
+        handles.append(_before(block.module, partial(listener.before_forward, block.index)))
+        if any(owner.get(p) == ROOT for p in block.module.parameters()):  # shared with others
+            handles.append(_before(block.module, partial(listener.before_forward, ROOT)))
     handles.append(_before(model, listener.before_model))  # the last put first: it comes before all waits
     return handles
 
@@ -77,20 +82,20 @@ def take_gradients(params: list[Param], listener: Listener) -> list[RemovableHan
 
 
 def _before(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
-    return module.register_forward_pre_hook(_outside_backward(call), prepend=True)
+    return module.register_forward_pre_hook(_outside_backward(module, call), prepend=True)
 
 
-def _outside_backward(call: Callable[[], None]) -> Callable[..., None]:
-    def hook(*_: Any) -> None:
-        if not in_backward():
+def _outside_backward(module: nn.Module, call: Callable[[], None]) -> Callable[..., None]:
+    def hook(caller: nn.Module, *_: Any) -> None:
+        if caller is module and not in_backward():  # a deep copy has the same hooks
             call()
 
     outside_graph: Callable[..., None] = torch._dynamo.disable(hook)  # type: ignore[no-untyped-call]
     return outside_graph
 
 
-def _ignore_arguments(call: Callable[[], None]) -> Callable[..., None]:
-    return lambda *_: call()
+def _only_for(module: nn.Module, call: Callable[[], None]) -> Callable[..., None]:
+    return lambda caller, *_: call() if caller is module else None
 
 
 class Recorder:

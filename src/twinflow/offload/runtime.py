@@ -74,7 +74,9 @@ class Runtime:
             self._by_block.setdefault(bucket.plan.block, []).append(bucket)
         self._runs: dict[int, int] = {}  # of each block, in this forward of the model
         self._recorder: Recorder | None = None
+        self.model_owner: dict[str, Any] = {}  # where the model says that it has an optimizer
         self._handles: list[RemovableHandle] = []
+        self._frozen: dict[str, nn.Parameter] = {}  # parameters that were so at the start
         self._sums: dict[int, Tensor] = {}  # fp32 sums of gradients over micro-batches, of each bucket
         self._norms = torch.zeros(len(plans), dtype=torch.float64, device=self._tensor_device)  # of each bucket
         self._host_norms = [device.pinned(len(plans), torch.float64) for _ in range(2)]
@@ -123,8 +125,13 @@ class Runtime:
 
     def attach(self, model: nn.Module, blocks: list[Block]) -> None:
         """Put the hooks on the model, and watch its first forward."""
+        if model.__dict__.get("_twinflow_owner") == id(model):  # a deep copy has another id
+            raise ValueError("the model already has a TwinOptimizer. Call its close() before building another")
+        self.model_owner = model.__dict__
+        self.model_owner["_twinflow_owner"] = id(model)
         self._handles += install(model, blocks, self)
         self._recorder = Recorder(model, blocks)
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         if self.settings.early:
             self._handles += take_gradients(self.params, self)
 
@@ -167,7 +174,7 @@ class Runtime:
             self.device.trace.add("wait", "main", start, time.perf_counter(), bucket=bucket.plan.index)
         event = bucket.sent_event
         if event is not None:
-            self.device.hold_compute(event, FORWARD)
+            self.board.hold(event, FORWARD)
             if event.done():
                 bucket.sent_event = None
 
@@ -180,6 +187,7 @@ class Runtime:
         if grad is None:
             return
         _check_grad(param, grad)
+        self._finish_recording()
         param.hits += 1
         wanted = self.settings.accumulation_steps
         if param.hits > wanted and not param.is_late:
@@ -188,11 +196,12 @@ class Runtime:
                 "(early=True). Declare the number of backwards with accumulation_steps=, or build the optimizer with "
                 "early=False"
             )
-        if param.hits == wanted and self.job is None:
+        is_last = param.hits == wanted and not param.is_late  # pieces for a late parameter say nothing about backwards
+        if self.job is None and (is_last or wanted == 1):
             self._begin()
         self._gather(param, grad.detach().reshape(-1))
         param.tensor.grad = None  # its memory is free again as soon as it is in the bucket
-        if param.hits == wanted and not param.is_late:
+        if is_last:
             self._param_done(param)
             param.tensor.grad = param.taken
 
@@ -225,11 +234,11 @@ class Runtime:
     def _flat(self, plan: BucketPlan) -> Tensor:
         board, flats = self.board, self.board.flats
         with board.changed:
-            taken = flats.take(plan.numel, plan.dtype)
-            while taken is None:  # the mover hands one back with each copy it starts, whatever this thread does
+            # The mover hands one back with each copy it starts. Where there is none to start, all are held by buckets
+            # that this very thread has to complete: then one more is made.
+            while (taken := flats.take(plan, may_grow=not board.gives_flats())) is None:
                 board.check()
                 board.changed.wait(1.0)
-                taken = flats.take(plan.numel, plan.dtype)
         flat, read_until = taken
         if read_until is not None:
             self.device.compute().wait(read_until, FLAT_FREE)
@@ -303,6 +312,9 @@ class Runtime:
         for param in self.params:
             if not param.tensor.requires_grad:
                 raise RuntimeError(f"{param.name} no longer requires a gradient. Build a new optimizer after freezing")
+        for name, tensor in self._frozen.items():
+            if tensor.requires_grad:
+                raise RuntimeError(f"{name} now requires a gradient. Build a new optimizer after unfreezing")
         for bucket in self.buckets:
             if any(p.tensor.data_ptr() != address for p, address in zip(bucket.params, bucket.addresses, strict=True)):
                 bucket.find_targets()  # the first time, or somebody gave the parameter other memory
@@ -409,6 +421,7 @@ class Runtime:
 
     def wait(self) -> None:
         """Until every update that has begun is in the state, and every weight that is due is in its parameter."""
+        self.board.check()
         if self.job is not None and not self.settings.limits.any:
             raise RuntimeError(
                 "weights and state are read between backward() and step(), when some of them are already updated "
@@ -420,7 +433,7 @@ class Runtime:
             self.board.wait_for(lambda: last.gate.decision is not None and last.is_done)
         for bucket in self.buckets:
             if bucket.sent_event is not None:
-                self.device.hold_compute(bucket.sent_event, READERS)
+                self.board.hold(bucket.sent_event, READERS)
 
     @property
     def has_unsent(self) -> bool:
@@ -440,20 +453,51 @@ class Runtime:
                         self.updater.write_master(bucket, i, values[piece.start : piece.start + piece.numel], keep)
             param.version = param.tensor._version
 
+    def flush(self) -> None:
+        """Put a delayed update that is still to come into the weights now."""
+        last = self.last
+        if last is not None and not last.is_released:
+            self.board.release(last, self.device.compute().record())
+            for task in last.tasks:
+                task.bucket.due = last.number
+        self.wait()
+
+    def forget_gradients(self) -> None:
+        """Drop what a step in the making has gathered, as far as no update has begun."""
+        if self.job is None:
+            for param in self.params:
+                param.hits = 0
+
+    def forget_jobs(self, num_jobs: int) -> None:
+        """Start counting anew: the state and the weights are now somebody else's."""
+        self.num_jobs, self.last = num_jobs, None
+        with self.board.changed:
+            for bucket in self.buckets:
+                bucket.due = bucket.sent = bucket.updated = num_jobs
+
     def close(self) -> None:
-        """Finish what has begun, then take all hooks off and end the threads."""
+        """Finish what has begun, then take all hooks off and end the threads. In the middle of a step: just end."""
+        if self.board.is_closing:
+            return
         try:
-            self.wait()
+            if self.job is None:
+                self.flush()
         finally:
             for handle in self._handles:
                 handle.remove()
+            if self._recorder is not None:
+                self._recorder.finish()
+            self.model_owner.pop("_twinflow_owner", None)
             with self.board.changed:
                 self.board.is_closing = True
                 self.board.changed.notify_all()
-            self.worker.join()
-            self.mover.join()
+            for thread in (self.worker, self.mover):
+                thread.join()
             self.board.shadows.close()
             self.device.close()
+            for param in self.params:
+                if isinstance(param.tensor.grad, gather.TakenGradient):
+                    param.tensor.grad = None
 
 
 def _check_grad(param: Param, grad: Tensor) -> None:

@@ -62,6 +62,7 @@ class ShadowPool:
             with self._lock:
                 self.num_bytes -= nbytes
                 self.max_bytes = self.num_bytes
+                self._num_queued -= 1
             return
         with self._lock:
             self._spare[plan.layout].append(store)

@@ -81,36 +81,39 @@ class SlotPool:
 
 
 class FlatPool:
-    """Device buffers for gradients on their way out, up to `max_bytes`. One too large for that gets one of its own."""
+    """Device buffers for gradients on their way out, up to `max_bytes`. One too large for that gets one of its own.
+
+    A buffer serves buckets of one layout: what lies between slices is zero, and stays so.
+    """
 
     def __init__(self, device: torch.device, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._device = device
-        self._free: dict[tuple[int, torch.dtype], deque[tuple[Tensor, Event | None]]] = {}
+        self._free: dict[object, deque[tuple[Tensor, Event | None]]] = {}
 
-    def take(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Event | None] | None:
+    def take(self, plan: BucketPlan, may_grow: bool = False) -> tuple[Tensor, Event | None] | None:
         """A buffer and the event its last copy ends with; None where all are in use and no more may be made."""
-        free = self._free.setdefault((numel, dtype), deque())
+        free = self._free.setdefault(plan.layout, deque())
         if free:
             return free.popleft()
-        nbytes = numel * dtype.itemsize
-        if self.num_bytes + nbytes > self.max_bytes and self._others_in_use(numel, dtype):
-            return None
+        nbytes = plan.numel * plan.dtype.itemsize
+        if self.num_bytes + nbytes > self.max_bytes:
+            self._forget_free()
+            if self.num_bytes and self.num_bytes + nbytes > self.max_bytes and not may_grow:
+                return None
         self.num_bytes += nbytes
-        return torch.zeros(numel, dtype=dtype, device=self._device), None
+        return torch.zeros(plan.numel, dtype=plan.dtype, device=self._device), None
 
-    def _others_in_use(self, numel: int, dtype: torch.dtype) -> bool:
-        """Make room by forgetting free buffers of other sizes; whether that was not enough."""
-        for key, free in self._free.items():
-            while free and key != (numel, dtype) and self.num_bytes:
+    def _forget_free(self) -> None:
+        """Make room: drop free buffers of all layouts."""
+        for free in self._free.values():
+            while free:
                 tensor, event = free.pop()
                 if event is not None:
                     event.synchronize()  # a stream of ours may still read it
                 self.num_bytes -= tensor.numel() * tensor.element_size()
-        nbytes = numel * dtype.itemsize
-        return self.num_bytes > 0 and self.num_bytes + nbytes > self.max_bytes
 
-    def give(self, flat: Tensor, read_until: Event | None) -> None:
+    def give(self, plan: BucketPlan, flat: Tensor, read_until: Event | None) -> None:
         """Hand a buffer back; whoever takes it next has to wait for the event."""
-        self._free.setdefault((flat.numel(), flat.dtype), deque()).append((flat, read_until))
+        self._free.setdefault(plan.layout, deque()).append((flat, read_until))

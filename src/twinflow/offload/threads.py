@@ -169,7 +169,7 @@ class Mover(_Thread):
         self.bytes_out += sum(source.numel() * source.element_size() for _, source in sources)
         board.flying.append(task)
         if task.flat is not None and (task.job.gate.is_open or board.holds_on_host):
-            board.flats.give(task.flat, task.arrived)  # nobody will need it again
+            board.flats.give(task.bucket.plan, task.flat, task.arrived)  # nobody will need it again
             task.flat = None
 
     # Back: host to parameter.

@@ -210,6 +210,11 @@ class TorchUpdater:
         inner.optimizer.state[param] = on_host(values.get("state", {}))
         inner.group_of(param)[0].update(on_host(values.get("group", {})))
 
+    def clear(self, bucket: Bucket, index: int, options: Sequence[Options]) -> None:
+        """Forget what the optimizer keeps for one slice."""
+        inner = self._inners[bucket.plan.index]
+        inner.optimizer.state.pop(inner.params[index], None)
+
     def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
         """A new master from the parameter's values; with `keep`, only where the old one is not what they round from."""
         piece = bucket.slices[index]

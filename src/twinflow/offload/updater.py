@@ -59,6 +59,10 @@ class Updater(Protocol):
         """Take over what `read` gave."""
         ...
 
+    def clear(self, bucket: Bucket, index: int, options: Sequence[Options]) -> None:
+        """One slice's states as before the first update; the master stays."""
+        ...
+
     def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
         """A new master for one slice from its parameter's values; `keep` it where they are what it rounds to."""
         ...
@@ -109,13 +113,17 @@ class RuleUpdater:
         return self.format != "fp32" and plan.dtype == torch.bfloat16
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
-        """Adagrad may start from a sum other than zero."""
-        if self.rule.name != "adagrad":
-            return
-        for piece, param in zip(bucket.slices, bucket.params, strict=True):
-            first = bucket.store.narrow(piece.offset, piece.numel).states[1]
-            assert first is not None
-            first.fill_(float(options[param.group]["initial_accumulator_value"]))
+        """Fresh states are zeros; only Adagrad may start from something else."""
+        if self.rule.name == "adagrad":
+            for i in range(len(bucket.slices)):
+                self.clear(bucket, i, options)
+
+    def clear(self, bucket: Bucket, index: int, options: Sequence[Options]) -> None:
+        """Zeros; for Adagrad the sum it starts from."""
+        store, option = self._slice(bucket, index), options[bucket.params[index].group]
+        for tensor in (*store.states, *store.scales):
+            if tensor is not None:
+                tensor.fill_(float(option.get("initial_accumulator_value", 0.0)))
 
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
         """Half precision beside an fp32 master."""

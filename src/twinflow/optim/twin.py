@@ -92,6 +92,7 @@ class TwinOptimizer(Optimizer):
         self.trace = Trace()
         self._loss_scale = loss_scale or static(1.0)
         self.num_steps = self.num_skipped = 0
+        self._is_stateless = False  # SGD without momentum
         self._unread: Job | None = None  # the last job whose decision the loss scale has not seen
         skip = skip_nonfinite if skip_nonfinite is not None else max_grad_norm is not None or loss_scale is not None
         self._settings = Settings(
@@ -144,8 +145,8 @@ class TwinOptimizer(Optimizer):
         if self._recipe is not None:
             return TorchUpdater(self._recipe, device)
         assert self.rule is not None
-        momentum = any(float(group.get("momentum", 1.0)) for group in self.param_groups)
-        return RuleUpdater(self.rule, self.states, device, keeps_states=momentum)
+        self._is_stateless = not any(float(group.get("momentum", 1.0)) for group in self.param_groups)
+        return RuleUpdater(self.rule, self.states, device, keeps_states=not self._is_stateless)
 
     def _shadow_bytes(self) -> int:
         """What may be spent on running ahead: asked for, or half of what is spare."""
@@ -176,6 +177,9 @@ class TwinOptimizer(Optimizer):
         if self.rule is not None:
             for group in self.param_groups:
                 self.rule.check(group)
+                if self._is_stateless and float(group.get("momentum", 0.0)):
+                    remedy = "The optimizer was built without momentum and keeps no buffer for it: build a new one."
+                    raise bad_value("momentum", group["momentum"], [0.0], remedy)
         job = self.runtime.step()
         if job is not None:
             self._read_decision()
@@ -233,6 +237,23 @@ class TwinOptimizer(Optimizer):
             "bytes_back": mover.bytes_back,
             "shadow_bytes": self.runtime.board.shadows.num_bytes,
         }
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients, those gathered for a step that has not begun included."""
+        if self._settings.early:
+            self.runtime.forget_gradients()
+            set_to_none = True
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while the optimizer is built: its buckets are planned once."""
+        if self._runtime is not None:
+            raise ValueError("a TwinOptimizer takes all its parameters at the start. Build a new one with all groups")
+        super().add_param_group(param_group)
+
+    def flush(self) -> None:
+        """Put a delayed update that is still to come into the weights: call it before using the model elsewhere."""
+        self.runtime.flush()
 
     def wait(self) -> None:
         """Until every update that has begun is done and the weights are in the parameters."""

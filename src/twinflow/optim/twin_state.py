@@ -81,13 +81,17 @@ def restore(optimizer: TwinOptimizer, saved: Mapping[str, Any]) -> None:
             if entry:
                 piece = bucket.slices[i]
                 runtime.updater.write(bucket, i, _cut(entry, piece.start, piece.numel))
+            else:
+                runtime.updater.clear(bucket, i, optimizer.param_groups)
     for group, new in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         group.update({key: value for key, value in new.items() if key != "params"})
     optimizer.num_steps, optimizer.num_skipped = int(saved["num_steps"]), int(saved["num_skipped"])
     optimizer._loss_scale = loss_scale.from_dict(saved["loss_scale"])
     optimizer._unread = None
-    runtime.num_jobs, runtime.last = int(saved["num_jobs"]), None
+    runtime.forget_jobs(int(saved["num_jobs"]))
     if saved["has_unsent"]:
+        # Masters are one update ahead of the weights; where there was no update, the weights are the truth.
+        runtime.adopt([param for param in runtime.params if param.name not in saved["state"]], keep=False)
         for param in runtime.params:
             param.version = param.tensor._version
         runtime.hold_back(runtime.num_jobs)
