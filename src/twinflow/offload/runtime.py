@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +25,13 @@ from twinflow.offload import gather
 from twinflow.offload.blocks import Block
 from twinflow.offload.board import Board
 from twinflow.offload.bucket import Bucket, Job, Options, Param, Task
+from twinflow.offload.collector import Collector
 from twinflow.offload.gate import Decision, Gate, Limits
 from twinflow.offload.hooks import Recorder, install, take_gradients
 from twinflow.offload.plan import ROOT, BucketPlan
 from twinflow.offload.shadow import ShadowPool
 from twinflow.offload.slots import FlatPool, SlotPool
-from twinflow.offload.sync import ARRIVED, FLAT_FREE, FORWARD, READERS, SENT, WEIGHT_SLOT
+from twinflow.offload.sync import ARRIVED, FORWARD, READERS, SENT, WEIGHT_SLOT
 from twinflow.offload.threads import Mover, Worker
 from twinflow.offload.updater import Updater
 
@@ -77,11 +78,11 @@ class Runtime:
         self.model_owner: dict[str, Any] = {}  # where the model says that it has an optimizer
         self._handles: list[RemovableHandle] = []
         self._frozen: dict[str, nn.Parameter] = {}  # parameters that were so at the start
-        self._sums: dict[int, Tensor] = {}  # fp32 sums of gradients over micro-batches, of each bucket
-        self._norms = torch.zeros(len(plans), dtype=torch.float64, device=self._tensor_device)  # of each bucket
-        self._host_norms = [device.pinned(len(plans), torch.float64) for _ in range(2)]
         self.board = self._new_board(plans)
+        self.collector = Collector(device, self.board, self.buckets, settings.accumulation_steps, self._tensor_device)
         self.worker, self.mover = Worker(self.board, "worker"), Mover(self.board)
+        # Also when this object is forgotten, and before the interpreter ends under threads that still work.
+        self._end = weakref.finalize(self, _end, self.board, (self.worker, self.mover))
         self._forward_mark: Any = None
         self._backward_mark: Any = None
 
@@ -199,80 +200,11 @@ class Runtime:
         is_last = param.hits == wanted and not param.is_late  # pieces for a late parameter say nothing about backwards
         if self.job is None and (is_last or wanted == 1):
             self._begin()
-        self._gather(param, grad.detach().reshape(-1))
+        self.collector.add(self.job, param, grad.detach().reshape(-1))
         param.tensor.grad = None  # its memory is free again as soon as it is in the bucket
-        if is_last:
-            self._param_done(param)
+        if is_last and self.job is not None:
+            self.collector.finish(self.job, param)
             param.tensor.grad = param.taken
-
-    def _gather(self, param: Param, grad: Tensor) -> None:
-        """Add a gradient to what its buckets hold, on the stream that made it."""
-        compute, wanted = self.device.compute(), self.settings.accumulation_steps
-        for bucket in param.buckets:
-            pieces = [(s, grad[s.start : s.start + s.numel]) for s in bucket.slices if s.param == param.index]
-            into = self._sum(bucket) if wanted > 1 else self._task(bucket).flat
-            assert into is not None
-            work = partial(gather.add, into, pieces, param.hits == 1)
-            compute.run(work, "grad", bucket=bucket.plan.index)
-
-    def _sum(self, bucket: Bucket) -> Tensor:
-        index = bucket.plan.index
-        if index not in self._sums:
-            self._sums[index] = torch.zeros(bucket.plan.numel, dtype=torch.float32, device=self._tensor_device)
-        return self._sums[index]
-
-    def _task(self, bucket: Bucket) -> Task:
-        """This step's task of a bucket, with a flat buffer to gather gradients in."""
-        if bucket.task is None:
-            assert self.job is not None
-            bucket.task = task = Task(bucket, self.job, [])
-            task.missing = {param.index for param in bucket.owners()}
-            task.flat = self._flat(bucket.plan)
-            task.sources = [(0, task.flat)]
-        return bucket.task
-
-    def _flat(self, plan: BucketPlan) -> Tensor:
-        board, flats = self.board, self.board.flats
-        with board.changed:
-            # The mover hands one back with each copy it starts. Where there is none to start, all are held by buckets
-            # that this very thread has to complete: then one more is made.
-            while (taken := flats.take(plan, may_grow=not board.gives_flats())) is None:
-                board.check()
-                board.changed.wait(1.0)
-        flat, read_until = taken
-        if read_until is not None:
-            self.device.compute().wait(read_until, FLAT_FREE)
-        return flat
-
-    def _param_done(self, param: Param) -> None:
-        """Nothing more will come for this parameter."""
-        for bucket in param.buckets:
-            task = self._task(bucket)
-            if self.settings.accumulation_steps > 1:
-                total, flat = self._sum(bucket), task.flat
-                assert flat is not None
-                pieces = [s for s in bucket.slices if s.param == param.index]
-                self.device.compute().run(partial(gather.cast, flat, total, pieces))
-            task.missing.discard(param.index)
-            task.present += [i for i, piece in enumerate(bucket.slices) if piece.param == param.index]
-            if not task.missing:
-                self._submit(task)
-
-    def _submit(self, task: Task) -> None:
-        """All gradients of a task are queued: measure them, and hand the task on."""
-        task.present.sort()
-        bucket, compute = task.bucket, self.device.compute()
-        norm, flat = self._norms[bucket.plan.index], task.flat
-        if flat is not None and len(task.present) == len(bucket.slices):
-            compute.run(partial(gather.measure, norm, flat))
-        else:
-            cuts = [bucket.slices[i] for i in task.present]
-            parts = task.sources if flat is None else [(c.offset, flat[c.offset : c.offset + c.numel]) for c in cuts]
-            compute.run(partial(gather.measure_parts, norm, list(parts), bucket.plan.numel))
-        task.ready = compute.record()
-        bucket.task = None
-        task.job.tasks.append(task)
-        self.board.submit(task)
 
     # Step.
 
@@ -292,7 +224,7 @@ class Runtime:
             may_run_ahead=settings.early and not is_delayed,
             is_released=not is_delayed,
         )
-        self.device.compute().run(self._norms.zero_)
+        self.collector.zero_norms()
 
     def _finish_recording(self) -> None:
         """The first forward is over: its order is the order of deadlines."""
@@ -337,17 +269,21 @@ class Runtime:
         """Close the job: everything that is left of it happens beside what the caller does next."""
         self.board.check()
         if not self.settings.early:
-            self._take_all()
+            for param in self.params:
+                param.hits = int(param.tensor.grad is not None)
+                _check_grad(param, param.tensor.grad)
+        if self.job is None and any(param.hits for param in self.params):
+            self._begin()  # not early, or fewer backwards than declared: step with what came
         job = self.job
-        if job is None and any(param.hits for param in self.params):
-            self._begin()  # fewer backwards than declared: step with what came
-            job = self.job
         if job is None:
             return None
         if self.device.trace.enabled and self._backward_mark is not None:
             self.device.add_span("backward", self._backward_mark, self.device.mark())
-        self._complete_late()
-        self._arm(job)
+        if self.settings.early:
+            self.collector.complete(job, self.params)
+        else:
+            self.collector.take_all(job, self.params)
+        self.board.close_job(job, *self.collector.fetch_norms(job))
         self._make_due(job)
         for param in self.params:
             param.hits = 0
@@ -356,45 +292,6 @@ class Runtime:
         self._runs.clear()
         self.last, self.job = job, None
         return job
-
-    def _take_all(self) -> None:
-        """Tasks from the gradients in `.grad`, which are taken away: copies read them after this returns."""
-        grads = {param: param.tensor.grad for param in self.params if param.tensor.grad is not None}
-        if not grads:
-            return
-        for param, grad in grads.items():
-            _check_grad(param, grad)
-        self._begin()
-        assert self.job is not None
-        flat = {param: grad.detach().reshape(-1) for param, grad in grads.items()}
-        for bucket in self.buckets:
-            task = Task(bucket, self.job, [i for i, param in enumerate(bucket.params) if param in flat])
-            for i in task.present:
-                piece = bucket.slices[i]
-                task.sources.append((piece.offset, flat[bucket.params[i]][piece.start : piece.start + piece.numel]))
-            if task.present:
-                self._submit(task)
-        for param in grads:
-            param.tensor.grad = None
-
-    def _complete_late(self) -> None:
-        """Parameters that are complete only now, and tasks that some parameters have nothing for."""
-        wanted = self.settings.accumulation_steps
-        for param in self.params:
-            if param.hits and (param.is_late or param.hits < wanted):
-                self._param_done(param)
-        for bucket in self.buckets:
-            if bucket.task is not None:
-                if bucket.task.present:
-                    self._submit(bucket.task)
-                else:
-                    bucket.task = None
-
-    def _arm(self, job: Job) -> None:
-        """Fetch the norms: the one small read that the gate needs."""
-        compute, norms = self.device.compute(), self._host_norms[job.number % 2]
-        compute.run(lambda: norms.copy_(self._norms, non_blocking=True))
-        self.board.close_job(job, norms, compute.record())
 
     def _make_due(self, job: Job) -> None:
         """Which weights the next forward has to see: this job's, or with a delay the one's before."""
@@ -488,20 +385,25 @@ class Runtime:
             if self._recorder is not None:
                 self._recorder.finish()
             self.model_owner.pop("_twinflow_owner", None)
-            with self.board.changed:
-                self.board.is_closing = True
-                self.board.changed.notify_all()
-            for thread in (self.worker, self.mover):
-                thread.join()
-            self.board.shadows.close()
-            self.device.close()
+            self._end()
             for param in self.params:
                 if isinstance(param.tensor.grad, gather.TakenGradient):
                     param.tensor.grad = None
 
 
-def _check_grad(param: Param, grad: Tensor) -> None:
-    if grad.layout != torch.strided:
+def _end(board: Board, threads: Sequence[Worker | Mover]) -> None:
+    """End the threads after what they do now, and give page-locked memory back."""
+    with board.changed:
+        board.is_closing = True
+        board.changed.notify_all()
+    for thread in threads:
+        thread.join()
+    board.shadows.close()
+    board.device.close()
+
+
+def _check_grad(param: Param, grad: Tensor | None) -> None:
+    if grad is not None and grad.layout != torch.strided:
         raise ValueError(
             f"{param.name} has a sparse gradient, which is not supported. Build its module with sparse=False"
         )

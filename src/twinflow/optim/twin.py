@@ -15,9 +15,11 @@ from torch.optim.optimizer import Optimizer
 from twinflow import native
 from twinflow.device import Device, device_for
 from twinflow.errors import bad_value
+from twinflow.native.threads import default_threads
 from twinflow.offload.blocks import find_blocks, num_owners, owners
 from twinflow.offload.bucket import Job, Param
 from twinflow.offload.gate import Limits
+from twinflow.offload.materialize import build
 from twinflow.offload.memory import free_host_bytes
 from twinflow.offload.plan import BUCKET_NUMEL, ROOT, ParamSpec, plan_buckets
 from twinflow.offload.runtime import Runtime, Settings
@@ -54,7 +56,7 @@ class TwinOptimizer(Optimizer):
 
     def __init__(
         self,
-        model: nn.Module | Iterable[Any],
+        model: nn.Module | Callable[[], nn.Module] | Iterable[Any],
         rule: str | Optimizer | Callable[..., Optimizer] = "adamw",
         *,
         param_groups: Iterable[Any] | None = None,
@@ -71,6 +73,7 @@ class TwinOptimizer(Optimizer):
         **options: Any,
     ) -> None:
         self._runtime: Runtime | None = None
+        model = _materialised(model)
         self.model = model if isinstance(model, nn.Module) else None
         groups = _groups(model, param_groups)
         self.rule: Rule | None = None  # one of ours
@@ -87,7 +90,7 @@ class TwinOptimizer(Optimizer):
             self._recipe = Recipe(rule, groups, options)
             groups, defaults, self.rule_name = self._recipe.groups, self._recipe.defaults, self._recipe.name
         super().__init__(groups, defaults)
-        native.set_threads(host_threads or _host_threads(native.get_threads()))
+        native.set_threads(host_threads if host_threads is not None else _host_threads(default_threads(os.environ)))
         self.states, self.tuning = states, tuning or Tuning()
         self.trace = Trace()
         self._loss_scale = loss_scale or static(1.0)
@@ -106,6 +109,7 @@ class TwinOptimizer(Optimizer):
             num_slots=self.tuning.num_slots,
         )
         _check_settings(self._settings, self.model)
+        _check_model(self.model)
         self._runtime = self._build()
 
     def _build(self) -> Runtime:
@@ -283,7 +287,28 @@ class TwinOptimizer(Optimizer):
         write_chrome_trace(self.trace.spans(), Path(path))
 
 
-def _groups(model: nn.Module | Iterable[Any], param_groups: Iterable[Any] | None) -> list[Any]:
+def _materialised(model: Any) -> Any:
+    """A model with memory: what was given, unless that is a function or lies on the meta device."""
+    is_function = callable(model) and not isinstance(model, nn.Module)
+    is_meta = isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters())
+    if not (is_function or is_meta):
+        return model
+    return build(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _check_model(model: nn.Module | None) -> None:
+    """Refuse what would train wrongly."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "model is wrapped in DistributedDataParallel, whose gradients are not reduced yet when they are taken. Give "
+            "the module inside it, on one process"
+        )
+    dist = torch.distributed
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise bad_value("world size", dist.get_world_size(), "1: each process would train a model of its own")
+
+
+def _groups(model: Any, param_groups: Iterable[Any] | None) -> list[Any]:
     """Parameters or groups as torch.optim.Optimizer takes them; frozen ones left out."""
     if not isinstance(model, nn.Module):
         if param_groups is not None:
@@ -320,6 +345,8 @@ def _check_params(params: Sequence[Param]) -> None:
     if not params:
         raise ValueError("there is no parameter to train: none requires a gradient")
     for param in params:
+        if type(param.tensor) is not nn.Parameter and hasattr(param.tensor, "device_mesh"):
+            raise ValueError(f"{param.name} is sharded over processes (DTensor), which is not supported")
         if param.tensor.dtype not in FLOATS:
             raise bad_value(f"{param.name} dtype", param.tensor.dtype, FLOATS)
         if param.tensor.device != params[0].tensor.device:

@@ -1,0 +1,137 @@
+"""Gradients into buckets: gathered as they come, measured when a bucket is complete, handed to the board as tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from twinflow.device import Device, Event
+from twinflow.offload import gather
+from twinflow.offload.board import Board
+from twinflow.offload.bucket import Bucket, Job, Param, Task
+from twinflow.offload.plan import BucketPlan
+from twinflow.offload.sync import FLAT_FREE
+
+
+class Collector:
+    """Everything here is queued on the stream that makes the gradients; nothing waits for the device."""
+
+    def __init__(
+        self, device: Device, board: Board, buckets: Sequence[Bucket], num_parts: int, tensor_device: torch.device
+    ) -> None:
+        self._device, self._board, self._buckets = device, board, buckets
+        self._num_parts = num_parts  # gradients that make up one: with several, they are summed in fp32
+        self._tensor_device = tensor_device
+        self._sums: dict[int, Tensor] = {}  # of each bucket
+        self._norms = torch.zeros(len(buckets), dtype=torch.float64, device=tensor_device)  # of each bucket
+        self._host_norms = [device.pinned(len(buckets), torch.float64) for _ in range(2)]  # this job's and the last's
+
+    # While backward runs.
+
+    def add(self, job: Job | None, param: Param, grad: Tensor) -> None:
+        """Add a gradient to what its buckets hold, on the stream that made it."""
+        compute = self._device.compute()
+        for bucket in param.buckets:
+            pieces = [(s, grad[s.start : s.start + s.numel]) for s in bucket.slices if s.param == param.index]
+            into = self._sum(bucket) if self._num_parts > 1 else self._task(job, bucket).flat
+            assert into is not None
+            compute.run(partial(gather.add, into, pieces, param.hits == 1), "grad", bucket=bucket.plan.index)
+
+    def finish(self, job: Job, param: Param) -> None:
+        """Nothing more will come for this parameter."""
+        for bucket in param.buckets:
+            task = self._task(job, bucket)
+            if self._num_parts > 1:
+                assert task.flat is not None
+                pieces = [s for s in bucket.slices if s.param == param.index]
+                self._device.compute().run(partial(gather.cast, task.flat, self._sum(bucket), pieces))
+            task.missing.discard(param.index)
+            task.present += [i for i, piece in enumerate(bucket.slices) if piece.param == param.index]
+            if not task.missing:
+                self._submit(task)
+
+    # In `step`.
+
+    def complete(self, job: Job, params: Sequence[Param]) -> None:
+        """Parameters that are complete only now, and tasks that some parameters have nothing for."""
+        for param in params:
+            if param.hits and (param.is_late or param.hits < self._num_parts):
+                self.finish(job, param)
+        for bucket in self._buckets:
+            if bucket.task is not None:
+                if bucket.task.present:
+                    self._submit(bucket.task)
+                bucket.task = None
+
+    def take_all(self, job: Job, params: Sequence[Param]) -> None:
+        """Tasks from the gradients in `.grad`, which are taken away: copies read them after this returns."""
+        flat = {p: p.tensor.grad.detach().reshape(-1) for p in params if p.tensor.grad is not None}
+        for bucket in self._buckets:
+            task = Task(bucket, job, [i for i, param in enumerate(bucket.params) if param in flat])
+            for i in task.present:
+                piece = bucket.slices[i]
+                task.sources.append((piece.offset, flat[bucket.params[i]][piece.start : piece.start + piece.numel]))
+            if task.present:
+                self._submit(task)
+        for param in flat:
+            param.tensor.grad = None
+
+    def zero_norms(self) -> None:
+        """A new job begins: a bucket without gradients has none."""
+        self._device.compute().run(self._norms.zero_)
+
+    def fetch_norms(self, job: Job) -> tuple[Tensor, Event]:
+        """All norms of the job on their way to the host: the one small read that the gate needs."""
+        compute, norms = self._device.compute(), self._host_norms[job.number % 2]
+        compute.run(lambda: norms.copy_(self._norms, non_blocking=True))
+        return norms, compute.record()
+
+    # Parts.
+
+    def _sum(self, bucket: Bucket) -> Tensor:
+        index = bucket.plan.index
+        if index not in self._sums:
+            self._sums[index] = torch.zeros(bucket.plan.numel, dtype=torch.float32, device=self._tensor_device)
+        return self._sums[index]
+
+    def _task(self, job: Job | None, bucket: Bucket) -> Task:
+        """This step's task of a bucket, with a flat buffer to gather gradients in."""
+        if bucket.task is None:
+            assert job is not None
+            bucket.task = task = Task(bucket, job, [])
+            task.missing = {param.index for param in bucket.owners()}
+            task.flat = self._flat(bucket.plan)
+            task.sources = [(0, task.flat)]
+        return bucket.task
+
+    def _flat(self, plan: BucketPlan) -> Tensor:
+        board, flats = self._board, self._board.flats
+        with board.changed:
+            # The mover hands one back with each copy it starts. Where there is none to start, all are held by buckets
+            # that this very thread has to complete: then one more is made.
+            while (taken := flats.take(plan, may_grow=not board.gives_flats())) is None:
+                board.check()
+                board.changed.wait(1.0)
+        flat, read_until = taken
+        if read_until is not None:
+            self._device.compute().wait(read_until, FLAT_FREE)
+        return flat
+
+    def _submit(self, task: Task) -> None:
+        """All gradients of a task are queued: measure them, and hand the task on."""
+        task.present.sort()
+        bucket, compute, flat = task.bucket, self._device.compute(), task.flat
+        norm = self._norms[bucket.plan.index]
+        if flat is not None and len(task.present) == len(bucket.slices):
+            compute.run(partial(gather.measure, norm, flat))
+        else:
+            cuts = [bucket.slices[i] for i in task.present]
+            parts = task.sources if flat is None else [(c.offset, flat[c.offset : c.offset + c.numel]) for c in cuts]
+            compute.run(partial(gather.measure_parts, norm, list(parts), bucket.plan.numel))
+        task.ready = compute.record()
+        bucket.task = None
+        task.job.tasks.append(task)
+        self._board.submit(task)
