@@ -19,9 +19,6 @@
 #include "loop.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
-#ifndef TF_INT8_VARIANT  // an experiment: 1 flushing by compares, 2 by flush mode
-#define TF_INT8_VARIANT 1
-#endif
 
 namespace tf {
 namespace TF_ISA {
@@ -87,17 +84,10 @@ static void mend_nans(const Split& master, float* scratch, int n) {
 
 TF_INLINE __m512 magnitude(__m512 x) { return floats(_mm512_and_si512(integers(x), dwords(0x7fffffffu))); }
 
-#if TF_INT8_VARIANT == 2
-// In flush mode: a product below 2^-126 is zero, and adding zero drops its sign.
-TF_INLINE __m512 flush(__m512 x) {
-  return _mm512_fmadd_ps(_mm512_mul_ps(x, _mm512_set1_ps(0x1p-26f)), _mm512_set1_ps(0x1p26f), _mm512_setzero_ps());
-}
-#else
 TF_INLINE __m512 flush(__m512 x) {
   const __mmask16 keep = _mm512_cmpge_epi32_mask(integers(magnitude(x)), dwords(kTinyBits));
   return _mm512_maskz_mov_ps(keep, x);
 }
-#endif
 
 // Codes of one block as fp16 numbers, of each 64 those at even places first (codecs.h: decode_codes). Through memory:
 // the conversion from there needs one instruction less than from a register.
@@ -137,17 +127,11 @@ struct Int8Tile {
     const __m512 square = _mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(rule.one_minus_b2), g), g);
     __m512 m_new = _mm512_add_ps(m_old, change);
     __m512 v_new = _mm512_add_ps(_mm512_mul_ps(_mm512_set1_ps(rule.b2), v_old), square);
-#if TF_INT8_VARIANT == 2
-    m_new = flush(m_new);
-    v_new = flush(v_new);
-    largest.m = _mm512_range_ps(largest.m, m_new, 11);  // the larger magnitude
-#else
     const __m512 size = magnitude(m_new);
     const __mmask16 keep = _mm512_cmpge_epi32_mask(integers(size), dwords(kTinyBits));
     m_new = _mm512_maskz_mov_ps(keep, m_new);
     v_new = _mm512_maskz_mov_ps(_mm512_cmpge_epu32_mask(integers(v_new), dwords(kTinyBits)), v_new);
     largest.m = _mm512_mask_max_ps(largest.m, keep, largest.m, size);
-#endif
     largest.v = _mm512_max_ps(largest.v, v_new);
     _mm512_store_ps(m_out, m_new);
     _mm512_store_ps(v_out, v_new);

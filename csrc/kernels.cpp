@@ -153,7 +153,6 @@ struct Update {
   bool int8_by_hand(const Adam<kCoupled>& rule, const Gradient<T, true>& grad, const Split& master, int64_t at,
                     int n) const {
     if (n % kBlock != 0) return false;
-    if (TF_INT8_VARIANT == 2 && !flush_safe(s)) return false;
     const uint8_t *m_in = (const uint8_t*)s.state_in[0] + at, *v_in = (const uint8_t*)s.state_in[1] + at;
     uint8_t *m_codes = out(s.state[0], t.code, at), *v_codes = out(s.state[1], t.code + kTile, at);
     const int64_t block = at / kBlock;

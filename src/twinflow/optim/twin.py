@@ -300,8 +300,8 @@ def _check_model(model: nn.Module | None) -> None:
     """Refuse what would train wrongly."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(
-            "model is wrapped in DistributedDataParallel, whose gradients are not reduced yet when they are taken. Give "
-            "the module inside it, on one process"
+            "model is wrapped in DistributedDataParallel, whose gradients are not reduced yet when they are taken. "
+            "Give the module inside it, on one process"
         )
     dist = torch.distributed
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
