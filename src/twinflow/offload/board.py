@@ -12,12 +12,12 @@ The gate's decision keeps or drops what is ahead; a dropped task is waiting (or 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
 from twinflow.device import Device, Event
-from twinflow.offload.bucket import Job, Task
+from twinflow.offload.bucket import Bucket, Job, Task
 from twinflow.offload.gate import History
 from twinflow.offload.shadow import ShadowPool
 from twinflow.offload.slots import FlatPool, SlotPool
@@ -25,6 +25,28 @@ from twinflow.offload.sync import ARRIVED, WEIGHT_SENT
 from twinflow.offload.updater import Updater
 
 POLL_S = 2e-4  # how often a thread looks again that waits for an event: a small part of any copy or update
+
+
+class Now:
+    """An event that has come."""
+
+    def done(self) -> bool:
+        """It has."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class AllSummed(Now):
+    """The event of a job's gradients being all in their totals, and measured."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def done(self) -> bool:
+        """Whether every task is through."""
+        return all(task.is_summed for task in self._job.tasks)
 
 
 class WorkerError(RuntimeError):
@@ -43,11 +65,13 @@ class Board:
         flats: FlatPool,
         shadows: ShadowPool,
         holds_on_host: bool,
+        sums_on_host: bool,
     ) -> None:
         self.changed = threading.Condition()
         self.device, self.updater = device, updater
         self.slots, self.weight_slots, self.flats, self.shadows = slots, weight_slots, flats, shadows
         self.holds_on_host = holds_on_host  # gradients wait for the gate in their slots, not on the device
+        self.sums_on_host = sums_on_host  # several backwards make a step, and their gradients are summed here
         self.history = History()
         self.jobs: list[Job] = []  # with something to come
         self.waiting: list[Task] = []  # in the order their gradients are made
@@ -65,7 +89,31 @@ class Board:
             self._know(task.job)
             task.job.num_left += 1
             self.waiting.append(task)
+            if self.sums_on_host:
+                task.bucket.parts.append(task)
             self.changed.notify_all()
+
+    def submit_sums(self, job: Job, buckets: Iterable[Bucket]) -> None:
+        """Tasks for buckets that got gradients in earlier backwards of this step, but none in the last."""
+        with self.changed:
+            has_task = {task.bucket.plan.index for task in job.tasks}
+            for bucket in buckets:
+                if bucket.plan.index not in has_task and (bucket.parts or bucket.added):
+                    task = Task(bucket, job, [], arrived=Now())
+                    self._know(job)
+                    job.num_left += 1
+                    job.tasks.append(task)
+                    bucket.parts.append(task)
+                    self.flying.append(task)
+            self.changed.notify_all()
+
+    def forget_sums(self, buckets: Iterable[Bucket]) -> None:
+        """Drop what earlier backwards of this step have given."""
+        buckets = list(buckets)
+        self.wait_for(lambda: not any(bucket.parts for bucket in buckets))
+        with self.changed:
+            for bucket in buckets:
+                bucket.added.clear()
 
     def close_job(self, job: Job, norms: Tensor, event: Event) -> None:
         """All tasks of the job are submitted; `norms` holds its gradients' norms once `event` is done."""
@@ -129,14 +177,17 @@ class Board:
         return event is not None and (point in self.device.disabled or event.done())
 
     def is_allowed(self, task: Task) -> bool:
-        """Whether it may be updated once its gradients are there."""
-        return task.job.gate.is_open or task.shadow is not None
+        """Whether it may be updated (or first summed) once its gradients are there."""
+        is_to_sum = self.sums_on_host and not task.is_summed
+        return is_to_sum or task.job.gate.is_open or task.shadow is not None
 
     def may_update(self, task: Task) -> bool:
         """Whether it can be updated now."""
         bucket = task.bucket
         if not self.is_allowed(task) or not self.is_there(task.arrived, ARRIVED):
             return False
+        if self.sums_on_host and not task.is_summed:  # one after the other, so that the sum is always the same
+            return bucket.parts[0] is task and not bucket.is_full
         # Weights may be sent from the state itself: it must not change before they are.
         is_sent = bucket.sent_event is None or self.is_there(bucket.sent_event, WEIGHT_SENT)
         return bucket.sent >= bucket.updated and is_sent
@@ -151,6 +202,19 @@ class Board:
         return task.shadow is not None
 
     # How it moves on.
+
+    def summed(self, task: Task) -> None:
+        """The bucket's total has taken a task's gradients in; the last of a step goes on to the update."""
+        bucket = task.bucket
+        bucket.parts.remove(task)
+        bucket.added.update(task.present)
+        self._free_gradients(task)
+        if task.job.is_part:
+            self._finish(task)
+            return
+        task.is_summed = bucket.is_full = True
+        task.present, task.grads = sorted(bucket.added), bucket.total
+        self.flying.append(task)
 
     def updated(self, task: Task, was_ahead: bool) -> None:
         """The worker is done with a task."""
@@ -245,6 +309,9 @@ class Board:
             self.flats.give(task.bucket.plan, task.flat, task.arrived)
             task.flat = None
         task.sources.clear()
+        if task.is_summed:
+            task.grads, task.bucket.is_full = None, False
+            task.bucket.added.clear()
 
     def _free_slot(self, task: Task) -> None:
         if task.slot is not None:

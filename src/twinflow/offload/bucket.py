@@ -50,6 +50,10 @@ class Bucket:
     sent_event: Event | None = None  # when they are there
     updated: int = 0  # the last job that is in the state
     task: Task | None = None  # this step's, while gradients come in
+    total: Tensor | None = None  # fp32 sum of this step's gradients, where they are summed on the host
+    added: set[int] = field(default_factory=set)  # the slices that are in it
+    is_full: bool = False  # it is complete, and waits for its update
+    parts: list[Task] = field(default_factory=list)  # tasks still to be added to it, in order
     targets: list[Tensor] = field(default_factory=list)  # each slice's place in its parameter
     addresses: list[int] = field(default_factory=list)  # of the parameters, when the places were found
 
@@ -86,11 +90,13 @@ class Job:
     options: Sequence[Options]  # of each param group
     gate: Gate
     is_delayed: bool = False  # the weights go back one step later
+    is_part: bool = False  # gradients of one of several backwards: only summed
     may_run_ahead: bool = False  # updates may start before the gate is open
     is_released: bool = False  # the weights may go back
     after: Event | None = None  # when the forward and backward that still need the old weights have ended
     tasks: list[Task] = field(default_factory=list)
     num_left: int = 0  # tasks whose update is neither kept nor dropped for good
+    norms: Tensor | None = None  # of each bucket, where the host measures them
 
     @property
     def is_done(self) -> bool:
@@ -113,6 +119,7 @@ class Task:
     slot: Slot | None = None  # page-locked memory they go to
     grads: Tensor | None = None  # its view as numbers
     arrived: Event | None = None  # they are there
+    is_summed: bool = False  # the bucket's total has taken them in
     shadow: Store | None = None  # where the update writes before the gate is open
     weight_slot: Slot | None = None  # page-locked memory for new weights, where the state does not hold them
     weights: Sequence[Tensor] = ()  # the new weights of each slice, to go back

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from twinflow import native
 from twinflow.offload.plan import Slice
 from twinflow.rules.formats import BLOCK
+
+if TYPE_CHECKING:
+    from twinflow.offload.bucket import Task
 
 Pieces = Sequence[tuple[Slice, Tensor]]
 
@@ -47,6 +50,23 @@ def measure_parts(norm: Tensor, sources: Sequence[tuple[int, Tensor]], numel: in
     for offset, source in sources:
         flat[offset : offset + source.numel()] = source
     measure(norm, flat)
+
+
+def add_on_host(task: Task) -> None:
+    """Add a task's gradients to its bucket's total in fp32; measure the total where it is the last of a step."""
+    bucket, grads = task.bucket, task.grads
+    if bucket.total is None:
+        bucket.total = native.huge_zeros(bucket.plan.numel, dtype=torch.float32)
+    total = bucket.total
+    for i in task.present:
+        piece = bucket.slices[i]
+        assert grads is not None
+        values, into = (t.narrow(0, piece.offset, piece.numel) for t in (grads, total))
+        native.accumulate(into, values) if i in bucket.added else native.cast(into, values)
+    if task.job.norms is not None:
+        cuts = [bucket.slices[i] for i in sorted(bucket.added.union(task.present))]
+        sums = native.sum_squares([total.narrow(0, piece.offset, piece.numel) for piece in cuts])
+        task.job.norms[bucket.plan.index] = sum(sums) ** 0.5
 
 
 class TakenGradient(Tensor):

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from twinflow.device import Device
 from twinflow.offload import gather
 from twinflow.offload.blocks import Block
-from twinflow.offload.board import Board
+from twinflow.offload.board import AllSummed, Board
 from twinflow.offload.bucket import Bucket, Job, Options, Param, Task
 from twinflow.offload.collector import Collector
 from twinflow.offload.gate import Decision, Gate, Limits
@@ -46,6 +46,7 @@ class Settings:
     delayed_update: bool = False
     delayed_update_start: int = 0  # ordinary steps first
     hold_on_host: bool = False  # where gradients wait for the gate
+    sum_on_host: bool = False  # where the gradients of several backwards are summed
     flat_bytes: int = 3 << 29  # device memory for gradients on their way out, where they need not wait for the gate
     num_slots: int = 4
     shadow_bytes: int = 0
@@ -73,13 +74,14 @@ class Runtime:
         self._by_block: dict[int, list[Bucket]] = {}
         for bucket in self.buckets:
             self._by_block.setdefault(bucket.plan.block, []).append(bucket)
+        self._num_parts = 0  # backwards of this step whose gradients are on their way to the host's sums
         self._runs: dict[int, int] = {}  # of each block, in this forward of the model
         self._recorder: Recorder | None = None
         self.model_owner: dict[str, Any] = {}  # where the model says that it has an optimizer
         self._handles: list[RemovableHandle] = []
         self._frozen: dict[str, nn.Parameter] = {}  # parameters that were so at the start
         self.board = self._new_board(plans)
-        self.collector = Collector(device, self.board, self.buckets, settings.accumulation_steps, self._tensor_device)
+        self.collector = Collector(device, self.board, self.buckets, self._num_gathered, self._tensor_device)
         self.worker, self.mover = Worker(self.board, "worker"), Mover(self.board)
         # Also when this object is forgotten, and before the interpreter ends under threads that still work.
         self._end = weakref.finalize(self, _end, self.board, (self.worker, self.mover))
@@ -89,6 +91,15 @@ class Runtime:
     @property
     def _tensor_device(self) -> torch.device:
         return self.params[0].tensor.device if self.params else torch.device("cpu")
+
+    @property
+    def _sums_on_host(self) -> bool:
+        return self.settings.early and self.settings.sum_on_host and self.settings.accumulation_steps > 1
+
+    @property
+    def _num_gathered(self) -> int:
+        """Gradients of a parameter that are gathered on the device before it is complete."""
+        return 1 if self._sums_on_host else self.settings.accumulation_steps
 
     def _new_bucket(self, plan: BucketPlan) -> Bucket:
         params = [self.params[piece.param] for piece in plan.slices]
@@ -112,13 +123,17 @@ class Runtime:
             FlatPool(self._tensor_device, all_bytes if holds_on_device else settings.flat_bytes),
             ShadowPool(settings.shadow_bytes, self.updater.new_store),
             settings.hold_on_host,
+            self._sums_on_host,
         )
 
     def prepare_shadows(self, max_bytes: int) -> None:
         """Let updates run ahead of the gate within this much host memory, and make the shadows now."""
         shadows, settings = self.board.shadows, self.settings
         shadows.max_bytes = max_bytes
-        if not (settings.early and settings.limits.any and self.updater.can_shadow) or settings.delayed_update:
+        may_run_ahead = (
+            settings.early and settings.limits.any and not settings.delayed_update and not self._sums_on_host
+        )
+        if not (may_run_ahead and self.updater.can_shadow):
             return
         num_made = shadows.prepare((bucket.plan, bucket.nbytes) for bucket in self.buckets)
         if any(self.updater.needs_weight_slot(bucket.plan) for bucket in self.buckets):
@@ -140,6 +155,7 @@ class Runtime:
 
     def before_model(self) -> None:
         """A new forward of the whole model: count the runs of its blocks from here."""
+        self._close_part()
         self._runs.clear()
         if self.device.trace.enabled:
             self._forward_mark = self.device.mark()
@@ -154,6 +170,7 @@ class Runtime:
     def before_forward(self, block: int) -> None:
         """Wait for one block's weights: here until they are on their way, on the device until they are there."""
         self.board.check()
+        self._close_part()
         if self.job is not None:
             raise RuntimeError(
                 "a forward runs before step(), but the update of the last backward has already begun (early=True). "
@@ -190,7 +207,7 @@ class Runtime:
         _check_grad(param, grad)
         self._finish_recording()
         param.hits += 1
-        wanted = self.settings.accumulation_steps
+        wanted = self._num_gathered
         if param.hits > wanted and not param.is_late:
             raise RuntimeError(
                 f"{param.name} got {param.hits} gradients, but its update has already begun after {wanted} "
@@ -199,12 +216,28 @@ class Runtime:
             )
         is_last = param.hits == wanted and not param.is_late  # pieces for a late parameter say nothing about backwards
         if self.job is None and (is_last or wanted == 1):
-            self._begin()
+            if self._sums_on_host and self._num_parts + 1 < self.settings.accumulation_steps:
+                self.job = Job(self.num_jobs + 1, (), Gate(Limits(), 1.0), is_part=True, is_released=True)
+            else:
+                self._begin()
         self.collector.add(self.job, param, grad.detach().reshape(-1))
         param.tensor.grad = None  # its memory is free again as soon as it is in the bucket
         if is_last and self.job is not None:
             self.collector.finish(self.job, param)
             param.tensor.grad = param.taken
+
+    def _close_part(self) -> None:
+        """One of several backwards is over, where their gradients are summed on the host."""
+        if self.job is not None and self.job.is_part:
+            self.collector.complete(self.job, self.params)
+            self._forget_hits()
+            self._num_parts, self.job = self._num_parts + 1, None
+
+    def _forget_hits(self) -> None:
+        for param in self.params:
+            param.hits = 0
+            if isinstance(param.tensor.grad, gather.TakenGradient):
+                param.tensor.grad = None
 
     # Step.
 
@@ -221,9 +254,11 @@ class Runtime:
             self._options(),
             gate,
             is_delayed=is_delayed,
-            may_run_ahead=settings.early and not is_delayed,
+            may_run_ahead=settings.early and not is_delayed and not self._sums_on_host,
             is_released=not is_delayed,
         )
+        if self._sums_on_host and settings.limits.any:
+            self.job.norms = torch.zeros(len(self.buckets), dtype=torch.float64)
         self.collector.zero_norms()
 
     def _finish_recording(self) -> None:
@@ -272,7 +307,8 @@ class Runtime:
             for param in self.params:
                 param.hits = int(param.tensor.grad is not None)
                 _check_grad(param, param.tensor.grad)
-        if self.job is None and any(param.hits for param in self.params):
+        self._close_part()
+        if self.job is None and (self._num_parts or any(param.hits for param in self.params)):
             self._begin()  # not early, or fewer backwards than declared: step with what came
         job = self.job
         if job is None:
@@ -283,14 +319,16 @@ class Runtime:
             self.collector.complete(job, self.params)
         else:
             self.collector.take_all(job, self.params)
-        self.board.close_job(job, *self.collector.fetch_norms(job))
+        if self._sums_on_host:
+            self.board.submit_sums(job, self.buckets)
+            norms = job.norms if job.norms is not None else torch.full((1,), math.nan)  # no gate asks for them
+            self.board.close_job(job, norms, AllSummed(job))
+        else:
+            self.board.close_job(job, *self.collector.fetch_norms(job))
         self._make_due(job)
-        for param in self.params:
-            param.hits = 0
-            if isinstance(param.tensor.grad, gather.TakenGradient):
-                param.tensor.grad = None
+        self._forget_hits()
         self._runs.clear()
-        self.last, self.job = job, None
+        self.last, self.job, self._num_parts = job, None, 0
         return job
 
     def _make_due(self, job: Job) -> None:
@@ -361,9 +399,12 @@ class Runtime:
 
     def forget_gradients(self) -> None:
         """Drop what a step in the making has gathered, as far as no update has begun."""
+        self._close_part()
         if self.job is None:
-            for param in self.params:
-                param.hits = 0
+            self._forget_hits()
+        if self.job is None and self._num_parts:
+            self.board.forget_sums(self.buckets)
+            self._num_parts = 0
 
     def forget_jobs(self, num_jobs: int) -> None:
         """Start counting anew: the state and the weights are now somebody else's."""

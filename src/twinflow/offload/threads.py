@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from twinflow.device import Event
+from twinflow.offload import gather
 from twinflow.offload.board import POLL_S, Board
 from twinflow.offload.bucket import Task
 from twinflow.offload.slots import Slot
@@ -65,19 +66,28 @@ class Worker(_Thread):
             if task is None:
                 self._sleep(has_events=bool(board.flying))
                 return
-            is_ahead = not task.job.gate.is_open
-            factor = task.job.gate.factor
-            if not is_ahead and task.shadow is not None:
-                board.free_shadow(task)
-            if not self._find_weight_slot(task, is_ahead):
+            is_to_sum = board.sums_on_host and not task.is_summed
+            is_ahead, factor = not task.job.gate.is_open, task.job.gate.factor
+            if not is_to_sum and not self._prepare(task, is_ahead):
                 board.flying.append(task)
                 self._sleep(has_events=True)
                 return
-        with board.device.trace.span("ahead" if is_ahead else "update", track="host", bucket=task.bucket.plan.index):
-            board.updater.update(task, factor)
+        name = "sum" if is_to_sum else "ahead" if is_ahead else "update"
+        with board.device.trace.span(name, track="host", bucket=task.bucket.plan.index):
+            gather.add_on_host(task) if is_to_sum else board.updater.update(task, factor)
         with board.changed:
-            board.updated(task, is_ahead)
+            board.summed(task) if is_to_sum else board.updated(task, is_ahead)
             board.changed.notify_all()
+
+    def _prepare(self, task: Task, is_ahead: bool) -> bool:
+        """Whether the task has what its update needs: no shadow in the open, a slot where weights go to one."""
+        board = self.board
+        if not is_ahead and task.shadow is not None:
+            board.free_shadow(task)
+        if task.weight_slot is None and board.updater.needs_weight_slot(task.bucket.plan):
+            task.weight_slot = board.weight_slots.take(may_grow=is_ahead)  # ahead of the gate one stays in use
+            return task.weight_slot is not None
+        return True
 
     def _pick(self) -> Task | None:
         """The earliest deadline of what can be updated now."""
@@ -86,14 +96,6 @@ class Worker(_Thread):
         if task is not None:
             board.flying.remove(task)
         return task
-
-    def _find_weight_slot(self, task: Task, is_ahead: bool) -> bool:
-        """Whether the task has the slot it needs. Ahead of the gate one stays in use: then more may be made."""
-        board = self.board
-        if task.weight_slot is None and board.updater.needs_weight_slot(task.bucket.plan):
-            task.weight_slot = board.weight_slots.take(may_grow=is_ahead)
-            return task.weight_slot is not None
-        return True
 
 
 class Mover(_Thread):

@@ -30,6 +30,7 @@ from twinflow.optim.loss_scale import LossScale, after_step, static
 from twinflow.optim.options import with_defaults
 from twinflow.rules import RULES, Rule
 from twinflow.rules.checks import FLOATS
+from twinflow.rules.formats import BLOCK
 from twinflow.rules.segment import check_format
 from twinflow.trace import Trace, write_chrome_trace
 
@@ -42,6 +43,7 @@ class Tuning:
     num_slots: int = 4  # page-locked buckets each way
     flat_bytes: int = 3 << 29  # device memory for gradients on their way out
     hold: str = "device"  # where gradients wait for the clipping decision: "device" or "host"
+    sums: str = "auto"  # where gradients of several backwards are summed in fp32: "device", "host", or what fits
     shadow_bytes: int | None = None  # host memory for updates ahead of that decision; None: what is spare
 
 
@@ -92,6 +94,7 @@ class TwinOptimizer(Optimizer):
         super().__init__(groups, defaults)
         native.set_threads(host_threads if host_threads is not None else _host_threads(default_threads(os.environ)))
         self.states, self.tuning = states, tuning or Tuning()
+        _check_tuning(self.tuning)
         self.trace = Trace()
         self._loss_scale = loss_scale or static(1.0)
         self.num_steps = self.num_skipped = 0
@@ -105,6 +108,7 @@ class TwinOptimizer(Optimizer):
             delayed_update=delayed_update,
             delayed_update_start=delayed_update_start,
             hold_on_host=self.tuning.hold == "host",
+            sum_on_host=self._sums_on_host(),
             flat_bytes=self.tuning.flat_bytes,
             num_slots=self.tuning.num_slots,
         )
@@ -144,6 +148,14 @@ class TwinOptimizer(Optimizer):
         if self.model is not None:
             runtime.attach(self.model, blocks)
         return runtime
+
+    def _sums_on_host(self) -> bool:
+        """As asked for; else on the device where 4 bytes a parameter are at most half of what it has left."""
+        if self.tuning.sums != "auto":
+            return self.tuning.sums == "host"
+        tensors = [param for group in self.param_groups for param in group["params"]]
+        free = device_for(tensors[0].device).free_bytes() if tensors else None
+        return free is not None and 4 * sum(tensor.numel() for tensor in tensors) > free // 2
 
     def _new_updater(self, device: Device) -> Updater:
         if self._recipe is not None:
@@ -327,6 +339,16 @@ def _check_foreign(rule: object, states: str, param_groups: Iterable[Any] | None
         raise bad_value("states", states, ["fp32"], "A torch.optim.Optimizer given as rule keeps its own states.")
     if isinstance(rule, Optimizer) and param_groups is not None:
         raise bad_value("param_groups", "given", "None where rule is an optimizer: it has its own groups")
+
+
+def _check_tuning(tuning: Tuning) -> None:
+    for name, allowed in (("hold", ("device", "host")), ("sums", ("auto", "device", "host"))):
+        if getattr(tuning, name) not in allowed:
+            raise bad_value(f"tuning.{name}", getattr(tuning, name), allowed)
+    if tuning.bucket_numel < BLOCK or tuning.bucket_numel % BLOCK:
+        raise bad_value("tuning.bucket_numel", tuning.bucket_numel, f"a multiple of {BLOCK}")
+    if tuning.num_slots < 1:
+        raise bad_value("tuning.num_slots", tuning.num_slots, "a whole number >= 1")
 
 
 def _check_settings(settings: Settings, model: nn.Module | None) -> None:
