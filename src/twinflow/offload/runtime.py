@@ -13,7 +13,6 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,27 +28,12 @@ from twinflow.offload.collector import Collector
 from twinflow.offload.gate import Decision, Gate, Limits
 from twinflow.offload.hooks import Recorder, install, take_gradients
 from twinflow.offload.plan import ROOT, BucketPlan
+from twinflow.offload.settings import Settings
 from twinflow.offload.shadow import ShadowPool
 from twinflow.offload.slots import FlatPool, SlotPool
 from twinflow.offload.sync import ARRIVED, FORWARD, READERS, SENT, WEIGHT_SLOT
 from twinflow.offload.threads import Mover, Worker
 from twinflow.offload.updater import Updater
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How the runtime works; none of this changes a result but `limits`, `accumulation_steps` and the delay."""
-
-    limits: Limits = field(default_factory=Limits)
-    early: bool = False  # updates may start during backward
-    accumulation_steps: int = 1  # backwards that make one step, where `early`
-    delayed_update: bool = False
-    delayed_update_start: int = 0  # ordinary steps first
-    hold_on_host: bool = False  # where gradients wait for the gate
-    sum_on_host: bool = False  # where the gradients of several backwards are summed
-    flat_bytes: int = 3 << 29  # device memory for gradients on their way out, where they need not wait for the gate
-    num_slots: int = 4
-    shadow_bytes: int = 0
 
 
 class Runtime:
@@ -81,7 +65,7 @@ class Runtime:
         self._handles: list[RemovableHandle] = []
         self._frozen: dict[str, nn.Parameter] = {}  # parameters that were so at the start
         self.board = self._new_board(plans)
-        self.collector = Collector(device, self.board, self.buckets, self._num_gathered, self._tensor_device)
+        self.collector = Collector(device, self.board, self.buckets, self.settings.num_gathered, self._tensor_device)
         self.worker, self.mover = Worker(self.board, "worker"), Mover(self.board)
         # Also when this object is forgotten, and before the interpreter ends under threads that still work.
         self._end = weakref.finalize(self, _end, self.board, (self.worker, self.mover))
@@ -91,15 +75,6 @@ class Runtime:
     @property
     def _tensor_device(self) -> torch.device:
         return self.params[0].tensor.device if self.params else torch.device("cpu")
-
-    @property
-    def _sums_on_host(self) -> bool:
-        return self.settings.early and self.settings.sum_on_host and self.settings.accumulation_steps > 1
-
-    @property
-    def _num_gathered(self) -> int:
-        """Gradients of a parameter that are gathered on the device before it is complete."""
-        return 1 if self._sums_on_host else self.settings.accumulation_steps
 
     def _new_bucket(self, plan: BucketPlan) -> Bucket:
         params = [self.params[piece.param] for piece in plan.slices]
@@ -123,17 +98,14 @@ class Runtime:
             FlatPool(self._tensor_device, all_bytes if holds_on_device else settings.flat_bytes),
             ShadowPool(settings.shadow_bytes, self.updater.new_store),
             settings.hold_on_host,
-            self._sums_on_host,
+            self.settings.sums_on_host,
         )
 
     def prepare_shadows(self, max_bytes: int) -> None:
         """Let updates run ahead of the gate within this much host memory, and make the shadows now."""
         shadows, settings = self.board.shadows, self.settings
         shadows.max_bytes = max_bytes
-        may_run_ahead = (
-            settings.early and settings.limits.any and not settings.delayed_update and not self._sums_on_host
-        )
-        if not (may_run_ahead and self.updater.can_shadow):
+        if not (settings.may_run_ahead and settings.limits.any and self.updater.can_shadow):
             return
         num_made = shadows.prepare((bucket.plan, bucket.nbytes) for bucket in self.buckets)
         if any(self.updater.needs_weight_slot(bucket.plan) for bucket in self.buckets):
@@ -207,7 +179,7 @@ class Runtime:
         _check_grad(param, grad)
         self._finish_recording()
         param.hits += 1
-        wanted = self._num_gathered
+        wanted = self.settings.num_gathered
         if param.hits > wanted and not param.is_late:
             raise RuntimeError(
                 f"{param.name} got {param.hits} gradients, but its update has already begun after {wanted} "
@@ -216,7 +188,7 @@ class Runtime:
             )
         is_last = param.hits == wanted and not param.is_late  # pieces for a late parameter say nothing about backwards
         if self.job is None and (is_last or wanted == 1):
-            if self._sums_on_host and self._num_parts + 1 < self.settings.accumulation_steps:
+            if self.settings.sums_on_host and self._num_parts + 1 < self.settings.accumulation_steps:
                 self.job = Job(self.num_jobs + 1, (), Gate(Limits(), 1.0), is_part=True, is_released=True)
             else:
                 self._begin()
@@ -254,10 +226,10 @@ class Runtime:
             self._options(),
             gate,
             is_delayed=is_delayed,
-            may_run_ahead=settings.early and not is_delayed and not self._sums_on_host,
+            may_run_ahead=settings.may_run_ahead and not is_delayed,
             is_released=not is_delayed,
         )
-        if self._sums_on_host and settings.limits.any:
+        if self.settings.sums_on_host and settings.limits.any:
             self.job.norms = torch.zeros(len(self.buckets), dtype=torch.float64)
         self.collector.zero_norms()
 
@@ -319,7 +291,7 @@ class Runtime:
             self.collector.complete(job, self.params)
         else:
             self.collector.take_all(job, self.params)
-        if self._sums_on_host:
+        if self.settings.sums_on_host:
             self.board.submit_sums(job, self.buckets)
             norms = job.norms if job.norms is not None else torch.full((1,), math.nan)  # no gate asks for them
             self.board.close_job(job, norms, AllSummed(job))

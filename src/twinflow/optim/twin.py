@@ -22,7 +22,8 @@ from twinflow.offload.gate import Limits
 from twinflow.offload.materialize import build
 from twinflow.offload.memory import free_host_bytes
 from twinflow.offload.plan import BUCKET_NUMEL, ROOT, ParamSpec, plan_buckets
-from twinflow.offload.runtime import Runtime, Settings
+from twinflow.offload.runtime import Runtime
+from twinflow.offload.settings import Settings
 from twinflow.offload.torch_updater import Recipe, TorchUpdater, host_options
 from twinflow.offload.updater import RuleUpdater, Updater
 from twinflow.optim import twin_state

@@ -1,0 +1,37 @@
+"""How the runtime works. Nothing here changes a result but the limits, the number of backwards and the delay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from twinflow.offload.gate import Limits
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked for."""
+
+    limits: Limits = field(default_factory=Limits)
+    early: bool = False  # updates may start during backward
+    accumulation_steps: int = 1  # backwards that make one step, where `early`
+    delayed_update: bool = False
+    delayed_update_start: int = 0  # ordinary steps first
+    hold_on_host: bool = False  # where gradients wait for the gate
+    sum_on_host: bool = False  # where the gradients of several backwards are summed
+    flat_bytes: int = 3 << 29  # device memory for gradients on their way out, where they need not wait for the gate
+    num_slots: int = 4  # page-locked buckets each way
+
+    @property
+    def sums_on_host(self) -> bool:
+        """Whether there is anything to sum there."""
+        return self.early and self.sum_on_host and self.accumulation_steps > 1
+
+    @property
+    def num_gathered(self) -> int:
+        """Gradients of a parameter that are gathered on the device before it is complete."""
+        return 1 if self.sums_on_host else self.accumulation_steps
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether updates may start before the gate is open: not where it opens before they could."""
+        return self.early and not self.delayed_update and not self.sums_on_host
