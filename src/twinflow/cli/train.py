@@ -21,6 +21,7 @@ from twinflow.cli.training import (
     build_model,
     build_optimizer,
     check_settings,
+    choose_device,
     choose_preset,
     choose_rule,
     option,
@@ -29,11 +30,11 @@ from twinflow.cli.training import (
 from twinflow.data.text import Corpus, load_corpus
 from twinflow.errors import bad_value
 from twinflow.models.gpt import GPT, count_params, flops_per_token
-from twinflow.monitor.metrics import MetricsWriter, StepRecord, ValidRecord, tokens_per_second
+from twinflow.monitor.metrics import MetricsWriter, StepRecord, ValidRecord, share_ahead, tokens_per_second
 from twinflow.monitor.progress import TrainProgress, duration
 from twinflow.monitor.report import Report, Rows, write_report
 from twinflow.native import get_threads, isa, set_threads
-from twinflow.optim import HostOptimizer
+from twinflow.optim.twin import TwinOptimizer
 from twinflow.version import __version__
 
 METRICS, SETTINGS, REPORT = "metrics.jsonl", "settings.json", "report.html"
@@ -52,13 +53,17 @@ def train(
     grad_clip: Annotated[float, typer.Option(help="Largest gradient norm; 0 for no clipping.")] = 1.0,
     rule: Annotated[str, typer.Option(help="Update rule: adamw, adam, adagrad, lion or sgd.")] = "adamw",
     states: Annotated[str, typer.Option(help="Optimizer state: fp32, bf16, or int8 (adamw and adam).")] = "fp32",
+    delayed_update: Annotated[
+        bool,
+        typer.Option("--delayed-update", help="Apply each update one step later, so that it never holds up a step."),
+    ] = False,
     data: Annotated[str, typer.Option(help="stdlib, or the path of a text file or of a folder of them.")] = "stdlib",
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of the data.")] = 0,
     valid_every: Annotated[int, typer.Option(help="Steps between validations; 0 for start and end only.")] = 100,
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: all this process may use.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for metrics and report. Default: a new one in runs.")] = None,
 ) -> None:
-    """Train a small GPT on the CPU with the host optimizer, and write a report page."""
+    """Train a small GPT with the optimizer on the host, on a GPU where there is one, and write a report page."""
     console = Console()
     try:
         choice = choose_rule(rule)
@@ -73,6 +78,7 @@ def train(
             grad_clip=grad_clip,
             rule=rule,
             states=states,
+            delayed_update=delayed_update,
             data=data,
             seed=seed,
             valid_every=valid_every,
@@ -83,7 +89,7 @@ def train(
     except (ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
-    print_rows(console, f"twinflow {__version__}: training a {preset} GPT on the CPU", header_rows(run))
+    print_rows(console, f"twinflow {__version__}: training a {preset} GPT on {where()}", header_rows(run))
     outcome = run_training(run, console)
     write_report(settings.out / REPORT, make_report(run, outcome))
     print_rows(console, outcome.message, [*outcome.numbers, ("report", str(settings.out / REPORT))])
@@ -97,7 +103,7 @@ class Run:
     settings: TrainSettings
     corpus: Corpus
     model: GPT
-    optimizer: HostOptimizer
+    optimizer: TwinOptimizer
 
 
 @dataclass
@@ -124,6 +130,10 @@ class Outcome:
         if losses:
             rows.append(("tokens/s", f"{tokens_per_second(self.steps):,.0f}"))
             rows.append(("host memory", f"{max(record.host_bytes for record in self.steps) / 2**20:,.0f} MiB"))
+            if torch.cuda.is_available():
+                rows.append(("GPU memory", f"{torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB"))
+            if math.isfinite(ahead := share_ahead(self.steps)):
+                rows.append(("updated in backward", f"{100 * ahead:.0f}%"))
         rows.append(("time", duration(self.wall_s)))
         return rows
 
@@ -136,14 +146,14 @@ def default_out(preset: str, rule: str) -> Path:
 def prepare(settings: TrainSettings) -> Run:
     """Check everything, read the data, build the parts. ValueError or OSError: the user's to mend."""
     check_settings(settings)
+    if (settings.out / METRICS).exists():
+        raise bad_value("--out", str(settings.out), "a folder that holds no run yet", "Name another one or remove it.")
     set_threads(settings.threads)
     torch.set_num_threads(settings.threads)
     corpus = load_corpus(settings.data, settings.seed)
     corpus.check_context(settings.context)
     model = build_model(settings)
     optimizer = build_optimizer(settings, model)
-    if (settings.out / METRICS).exists():
-        raise bad_value("--out", str(settings.out), "a folder that holds no run yet", "Name another one or remove it.")
     settings.out.mkdir(parents=True, exist_ok=True)
     (settings.out / SETTINGS).write_text(json.dumps(asdict(settings), default=str, indent=2) + "\n", encoding="utf-8")
     return Run(settings, corpus, model, optimizer)
@@ -168,6 +178,8 @@ def run_training(run: Run, console: Console) -> Outcome:
                     progress.step(record)
     except KeyboardInterrupt:
         outcome.status = "interrupted"
+    finally:
+        run.optimizer.close()
     outcome.wall_s = time.perf_counter() - start
     if outcome.steps and not outcome.steps[-1].is_finite:
         outcome.status = "stopped"
@@ -211,6 +223,7 @@ def header_rows(run: Run) -> list[tuple[str, str]]:
     num_params = count_params(config)
     tokens = settings.batch_size * settings.context
     clip = f"clip {settings.grad_clip:g}" if settings.grad_clip else "no clipping"
+    delayed = ", delayed by one step" if settings.delayed_update else ""
     return [
         (
             "model",
@@ -219,8 +232,8 @@ def header_rows(run: Run) -> list[tuple[str, str]]:
         ),
         (
             "optimizer",
-            f"{type(run.optimizer).__name__}, {settings.states} state, lr {settings.lr:g}, "
-            f"weight decay {settings.weight_decay:g}, {clip}",
+            f"TwinOptimizer, {settings.rule}, {settings.states} state, lr {settings.lr:g}, "
+            f"weight decay {settings.weight_decay:g}, {clip}{delayed}",
         ),
         ("threads", f"{settings.threads}, kernels {isa()}"),
         ("data", describe_data(run.corpus)),
@@ -231,6 +244,12 @@ def header_rows(run: Run) -> list[tuple[str, str]]:
         ),
         ("output", str(settings.out)),
     ]
+
+
+def where() -> str:
+    """The model's device, in words."""
+    device = choose_device()
+    return f"{torch.cuda.get_device_name(device)}, in bf16" if device.type == "cuda" else "the CPU"
 
 
 def describe_data(corpus: Corpus) -> str:
@@ -246,6 +265,7 @@ def machine_rows(threads: int) -> list[tuple[str, str]]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return [
         ("system", f"{platform.system()} {platform.machine()}"),
+        ("model on", where()),
         ("cores", f"{os.cpu_count()}, threads used {threads}"),
         ("memory", f"{memory / 2**30:.1f} GiB"),
         ("host kernels", isa()),

@@ -1,4 +1,4 @@
-"""The training loop of `twinflow train`: a model, a corpus and a host optimizer in, records out."""
+"""The training loop of `twinflow train`: a model, a corpus and an optimizer in, records out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from twinflow.data.text import VOCAB_SIZE, Corpus, Split
@@ -17,7 +18,7 @@ from twinflow.errors import bad_value
 from twinflow.models.gpt import GPT, PRESETS, GPTConfig
 from twinflow.monitor.metrics import Record, StepRecord, ValidRecord, host_memory_bytes
 from twinflow.native.threads import check_threads
-from twinflow.optim import HostAdagrad, HostAdam, HostAdamW, HostLion, HostOptimizer, HostSGD
+from twinflow.optim.twin import TwinOptimizer
 from twinflow.rules import RULES
 
 VALID_BATCHES: Final = 16
@@ -26,20 +27,19 @@ MIN_LR_SHARE: Final = 0.1  # where the cosine ends, as a share of the peak
 
 @dataclass(frozen=True)
 class RuleChoice:
-    """An optimizer and what it starts from when the user names nothing else."""
+    """What a rule starts from when the user names nothing else."""
 
-    optimizer: type[HostOptimizer]
     lr: float
     weight_decay: float
     options: dict[str, Any]
 
 
 RULE_CHOICES: Final = {
-    "adamw": RuleChoice(HostAdamW, 2e-3, 0.1, {"betas": (0.9, 0.95)}),
-    "adam": RuleChoice(HostAdam, 2e-3, 0.0, {"betas": (0.9, 0.95)}),
-    "adagrad": RuleChoice(HostAdagrad, 1e-2, 0.0, {}),
-    "lion": RuleChoice(HostLion, 3e-4, 0.3, {"betas": (0.9, 0.99)}),
-    "sgd": RuleChoice(HostSGD, 0.1, 0.0, {"momentum": 0.9}),
+    "adamw": RuleChoice(2e-3, 0.1, {"betas": (0.9, 0.95)}),
+    "adam": RuleChoice(2e-3, 0.0, {"betas": (0.9, 0.95)}),
+    "adagrad": RuleChoice(1e-2, 0.0, {}),
+    "lion": RuleChoice(3e-4, 0.3, {"betas": (0.9, 0.99)}),
+    "sgd": RuleChoice(0.1, 0.0, {"momentum": 0.9}),
 }
 
 
@@ -57,6 +57,7 @@ class TrainSettings:
     grad_clip: float  # 0: do not clip
     rule: str
     states: str
+    delayed_update: bool
     data: str
     seed: int
     valid_every: int  # 0: only before the first step and after the last
@@ -95,29 +96,45 @@ def choose_preset(name: str) -> GPTConfig:
 
 
 def choose_rule(name: str) -> RuleChoice:
-    """The optimizer of an update rule."""
+    """An update rule's defaults."""
     if name not in RULE_CHOICES:
         raise bad_value("--rule", name, RULE_CHOICES)
     return RULE_CHOICES[name]
 
 
+def choose_device() -> torch.device:
+    """The GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def build_model(settings: TrainSettings) -> GPT:
-    """The preset at the asked context, its weights drawn from the seed."""
+    """The preset at the asked context, its weights drawn from the seed: in bf16 on a GPU, in fp32 on the CPU."""
     torch.manual_seed(settings.seed)
-    return GPT(replace(choose_preset(settings.preset), vocab_size=VOCAB_SIZE, context=settings.context))
+    device = choose_device()
+    model = GPT(replace(choose_preset(settings.preset), vocab_size=VOCAB_SIZE, context=settings.context))
+    return model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
-def build_optimizer(settings: TrainSettings, model: GPT) -> HostOptimizer:
-    """The host optimizer; weight decay pulls on matrices only, never on norms and biases."""
-    choice = choose_rule(settings.rule)
+def build_optimizer(settings: TrainSettings, model: GPT) -> TwinOptimizer:
+    """The optimizer; weight decay pulls on matrices only, never on norms and biases."""
     params = list(model.parameters())
     groups = [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
     ]
-    make: Any = choice.optimizer  # each class has its own options; `choice` holds the ones that fit
-    optimizer: HostOptimizer = make(groups, lr=settings.lr, states=settings.states, **choice.options)
-    return optimizer
+    return TwinOptimizer(
+        model,
+        settings.rule,
+        param_groups=groups,
+        states=settings.states,
+        max_grad_norm=settings.grad_clip or None,
+        skip_nonfinite=True,
+        early=True,
+        delayed_update=settings.delayed_update,
+        host_threads=settings.threads,
+        lr=settings.lr,
+        **choose_rule(settings.rule).options,
+    )
 
 
 def lr_factor(step: int, warmup: int, steps: int) -> float:
@@ -128,57 +145,85 @@ def lr_factor(step: int, warmup: int, steps: int) -> float:
     return MIN_LR_SHARE + (1.0 - MIN_LR_SHARE) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def training_records(settings: TrainSettings, model: GPT, corpus: Corpus, optimizer: HostOptimizer) -> Iterator[Record]:
+def training_records(settings: TrainSettings, model: GPT, corpus: Corpus, optimizer: TwinOptimizer) -> Iterator[Record]:
     """Train, yielding each step and each validation as it happens.
 
     A step whose loss or gradient is not finite is yielded without having changed the weights, and is the last one.
     """
     schedule = LambdaLR(optimizer, lambda step: lr_factor(step, settings.warmup, settings.steps))
+    waits = WaitTimer(model)
     yield ValidRecord(0, valid_loss(settings, model, corpus))
     for step in range(1, settings.steps + 1):
-        record = train_step(settings, model, corpus, optimizer, step)
+        record = train_step(settings, model, corpus, optimizer, waits, step)
         yield record
         if not record.is_finite:
             return
         schedule.step()
+        if step == settings.steps:
+            optimizer.flush()  # a delayed update that is still to come belongs to the model that is measured last
         if step == settings.steps or (settings.valid_every and step % settings.valid_every == 0):
             yield ValidRecord(step, valid_loss(settings, model, corpus))
 
 
-def train_step(settings: TrainSettings, model: GPT, corpus: Corpus, optimizer: HostOptimizer, step: int) -> StepRecord:
-    """Forward, backward, clip and update on the batch of this step."""
+class WaitTimer:
+    """Seconds that forwards spend in the optimizer's hooks, where they wait for new weights.
+
+    Two hooks of our own around those of the optimizer, so it is built after that.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.seconds = 0.0
+        self._start_s = 0.0
+        for module in model.modules():
+            module.register_forward_pre_hook(self._before, prepend=True)
+            module.register_forward_pre_hook(self._after)
+
+    def _before(self, *_: Any) -> None:
+        self._start_s = time.perf_counter()
+
+    def _after(self, *_: Any) -> None:
+        self.seconds += time.perf_counter() - self._start_s
+
+
+def train_step(
+    settings: TrainSettings, model: GPT, corpus: Corpus, optimizer: TwinOptimizer, waits: WaitTimer, step: int
+) -> StepRecord:
+    """Forward, backward and update on the batch of this step.
+
+    The update runs beside backward and the next forward. What is measured of it is what the loop waits for: new
+    weights in this forward, and the norm after this backward.
+    """
     tokens, targets = batch(settings, corpus, "train", step)
-    params = list(model.parameters())
-    start = time.perf_counter()
-    loss = model(tokens, targets).loss
-    forward_done = time.perf_counter()
-    loss.backward()
-    backward_done = time.perf_counter()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]).item()
     lr = float(optimizer.param_groups[0]["lr"])
-    if math.isfinite(loss.item()) and math.isfinite(norm):
-        optimizer.step(factor=clip_factor(norm, settings.grad_clip))
-    optimizer.zero_grad()
+    waits.seconds = 0.0
+    start = time.perf_counter()
+    output = model(tokens, targets).loss
+    loss = output.item()  # where the GPU has come this far
+    forward_done = backward_done = time.perf_counter()
+    norm, counts = math.nan, {}
+    if math.isfinite(loss):
+        output.backward()
+        if tokens.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        backward_done = time.perf_counter()
+        optimizer.step()
+        counts = optimizer.metrics()
+        norm = counts["grad_norm"]
     update_done = time.perf_counter()
     return StepRecord(
         step=step,
-        loss=loss.item(),
+        loss=loss,
         lr=lr,
         grad_norm=norm,
         num_tokens=tokens.numel(),
-        forward_s=forward_done - start,
+        forward_s=forward_done - start - waits.seconds,
         backward_s=backward_done - forward_done,
-        update_s=update_done - backward_done,
+        update_s=update_done - backward_done + waits.seconds,
         host_bytes=host_memory_bytes(),
+        num_ahead=int(counts.get("gate_speculated", 0)),
+        num_dropped=int(counts.get("gate_dropped", 0)),
+        num_held=int(counts.get("gate_held", 0)),
     )
-
-
-def clip_factor(norm: float, limit: float) -> float:
-    """What the update multiplies gradients with so that their norm is at most `limit`; a limit of 0 means none.
-
-    The kernel applies it while it reads the gradient: no pass over all gradients of its own, as clipping in place has.
-    """
-    return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
 
 
 @torch.no_grad()
@@ -191,5 +236,6 @@ def valid_loss(settings: TrainSettings, model: GPT, corpus: Corpus) -> float:
 
 
 def batch(settings: TrainSettings, corpus: Corpus, split: Split, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The corpus's batch for a step, in this run's size."""
-    return corpus.batch(split, step, settings.batch_size, settings.context)
+    """The corpus's batch for a step, in this run's size, where the model is."""
+    tokens, targets = corpus.batch(split, step, settings.batch_size, settings.context)
+    return tokens.to(choose_device()), targets.to(choose_device())

@@ -178,4 +178,5 @@ class GPT(nn.Module):
         logits = self.head(self.norm(x))
         if targets is None:
             return GPTOutput(logits, None)
-        return GPTOutput(logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # a loss in bf16 would have two digits
+        return GPTOutput(logits, F.cross_entropy(wide.flatten(0, 1), targets.flatten()))

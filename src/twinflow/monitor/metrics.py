@@ -25,8 +25,11 @@ class StepRecord:
     num_tokens: int
     forward_s: float
     backward_s: float
-    update_s: float  # clipping and the optimizer
+    update_s: float  # what the loop waited for the optimizer; the rest of the update runs beside the model
     host_bytes: int  # resident memory of the process after the step
+    num_ahead: int = 0  # buckets that were updated before the gradient norm was known
+    num_dropped: int = 0  # those of them that clipping, or a step that was skipped, made void
+    num_held: int = 0  # buckets that waited for the norm
 
     @property
     def step_s(self) -> float:
@@ -96,6 +99,13 @@ def tokens_per_second(records: list[StepRecord]) -> float:
     steady = records[1:] or records
     seconds = sum(record.step_s for record in steady)
     return sum(record.num_tokens for record in steady) / seconds if seconds > 0 else 0.0
+
+
+def share_ahead(records: list[StepRecord]) -> float:
+    """Share of the updates that were done ahead of the gradient norm and kept; NaN where none was counted."""
+    num_updates = sum(record.num_ahead + record.num_held for record in records)
+    num_kept = sum(record.num_ahead - record.num_dropped for record in records)
+    return num_kept / num_updates if num_updates else math.nan
 
 
 def host_memory_bytes() -> int:

@@ -83,10 +83,11 @@ def time_plot(report: Report) -> str:
     """Where the milliseconds of a step go, stacked."""
     total_s = sum(r.step_s for r in report.steps) or 1.0
     curves = []
-    for color, name in enumerate(("forward", "backward", "update"), start=1):
+    labels = {"forward": "forward", "backward": "backward", "update": "waiting for the update"}
+    for color, (name, label) in enumerate(labels.items(), start=1):
         seconds = [getattr(r, f"{name}_s") for r in report.steps]
         points = [(float(r.step), s * 1000.0) for r, s in zip(report.steps, seconds, strict=True)]
-        curves.append(Series(name, points, color, "area", f"{100.0 * sum(seconds) / total_s:.0f}%"))
+        curves.append(Series(label, points, color, "area", f"{100.0 * sum(seconds) / total_s:.0f}%"))
     return figure("Step time (ms)", curves, from_zero=True, cut_spikes=True)
 
 
@@ -118,10 +119,9 @@ def table(title: str, rows: Rows) -> str:
 
 def steps_table(steps: Sequence[StepRecord], valids: Sequence[ValidRecord]) -> str:
     """About twenty steps spread over the run, first and last among them, and the validation losses."""
-    head = "".join(
-        f'<th scope="col">{name}</th>'
-        for name in ("step", "loss", "learning rate", "gradient norm", "forward ms", "backward ms", "update ms", "MiB")
-    )
+    names = ("step", "loss", "learning rate", "gradient norm", "forward ms", "backward ms", "wait ms", "MiB")
+    gate = ("updates ahead", "dropped", "held")
+    head = "".join(f'<th scope="col">{name}</th>' for name in (*names, *gate))
     body = "".join(_step_row(record) for record in spread(steps, NUM_TABLE_ROWS))
     valid_rows = [(f"after step {r.step}" if r.step else "untrained", _number(r.loss)) for r in valids]
     return (
@@ -139,7 +139,9 @@ def spread(records: Sequence[StepRecord], count: int) -> list[StepRecord]:
 
 def _step_row(r: StepRecord) -> str:
     times = (f"{1000.0 * s:.1f}" for s in (r.forward_s, r.backward_s, r.update_s))
-    cells = (str(r.step), _number(r.loss), f"{r.lr:.3g}", _number(r.grad_norm), *times, f"{r.host_bytes / 2**20:,.0f}")
+    numbers = (str(r.step), _number(r.loss), f"{r.lr:.3g}", _number(r.grad_norm))
+    gate = (str(count) for count in (r.num_ahead, r.num_dropped, r.num_held))
+    cells = (*numbers, *times, f"{r.host_bytes / 2**20:,.0f}", *gate)
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 

@@ -96,7 +96,7 @@ class Runtime:
             SlotPool(device, len(plans) if keeps_gradients else num_slots, slot_bytes, ARRIVED),
             SlotPool(device, len(plans) if settings.delayed_update else num_slots, slot_bytes, WEIGHT_SLOT),
             FlatPool(self._tensor_device, all_bytes if holds_on_device else settings.flat_bytes),
-            ShadowPool(settings.shadow_bytes, self.updater.new_store),
+            ShadowPool(self.updater.new_store),
             settings.hold_on_host,
             self.settings.sums_on_host,
         )

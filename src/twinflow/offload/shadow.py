@@ -22,7 +22,7 @@ _MAX_QUEUED = 4
 class ShadowPool:
     """Spare stores within `max_bytes` of host memory, made by `make`."""
 
-    def __init__(self, max_bytes: int, make: Callable[[BucketPlan], Store]) -> None:
+    def __init__(self, make: Callable[[BucketPlan], Store], max_bytes: int = 0) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._make = make
