@@ -21,13 +21,15 @@ from twinflow import native
 ROOT = Path(__file__).parents[1]
 DONE = ROOT / "build" / "test-all"
 ROOT_FILES = ("CMakeLists.txt", "pyproject.toml", "constraints.txt", "README.md", "Makefile")
+RULES = ("adamw", "adam", "adagrad", "lion", "sgd")
+TWIN_FILES = ("exact", "delayed", "accumulation", "any", "traps", "hf", "trainer")
+TWIN = [f"tests/unit/test_twin_{name}.py" for name in TWIN_FILES]
 PARTS = {
     "quick": ["-m", "not slow and not matrix"],
     "slow": ["-m", "slow and not gpu"],
-    **{
-        f"kernels-{rule}": ["-m", "matrix", "tests/unit/test_kernels.py", "-k", f"{rule}-"]
-        for rule in ("adamw", "adam", "adagrad", "lion", "sgd")
-    },
+    **{f"kernels-{rule}": ["-m", "matrix", "tests/unit/test_kernels.py", "-k", f"{rule}-"] for rule in RULES},
+    **{f"twin-{rule}": ["-m", "matrix", TWIN[0], "-k", f"every_combination and {rule}-"] for rule in RULES},
+    "twin-others": ["-m", "matrix", *TWIN, "-k", "not every_combination"],
 }
 
 

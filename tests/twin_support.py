@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -37,6 +38,15 @@ def quick_torch() -> Iterator[None]:
     yield
     torch.set_num_threads(before[0])
     torch.backends.mkldnn.enabled = before[1]
+
+
+def matrix_but(quick: Iterable[Any], cells: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: all cells, of which `make test` runs the quick ones."""
+    quick, cells = list(quick), list(cells)
+    assert all(cell in cells for cell in quick)
+    values = [cell if isinstance(cell, tuple) else (cell,) for cell in cells]
+    marks = [() if cell in quick else (pytest.mark.matrix,) for cell in cells]
+    return [pytest.param(*value, marks=mark) for value, mark in zip(values, marks, strict=True)]
 
 
 def gpt(seed: int = 0) -> GPT:

@@ -128,6 +128,12 @@ class _ThreadEvent:
     def synchronize(self) -> None:
         self.future.result()
 
+    def fire(self, error: BaseException | None) -> None:
+        if error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(error)
+
 
 class _ThreadStream:
     """A stream as a thread. Work that raises breaks the stream: whoever waits for a later event gets the exception."""
@@ -135,7 +141,7 @@ class _ThreadStream:
     def __init__(self, name: str, device: Device) -> None:
         self.name = name
         self._device = device
-        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Work | _ThreadEvent | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._loop, name=f"twinflow-{name}", daemon=True)
         self._thread.start()
@@ -153,14 +159,7 @@ class _ThreadStream:
 
     def record(self) -> _ThreadEvent:
         event = _ThreadEvent()
-
-        def fire() -> None:
-            if self._error is None:
-                event.future.set_result(None)
-            else:
-                event.future.set_exception(self._error)
-
-        self._queue.put(fire)
+        self._queue.put(event)
         return event
 
     def wait(self, event: Event, point: str) -> None:
@@ -177,8 +176,11 @@ class _ThreadStream:
     @torch.no_grad()
     def _loop(self) -> None:
         while (work := self._queue.get()) is not None:
-            self._error = self._error or _failure(work)
-            self._device.error = self._device.error or self._error
+            if isinstance(work, _ThreadEvent):  # after a failure too: somebody may wait for it
+                work.fire(self._error)
+            elif self._error is None:
+                self._error = _failure(work)
+                self._device.error = self._device.error or self._error
 
 
 def _failure(work: Work) -> BaseException | None:

@@ -26,6 +26,7 @@ from twinflow.offload.slots import FlatPool, SlotPool
 from twinflow.rules.segment import Store
 
 BLOCK = 128
+pytestmark = pytest.mark.timeout(60)
 
 # Plans.
 
@@ -329,47 +330,78 @@ def test_the_views_of_a_slot() -> None:
     assert [piece.tolist() for piece in pieces] == [list(range(5)), list(range(128, 135))]
 
 
+def plan_of(*numels: int, dtype: torch.dtype = torch.float32) -> BucketPlan:
+    return plan_buckets([ParamSpec("p", numel, 0, dtype) for numel in numels])[0]
+
+
 def test_flats_stay_within_their_bytes() -> None:
-    pool = FlatPool(torch.device("cpu"), max_bytes=1000)
-    first, second = pool.take(100, torch.float32), pool.take(100, torch.float32)
+    pool, plan = FlatPool(torch.device("cpu"), max_bytes=1100), plan_of(100)
+    first, second = pool.take(plan), pool.take(plan)
     assert first is not None
     assert second is not None
-    assert (first[0].shape, first[0].dtype, first[1]) == ((100,), torch.float32, None)
-    assert pool.take(100, torch.float32) is None
-    assert pool.num_bytes == 800
+    assert (first[0].shape, first[0].dtype, first[1]) == ((128,), torch.float32, None)
+    assert first[0].count_nonzero() == 0  # what is between slices is in the norm
+    assert pool.take(plan) is None
+    assert pool.num_bytes == 2 * 512
     event = Switch()
-    pool.give(first[0], event)
-    again = pool.take(100, torch.float32)
+    pool.give(plan, first[0], event)
+    again = pool.take(plan_of(100))
     assert again is not None
     assert again[0] is first[0]
     assert again[1] is event  # the taker waits on its stream, not here
     assert event.num_waits == 0
 
 
-def test_flats_of_other_sizes_make_room() -> None:
-    pool = FlatPool(torch.device("cpu"), max_bytes=1000)
-    taken = pool.take(200, torch.float32)
+def test_a_flat_serves_one_layout() -> None:
+    """Where the one has a gap the other may have a gradient."""
+    pool = FlatPool(torch.device("cpu"), max_bytes=1 << 20)
+    plan, other = plan_of(256), plan_of(100, 100)
+    assert plan.numel == other.numel
+    first = pool.take(plan)
+    assert first is not None
+    pool.give(plan, first[0], None)
+    second = pool.take(other)
+    assert second is not None
+    assert second[0] is not first[0]
+    again = pool.take(plan)
+    assert again is not None
+    assert again[0] is first[0]
+
+
+def test_flats_of_other_layouts_make_room() -> None:
+    pool, plan = FlatPool(torch.device("cpu"), max_bytes=1100), plan_of(200)
+    taken = pool.take(plan)
     assert taken is not None
-    assert pool.take(100, torch.float32) is None
+    assert pool.take(plan_of(100)) is None
     event = Switch()
-    pool.give(taken[0], event)
-    assert pool.take(200, torch.bfloat16) is not None
+    pool.give(plan, taken[0], event)
+    assert pool.take(plan_of(200, dtype=torch.bfloat16)) is not None
     assert event.num_waits == 1  # it is forgotten only when nobody reads it any more
-    assert pool.num_bytes == 400
+    assert pool.num_bytes == 512
 
 
 def test_a_flat_larger_than_everything_gets_its_own() -> None:
-    pool = FlatPool(torch.device("cpu"), max_bytes=1000)
-    huge = pool.take(1000, torch.float32)
+    pool, plan = FlatPool(torch.device("cpu"), max_bytes=1000), plan_of(1000)
+    huge = pool.take(plan)
     assert huge is not None
-    assert pool.take(1, torch.float32) is None
-    pool.give(huge[0], None)
-    assert pool.take(1, torch.float32) is not None
-    assert pool.num_bytes == 4
+    assert pool.take(plan_of(1)) is None
+    pool.give(plan, huge[0], None)
+    assert pool.take(plan_of(1)) is not None
+    assert pool.num_bytes == 512
 
 
-def plan_of(numel: int) -> BucketPlan:
-    return plan_buckets([ParamSpec("p", numel, 0, torch.float32)])[0]
+def test_where_no_flat_will_come_back_one_more_is_made() -> None:
+    pool, plan = FlatPool(torch.device("cpu"), max_bytes=600), plan_of(100)
+    assert pool.take(plan) is not None
+    assert pool.take(plan) is None
+    more = pool.take(plan, may_grow=True)
+    assert more is not None
+    assert pool.num_bytes == 2 * 512
+    pool.give(plan, more[0], None)
+    again = pool.take(plan, may_grow=True)  # only where none is free
+    assert again is not None
+    assert again[0] is more[0]
+    assert pool.num_bytes == 2 * 512
 
 
 def soon(condition: Any) -> Any:
@@ -384,7 +416,7 @@ def soon(condition: Any) -> Any:
 
 @pytest.fixture
 def shadows() -> Iterator[ShadowPool]:
-    pool = ShadowPool(1000, lambda plan: Store("fp32", torch.empty(plan.numel)))
+    pool = ShadowPool(lambda plan: Store("fp32", torch.empty(plan.numel)), 1000)
     yield pool
     pool.close()
 

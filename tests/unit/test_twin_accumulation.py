@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from twin_support import (
     batch,
     gpt,
     loss_of,
+    matrix_but,
     one_nan,
     quick_torch,
     restart,
@@ -68,7 +70,13 @@ def large() -> tuple[list[float], nn.Module]:
         return accumulate(model, optimizer, range(4), 1), model
 
 
-@pytest.mark.parametrize(("parts", "early", "delay"), pairwise((1, 4, 16), (False, True), ("", "compute", "out", "in")))
+@pytest.mark.parametrize(
+    ("parts", "early", "delay"),
+    matrix_but(
+        pairwise((1, 4, 16), (False, True), ("compute", "in")),
+        product((1, 4, 16), (False, True), ("", "compute", "out", "in")),
+    ),
+)
 def test_parts_are_one_large_batch(large: tuple[list[float], nn.Module], parts: int, early: bool, delay: str) -> None:
     model = gpt()
     steps = parts if early else 1  # without permission to start early there is nothing to declare
@@ -81,8 +89,10 @@ def test_parts_are_one_large_batch(large: tuple[list[float], nn.Module], parts: 
         assert_close(model, large[1])
 
 
-@pytest.mark.parametrize("delay", ["compute", "out", "in"])
-@pytest.mark.parametrize("resume_at", [0, 2])
+@pytest.mark.parametrize(
+    ("delay", "resume_at"),
+    matrix_but([("compute", 0), ("out", 2), ("in", 2)], product(("compute", "out", "in"), (0, 2))),
+)
 def test_delays_and_a_restart_change_no_bit(delay: str, resume_at: int) -> None:
     def make(model: nn.Module, delay: str = delay) -> Any:
         return twin(model, early=True, accumulation_steps=2, max_grad_norm=0.8, delay=delay, delay_s=0.0003, **ADAMW)
@@ -160,6 +170,26 @@ def test_fewer_backwards_than_declared_step_with_what_came(wanted: int) -> None:
                 optimizer.zero_grad()
         ours.wait()
         assert_close(a, b)
+
+
+def test_zero_grad_forgets_the_parts_that_came() -> None:
+    """Parts of a step that was given up are in no later one: not in its sums, nor in their number."""
+    a, b = Branchy(), Branchy()
+    theirs = torch.optim.AdamW(b.parameters(), **ADAMW)
+    x = torch.randn(8, 24, generator=torch.Generator().manual_seed(0))
+    with closing(twin(a, early=True, accumulation_steps=3, bucket_numel=512, **ADAMW)) as ours:
+        for model, optimizer in ((a, ours), (b, theirs)):
+            for step in range(3):
+                for _ in range(step):  # none, one, or two of three
+                    model(x + 1, [0, 2]).backward()
+                optimizer.zero_grad()
+                for part in range(3):
+                    model(x * part, [0, 1]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        ours.wait()
+        assert_close(a, b)
+        assert "branches.2.weight" not in ours.state_dict()["state"]
 
 
 def test_parts_are_summed_in_fp32() -> None:
@@ -255,12 +285,7 @@ def test_an_undeclared_backward_changes_nothing_of_late_parameters() -> None:
     assert_same(*results)
 
 
-COUNTS_PIECES = pytest.mark.xfail(
-    strict=True, reason="pieces of one backward are counted as backwards: the step begins before the last part"
-)
-
-
-@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=COUNTS_PIECES)])
+@pytest.mark.parametrize("reentrant", [False, True])
 def test_modules_that_run_twice_under_checkpointing(reentrant: bool) -> None:
     """Reentrant: their gradients come in several pieces within one backward."""
 

@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from twin_support import Branchy, assert_same, branchy_loss, gpt, loss_of, restart, train, twin, weights
+from twin_support import (
+    Branchy,
+    assert_same,
+    branchy_loss,
+    gpt,
+    loss_of,
+    matrix_but,
+    restart,
+    train,
+    twin,
+    weights,
+)
 
 from twinflow import native
 from twinflow.offload.torch_updater import TorchUpdater
@@ -170,11 +182,12 @@ def test_delayed_update() -> None:
         assert_same(weights_when_there(model, optimizer), weights(reference))
 
 
-@pytest.mark.parametrize(
-    ("case", "delayed", "dtype"),
-    [(case, False, torch.float32) for case in ("nadam", "adafactor", "asgd", "adagrad", "odd")]
-    + [("nadam", True, torch.float32), ("nadam", False, torch.bfloat16), ("nadam", True, torch.bfloat16)],
-)
+RESUMED = [(case, False, torch.float32) for case in ("nadam", "adafactor", "odd", "asgd", "adagrad")]
+RESUMED += [("nadam", delayed, dtype) for delayed, dtype in ((True, torch.bfloat16), (True, torch.float32))]
+RESUMED += [("nadam", False, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("case", "delayed", "dtype"), matrix_but([*RESUMED[:3], RESUMED[5]], RESUMED))
 def test_resume(case: str, delayed: bool, dtype: torch.dtype) -> None:
     rule, options = CASES[case]
     make = partial(twin, rule=rule, delayed_update=delayed, **options)
@@ -271,8 +284,12 @@ def test_groups_for_a_class() -> None:
         assert_same(everything(model, optimizer), plain(reference, optim.RMSprop(groups(reference), lr=1e-3)))
 
 
-@pytest.mark.parametrize("case", ["nesterov", "adafactor", "adagrad", "amsgrad", "odd"])
-@pytest.mark.parametrize("num_before", [0, 3])
+INSTANCES = ("odd", "nesterov", "adafactor", "adagrad", "amsgrad")
+
+
+@pytest.mark.parametrize(
+    ("case", "num_before"), matrix_but([*product(INSTANCES, [3]), ("odd", 0)], product(INSTANCES, [0, 3]))
+)
 def test_instance_goes_on_from_where_it_is(case: str, num_before: int) -> None:
     rule, options = CASES[case]
     model, reference = gpt(), gpt()

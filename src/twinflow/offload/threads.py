@@ -150,7 +150,7 @@ class Mover(_Thread):
             task.is_complete = True  # asked once: with a hundred tasks, asking would cost more than starting a copy
             complete.append(task)
         by_need = [*sorted(complete, key=lambda t: t.deadline), *board.waiting[len(complete) :]]
-        fits: Callable[[Task], bool] = lambda t: board.holds_on_host or board.is_allowed(t) or board.reserve(t)  # noqa: E731
+        fits: Callable[[Task], bool] = lambda t: board.is_allowed(t) or board.reserve(t) or board.holds_on_host  # noqa: E731
         return next((task for task in by_need if fits(task)), None)
 
     def _copy_out(self, task: Task, slot: Slot) -> None:
