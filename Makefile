@@ -6,7 +6,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc src -
 
 .PHONY: help train test lint test-all test-gpu bench wheel clean
 help:
-	@echo "make train     train a small GPT with the host optimizer; ends with a report page"
+	@echo "make train     train a small GPT, its optimizer on the host; ends with a report page"
 	@echo "make test      lint, types and every test that needs no GPU (a pairwise subset of large matrices)"
 	@echo "make test-all  every matrix, in parts that are resumed where they stopped"
 	@echo "make test-gpu  tests that need CUDA        make bench  kernels against torch and the memory's ceiling"

@@ -9,7 +9,9 @@ that is how we know each of them is needed and tested.
 
 from __future__ import annotations
 
+import ctypes
 import queue
+import sys
 import threading
 import time
 import warnings
@@ -23,6 +25,8 @@ from torch import Tensor
 from twinflow.trace import Trace
 
 _PAGE = 4096
+_MADV_DONTFORK = 10
+_LARGE_BYTES = 1 << 26  # above the largest size that malloc takes from its heap: such a buffer has its pages for itself
 Work = Callable[[], Any]
 
 
@@ -102,7 +106,7 @@ class Device:
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Host memory that streams can copy from and to without stopping; lives until `close`."""
-        return torch.empty(numel, dtype=dtype)
+        return hide_from_children(torch.empty(numel, dtype=dtype))
 
     def free_bytes(self) -> int | None:
         """Memory left on the device; None where it is the host's own."""
@@ -233,6 +237,7 @@ class CudaDevice(Device):
         raw = torch.empty(nbytes + _PAGE, dtype=torch.uint8)
         start = -raw.data_ptr() % _PAGE
         tensor = raw[start : start + nbytes].view(dtype)
+        hide_from_children(tensor)
         if nbytes:
             error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), nbytes, 0)  # type: ignore[no-untyped-call]
             if int(error):
@@ -303,6 +308,21 @@ class _CudaStream:
 
     def synchronize(self) -> None:
         self._stream.synchronize()
+
+
+def hide_from_children(tensor: Tensor) -> Tensor:
+    """Leave a large buffer out of processes that are forked from this one; returns it.
+
+    A DataLoader forks its workers. They would get a copy of every page-locked page at once, and keep an old copy of
+    each page of the state that is written later: several times the memory, for something they never look at. Small
+    buffers may share their pages with others, so they are left alone.
+    """
+    nbytes = tensor.numel() * tensor.element_size()
+    if sys.platform == "linux" and nbytes >= _LARGE_BYTES:
+        first = -(-tensor.data_ptr() // _PAGE) * _PAGE
+        last = (tensor.data_ptr() + nbytes) // _PAGE * _PAGE
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_DONTFORK)
+    return tensor
 
 
 def device_for(device: torch.device, trace: Trace | None = None) -> Device:

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
-PROMISES = {"host_adamw.py": "the resumed run ends with the same bits", "state_formats.py": "int8     6.0"}
+PROMISES = {
+    "host_adamw.py": "the resumed run ends with the same bits",
+    "state_formats.py": "int8     6.0",
+    "twin_optimizer.py": "the loss fell",
+}
 
 
 def test_there_are_examples() -> None:

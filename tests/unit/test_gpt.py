@@ -149,3 +149,8 @@ def test_a_shape_that_cannot_be_is_refused(change: dict[str, float], words: list
 def test_too_many_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match=r"12.*context.*11"):
         GPT(SMALL)(torch.zeros(1, 12, dtype=torch.int64))
+
+
+def test_the_loss_of_a_bf16_model_is_fp32() -> None:
+    loss = GPT(SMALL).bfloat16()(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long)).loss
+    assert loss.dtype == torch.float32

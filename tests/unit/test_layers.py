@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "src" / "twinflow"
 LAYERS = [
-    ("errors", "version", "trace"),
+    ("errors", "version"),
+    ("trace",),
     ("device",),
     ("rules",),
     ("native",),

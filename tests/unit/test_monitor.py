@@ -23,6 +23,7 @@ from twinflow.monitor.metrics import (
     ValidRecord,
     host_memory_bytes,
     read_metrics,
+    share_ahead,
     to_json,
     tokens_per_second,
 )
@@ -32,7 +33,8 @@ from twinflow.monitor.report import Report, render, spread, write_report
 
 
 def step_record(step: int, loss: float = 2.0, seconds: float = 0.1) -> StepRecord:
-    return StepRecord(step, loss, 1e-3, 0.5, 100, 0.3 * seconds, 0.6 * seconds, 0.1 * seconds, 300 * 2**20)
+    times = (0.3 * seconds, 0.6 * seconds, 0.1 * seconds)
+    return StepRecord(step, loss, 1e-3, 0.5, 100, *times, 300 * 2**20, num_ahead=7, num_dropped=1, num_held=3)
 
 
 def a_report(num_steps: int = 50) -> Report:
@@ -78,6 +80,20 @@ def test_speed_leaves_the_first_step_out() -> None:
     assert tokens_per_second([step_record(1, seconds=100.0), step_record(2), step_record(3)]) == pytest.approx(1000)
     assert tokens_per_second([step_record(1)]) == pytest.approx(1000)
     assert tokens_per_second([]) == 0.0
+
+
+def test_a_record_from_before_the_gate_was_counted_can_be_read(tmp_path: Path) -> None:
+    fields = json.loads(to_json(step_record(1)))
+    old = {name: value for name, value in fields.items() if name not in ("num_ahead", "num_dropped", "num_held")}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(old) + "\n")
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert isinstance(record, StepRecord)
+    assert math.isnan(share_ahead([record]))
+
+
+def test_the_share_of_updates_ahead_counts_those_that_were_kept() -> None:
+    assert share_ahead([step_record(1), step_record(2)]) == pytest.approx(0.6)
+    assert math.isnan(share_ahead([]))
 
 
 def test_host_memory_grows_with_what_is_held() -> None:
@@ -224,7 +240,18 @@ def test_the_page_is_whole_and_needs_nothing_from_outside() -> None:
     assert found.links == ["data:,"]
     assert "url(" not in page
     assert "@import" not in page
-    for words in ("a run", "finished", "first loss", "5.5000", "--lr", "cores", "forward", "backward", "update"):
+    for words in (
+        "a run",
+        "finished",
+        "first loss",
+        "5.5000",
+        "--lr",
+        "cores",
+        "forward",
+        "backward",
+        "waiting for the update",
+        "updates ahead",
+    ):
         assert words in found.text, words
     for title in ("Loss (nats per byte)", "Step time (ms)", "Host memory (MiB)", "Gradient norm", "Learning rate"):
         assert title in found.text, title

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from twinflow.device import Device, device_for
+from twinflow.device import Device, device_for, hide_from_children
 from twinflow.offload.blocks import find_blocks, num_owners, owners
 from twinflow.offload.gate import Decision, Gate, History, Limits, decide
 from twinflow.offload.memory import free_host_bytes
@@ -611,3 +613,20 @@ def test_memory_of_the_host_is_plain_without_a_gpu(device: Device) -> None:
     tensor = device.pinned(10, torch.bfloat16)
     assert (tensor.shape, tensor.dtype, device.kind) == ((10,), torch.bfloat16, "cpu")
     assert device.free_bytes() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_large_buffers_are_not_copied_into_forked_processes() -> None:
+    """A DataLoader's workers would otherwise get all page-locked memory, and old copies of the state."""
+    hidden, seen = hide_from_children(torch.zeros(1 << 25)), torch.zeros(1 << 25)
+    for tensor, is_hidden in ((hidden, True), (seen, False)):
+        middle = tensor.data_ptr() + (1 << 26)
+        mapping, flags = "", ""
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+            if found:
+                start, end = (int(part, 16) for part in found.groups())
+                mapping = line if start <= middle < end else ""
+            elif mapping and line.startswith("VmFlags:"):
+                flags = line
+        assert ("dc" in flags.split()) == is_hidden

@@ -1,4 +1,4 @@
-"""`twinflow train` from the command line, at sizes that take seconds."""
+"""`twinflow train` from the command line, on the CPU, at sizes that take seconds."""
 
 from __future__ import annotations
 
@@ -18,12 +18,17 @@ import torch
 from typer.testing import CliRunner, Result
 
 from twinflow.cli.main import app
-from twinflow.cli.training import clip_factor, lr_factor
+from twinflow.cli.training import WaitTimer, lr_factor
 from twinflow.monitor.metrics import StepRecord, ValidRecord, read_metrics
 from twinflow.native import get_threads, set_threads
 from twinflow.version import __version__
 
 SMALL = ("--steps", "4", "--batch-size", "2", "--context", "8", "--valid-every", "0", "--threads", "1")
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +59,16 @@ def test_the_loss_falls_and_everything_is_written(tmp_path: Path, text: Path) ->
     size = ("--steps", "40", "--batch-size", "4", "--context", "32", "--valid-every", "20", "--threads", "1")
     result = train(*size, "--data", text, "--out", out)
     assert result.exit_code == 0, result.output
-    for words in ("M parameters", "HostAdamW", "threads", str(text), "first loss", "last loss", "tokens/s", "report"):
+    for words in (
+        "M parameters",
+        "TwinOptimizer, adamw",
+        "threads",
+        str(text),
+        "first loss",
+        "last loss",
+        "tokens/s",
+        "report",
+    ):
         assert words in result.output, words
 
     records = read_metrics(out / "metrics.jsonl")
@@ -69,7 +83,14 @@ def test_the_loss_falls_and_everything_is_written(tmp_path: Path, text: Path) ->
     settings = json.loads((out / "settings.json").read_text())
     assert (settings["rule"], settings["context"], settings["warmup"]) == ("adamw", 32, 2)
     page = (out / "report.html").read_text()
-    for words in ("finished", "--weight-decay", "HostAdamW", "Host memory", f"{losses[0]:.4f}", torch.__version__):
+    for words in (
+        "finished",
+        "--weight-decay",
+        "TwinOptimizer, adamw",
+        "Host memory",
+        f"{losses[0]:.4f}",
+        torch.__version__,
+    ):
         assert words in page, words
 
 
@@ -112,14 +133,50 @@ def test_lr_factor_rises_and_falls() -> None:
     assert lr_factor(500, warmup=0, steps=10) == pytest.approx(0.1)
 
 
-def test_the_clip_factor_is_torchs() -> None:
-    for norm, limit in ((5.0, 1.0), (0.5, 1.0), (1.0, 1.0), (0.0, 1.0), (300.0, 0.25)):
-        param = torch.zeros(4, requires_grad=True)
-        param.grad = torch.full((4,), norm / 2)
-        expected = param.grad.clone() * clip_factor(norm, limit)
-        torch.nn.utils.clip_grad_norm_([param], limit)
-        torch.testing.assert_close(param.grad, expected)
-    assert clip_factor(1e9, 0.0) == 1.0
+def test_every_bucket_is_counted_and_the_times_add_up(tmp_path: Path, text: Path) -> None:
+    start = time.perf_counter()
+    result = train(*SMALL, "--data", text, "--grad-clip", "1e-3", "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    assert "early updates" in result.output
+    records = steps_of(tmp_path / "run")
+    for record in records:
+        assert record.num_ahead + record.num_held == 5  # four blocks, and what lies around them
+        assert record.num_dropped == record.num_ahead  # every step is clipped: nothing ahead of the norm is kept
+        assert min(record.forward_s, record.backward_s, record.update_s) > 0.0
+    assert sum(record.step_s for record in records) < time.perf_counter() - start
+
+
+def test_time_in_hooks_between_ours_counts_as_waiting() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[1].register_forward_pre_hook(lambda *_: time.sleep(0.05))
+    model.register_forward_hook(lambda *_: time.sleep(0.2))
+    waits = WaitTimer(model)
+    model(torch.zeros(1, 2))
+    assert 0.05 <= waits.seconds < 0.2
+
+
+def test_a_delayed_update_is_seen_one_step_later(tmp_path: Path, text: Path) -> None:
+    runs = {}
+    for name, options in {"plain": (), "delayed": ("--delayed-update",)}.items():
+        result = train(*SMALL, "--data", text, "--warmup", "0", *options, "--out", tmp_path / name)
+        assert result.exit_code == 0, result.output
+        assert ("delayed by one step" in result.output) == (name == "delayed")
+        runs[name] = steps_of(tmp_path / name)
+    plain, delayed = ([record.loss for record in runs[name]] for name in ("plain", "delayed"))
+    fresh = train(*SMALL, "--steps", "2", "--data", text, "--lr", "0", "--out", tmp_path / "fresh")
+    assert fresh.exit_code == 0, fresh.output
+    assert delayed[0] == plain[0]
+    assert delayed[1] == steps_of(tmp_path / "fresh")[1].loss != plain[1]  # the second step still has the first weights
+    assert all(record.num_ahead == 0 for record in runs["delayed"])
+
+
+def test_the_last_validation_sees_a_delayed_update(tmp_path: Path, text: Path) -> None:
+    losses = []
+    for name, options in {"plain": (), "delayed": ("--delayed-update",)}.items():
+        assert train(*SMALL, "--steps", "1", "--data", text, *options, "--out", tmp_path / name).exit_code == 0
+        losses.append([r.loss for r in read_metrics(tmp_path / name / "metrics.jsonl") if isinstance(r, ValidRecord)])
+    assert losses[0] == losses[1]
+    assert losses[0][0] != losses[0][1]
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ class Outcome:
             if torch.cuda.is_available():
                 rows.append(("GPU memory", f"{torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB"))
             if math.isfinite(ahead := share_ahead(self.steps)):
-                rows.append(("updated in backward", f"{100 * ahead:.0f}%"))
+                rows.append(("early updates", f"{100 * ahead:.0f}%"))
         rows.append(("time", duration(self.wall_s)))
         return rows
 

@@ -78,6 +78,7 @@ class Board:
         self.flying: list[Task] = []
         self.ahead: list[Task] = []
         self.outbox: list[Task] = []
+        self.current: Task | None = None  # what the worker updates now, ahead of the gate
         self.error: BaseException | None = None
         self.is_closing = False
 
@@ -222,13 +223,11 @@ class Board:
         if not was_ahead:
             self._keep(task)
             return
-        gate.counts["speculated"] += 1
         if not self.holds_on_host:
             self._free_slot(task)
         if gate.decision is None:
             self.ahead.append(task)
-        else:  # the gate has decided meanwhile, and counted it as held
-            gate.counts["held"] -= 1
+        else:  # the gate has decided meanwhile
             self._settle(task)
 
     def decide(self, job: Job) -> None:
@@ -238,7 +237,13 @@ class Board:
         self.ahead = [task for task in self.ahead if task.job is not job]
         if gate.limits.any:
             self.history.note(decision)
-            gate.counts["held"] = job.num_left - len(ahead)
+            num_ahead = len(ahead) + (self.current is not None and self.current.job is job)
+            is_kept = decision.factor == 1.0 / gate.scale and not decision.skip
+            gate.counts = {
+                "speculated": num_ahead,
+                "dropped": 0 if is_kept else num_ahead,
+                "held": job.num_left - num_ahead,
+            }
         if decision.skip:
             ahead += [t for t in (*self.waiting, *self.flying) if t.job is job]
             self.waiting = [t for t in self.waiting if t.job is not job]
@@ -252,13 +257,11 @@ class Board:
         decision, gate = task.job.gate.decision, task.job.gate
         assert decision is not None
         if decision.skip:
-            gate.counts["dropped"] += bool(task.weights)
             self._drop(task)
         elif decision.factor == 1.0 / gate.scale:
             self._swap(task)
             self._keep(task)
         else:
-            gate.counts["dropped"] += 1
             self.free_shadow(task)
             (self.flying if task.slot is not None else self.waiting).append(task)  # the gradients are still there
 

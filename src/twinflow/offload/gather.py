@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from twinflow import native
+from twinflow.device import hide_from_children
 from twinflow.offload.plan import Slice
 from twinflow.rules.formats import BLOCK
 
@@ -56,7 +57,7 @@ def add_on_host(task: Task) -> None:
     """Add a task's gradients to its bucket's total in fp32; measure the total where it is the last of a step."""
     bucket, grads = task.bucket, task.grads
     if bucket.total is None:
-        bucket.total = native.huge_zeros(bucket.plan.numel, dtype=torch.float32)
+        bucket.total = hide_from_children(native.huge_zeros(bucket.plan.numel, dtype=torch.float32))
     total = bucket.total
     for i in task.present:
         piece = bucket.slices[i]

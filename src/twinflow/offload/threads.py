@@ -72,10 +72,12 @@ class Worker(_Thread):
                 board.flying.append(task)
                 self._sleep(has_events=True)
                 return
+            board.current = task if is_ahead and not is_to_sum else None
         name = "sum" if is_to_sum else "ahead" if is_ahead else "update"
         with board.device.trace.span(name, track="host", bucket=task.bucket.plan.index):
             gather.add_on_host(task) if is_to_sum else board.updater.update(task, factor)
         with board.changed:
+            board.current = None
             board.summed(task) if is_to_sum else board.updated(task, is_ahead)
             board.changed.notify_all()
 

@@ -23,6 +23,7 @@ from twinflow.device import Device
 from twinflow.errors import bad_value
 from twinflow.offload.bucket import Bucket, Options, Task
 from twinflow.offload.plan import BucketPlan
+from twinflow.offload.updater import hidden_zeros
 from twinflow.rules.formats import rounds_to
 from twinflow.rules.segment import Store
 
@@ -136,7 +137,7 @@ class TorchUpdater:
         """A master of zeros, page-locked where weights are sent from it. The optimizer keeps the states."""
         if plan.dtype == torch.float32:
             return Store("fp32", self._device.pinned(plan.numel, torch.float32).zero_())
-        return Store("fp32", native.huge_zeros(plan.numel, dtype=torch.float32))
+        return Store("fp32", hidden_zeros(plan.numel, dtype=torch.float32))
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
         """Make the bucket's optimizer. The master must hold the weights by now: some optimizers look at them here."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from twinflow import native
-from twinflow.device import Device
+from twinflow.device import Device, hide_from_children
 from twinflow.offload.bucket import Bucket, Options, Task
 from twinflow.offload.plan import BucketPlan
 from twinflow.rules import Rule
@@ -101,13 +101,13 @@ class RuleUpdater:
         fp32, or from a split master's upper half. Only that part is page-locked."""
         states: tuple[Pair, Pair] = ((None, None), (None, None))
         if self.keeps_states:
-            states = new_states(self.rule, self.format, plan.numel, native.huge_zeros)
+            states = new_states(self.rule, self.format, plan.numel, hidden_zeros)
         if plan.dtype == torch.float32:
             return Store(self.format, self._device.pinned(plan.numel, torch.float32).zero_(), None, *states)
         if self._is_split(plan):
             weight = self._device.pinned(plan.numel, torch.bfloat16).zero_()
-            return Store(self.format, native.huge_zeros(plan.numel, dtype=torch.int16), weight, *states)
-        return Store(self.format, native.huge_zeros(plan.numel, dtype=torch.float32), None, *states)
+            return Store(self.format, hidden_zeros(plan.numel, dtype=torch.int16), weight, *states)
+        return Store(self.format, hidden_zeros(plan.numel, dtype=torch.float32), None, *states)
 
     def _is_split(self, plan: BucketPlan) -> bool:
         return self.format != "fp32" and plan.dtype == torch.bfloat16
@@ -251,3 +251,8 @@ class RuleUpdater:
     def _slice(self, bucket: Bucket, index: int) -> Store:
         piece = bucket.slices[index]
         return bucket.store.narrow(piece.offset, piece.numel)
+
+
+def hidden_zeros(numel: int, /, *, dtype: torch.dtype) -> Tensor:
+    """Zeros on huge pages, which forked processes do not get."""
+    return hide_from_children(native.advise_huge(torch.empty(numel, dtype=dtype))).zero_()
