@@ -1,0 +1,112 @@
+"""Sums of several backwards on the host, models without memory, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from twin_support import gpt, loss_of
+
+from twinflow.models.gpt import GPT
+from twinflow.optim.twin import Tuning, TwinOptimizer
+
+PARTS = 3
+
+
+def trained(sums: str, delays: dict[str, float], steps: int = 4, **options: Any) -> tuple[list[torch.Tensor], Any]:
+    model = gpt()
+    tuning = Tuning(bucket_numel=4096, sums=sums)
+    optimizer = TwinOptimizer(model, lr=1e-2, early=True, accumulation_steps=PARTS, tuning=tuning, **options)
+    for name, seconds in delays.items():
+        optimizer.runtime.device.delay(name, seconds)
+    norms = []
+    for step in range(steps):
+        for part in range(PARTS):
+            (loss_of(model, step * PARTS + part) / PARTS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm)
+    optimizer.close()
+    return [p.detach().clone() for p in model.parameters()], norms
+
+
+@pytest.mark.parametrize("stream", ["", "compute", "out", "in"])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_grad_norm": 1.0}, {"max_grad_norm": 1.0, "delayed_update": True}], ids=str
+)
+def test_sums_on_the_host_are_those_on_the_device(options: dict[str, Any], stream: str) -> None:
+    on_device, device_norms = trained("device", {}, **options)
+    on_host, host_norms = trained("host", {stream: 0.001} if stream else {}, **options)
+    for a, b in zip(on_device, on_host, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+    if options:
+        assert host_norms == pytest.approx(device_norms, rel=1e-6)
+
+
+def test_a_short_step_and_dropped_parts() -> None:
+    """step() after two of three backwards uses what came; zero_grad() in the middle forgets it."""
+    model, plain = gpt(), gpt()
+    ours = TwinOptimizer(
+        model, lr=1e-2, early=True, accumulation_steps=3, tuning=Tuning(bucket_numel=4096, sums="host")
+    )
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    loss_of(model, 9).backward()
+    ours.zero_grad()
+    for part in range(2):
+        loss_of(model, part).backward()
+        loss_of(plain, part).backward()
+    ours.step()
+    theirs.step()
+    ours.close()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+def test_a_function_makes_the_model_and_it_trains() -> None:
+    optimizer = TwinOptimizer(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), lr=1e-2)
+    model = optimizer.model
+    assert model is not None
+    assert not any(param.is_meta for param in model.parameters())
+    losses = []
+    x = torch.ones(4, 8, device=next(model.parameters()).device)
+    for _ in range(20):
+        loss = (model(x) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    optimizer.close()
+    assert losses[-1] < losses[0]
+
+
+def test_a_model_on_the_meta_device_gets_memory() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    optimizer = TwinOptimizer(model, lr=1e-2)
+    assert optimizer.model is model
+    assert not any(param.is_meta for param in model.parameters())
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("tuning", "name"),
+    [
+        ({"hold": "disk"}, "hold"),
+        ({"sums": "disk"}, "sums"),
+        ({"bucket_numel": 100}, "bucket_numel"),
+        ({"num_slots": 0}, "num_slots"),
+    ],
+    ids=str,
+)
+def test_tuning_is_checked(tuning: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        TwinOptimizer(gpt(), tuning=Tuning(**tuning))
+
+
+def test_a_model_in_ddp_is_refused() -> None:
+    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.module = GPT(gpt().config)
+    with pytest.raises(ValueError, match="DistributedDataParallel"):
+        TwinOptimizer(wrapped)
