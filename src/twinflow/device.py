@@ -75,13 +75,21 @@ class Device:
         self.error: BaseException | None = None  # the first that work on a stream has raised
         self._delays: dict[str, float] = {}
         self._streams: dict[str, Any] = {}
+        self._lock = threading.Lock()  # several threads ask for streams
+        self._is_closed = False
 
     def stream(self, name: str) -> Stream:
         """The stream of this name, made when first asked for."""
-        if name not in self._streams:
-            self._streams[name] = _ThreadStream(name, self)
-        stream: Stream = self._streams[name]
-        return stream
+        return self._stream(name, lambda: _ThreadStream(name, self))
+
+    def _stream(self, name: str, make: Callable[[], Stream]) -> Stream:
+        with self._lock:
+            if name not in self._streams:
+                if self._is_closed:
+                    raise RuntimeError(f"stream {name!r} is asked for after its device was closed")
+                self._streams[name] = make()
+            stream: Stream = self._streams[name]
+            return stream
 
     def compute(self) -> Stream:
         """Where gradients are produced, for the calling thread."""
@@ -114,9 +122,11 @@ class Device:
 
     def close(self) -> None:
         """Wait for all work, then give streams and page-locked memory back."""
-        for stream in self._streams.values():
+        with self._lock:
+            self._is_closed = True
+            streams = list(self._streams.values())
+        for stream in streams:
             stream.close()
-        self._streams.clear()
 
 
 class _ThreadEvent:
@@ -208,10 +218,7 @@ class CudaDevice(Device):
 
     def stream(self, name: str) -> Stream:
         """The stream of this name; copies get a high priority, so that small ones do not queue behind kernels."""
-        if name not in self._streams:
-            self._streams[name] = _CudaStream(name, self, torch.cuda.Stream(self.device, priority=-1))  # type: ignore[no-untyped-call]
-        stream: Stream = self._streams[name]
-        return stream
+        return self._stream(name, lambda: _CudaStream(name, self, _new_stream(self.device)))
 
     def compute(self) -> Stream:
         """The calling thread's current stream: in a hook, the one that produced the gradient."""
@@ -261,7 +268,12 @@ class CudaDevice(Device):
         for tensor in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())  # type: ignore[no-untyped-call]
         self._pinned.clear()
-        self._streams.clear()
+        self._is_closed = True
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    return stream
 
 
 class _CudaEvent:

@@ -788,6 +788,7 @@ def num_hooks(model: nn.Module) -> int:
 
 
 def our_threads() -> set[threading.Thread]:
+    gc.collect()  # optimizers that other tests have forgotten end their threads now, not in the middle of a test
     return {thread for thread in threading.enumerate() if thread.name.startswith("twinflow-")}
 
 
@@ -801,7 +802,7 @@ def test_closing_leaves_nothing_behind(early: bool, steps: int) -> None:
     assert our_threads() > before
     train(a, optimizer, range(steps))
     optimizer.close()
-    assert our_threads() == before
+    assert our_threads() <= before
     assert num_hooks(a) == 0
     b.load_state_dict(a.state_dict())
     for model in (a, b):
@@ -837,7 +838,7 @@ def test_closing_in_the_middle_of_a_step(options: dict[str, Any], delay: str) ->
     taken = [p for p in a.parameters() if isinstance(p.grad, TakenGradient)]
     assert bool(taken) == (parts == 1)
     optimizer.close()
-    assert our_threads() == before
+    assert our_threads() <= before
     assert num_hooks(a) == 0
     assert all(p.grad is None for p in a.parameters())
     assert all(p.isfinite().all() for p in a.parameters())

@@ -111,10 +111,15 @@ class Run:
             return [*self.seen, copied(model)]
 
 
+def threads_of(optimizer: TwinOptimizer) -> list[threading.Thread]:
+    runtime = optimizer.runtime
+    owners = (runtime.worker, runtime.mover, *runtime.device._streams.values())
+    return [owner._thread for owner in owners]
+
+
 @contextmanager
 def twin(model: Any, delay: float = 0.0003, **options: Any) -> Iterator[TwinOptimizer]:
     """An optimizer with many small buckets and slow streams, that leaves no thread behind."""
-    before = threading.enumerate()
     tuning = options.pop("tuning", Tuning(bucket_numel=128))
     optimizer = TwinOptimizer(model, **ADAMW, tuning=tuning, **options)
     for stream in STREAMS:
@@ -124,7 +129,7 @@ def twin(model: Any, delay: float = 0.0003, **options: Any) -> Iterator[TwinOpti
     finally:
         with suppress(RuntimeError):  # also what a failed test has left
             optimizer.close()
-        assert [t for t in threading.enumerate() if t not in before and t.name.startswith("twinflow")] == []
+        assert [thread for thread in threads_of(optimizer) if thread.is_alive()] == []
 
 
 def assert_as_plain(make: Callable[[], nn.Module], run: Run | None = None, **options: Any) -> None:
