@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -110,3 +111,48 @@ def test_a_model_in_ddp_is_refused() -> None:
     wrapped.module = GPT(gpt().config)
     with pytest.raises(ValueError, match="DistributedDataParallel"):
         TwinOptimizer(wrapped)
+
+
+def test_a_rollback_in_the_middle_of_delayed_updates() -> None:
+    model = gpt().to(torch.float32)
+    optimizer = TwinOptimizer(model, lr=1e-2, delayed_update=True, tuning=Tuning(bucket_numel=4096))
+    for step in range(2):
+        loss_of(model, step).backward()
+        optimizer.step()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    ends = []
+    for _ in range(2):
+        for step in range(2, 5):
+            loss_of(model, step).backward()
+            optimizer.step()
+        optimizer.wait()
+        ends.append([p.detach().clone() for p in model.parameters()])
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+    optimizer.close()
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_loading_in_the_middle_of_a_step_is_refused() -> None:
+    model = gpt()
+    optimizer = TwinOptimizer(model, early=True, max_grad_norm=1.0)
+    saved = optimizer.state_dict()
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match="step"):
+        optimizer.load_state_dict(saved)
+    optimizer.step()
+    optimizer.close()
+
+
+def test_a_parameter_with_new_memory_is_taken_over() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = TwinOptimizer(model, lr=1e-3, weight_decay=0.0)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.wait()
+    model.weight.data = torch.full((4, 4), 5.0)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.wait()
+    torch.testing.assert_close(model.weight.detach(), torch.full((4, 4), 5.0), atol=2e-3, rtol=0)
+    optimizer.close()

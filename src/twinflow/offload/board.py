@@ -99,7 +99,8 @@ class Board:
         with self.changed:
             has_task = {task.bucket.plan.index for task in job.tasks}
             for bucket in buckets:
-                if bucket.plan.index not in has_task and (bucket.parts or bucket.added):
+                is_new = bool(bucket.added) and not bucket.is_full  # a full total is an earlier step's
+                if bucket.plan.index not in has_task and (bucket.parts or is_new):
                     task = Task(bucket, job, [], arrived=Now())
                     self._know(job)
                     job.num_left += 1
@@ -135,6 +136,7 @@ class Board:
             for task in tasks:
                 if self.updater.needs_weight_slot(task.bucket.plan):
                     task.weight_slot = self.weight_slots.take()
+                    assert task.weight_slot is not None
                 self.updater.publish(task)
                 task.bucket.updated = task.job.number
                 task.bucket.sent = task.bucket.due = task.job.number - 1

@@ -255,12 +255,16 @@ class Runtime:
         for name, tensor in self._frozen.items():
             if tensor.requires_grad:
                 raise RuntimeError(f"{name} now requires a gradient. Build a new optimizer after unfreezing")
+        moved: list[Param] = []  # somebody gave them other memory: `p.data = x` does not count as a write
         for bucket in self.buckets:
-            if any(p.tensor.data_ptr() != address for p, address in zip(bucket.params, bucket.addresses, strict=True)):
-                bucket.find_targets()  # the first time, or somebody gave the parameter other memory
-        if self._written():
+            addresses = [param.tensor.data_ptr() for param in bucket.params]
+            if addresses != bucket.addresses:
+                pairs = zip(bucket.params, addresses, bucket.addresses, strict=True)
+                moved += [param for param, new, old in pairs if new != old]
+                bucket.find_targets()
+        if moved or self._written():
             self.wait()  # it may have been us: weights that no forward has waited for
-        changed = self._written()
+        changed = list(dict.fromkeys([*moved, *self._written()]))
         if changed:
             if self.has_unsent:
                 raise RuntimeError(
@@ -330,6 +334,7 @@ class Runtime:
     def wait(self) -> None:
         """Until every update that has begun is in the state, and every weight that is due is in its parameter."""
         self.board.check()
+        self._close_part()
         if self.job is not None and not self.settings.limits.any:
             raise RuntimeError(
                 "weights and state are read between backward() and step(), when some of them are already updated "
@@ -342,6 +347,12 @@ class Runtime:
         for bucket in self.buckets:
             if bucket.sent_event is not None:
                 self.board.hold(bucket.sent_event, READERS)
+
+    def wait_for_copies(self) -> None:
+        """After `wait`: until no stream reads the state any more, so that this thread may write to it."""
+        for bucket in self.buckets:
+            if bucket.sent_event is not None:
+                bucket.sent_event.synchronize()
 
     @property
     def has_unsent(self) -> bool:
@@ -383,6 +394,9 @@ class Runtime:
         """Start counting anew: the state and the weights are now somebody else's."""
         self.num_jobs, self.last = num_jobs, None
         with self.board.changed:
+            for task in self.board.outbox:  # a delayed update that was still to be sent
+                self.board.free_shadow(task)
+            self.board.outbox.clear()
             for bucket in self.buckets:
                 bucket.due = bucket.sent = bucket.updated = num_jobs
 

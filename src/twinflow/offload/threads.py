@@ -133,6 +133,10 @@ class Mover(_Thread):
     def _fill_slots(self) -> int:
         """Start copies while there are slots: complete gradients by deadline, then the next to be complete."""
         num_started = 0
+        for flying in self.board.flying:  # gradients in tensors of their own are given back when they have arrived
+            is_final = flying.job.gate.is_open or self.board.holds_on_host
+            if flying.sources and is_final and flying.arrived is not None and flying.arrived.done():
+                flying.sources.clear()
         while self.board.waiting and (slot := self.board.slots.take()) is not None:
             task = self._next_out()
             if task is None:
@@ -184,10 +188,11 @@ class Mover(_Thread):
         num_sent = 0
         ready = sorted((t for t in self.board.outbox if t.job.is_released), key=lambda t: t.deadline)
         for task in ready:
-            if task.weights and len(self._sends) >= _SENDS_AT_ONCE:
+            has_weights = bool(task.weights and task.present)  # a dropped task has none
+            if has_weights and len(self._sends) >= _SENDS_AT_ONCE:
                 break
             self.board.outbox.remove(task)
-            if task.weights:  # a dropped task has none
+            if has_weights:
                 self._sends.append(self._copy_back(task))
             task.bucket.sent = max(task.bucket.sent, task.job.number)
             num_sent += 1

@@ -292,7 +292,11 @@ class TwinOptimizer(Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, from any state format. Everything is checked before anything changes."""
+        if self.runtime.job is not None:
+            raise RuntimeError("load_state_dict() between backward() and step(). Call step() first")
         self.runtime.wait()
+        self.runtime.wait_for_copies()
+        self.runtime.forget_gradients()
         twin_state.restore(self, state_dict)
 
     def export_trace(self, path: str | Path) -> None:
