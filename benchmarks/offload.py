@@ -310,8 +310,6 @@ def bound(row: dict[str, Any], facts: dict[str, Any]) -> float | None:
         return None
     forward, backward = gpu["forward"], gpu["backward"]
     t_gpu, t_host = forward + backward, row["params"] / facts["host_rate"][row["name"].split(",")[0]]
-    if "micro" in row["name"]:  # what the host really took, copies beside it included
-        t_host = row.get("host_busy_s", t_host)
     if "delayed" in row["name"]:
         return max(4 * t_gpu, t_host)
     if "micro" in row["name"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from twinflow.device import Device, hide_from_children
 from twinflow.offload.bucket import Bucket, Options, Task
 from twinflow.offload.plan import BucketPlan
 from twinflow.rules import Rule
-from twinflow.rules.formats import rounding_key, rounds_to
+from twinflow.rules.formats import Key, rounding_key, rounds_to
 from twinflow.rules.rule import Hyper
 from twinflow.rules.segment import (
     Segment,
@@ -70,6 +70,12 @@ class Updater(Protocol):
     def publish(self, task: Task) -> None:
         """Set `task.weights` to what follows from the master as it is."""
         ...
+
+
+class _Numbers(NamedTuple):
+    hyper: Hyper
+    factor: float
+    key: Key
 
 
 @dataclass(frozen=True)
@@ -147,10 +153,8 @@ class RuleUpdater:
 
     def _addresses(self, task: Task, i: int, store: Store, target: Store, factor: float) -> native.Addresses:
         """A slice's update as plain numbers: making tensors would give other threads the interpreter, many times."""
-        bucket, grads = task.bucket, task.grads
+        bucket, piece, grads, numbers = task.bucket, task.bucket.slices[i], task.grads, self._numbers(task, i, factor)
         assert grads is not None
-        piece, param, step = bucket.slices[i], bucket.params[i], bucket.steps[i] + 1
-        options = task.job.options[param.group]
         read, write = self._cuts(bucket, store).pointers[i], self._cuts(bucket, target).pointers[i]
         if task.weight_slot is not None:
             write = write._replace(weight=task.weights[i].data_ptr())
@@ -160,9 +164,9 @@ class RuleUpdater:
             numel=piece.numel,
             rule=self.rule,
             format=self.format,
-            hyper=self._hyper(options, step),
-            factor=-factor if options.get("maximize") else factor,
-            key=rounding_key(step, param.index),
+            hyper=numbers.hyper,
+            factor=numbers.factor,
+            key=numbers.key,
             first_index=piece.start,
             weight_dtype=None if bucket.plan.dtype == torch.float32 else bucket.plan.dtype,
             read=read,
@@ -171,24 +175,29 @@ class RuleUpdater:
 
     def _segment(self, task: Task, i: int, store: Store, target: Store, factor: float) -> Segment:
         """The same for the torch reference, where there is no native library."""
-        bucket, grads = task.bucket, task.grads
+        bucket, piece, grads, numbers = task.bucket, task.bucket.slices[i], task.grads, self._numbers(task, i, factor)
         assert grads is not None
-        piece, param, step = bucket.slices[i], bucket.params[i], bucket.steps[i] + 1
-        options = task.job.options[param.group]
         read, write = self._cuts(bucket, store).stores[i], self._cuts(bucket, target).stores[i]
         if task.weight_slot is not None:
             read, write = (replace(cut, weight=task.weights[i]) for cut in (read, write))
         return Segment(
             self.rule,
-            self._hyper(options, step),
+            numbers.hyper,
             grads.narrow(0, piece.offset, piece.numel),
             read,
-            -factor if options.get("maximize") else factor,
-            rounding_key(step, param.index),
+            numbers.factor,
+            numbers.key,
             piece.start,
             None if target is store else write,
-            param.name,
+            bucket.params[i].name,
         )
+
+    def _numbers(self, task: Task, i: int, factor: float) -> _Numbers:
+        """What one slice's update takes besides buffers."""
+        param, step = task.bucket.params[i], task.bucket.steps[i] + 1
+        options = task.job.options[param.group]
+        signed = -factor if options.get("maximize") else factor
+        return _Numbers(self._hyper(options, step), signed, rounding_key(step, param.index))
 
     def _cuts(self, bucket: Bucket, store: Store) -> _Cuts:
         """A store cut into the bucket's slices, once: stores move between buckets of equal layout only."""
