@@ -118,6 +118,21 @@ def gpu_alone(model: Any, batch: int, steps: int = 5) -> dict[str, float]:
     return {"forward": sum(t[0] for t in timed) / steps, "backward": sum(t[1] for t in timed) / steps}
 
 
+def activation_bytes(model: Any, batch: int) -> int:
+    """What forward and backward need on the GPU beside the weights, every gradient dropped as soon as it is there."""
+    if not CUDA:
+        return 0
+    handles = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in model.parameters()]
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before, x = torch.cuda.memory_allocated(), tokens(model, batch)
+    model(input_ids=x, labels=x).loss.backward()
+    synchronize()
+    for handle in handles:
+        handle.remove()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def now() -> Any:
     """A moment: on the GPU an event, so that nothing has to wait for it."""
     if not CUDA:
@@ -228,6 +243,7 @@ def measure(model: Any, name: str, rows: list[dict[str, Any]], what: list[str], 
         row["shadow_gb"] = after["shadow_bytes"] / 1e9
         row["host_gb"] = watch.used() / 1e9
         row["host_bytes_a_param"] = (watch.used() - after["shadow_bytes"]) / numel
+        row["is_clipping"] = "max_grad_norm" in options
         row["gpu_gb"] = torch.cuda.max_memory_allocated() / 1e9 if CUDA else 0.0
         print(json.dumps(row), file=sys.stderr, flush=True)
         rows.append(row)
@@ -238,7 +254,9 @@ def measure(model: Any, name: str, rows: list[dict[str, Any]], what: list[str], 
 def run_sizes(size: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Everything with one model in memory."""
     model = build(size)
-    facts: dict[str, Any] = {f"gpu_batch{b}": gpu_alone(model, b, 4) for b in ((4, 16, 1) if size != "7b" else (4,))}
+    batches = (4, 16, 1) if size != "7b" else (4,)
+    facts: dict[str, Any] = {f"gpu_batch{b}": gpu_alone(model, b, 4) for b in batches}
+    facts["activations_gb"] = {f"batch{b}": activation_bytes(model, b) / 1e9 for b in batches}
     if size == "7b":
         measure(model, "fp32, no clipping", rows, ["plain"], is_traced=False)
         return facts
@@ -319,6 +337,15 @@ def bound(row: dict[str, Any], facts: dict[str, Any]) -> float | None:
     return max(t_gpu, t_host)
 
 
+def gpu_bound(row: dict[str, Any], facts: dict[str, Any]) -> float | None:
+    """GB that a step may need on the GPU: weights, gradients where they wait for the norm, activations, 2 GB."""
+    if "params" not in row or "activations_gb" not in facts:
+        return None
+    held = 2 if row.get("is_clipping") else 0
+    sums = 4 if "micro" in row["name"] else 0
+    return row["params"] * (2 + held + sums) / 1e9 + facts["activations_gb"][f"batch{row['batch']}"] + 2
+
+
 def page(rows: list[dict[str, Any]], facts: dict[str, Any], size: str, date: str) -> str:
     """The result as Markdown, one JSON line last."""
     machine = read_machine()
@@ -328,7 +355,7 @@ def page(rows: list[dict[str, Any]], facts: dict[str, Any], size: str, date: str
     lines += [f"- torch {torch.__version__}, native kernels {native.isa()}, {native.get_threads()} host threads"]
     for name, value in facts.items():
         lines.append(f"- {name}: " + ", ".join(f"{k} {v:.4g}" for k, v in value.items()))
-    headers = ["what", "case", "batch", "s/step", "ideal", "ratio", "host GB", "host B/param", "shadows GB", "GPU GB"]
+    headers = ["what", "case", "batch", "s/step", "ideal", "ratio", "host GB", "host B/param", "shadows GB", "GPU GB", "GPU bound"]
     headers += ["out B", "back B", "inside", "host busy s", "ahead/dropped/held"]
     lines += ["", f"| {' | '.join(headers)} |", "|" + "---|" * len(headers)]
     for row in rows:
@@ -336,7 +363,9 @@ def page(rows: list[dict[str, Any]], facts: dict[str, Any], size: str, date: str
         gates = "/".join(str(int(row.get(f"gate_{k}", 0))) for k in ("speculated", "dropped", "held"))
         cells = [row["name"], row["kind"], row["batch"], f"{row['step_s']:.3f}"]
         cells += [f"{ideal:.3f}" if ideal else "", f"{row['step_s'] / ideal:.2f}" if ideal else ""]
-        memory = ("host_gb", "host_bytes_a_param", "shadow_gb", "gpu_gb")
+        limit = gpu_bound(row, facts)
+        row |= {"gpu_bound_gb": limit} if limit is not None else {}
+        memory = ("host_gb", "host_bytes_a_param", "shadow_gb", "gpu_gb", "gpu_bound_gb")
         for key in (*memory, "bytes_out", "bytes_back", "host_inside", "host_busy_s"):
             cells.append(f"{row[key]:.2f}" if key in row else "")
         lines.append("| " + " | ".join(str(cell) for cell in [*cells, gates]) + " |")

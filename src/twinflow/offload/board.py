@@ -84,6 +84,11 @@ class Board:
 
     # Called by the runtime.
 
+    def shadow_bytes(self, bucket: Bucket) -> int:
+        """Host memory that an update of this bucket ahead of the gate takes: a spare store, and a slot that waits."""
+        slot_bytes = self.weight_slots.slot_bytes if self.updater.needs_weight_slot(bucket.plan) else 0
+        return bucket.nbytes + slot_bytes
+
     def submit(self, task: Task) -> None:
         """A task whose gradients are complete on the device once `task.ready` is done."""
         with self.changed:
@@ -201,7 +206,7 @@ class Board:
         is_whole = len(task.present) == len(bucket.slices)  # a swap of stores would lose the slices left alone
         if not (task.job.may_run_ahead and self.updater.can_shadow and is_whole and self.history.speculates):
             return False
-        task.shadow = self.shadows.take(bucket.plan, bucket.nbytes)
+        task.shadow = self.shadows.take(bucket.plan, self.shadow_bytes(bucket))
         return task.shadow is not None
 
     # How it moves on.

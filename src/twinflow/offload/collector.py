@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -12,7 +12,7 @@ from twinflow.device import Device, Event
 from twinflow.offload import gather
 from twinflow.offload.board import Board
 from twinflow.offload.bucket import Bucket, Job, Param, Task
-from twinflow.offload.plan import BucketPlan
+from twinflow.offload.plan import BucketPlan, Slice
 from twinflow.offload.sync import FLAT_FREE
 
 
@@ -33,21 +33,29 @@ class Collector:
 
     def add(self, job: Job | None, param: Param, grad: Tensor) -> None:
         """Add a gradient to what its buckets hold, on the stream that made it."""
-        compute = self._device.compute()
         for bucket in param.buckets:
-            pieces = [(s, grad[s.start : s.start + s.numel]) for s in bucket.slices if s.param == param.index]
             into = self._sum(bucket) if self._num_parts > 1 else self._task(job, bucket).flat
             assert into is not None
-            compute.run(partial(gather.add, into, pieces, param.hits == 1), "grad", bucket=bucket.plan.index)
+            self._gather(bucket, partial(gather.add, into, _pieces(bucket, param, grad), param.hits == 1))
 
-    def finish(self, job: Job, param: Param) -> None:
-        """Nothing more will come for this parameter."""
+    def add_last(self, job: Job, param: Param, grad: Tensor) -> None:
+        """The same for the last gradient of a parameter: with it, the parameter is complete."""
+        if self._num_parts == 1:
+            self.add(job, param, grad)
+        else:
+            for bucket in param.buckets:
+                flat = self._task(job, bucket).flat
+                assert flat is not None
+                self._gather(bucket, partial(gather.add_last, flat, self._sum(bucket), _pieces(bucket, param, grad)))
+        self._finish(job, param)
+
+    def _gather(self, bucket: Bucket, what: Callable[[], None]) -> None:
+        self._device.compute().run(what, "grad", bucket=bucket.plan.index)
+
+    def _finish(self, job: Job, param: Param) -> None:
+        """Nothing more will come for this parameter, and its gradient is in the flat buffers."""
         for bucket in param.buckets:
             task = self._task(job, bucket)
-            if self._num_parts > 1:
-                assert task.flat is not None
-                pieces = [s for s in bucket.slices if s.param == param.index]
-                self._device.compute().run(partial(gather.cast, task.flat, self._sum(bucket), pieces))
             task.missing.discard(param.index)
             task.present += [i for i, piece in enumerate(bucket.slices) if piece.param == param.index]
             if not task.missing:
@@ -59,12 +67,22 @@ class Collector:
         """Parameters that are complete only now, and tasks that some parameters have nothing for."""
         for param in params:
             if param.hits and (param.is_late or param.hits < self._num_parts):
-                self.finish(job, param)
+                self._round(job, param)
+                self._finish(job, param)
         for bucket in self._buckets:
             if bucket.task is not None:
                 if bucket.task.present:
                     self._submit(bucket.task)
                 bucket.task = None
+
+    def _round(self, job: Job, param: Param) -> None:
+        """A sum that turned out to be complete, into the flat buffers."""
+        if self._num_parts == 1:
+            return  # it is there
+        for bucket in param.buckets:
+            flat, slices = self._task(job, bucket).flat, [s for s in bucket.slices if s.param == param.index]
+            assert flat is not None
+            self._gather(bucket, partial(gather.cast, flat, self._sum(bucket), slices))
 
     def take_all(self, job: Job, params: Sequence[Param]) -> None:
         """Tasks from the gradients in `.grad`, which are taken away: copies read them after this returns."""
@@ -137,3 +155,8 @@ class Collector:
         bucket.task = None
         task.job.tasks.append(task)
         self._board.submit(task)
+
+
+def _pieces(bucket: Bucket, param: Param, grad: Tensor) -> list[tuple[Slice, Tensor]]:
+    """The parts of a parameter's gradient that lie in this bucket."""
+    return [(s, grad[s.start : s.start + s.numel]) for s in bucket.slices if s.param == param.index]

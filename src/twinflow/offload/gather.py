@@ -26,6 +26,13 @@ def add(into: Tensor, pieces: Pieces, is_first: bool) -> None:
         target.copy_(values) if is_first else target.add_(values)
 
 
+def add_last(flat: Tensor, total: Tensor, pieces: Pieces) -> None:
+    """The last of several gradients: the sum goes straight to the buffer that travels, rounded once, in one pass."""
+    for piece, values in pieces:
+        where = slice(piece.offset, piece.offset + piece.numel)
+        torch.add(total[where], values, out=flat[where])
+
+
 def cast(flat: Tensor, total: Tensor, slices: Sequence[Slice]) -> None:
     """Slices of an fp32 sum into the flat buffer that travels, rounded to its dtype."""
     for piece in slices:

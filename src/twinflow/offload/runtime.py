@@ -108,7 +108,7 @@ class Runtime:
         shadows.max_bytes = max_bytes
         if not (settings.may_run_ahead and settings.limits.any and self.updater.can_shadow):
             return
-        num_made = shadows.prepare((bucket.plan, bucket.nbytes) for bucket in self.buckets)
+        num_made = shadows.prepare((bucket.plan, self.board.shadow_bytes(bucket)) for bucket in self.buckets)
         if any(self.updater.needs_weight_slot(bucket.plan) for bucket in self.buckets):
             self.board.weight_slots.prepare(num_made)
 
@@ -193,11 +193,12 @@ class Runtime:
                 self.job = Job(self.num_jobs + 1, (), Gate(Limits(), 1.0), is_part=True, is_released=True)
             else:
                 self._begin()
-        self.collector.add(self.job, param, grad.detach().reshape(-1))
         param.tensor.grad = None  # its memory is free again as soon as it is in the bucket
         if is_last and self.job is not None:
-            self.collector.finish(self.job, param)
+            self.collector.add_last(self.job, param, grad.detach().reshape(-1))
             param.tensor.grad = param.taken
+        else:
+            self.collector.add(self.job, param, grad.detach().reshape(-1))
 
     def _close_part(self) -> None:
         """One of several backwards is over, where their gradients are summed on the host."""

@@ -46,7 +46,7 @@ class SlotPool:
         self.limit = limit
         self.num_made = 0
         self._device = device
-        self._slot_bytes = slot_bytes
+        self.slot_bytes = slot_bytes
         self._point = point  # the sync point of waiting for a reader
         self._free: list[Slot] = []
         self._read: deque[tuple[Event, Slot]] = deque()
@@ -60,7 +60,7 @@ class SlotPool:
         if self.num_made >= self.limit and not may_grow:
             return None
         self.num_made += 1
-        return Slot(self._device.pinned(self._slot_bytes, torch.uint8))
+        return Slot(self._device.pinned(self.slot_bytes, torch.uint8))
 
     def prepare(self, num_more: int) -> None:
         """Make some beyond the limit now, rather than when they are needed."""
@@ -77,7 +77,7 @@ class SlotPool:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory made so far."""
-        return self.num_made * self._slot_bytes
+        return self.num_made * self.slot_bytes
 
 
 class FlatPool:
