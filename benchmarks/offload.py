@@ -355,8 +355,20 @@ def page(rows: list[dict[str, Any]], facts: dict[str, Any], size: str, date: str
     lines += [f"- torch {torch.__version__}, native kernels {native.isa()}, {native.get_threads()} host threads"]
     for name, value in facts.items():
         lines.append(f"- {name}: " + ", ".join(f"{k} {v:.4g}" for k, v in value.items()))
-    headers = ["what", "case", "batch", "s/step", "ideal", "ratio", "host GB", "host B/param", "shadows GB", "GPU GB", "GPU bound"]
-    headers += ["out B", "back B", "inside", "host busy s", "ahead/dropped/held"]
+    headers = [
+        "what",
+        "case",
+        "batch",
+        "s/step",
+        "ideal",
+        "ratio",
+        "host GB",
+        "host B/param",
+        "shadows GB",
+        "GPU GB",
+        "GPU bound",
+    ]
+    headers += ["GPU bound", "out B", "back B", "inside", "host busy s", "ahead/dropped/held"]
     lines += ["", f"| {' | '.join(headers)} |", "|" + "---|" * len(headers)]
     for row in rows:
         ideal = bound(row, facts)

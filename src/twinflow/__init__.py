@@ -12,14 +12,32 @@ from twinflow.version import __version__
 
 if TYPE_CHECKING:
     from twinflow import models, native, optim, rules
+    from twinflow.build import add_config_arguments, initialize
+    from twinflow.engine import Engine
     from twinflow.optim.twin import TwinOptimizer
 
-__all__ = ["TwinOptimizer", "__version__", "models", "native", "optim", "rules"]
+__all__ = [
+    "Engine",
+    "TwinOptimizer",
+    "__version__",
+    "add_config_arguments",
+    "initialize",
+    "models",
+    "native",
+    "optim",
+    "rules",
+]
+_HOMES = {
+    "TwinOptimizer": "twinflow.optim.twin",
+    "Engine": "twinflow.engine",
+    "initialize": "twinflow.build",
+    "add_config_arguments": "twinflow.build",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "TwinOptimizer":
-        return importlib.import_module("twinflow.optim.twin").TwinOptimizer
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     if name in __all__:
         return importlib.import_module(f"twinflow.{name}")
     raise AttributeError(f"module 'twinflow' has no attribute {name!r}")

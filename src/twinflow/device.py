@@ -258,9 +258,11 @@ class CudaDevice(Device):
         return tensor
 
     def free_bytes(self) -> int | None:
-        """What CUDA has left, and what torch has cached."""
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        """What CUDA has left and what torch has cached, within the share of the device that torch may use."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        allocated = torch.cuda.memory_allocated(self.device)
+        share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(self.device)  # torch >= 2.9
+        return min(free + torch.cuda.memory_reserved(self.device), int(share * total)) - allocated
 
     def close(self) -> None:
         """Synchronise before unregistering: a copy in flight must not lose its memory."""

@@ -10,15 +10,18 @@ import pytest
 ROOT = Path(__file__).parents[2] / "src" / "twinflow"
 LAYERS = [
     ("errors", "version"),
-    ("trace",),
+    ("config", "trace"),
     ("device",),
     ("rules",),
     ("native",),
     ("offload",),
     ("optim",),
-    ("data", "monitor"),
+    ("data", "checkpoint", "monitor"),
+    ("engine",),
+    ("build",),
     ("models", "bench"),
     ("cli",),
+    ("__main__",),
 ]
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 

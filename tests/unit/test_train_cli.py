@@ -18,7 +18,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 from twinflow.cli.main import app
-from twinflow.cli.training import WaitTimer, lr_factor
+from twinflow.cli.settings import lr_factor
+from twinflow.cli.training import WaitTimer
 from twinflow.monitor.metrics import StepRecord, ValidRecord, read_metrics
 from twinflow.native import get_threads, set_threads
 from twinflow.version import __version__
@@ -81,7 +82,7 @@ def test_the_loss_falls_and_everything_is_written(tmp_path: Path, text: Path) ->
     assert f"{losses[0]:.4f}" in result.output
 
     settings = json.loads((out / "settings.json").read_text())
-    assert (settings["rule"], settings["context"], settings["warmup"]) == ("adamw", 32, 2)
+    assert (settings["rule"], settings["model"]["context"], settings["warmup"]) == ("adamw", 32, 2)
     page = (out / "report.html").read_text()
     for words in (
         "finished",
@@ -198,7 +199,7 @@ def test_the_last_validation_sees_a_delayed_update(tmp_path: Path, text: Path) -
         (("--threads", "0"), ["--threads", "0"]),
         (("--valid-every", "-5"), ["--valid-every", "-5"]),
         (("--data", "/nowhere/at/all"), ["data", "/nowhere/at/all", "'stdlib'"]),
-        (("--context", "4000"), ["context 4000", "40,010"]),
+        (("--context", "4000"), ["context 4000", "4,001"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

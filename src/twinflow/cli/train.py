@@ -1,141 +1,196 @@
-"""`twinflow train`: train a small GPT on this machine and leave a report."""
+"""`twinflow train`: pretrain a GPT on this machine, its optimizer on the host, and leave a report."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import platform
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 
-from twinflow.cli.training import (
+from twinflow.cli.outcome import EXIT_CODES, header_rows, make_report, print_rows, where
+from twinflow.cli.run import REPORT, prepare, run_training
+from twinflow.cli.settings import (
     TrainSettings,
-    build_model,
-    build_optimizer,
-    check_settings,
-    choose_device,
-    choose_preset,
     choose_rule,
-    option,
-    training_records,
+    choose_shape,
+    default_batch_size,
+    default_lr,
+    parallel_size,
+    parse_bytes,
 )
-from twinflow.data.text import Corpus, load_corpus
+from twinflow.config import load_config, resolve_batch
 from twinflow.errors import bad_value
-from twinflow.models.gpt import GPT, count_params, flops_per_token
-from twinflow.monitor.metrics import MetricsWriter, StepRecord, ValidRecord, share_ahead, tokens_per_second
-from twinflow.monitor.progress import TrainProgress, duration
-from twinflow.monitor.report import Report, Rows, write_report
-from twinflow.native import get_threads, isa, set_threads
-from twinflow.optim.twin import TwinOptimizer
+from twinflow.monitor.report import write_report
+from twinflow.native import get_threads
 from twinflow.version import __version__
 
-METRICS, SETTINGS, REPORT = "metrics.jsonl", "settings.json", "report.html"
-LAST_STEPS = 10  # the last loss is a mean over this many steps: a single batch is noisy
-EXIT_CODES = {"finished": 0, "stopped": 1, "interrupted": 130}
+_MODEL, _RUN, _MEGATRON = "Model", "Run", "Accepted from Megatron's command lines"
+
+
+def _option(*names: str, help: str, panel: str | None = None, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 
 def train(
-    preset: Annotated[str, typer.Option(help="Model: tiny or small.")] = "tiny",
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 800,
-    batch_size: Annotated[int, typer.Option(help="Sequences a step.")] = 8,
-    context: Annotated[int | None, typer.Option(help="Bytes a sequence. Default: the preset's.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Peak learning rate. Default: one that suits the rule.")] = None,
-    warmup: Annotated[int | None, typer.Option(help="Steps of linear warmup. Default: a twentieth of all.")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="Weight decay. Default: one that suits the rule.")] = None,
-    grad_clip: Annotated[float, typer.Option(help="Largest gradient norm; 0 for no clipping.")] = 1.0,
-    rule: Annotated[str, typer.Option(help="Update rule: adamw, adam, adagrad, lion or sgd.")] = "adamw",
-    states: Annotated[str, typer.Option(help="Optimizer state: fp32, bf16, or int8 (adamw and adam).")] = "fp32",
+    preset: Annotated[
+        str | None, _option(help="tiny, small, gpt-350m, gpt2-1.5b, gpt2-10b or gpt2-13b.  [default: tiny]")
+    ] = None,
+    num_layers: Annotated[int | None, _option("--num-layers", help="Blocks.", panel=_MODEL)] = None,
+    hidden: Annotated[int | None, _option("--hidden-size", help="Width.", panel=_MODEL)] = None,
+    num_heads: Annotated[int | None, _option("--num-attention-heads", help="Heads.", panel=_MODEL)] = None,
+    context: Annotated[
+        int | None, _option("--seq-length", "--context", help="Tokens a sequence. Default: the preset's.", panel=_MODEL)
+    ] = None,
+    checkpoint_activations: Annotated[
+        bool | None,
+        _option(
+            "--checkpoint-activations/--no-checkpoint-activations",
+            help="Keep only each block's input, compute the rest again in backward. Default: for the large presets.",
+            panel=_MODEL,
+        ),
+    ] = None,
+    steps: Annotated[int, _option("--steps", "--train-iters", help="Training steps.")] = 800,
+    batch_size: Annotated[
+        int | None,
+        _option("--batch-size", "--micro-batch-size", help="Sequences a forward. Default: the preset's."),
+    ] = None,
+    accumulation: Annotated[
+        int | None, _option("--accumulation", help="Forwards and backwards that make a step.  [default: 1]")
+    ] = None,
+    lr: Annotated[float | None, _option(help="Peak learning rate. Default: one that suits rule and size.")] = None,
+    warmup: Annotated[
+        int | None, _option("--warmup", "--lr-warmup-iters", help="Steps of linear warmup. Default: a twentieth.")
+    ] = None,
+    weight_decay: Annotated[float | None, _option(help="Weight decay. Default: one that suits the rule.")] = None,
+    grad_clip: Annotated[
+        float | None,
+        _option("--grad-clip", "--clip-grad", help="Largest gradient norm; 0 for no clipping.  [default: 1]"),
+    ] = None,
+    rule: Annotated[str | None, _option(help="adamw, adam, adagrad, lion or sgd.  [default: adamw]")] = None,
+    states: Annotated[
+        str | None,
+        _option(help="Optimizer state: fp32, bf16, int8 (adamw and adam), or auto: what fits.  [default: auto]"),
+    ] = None,
     delayed_update: Annotated[
-        bool,
-        typer.Option("--delayed-update", help="Apply each update one step later, so that it never holds up a step."),
+        bool, _option("--delayed-update", help="Apply each update one step later, so that it never holds up a step.")
     ] = False,
-    data: Annotated[str, typer.Option(help="stdlib, or the path of a text file or of a folder of them.")] = "stdlib",
-    seed: Annotated[int, typer.Option(help="Of the weights and of the order of the data.")] = 0,
-    valid_every: Annotated[int, typer.Option(help="Steps between validations; 0 for start and end only.")] = 100,
-    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: all this process may use.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for metrics and report. Default: a new one in runs.")] = None,
+    precision: Annotated[
+        str | None,
+        _option("--precision", help="Of the weights: bf16, fp16 or fp32. Default: bf16 on a GPU, else fp32."),
+    ] = None,
+    data: Annotated[
+        str, _option("--data", "--data-path", help="stdlib, or a .txt, .jsonl, .bin, .npy file or a folder of text.")
+    ] = "stdlib",
+    json_key: Annotated[str, _option("--json-key", help="The field of a JSONL line that holds its text.")] = "text",
+    tokenizer: Annotated[str, _option(help="bytes, or a folder with a Hugging Face tokenizer.json.")] = "bytes",
+    seed: Annotated[int, _option(help="Of the weights and of the order of the data.")] = 0,
+    valid_every: Annotated[
+        int,
+        _option("--valid-every", "--eval-interval", help="Steps between validations; 0: at start and end.", panel=_RUN),
+    ] = 100,
+    save: Annotated[bool, _option("--save/--no-save", help="Whether to keep checkpoints at all.", panel=_RUN)] = True,
+    save_every: Annotated[
+        int,
+        _option("--save-every", "--save-interval", help="Steps between checkpoints; 0: one at the end.", panel=_RUN),
+    ] = 0,
+    keep_last: Annotated[int | None, _option(help="Checkpoints to keep. Default: 2.", panel=_RUN)] = None,
+    resume: Annotated[
+        bool, _option("--resume", help="Go on with the run in --out, from its last checkpoint.", panel=_RUN)
+    ] = False,
+    gpu_memory: Annotated[
+        str | None, _option("--gpu-memory", help="Use no more of the GPU than this, like 32GB.", panel=_RUN)
+    ] = None,
+    threads: Annotated[int | None, _option(help="CPU threads. Default: all this process may use.", panel=_RUN)] = None,
+    out: Annotated[Path | None, _option(help="Folder of the run. Default: a new one in runs.", panel=_RUN)] = None,
+    trace: Annotated[
+        Path | None, _option("--trace", help="Write the timeline of some steps here, for Perfetto.", panel=_RUN)
+    ] = None,
+    config: Annotated[
+        Path | None,
+        _option("--deepspeed_config", "--deepspeed-config", "--config", help="A DeepSpeed config, JSON or HJSON."),
+    ] = None,
+    deepspeed: Annotated[bool, _option("--deepspeed", help="No effect: always so.", panel=_MEGATRON)] = False,
+    cpu_optimizer: Annotated[bool, _option("--cpu-optimizer", help="No effect: always so.", panel=_MEGATRON)] = False,
+    no_pipeline: Annotated[bool, _option("--no-pipeline-parallel", help="No effect.", panel=_MEGATRON)] = False,
+    model_parallel_size: Annotated[
+        int | None,
+        _option("--model-parallel-size", "--tensor-model-parallel-size", help="1.", panel=_MEGATRON),
+    ] = None,
+    pipeline_parallel_size: Annotated[
+        int | None, _option("--pipeline-model-parallel-size", help="1.", panel=_MEGATRON)
+    ] = None,
+    max_positions: Annotated[
+        int | None, _option("--max-position-embeddings", help="The same as --seq-length.", panel=_MEGATRON)
+    ] = None,
+    fp16: Annotated[bool, _option("--fp16", help="--precision fp16.", panel=_MEGATRON)] = False,
+    bf16: Annotated[bool, _option("--bf16", help="--precision bf16.", panel=_MEGATRON)] = False,
 ) -> None:
-    """Train a small GPT with the optimizer on the host, on a GPU where there is one, and write a report page."""
+    """Pretrain a GPT with the optimizer on the host, on a GPU where there is one, and write a report page."""
     console = Console()
     try:
-        choice = choose_rule(rule)
+        parallel_size("model_parallel_size", model_parallel_size)
+        parallel_size("pipeline_model_parallel_size", pipeline_parallel_size)
+        file_config = read_config(config)
+        name, shape = choose_shape(
+            preset, num_layers, hidden, num_heads, _context(context, max_positions), checkpoint_activations
+        )
+        chosen_rule = _only_one("--rule", rule, file_config, "optimizer") or "adamw"
+        micro, parts = _batch(batch_size, accumulation, file_config, default_batch_size(name))
+        choice = choose_rule(chosen_rule)
+        chosen_lr = _only_one("--lr", lr, file_config, "optimizer")
+        decay = _only_one("--weight-decay", weight_decay, file_config, "optimizer")
+        clip = _only_one("--grad-clip", grad_clip, file_config, "gradient_clipping")
         settings = TrainSettings(
-            preset=preset,
+            preset=name,
+            model=shape,
             steps=steps,
-            batch_size=batch_size,
-            context=choose_preset(preset).context if context is None else context,
-            lr=choice.lr if lr is None else lr,
+            batch_size=micro,
+            accumulation=parts,
+            lr=default_lr(chosen_rule, shape) if chosen_lr is None else chosen_lr,
             warmup=steps // 20 if warmup is None else warmup,
-            weight_decay=choice.weight_decay if weight_decay is None else weight_decay,
-            grad_clip=grad_clip,
-            rule=rule,
-            states=states,
+            weight_decay=choice.weight_decay if decay is None else decay,
+            grad_clip=1.0 if clip is None else clip,
+            rule=chosen_rule,
+            states="auto" if states is None else states,
             delayed_update=delayed_update,
+            precision=_precision(precision, fp16, bf16, file_config),
             data=data,
+            json_key=json_key,
+            tokenizer=tokenizer,
             seed=seed,
             valid_every=valid_every,
+            save=save,
+            save_every=save_every,
+            keep_last=2 if keep_last is None else keep_last,
+            gpu_memory=parse_bytes("--gpu-memory", gpu_memory),
             threads=get_threads() if threads is None else threads,
-            out=default_out(preset, rule) if out is None else out,
+            out=default_out(name, chosen_rule) if out is None else out,
+            resume=resume,
+            trace=trace,
+            file_config=file_config,
         )
-        run = prepare(settings)
+        run = prepare(settings, console)
     except (ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
-    print_rows(console, f"twinflow {__version__}: training a {preset} GPT on {where()}", header_rows(run))
+    print_rows(console, f"twinflow {__version__}: training a {name} GPT on {where()}", header_rows(run))
     outcome = run_training(run, console)
     write_report(settings.out / REPORT, make_report(run, outcome))
     print_rows(console, outcome.message, [*outcome.numbers, ("report", str(settings.out / REPORT))])
     raise typer.Exit(EXIT_CODES[outcome.status])
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run that is ready to start."""
-
-    settings: TrainSettings
-    corpus: Corpus
-    model: GPT
-    optimizer: TwinOptimizer
-
-
-@dataclass
-class Outcome:
-    """What happened, filled in while the run goes on so that an interrupted one can still be reported."""
-
-    status: Literal["finished", "interrupted", "stopped"] = "finished"
-    message: str = ""
-    steps: list[StepRecord] = field(default_factory=list)
-    valids: list[ValidRecord] = field(default_factory=list)
-    wall_s: float = 0.0
-
-    @property
-    def numbers(self) -> Rows:
-        """The final numbers."""
-        rows: list[tuple[str, str]] = []
-        losses = [record.loss for record in self.steps]
-        if losses:
-            last = losses[-LAST_STEPS:]
-            rows.append(("first loss", number(losses[0])))
-            rows.append(("last loss", number(sum(last) / len(last))))
-        if self.valids:
-            rows.append(("validation loss", number(self.valids[-1].loss)))
-        if losses:
-            rows.append(("tokens/s", f"{tokens_per_second(self.steps):,.0f}"))
-            rows.append(("host memory", f"{max(record.host_bytes for record in self.steps) / 2**20:,.0f} MiB"))
-            if torch.cuda.is_available():
-                rows.append(("GPU memory", f"{torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB"))
-            if math.isfinite(ahead := share_ahead(self.steps)):
-                rows.append(("early updates", f"{100 * ahead:.0f}%"))
-        rows.append(("time", duration(self.wall_s)))
-        return rows
+def read_config(path: Path | None) -> dict[str, Any]:
+    """What a config file says, checked, in today's spellings."""
+    if path is None:
+        return {}
+    if not path.is_file():
+        raise bad_value("--deepspeed_config", str(path), "a file that is there")
+    return load_config(path).model_dump(mode="json", exclude_unset=True)
 
 
 def default_out(preset: str, rule: str) -> Path:
@@ -143,145 +198,48 @@ def default_out(preset: str, rule: str) -> Path:
     return Path("runs") / f"{preset}-{rule}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def prepare(settings: TrainSettings) -> Run:
-    """Check everything, read the data, build the parts. ValueError or OSError: the user's to mend."""
-    check_settings(settings)
-    if (settings.out / METRICS).exists():
-        raise bad_value("--out", str(settings.out), "a folder that holds no run yet", "Name another one or remove it.")
-    set_threads(settings.threads)
-    torch.set_num_threads(settings.threads)
-    corpus = load_corpus(settings.data, settings.seed)
-    corpus.check_context(settings.context)
-    model = build_model(settings)
-    optimizer = build_optimizer(settings, model)
-    settings.out.mkdir(parents=True, exist_ok=True)
-    (settings.out / SETTINGS).write_text(json.dumps(asdict(settings), default=str, indent=2) + "\n", encoding="utf-8")
-    return Run(settings, corpus, model, optimizer)
+def _context(context: int | None, max_positions: int | None) -> int | None:
+    if context is not None and max_positions is not None and context > max_positions:
+        raise bad_value("--seq-length", context, f"at most --max-position-embeddings, which is {max_positions}")
+    return context if context is not None else max_positions
 
 
-def run_training(run: Run, console: Console) -> Outcome:
-    """The run itself. It always has an outcome: finished, interrupted by the user, or stopped by bad numbers."""
-    settings, outcome, start = run.settings, Outcome(), time.perf_counter()
-    plain_every = max(1, settings.steps // 20)
-    try:
-        with (
-            MetricsWriter(settings.out / METRICS) as metrics,
-            TrainProgress(console, settings.steps, plain_every) as progress,
-        ):
-            for record in training_records(settings, run.model, run.corpus, run.optimizer):
-                metrics.write(record)
-                if isinstance(record, ValidRecord):
-                    outcome.valids.append(record)
-                    progress.note(f"validation loss {record.loss:.4f} after {record.step} steps")
-                else:
-                    outcome.steps.append(record)
-                    progress.step(record)
-    except KeyboardInterrupt:
-        outcome.status = "interrupted"
-    finally:
-        run.optimizer.close()
-    outcome.wall_s = time.perf_counter() - start
-    if outcome.steps and not outcome.steps[-1].is_finite:
-        outcome.status = "stopped"
-    outcome.message = describe(outcome, settings)
-    return outcome
+def _only_one(name: str, value: Any, file_config: Mapping[str, Any], key: str) -> Any:
+    """An option of the command line that a config file may not name as well."""
+    if value is not None and key in file_config:
+        raise bad_value(name, value, "nothing, where the config file has its own", f"Remove it or {key!r} there.")
+    return value
 
 
-def describe(outcome: Outcome, settings: TrainSettings) -> str:
-    """How the run ended, in a sentence, with advice where it went wrong."""
-    done = len(outcome.steps)
-    if outcome.status == "stopped":
-        what = "loss" if not math.isfinite(outcome.steps[-1].loss) else "gradient norm"
-        clip = "" if settings.grad_clip else ", or clip with --grad-clip 1.0"
-        return (
-            f"Stopped at step {done}: the {what} is not a finite number, so this step was not applied. "
-            f"Try a lower --lr (now {settings.lr:g}) or a longer --warmup (now {settings.warmup}){clip}."
-        )
-    if outcome.status == "interrupted":
-        return f"Interrupted after {done} of {settings.steps} steps."
-    return f"Finished {done} steps in {duration(outcome.wall_s)}."
+def _batch(
+    batch_size: int | None, accumulation: int | None, file_config: Mapping[str, Any], default: int
+) -> tuple[int, int]:
+    """Sequences of a micro-batch and micro-batches of a step, from the command line or from the file."""
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    named = {key: file_config[key] for key in keys if file_config.get(key) not in (None, "auto")}
+    for option, value, key in (("--batch-size", batch_size, keys[1]), ("--accumulation", accumulation, keys[2])):
+        if value is not None and value < 1:
+            raise bad_value(option, value, "a whole number >= 1")
+        if value is not None and named.setdefault(key, value) != value:
+            raise bad_value(option, value, [named[key]], f"The config file says so in {key!r}.")
+    if keys[0] not in named:
+        named.setdefault(keys[1], default)
+        named.setdefault(keys[2], 1)
+    elif len(named) == 1 and named[keys[0]] % default == 0:
+        named[keys[1]] = default  # a large batch is made of micro-batches that fit
+    batch = resolve_batch(load_config(named), world_size=1)
+    return batch.micro_batch_size, batch.accumulation_steps
 
 
-def make_report(run: Run, outcome: Outcome) -> Report:
-    """The page's content."""
-    settings = [(option(name), str(value)) for name, value in asdict(run.settings).items()]
-    return Report(
-        title=run.settings.out.name or str(run.settings.out),
-        status=outcome.status,
-        message=outcome.message,
-        numbers=outcome.numbers,
-        settings=[*header_rows(run)[:2], ("data", describe_data(run.corpus)), *settings],
-        machine=machine_rows(run.settings.threads),
-        steps=outcome.steps,
-        valids=outcome.valids,
-    )
-
-
-def header_rows(run: Run) -> list[tuple[str, str]]:
-    """What is about to be trained, with what, on what."""
-    config, settings = run.model.config, run.settings
-    num_params = count_params(config)
-    tokens = settings.batch_size * settings.context
-    clip = f"clip {settings.grad_clip:g}" if settings.grad_clip else "no clipping"
-    delayed = ", delayed by one step" if settings.delayed_update else ""
-    return [
-        (
-            "model",
-            f"{num_params / 1e6:.2f} M parameters: {config.num_layers} layers, hidden {config.hidden}, "
-            f"{config.num_heads} heads, context {config.context}",
-        ),
-        (
-            "optimizer",
-            f"TwinOptimizer, {settings.rule}, {settings.states} state, lr {settings.lr:g}, "
-            f"weight decay {settings.weight_decay:g}, {clip}{delayed}",
-        ),
-        ("threads", f"{settings.threads}, kernels {isa()}"),
-        ("data", describe_data(run.corpus)),
-        (
-            "steps",
-            f"{settings.steps:,} of {tokens:,} tokens ({flops_per_token(config) * tokens / 1e9:.1f} GFLOP each), "
-            f"warmup {settings.warmup}",
-        ),
-        ("output", str(settings.out)),
+def _precision(precision: str | None, fp16: bool, bf16: bool, file_config: Mapping[str, Any]) -> str:
+    sections = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+    in_file = [
+        name
+        for key, name in sections.items()
+        if isinstance(file_config.get(key), dict) and file_config[key].get("enabled")
     ]
-
-
-def where() -> str:
-    """The model's device, in words."""
-    device = choose_device()
-    return f"{torch.cuda.get_device_name(device)}, in bf16" if device.type == "cuda" else "the CPU"
-
-
-def describe_data(corpus: Corpus) -> str:
-    """Name, size and fingerprint of the text."""
-    size = (corpus.train.size + corpus.valid.size) / 1e6
-    cut = ", cut at the limit" if corpus.truncated else ""
-    files = "1 file" if corpus.num_files == 1 else f"{corpus.num_files:,} files"
-    return f"{corpus.name}: {size:.2f} MB in {files}{cut}, sha256 {corpus.fingerprint}"
-
-
-def machine_rows(threads: int) -> list[tuple[str, str]]:
-    """What the numbers were measured on."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return [
-        ("system", f"{platform.system()} {platform.machine()}"),
-        ("model on", where()),
-        ("cores", f"{os.cpu_count()}, threads used {threads}"),
-        ("memory", f"{memory / 2**30:.1f} GiB"),
-        ("host kernels", isa()),
-        ("python", platform.python_version()),
-        ("torch", torch.__version__),
-        ("twinflow", __version__),
-    ]
-
-
-def print_rows(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """A heading and aligned names and values; long values are left to the terminal to wrap."""
-    width = max(len(name) for name, _ in rows)
-    lines = [title, *(f"  {name:<{width}}  {value}" for name, value in rows)]
-    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
-
-
-def number(value: float) -> str:
-    """A loss with four decimals."""
-    return f"{value:.4f}" if math.isfinite(value) else "not finite"
+    asked = {name for name, given in (("fp16", fp16), ("bf16", bf16), (precision, precision is not None)) if given}
+    if len(asked | set(in_file)) > 1:
+        raise bad_value("--precision", sorted(map(str, asked | set(in_file))), "one of them")
+    found = next(iter(asked | set(in_file)), None)
+    return found or ("bf16" if torch.cuda.is_available() else "fp32")

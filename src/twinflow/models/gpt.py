@@ -1,7 +1,8 @@
 """A GPT-2 style decoder, with the arithmetic of its size and cost beside it.
 
-`count_params` and `flops_per_token` are plain arithmetic on a `GPTConfig`, so that a plan can be made for a model that
-was never built; the tests hold them against the real module.
+`count_params`, `flops_per_token` and `activation_bytes` are plain arithmetic on a `GPTConfig`, so that a plan can be
+made for a model that was never built; the tests hold them against the real module. Every layer initialises itself in
+its `reset_parameters`, so that a model made on the meta device can be given its weights one layer at a time.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Final, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from twinflow.errors import bad_value
+from twinflow.models.loss import LOSS_CHUNK, chunked_cross_entropy
 
 # GPT-2's standard deviation for every weight matrix and embedding at the start.
 INIT_STD: Final = 0.02
@@ -33,6 +36,7 @@ class GPTConfig:
     num_heads: int
     dropout: float = 0.0
     tied: bool = True  # the output head uses the token embedding's weight
+    checkpoint_activations: bool = False  # keep only each block's input, and run its forward again in backward
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context", "num_layers", "hidden", "num_heads"):
@@ -44,12 +48,25 @@ class GPTConfig:
             raise bad_value("dropout", self.dropout, "a number >= 0 and < 1")
 
 
-# Byte-level shapes (256 symbols). `tiny` learns visibly within minutes on two cores; `small` wants a real machine.
+# GPT-2's 50,257 symbols, padded to a multiple of 128 for the sake of the matrix units, as Megatron does.
+GPT2_VOCAB_SIZE: Final = 50_304
+
+# Byte-level shapes (256 symbols): `tiny` learns visibly within minutes on two cores, `small` wants a real machine. The
+# GPT-2 shapes are those that papers on training with offload report.
 PRESETS: Final[Mapping[str, GPTConfig]] = MappingProxyType(
     {
         "tiny": GPTConfig(vocab_size=256, context=128, num_layers=4, hidden=128, num_heads=4),
         "small": GPTConfig(vocab_size=256, context=256, num_layers=6, hidden=384, num_heads=6),
+        "gpt-350m": GPTConfig(GPT2_VOCAB_SIZE, context=2048, num_layers=24, hidden=1024, num_heads=16),
+        "gpt2-1.5b": GPTConfig(GPT2_VOCAB_SIZE, context=1024, num_layers=48, hidden=1600, num_heads=25),
+        "gpt2-10b": GPTConfig(GPT2_VOCAB_SIZE, context=1024, num_layers=50, hidden=4096, num_heads=32),
+        "gpt2-13b": GPTConfig(GPT2_VOCAB_SIZE, context=1024, num_layers=65, hidden=4096, num_heads=32),
     }
+)
+
+# Sequences a forward, where the user names no number.
+PRESET_BATCH: Final[Mapping[str, int]] = MappingProxyType(
+    {"tiny": 8, "small": 8, "gpt-350m": 8, "gpt2-1.5b": 8, "gpt2-10b": 10, "gpt2-13b": 4}
 )
 
 
@@ -76,11 +93,82 @@ def flops_per_token(config: GPTConfig) -> int:
     return 6 * (matmul_weights + attention_products)
 
 
-class GPTOutput(NamedTuple):
-    """What a forward returns."""
+def block_bytes(config: GPTConfig, num_tokens: int, dtype_bytes: int) -> int:
+    """What one block keeps for its backward: 16 values for each token and hidden unit, and the statistics in fp32.
 
-    logits: Tensor  # [batch, tokens, vocab]
-    loss: Tensor | None  # mean cross entropy in nats, when targets were given
+    The inputs of both norms (2), of qkv and of up (2), q, k and v (3), what attention gives (1), and both sides of the
+    GELU (8). Fused attention is assumed, which keeps a sum for each head and token and not the square.
+    """
+    statistics = 2 * 2 + config.num_heads  # mean and deviation of two norms
+    masks = 2 * config.hidden if config.dropout else 0  # a byte each
+    return num_tokens * (16 * config.hidden * dtype_bytes + 4 * statistics + masks)
+
+
+def activation_bytes(config: GPTConfig, batch: int, tokens: int, checkpointing: bool, dtype_bytes: int = 2) -> int:
+    """Estimate of the largest memory that a training step takes beyond weights, their gradients and optimizer state.
+
+    For `batch` sequences of `tokens` in a dtype of `dtype_bytes`. To what the blocks keep (one input each when
+    `checkpointing`) comes the larger of two moments: the loss, with the gradients of its inputs and a chunk of logits,
+    and the backward of one block, with as much again for the gradients inside it.
+    """
+    num_tokens, h = batch * tokens, config.hidden
+    stream = num_tokens * h * dtype_bytes  # the residual stream once
+    block = block_bytes(config, num_tokens, dtype_bytes)
+    kept = config.num_layers * (stream if checkpointing else block)
+    ends = stream + 8 * num_tokens + 2 * 8 * num_tokens  # the last norm's input and statistics; tokens and targets
+    if config.dropout:
+        ends += num_tokens * h
+    wide = max(dtype_bytes, 4)
+    logits = min(num_tokens, LOSS_CHUNK) * config.vocab_size * (wide + dtype_bytes)
+    loss = 2 * stream + config.vocab_size * h * wide + logits  # hidden, its gradient and that of the head's weight
+    backward = block * (2 if checkpointing else 1)
+    return kept + ends + max(loss, backward)
+
+
+class GPTOutput(NamedTuple):
+    """What a forward returns: logits without targets, the loss with them."""
+
+    logits: Tensor | None  # [batch, tokens, vocab]
+    loss: Tensor | None  # mean cross entropy in nats, fp32 or wider
+
+
+class Linear(nn.Linear):
+    """A linear layer that starts with weights of a given deviation and no bias."""
+
+    def __init__(
+        self, num_in: int, num_out: int, std: float = INIT_STD, bias: bool = True, device: str | None = None
+    ) -> None:
+        self.std = std  # first: the constructor below calls reset_parameters
+        super().__init__(num_in, num_out, bias, device)
+
+    def reset_parameters(self) -> None:
+        """Draw the weights."""
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Embedding(nn.Embedding):
+    """An embedding that starts as GPT-2's do."""
+
+    def reset_parameters(self) -> None:
+        """Draw the weights."""
+        nn.init.normal_(self.weight, std=INIT_STD)
+
+
+class Head(Linear):
+    """From hidden units to logits, or straight to the loss, for which all logits at once are never made."""
+
+    def forward(self, input: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits of `input` [..., hidden]; with `targets` [...], their mean cross entropy instead."""
+        if targets is None:
+            return super().forward(input)
+        return chunked_cross_entropy(input.flatten(0, -2), self.weight, targets.flatten())
+
+
+def residual_std(config: GPTConfig) -> float:
+    """Each block adds two branches to the residual stream; this keeps its variance from growing with depth."""
+    return INIT_STD / math.sqrt(2 * config.num_layers)
 
 
 class Attention(nn.Module):
@@ -90,8 +178,8 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = config.num_heads
         self.dropout = config.dropout
-        self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
-        self.out = nn.Linear(config.hidden, config.hidden)
+        self.qkv = Linear(config.hidden, 3 * config.hidden)
+        self.out = Linear(config.hidden, config.hidden, residual_std(config))
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix each position with the ones before it; `x` is [batch, tokens, hidden]."""
@@ -109,8 +197,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.up = nn.Linear(config.hidden, 4 * config.hidden)
-        self.down = nn.Linear(4 * config.hidden, config.hidden)
+        self.up = Linear(config.hidden, 4 * config.hidden)
+        self.down = Linear(4 * config.hidden, config.hidden, residual_std(config))
 
     def forward(self, x: Tensor) -> Tensor:
         """Widen, GELU, narrow."""
@@ -142,41 +230,36 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.token_embedding = nn.Embedding(config.vocab_size, config.hidden)
-        self.position_embedding = nn.Embedding(config.context, config.hidden)
+        self.token_embedding = Embedding(config.vocab_size, config.hidden)
+        self.position_embedding = Embedding(config.context, config.hidden)
         self.dropout = nn.Dropout(config.dropout)
         # The unit that offload moves is a block: keep them in one ModuleList, called one after the other.
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden)
-        self.head = nn.Linear(config.hidden, config.vocab_size, bias=False)
+        # A tied head never has memory of its own, not even for a moment.
+        self.head = Head(config.hidden, config.vocab_size, bias=False, device="meta" if config.tied else None)
         if config.tied:
             self.head.weight = self.token_embedding.weight
-        self.init_weights()
 
-    @torch.no_grad()
     def init_weights(self) -> None:
-        """GPT-2's start: small normal weights, zero biases, residual projections scaled down by depth."""
-        residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
-        for name, param in self.named_parameters():
-            if param.dim() < 2:
-                nn.init.constant_(param, 1.0 if name.endswith("norm.weight") else 0.0)
-            else:
-                # Each block adds two branches to the residual stream; this keeps its variance from growing with depth.
-                adds_to_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
-                nn.init.normal_(param, std=residual_std if adds_to_residual else INIT_STD)
+        """Draw all weights anew, in the order in which the constructor drew them."""
+        for module in self.modules():
+            if isinstance(module, (Linear, Embedding, nn.LayerNorm)) and not (module is self.head and self.config.tied):
+                module.reset_parameters()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> GPTOutput:
-        """Logits for `tokens` [batch, tokens], and the loss against `targets` (same shape) when given."""
+        """Logits for `tokens` [batch, tokens]; with `targets` (same shape) their loss instead, without logits."""
         num_tokens = tokens.shape[1]
         if num_tokens > self.config.context:
             allowed = f"at most the model's context, which is {self.config.context}"
             raise bad_value("length of tokens", num_tokens, allowed, "Shorten the input or build a longer model.")
         positions = torch.arange(num_tokens, device=tokens.device)
         x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+        run_again = self.config.checkpoint_activations and self.training and torch.is_grad_enabled()
         for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
-        if targets is None:
-            return GPTOutput(logits, None)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # a loss in bf16 would have two digits
-        return GPTOutput(logits, F.cross_entropy(wide.flatten(0, 1), targets.flatten()))
+            if run_again:
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
+            else:
+                x = block(x)
+        x = self.norm(x)
+        return GPTOutput(self.head(x), None) if targets is None else GPTOutput(None, self.head(x, targets))

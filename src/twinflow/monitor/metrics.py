@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from twinflow.monitor.files import keep_lines
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -23,6 +25,7 @@ class StepRecord:
     lr: float
     grad_norm: float  # before clipping
     num_tokens: int
+    # The three parts of a step, which do not overlap.
     forward_s: float
     backward_s: float
     update_s: float  # what the loop waited for the optimizer; the rest of the update runs beside the model
@@ -30,6 +33,16 @@ class StepRecord:
     num_ahead: int = 0  # buckets that were updated before the gradient norm was known
     num_dropped: int = 0  # those of them that clipping, or a step that was skipped, made void
     num_held: int = 0  # buckets that waited for the norm
+    # Zero below: not measured.
+    tflops: float = 0.0  # of the model, a second, in 10^12
+    gpu_bytes: int = 0  # most that was allocated on the GPU within the step
+    host_available_bytes: int = 0  # what the machine could still give after the step
+    cores_busy: float = 0.0  # CPU seconds of the process a second of the clock
+    host_update_s: float = 0.0  # host busy with the update; runs beside the other parts, so it is not in `step_s`
+    wait_s: float = 0.0  # the part of `update_s` in which a forward waited for new weights
+    loss_scale: float = 1.0
+    skipped: bool = False  # the step was not applied: its gradients were not finite
+    tokens_total: int = 0  # seen since the run began, this step's included
 
     @property
     def step_s(self) -> float:
@@ -55,9 +68,14 @@ _KINDS: Mapping[str, Callable[..., Record]] = {"step": StepRecord, "valid": Vali
 
 
 class MetricsWriter:
-    """Appends records to a file, each flushed, so that nothing is lost when the run dies."""
+    """Appends records to a file, each flushed, so that nothing is lost when the run dies.
 
-    def __init__(self, path: Path) -> None:
+    A run that is resumed after step `resume_after` will do the later steps again: their records are dropped, and so is
+    a last line that was cut short. Until the new file is complete the old one stays.
+    """
+
+    def __init__(self, path: Path, resume_after: int | None = None) -> None:
+        keep_lines(path, None if resume_after is None else lambda line: from_json(line).step <= resume_after)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:

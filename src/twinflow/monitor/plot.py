@@ -13,7 +13,10 @@ from itertools import accumulate
 from typing import Final, Literal
 
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 14, 42
+ROOMY: Final = (640, 280)
+SLIM: Final = (350, 230)
 MAX_POINTS: Final = 320  # about two pixels a point: more cannot be seen and makes a heavy page
+MANY_DOTS: Final = 60  # more than these are drawn smaller
 
 Point = tuple[float, float]
 
@@ -50,30 +53,42 @@ def figure(
     x_label: str = "step",
     from_zero: bool = False,
     cut_spikes: bool = False,
-    width: int = 640,
-    height: int = 280,
+    size: tuple[int, int] = ROOMY,
 ) -> str:
     """A `<figure>` with heading, legend and plot. Points that are not finite are left out.
+
+    The plot is drawn twice, in `size` and for a phone, whose letters would be too small in a large drawing scaled down;
+    the page's style shows one of them.
 
     `cut_spikes`: a rare high value (a slow first step) is drawn on the edge and named there, lest it flatten the rest.
     """
     shown = [replace(s, points=finite(s.points)) for s in series]
     shown = [s for s in shown if s.points]
-    if shown:
-        xs = [x for s in shown for x, _ in s.points]
-        curves = stack([replace(s, points=thin(s.points)) for s in shown])
-        ys = [y for s in curves for _, y in s.points]
-        x_scale = Scale(min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1.0, LEFT, width - RIGHT)
-        y_scale = Scale(*value_range(ys, from_zero, cut_spikes), height - BOTTOM, TOP)
-        body = _axes(x_scale, y_scale, x_label) + _curves(curves, x_scale, y_scale) + _cut_note(ys, x_scale, y_scale)
-    else:
-        body = f'<text class="tick" x="{width / 2}" y="{height / 2}" text-anchor="middle">nothing was measured</text>'
-    keys = "".join(_legend_key(s) for s in series if s.label)
-    return (
-        f'<figure><figcaption><h3>{escape(title)}</h3><p class="legend">{keys}</p></figcaption>'
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">'
-        f"<title>{escape(title)}</title>{body}</svg></figure>"
+    # What the cut is named by is the highest of all points: a thinned curve has means.
+    highest = max((y for s in stack(shown) for _, y in s.points), default=0.0) if cut_spikes else None
+    shown = [replace(s, points=thin(s.points)) for s in shown]
+    drawings = "".join(
+        f'<svg class="{kind}" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">'
+        f"{_drawing(shown, x_label, from_zero, highest, width, height)}</svg>"
+        for kind, (width, height) in (("roomy", size), ("slim", SLIM))
     )
+    keys = "".join(_legend_key(s) for s in series if s.label)
+    legend = f'<p class="legend">{keys}</p>' if keys else ""
+    return f"<figure><figcaption><h3>{escape(title)}</h3>{legend}</figcaption>{drawings}</figure>"
+
+
+def _drawing(
+    series: Sequence[Series], x_label: str, from_zero: bool, highest: float | None, width: int, height: int
+) -> str:
+    if not series:
+        return f'<text class="tick" x="{width / 2}" y="{height / 2}" text-anchor="middle">nothing was measured</text>'
+    xs = [x for s in series for x, _ in s.points]
+    curves = stack([replace(s, points=thin(s.points, width // 2)) for s in series])
+    ys = [y for s in curves for _, y in s.points]
+    x_scale = Scale(min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1.0, LEFT, width - RIGHT)
+    y_scale = Scale(*value_range(ys, from_zero, highest is not None), height - BOTTOM, TOP)
+    axes = _axes(x_scale, y_scale, x_label)
+    return axes + _curves(curves, x_scale, y_scale) + _cut_note(highest, x_scale, y_scale)
 
 
 def finite(points: Sequence[Point]) -> list[Point]:
@@ -92,7 +107,7 @@ def thin(points: Sequence[Point], max_points: int = MAX_POINTS) -> list[Point]:
 
 def smooth(points: Sequence[Point]) -> list[Point]:
     """Each point the mean of its neighbours on both sides, a twentieth of the curve in all: such a mean has no lag."""
-    kept = finite(points)
+    kept = thin(finite(points), 10 * MAX_POINTS)
     reach = len(kept) // 40
     sums = [0.0, *accumulate(y for _, y in kept)]  # a mean is then a difference, however long the run
     out: list[Point] = []
@@ -127,6 +142,16 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [i * step for i in range(first, last + 1)]
 
 
+def whole(values: Sequence[float]) -> list[float]:
+    """Those that are whole numbers, as steps are."""
+    return [value for value in values if abs(value - round(value)) < 1e-9 * max(1.0, abs(value))]
+
+
+def tick_text(value: float) -> str:
+    """A value of an axis, short and without an exponent where that reads well."""
+    return f"{value:,.0f}" if 1000.0 <= abs(value) < 1e6 else f"{value:g}"
+
+
 def value_range(values: Sequence[float], from_zero: bool, cut_spikes: bool) -> tuple[float, float]:
     """What the y axis spans, with a little air."""
     low, high = min(values), max(values)
@@ -147,10 +172,12 @@ def _axes(x_scale: Scale, y_scale: Scale, x_label: str) -> str:
     for value in ticks(y_scale.low, y_scale.high):
         y = f"{y_scale(value):.1f}"
         parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text class="tick" x="{left - 8}" y="{y}" dy="4" text-anchor="end">{value:g}</text>')
-    for value in ticks(x_scale.low, x_scale.high, about=7):
-        x = f"{x_scale(value):.1f}"
-        parts.append(f'<text class="tick" x="{x}" y="{bottom + 18}" text-anchor="middle">{value:g}</text>')
+        parts.append(f'<text class="tick" x="{left - 8}" y="{y}" dy="4" text-anchor="end">{tick_text(value)}</text>')
+    for value in whole(ticks(x_scale.low, x_scale.high, about=max(3, round((right - left) / 85)))):
+        x, text = x_scale(value), f"{value:,.0f}"
+        beyond = x + 3.5 * len(text) > right + RIGHT  # half of it would not fit any more
+        x, anchor = (right + RIGHT - 2, "end") if beyond else (x, "middle")
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 18}" text-anchor="{anchor}">{text}</text>')
     parts.append(f'<line class="axis" x1="{left}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
     middle = (left + right) / 2
     parts.append(f'<text class="tick" x="{middle}" y="{bottom + 36}" text-anchor="middle">{escape(x_label)}</text>')
@@ -161,21 +188,28 @@ def _curves(series: Sequence[Series], x_scale: Scale, y_scale: Scale) -> str:
     # A stack is drawn from the top down: each area reaches to the axis and covers the lower part of the one above.
     areas = [s for s in series if s.style == "area"]
     others = [s for s in series if s.style != "area"]
-    return "".join(_curve(s, x_scale, y_scale) for s in [*reversed(areas), *others])
+    halo = bool(areas)  # a line that crosses areas needs an edge to be seen
+    below = "".join(_curve(s, x_scale, y_scale) for s in reversed(areas))
+    return below + "".join(_curve(s, x_scale, y_scale, halo) for s in others)
 
 
-def _curve(series: Series, x_scale: Scale, y_scale: Scale) -> str:
+def _curve(series: Series, x_scale: Scale, y_scale: Scale, halo: bool = False) -> str:
     at = [(f"{x_scale(x):.1f}", f"{y_scale(y):.1f}") for x, y in series.points]
+    if series.style == "area" and len(at) == 1:
+        at.append((f"{x_scale.end_px:.1f}", at[0][1]))  # an area needs a width
     path = " ".join(f"{x},{y}" for x, y in at)
     kind = f"{series.style} c{series.color}"
     if series.style == "area":
         base = f"{y_scale(0.0):.1f}"
         return f'<polygon class="{kind}" points="{at[0][0]},{base} {path} {at[-1][0]},{base}"/>'
     line = f'<polyline class="{kind}" points="{path}"/>'
+    if halo:
+        line = f'<polyline class="halo" points="{path}"/>' + line
     if series.style != "dots" and len(at) > 1:
         return line
+    radius = 3.5 if len(at) <= MANY_DOTS else 2
     dots = (
-        f'<circle class="dot c{series.color}" cx="{x}" cy="{y}" r="3.5">'
+        f'<circle class="dot c{series.color}" cx="{x}" cy="{y}" r="{radius}">'
         f"<title>{escape(series.label)}: {value:.4g} at {step:g}</title></circle>"
         for (x, y), (step, value) in zip(at, series.points, strict=True)
     )
@@ -187,8 +221,8 @@ def _legend_key(series: Series) -> str:
     return f'<span><i class="key {series.style} c{series.color}"></i>{escape(series.label)}{note}</span>'
 
 
-def _cut_note(values: Sequence[float], x_scale: Scale, y_scale: Scale) -> str:
-    if max(values) <= y_scale.high:
+def _cut_note(highest: float | None, x_scale: Scale, y_scale: Scale) -> str:
+    if highest is None or highest <= 1.2 * y_scale.high:  # less than that is the noise that thinning took away
         return ""
-    text = f"cut off: up to {max(values):,.4g}"
+    text = f"single values up to {highest:,.4g}"
     return f'<text class="tick" x="{x_scale.end_px}" y="{y_scale.end_px - 3}" text-anchor="end">{text}</text>'

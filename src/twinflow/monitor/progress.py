@@ -1,57 +1,124 @@
-"""What a run says while it goes on: a live bar on a terminal, plain lines anywhere else."""
+"""What a run says while it goes on: a live line on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
+from typing import Final
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from twinflow.monitor.metrics import StepRecord
 
+MIN_BAR: Final = 8
+GAP: Final = 2
+
 
 class TrainProgress:
-    """Shows loss, speed and the time left.
+    """Shows loss, speed, memory, load and the time left.
 
-    On a terminal one line is redrawn; in a log file or a pipe a line is printed every `plain_every` steps.
+    On a terminal one line is redrawn; in a log file or a pipe a line is printed every `plain_every` steps. A run that
+    is resumed begins at `first_step`.
     """
 
-    def __init__(self, console: Console, total_steps: int, plain_every: int) -> None:
+    def __init__(self, console: Console, total_steps: int, plain_every: int, first_step: int = 1) -> None:
         self.console = console
         self.total_steps = total_steps
         self.plain_every = plain_every
+        self.first_step = first_step
         self._elapsed_s = 0.0
         self._steps_done = 0
-        self._bar = _live_bar(console) if console.is_terminal else None
-        self._task = (
-            self._bar.add_task("train", total=total_steps, loss="-", speed="-") if self._bar is not None else None
-        )
+        self._line = LiveLine(total_steps, first_step - 1)
+        self._live = Live(self._line, console=console, refresh_per_second=5) if console.is_terminal else None
 
     def step(self, record: StepRecord) -> None:
         """Report one finished step."""
         self._elapsed_s += record.step_s
         self._steps_done += 1
-        speed = f"{record.num_tokens / record.step_s:,.0f} tokens/s" if record.step_s > 0 else "-"
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=record.step, loss=f"{record.loss:.4f}", speed=speed)
-        elif is_plain_step(record.step, self.total_steps, self.plain_every):
-            left_s = (self.total_steps - record.step) * self._elapsed_s / self._steps_done
-            self.console.print(plain_line(record, self.total_steps, speed, left_s), highlight=False, soft_wrap=True)
+        left_s = (self.total_steps - record.step) * self._elapsed_s / self._steps_done
+        if self._live is not None:
+            self._line.completed = record.step
+            self._line.fields = live_fields(record, self.total_steps, left_s)
+        elif record.step == self.first_step or is_plain_step(record.step, self.total_steps, self.plain_every):
+            line = plain_line(record, self.total_steps, left_s)
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """Print a line of its own, above the bar when there is one."""
+        """Print a line of its own, above the live one when there is one."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def __enter__(self) -> TrainProgress:
-        if self._bar is not None:
-            self._bar.start()
+        if self._live is not None:
+            self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        if self._live is not None:
+            self._live.stop()
+
+
+@dataclass(frozen=True)
+class Field:
+    """A piece of the live line."""
+
+    text: str
+    rank: int  # the highest are left out first where the line is too long
+
+
+class LiveLine:
+    """A bar and the fields that fit beside it."""
+
+    def __init__(self, total_steps: int, completed: int) -> None:
+        self.total_steps = total_steps
+        self.completed = completed
+        self.fields: Sequence[Field] = [Field(f"{completed}/{total_steps}", 0)]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown = fitting(self.fields, options.max_width - MIN_BAR - GAP)
+        table = Table.grid(padding=(0, GAP, 0, 0), expand=True)
+        table.add_column(ratio=1)
+        for _ in shown:
+            table.add_column(no_wrap=True)
+        bar = ProgressBar(total=self.total_steps, completed=self.completed)
+        table.add_row(bar, *(Text(field.text) for field in shown))
+        yield table
+
+
+def fitting(fields: Sequence[Field], width: int) -> list[Field]:
+    """The most important fields that fit into the width together, in their order."""
+    kept = list(fields)
+    while len(kept) > 1 and sum(len(field.text) + GAP for field in kept) > width:
+        kept.remove(max(kept, key=lambda field: field.rank))
+    return kept
+
+
+def live_fields(record: StepRecord, total_steps: int, left_s: float) -> list[Field]:
+    """What the live line shows, first things first from left to right."""
+    return [
+        Field(f"{record.step}/{total_steps}", 0),
+        Field(f"loss {record.loss:.4f}", 1),
+        Field(speed(record), 3),
+        *(Field(text, rank) for text, rank in zip(machine_texts(record), (4, 5, 6, 7), strict=True) if text),
+        Field(f"left {duration(left_s)}", 2),
+    ]
+
+
+def machine_texts(record: StepRecord) -> tuple[str, str, str, str]:
+    """FLOPS, memory of the GPU and of the host, CPU load; empty where one was not measured."""
+    return (
+        f"{record.tflops:.{1 if record.tflops >= 1 else 3}f} TFLOPS" if record.tflops > 0 else "",
+        f"GPU {gib(record.gpu_bytes)}" if record.gpu_bytes > 0 else "",
+        f"host {gib(record.host_bytes)}" if record.host_bytes > 0 else "",
+        f"{record.cores_busy:.1f} cores" if record.cores_busy > 0 else "",
+    )
 
 
 def is_plain_step(step: int, total_steps: int, every: int) -> bool:
@@ -59,31 +126,37 @@ def is_plain_step(step: int, total_steps: int, every: int) -> bool:
     return step == 1 or step == total_steps or step % every == 0
 
 
-def plain_line(record: StepRecord, total_steps: int, speed: str, left_s: float) -> str:
+def plain_line(record: StepRecord, total_steps: int, left_s: float) -> str:
     """One aligned line of a log."""
     width = len(str(total_steps))
-    return (
-        f"step {record.step:>{width}}/{total_steps}  loss {record.loss:7.4f}  lr {record.lr:.2e}  "
-        f"{record.step_s * 1000:6.1f} ms  {speed}  left {duration(left_s)}"
-    )
+    parts = [
+        f"step {record.step:>{width}}/{total_steps}",
+        f"loss {record.loss:7.4f}",
+        f"lr {record.lr:.2e}",
+        f"{record.step_s * 1000:6.1f} ms",
+        speed(record),
+        *(text for text in machine_texts(record) if text),
+        f"left {duration(left_s)}",
+    ]
+    if record.skipped:
+        parts.append(f"skipped, loss scale {record.loss_scale:g}")
+    return "  ".join(parts)
+
+
+def speed(record: StepRecord) -> str:
+    """Tokens a second."""
+    return f"{record.num_tokens / record.step_s:,.0f} tokens/s" if record.step_s > 0 else "- tokens/s"
+
+
+def gib(num_bytes: int) -> str:
+    """Bytes in GiB, or in MiB where that would be less than one."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
 def duration(seconds: float) -> str:
-    """Seconds as m:ss, or h:mm:ss from an hour on."""
+    """Seconds as m:ss, or h:mm:ss from an hour on; a dash for what is not known."""
+    if not math.isfinite(seconds):
+        return "-"
     whole = max(0, round(seconds))
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _live_bar(console: Console) -> Progress:
-    return Progress(
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}"),
-        TextColumn("{task.fields[speed]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-        expand=True,
-    )

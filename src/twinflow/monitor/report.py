@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal, TypeVar
 
-from twinflow.monitor.metrics import StepRecord, ValidRecord
-from twinflow.monitor.plot import Series, figure, smooth
+from twinflow.monitor.files import write_whole
+from twinflow.monitor.metrics import StepRecord, ValidRecord, tokens_per_second
+from twinflow.monitor.plot import Point, Series, figure, smooth
 from twinflow.monitor.style import STYLE
 
 Rows = Sequence[tuple[str, str]]
-NUM_TABLE_ROWS = 20
+NUM_TABLE_ROWS: Final = 20
+AnyRecord = TypeVar("AnyRecord", StepRecord, ValidRecord)
 
 
 @dataclass(frozen=True)
@@ -29,19 +31,20 @@ class Report:
     machine: Rows
     steps: Sequence[StepRecord]
     valids: Sequence[ValidRecord]
+    config: str = ""  # the JSON the run was given
+    notes: Sequence[str] = ()  # what a reader should know: a resumed run, steps that were skipped
 
 
 def write_report(path: Path, report: Report) -> None:
     """Write the page; a reader sees the old file or the new one, never half of one."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(render(report), encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, render(report))
 
 
 def render(report: Report) -> str:
     """The page as text."""
     tiles = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in report.numbers)
-    plots = "".join(plot(report) for plot in (loss_plot, time_plot, memory_plot, norm_plot, rate_plot))
+    makers = (loss_plot, time_plot, memory_plot, load_plot, speed_plot, norm_plot, rate_plot, scale_plot)
+    plots = "".join(plot(report) for plot in makers)
     title = escape(report.title)
     return f"""<!doctype html>
 <html lang="en">
@@ -57,9 +60,11 @@ def render(report: Report) -> str:
 <header><p class="brand">twinflow</p><h1>{title} <span class="badge {report.status}">{report.status}</span></h1>
 <p>{escape(report.message)}</p></header>
 <main>
-<dl class="tiles">{tiles}</dl>
+<dl class="tiles" style="--columns: {num_columns(len(report.numbers))}">{tiles}</dl>
 <section class="plots">{plots}</section>
+{notes_list(report.notes)}
 <section class="tables">{table("Settings", report.settings)}{table("Machine", report.machine)}</section>
+{config_text(report.config)}
 <details><summary>Numbers behind the plots</summary>{steps_table(report.steps, report.valids)}</details>
 </main>
 </body>
@@ -74,35 +79,69 @@ def loss_plot(report: Report) -> str:
     curves = [
         Series("", raw, 1, "faint"),
         Series("train", smooth(raw), 1),
-        Series("validation", valid, 2, "dots", f"{valid[-1][1]:.3f}" if valid else ""),
+        Series("validation", valid, 2, "dots", _number(valid[-1][1]) if valid else ""),
     ]
-    return figure("Loss (nats per byte)", curves, width=1130, height=320)
+    return figure("Loss", curves, size=(1130, 320))
 
 
 def time_plot(report: Report) -> str:
-    """Where the milliseconds of a step go, stacked."""
-    total_s = sum(r.step_s for r in report.steps) or 1.0
-    curves = []
-    labels = {"forward": "forward", "backward": "backward", "update": "waiting for the update"}
-    for color, (name, label) in enumerate(labels.items(), start=1):
-        seconds = [getattr(r, f"{name}_s") for r in report.steps]
-        points = [(float(r.step), s * 1000.0) for r, s in zip(report.steps, seconds, strict=True)]
-        curves.append(Series(label, points, color, "area", f"{100.0 * sum(seconds) / total_s:.0f}%"))
+    """Where the milliseconds of a step go, stacked, and the host's update, which runs beside them."""
+    parts = {
+        "forward": [r.forward_s for r in report.steps],
+        "backward": [r.backward_s for r in report.steps],
+        "waiting for the update": [r.update_s for r in report.steps],
+    }
+    host = [r.host_update_s for r in report.steps]
+    total_s = sum(map(sum, parts.values())) or 1.0
+    curves = [
+        Series(label, _per_step(report, seconds, 1000.0), color, "area", f"{100.0 * sum(seconds) / total_s:.0f}%")
+        for color, (label, seconds) in enumerate(parts.items(), start=1)
+    ]
+    if any(host):
+        mean = f"{1000.0 * sum(host) / len(host):,.1f} ms"
+        curves.append(Series("host update, beside", _per_step(report, host, 1000.0), 4, "line", mean))
     return figure("Step time (ms)", curves, from_zero=True, cut_spikes=True)
 
 
 def memory_plot(report: Report) -> str:
-    """Resident host memory."""
-    points = [(float(r.step), r.host_bytes / 2**20) for r in report.steps]
-    peak = f"peak {max(y for _, y in points):,.0f}" if points else ""
-    return figure("Host memory (MiB)", [Series("resident", points, 3, "line", peak)], from_zero=True)
+    """Resident memory of the host and what is allocated on the GPU."""
+    host, gpu = [r.host_bytes for r in report.steps], [r.gpu_bytes for r in report.steps]
+    most = max((*host, *gpu), default=0)
+    unit, name = (2**30, "GiB") if most >= 4 * 2**30 else (2**20, "MiB")
+    digits = 1 if unit == 2**30 else 0
+    curves = [Series("host", _per_step(report, host, 1 / unit), 3, "line", _peak(host, unit, digits))]
+    if any(gpu):
+        curves.append(Series("GPU", _per_step(report, gpu, 1 / unit), 4, "line", _peak(gpu, unit, digits)))
+    return figure(f"{'Host and GPU' if any(gpu) else 'Host'} memory ({name})", curves, from_zero=True)
+
+
+def load_plot(report: Report) -> str:
+    """Cores that the process kept busy; nothing where that was not measured."""
+    busy = [r.cores_busy for r in report.steps]
+    if not any(busy):
+        return ""
+    mean = f"mean {sum(busy) / len(busy):.1f}"
+    points = _per_step(report, busy)
+    curves = [Series("", points, 3, "faint"), Series("cores busy", smooth(points), 3, "line", mean)]
+    return figure("Host load (cores)", curves, from_zero=True)
+
+
+def speed_plot(report: Report) -> str:
+    """FLOPs of the model a second; nothing where they were not counted."""
+    tflops = [r.tflops for r in report.steps]
+    if not any(tflops):
+        return ""
+    points = _per_step(report, tflops)
+    mean = f"{tokens_per_second(list(report.steps)):,.0f} tokens/s"
+    curves = [Series("", points, 1, "faint"), Series("model", smooth(points), 1, "line", mean)]
+    return figure("Speed (TFLOPS)", curves, from_zero=True)
 
 
 def norm_plot(report: Report) -> str:
     """Gradient norm before clipping."""
     points = [(float(r.step), r.grad_norm) for r in report.steps]
     curves = [Series("", points, 1, "faint"), Series("before clipping", smooth(points), 1)]
-    return figure("Gradient norm", curves, from_zero=True)
+    return figure("Gradient norm", curves, from_zero=True, cut_spikes=True)
 
 
 def rate_plot(report: Report) -> str:
@@ -111,38 +150,103 @@ def rate_plot(report: Report) -> str:
     return figure("Learning rate", [Series("", points, 2)], from_zero=True)
 
 
+def scale_plot(report: Report) -> str:
+    """The loss scale as a power of two; nothing where it never changed."""
+    scales = [r.loss_scale for r in report.steps]
+    if len(set(scales)) < 2:
+        return ""
+    points = [(float(r.step), math.log2(r.loss_scale)) for r in report.steps if r.loss_scale > 0]
+    skipped = f"{sum(r.skipped for r in report.steps):,} steps skipped"
+    return figure("Loss scale (power of two)", [Series("scale", points, 2, "line", skipped)])
+
+
+def _per_step(report: Report, values: Sequence[float], factor: float = 1.0) -> list[Point]:
+    """A point a step; what is not finite counts as nothing, so that areas keep their x values."""
+    return [
+        (float(r.step), value * factor if math.isfinite(value) else 0.0)
+        for r, value in zip(report.steps, values, strict=True)
+    ]
+
+
+def _peak(num_bytes: Sequence[int], unit: int, digits: int) -> str:
+    return f"peak {max(num_bytes) / unit:,.{digits}f}" if num_bytes else ""
+
+
+def num_columns(num_tiles: int) -> int:
+    """Tiles a row: at most seven, and rows about equally long."""
+    num_rows = max(1, math.ceil(num_tiles / 7))
+    return max(1, math.ceil(num_tiles / num_rows))
+
+
+def notes_list(notes: Sequence[str]) -> str:
+    """Remarks about the run."""
+    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    return f'<section class="notes"><h2>Notes</h2><ul>{items}</ul></section>' if notes else ""
+
+
+def config_text(config: str) -> str:
+    """The config, folded."""
+    return f"<details><summary>Config</summary><pre>{escape(config)}</pre></details>" if config else ""
+
+
 def table(title: str, rows: Rows) -> str:
     """Names and values."""
     body = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in rows)
     return f"<div><h2>{escape(title)}</h2><table>{body}</table></div>"
 
 
+@dataclass(frozen=True)
+class Column:
+    """A column of the table of steps."""
+
+    name: str
+    text: Callable[[StepRecord], str]
+    is_used: Callable[[StepRecord], bool] = lambda record: True  # the column is there when any step uses it
+
+
+COLUMNS: Final = (
+    Column("step", lambda r: str(r.step)),
+    Column("loss", lambda r: _number(r.loss)),
+    Column("learning rate", lambda r: f"{r.lr:.3g}"),
+    Column("gradient norm", lambda r: _number(r.grad_norm)),
+    Column("forward ms", lambda r: f"{1000.0 * r.forward_s:.1f}"),
+    Column("backward ms", lambda r: f"{1000.0 * r.backward_s:.1f}"),
+    Column("wait ms", lambda r: f"{1000.0 * r.update_s:.1f}"),
+    Column("host update ms", lambda r: f"{1000.0 * r.host_update_s:.1f}", lambda r: r.host_update_s > 0),
+    Column("TFLOPS", lambda r: f"{r.tflops:.3g}", lambda r: r.tflops > 0),
+    Column("host MiB", lambda r: f"{r.host_bytes / 2**20:,.0f}"),
+    Column("GPU MiB", lambda r: f"{r.gpu_bytes / 2**20:,.0f}", lambda r: r.gpu_bytes > 0),
+    Column("cores", lambda r: f"{r.cores_busy:.1f}", lambda r: r.cores_busy > 0),
+    Column("loss scale", lambda r: f"{r.loss_scale:g}", lambda r: r.loss_scale != 1.0),
+    Column("skipped", lambda r: "yes" if r.skipped else "", lambda r: r.skipped),
+    Column("updates ahead", lambda r: str(r.num_ahead)),
+    Column("dropped", lambda r: str(r.num_dropped)),
+    Column("held", lambda r: str(r.num_held)),
+)
+
+
 def steps_table(steps: Sequence[StepRecord], valids: Sequence[ValidRecord]) -> str:
-    """About twenty steps spread over the run, first and last among them, and the validation losses."""
-    names = ("step", "loss", "learning rate", "gradient norm", "forward ms", "backward ms", "wait ms", "MiB")
-    gate = ("updates ahead", "dropped", "held")
-    head = "".join(f'<th scope="col">{name}</th>' for name in (*names, *gate))
-    body = "".join(_step_row(record) for record in spread(steps, NUM_TABLE_ROWS))
-    valid_rows = [(f"after step {r.step}" if r.step else "untrained", _number(r.loss)) for r in valids]
+    """About twenty steps and as many validations spread over the run, first and last among them."""
+    chosen = spread(steps, NUM_TABLE_ROWS)
+    columns = [column for column in COLUMNS if not chosen or any(map(column.is_used, chosen))]
+    head = "".join(f'<th scope="col">{column.name}</th>' for column in columns)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{column.text(record)}</td>" for column in columns) + "</tr>" for record in chosen
+    )
+    valid_rows = [
+        (f"after step {r.step}" if r.step else "untrained", _number(r.loss)) for r in spread(valids, NUM_TABLE_ROWS)
+    ]
     return (
         f'<div class="wide"><table class="numbers"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
         + table("Validation loss", valid_rows)
     )
 
 
-def spread(records: Sequence[StepRecord], count: int) -> list[StepRecord]:
+def spread(records: Sequence[AnyRecord], count: int) -> list[AnyRecord]:
     """At most `count` records, evenly spread, first and last included."""
     if len(records) <= count:
         return list(records)
     return [records[round(i * (len(records) - 1) / (count - 1))] for i in range(count)]
-
-
-def _step_row(r: StepRecord) -> str:
-    times = (f"{1000.0 * s:.1f}" for s in (r.forward_s, r.backward_s, r.update_s))
-    numbers = (str(r.step), _number(r.loss), f"{r.lr:.3g}", _number(r.grad_norm))
-    gate = (str(count) for count in (r.num_ahead, r.num_dropped, r.num_held))
-    cells = (*numbers, *times, f"{r.host_bytes / 2**20:,.0f}", *gate)
-    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
 def _number(value: float) -> str:

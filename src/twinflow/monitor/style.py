@@ -1,16 +1,23 @@
-"""The report page's stylesheet. One palette a colour scheme; plots use the classes c1, c2, c3."""
+"""The report page's stylesheet. One palette a colour scheme; plots use the classes c1 to c4."""
 
 from typing import Final
 
-STYLE: Final = """
+_COLORS: Final = "".join(
+    f".key.c{i} {{ background: var(--c{i}); }} svg polyline.c{i} {{ stroke: var(--c{i}); }}\n"
+    f"svg polygon.c{i}, svg .dot.c{i} {{ fill: var(--c{i}); }}\n"
+    for i in (1, 2, 3, 4)
+)
+
+STYLE: Final = (
+    """
 :root {
   --page: #f6f7f9; --card: #ffffff; --line: #e1e5ea; --ink: #1b2430; --soft: #5b6775;
-  --c1: #2463d1; --c2: #d4570c; --c3: #0d8a7c; --good: #0a7d55; --warn: #a86200; --bad: #c02b37;
+  --c1: #2463d1; --c2: #d4570c; --c3: #0d8a7c; --c4: #8b2fb8; --good: #0a7d55; --warn: #a86200; --bad: #c02b37;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --page: #11151b; --card: #1a2028; --line: #2d3641; --ink: #e8edf3; --soft: #9aa7b5;
-    --c1: #7eabff; --c2: #ff9a5a; --c3: #4fd0be; --good: #4ccf98; --warn: #f0b04a; --bad: #ff7d86;
+    --c1: #7eabff; --c2: #ff9a5a; --c3: #4fd0be; --c4: #dc8cff; --good: #4ccf98; --warn: #f0b04a; --bad: #ff7d86;
   }
 }
 * { box-sizing: border-box; }
@@ -29,8 +36,11 @@ h3 { font-size: 15px; margin: 0; }
   border: 1px solid currentColor;
 }
 .finished { color: var(--good); } .interrupted { color: var(--warn); } .stopped { color: var(--bad); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin: 0 0 16px; }
-.tiles div, figure, .tables > div, details {
+.tiles {
+  display: grid; gap: 12px; margin: 0 0 16px;
+  grid-template-columns: repeat(auto-fit, minmax(max(150px, calc((100% + 12px) / var(--columns) - 12px)), 1fr));
+}
+.tiles div, figure, .tables > div, .notes, details {
   background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 14px 16px; margin: 0;
 }
 dt { color: var(--soft); font-size: 13px; }
@@ -43,15 +53,12 @@ figcaption { display: flex; flex-wrap: wrap; justify-content: space-between; gap
 .legend b { color: var(--ink); font-variant-numeric: tabular-nums; }
 .key { display: inline-block; width: 14px; height: 4px; border-radius: 2px; margin-right: 6px; vertical-align: 3px; }
 .key.area, .key.dots { height: 10px; width: 10px; vertical-align: -1px; } .key.dots { border-radius: 50%; }
-.key.c1 { background: var(--c1); } .key.c2 { background: var(--c2); } .key.c3 { background: var(--c3); }
-svg { display: block; width: 100%; height: auto; }
+svg { display: block; width: 100%; height: auto; } svg.slim { display: none; }
 svg .grid { stroke: var(--line); } svg .axis { stroke: var(--soft); }
 svg .tick { fill: var(--soft); font-size: 12px; font-variant-numeric: tabular-nums; }
 svg polyline { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
+svg polyline.halo { stroke: var(--card); stroke-width: 4.5; }
 svg polyline.faint { stroke-width: 1; opacity: .3; }
-svg polyline.c1 { stroke: var(--c1); } svg polyline.c2 { stroke: var(--c2); } svg polyline.c3 { stroke: var(--c3); }
-svg polygon.c1, svg .dot.c1 { fill: var(--c1); } svg polygon.c2, svg .dot.c2 { fill: var(--c2); }
-svg polygon.c3, svg .dot.c3 { fill: var(--c3); }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; padding: 5px 8px 5px 0; border-top: 1px solid var(--line); vertical-align: top; }
 tr:first-child > * { border-top: 0; }
@@ -60,7 +67,22 @@ td { overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
 .numbers th, .numbers td { width: auto; text-align: right; white-space: nowrap; padding: 4px 0 4px 16px; }
 .numbers tbody tr:first-child > * { border-top: 1px solid var(--line); }
 .wide { overflow-x: auto; margin: 12px 0 20px; }
+details + details { margin-top: 16px; } .notes { margin: 16px 0 0; }
 summary { cursor: pointer; font-weight: 600; }
-@media (max-width: 700px) { figure { overflow-x: auto; } figure svg { min-width: 560px; } }
+pre {
+  overflow-x: auto; margin: 12px 0 0;
+  font: 13px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
+}
+.notes ul { margin: 0; padding-left: 20px; } .notes li { overflow-wrap: anywhere; }
+@media (max-width: 560px) {
+  body { padding: 18px 12px 36px; } h1 { font-size: 22px; } dd { font-size: 19px; }
+  .tiles { grid-template-columns: repeat(2, 1fr); gap: 8px; }
+  .tiles div:last-child:nth-child(odd) { grid-column: 1 / -1; } .plots, .tables { gap: 10px; }
+  .tiles div, figure, .tables > div, .notes, details { padding: 10px 12px; } figure { padding: 10px 8px; }
+  svg.roomy { display: none; } svg.slim { display: block; }
+  .tables th { white-space: normal; width: 32%; padding-right: 12px; }
+}
 @media print { body { max-width: none; background: none; } figure, .tiles div, .tables > div { break-inside: avoid; } }
 """
+    + _COLORS
+)

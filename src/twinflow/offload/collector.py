@@ -23,7 +23,7 @@ class Collector:
         self, device: Device, board: Board, buckets: Sequence[Bucket], num_parts: int, tensor_device: torch.device
     ) -> None:
         self._device, self._board, self._buckets = device, board, buckets
-        self._num_parts = num_parts  # gradients that make up one: with several, they are summed in fp32
+        self.num_parts = num_parts  # gradients that make up one: with several, they are summed in fp32
         self._tensor_device = tensor_device
         self._sums: dict[int, Tensor] = {}  # of each bucket
         self._norms = torch.zeros(len(buckets), dtype=torch.float64, device=tensor_device)  # of each bucket
@@ -34,13 +34,13 @@ class Collector:
     def add(self, job: Job | None, param: Param, grad: Tensor) -> None:
         """Add a gradient to what its buckets hold, on the stream that made it."""
         for bucket in param.buckets:
-            into = self._sum(bucket) if self._num_parts > 1 else self._task(job, bucket).flat
+            into = self._sum(bucket) if self.num_parts > 1 else self._task(job, bucket).flat
             assert into is not None
             self._gather(bucket, partial(gather.add, into, _pieces(bucket, param, grad), param.hits == 1))
 
     def add_last(self, job: Job, param: Param, grad: Tensor) -> None:
         """The same for the last gradient of a parameter: with it, the parameter is complete."""
-        if self._num_parts == 1:
+        if self.num_parts == 1:
             self.add(job, param, grad)
         else:
             for bucket in param.buckets:
@@ -66,7 +66,7 @@ class Collector:
     def complete(self, job: Job, params: Sequence[Param]) -> None:
         """Parameters that are complete only now, and tasks that some parameters have nothing for."""
         for param in params:
-            if param.hits and (param.is_late or param.hits < self._num_parts):
+            if param.hits and (param.is_late or param.hits < self.num_parts):
                 self._round(job, param)
                 self._finish(job, param)
         for bucket in self._buckets:
@@ -77,7 +77,7 @@ class Collector:
 
     def _round(self, job: Job, param: Param) -> None:
         """A sum that turned out to be complete, into the flat buffers."""
-        if self._num_parts == 1:
+        if self.num_parts == 1:
             return  # it is there
         for bucket in param.buckets:
             flat, slices = self._task(job, bucket).flat, [s for s in bucket.slices if s.param == param.index]

@@ -382,6 +382,15 @@ class Runtime:
                 task.bucket.due = last.number
         self.wait()
 
+    def change(self, settings: Settings) -> None:
+        """Another number of backwards from the next step on."""
+        if self.job is not None or self._num_parts or any(param.hits for param in self.params):
+            raise RuntimeError("the number of backwards of a step is changed while gradients of one are there")
+        self.wait()
+        self.settings = settings
+        self.board.sums_on_host = settings.sums_on_host
+        self.collector.num_parts = settings.num_gathered
+
     def forget_gradients(self) -> None:
         """Drop what a step in the making has gathered, as far as no update has begun."""
         self._close_part()

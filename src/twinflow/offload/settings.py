@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from twinflow.offload.gate import Limits
+from twinflow.offload.plan import BUCKET_NUMEL
+
+
+FLAT_BYTES = 3 << 29
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,7 @@ class Settings:
     delayed_update_start: int = 0  # ordinary steps first
     hold_on_host: bool = False  # where gradients wait for the gate
     sum_on_host: bool = False  # where the gradients of several backwards are summed
-    flat_bytes: int = 3 << 29  # device memory for gradients on their way out, where they need not wait for the gate
+    flat_bytes: int = FLAT_BYTES  # device memory for gradients on their way out, where they need not wait for the gate
     num_slots: int = 4  # page-locked buckets each way
 
     @property
@@ -35,3 +39,15 @@ class Settings:
     def may_run_ahead(self) -> bool:
         """Whether updates may start before the gate is open: not where it opens before they could."""
         return self.early and not self.delayed_update and not self.sums_on_host
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What changes speed and memory, never a result."""
+
+    bucket_numel: int = BUCKET_NUMEL  # elements that travel together
+    num_slots: int = 4  # page-locked buckets each way
+    flat_bytes: int | None = None  # device memory for gradients on their way out; None: FLAT_BYTES, or less if short
+    hold: str = "auto"  # where gradients wait for the clipping decision: "device", "host", or what fits
+    sums: str = "auto"  # where gradients of several backwards are summed in fp32: "device", "host", or what fits
+    shadow_bytes: int | None = None  # host memory for updates ahead of that decision; None: what is spare

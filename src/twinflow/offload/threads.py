@@ -59,6 +59,8 @@ class _Thread:
 class Worker(_Thread):
     """Updates, one bucket at a time with all cores."""
 
+    busy_s = 0.0  # so far
+
     def _turn(self) -> None:
         board = self.board
         with board.changed:
@@ -74,8 +76,10 @@ class Worker(_Thread):
                 return
             board.current = task if is_ahead and not is_to_sum else None
         name = "sum" if is_to_sum else "ahead" if is_ahead else "update"
+        start = time.perf_counter()
         with board.device.trace.span(name, track="host", bucket=task.bucket.plan.index):
             gather.add_on_host(task) if is_to_sum else board.updater.update(task, factor)
+        self.busy_s += time.perf_counter() - start
         with board.changed:
             board.current = None
             board.summed(task) if is_to_sum else board.updated(task, is_ahead)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +21,25 @@ from twinflow.offload.bucket import Job, Param
 from twinflow.offload.gate import Limits
 from twinflow.offload.materialize import build
 from twinflow.offload.memory import free_host_bytes
-from twinflow.offload.plan import BUCKET_NUMEL, ROOT, ParamSpec, plan_buckets
+from twinflow.offload.plan import ROOT, ParamSpec, plan_buckets
 from twinflow.offload.runtime import Runtime
-from twinflow.offload.settings import Settings
+from twinflow.offload.settings import FLAT_BYTES, Settings, Tuning
 from twinflow.offload.torch_updater import Recipe, TorchUpdater, host_options
 from twinflow.offload.updater import RuleUpdater, Updater
 from twinflow.optim import twin_state
 from twinflow.optim.loss_scale import LossScale, after_step, static
 from twinflow.optim.options import with_defaults
+from twinflow.optim.twin_checks import (
+    check_foreign,
+    check_model,
+    check_params,
+    check_settings,
+    check_tuning,
+    groups_of,
+)
 from twinflow.rules import RULES, Rule
-from twinflow.rules.checks import FLOATS
-from twinflow.rules.formats import BLOCK
 from twinflow.rules.segment import check_format
 from twinflow.trace import Trace, write_chrome_trace
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """What changes speed and memory, never a result."""
-
-    bucket_numel: int = BUCKET_NUMEL  # elements that travel together
-    num_slots: int = 4  # page-locked buckets each way
-    flat_bytes: int = 3 << 29  # device memory for gradients on their way out
-    hold: str = "device"  # where gradients wait for the clipping decision: "device" or "host"
-    sums: str = "auto"  # where gradients of several backwards are summed in fp32: "device", "host", or what fits
-    shadow_bytes: int | None = None  # host memory for updates ahead of that decision; None: what is spare
 
 
 class TwinOptimizer(Optimizer):
@@ -78,7 +72,7 @@ class TwinOptimizer(Optimizer):
         self._runtime: Runtime | None = None
         model = _materialised(model)
         self.model = model if isinstance(model, nn.Module) else None
-        groups = _groups(model, param_groups)
+        groups = groups_of(model, param_groups)
         self.rule: Rule | None = None  # one of ours
         self._recipe: Recipe | None = None  # or the user's
         if isinstance(rule, str):
@@ -89,17 +83,18 @@ class TwinOptimizer(Optimizer):
             defaults = with_defaults(rule, options)
             self.rule.check(defaults)
         else:
-            _check_foreign(rule, states, param_groups)
+            check_foreign(rule, states, param_groups)
             self._recipe = Recipe(rule, groups, options)
             groups, defaults, self.rule_name = self._recipe.groups, self._recipe.defaults, self._recipe.name
         super().__init__(groups, defaults)
         native.set_threads(host_threads if host_threads is not None else _host_threads(default_threads(os.environ)))
         self.states, self.tuning = states, tuning or Tuning()
-        _check_tuning(self.tuning)
+        check_tuning(self.tuning)
         self.trace = Trace()
         self._loss_scale = loss_scale or static(1.0)
         self.num_steps = self.num_skipped = 0
         self._is_stateless = False  # SGD without momentum
+        self._was_applied = False  # the last step
         self._unread: Job | None = None  # the last job whose decision the loss scale has not seen
         skip = skip_nonfinite if skip_nonfinite is not None else max_grad_norm is not None or loss_scale is not None
         self._settings = Settings(
@@ -108,13 +103,13 @@ class TwinOptimizer(Optimizer):
             accumulation_steps=accumulation_steps,
             delayed_update=delayed_update,
             delayed_update_start=delayed_update_start,
-            hold_on_host=self.tuning.hold == "host",
-            sum_on_host=self._sums_on_host(),
-            flat_bytes=self.tuning.flat_bytes,
+            hold_on_host=self._on_host(self.tuning.hold, 2),
+            sum_on_host=self._on_host(self.tuning.sums, 4),
+            flat_bytes=self._flat_bytes(),
             num_slots=self.tuning.num_slots,
         )
-        _check_settings(self._settings, self.model)
-        _check_model(self.model)
+        check_settings(self._settings, self.model)
+        check_model(self.model)
         self._runtime = self._build()
 
     def _build(self) -> Runtime:
@@ -130,7 +125,7 @@ class TwinOptimizer(Optimizer):
             block = block_of.get(tensor, ROOT)
             can_split = tensor.is_contiguous() and self._recipe is None
             specs.append(ParamSpec(name, tensor.numel(), block, tensor.dtype, can_split))
-        _check_params(params)
+        check_params(params)
         device = device_for(params[0].tensor.device, self.trace)
         updater = self._new_updater(device)
         runtime = Runtime(
@@ -150,13 +145,23 @@ class TwinOptimizer(Optimizer):
             runtime.attach(self.model, blocks)
         return runtime
 
-    def _sums_on_host(self) -> bool:
-        """As asked for; else on the device where 4 bytes a parameter are at most half of what it has left."""
-        if self.tuning.sums != "auto":
-            return self.tuning.sums == "host"
+    def _on_host(self, asked: str, bytes_a_param: int) -> bool:
+        """Where gradients are kept: as asked for; else on the device where they take at most half of what is left."""
+        if asked != "auto":
+            return asked == "host"
+        free, numel = self._free_bytes(), sum(p.numel() for group in self.param_groups for p in group["params"])
+        return free is not None and bytes_a_param * numel > free // 2
+
+    def _flat_bytes(self) -> int:
+        """As asked for; else a fixed size, or an eighth of what the device has left where that is less."""
+        if self.tuning.flat_bytes is not None:
+            return self.tuning.flat_bytes
+        free = self._free_bytes()
+        return FLAT_BYTES if free is None else min(FLAT_BYTES, free // 8)
+
+    def _free_bytes(self) -> int | None:
         tensors = [param for group in self.param_groups for param in group["params"]]
-        free = device_for(tensors[0].device).free_bytes() if tensors else None
-        return free is not None and 4 * sum(tensor.numel() for tensor in tensors) > free // 2
+        return device_for(tensors[0].device).free_bytes() if tensors else None
 
     def _new_updater(self, device: Device) -> Updater:
         if self._recipe is not None:
@@ -206,10 +211,10 @@ class TwinOptimizer(Optimizer):
                 self.runtime.wait()
         return loss
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """`loss.backward()` with the loss scale applied."""
         scale = self.loss_scale
-        torch.autograd.backward(loss * scale if scale != 1.0 else loss)
+        torch.autograd.backward(loss * scale if scale != 1.0 else loss, retain_graph=retain_graph)
 
     def _read_decision(self) -> None:
         """Let the loss scale and the counters see what became of the last step."""
@@ -219,13 +224,30 @@ class TwinOptimizer(Optimizer):
         self.runtime.board.wait_for(lambda: job.gate.decision is not None)
         decision = job.gate.decision
         assert decision is not None
+        self._was_applied = not decision.skip
         self.num_skipped += decision.skip
         self._loss_scale = after_step(self._loss_scale, decision.skip)
+
+    @property
+    def can_skip(self) -> bool:
+        """Whether a step may turn out not to be applied."""
+        return self._settings.limits.skip_nonfinite
+
+    @property
+    def was_applied(self) -> bool:
+        """Whether the last step changed anything; waits until that is known."""
+        self._read_decision()
+        return self._was_applied
 
     @property
     def loss_scale(self) -> float:
         """What to multiply the next loss with."""
         self._read_decision()
+        return self._loss_scale.scale
+
+    @property
+    def current_loss_scale(self) -> float:
+        """The loss scale as far as it is known: without waiting for the last step's outcome."""
         return self._loss_scale.scale
 
     @property
@@ -250,6 +272,7 @@ class TwinOptimizer(Optimizer):
             "skipped_steps": self.num_skipped,
             "loss_scale": self._loss_scale.scale,
             **{f"gate_{name}": count for name, count in counts.items()},
+            "host_busy_s": self.runtime.worker.busy_s,
             "bytes_out": mover.bytes_out,
             "bytes_back": mover.bytes_back,
             "shadow_bytes": self.runtime.board.shadows.num_bytes,
@@ -267,6 +290,19 @@ class TwinOptimizer(Optimizer):
         if self._runtime is not None:
             raise ValueError("a TwinOptimizer takes all its parameters at the start. Build a new one with all groups")
         super().add_param_group(param_group)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Backwards that make one step."""
+        return self._settings.accumulation_steps
+
+    def set_accumulation_steps(self, accumulation_steps: int) -> None:
+        """From the next step on, so many backwards make one; between a step and the next backward."""
+        settings = replace(self._settings, accumulation_steps=accumulation_steps)
+        check_settings(settings, self.model)
+        if settings.early:
+            self.runtime.change(settings)
+        self._settings = settings
 
     def flush(self) -> None:
         """Put a delayed update that is still to come into the weights: call it before using the model elsewhere."""
@@ -290,14 +326,27 @@ class TwinOptimizer(Optimizer):
         return twin_state.collect(self)
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, from any state format. Everything is checked before anything changes."""
+    def load_state_dict(self, state_dict: Mapping[str, Any], source: twin_state.Source | None = None) -> None:
+        """Take over what `state_dict` gave, from any state format. Everything is checked before anything changes.
+
+        With `source`, what was kept for each parameter comes from there, one at a time.
+        """
         if self.runtime.job is not None:
             raise RuntimeError("load_state_dict() between backward() and step(). Call step() first")
         self.runtime.wait()
         self.runtime.wait_for_copies()
         self.runtime.forget_gradients()
-        twin_state.restore(self, state_dict)
+        twin_state.restore(self, state_dict, source)
+
+    def check_state(self, state_dict: Mapping[str, Any], source: twin_state.Source) -> None:
+        """Raise what `load_state_dict` would, and change nothing."""
+        twin_state.check(self, state_dict, source)
+
+    def stream_state(self) -> tuple[dict[str, Any], Iterator[tuple[str, dict[str, Any]]]]:
+        """`state_dict` for a model that leaves no room for a copy: its head, and each parameter's entry in turn."""
+        self.runtime.wait()
+        self._read_decision()
+        return twin_state.head(self), twin_state.stream(self)
 
     def export_trace(self, path: str | Path) -> None:
         """Write the spans recorded since `optimizer.trace.start()` as a Chrome/Perfetto timeline."""
@@ -311,74 +360,6 @@ def _materialised(model: Any) -> Any:
     if not (is_function or is_meta):
         return model
     return build(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _check_model(model: nn.Module | None) -> None:
-    """Refuse what would train wrongly."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            "model is wrapped in DistributedDataParallel, whose gradients are not reduced yet when they are taken. "
-            "Give the module inside it, on one process"
-        )
-    dist = torch.distributed
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise bad_value("world size", dist.get_world_size(), "1: each process would train a model of its own")
-
-
-def _groups(model: Any, param_groups: Iterable[Any] | None) -> list[Any]:
-    """Parameters or groups as torch.optim.Optimizer takes them; frozen ones left out."""
-    if not isinstance(model, nn.Module):
-        if param_groups is not None:
-            raise bad_value("param_groups", "given", "None where the first argument is not a module")
-        return list(model)
-    if param_groups is not None:
-        return list(param_groups)
-    return [param for param in model.parameters() if param.requires_grad]
-
-
-def _check_foreign(rule: object, states: str, param_groups: Iterable[Any] | None) -> None:
-    """What is allowed beside an optimizer of the user's."""
-    if not isinstance(rule, Optimizer) and not callable(rule):
-        raise bad_value("rule", rule, [*RULES, "a torch.optim.Optimizer class or instance, or a function making one"])
-    if states != "fp32":
-        raise bad_value("states", states, ["fp32"], "A torch.optim.Optimizer given as rule keeps its own states.")
-    if isinstance(rule, Optimizer) and param_groups is not None:
-        raise bad_value("param_groups", "given", "None where rule is an optimizer: it has its own groups")
-
-
-def _check_tuning(tuning: Tuning) -> None:
-    for name, allowed in (("hold", ("device", "host")), ("sums", ("auto", "device", "host"))):
-        if getattr(tuning, name) not in allowed:
-            raise bad_value(f"tuning.{name}", getattr(tuning, name), allowed)
-    if tuning.bucket_numel < BLOCK or tuning.bucket_numel % BLOCK:
-        raise bad_value("tuning.bucket_numel", tuning.bucket_numel, f"a multiple of {BLOCK}")
-    if tuning.num_slots < 1:
-        raise bad_value("tuning.num_slots", tuning.num_slots, "a whole number >= 1")
-
-
-def _check_settings(settings: Settings, model: nn.Module | None) -> None:
-    max_norm = settings.limits.max_norm
-    if max_norm is not None and not 0.0 < max_norm < float("inf"):
-        raise bad_value("max_grad_norm", max_norm, "a number > 0, or None")
-    if settings.accumulation_steps < 1:
-        raise bad_value("accumulation_steps", settings.accumulation_steps, "a whole number >= 1")
-    if settings.early and model is None:
-        raise bad_value("early", True, [False], "Give the model as the first argument to start updates early.")
-    if settings.delayed_update and model is None:
-        raise bad_value("delayed_update", True, [False], "Give the model as the first argument.")
-
-
-def _check_params(params: Sequence[Param]) -> None:
-    if not params:
-        raise ValueError("there is no parameter to train: none requires a gradient")
-    for param in params:
-        if type(param.tensor) is not nn.Parameter and hasattr(param.tensor, "device_mesh"):
-            raise ValueError(f"{param.name} is sharded over processes (DTensor), which is not supported")
-        if param.tensor.dtype not in FLOATS:
-            raise bad_value(f"{param.name} dtype", param.tensor.dtype, FLOATS)
-        if param.tensor.device != params[0].tensor.device:
-            allowed = f"{params[0].tensor.device}, where {params[0].name} is"
-            raise bad_value(f"{param.name} device", str(param.tensor.device), allowed)
 
 
 def _host_threads(num_threads: int) -> int:

@@ -6,8 +6,9 @@ so that the same format gets the same codes back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,10 +25,56 @@ KIND = "twinflow.TwinOptimizer"
 VERSION = 1
 
 
+class StreamedTensor(NamedTuple):
+    """A tensor of the state that is made only when it is read."""
+
+    name: str  # parameter/key
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+class Source(Protocol):
+    """Saved entries of parameters, read one at a time."""
+
+    def names(self) -> Iterable[str]:
+        """The parameters that have one."""
+        ...
+
+    def shapes(self, name: str) -> Mapping[str, tuple[int, ...]]:
+        """Of the tensors of one entry, without reading them."""
+        ...
+
+    def entry(self, name: str) -> Mapping[str, Any]:
+        """What was kept for one parameter."""
+        ...
+
+
+class _DictSource:
+    """The `state` of a state dict."""
+
+    def __init__(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        self._state = state
+
+    def names(self) -> Iterable[str]:
+        return self._state
+
+    def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        return {key: tuple(value.shape) for key, value in self._state[name].items() if isinstance(value, Tensor)}
+
+    def entry(self, name: str) -> Mapping[str, Any]:
+        return self._state[name]
+
+
 def collect(optimizer: TwinOptimizer) -> dict[str, Any]:
     """The state of an optimizer that has nothing under way. Tensors may be views: clone what must not change."""
+    state = {param.name: _read_param(optimizer, param) for param in optimizer.runtime.params}
+    return {**head(optimizer), "state": {name: entry for name, entry in state.items() if entry}}
+
+
+def head(optimizer: TwinOptimizer) -> dict[str, Any]:
+    """All of the state but what is kept for each parameter."""
     runtime = optimizer.runtime
-    state = {param.name: _read_param(optimizer, param) for param in runtime.params}
     names = iter(param.name for param in runtime.params)
     groups = []
     for group in optimizer.param_groups:
@@ -43,9 +90,63 @@ def collect(optimizer: TwinOptimizer) -> dict[str, Any]:
         "num_jobs": runtime.num_jobs,
         "has_unsent": runtime.has_unsent,
         "loss_scale": loss_scale.to_dict(optimizer._loss_scale),
-        "state": {name: entry for name, entry in state.items() if entry},
         "param_groups": groups,
     }
+
+
+def stream(optimizer: TwinOptimizer) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each updated parameter's entry as in `collect`, with a StreamedTensor in the place of each tensor.
+
+    Reading decodes one parameter at a time: read them in this order.
+    """
+    cache = _LastRead(optimizer)
+    for param in optimizer.runtime.params:
+        pieces = _pieces(param)
+        if pieces and pieces[0][0].steps[pieces[0][1]]:
+            yield param.name, _streamed(optimizer, param, cache)
+
+
+def _streamed(optimizer: TwinOptimizer, param: Param, cache: _LastRead) -> dict[str, Any]:
+    if optimizer.rule is None:  # an optimizer of the user's: what it keeps are its own tensors, not copies
+        entry = _read_param(optimizer, param)
+        return {key: _as_streams(f"{param.name}/{key}", value) for key, value in entry.items()}
+    bucket, index = _pieces(param)[0]
+    store, shape = bucket.store, tuple(param.tensor.shape)
+    specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"master": (torch.float32, shape)}
+    for name, state, scale in zip(optimizer.rule.states, store.states, store.scales, strict=True):
+        if name is not None and state is not None:
+            specs[name] = (torch.float32 if scale is not None else state.dtype, shape)
+            if scale is not None:
+                specs[f"{name}_scale"] = (torch.float32, (-(-param.tensor.numel() // BLOCK),))
+    entry = {"step": bucket.steps[index]}
+    for key, (dtype, dims) in specs.items():
+        read = partial(cache.read, param, key, dtype)
+        entry[key] = StreamedTensor(f"{param.name}/{key}", dtype, dims, read)
+    return entry
+
+
+def _as_streams(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return StreamedTensor(name, value.dtype, tuple(value.shape), lambda: value)
+    if isinstance(value, dict):
+        return {key: _as_streams(f"{name}/{key}", item) for key, item in value.items()}
+    return value
+
+
+class _LastRead:
+    """The entry that was read last: its tensors are asked for one after the other, and decoded together."""
+
+    def __init__(self, optimizer: TwinOptimizer) -> None:
+        self._optimizer = optimizer
+        self._param: Param | None = None
+        self._entry: dict[str, Any] = {}
+
+    def read(self, param: Param, key: str, dtype: torch.dtype) -> Tensor:
+        if param is not self._param:
+            self._entry = {}  # first: two large parameters need not be in memory at once
+            self._param, self._entry = param, _read_param(self._optimizer, param)
+        values: Tensor = self._entry[key]
+        return values.to(dtype)  # back to what it was decoded from, exactly
 
 
 def _read_param(optimizer: TwinOptimizer, param: Param) -> dict[str, Any]:
@@ -70,12 +171,14 @@ def _pieces(param: Param) -> list[tuple[Bucket, int]]:
     return sorted(found, key=lambda at: at[0].slices[at[1]].start)
 
 
-def restore(optimizer: TwinOptimizer, saved: Mapping[str, Any]) -> None:
-    """Check all of `saved`, then take it over."""
+def restore(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source | None = None) -> None:
+    """Check all of `saved`, then take it over; entries come from `source`, or from the dict itself."""
     runtime = optimizer.runtime
-    _check(optimizer, saved)
+    source = source or _DictSource(saved["state"])
+    check(optimizer, saved, source)
+    known = set(source.names())
     for param in runtime.params:
-        entry = saved["state"].get(param.name)
+        entry = source.entry(param.name) if param.name in known else None
         for bucket, i in _pieces(param):
             bucket.steps[i] = int(entry["step"]) if entry else 0
             if entry:
@@ -91,7 +194,7 @@ def restore(optimizer: TwinOptimizer, saved: Mapping[str, Any]) -> None:
     runtime.forget_jobs(int(saved["num_jobs"]))
     if saved["has_unsent"]:
         # Masters are one update ahead of the weights; where there was no update, the weights are the truth.
-        runtime.adopt([param for param in runtime.params if param.name not in saved["state"]], keep=False)
+        runtime.adopt([param for param in runtime.params if param.name not in known], keep=False)
         for param in runtime.params:
             param.version = param.tensor._version
         runtime.hold_back(runtime.num_jobs)
@@ -112,20 +215,21 @@ def _cut(entry: Mapping[str, Any], start: int, numel: int) -> dict[str, Any]:
     return cut
 
 
-def _check(optimizer: TwinOptimizer, saved: Mapping[str, Any]) -> None:
+def check(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source) -> None:
+    """Raise ValueError where `restore` would go wrong."""
     if saved.get("kind") != KIND or saved.get("version") != VERSION:
         given = f"kind {saved.get('kind')!r}, version {saved.get('version')!r}"
         raise bad_value("state_dict", given, f"kind {KIND!r}, version {VERSION}")
     if saved["rule"] != optimizer.rule_name:
         raise bad_value("state_dict: rule", saved["rule"], [optimizer.rule_name])
     own = {param.name: param for param in optimizer.runtime.params}
-    for name, entry in saved["state"].items():
+    for name in source.names():
         if name not in own:
             raise bad_value("state_dict: parameter", name, "the names of this model's trainable parameters")
-        for key, value in entry.items():
-            shape = tuple(value.shape) if isinstance(value, Tensor) and not key.endswith("_scale") else None
-            if shape is not None and shape != tuple(own[name].tensor.shape):
-                raise bad_value(f"state_dict: shape of {name} {key}", shape, [tuple(own[name].tensor.shape)])
+        wanted = tuple(own[name].tensor.shape)
+        for key, shape in source.shapes(name).items():
+            if shape != wanted and not key.endswith("_scale"):
+                raise bad_value(f"state_dict: shape of {name} {key}", shape, [wanted])
     names = iter(own)
     groups = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
     if [list(group["params"]) for group in saved["param_groups"]] != groups:

@@ -1,0 +1,205 @@
+"""How large a GPT-2 trains on one card, and how fast: `twinflow train` beside plain PyTorch under the same memory cap.
+
+Three parts, each in a process of its own: the largest GPT-2 that plain mixed-precision PyTorch trains under the cap;
+the 10 and 13 billion parameter presets under the same cap, 20 steps each; the 10 billion preset with micro-batches
+accumulated to a batch of 520, beside its forward and backward alone. Prints a table and one JSON line; needs CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from twinflow.bench.machine import read_machine
+from twinflow.models.gpt import GPT, PRESETS, GPTConfig, count_params, flops_per_token
+from twinflow.monitor.metrics import StepRecord, read_metrics
+
+CAP = "32GB"
+CAP_BYTES = 32 * 10**9
+STEPS = 20
+
+
+def plain_fits(config: GPTConfig, batch: int) -> bool:
+    """Whether plain PyTorch trains it: fp32 weights, autocast to bf16, AdamW as torch has it, two steps."""
+    model = optimizer = loss = None
+    try:
+        with torch.device("cuda"):
+            model = GPT(config)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        x = torch.randint(0, config.vocab_size, (batch, config.context), device="cuda")
+        for _ in range(2):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = model(x, x).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+        return True
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        del model, optimizer, loss
+        torch.cuda.empty_cache()
+
+
+def largest_plain(batch: int) -> dict[str, Any]:
+    """The deepest GPT-2 of width 1600 that fits, by halving the interval."""
+    torch.cuda.set_per_process_memory_fraction(CAP_BYTES / torch.cuda.get_device_properties(0).total_memory)
+    base = replace(PRESETS["gpt2-1.5b"], checkpoint_activations=True)
+    low, high = 8, 96
+    while high - low > 1:
+        middle = (low + high) // 2
+        if plain_fits(replace(base, num_layers=middle), batch):
+            low = middle
+        else:
+            high = middle
+    config = replace(base, num_layers=low)
+    return {"name": f"plain PyTorch, mixed precision, {CAP}", "params": count_params(config), "layers": low}
+
+
+def twin_row(preset: str, *options: str) -> dict[str, Any]:
+    """`twinflow train` as a user runs it."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        # Checkpoints of these sizes take longer than the steps: none is written.
+        command = [sys.executable, "-m", "twinflow", "train", "--preset", preset, "--gpu-memory", CAP, *options]
+        command += ["--steps", str(STEPS), "--valid-every", "0", "--no-save", "--out", str(out)]
+        start = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        print(done.stdout[-4000:], done.stderr[-2000:], file=sys.stderr, flush=True)
+        records = [r for r in read_metrics(out / "metrics.jsonl") if isinstance(r, StepRecord)]
+    steady = records[3:]
+    step_s = sum(r.step_s for r in steady) / len(steady)
+    return {
+        "name": f"twinflow train --preset {preset} --gpu-memory {CAP} {' '.join(options)}".strip(),
+        "params": count_params(PRESETS[preset]),
+        "steps": len(records),
+        "first_loss": records[0].loss,
+        "last_loss": sum(r.loss for r in records[-3:]) / 3,
+        "step_s": step_s,
+        "tokens_s": records[0].num_tokens / step_s,
+        "tflops": flops_per_token(PRESETS[preset]) * records[0].num_tokens / step_s / 1e12,
+        "gpu_gb": max(r.gpu_bytes for r in records) / 1e9,
+        "host_gb": max(r.host_bytes for r in records) / 1e9,
+        "wall_s": time.perf_counter() - start,
+    }
+
+
+def accumulated(batch: int = 520, micro: int = 10) -> dict[str, Any]:
+    """One step of many micro-batches, all of its update waited for, beside forward and backward alone."""
+    import twinflow
+    from twinflow.offload.materialize import build
+
+    shape = replace(PRESETS["gpt2-10b"], checkpoint_activations=True)
+    model = build(lambda: GPT(shape), "cuda", torch.bfloat16)
+    x = torch.randint(0, shape.vocab_size, (micro, shape.context), device="cuda")
+    handles = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in model.parameters()]
+    alone = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        model(x, x).loss.backward()
+        torch.cuda.synchronize()
+        alone.append(time.perf_counter() - start)
+    for handle in handles:
+        handle.remove()
+    config = {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "states": "bf16"}},
+    }
+    engine, *_ = twinflow.initialize(model=model, config=config)
+
+    def step() -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(x, x).loss)
+            engine.step()
+        engine.optimizer.wait()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    step()
+    engine.set_train_batch_size(batch)
+    seconds = step()
+    tokens, alone_s = batch * shape.context, min(alone)
+    row = {
+        "name": f"gpt2-10b, batch {batch} of micro-batches of {micro}",
+        "params": count_params(shape),
+        "step_s": seconds,
+        "tokens_s": tokens / seconds,
+        "tflops": flops_per_token(shape) * tokens / seconds / 1e12,
+        "alone_tokens_s": micro * shape.context / alone_s,
+        "share": tokens / seconds * alone_s / (micro * shape.context),
+        "gpu_gb": torch.cuda.max_memory_allocated() / 1e9,
+    }
+    engine.destroy()
+    return row
+
+
+def part(name: str) -> dict[str, Any]:
+    """One part in a process of its own."""
+    done = subprocess.run([sys.executable, __file__, "--part", name], capture_output=True, text=True, check=False)
+    found = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
+    print(done.stderr[-3000:], file=sys.stderr, flush=True)
+    return json.loads(found[0].removeprefix("ROW ")) if found else {"name": name, "error": done.stderr[-300:]}
+
+
+def table(rows: list[dict[str, Any]], date: str) -> str:
+    machine = read_machine()
+    lines = [f"# Large GPT-2 models on one card, {date}", ""]
+    lines += [f"- {torch.cuda.get_device_name()}; {machine.cpu}, {machine.usable_cores} cores"]
+    lines += [f"- {machine.memory_bytes / 2**30:.0f} GiB of host memory; torch {torch.__version__}", ""]
+    keys = ("params", "steps", "first_loss", "last_loss", "step_s", "tokens_s", "tflops", "share", "gpu_gb", "host_gb")
+    lines += [f"| what | {' | '.join(keys)} |", "|" + "---|" * (len(keys) + 1)]
+    for row in rows:
+        cells = [f"{row[key]:.4g}" if key in row else "" for key in keys]
+        lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
+    sizes = {row["name"].split(",")[0]: row["params"] for row in rows if "params" in row}
+    plain, largest = sizes.get("plain PyTorch"), max(sizes.values(), default=0)
+    if plain:
+        lines += ["", f"Largest model: {largest / plain:.2f}x plain PyTorch's under the same cap."]
+    return "\n".join([*lines, "", "```json", json.dumps({"date": date, "rows": rows}), "```", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--save", action="store_true", help="write the result to a dated file")
+    parser.add_argument("--part", choices=("plain", "accumulated"), help=argparse.SUPPRESS)
+    parser.add_argument("--only", default="plain,10b,13b,accumulated", help="parts to run")
+    given = parser.parse_args()
+    if given.part:
+        row = largest_plain(4) if given.part == "plain" else accumulated()
+        print("ROW " + json.dumps(row))
+        return
+    wanted, rows = given.only.split(","), []
+    if "plain" in wanted:
+        rows.append(part("plain"))
+    if "10b" in wanted:
+        rows.append(twin_row("gpt2-10b"))
+    if "13b" in wanted:
+        rows.append(twin_row("gpt2-13b", "--states", "bf16", "--grad-clip", "0"))
+    if "accumulated" in wanted:
+        rows.append(part("accumulated"))
+    text = table(rows, datetime.date.today().isoformat())
+    print(text)
+    if given.save:
+        path = Path(__file__).parent / "results" / f"{datetime.date.today().isoformat()}-large-models.md"
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""initialize(): a config and a model in, an engine out. The one file that knows all the parts."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from twinflow.config import Batch, Config, load_config, notes, optimizer_choice, resolve_batch
+from twinflow.engine import Engine, EngineSettings, ResumableLoader
+from twinflow.engine.reports import LOGGER, Profiler, Reports
+from twinflow.errors import bad_value
+from twinflow.monitor.flops import profile
+from twinflow.monitor.timers import Timers
+from twinflow.monitor.writers import CsvWriter, Fanout, TensorBoardWriter, WandbWriter
+from twinflow.offload.materialize import build as build_model
+from twinflow.offload.settings import Tuning
+from twinflow.optim.loss_scale import LossScale, dynamic, static
+from twinflow.optim.schedules import build_scheduler
+from twinflow.optim.twin import TwinOptimizer
+from twinflow.rules import RULES
+
+Model = nn.Module | Callable[[], nn.Module]
+
+
+def initialize(
+    args: Any = None,
+    model: Model | None = None,
+    optimizer: Optimizer | Callable[..., Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    mesh_param: Any = None,
+    config_params: Mapping[str, Any] | str | Path | None = None,
+) -> tuple[Engine, TwinOptimizer | None, ResumableLoader | None, Any]:
+    """An engine around `model`, with DeepSpeed's arguments: engine, optimizer, data loader, scheduler.
+
+    `model` may also be a function that makes one, or lie on the meta device: it is then built block by block where it
+    trains. Optimizer and scheduler come from the config, or are given: an instance, or a function that makes one.
+    """
+    _log_to_stdout()
+    if model is None:
+        raise bad_value("model", None, "an nn.Module, or a function that makes one")
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise bad_value(name, type(value).__name__, "None", "Tensor and pipeline parallelism are not built yet.")
+    source = _config_source(args, config, config_params)
+    parsed = load_config(source)
+    for note in notes(parsed):
+        LOGGER.info(f"config: {note}")
+    batch = resolve_batch(parsed, world_size=1)
+    module = place(model, parsed)
+    twin = make_optimizer(parsed, batch, module, optimizer, model_parameters)
+    scheduler = _make_scheduler(parsed, twin, optimizer, lr_scheduler)
+    settings = EngineSettings(
+        micro_batch_size=batch.micro_batch_size,
+        autocast=getattr(torch, str(parsed.torch_autocast.dtype)) if parsed.torch_autocast.enabled else None,
+        input_dtype=torch.float16 if parsed.fp16.enabled and parsed.fp16.auto_cast else None,
+        keep_last=parsed.checkpoint.keep_last,
+        drop_last=parsed.dataloader_drop_last,
+        config=dict(source) if isinstance(source, Mapping) else {"file": str(source)},
+    )
+    engine = Engine(module, twin, scheduler, None, settings, _make_reports(parsed))
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    return engine, twin, engine.training_dataloader, scheduler
+
+
+def add_config_arguments(parser: Any) -> Any:
+    """Give an argparse parser the options that scripts for `initialize(args=...)` have."""
+    group = parser.add_argument_group("twinflow", "Configuration")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="Train with the engine.")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="The JSON config file.")
+    return parser
+
+
+def _config_source(args: Any, config: Any, config_params: Any) -> Mapping[str, Any] | str | Path:
+    """The one place where the config is given."""
+    given = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    found = {name: value for name, value in given.items() if value is not None}
+    if len(found) != 1:
+        raise bad_value("the config", f"given as {', '.join(found)}" if found else None, "one of " + ", ".join(given))
+    value: Mapping[str, Any] | str | Path = next(iter(found.values()))
+    return value
+
+
+def place(model: Model, config: Config) -> nn.Module:
+    """The model in the precision of the config, on the GPU where there is one."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    dtype = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None
+    if not isinstance(model, nn.Module) or any(p.is_meta for p in model.parameters()):
+        return build_model(model, device, dtype)
+    return model.to(device=device, dtype=dtype)
+
+
+def make_optimizer(
+    config: Config,
+    batch: Batch,
+    module: nn.Module,
+    given: Optimizer | Callable[..., Optimizer] | None,
+    model_parameters: Iterable[Any] | None,
+) -> TwinOptimizer | None:
+    """The optimizer of the config, or around the one that was given; None where neither names one."""
+    if isinstance(given, TwinOptimizer):
+        return _as_given(given, batch, module)
+    rule: Any = given
+    options: dict[str, Any] = {}
+    if given is None:
+        if config.optimizer is None:
+            return None
+        name, options = optimizer_choice(config)
+        rule = name if name in RULES else getattr(torch.optim, name)
+    groups = None if isinstance(given, Optimizer) or model_parameters is None else list(model_parameters)
+    offload = config.zero_optimization.offload_optimizer
+    own = _own_options(config)
+    twin = TwinOptimizer(
+        module,
+        rule,
+        param_groups=groups,
+        states=offload.states if offload is not None else "fp32",
+        max_grad_norm=config.gradient_clipping or None,
+        skip_nonfinite=config.bf16.check_grad_overflow if config.bf16.enabled else True,
+        loss_scale=_loss_scale(config),
+        accumulation_steps=batch.accumulation_steps,
+        early=True,
+        **own,
+        **options,
+    )
+    if isinstance(given, Optimizer):
+        # A scheduler that was built over it writes its options: let them be ours.
+        given.param_groups = twin.param_groups
+        given._opt_called = True  # type: ignore[attr-defined]
+    return twin
+
+
+def _own_options(config: Config) -> dict[str, Any]:
+    """What `offload_optimizer` says beyond DeepSpeed's keys."""
+    offload = config.zero_optimization.offload_optimizer
+    if offload is None:
+        return {}
+    tuning: dict[str, Any] = {"hold": offload.hold, "sums": offload.sums, "shadow_bytes": offload.shadow_bytes}
+    if offload.bucket_numel is not None:
+        tuning["bucket_numel"] = offload.bucket_numel
+    return {
+        "delayed_update": offload.delayed_update,
+        "delayed_update_start": offload.delayed_update_start,
+        "host_threads": offload.host_threads,
+        "tuning": Tuning(**tuning),
+    }
+
+
+def _loss_scale(config: Config) -> LossScale | None:
+    fp16 = config.fp16
+    if not fp16.enabled:
+        return None
+    if fp16.loss_scale:
+        return static(fp16.loss_scale)
+    return dynamic(
+        fp16.initial_scale_power,
+        fp16.loss_scale_window,
+        fp16.hysteresis,
+        fp16.min_loss_scale,
+        fp16.consecutive_hysteresis,
+    )
+
+
+def _as_given(given: TwinOptimizer, batch: Batch, module: nn.Module) -> TwinOptimizer:
+    """A TwinOptimizer keeps what it was built with; the engine only counts its backwards."""
+    if given.model is not module:
+        raise bad_value("optimizer", "a TwinOptimizer over another model", "one built over the model given here")
+    given.set_accumulation_steps(batch.accumulation_steps)
+    return given
+
+
+def _make_scheduler(config: Config, twin: TwinOptimizer | None, optimizer: Any, given: Any) -> Any:
+    if given is not None and not callable(given):
+        return given
+    if twin is None:
+        return None
+    if given is not None:
+        return given(optimizer if isinstance(optimizer, Optimizer) else twin)
+    if config.scheduler is None:
+        return None
+    return build_scheduler(config.scheduler.type, config.scheduler.params, twin)
+
+
+def _make_reports(config: Config) -> Reports:
+    """Log lines, monitors, timers and the profiler, as far as the config asks for them."""
+    writers: list[Any] = []
+    if config.csv_monitor.enabled:
+        writers.append(CsvWriter(config.csv_monitor.output_path, config.csv_monitor.job_name))
+    if config.tensorboard.enabled:
+        writers.append(TensorBoardWriter(config.tensorboard.output_path, config.tensorboard.job_name))
+    if config.wandb.enabled:
+        writers.append(WandbWriter(config.wandb.project, config.wandb.group, config.wandb.team))
+    options = config.flops_profiler
+    profiler = None
+    if options.enabled:
+
+        def show(report: Any) -> None:
+            text = report.text(options.module_depth, options.top_modules, options.detailed)
+            if options.output_file:
+                Path(options.output_file).write_text(text + "\n", encoding="utf-8")
+            else:
+                LOGGER.info(text)
+
+        profiler = Profiler(options.profile_step, profile, show)
+    return Reports(
+        config.steps_per_print,
+        Fanout(writers) if writers else None,
+        Timers() if config.wall_clock_breakdown else None,
+        profiler,
+    )
+
+
+def _log_to_stdout() -> None:
+    """Log lines are seen without any set-up, unless the program has set up logging itself."""
+    if LOGGER.handlers or logging.getLogger().handlers:
+        return
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(asctime)s twinflow %(message)s", "%H:%M:%S"))
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    LOGGER.propagate = False

@@ -1,0 +1,9 @@
+"""Checkpoints as plain files: safetensors and JSON, written atomically, read one tensor at a time, never pickled."""
+
+from twinflow.checkpoint.export import export_weights
+from twinflow.checkpoint.load import Checkpoint, open_checkpoint
+from twinflow.checkpoint.plain import JSON
+from twinflow.checkpoint.save import save
+from twinflow.checkpoint.tensors import Entry
+
+__all__ = ["JSON", "Checkpoint", "Entry", "export_weights", "open_checkpoint", "save"]

@@ -1,0 +1,184 @@
+"""Durable files and the names of folders beside a checkpoint.
+
+Why a crash at any point leaves a checkpoint. A new one grows in `.<tag>.partial-<pid>`, which nobody loads. Once all of
+it is on the disk, an old folder of the tag is renamed to `.<tag>.old-<pid>` and the new one takes its place. Between
+the two renames the tag has no folder, and a reader takes the one set aside. What is to be deleted is first renamed to
+`.<tag>.removed-<pid>`, so that half a folder never carries a name that somebody loads. `latest` is a file replaced in
+one step, last of all. The next save clears away what a dead process left behind.
+
+One process at a time may save under a root; any number may read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Literal
+
+from twinflow.errors import bad_value
+
+LATEST: Final = "latest"
+MAX_NAME_BYTES: Final = 120  # with all that is put around a name it stays within the 255 bytes of a file name
+
+Kind = Literal["partial", "old", "removed"]
+
+
+@dataclass(frozen=True)
+class Side:
+    """A folder or file beside the checkpoints: which tag it belongs to, what it is, and the process that made it."""
+
+    tag: str
+    kind: str
+    pid: int
+
+
+def check_name(what: str, name: object, max_bytes: int = MAX_NAME_BYTES) -> str:
+    """`name`, if it is a plain file name that stays in its folder; `what` says in the error what it names."""
+    plain = isinstance(name, str) and name.isprintable() and not name.startswith(".") and not re.search(r"[/\\]", name)
+    if not plain or name != str(name).strip() or not 0 < len(os.fsencode(str(name))) <= max_bytes:
+        allowed = f"a plain file name of 1 to {max_bytes} bytes: no slash, no leading dot, no control characters"
+        raise bad_value(what, name, allowed)
+    return str(name)
+
+
+def check_tag(tag: object) -> str:
+    """`tag`, if a checkpoint's folder may have that name."""
+    if tag == LATEST:
+        raise bad_value("tag", tag, "any name but that of the file that says which checkpoint is the latest")
+    return check_name("tag", tag)
+
+
+def side_path(root: Path, tag: str, kind: Kind) -> Path:
+    """Where this process puts a folder of `tag` that is not, or no longer, a checkpoint."""
+    return root / f".{tag}.{kind}-{os.getpid()}"
+
+
+def parse_side(name: str) -> Side | None:
+    """What the name made by `side_path` says; None for any other name."""
+    match = re.fullmatch(r"\.(.+)\.(partial|old|removed)-([0-9]{1,10})", name)
+    return Side(match[1], match[2], int(match[3])) if match else None
+
+
+def is_abandoned(side: Side) -> bool:
+    """True where no other process can still be at work on it."""
+    if side.pid == os.getpid():
+        return True
+    try:
+        os.kill(side.pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+class DurableFile:
+    """A new file whose bytes are on the disk once its `with` block ends; its errors name it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = -1
+
+    def __enter__(self) -> DurableFile:
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        return self
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append all of `data`; no copy is made."""
+        rest = memoryview(data)
+        with _naming(self.path):
+            while len(rest):
+                rest = rest[os.write(self._fd, rest) :]
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                with _naming(self.path):
+                    os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Put `path` into an OSError: those of writes and syncs do not say which file it was."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def write_durable(path: Path, data: bytes) -> None:
+    """Write `data` to the new file `path`, onto the disk."""
+    with DurableFile(path) as file:
+        file.write(data)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with _naming(folder):
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder; what cannot be deleted stays for the next save to clear away."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def discard(folder: Path, tag: str) -> None:
+    """Delete the checkpoint of `tag` in `folder`, so that a crash on the way leaves no half of it under its name."""
+    removed = side_path(folder.parent, tag, "removed")
+    remove(removed)
+    try:
+        os.rename(folder, removed)
+    except OSError:
+        return  # it stays whole
+    remove(removed)
+
+
+def swap_in(new: Path, final: Path) -> None:
+    """Rename the finished folder `new` to `final`, in place of what is there."""
+    old = side_path(final.parent, final.name, "old")
+    replaces = os.path.lexists(final)
+    if replaces:
+        os.rename(final, old)
+    try:
+        os.rename(new, final)
+    except Exception:
+        if replaces:
+            os.rename(old, final)
+        raise
+    sync_folder(final.parent)
+    if replaces:
+        discard(old, final.name)
+
+
+def read_latest(root: Path) -> str | None:
+    """The tag in the file `latest`; None where there is no such file."""
+    path = root / LATEST
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except IsADirectoryError as error:
+        raise ValueError(f"{path} is a folder; it should be a file holding a tag. Move it away") from error
+    try:
+        return check_tag(raw.decode("utf-8").strip())
+    except ValueError as error:
+        raise ValueError(
+            f"{path} does not hold a tag ({error}); write the tag of a checkpoint into it, or open one by its tag"
+        ) from error

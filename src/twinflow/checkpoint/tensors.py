@@ -1,0 +1,349 @@
+"""The safetensors format, streamed: a header length, a JSON header, then the bytes of one tensor after another.
+
+Written here rather than with the `safetensors` package because that wants every tensor of a file in memory at once.
+Tensors of wide dtypes come first in a file, so that each begins at a multiple of its item size; the header keeps the
+order in which they were given.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from twinflow.checkpoint.disk import DurableFile
+from twinflow.checkpoint.plain import parse_json
+from twinflow.errors import bad_value
+
+CHUNK_BYTES: Final = 16 << 20
+THREAD_BYTES: Final = 1 << 20  # below this a checksum costs less than handing it to a thread
+MAX_HEADER_BYTES: Final = 100_000_000  # the safetensors package refuses longer ones
+METADATA: Final = "__metadata__"
+
+DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES: Final[Mapping[torch.dtype, str]] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to be saved; `read` makes its values, and is called only when they are written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor in a file: `start` and `stop` are counted in bytes from the beginning of the file's data."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file of `size` bytes holds, in the header's order; its data begins at `data_start`."""
+
+    infos: tuple[TensorInfo, ...]
+    data_start: int
+    size: int
+    crc32: int  # of everything before the data
+
+
+def check_entries(entries: Sequence[Entry], where: str) -> None:
+    """Refuse names given twice and dtypes that a file cannot hold; `where` says in the error where they were given."""
+    seen = set()
+    for entry in entries:
+        if not isinstance(entry.name, str) or entry.name == METADATA:
+            raise bad_value(f"the name of a tensor in {where}", entry.name, f"strings other than {METADATA!r}")
+        if entry.name in seen:
+            raise ValueError(f"{where} has two tensors called {entry.name!r}; give each its own name")
+        if entry.dtype not in DTYPE_NAMES:
+            raise bad_value(f"the dtype of {entry.name!r} in {where}", entry.dtype, DTYPE_NAMES)
+        seen.add(entry.name)
+
+
+def split_entries(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
+    """Consecutive runs of `entries` of at most `max_bytes` each; a larger tensor is alone in its run."""
+    parts: list[list[Entry]] = [[]]
+    used = 0
+    for entry in entries:
+        if parts[-1] and used + entry.num_bytes > max_bytes:
+            parts.append([])
+            used = 0
+        parts[-1].append(entry)
+        used += entry.num_bytes
+    return parts
+
+
+def part_names(stem: str, num_parts: int) -> list[str]:
+    """The file names of a file in that many parts."""
+    if num_parts == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{part:05}-of-{num_parts:05}.safetensors" for part in range(1, num_parts + 1)]
+
+
+def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
+    """The bytes in front of the data of a file with `entries`, and what they say."""
+    spans = {}
+    stop = 0
+    for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
+        start, stop = stop, stop + entry.num_bytes
+        spans[entry.name] = start, stop
+    infos = tuple(TensorInfo(entry.name, entry.dtype, tuple(entry.shape), *spans[entry.name]) for entry in entries)
+    fields: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    for info in infos:
+        span = [info.start, info.stop]
+        fields[info.name] = {"dtype": DTYPE_NAMES[info.dtype], "shape": list(info.shape), "data_offsets": span}
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8 bytes
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"{len(infos)} tensors need a header of {len(text)} bytes; allowed: {MAX_HEADER_BYTES}. "
+            "Spread them over more files, or use shorter names"
+        )
+    raw = len(text).to_bytes(8, "little") + text
+    return raw, Header(infos, len(raw), len(raw) + stop, zlib.crc32(raw))
+
+
+def read_header(path: Path) -> Header:
+    """What the file at `path` holds; a ValueError where its header is not sound."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing; use another checkpoint, or bring the file back") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path} is not a plain file")
+    with open(path, "rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        # Before anything is read by that number: it may be any.
+        if len(prefix) < 8 or length > min(status.st_size - 8, MAX_HEADER_BYTES):
+            raise ValueError(
+                f"{path} is cut off or damaged: a header of {length} bytes in a file of {status.st_size}; "
+                f"allowed: what fits, up to {MAX_HEADER_BYTES}"
+            )
+        text = file.read(length)
+    infos = _parse_infos(text, status.st_size - 8 - length, path)
+    return Header(infos, 8 + length, status.st_size, zlib.crc32(text, zlib.crc32(prefix)))
+
+
+def _parse_infos(text: bytes, data_bytes: int, path: Path) -> tuple[TensorInfo, ...]:
+    fields = parse_json(text, path)
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}: its header is a {type(fields).__name__}, not an object; the file is damaged")
+    fields.pop(METADATA, None)
+    infos = tuple(_parse_info(name, field, path) for name, field in fields.items())
+    end = 0
+    for info in sorted(infos, key=lambda info: (info.start, info.stop)):
+        if info.start != end:
+            word = "overlaps another tensor" if info.start < end else "leaves a gap in front of it"
+            raise ValueError(f"{path}: tensor {info.name!r} {word}; the file is damaged")
+        end = info.stop
+    if end != data_bytes:
+        raise ValueError(f"{path} is cut off or damaged: its tensors take {end} bytes, it has {data_bytes}")
+    return infos
+
+
+def _parse_info(name: str, field: object, path: Path) -> TensorInfo:
+    where = f"{path}: tensor {name!r}"
+    if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{where} is not described by dtype, shape and data_offsets; the file is damaged")
+    dtype = DTYPES.get(field["dtype"]) if isinstance(field["dtype"], str) else None
+    if dtype is None:
+        raise bad_value(f"{where}: its dtype", field["dtype"], DTYPES)
+    shape, offsets = field["shape"], field["data_offsets"]
+    # Zeros count as one: such a shape has no bytes, but torch still multiplies the other sizes.
+    if not _are_sizes(shape) or math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 1 << 63:
+        raise ValueError(f"{where} has the impossible shape {shape!r}; the file is damaged")
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes:
+        raise ValueError(f"{where} has data_offsets {offsets!r} for {num_bytes} bytes; the file is damaged")
+    return TensorInfo(name, dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+class Checksum:
+    """The crc32 of chunks of bytes, computed on a thread beside the reads or writes of the caller.
+
+    A chunk must stay as it is until the next `add` or `take`.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "checksum")
+        self._pending: Future[int] | None = None
+        self._crc32 = 0
+
+    def __enter__(self) -> Checksum:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._pool.shutdown()
+
+    def add(self, chunk: bytes | memoryview) -> None:
+        """Count `chunk` in."""
+        self._settle()
+        if len(chunk) < THREAD_BYTES:
+            self._crc32 = zlib.crc32(chunk, self._crc32)
+        else:
+            self._pending = self._pool.submit(zlib.crc32, chunk, self._crc32)
+
+    def take(self) -> int:
+        """The crc32 of all chunks since the last `take`."""
+        self._settle()
+        value, self._crc32 = self._crc32, 0
+        return value
+
+    def _settle(self) -> None:
+        if self._pending is not None:
+            self._crc32, self._pending = self._pending.result(), None
+
+
+def write_tensors(
+    path: Path, entries: Iterable[Entry], raw: bytes, header: Header, on_bytes: Callable[[int], None] | None = None
+) -> dict[str, int]:
+    """Write the new file `path` onto the disk and return each tensor's crc32; one tensor is in memory at a time.
+
+    `raw` and `header` are what `encode_header` made of `entries`. `on_bytes` is told of each chunk's bytes.
+    """
+    by_name = {entry.name: entry for entry in entries}
+    crc32s = dict.fromkeys(by_name, 0)
+    with DurableFile(path) as file, Checksum() as checksum:
+        file.write(raw)
+        # A tensor without bytes may share its start with the next one: it comes first.
+        for info in sorted(header.infos, key=lambda info: (info.start, info.stop)):
+            crc32s[info.name] = _write_one(file, checksum, by_name[info.name], on_bytes)
+    return crc32s
+
+
+def _write_one(file: DurableFile, checksum: Checksum, entry: Entry, on_bytes: Callable[[int], None] | None) -> int:
+    """Write one tensor and return its crc32. No reference to its values outlives the call."""
+    for chunk in _chunks(_bytes_of(_on_host(entry))):
+        checksum.add(chunk)
+        file.write(chunk)
+        if on_bytes:
+            on_bytes(len(chunk))
+    return checksum.take()
+
+
+def _on_host(entry: Entry) -> Tensor:
+    tensor = entry.read()
+    if tensor.dtype != entry.dtype or tuple(tensor.shape) != tuple(entry.shape):
+        raise ValueError(
+            f"tensor {entry.name!r} was announced as {entry.dtype} {list(entry.shape)}, but read() made "
+            f"{tensor.dtype} {list(tensor.shape)}; announce what is saved"
+        )
+    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _chunks(view: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(view), CHUNK_BYTES):
+        yield view[start : start + CHUNK_BYTES]
+
+
+def read_tensor(path: Path, header: Header, info: TensorInfo, crc32: int | None = None) -> Tensor:
+    """One tensor of a file in memory of its own; a ValueError where it does not match `crc32`."""
+    tensor = torch.empty(info.shape, dtype=info.dtype)
+    with _open_data(path, header, info) as file, Checksum() as checksum:
+        for chunk in _chunks(_bytes_of(tensor)):
+            filled = 0
+            while filled < len(chunk):
+                count = file.readinto(chunk[filled:])
+                if not count:
+                    raise _cut_off(path, info)
+                filled += count
+            if crc32 is not None:
+                checksum.add(chunk)
+        found = checksum.take()
+    _check_crc32(path, info, crc32, found)
+    return tensor
+
+
+def verify_tensor(
+    path: Path, header: Header, info: TensorInfo, crc32: int, on_bytes: Callable[[int], None] | None = None
+) -> None:
+    """Check one tensor's checksum with two chunks in memory; `on_bytes` is told of each chunk's bytes."""
+    with _open_data(path, header, info) as file, Checksum() as checksum:
+        rest = info.stop - info.start
+        while rest:
+            chunk = file.read(min(rest, CHUNK_BYTES))
+            if not chunk:
+                raise _cut_off(path, info)
+            checksum.add(chunk)
+            rest -= len(chunk)
+            if on_bytes:
+                on_bytes(len(chunk))
+        found = checksum.take()
+    _check_crc32(path, info, crc32, found)
+
+
+@contextmanager
+def _open_data(path: Path, header: Header, info: TensorInfo) -> Iterator[FileIO]:
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(header.data_start + info.start)
+            yield file
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing; it was there when the checkpoint was opened") from error
+
+
+def _cut_off(path: Path, info: TensorInfo) -> ValueError:
+    return ValueError(f"{path} is cut off: it ends within tensor {info.name!r}. Use another checkpoint")
+
+
+def _check_crc32(path: Path, info: TensorInfo, expected: int | None, found: int) -> None:
+    if expected is not None and found != expected:
+        raise ValueError(
+            f"{path}: tensor {info.name!r} does not match its checksum; the file was changed or damaged after it was "
+            "saved. Use another checkpoint"
+        )

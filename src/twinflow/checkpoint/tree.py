@@ -1,0 +1,82 @@
+"""Nested values as JSON with their tensors set apart, and back: what a checkpoint keeps of options, counters and state.
+
+A tensor becomes a marker that names it, a tuple another, so that what comes back has the types that went in. Anything
+that JSON has no word for is refused by its path: a file that needs unpickling is not written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from twinflow.errors import bad_value
+
+_TENSOR, _TUPLE, _FLOAT, _ITEMS = "__tensor__", "__tuple__", "__float__", "__items__"
+_MARKS = (_TENSOR, _TUPLE, _FLOAT, _ITEMS)
+
+
+class Leaf(NamedTuple):
+    """A tensor that was set apart."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+def take_apart(value: Any, path: str) -> tuple[Any, list[Leaf]]:
+    """`value` as JSON, and the tensors in it; a value with `name, dtype, shape, read` counts as a tensor."""
+    leaves: list[Leaf] = []
+    return _strip(value, path, leaves), leaves
+
+
+def _strip(value: Any, path: str, leaves: list[Leaf]) -> Any:
+    if isinstance(value, Tensor):
+        leaves.append(Leaf(path, value.dtype, tuple(value.shape), value.detach))
+        return {_TENSOR: path}
+    if isinstance(value, tuple) and hasattr(value, "read"):
+        leaves.append(Leaf(*value))
+        return {_TENSOR: leaves[-1].name}
+    if isinstance(value, tuple):
+        return {_TUPLE: [_strip(item, f"{path}/{i}", leaves) for i, item in enumerate(value)]}
+    if isinstance(value, list):
+        return [_strip(item, f"{path}/{i}", leaves) for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, (str, int, float)):
+                raise bad_value(f"{path}: key", key, "a string or a number", "A checkpoint is never pickled.")
+        if any(not isinstance(key, str) or key in _MARKS for key in value):
+            return {_ITEMS: [[key, _strip(item, f"{path}/{key}", leaves)] for key, item in value.items()]}
+        return {key: _strip(item, f"{path}/{key}", leaves) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: repr(value)}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    allowed = "None, bool, int, float, str, list, tuple, dict or a tensor"
+    raise bad_value(path, f"a {type(value).__name__}", allowed, "A checkpoint is never pickled: convert it before.")
+
+
+def put_together(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """What `take_apart` was given, with tensors by name."""
+    if isinstance(value, list):
+        return [put_together(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TENSOR in value:
+        return tensor(value[_TENSOR])
+    if _TUPLE in value:
+        return tuple(put_together(item, tensor) for item in value[_TUPLE])
+    if _FLOAT in value:
+        return float(value[_FLOAT])
+    if _ITEMS in value:
+        return {key: put_together(item, tensor) for key, item in value[_ITEMS]}
+    return {key: put_together(item, tensor) for key, item in value.items()}
+
+
+def tensor_names(value: Any) -> dict[str, str]:
+    """The tensors among a stripped dict's own values: key to name."""
+    return {key: item[_TENSOR] for key, item in value.items() if isinstance(item, dict) and _TENSOR in item}

@@ -1,0 +1,139 @@
+"""What `twinflow train` shows of a run: the header, the final numbers and the report."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from rich.console import Console
+
+from twinflow.cli.run import Outcome, Run
+from twinflow.cli.settings import as_json, option
+from twinflow.models.gpt import count_params, flops_per_token
+from twinflow.monitor.metrics import share_ahead, tokens_per_second
+from twinflow.monitor.progress import duration
+from twinflow.monitor.report import Report
+from twinflow.native import isa
+from twinflow.version import __version__
+
+LAST_STEPS: Final = 10  # the last loss is a mean over this many steps: a single batch is noisy
+EXIT_CODES: Final = {"finished": 0, "stopped": 1, "interrupted": 130}
+
+
+def final_numbers(outcome: Outcome) -> list[tuple[str, str]]:
+    """What the run came to."""
+    rows: list[tuple[str, str]] = []
+    steps, losses = outcome.steps, [record.loss for record in outcome.steps]
+    if losses:
+        last = losses[-LAST_STEPS:]
+        rows.append(("first loss", number(losses[0])))
+        rows.append(("last loss", number(sum(last) / len(last))))
+    if outcome.valids:
+        rows.append(("validation loss", number(outcome.valids[-1].loss)))
+    if losses:
+        rows.append(("tokens/s", f"{tokens_per_second(steps):,.0f}"))
+        steady = steps[1:] or steps
+        rows.append(("TFLOPS", f"{sum(r.tflops for r in steady) / len(steady):,.3g}"))
+        rows.append(("host memory", f"{max(record.host_bytes for record in steps) / 2**20:,.0f} MiB"))
+        if (gpu := max(record.gpu_bytes for record in steps)) > 0:
+            rows.append(("GPU memory", f"{gpu / 2**20:,.0f} MiB"))
+        if math.isfinite(ahead := share_ahead(steps)):
+            rows.append(("early updates", f"{100 * ahead:.0f}%"))
+        if skipped := sum(record.skipped for record in steps):
+            rows.append(("skipped steps", str(skipped)))
+    rows.append(("time", duration(outcome.wall_s)))
+    return rows
+
+
+def make_report(run: Run, outcome: Outcome) -> Report:
+    """The page's content; also fills in the outcome's final numbers."""
+    outcome.numbers = final_numbers(outcome)
+    values = as_json(run.settings)
+    settings = [(option(name), str(value)) for name, value in values.items() if name not in ("model", "file_config")]
+    return Report(
+        title=run.settings.out.name or str(run.settings.out),
+        status=outcome.status,
+        message=outcome.message,
+        numbers=outcome.numbers,
+        settings=[*header_rows(run)[:2], ("data", run.data.describe()), *settings],
+        machine=machine_rows(run.settings.threads),
+        steps=outcome.steps,
+        valids=outcome.valids,
+        config=json.dumps(run.config, indent=2),
+        notes=outcome.notes,
+    )
+
+
+def header_rows(run: Run) -> list[tuple[str, str]]:
+    """What is about to be trained, with what, on what."""
+    settings, memory = run.settings, run.memory
+    shape = settings.model
+    optimizer = run.config["optimizer"]
+    clip = run.config["gradient_clipping"]
+    clipping = f"clip {clip:g}" if clip else "no clipping"
+    delayed = ", delayed by one step" if settings.delayed_update else ""
+    parts = f" in {settings.accumulation} micro-batches" if settings.accumulation > 1 else ""
+    kept = ", activations recomputed" if shape.checkpoint_activations else ""
+    states = run.config["zero_optimization"]["offload_optimizer"]["states"]
+    return [
+        (
+            "model",
+            f"{count_params(shape) / 1e6:,.2f} M parameters: {shape.num_layers} layers, hidden {shape.hidden}, "
+            f"{shape.num_heads} heads, context {shape.context}{kept}",
+        ),
+        (
+            "optimizer",
+            f"TwinOptimizer, {optimizer['type']}, {states} state, lr {optimizer['params'].get('lr', 1e-3):g}, "
+            f"weight decay {optimizer['params'].get('weight_decay', 0):g}, {clipping}{delayed}",
+        ),
+        (
+            "host memory",
+            f"{memory.host_bytes / 1e9:,.1f} GB for {states} state, of {memory.free_bytes / 1e9:,.1f} GB: {memory.why}",
+        ),
+        ("GPU memory", run.gpu),
+        ("threads", f"{settings.threads}, kernels {isa()}"),
+        ("data", run.data.describe()),
+        (
+            "steps",
+            f"{settings.steps:,} of {settings.tokens:,} tokens{parts} "
+            f"({flops_per_token(shape) * settings.tokens / 1e9:,.1f} GFLOP each), warmup {settings.warmup}",
+        ),
+        ("output", str(settings.out)),
+    ]
+
+
+def where() -> str:
+    """The model's device, in words."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
+
+
+def machine_rows(threads: int) -> list[tuple[str, str]]:
+    """What the numbers were measured on."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return [
+        ("system", f"{platform.system()} {platform.machine()}"),
+        ("model on", where()),
+        ("cores", f"{os.cpu_count()}, threads used {threads}"),
+        ("memory", f"{memory / 2**30:.1f} GiB"),
+        ("host kernels", isa()),
+        ("python", platform.python_version()),
+        ("torch", torch.__version__),
+        ("twinflow", __version__),
+    ]
+
+
+def print_rows(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
+    """A heading and aligned names and values; long values are left to the terminal to wrap."""
+    width = max(len(name) for name, _ in rows)
+    lines = [title, *(f"  {name:<{width}}  {value}" for name, value in rows)]
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def number(value: float) -> str:
+    """A loss with four decimals."""
+    return f"{value:.4f}" if math.isfinite(value) else "not finite"

@@ -1,0 +1,248 @@
+"""A run of `twinflow train`: its parts, the loop around them, checkpoints, and how it may end."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from torch.optim.lr_scheduler import LambdaLR
+
+from twinflow.build import initialize
+from twinflow.cli.memory import MemoryPlan, check_gpu, gradient_bytes, plan_memory
+from twinflow.cli.settings import TrainSettings, as_json, check_same_run, check_settings, engine_config, lr_factor
+from twinflow.cli.training import Loop
+from twinflow.data.tokens import TokenData, load_data
+from twinflow.engine import Engine
+from twinflow.errors import bad_value
+from twinflow.models.gpt import GPT
+from twinflow.monitor.metrics import MetricsWriter, StepRecord, ValidRecord, read_metrics
+from twinflow.monitor.progress import TrainProgress, duration
+from twinflow.native import set_threads
+from twinflow.offload.materialize import build as build_model
+from twinflow.rules import RULES
+
+METRICS, SETTINGS, REPORT, CHECKPOINTS = "metrics.jsonl", "settings.json", "report.html", "checkpoints"
+TRACED_STEPS = 3
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is ready to start, or to go on."""
+
+    settings: TrainSettings
+    data: TokenData
+    engine: Engine
+    config: dict[str, Any]
+    memory: MemoryPlan
+    gpu: str
+    first_step: int  # steps that were done before
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of its checkpoints."""
+        return self.settings.out / CHECKPOINTS
+
+
+@dataclass
+class Outcome:
+    """What happened, filled in while the run goes on so that an interrupted one can still be reported."""
+
+    status: Literal["finished", "interrupted", "stopped"] = "finished"
+    message: str = ""
+    steps: list[StepRecord] = field(default_factory=list)
+    valids: list[ValidRecord] = field(default_factory=list)
+    wall_s: float = 0.0
+    numbers: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def prepare(settings: TrainSettings, console: Console) -> Run:
+    """Check everything, read the data, build the parts. ValueError or OSError: the user's to mend."""
+    check_settings(settings)
+    is_new = not (settings.out / METRICS).exists()
+    if not is_new and not settings.resume:
+        remedy = "Name another one, remove it, or go on with --resume."
+        raise bad_value("--out", str(settings.out), "a folder that holds no run yet", remedy)
+    gpu_bytes = _cap_gpu(settings)
+    set_threads(settings.threads)
+    torch.set_num_threads(settings.threads)
+    data = load_data(settings.data, settings.tokenizer, settings.seed, json_key=settings.json_key)
+    shape = settings.model
+    settings = replace(settings, model=replace(shape, vocab_size=max(shape.vocab_size, data.vocab_size)))
+    data.check_context(settings.context)
+    if settings.resume and (settings.out / SETTINGS).exists():
+        check_same_run(json.loads((settings.out / SETTINGS).read_text(encoding="utf-8")), settings)
+    formats = RULES[settings.rule].formats
+    waiting = gradient_bytes(settings.model, settings.grad_clip > 0, settings.accumulation, gpu_bytes)
+    plan = plan_memory(settings.model, settings.states, formats, waiting)
+    gpu = check_gpu(settings.model, settings.batch_size, gpu_bytes)
+    config = engine_config(settings, plan.states)
+    engine = build_engine(settings, config)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    _write_whole(settings.out / SETTINGS, json.dumps(as_json(settings), default=str, indent=2) + "\n")
+    if settings.resume:
+        found, _ = engine.load_checkpoint(settings.out / CHECKPOINTS)
+        console.print(f"resuming from {found}" if found else "no checkpoint yet: starting anew", soft_wrap=True)
+    return Run(settings, data, engine, config, plan, gpu, engine.global_steps)
+
+
+def _cap_gpu(settings: TrainSettings) -> int | None:
+    """Bytes of the GPU that this run may use; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    total = torch.cuda.get_device_properties(0).total_memory
+    if settings.gpu_memory is None:
+        return int(total)
+    if settings.gpu_memory > total:
+        raise bad_value("--gpu-memory", settings.gpu_memory, f"at most the {total / 1e9:.0f} GB there are")
+    torch.cuda.set_per_process_memory_fraction(settings.gpu_memory / total)
+    return settings.gpu_memory
+
+
+def build_engine(settings: TrainSettings, config: dict[str, Any]) -> Engine:
+    """The model, its weights drawn from the seed, and the engine around it.
+
+    Weight decay pulls on matrices only, never on norms and biases.
+    """
+    torch.manual_seed(settings.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = build_model(lambda: GPT(settings.model), device, DTYPES[settings.precision])
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if p.dim() >= 2]},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    schedule = None
+    if "optimizer" not in settings.file_config and "scheduler" not in config:
+        schedule = partial(LambdaLR, lr_lambda=lambda step: lr_factor(step, settings.warmup, settings.steps))
+    engine, *_ = initialize(model=model, model_parameters=groups, lr_scheduler=schedule, config=config)
+    return engine
+
+
+def run_training(run: Run, console: Console) -> Outcome:
+    """The run itself. It always has an outcome: finished, interrupted by the user, or stopped by bad numbers."""
+    settings, outcome, start = run.settings, Outcome(), time.perf_counter()
+    plain_every = max(1, settings.steps // 20)
+    try:
+        with (
+            MetricsWriter(settings.out / METRICS, resume_after=run.first_step or -1) as metrics,
+            TrainProgress(console, settings.steps, plain_every, first_step=run.first_step + 1) as progress,
+            _stop_signals() as stop,
+        ):
+            earlier = read_metrics(settings.out / METRICS)  # of the run that is resumed
+            outcome.steps += [record for record in earlier if isinstance(record, StepRecord)]
+            outcome.valids += [record for record in earlier if isinstance(record, ValidRecord)]
+            for record in Loop(settings, run.engine, run.data).records(lambda: bool(stop)):
+                metrics.write(record)
+                if isinstance(record, ValidRecord):
+                    outcome.valids.append(record)
+                    progress.note(f"validation loss {record.loss:.4f} after {record.step} steps")
+                    continue
+                outcome.steps.append(record)
+                progress.step(record)
+                _after_step(run, outcome, progress, record.step)
+            if stop:
+                outcome.status = "interrupted"
+            _finish(run, outcome, progress)
+    except KeyboardInterrupt:
+        outcome.status = "interrupted"
+        outcome.notes.append("Interrupted twice: the steps since the last checkpoint are lost.")
+    finally:
+        run.engine.destroy()
+    outcome.wall_s = time.perf_counter() - start
+    outcome.message = describe(outcome, run)
+    return outcome
+
+
+def _after_step(run: Run, outcome: Outcome, progress: TrainProgress, step: int) -> None:
+    """Checkpoints and the timeline, where they are due."""
+    settings, optimizer = run.settings, run.engine.optimizer
+    if settings.save_every and step % settings.save_every == 0 and step < settings.steps:
+        _save(run, outcome, progress)
+    if settings.trace is not None and optimizer is not None:
+        if step == run.first_step + 2:
+            optimizer.trace.start()
+        elif step == run.first_step + 2 + TRACED_STEPS:
+            optimizer.wait()
+            optimizer.trace.stop()
+            optimizer.export_trace(settings.trace)
+            progress.note(f"timeline of {TRACED_STEPS} steps: {settings.trace}")
+
+
+def _finish(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
+    """The last checkpoint; none after numbers that went bad, so that --resume has a good one to go back to."""
+    last = outcome.steps[-1] if outcome.steps else None
+    if last is not None and (not math.isfinite(last.loss) or (not last.is_finite and run.settings.precision != "fp16")):
+        outcome.status = "stopped"
+    elif run.engine.global_steps > run.first_step:
+        _save(run, outcome, progress)
+
+
+def _save(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
+    """A checkpoint. A disk that is full costs the checkpoint, not the run."""
+    if not run.settings.save:
+        return
+    start = time.perf_counter()
+    try:
+        run.engine.save_checkpoint(run.checkpoints)
+    except OSError as error:
+        text = f"could not save a checkpoint after {run.engine.global_steps} steps: {error}. The one before is kept."
+        progress.note(f"warning: {text}")
+        outcome.notes.append(text)
+        return
+    seconds = time.perf_counter() - start
+    progress.note(f"checkpoint after {run.engine.global_steps} steps: {run.checkpoints} ({duration(seconds)})")
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM end the run after the step under way, in which weights and state agree; twice: at once."""
+    seen: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def describe(outcome: Outcome, run: Run) -> str:
+    """How the run ended, in a sentence, with advice where it went wrong."""
+    settings, done = run.settings, run.engine.global_steps
+    if outcome.status == "stopped":
+        what = "loss" if not math.isfinite(outcome.steps[-1].loss) else "gradient norm"
+        clip = "" if settings.grad_clip else ", or clip with --grad-clip 1.0"
+        applied = ", so this step was not applied" if outcome.steps[-1].skipped else ""
+        first = " It was so from the first step: look at the data and the model first." if done == 1 else ""
+        return (
+            f"Stopped at step {done}: the {what} is not a finite number{applied}. "
+            f"Try a lower --lr (now {settings.lr:g}) or a longer --warmup (now {settings.warmup}){clip}.{first}"
+        )
+    if outcome.status == "interrupted":
+        go_on = f" --resume --out {settings.out} goes on from there." if settings.save else ""
+        return f"Interrupted after {done} of {settings.steps} steps.{go_on}"
+    return f"Finished {done} steps in {duration(outcome.wall_s)}."
+
+
+def _write_whole(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,251 @@
+"""What `twinflow train` was asked for: checked, every default filled in, and written as a config for the engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from twinflow.errors import bad_value
+from twinflow.models.gpt import PRESET_BATCH, PRESETS, GPTConfig
+from twinflow.native.threads import check_threads
+from twinflow.rules import RULES
+
+MIN_LR_SHARE: Final = 0.1  # where the cosine ends, as a share of the peak
+PRECISIONS: Final = ("bf16", "fp16", "fp32")
+STATES: Final = ("auto", "fp32", "bf16", "int8")
+GPT2: Final = "gpt2-1.5b"  # a shape given by hand takes vocabulary and context from here
+# What must be the same for a run to go on where it was.
+KEPT: Final = (
+    "model",
+    "batch_size",
+    "accumulation",
+    "rule",
+    "data",
+    "json_key",
+    "tokenizer",
+    "seed",
+    "precision",
+    "file_config",
+)
+
+
+@dataclass(frozen=True)
+class RuleChoice:
+    """What a rule starts from when the user names nothing else."""
+
+    lr: float
+    weight_decay: float
+    options: dict[str, Any]
+
+
+RULE_CHOICES: Final = {
+    "adamw": RuleChoice(2e-3, 0.1, {"betas": [0.9, 0.95]}),
+    "adam": RuleChoice(2e-3, 0.0, {"betas": [0.9, 0.95], "adam_w_mode": False}),
+    "adagrad": RuleChoice(1e-2, 0.0, {}),
+    "lion": RuleChoice(3e-4, 0.3, {"betas": [0.9, 0.99]}),
+    "sgd": RuleChoice(0.1, 0.0, {"momentum": 0.9}),
+}
+LARGE_LR: Final = 1.5e-4  # for the GPT-2 shapes; what suits a tiny model would blow them up
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """A run, every default filled in."""
+
+    preset: str
+    model: GPTConfig
+    steps: int
+    batch_size: int  # sequences of a micro-batch
+    accumulation: int  # micro-batches of a step
+    lr: float
+    warmup: int
+    weight_decay: float
+    grad_clip: float  # 0: do not clip
+    rule: str
+    states: str
+    delayed_update: bool
+    precision: str
+    data: str
+    json_key: str
+    tokenizer: str
+    seed: int
+    valid_every: int  # 0: only before the first step and after the last
+    save: bool  # whether checkpoints are kept
+    save_every: int  # 0: only at the end
+    keep_last: int | None
+    gpu_memory: int | None  # bytes; stands for a smaller card
+    threads: int
+    out: Path
+    resume: bool
+    trace: Path | None
+    file_config: Mapping[str, Any]  # of --deepspeed_config
+
+    @property
+    def context(self) -> int:
+        """Tokens of a sequence."""
+        return self.model.context
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.batch_size * self.accumulation * self.context
+
+
+def option(name: str) -> str:
+    """A setting's name as it is typed."""
+    return "--" + name.replace("_", "-")
+
+
+def check_settings(settings: TrainSettings) -> None:
+    """Raise a ValueError that names the option when a value cannot work."""
+    at_least_one = ("steps", "batch_size", "accumulation")
+    for name in (*at_least_one, "warmup", "seed", "valid_every", "save_every"):
+        least = 1 if name in at_least_one else 0
+        if getattr(settings, name) < least:
+            raise bad_value(option(name), getattr(settings, name), f"a whole number >= {least}")
+    for name in ("lr", "weight_decay", "grad_clip"):
+        value = getattr(settings, name)
+        if not 0.0 <= value < math.inf:
+            raise bad_value(option(name), value, "a finite number >= 0")
+    if settings.precision not in PRECISIONS:
+        raise bad_value("--precision", settings.precision, PRECISIONS)
+    if settings.keep_last is not None and settings.keep_last < 1:
+        raise bad_value("--keep-last", settings.keep_last, "a whole number >= 1")
+    if settings.gpu_memory is not None and not torch.cuda.is_available():
+        raise bad_value("--gpu-memory", "given", "nothing", "This machine has no GPU to stand for a smaller one.")
+    check_threads(settings.threads, "--threads")
+    formats = ("auto", *RULES[settings.rule].formats)
+    if settings.states not in formats:
+        raise bad_value("--states", settings.states, formats, f"These are what --rule {settings.rule} comes in.")
+
+
+def choose_shape(
+    preset: str | None,
+    num_layers: int | None,
+    hidden: int | None,
+    num_heads: int | None,
+    context: int | None,
+    checkpoint_activations: bool | None,
+) -> tuple[str, GPTConfig]:
+    """A preset, or GPT-2's vocabulary and context around a shape given by hand; its name and its numbers."""
+    by_hand = {"num_layers": num_layers, "hidden": hidden, "num_heads": num_heads}
+    given = {name: value for name, value in by_hand.items() if value is not None}
+    if preset is None:
+        preset = GPT2 if given else "tiny"
+    if preset not in PRESETS:
+        raise bad_value("--preset", preset, PRESETS)
+    shape = replace(PRESETS[preset], **given)  # type: ignore[arg-type]
+    if context is not None:
+        if context < 1:
+            raise bad_value("--seq-length (--context)", context, "a whole number >= 1")
+        shape = replace(shape, context=context)
+    if checkpoint_activations is None:
+        checkpoint_activations = shape.hidden >= 1600  # activations of the large shapes would eat the card
+    shape = replace(shape, checkpoint_activations=checkpoint_activations)
+    return (preset if not given else "gpt", shape)
+
+
+def choose_rule(name: str) -> RuleChoice:
+    """An update rule's defaults."""
+    if name not in RULE_CHOICES:
+        raise bad_value("--rule", name, RULE_CHOICES)
+    return RULE_CHOICES[name]
+
+
+def default_batch_size(preset: str) -> int:
+    """Sequences of a micro-batch."""
+    return PRESET_BATCH.get(preset, 8)
+
+
+def default_lr(rule: str, shape: GPTConfig) -> float:
+    """A peak learning rate that suits rule and size."""
+    lr = choose_rule(rule).lr
+    return min(lr, LARGE_LR) if rule in ("adamw", "adam", "lion") and shape.hidden >= 1024 else lr
+
+
+def parse_bytes(name: str, text: str | None) -> int | None:
+    """A size as people write it: 32GB, 24GiB, 500MB."""
+    if text is None:
+        return None
+    units = {"GIB": 2**30, "GB": 10**9, "G": 10**9, "MIB": 2**20, "MB": 10**6, "M": 10**6, "B": 1}
+    upper = text.strip().upper()
+    unit = next((unit for unit in units if upper.endswith(unit)), "")
+    try:
+        value = float(upper.removesuffix(unit)) * (units[unit] if unit else 1)
+    except ValueError:
+        raise bad_value(name, text, "a size like 32GB, 24GiB or 500MB") from None
+    if not 0 < value < math.inf:
+        raise bad_value(name, text, "a size above 0")
+    return int(value)
+
+
+def parallel_size(name: str, value: int | None) -> None:
+    """Megatron's parallel sizes: one GPU knows only 1."""
+    if value not in (None, 1):
+        raise bad_value(option(name), value, [1], "This command trains on one GPU.")
+
+
+def engine_config(settings: TrainSettings, states: str) -> dict[str, Any]:
+    """The run as a config for the engine: the file's own words first, what it leaves open from the command line."""
+    config: dict[str, Any] = deepcopy(dict(settings.file_config))
+    config["train_micro_batch_size_per_gpu"] = settings.batch_size
+    config["gradient_accumulation_steps"] = settings.accumulation
+    config.pop("train_batch_size", None)
+    config.setdefault("gradient_clipping", settings.grad_clip)
+    if settings.precision != "fp32" and not any(is_on(config, name) for name in ("fp16", "bf16", "bfloat16")):
+        config[settings.precision] = {"enabled": True}
+        if settings.precision == "bf16" and not settings.grad_clip:
+            # Looking for numbers that are not finite would make every gradient wait, as clipping does.
+            config["bf16"]["check_grad_overflow"] = False
+    if "optimizer" not in config:
+        params = {"lr": settings.lr, "weight_decay": settings.weight_decay, **choose_rule(settings.rule).options}
+        config["optimizer"] = {"type": settings.rule, "params": params}
+    zero = config.setdefault("zero_optimization", {})
+    if not isinstance(zero, dict):
+        return config  # the reader knows what to say about it
+    offload = zero.get("offload_optimizer")
+    offload = zero["offload_optimizer"] = dict(offload) if isinstance(offload, dict) else {}
+    offload.setdefault("device", "cpu")
+    offload.setdefault("states", states)
+    offload.setdefault("delayed_update", settings.delayed_update)
+    offload.setdefault("host_threads", settings.threads)
+    if settings.keep_last is not None:
+        config.setdefault("checkpoint", {}).setdefault("keep_last", settings.keep_last)
+    return config
+
+
+def is_on(config: Mapping[str, Any], section: str) -> bool:
+    """Whether a section says `enabled`."""
+    found = config.get(section)
+    return isinstance(found, dict) and found.get("enabled") is True
+
+
+def lr_factor(step: int, warmup: int, steps: int) -> float:
+    """Share of the peak learning rate for a step counted from 0: a line up, then a cosine down to a tenth."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return MIN_LR_SHARE + (1.0 - MIN_LR_SHARE) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def as_json(settings: TrainSettings) -> dict[str, Any]:
+    """Everything as plain values, for the run's folder."""
+    return {
+        name: str(value) if isinstance(value, Path) else dict(value) if isinstance(value, Mapping) else value
+        for name, value in asdict(settings).items()
+    }
+
+
+def check_same_run(saved: Mapping[str, Any], settings: TrainSettings) -> None:
+    """Raise a ValueError that names what differs from the run that is to be resumed."""
+    new = as_json(settings)
+    for name in KEPT:
+        if saved.get(name) != new[name]:
+            remedy = "--resume goes on with the same run; start another one in another --out."
+            raise bad_value(option(name), new[name], [saved.get(name)], remedy)

@@ -1,0 +1,8 @@
+"""DeepSpeed's config in, a typed and frozen `Config` out."""
+
+from twinflow.config.deepspeed import load_config
+from twinflow.config.registry import json_schema
+from twinflow.config.resolve import Batch, notes, optimizer_choice, resolve_batch
+from twinflow.config.schema import Config
+
+__all__ = ["Batch", "Config", "json_schema", "load_config", "notes", "optimizer_choice", "resolve_batch"]

@@ -1,0 +1,114 @@
+"""Sentences about keys: where they stand, what they take, and which one was meant."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from twinflow.config.fields import Allowed, Section, rule_of
+from twinflow.errors import bad_value
+
+_MISSING = object()
+Path = tuple[str, ...]
+_LONGEST = 120  # characters of a value that are printed
+
+
+def dotted(path: Sequence[str]) -> str:
+    """A key with all sections it stands in."""
+    return ".".join(path)
+
+
+class Shown:
+    """A value as it is printed in an error: never longer than a line."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        try:
+            text = repr(self.value)
+        except (ValueError, RecursionError):  # an int of thousands of digits has no repr
+            text = f"<{type(self.value).__name__}>"
+        return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section an annotation stands for, alone or beside None."""
+    for part in (annotation, *get_args(annotation)):
+        if isinstance(part, type) and issubclass(part, Section):
+            return part
+    return None
+
+
+def in_words(annotation: Any, metadata: Sequence[object] = ()) -> str:
+    """The values that an annotation takes."""
+    for item in metadata:
+        if isinstance(item, Allowed):
+            return item.text
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return in_words(parts[0], parts[1:])
+    if origin in (Union, types.UnionType):
+        return ", or ".join(in_words(part) for part in parts)
+    if origin is Literal:
+        return ", ".join(repr(part) for part in parts)
+    section = section_of(annotation)
+    if section is not None:
+        return f"an object with any of the keys {', '.join(section.model_fields)}"
+    plain = {bool: "true, false", str: "a string", int: "a whole number", type(None): "null", Any: "anything"}
+    return plain.get(annotation, "an object")
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """Which name was probably meant, as a sentence; nothing if none is near."""
+    near = get_close_matches(name, names, 1)
+    return f"Did you mean {near[0]!r}?" if near else ""
+
+
+def unknown(place: str, key: str, value: object, names: Sequence[str], remedy: str = "") -> str:
+    """The error for a key that its section does not have; at the top there is no section to name."""
+    remedy = remedy or nearest(key, names) or f"Keys here: {', '.join(sorted(names))}"
+    name = f"{place}.{key}" if place else key
+    return f"{name} is not a key of {place or 'the config'} (its value is {Shown(value)!r}). {remedy}"
+
+
+def wrong_values(
+    error: ValidationError, model: type[Section], given: Mapping[str, Any], name_of: Callable[[Path], str]
+) -> Iterator[str]:
+    """Pydantic's complaints about `given` as errors of ours, one for each key."""
+    seen: set[Path] = set()
+    for complaint in error.errors(include_url=False, include_context=False, include_input=False):
+        path, info = _field_at(model, complaint["loc"])
+        if path in seen:
+            continue
+        seen.add(path)
+        value: Any = given
+        for key in path:
+            value = value.get(key, _MISSING)
+        rule = rule_of(info)
+        hint = rule.hints.get(value, "") if rule and rule.hints and isinstance(value, str) else ""
+        allowed = in_words(info.annotation, info.metadata)
+        if value is _MISSING:
+            yield f"{name_of(path)} is missing; allowed: {allowed}"
+        else:
+            yield str(bad_value(name_of(path), Shown(value), allowed, hint))
+
+
+def _field_at(model: type[Section], loc: Sequence[str | int]) -> tuple[Path, FieldInfo]:
+    """The field that a complaint is about, which may be about a part of its value."""
+    path: list[str] = []
+    section: type[Section] | None = model
+    info: FieldInfo | None = None
+    for key in loc:
+        if section is None or not isinstance(key, str) or key not in section.model_fields:
+            break
+        path.append(key)
+        info = section.model_fields[key]
+        section = section_of(info.annotation)
+    assert info is not None, loc
+    return tuple(path), info

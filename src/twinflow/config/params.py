@@ -1,0 +1,236 @@
+"""`optimizer.params` and `scheduler.params`: the options of each optimizer and schedule, with DeepSpeed's defaults.
+
+DeepSpeed's own optimizers and schedules are sections like any other. Classes of torch.optim and
+torch.optim.lr_scheduler are asked for their signatures; torch is imported only then.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+from twinflow.config.fields import (
+    Above,
+    Amount,
+    Betas,
+    Iteration,
+    Number,
+    Positive,
+    Rates,
+    Section,
+    Whole,
+    honoured,
+    refused,
+    unused,
+)
+from twinflow.errors import bad_value
+
+CLIPPING = "use gradient_clipping, at the top of the config"
+_RATE = "learning rate"
+_FLAVOUR = "how torch loops over parameters; the host kernel has one way"
+
+
+class Common(Section):
+    """Options of every optimizer of ours."""
+
+    weight_decay: Amount = honoured(0.0, "weight decay")
+    maximize: bool = honoured(False, "climb instead of descend")
+    foreach: bool | None = unused(None, _FLAVOUR)
+    fused: bool | None = unused(None, _FLAVOUR)
+    max_grad_norm: Any = refused(None, CLIPPING)
+
+
+class AdamParams(Common):
+    """`optimizer.params` of adam and adamw."""
+
+    lr: Amount = honoured(1e-3, _RATE)
+    betas: Betas = honoured((0.9, 0.999), "decay of the two moments")
+    eps: Amount = honoured(1e-8, "added to the divisor")
+    adam_w_mode: bool = honoured(True, "type adam means AdamW; false: L2 weight decay")
+    torch_adam: bool = honoured(False, "no other arithmetic; weight_decay of AdamW defaults to 0.01, as torch has it")
+    bias_correction: bool = refused(True, "bias correction is always on: leave it true")
+    amsgrad: bool = refused(False, "build torch.optim.AdamW(..., amsgrad=True) yourself and pass it as the optimizer")
+    set_grad_none: bool = unused(True, "gradients are always dropped")
+    fp32_optimizer_states: bool = refused(True, 'use offload_optimizer.states "bf16" or "int8"')
+    capturable: bool = unused(False, _FLAVOUR)
+    differentiable: bool = refused(False, "an update cannot be differentiated")
+
+
+class AdagradParams(Common):
+    """`optimizer.params` of adagrad."""
+
+    lr: Amount = honoured(1e-2, _RATE)
+    lr_decay: Amount = honoured(0.0, "decay of the learning rate")
+    eps: Amount = honoured(1e-10, "added to the divisor")
+    initial_accumulator_value: Amount = honoured(0.0, "where the sum of squares starts")
+    amsgrad: bool = refused(False, "Adagrad has no such mode: leave it out")
+    fp32_optimizer_states: bool = refused(True, 'use offload_optimizer.states "bf16"')
+
+
+class LionParams(Common):
+    """`optimizer.params` of lion."""
+
+    lr: Amount = honoured(1e-3, _RATE)
+    betas: Betas = honoured((0.9, 0.999), "decay of the direction and of the momentum")
+    set_grad_none: bool = unused(True, "gradients are always dropped")
+    fp32_optimizer_states: bool = refused(True, 'use offload_optimizer.states "bf16"')
+
+
+class SgdParams(Common):
+    """`optimizer.params` of sgd."""
+
+    lr: Amount = honoured(1e-3, _RATE)
+    momentum: Amount = honoured(0.0, "decay of the momentum")
+    dampening: Number = honoured(0.0, "share of the gradient kept out of the momentum")
+    nesterov: bool = honoured(False, "Nesterov momentum: needs momentum > 0 and dampening 0")
+    differentiable: bool = refused(False, "an update cannot be differentiated")
+
+
+class LRRangeTestParams(Section):
+    """`scheduler.params` of LRRangeTest."""
+
+    lr_range_test_min_lr: Rates = honoured(1e-3, "first learning rate")
+    lr_range_test_step_size: Positive = honoured(2000, "steps between two learning rates")
+    lr_range_test_step_rate: Amount = honoured(1.0, "growth of the learning rate")
+    lr_range_test_staircase: bool = honoured(False, "grow in stairs")
+    last_batch_iteration: Iteration = honoured(-1, "steps done before")
+
+
+class OneCycleParams(Section):
+    """`scheduler.params` of OneCycle."""
+
+    cycle_min_lr: Rates | None = honoured(None, "lowest learning rate; must be given")
+    cycle_max_lr: Rates | None = honoured(None, "highest learning rate; must be given")
+    decay_lr_rate: Amount = honoured(0.0, "decay after the cycle")
+    cycle_first_step_size: Above = honoured(2000, "steps up")
+    cycle_second_step_size: Above | None = honoured(None, "steps down; null: as many as up")
+    cycle_first_stair_count: Whole = honoured(0, "stairs up")
+    cycle_second_stair_count: Whole | None = honoured(None, "stairs down; null: as many as up")
+    decay_step_size: Amount = honoured(0, "steps of the decay; 0: none")
+    cycle_momentum: bool = honoured(True, "momentum runs against the learning rate")
+    cycle_min_mom: Rates = honoured(0.8, "lowest momentum")
+    cycle_max_mom: Rates = honoured(0.9, "highest momentum")
+    decay_mom_rate: Amount = honoured(0.0, "growth of the momentum after the cycle")
+    last_batch_iteration: Iteration = honoured(-1, "steps done before")
+
+
+class WarmupLRParams(Section):
+    """`scheduler.params` of WarmupLR."""
+
+    warmup_min_lr: Rates = honoured(0.0, "first learning rate")
+    warmup_max_lr: Rates | None = honoured(None, "last learning rate; null: the optimizer's")
+    warmup_num_steps: Positive = honoured(1000, "steps up")
+    warmup_type: Literal["log", "linear"] = honoured("log", "how it grows")
+    last_batch_iteration: Iteration = honoured(-1, "steps done before")
+
+
+class WarmupDecayLRParams(WarmupLRParams):
+    """`scheduler.params` of WarmupDecayLR."""
+
+    warmup_max_lr: Rates | None = honoured(0.001, "highest learning rate; null: the optimizer's")
+    total_num_steps: Positive | None = honoured(None, "steps of the whole training; must be given")
+
+
+class WarmupCosineLRParams(Section):
+    """`scheduler.params` of WarmupCosineLR."""
+
+    total_num_steps: Positive | None = honoured(None, "steps of the whole training; must be given")
+    warmup_min_ratio: Amount = honoured(0.0, "first learning rate, as a share of the optimizer's")
+    warmup_num_steps: Positive = honoured(1000, "steps up")
+    cos_min_ratio: Amount = honoured(0.0001, "last learning rate, as a share of the optimizer's")
+    warmup_type: Literal["log", "linear"] = honoured("log", "how it grows")
+    last_batch_iteration: Iteration = honoured(-1, "steps done before")
+
+
+OPTIMIZERS: Final[Mapping[str, type[Common]]] = {
+    "adam": AdamParams,
+    "adamw": AdamParams,
+    "adagrad": AdagradParams,
+    "lion": LionParams,
+    "sgd": SgdParams,
+}
+_COMPACT = ("fp32", "bf16")
+FORMATS: Final[Mapping[str, tuple[str, ...]]] = {  # of the state of each; torch's classes keep fp32
+    "adam": (*_COMPACT, "int8"),
+    "adamw": (*_COMPACT, "int8"),
+    "adagrad": _COMPACT,
+    "lion": _COMPACT,
+    "sgd": _COMPACT,
+}
+SCHEDULES: Final[Mapping[str, type[Section]]] = {
+    "LRRangeTest": LRRangeTestParams,
+    "OneCycle": OneCycleParams,
+    "WarmupLR": WarmupLRParams,
+    "WarmupDecayLR": WarmupDecayLRParams,
+    "WarmupCosineLR": WarmupCosineLRParams,
+}
+_ONEBIT = 'Compressed optimizers are for many nodes: use "AdamW"'
+REFUSED_OPTIMIZERS: Final[Mapping[str, str]] = {
+    "lamb": 'LAMB is not supported: use "AdamW"',
+    "muon": 'Muon of the config splits the parameters: use "AdamW", or pass an optimizer of your own',
+    "onebitadam": _ONEBIT,
+    "onebitlamb": _ONEBIT,
+    "zerooneadam": _ONEBIT,
+    "muadam": "Build it with the mup library and pass it as the optimizer",
+    "muadamw": "Build it with the mup library and pass it as the optimizer",
+    "musgd": "Build it with the mup library and pass it as the optimizer",
+}
+
+
+def torch_optimizers() -> dict[str, type[Any]]:
+    """The optimizers of torch.optim by name."""
+    import torch.optim
+
+    base = torch.optim.Optimizer
+    return {n: c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, base) and c is not base}
+
+
+def torch_schedules() -> dict[str, type[Any]]:
+    """The schedules of torch.optim.lr_scheduler by name."""
+    import torch.optim.lr_scheduler as module
+
+    base = module.LRScheduler
+    found = {n: c for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, base) and c is not base}
+    return {n: c for n, c in found.items() if not n.startswith("_")}
+
+
+def arguments(kind: type[Any]) -> dict[str, bool]:
+    """The arguments of a torch class beside the first, what it works on; True: it has no default."""
+    names = list(inspect.signature(kind).parameters.values())[1:]
+    return {p.name: p.default is p.empty for p in names if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+def optimizer_kind(name: str) -> type[Any]:
+    """The section of ours, or the torch class, that `optimizer.type` names."""
+    lower = name.lower()
+    if lower in OPTIMIZERS:
+        return OPTIMIZERS[lower]
+    allowed = [*OPTIMIZERS, "a class of torch.optim by its exact name"]
+    if lower in REFUSED_OPTIMIZERS:
+        raise bad_value("optimizer.type", name, ", ".join(allowed), REFUSED_OPTIMIZERS[lower])
+    return _torch_kind("optimizer.type", name, torch_optimizers(), allowed)
+
+
+def schedule_kind(name: str) -> type[Any]:
+    """The section of ours, or the torch class, that `scheduler.type` names; upper and lower case are the same."""
+    for own, section in SCHEDULES.items():
+        if own.lower() == name.lower():
+            return section
+    found = torch_schedules()
+    by_lower = {other.lower(): other for other in found}
+    allowed = [*SCHEDULES, "a class of torch.optim.lr_scheduler"]
+    return _torch_kind("scheduler.type", by_lower.get(name.lower(), name), found, allowed, tuple(SCHEDULES))
+
+
+def _torch_kind(
+    key: str, name: str, found: Mapping[str, type[Any]], allowed: list[str], more: tuple[str, ...] = ()
+) -> type[Any]:
+    if name in found:
+        return found[name]
+    from difflib import get_close_matches
+
+    names = {other.lower(): other for other in (*found, *more)}
+    near = get_close_matches(name.lower(), names, 1)
+    remedy = f"Did you mean {names[near[0]]!r}?" if near else ""
+    raise bad_value(key, name, ", ".join(allowed), remedy)

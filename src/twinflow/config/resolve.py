@@ -1,0 +1,106 @@
+"""What follows from a config: the batch, the optimizer with its options, and notes on keys without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from twinflow.config.fields import UNUSED, Section, rule_of
+from twinflow.config.messages import Path, dotted
+from twinflow.config.params import AdamParams, Common, optimizer_kind, schedule_kind
+from twinflow.config.schema import Config
+from twinflow.errors import bad_value
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How many samples make a step."""
+
+    train_batch_size: int  # samples a step, over all processes
+    micro_batch_size: int  # samples a forward, in one process
+    accumulation_steps: int  # forwards a step, in one process
+
+
+def resolve_batch(config: Config, world_size: int) -> Batch:
+    """The three batch sizes from those that are given, as DeepSpeed derives them.
+
+    train_batch_size = micro batch size * accumulation steps * world size. Two give the third; one of the first two
+    alone means one accumulation step.
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise bad_value("world_size", world_size, "a whole number >= 1")
+    train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    steps = config.gradient_accumulation_steps
+    given = (
+        f"train_batch_size {train}, train_micro_batch_size_per_gpu {micro}, gradient_accumulation_steps {steps}, "
+        f"world size {world_size}"
+    )
+    if train is None and micro is None:
+        raise ValueError(
+            f"batch sizes are missing: {given}. Set train_batch_size or train_micro_batch_size_per_gpu in the config."
+        )
+    if micro is None:
+        assert train is not None
+        steps = steps or 1
+        micro = train // (steps * world_size)
+    elif steps is None:
+        steps = 1 if train is None else train // (micro * world_size)
+    total = micro * steps * world_size
+    if total < 1 or (train is not None and train != total):
+        needed = "train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * world size"
+        raise ValueError(
+            f"batch sizes do not fit: {given}. Needed, in whole numbers: {needed}. Change one, or leave one out."
+        )
+    return Batch(total, micro, steps)
+
+
+def optimizer_choice(config: Config) -> tuple[str, dict[str, Any]]:
+    """The rule of ours (adamw, adam, adagrad, lion, sgd) or the torch.optim class, and the options to build it with.
+
+    Options of our rules come complete, with DeepSpeed's defaults, which are not always torch's.
+    """
+    if config.optimizer is None:
+        raise bad_value("optimizer", None, "a section with type and params", "Name one, or pass an optimizer.")
+    kind = optimizer_kind(config.optimizer.type)
+    given = dict(config.optimizer.params)
+    if not issubclass(kind, Common):
+        return config.optimizer.type, given
+    name, params = config.optimizer.type.lower(), kind.model_validate(given)
+    dropped = {"max_grad_norm", "adam_w_mode", "torch_adam"}
+    options = {
+        key: getattr(params, key)
+        for key, info in kind.model_fields.items()
+        if key not in dropped and (rule := rule_of(info)) is not None and rule.kind == "honoured"
+    }
+    if isinstance(params, AdamParams):
+        name = "adamw" if name == "adamw" or params.adam_w_mode else "adam"
+        if params.torch_adam and name == "adamw" and "weight_decay" not in given:
+            options["weight_decay"] = 1e-2  # torch.optim.AdamW's own default, where DeepSpeed takes that class
+    return name, options
+
+
+def notes(config: Config) -> list[str]:
+    """A line for each key that is given and has no effect, and for each old spelling."""
+    lines = [*config._renamed, *_without_effect(config, ())]
+    for name, kind_of in (("optimizer", optimizer_kind), ("scheduler", schedule_kind)):
+        chosen = getattr(config, name)
+        kind = kind_of(chosen.type) if chosen is not None else None
+        if kind is not None and issubclass(kind, Section):
+            lines.extend(_without_effect(kind.model_validate(dict(chosen.params)), (name, "params")))
+    offload = config.zero_optimization.offload_optimizer
+    if offload is None or offload.device == "none":
+        key = "offload_optimizer is not given" if offload is None else "offload_optimizer.device is none"
+        because = "optimizer state is kept on the host all the same"
+        lines.append(f"zero_optimization.{key}: no effect here, because {because}")
+    return lines
+
+
+def _without_effect(section: Section, at: Path) -> Iterator[str]:
+    for name, info in type(section).model_fields.items():
+        value = getattr(section, name)
+        rule = rule_of(info)
+        if isinstance(value, Section):
+            yield from _without_effect(value, (*at, name))
+        elif name in section.model_fields_set and rule is not None and rule.kind == UNUSED and value not in rule.off:
+            yield f"{dotted((*at, name))}: no effect here, because {rule.text}"

@@ -1,0 +1,331 @@
+"""The whole config as a typed, frozen model. Attributes have the names of DeepSpeed's keys, and its defaults."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import PrivateAttr
+
+from twinflow.config.fields import (
+    Above,
+    Allowed,
+    Amount,
+    AnyWhole,
+    AutocastDtype,
+    Dtype,
+    Every,
+    Free,
+    Names,
+    Number,
+    Positive,
+    Power,
+    Section,
+    Tags,
+    Whole,
+    honoured,
+    is_given,
+    is_on,
+    maybe_section,
+    needed,
+    refused,
+    section,
+    unused,
+)
+from twinflow.config.zero import ZeroOptimization
+
+_ONE = "one process has nobody to talk to"
+_TP = "the model is not split over GPUs"
+_MODEL = "the model decides: torch.utils.checkpoint, or gradient_checkpointing_enable() of a Hugging Face model"
+_PIPELINE = "pipeline parallelism is not supported: leave it out"
+_COMET = "comet is not written to: use tensorboard, csv_monitor or wandb"
+_COMET_OFF = "comet is not written to"
+_COMPILE = "there is no DeepCompile"
+_WRITER = "checkpoints have one way to be written"
+
+
+OptimizerName = Annotated[str, Allowed("adam, adamw, adagrad, lion, sgd, or the name of a torch.optim class")]
+ScheduleName = Annotated[
+    str,
+    Allowed("LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a class of torch.optim.lr_scheduler"),
+]
+
+
+def _is_sparse(value: Any) -> bool:
+    """Dense attention is what the model has anyway."""
+    return is_given(value) and value.get("mode", "fixed") != "dense"
+
+
+class Fp16(Section):
+    """`fp16`: train in fp16 with a loss scale."""
+
+    enabled: bool = honoured(False, "weights and gradients in fp16, with a loss scale")
+    auto_cast: bool = honoured(False, "cast floating-point inputs of the model to fp16")
+    loss_scale: Amount = honoured(0.0, "a fixed loss scale; 0: dynamic")
+    initial_scale_power: Power = honoured(16, "the dynamic scale starts at 2 to this power")
+    loss_scale_window: Positive = honoured(1000, "good steps in a row before the scale doubles")
+    hysteresis: Positive = honoured(2, "overflows before the scale is halved")
+    consecutive_hysteresis: bool = honoured(False, "every good step refills the hysteresis")
+    min_loss_scale: Above = honoured(1.0, "the dynamic scale never falls below this")
+    fp16_master_weights_and_grads: bool = refused(
+        False, 'master weights are fp32; offload_optimizer.states "bf16" or "int8" makes the state smaller'
+    )
+
+
+class Bf16(Section):
+    """`bf16`: train in bf16."""
+
+    enabled: bool = honoured(False, "weights and gradients in bf16")
+    immediate_grad_update: bool = unused(False, "a gradient leaves the GPU as soon as it is complete")
+    check_grad_overflow: bool = honoured(True, "skip a step whose gradients are not finite")
+    bf16_master_weights_and_grads: bool = refused(
+        False, 'use offload_optimizer.states "bf16": it splits the master and loses nothing'
+    )
+    bf16_optimizer_states: bool = refused(False, 'use offload_optimizer.states "bf16" or "int8"')
+
+
+class TorchAutocast(Section):
+    """`torch_autocast`: run the forward under torch.autocast."""
+
+    enabled: bool = honoured(False, "run the forward under torch.autocast")
+    dtype: AutocastDtype | None = honoured(None, "bfloat16 or float16; must be given where enabled")
+    lower_precision_safe_modules: Names | None = unused(None, "it chooses what is sent in low precision; " + _ONE)
+
+
+class Optimizer(Section):
+    """`optimizer`: the update rule and its options."""
+
+    type: OptimizerName = needed("the update rule; ours are the same in upper and lower case")
+    params: Free = honoured({}, "options of the optimizer")
+    legacy_fusion: bool = unused(False, "LAMB is not supported, and nothing else has it")
+
+
+class Scheduler(Section):
+    """`scheduler`: the learning rate's schedule."""
+
+    type: ScheduleName = needed("the schedule; the same in upper and lower case")
+    params: Free = honoured({}, "options of the schedule")
+
+
+class DataTypes(Section):
+    """`data_types`."""
+
+    grad_accum_dtype: Dtype | None = unused(
+        None, "gradients of several micro-batches are summed in fp32", quiet=(None, "fp32")
+    )
+    param_dtype: Dtype | None = refused(None, "use bf16.enabled or fp16.enabled")
+    buffer_dtype: Dtype | None = refused(None, "convert the model's buffers before you pass it")
+    keep_in_fp32_modules: Names | None = refused(None, "convert those modules before you pass the model")
+
+
+class ActivationCheckpointing(Section):
+    """`activation_checkpointing`."""
+
+    partition_activations: bool = unused(False, _TP)
+    cpu_checkpointing: bool = refused(False, "use torch.autograd.graph.save_on_cpu(pin_memory=True) in the model")
+    contiguous_memory_optimization: bool = unused(False, _MODEL)
+    number_checkpoints: Positive | None = unused(None, _MODEL)
+    synchronize_checkpoint_boundary: bool = unused(False, _MODEL)
+    profile: bool = unused(False, _MODEL)
+
+
+class ParallelWrite(Section):
+    """`checkpoint.parallel_write`."""
+
+    pipeline_stage: bool = unused(False, "there are no pipeline stages")
+
+
+class Checkpoint(Section):
+    """`checkpoint`."""
+
+    tag_validation: Tags = unused("Warn", "one process cannot disagree with itself about a tag")
+    load_universal: bool = refused(False, "a checkpoint of twinflow loads as it is: leave it out")
+    use_node_local_storage: bool = unused(False, "one process writes the whole checkpoint")
+    parallel_write: ParallelWrite = section(ParallelWrite, "who writes: none of its keys has an effect")
+    checkpoint_serialization: bool = unused(True, _WRITER)
+    writer: Free | None = unused(None, _WRITER)
+    keep_last: Positive | None = honoured(None, "how many checkpoints to keep; null: all", ours=True)
+
+
+class Files(Section):
+    """`tensorboard` and `csv_monitor`: where metrics are written."""
+
+    enabled: bool = honoured(False, "write metrics")
+    output_path: str = honoured("", "folder to write in")
+    job_name: str = honoured("DeepSpeedJobName", "folder inside output_path")
+
+
+class Wandb(Section):
+    """`wandb`: metrics for Weights & Biases."""
+
+    enabled: bool = honoured(False, "send metrics to Weights & Biases")
+    group: str | None = honoured(None, "group of the run")
+    team: str | None = honoured(None, "team of the run")
+    project: str = honoured("deepspeed", "project of the run")
+
+
+class Comet(Section):
+    """`comet`."""
+
+    enabled: bool = refused(False, _COMET)
+    samples_log_interval: Positive = unused(100, _COMET_OFF)
+    project: str | None = unused(None, _COMET_OFF)
+    workspace: str | None = unused(None, _COMET_OFF)
+    api_key: str | None = unused(None, _COMET_OFF)
+    experiment_name: str | None = unused(None, _COMET_OFF)
+    experiment_key: str | None = unused(None, _COMET_OFF)
+    online: bool | None = unused(None, _COMET_OFF)
+    mode: str | None = unused(None, _COMET_OFF)
+
+
+class FlopsProfiler(Section):
+    """`flops_profiler`: count the FLOPs of one step, module by module."""
+
+    enabled: bool = honoured(False, "profile one step")
+    profile_step: Positive = honoured(1, "the step to profile")
+    module_depth: AnyWhole = honoured(-1, "how deep the tree of modules is printed; -1: all of it")
+    top_modules: Whole = honoured(1, "how many modules of each depth are named")
+    detailed: bool = honoured(True, "print every module")
+    output_file: str | None = honoured(None, "file to write to; null: the log")
+    recompute_fwd_factor: Amount = unused(0.0, "what backward runs again is counted, not estimated", quiet=(0.0,))
+
+
+class Pipeline(Section):
+    """`pipeline`."""
+
+    stages: AnyWhole | None = refused(None, _PIPELINE, off=(0, 1))
+    partition: str = unused("best", "there are no pipeline stages")
+    seed_layers: bool = refused(False, _PIPELINE)
+    activation_checkpoint_interval: Whole = refused(0, _MODEL)
+    pipe_partitioned: bool = unused(True, "there are no pipeline stages")
+    grad_partitioned: bool = unused(True, "there are no pipeline stages")
+    use_reentrant: bool = unused(True, "there are no pipeline stages")
+
+
+class Tp(Section):
+    """`tensor_parallel.tp`."""
+
+    tp_size: Whole = refused(1, "tensor parallelism is not supported: leave it at 1", off=(0,))
+    tp_grain_size: Positive = unused(1, _TP)
+    mpu: Any = refused(None, "tensor parallelism is not supported: leave it out", switch=is_given)
+    tp_group: Any = refused(None, "tensor parallelism is not supported: leave it out", switch=is_given)
+
+
+class TensorParallel(Section):
+    """`tensor_parallel`."""
+
+    autotp_size: Whole = refused(0, "tensor parallelism is not supported: leave it at 0", off=(1,))
+    tp: Tp = section(Tp, "tensor parallelism: only size 1")
+    dtype: Any = unused(None, _TP)
+    tp_overlap_comm: bool = unused(False, _TP)
+    vocab_parallel_lm_head: bool | None = unused(None, _TP)
+    vocab_parallel_ce_backend: str = unused("torch", _TP)
+    injection_policy_tuple: Any = unused(None, _TP)
+    partition_config: Free | None = unused(None, _TP)
+    preset_model: str | None = unused(None, _TP)
+    keep_module_on_host: bool = unused(False, _TP)
+    replace_with_kernel_inject: bool = refused(False, "kernels are not injected into the model: leave it out")
+
+
+class CompileSection(Section):
+    """`compile`."""
+
+    deepcompile: bool = refused(False, "compile the model's blocks with torch.compile before you pass the model")
+    autoep_non_moe: bool = unused(False, _COMPILE)
+    free_activation: bool = unused(False, _COMPILE)
+    free_activation_threshold: Whole = unused(10 << 20, _COMPILE)
+    offload_activation: bool = unused(False, _COMPILE)
+    offload_activation_pin_memory: bool = unused(True, _COMPILE)
+    offload_opt_states: bool = unused(False, _COMPILE)
+    double_buffer: bool = unused(True, _COMPILE)
+    symmetric_memory: bool = unused(False, _COMPILE)
+    debug_log: bool = unused(False, _COMPILE)
+    offload_parameters: bool = unused(False, _COMPILE)
+    sync_before_reduce: bool = unused(False, _COMPILE)
+    sync_after_reduce: bool = unused(False, _COMPILE)
+    sync_before_allgather: bool = unused(False, _COMPILE)
+    sync_after_allgather: bool = unused(False, _COMPILE)
+    keep_int_input_tensors: bool = unused(True, _COMPILE)
+    keep_all_input_tensors: bool = unused(False, _COMPILE)
+    passes: Names | None = unused(None, _COMPILE)
+
+
+class Config(Section):
+    """A DeepSpeed config, checked. Make one with `load_config`."""
+
+    train_batch_size: Positive | None = honoured(None, "samples a step, over all processes")
+    train_micro_batch_size_per_gpu: Positive | None = honoured(None, "samples a forward, on one GPU")
+    gradient_accumulation_steps: Positive | None = honoured(None, "forwards and backwards a step")
+    managed_gradient_accumulation: bool = refused(True, "set gradient_accumulation_steps and let the engine count")
+    steps_per_print: Every = honoured(None, "print progress every so many steps")
+    gradient_clipping: Amount = honoured(1.0, "largest norm of all gradients together; 0: no clipping")
+    wall_clock_breakdown: bool = honoured(False, "print where the time of a step goes")
+    dataloader_drop_last: bool = honoured(False, "drop the last batch if it is not full")
+
+    fp16: Fp16 = section(Fp16, "train in fp16")
+    bf16: Bf16 = section(Bf16, "train in bf16")
+    torch_autocast: TorchAutocast = section(TorchAutocast, "run the forward under torch.autocast")
+    data_types: DataTypes = section(DataTypes, "dtypes of what is not a weight")
+    optimizer: Optimizer | None = maybe_section("the update rule")
+    scheduler: Scheduler | None = maybe_section("the learning rate's schedule")
+    zero_optimization: ZeroOptimization = section(ZeroOptimization, "where things live")
+    activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing, "recomputed activations")
+    checkpoint: Checkpoint = section(Checkpoint, "how checkpoints are written")
+    tensorboard: Files = section(Files, "metrics as TensorBoard files")
+    csv_monitor: Files = section(Files, "metrics as CSV files")
+    wandb: Wandb = section(Wandb, "metrics for Weights & Biases")
+    comet: Comet = section(Comet, "metrics for Comet: only off")
+    flops_profiler: FlopsProfiler = section(FlopsProfiler, "FLOPs of one step")
+    pipeline: Pipeline = section(Pipeline, "pipeline parallelism: only off")
+    tensor_parallel: TensorParallel = section(TensorParallel, "tensor parallelism: only off")
+    compile: CompileSection = section(CompileSection, "DeepCompile: only off")
+
+    prescale_gradients: bool = unused(False, "before or after the sum over processes is the same for one process")
+    gradient_allreduce_op: Literal["mean", "sum"] = unused("mean", "one process has nothing to reduce")
+    communication_data_type: Dtype | None = unused(None, _ONE)
+    seq_parallel_communication_data_type: Dtype = unused("fp32", _ONE)
+    disable_allgather: bool = unused(False, _ONE)
+    comms_logger: Free | None = unused(None, _ONE)
+    dump_state: bool = unused(False, "the config is a value: print it")
+    memory_breakdown: bool = unused(False, "torch.cuda.memory_summary() tells more")
+    log_level: str | None = unused(None, "levels are set with Python's logging")
+    timers: Free | None = unused(None, "wall_clock_breakdown turns timing on")
+    disable_python_gc: bool = unused(False, "Python's garbage collector is left alone")
+    zero_allow_untested_optimizer: bool = unused(False, "any torch.optim.Optimizer is taken")
+    zero_force_ds_cpu_optimizer: bool = unused(True, "any torch.optim.Optimizer runs on the host")
+    vocabulary_size: Positive | None = unused(None, "the model knows its vocabulary")
+    aio: Free | None = unused(None, "nothing goes to NVMe")
+
+    gradient_predivide_factor: Number = refused(1.0, "bf16 and the loss scale of fp16 keep gradients in range")
+    sparse_gradients: bool = refused(False, "use dense gradients: build embeddings with sparse=False")
+    data_parallel_size: Positive | None = refused(None, "one process trains: leave it at 1", off=(1,))
+    sequence_parallel_size: Positive | None = refused(
+        None, "sequence parallelism is not supported: leave it at 1", off=(1,)
+    )
+    use_data_before_expert_parallelism: bool = refused(False, "expert parallelism is not supported: leave it out")
+    expert_parallel: Free | None = refused(None, "expert parallelism is not supported: leave it out", switch=is_on)
+    amp: Free | None = refused(None, "Apex is not supported: use bf16, fp16 or torch_autocast", switch=is_on)
+    sparse_attention: Free | None = refused(
+        None, "build the model with its sparse attention; the config cannot add it", switch=_is_sparse
+    )
+    graph_harvesting: bool = refused(False, "use torch.compile or CUDA graphs in the model")
+    elasticity: Free | None = refused(None, "set train_batch_size and train_micro_batch_size_per_gpu", switch=is_on)
+    autotuning: Free | None = refused(
+        None, "set the batch sizes yourself; the rest is planned when training starts", switch=is_on
+    )
+    curriculum_learning: Free | None = refused(None, "order the samples in your data loader", switch=is_on)
+    data_efficiency: Free | None = refused(None, "choose the samples in your data loader", switch=is_on)
+    progressive_layer_drop: Free | None = refused(None, "drop layers in the model's forward", switch=is_on)
+    eigenvalue: Free | None = refused(None, "quantize with a library made for it, such as torchao", switch=is_on)
+    quantize_training: Free | None = refused(None, "quantize with a library made for it, such as torchao", switch=is_on)
+    weight_quantization: Free | None = refused(
+        None, "quantize with a library made for it, such as torchao", switch=is_given
+    )
+    compression_training: Free | None = refused(
+        None, "compress with a library made for it, such as torchao", switch=is_on
+    )
+    hybrid_engine: Free | None = refused(None, "generate with an inference engine: leave it out", switch=is_on)
+    nebula: Free | None = refused(None, "checkpoints go to a folder: leave it out", switch=is_on)
+    datastates: Free | None = refused(None, "checkpoints go to a folder: leave it out", switch=is_given)
+    datastates_ckpt: Free | None = refused(None, "checkpoints go to a folder: leave it out", switch=is_given)
+
+    _renamed: tuple[str, ...] = PrivateAttr(())  # notes on old spellings; `notes` prints them

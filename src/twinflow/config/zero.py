@@ -1,0 +1,141 @@
+"""The `zero_optimization` section."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from twinflow.config.fields import (
+    AnyWhole,
+    Buckets,
+    Free,
+    Names,
+    Positive,
+    Section,
+    Share,
+    Stage,
+    Whole,
+    honoured,
+    is_given,
+    maybe_section,
+    refused,
+    section,
+    unused,
+)
+
+_ONE = "one process holds everything: there is nothing to send"
+_WHOLE_WEIGHTS = "weights are not partitioned: each stays whole on the GPU"
+_NVME = "nothing goes to NVMe"
+_BUCKETS = "transfers have buckets of their own: offload_optimizer.bucket_numel"
+
+
+class OffloadOptimizer(Section):
+    """`zero_optimization.offload_optimizer`: master weights, optimizer state and update on the host."""
+
+    device: Literal["cpu", "none"] = honoured(
+        "none",
+        "where optimizer state lives: cpu; with none it lives on the host all the same",
+        hints={"nvme": 'State on NVMe is not supported. Use "cpu"; states "int8" takes half the memory of "fp32"'},
+    )
+    nvme_path: str | None = unused(None, _NVME)
+    buffer_count: Whole = unused(4, _NVME)
+    pin_memory: bool = unused(True, "buffers that the GPU copies from and to are always page-locked")
+    pipeline_read: bool = unused(False, _NVME)
+    pipeline_write: bool = unused(False, _NVME)
+    fast_init: bool = unused(False, _NVME)
+    ratio: Share = unused(
+        1.0, "every update runs on the host, as with ratio 1; placing a share on the GPU is not built yet", quiet=(1.0,)
+    )
+    super_offload: bool = refused(False, "leave it out; updates overlap with backward here without it")
+    cpuadam_cores_perc: Share = unused(0.8, "host_threads says how many threads update")
+
+    states: Literal["fp32", "bf16", "int8"] = honoured("fp32", "format of the optimizer state", ours=True)
+    delayed_update: bool = honoured(
+        False, "apply each update one step late, hidden behind a whole step (changes results)", ours=True
+    )
+    delayed_update_start: Whole = honoured(0, "first step that may be late", ours=True)
+    host_threads: Positive | None = honoured(None, "threads of the update; null: as the cores allow", ours=True)
+    hold: Literal["auto", "device", "host"] = honoured(
+        "auto", "where gradients wait for the clipping decision", ours=True
+    )
+    sums: Literal["auto", "device", "host"] = honoured(
+        "auto", "where gradients of several micro-batches are summed", ours=True
+    )
+    bucket_numel: Buckets | None = honoured(
+        None, "elements that travel together; null: twinflow's own choice", ours=True
+    )
+    shadow_bytes: Whole | None = honoured(
+        None, "host memory for updates ahead of the clipping decision; null: what is spare", ours=True
+    )
+
+
+class OffloadParam(Section):
+    """`zero_optimization.offload_param`."""
+
+    device: Literal["cpu", "nvme", "none"] = refused("none", "weights stay on the GPU: leave offload_param out")
+    nvme_path: str | None = unused(None, _NVME)
+    buffer_count: Whole = unused(5, _NVME)
+    buffer_size: Whole = unused(100_000_000, _NVME)
+    max_in_cpu: Whole = unused(1_000_000_000, _WHOLE_WEIGHTS)
+    pin_memory: bool = unused(True, _WHOLE_WEIGHTS)
+
+
+class LeafModule(Section):
+    """`zero_optimization.leaf_module`."""
+
+    classes: Names = unused((), _WHOLE_WEIGHTS)
+    names: Names = unused((), _WHOLE_WEIGHTS)
+    name_suffixes: Names = unused((), _WHOLE_WEIGHTS)
+
+
+class ZeroOptimization(Section):
+    """`zero_optimization`."""
+
+    stage: Stage = unused(0, "one process has nothing to partition: stages 0 to 3 train alike", quiet=(0,))
+    offload_optimizer: OffloadOptimizer | None = maybe_section("master weights, optimizer state and update on the host")
+    offload_param: OffloadParam | None = maybe_section("weights on the host: only device none")
+    zenflow: Free | None = refused(
+        None, "offload_optimizer with delayed_update also hides the whole update", switch=is_given
+    )
+    cpu_offload_param: bool = refused(False, "weights stay on the GPU: leave it out")
+    cpu_offload_use_pin_memory: bool = unused(False, "buffers that the GPU copies from and to are always page-locked")
+
+    contiguous_gradients: bool = unused(True, "gradients always travel in contiguous buckets")
+    reduce_scatter: bool = unused(True, _ONE)
+    reduce_bucket_size: Positive = unused(500_000_000, _BUCKETS)
+    use_multi_rank_bucket_allreduce: bool = unused(True, _ONE)
+    allgather_partitions: bool = unused(True, _ONE)
+    allgather_bucket_size: Whole = unused(500_000_000, _BUCKETS)
+    overlap_comm: bool | None = unused(None, "transfers always overlap with the computation")
+    sub_group_size: Whole = unused(1_000_000_000, _BUCKETS)
+    round_robin_gradients: bool = unused(False, _ONE)
+    compute_grad_norm: bool = unused(True, "the norm is taken as gradients pass by")
+    ignore_unused_parameters: bool = unused(True, "a parameter without a gradient is left as it is")
+    parameter_alignment: bool = unused(False, "buckets are always aligned")
+    elastic_checkpoint: bool = unused(False, "a checkpoint does not depend on the number of processes")
+    pipeline_loading_checkpoint: bool = unused(False, "one process has nobody to take turns with")
+    load_from_fp32_weights: bool = refused(True, "masters are always loaded in full: leave it true")
+    legacy_stage1: bool = refused(False, "the old stage 1 is gone: leave it out")
+
+    stage3_prefetch_bucket_size: Whole = unused(50_000_000, _WHOLE_WEIGHTS)
+    stage3_param_persistence_threshold: Whole = unused(100_000, _WHOLE_WEIGHTS)
+    stage3_model_persistence_threshold: Whole = unused(2**63 - 1, _WHOLE_WEIGHTS)
+    stage3_max_live_parameters: Whole = unused(1_000_000_000, _WHOLE_WEIGHTS)
+    stage3_max_reuse_distance: Whole = unused(1_000_000_000, _WHOLE_WEIGHTS)
+    stage3_gather_16bit_weights_on_model_save: bool = unused(False, _WHOLE_WEIGHTS)
+    stage3_module_granularity_threshold: AnyWhole = unused(0, _WHOLE_WEIGHTS)
+    stage3_use_all_reduce_for_fetch_params: bool = unused(False, _WHOLE_WEIGHTS)
+    stage3_allgather_sequential: bool = unused(False, _WHOLE_WEIGHTS)
+    memory_efficient_linear: bool = unused(True, _WHOLE_WEIGHTS)
+    override_module_apply: bool = unused(True, _WHOLE_WEIGHTS)
+    leaf_module: LeafModule = section(LeafModule, "modules that stage 3 treats as one: none of its keys has an effect")
+    enable_sanity_checks: bool = unused(False, _WHOLE_WEIGHTS)
+    log_trace_cache_warnings: bool = unused(False, _WHOLE_WEIGHTS)
+    save_muon_momentum_buffer_in_memory: bool = unused(False, "there is no Muon of twinflow's own")
+
+    mics_shard_size: AnyWhole = refused(-1, "one process has nothing to shard: leave it out", off=(0, 1))
+    mics_hierarchical_params_gather: bool = refused(False, "one process has nothing to gather: leave it out")
+    zero_hpz_partition_size: Whole = refused(1, "one process has nothing to partition: leave it at 1", off=(0,))
+    zero_quantized_weights: bool = refused(False, "weights are not sent quantized: leave it out")
+    zero_quantized_nontrainable_weights: bool = refused(False, "quantize frozen weights in the model: leave it out")
+    zero_quantized_gradients: bool = refused(False, "gradients are not sent quantized: leave it out")
+    zeropp_loco_param: Any = refused(None, "gradients are not sent quantized: leave it out", switch=is_given)

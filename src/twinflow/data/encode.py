@@ -1,0 +1,235 @@
+"""From text to tokens: the bytes themselves, or a Hugging Face tokenizer, whose work is kept in a file."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from twinflow.data.documents import Piece, TextSource, pieces
+from twinflow.data.files import missing_path, reading
+from twinflow.errors import bad_value
+
+Array = npt.NDArray[Any]
+
+BATCH_BYTES: Final = 2**22  # text that is encoded together, on all cores
+VERSION: Final = "1"  # of what is written into the cache
+TOKENIZER_FILE: Final = "tokenizer.json"
+END_TOKENS: Final = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # where the tokenizer's settings name none
+
+
+class Tokenizer(Protocol):
+    """What turns text into numbers."""
+
+    @property
+    def name(self) -> str:
+        """As the user gave it."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """All numbers are below."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The narrowest that holds them."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Two with the same one give the same tokens."""
+        ...
+
+    def encode(self, texts: Sequence[bytes]) -> Sequence[Array]:
+        """The tokens of each text."""
+        ...
+
+    def end(self, text: bytes) -> Array:
+        """What stands between a document that ends in `text` and the next."""
+        ...
+
+
+class BytesTokenizer:
+    """Each byte is a token; a document ends with a newline."""
+
+    name: ClassVar[str] = "bytes"
+    vocab_size: ClassVar[int] = 256
+    dtype: ClassVar[np.dtype[Any]] = np.dtype(np.uint8)
+    fingerprint: ClassVar[str] = f"bytes {VERSION}"
+
+    def encode(self, texts: Sequence[bytes]) -> Sequence[Array]:
+        """The bytes."""
+        return [np.frombuffer(text, dtype=np.uint8) for text in texts]
+
+    def end(self, text: bytes) -> Array:
+        """A newline, unless there is one."""
+        return np.frombuffer(b"" if text.endswith(b"\n") else b"\n", dtype=np.uint8)
+
+
+class HubTokenizer:
+    """A Hugging Face tokenizer from its tokenizer.json; a document ends with the end-of-text token, where it has one.
+
+    Only that file and the name of the token are read: nothing that came with the tokenizer is run.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        try:
+            library = importlib.import_module("tokenizers")
+        except ImportError as error:
+            raise ValueError(
+                f"tokenizer is {name!r}; reading it needs the package tokenizers: pip install tokenizers"
+            ) from error
+        with reading(path):
+            content = path.read_bytes()
+        try:
+            self._tokenizer: Any = library.Tokenizer.from_str(content.decode())
+        except Exception as error:  # the library raises this very class
+            raise ValueError(f"{path} is not a tokenizer that can be read ({error}).") from error
+        self.name = name
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.dtype = np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
+        self._end = self._find_end(path.parent)
+        self.fingerprint = hashlib.sha256(content).hexdigest() + f" {self._end} {VERSION}"
+
+    def _find_end(self, folder: Path) -> int | None:
+        settings: Any = {}
+        with suppress(OSError, ValueError):  # then the usual names are tried
+            settings = json.loads((folder / "tokenizer_config.json").read_bytes())
+        named = settings.get("eos_token") if isinstance(settings, dict) else None
+        named = named.get("content") if isinstance(named, dict) else named
+        ids = (self._tokenizer.token_to_id(token) for token in ([named] if isinstance(named, str) else END_TOKENS))
+        return next((number for number in ids if number is not None), None)
+
+    def encode(self, texts: Sequence[bytes]) -> Sequence[Array]:
+        """Tokens of the text alone, without any the tokenizer would put around it."""
+        decoded = [text.decode("utf-8", "replace") for text in texts]
+        encoded = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
+        return [np.array(one.ids, dtype=self.dtype) for one in encoded]
+
+    def end(self, text: bytes) -> Array:
+        """The end-of-text token."""
+        return np.array([] if self._end is None else [self._end], dtype=self.dtype)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """`bytes`, or the folder (or the tokenizer.json itself) of a Hugging Face tokenizer."""
+    if name == BytesTokenizer.name:
+        return BytesTokenizer()
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise missing_path("tokenizer", path, f"'bytes', or a folder with a {TOKENIZER_FILE}")
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    if not file.is_file():
+        remedy = "Save the tokenizer there as a fast one, with its save_pretrained()."
+        raise bad_value("tokenizer", name, f"'bytes', or a folder with a {TOKENIZER_FILE}", remedy)
+    return HubTokenizer(file, name)
+
+
+def encoded(
+    text: TextSource, tokenizer: Tokenizer, json_key: str, progress: Callable[[int, int], None] | None = None
+) -> Iterator[Array]:
+    """All tokens in order, in arrays of some million."""
+    done, size, waiting = 0, 0, list[Piece]()
+    for piece in pieces(text, json_key):
+        waiting.append(piece)
+        size += len(piece.text)
+        done += piece.num_bytes
+        if size >= BATCH_BYTES:
+            yield _encode(waiting, tokenizer)
+            size, waiting = 0, []
+            if progress is not None:
+                progress(done, text.num_bytes)
+    if waiting:
+        yield _encode(waiting, tokenizer)
+    if progress is not None:
+        progress(text.num_bytes, text.num_bytes)
+
+
+def _encode(waiting: Sequence[Piece], tokenizer: Tokenizer) -> Array:
+    arrays: list[Array] = []
+    for piece, tokens in zip(waiting, tokenizer.encode([piece.text for piece in waiting]), strict=True):
+        arrays.append(tokens)
+        if piece.is_last:
+            arrays.append(tokenizer.end(piece.text))
+    return np.concatenate(arrays)
+
+
+def tokens_in_memory(text: TextSource, tokenizer: Tokenizer, json_key: str) -> Array:
+    """All tokens at once."""
+    return np.concatenate([np.empty(0, tokenizer.dtype), *encoded(text, tokenizer, json_key)])
+
+
+def default_cache() -> Path:
+    """The user's folder for what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "twinflow" / "tokens"
+
+
+def cached_tokens(
+    text: TextSource,
+    tokenizer: Tokenizer,
+    json_key: str,
+    fingerprint: str,
+    cache: Path | str | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Array:
+    """All tokens, mapped from a file that is written where it is not there yet; it can be given as a source itself."""
+    folder = default_cache() if cache is None else Path(cache).expanduser()
+    file, side = folder / f"{fingerprint}.bin", folder / f"{fingerprint}.json"
+    try:
+        if not _is_whole(file, side, tokenizer):
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(file, side, encoded(text, tokenizer, json_key, progress), tokenizer)
+    except OSError as error:
+        raise ValueError(
+            f"cannot write the tokens to {folder} ({error.strerror}). Give a cache folder that has room."
+        ) from error
+    if file.stat().st_size == 0:
+        return np.empty(0, tokenizer.dtype)
+    return np.memmap(file, dtype=tokenizer.dtype, mode="r")
+
+
+def _is_whole(file: Path, side: Path, tokenizer: Tokenizer) -> bool:
+    try:
+        num_tokens = json.loads(side.read_bytes())["num_tokens"]
+        return bool(file.stat().st_size == num_tokens * tokenizer.dtype.itemsize)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _write(file: Path, side: Path, arrays: Iterator[Array], tokenizer: Tokenizer) -> None:
+    """Each file appears whole or not at all; two runs that write at once write the same."""
+    num_tokens = 0
+
+    def tokens() -> Iterator[bytes]:
+        nonlocal num_tokens
+        for array in arrays:
+            num_tokens += len(array)
+            yield array.astype(tokenizer.dtype, copy=False).tobytes()
+
+    _write_whole(file, tokens())
+    facts = {"dtype": tokenizer.dtype.name, "vocab_size": tokenizer.vocab_size, "num_tokens": num_tokens}
+    _write_whole(side, iter([json.dumps(facts).encode()]))
+
+
+def _write_whole(file: Path, blocks: Iterator[bytes]) -> None:
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with os.fdopen(handle, "wb") as out:
+            for block in blocks:
+                out.write(block)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(name, file)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

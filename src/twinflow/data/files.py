@@ -1,0 +1,147 @@
+"""Files of tokens: opened without being read, and known again by a fingerprint."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from twinflow.errors import bad_value
+
+TOKEN_SUFFIXES: Final = (".bin", ".npy")
+SIDE_DTYPES: Final = ("uint8", "uint16", "uint32", "int32", "int64")
+# Megatron's index: magic, version, dtype code, number of sequences, number of documents; then their sizes and places.
+INDEX_HEADER: Final = struct.Struct("<9sQBQQ")
+INDEX_MAGIC: Final = b"MMIDIDX\0\0"
+INDEX_DTYPES: Final = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+NPY_MAGIC: Final = b"\x93NUMPY"
+WHOLE_HASH_BYTES: Final = 2**26  # a mapped file larger than this is known by samples
+NUM_SAMPLES: Final = 256
+SAMPLE_BYTES: Final = 2**14
+FINGERPRINT_BYTES: Final = 8
+
+Array = npt.NDArray[Any]
+
+
+def open_tokens(path: Path) -> tuple[Array, int | None]:
+    """The tokens of a .bin or .npy file, mapped, and the size of their vocabulary where a file beside it tells."""
+    side = read_side_file(path)
+    tokens = _open_npy(path) if path.suffix == ".npy" else _open_bin(path, side.get("dtype", "uint16"))
+    return tokens, side.get("vocab_size")
+
+
+def read_side_file(path: Path) -> dict[str, Any]:
+    """What `tokens.json` (or `tokens.bin.json`) says of `tokens.bin`: {"dtype": "uint16", "vocab_size": 50257}."""
+    side = next((p for p in (path.with_suffix(".json"), path.with_name(path.name + ".json")) if p.is_file()), None)
+    if side is None:
+        return {}
+    with reading(side):
+        raw = side.read_bytes()
+    try:
+        content = json.loads(raw)
+    except ValueError as error:
+        raise ValueError(f"{side} is not JSON ({error}). It describes {path.name}: mend or remove it.") from error
+    if not isinstance(content, dict):
+        raise bad_value(str(side), content, 'an object like {"dtype": "uint16", "vocab_size": 50257}')
+    if content.get("dtype", "uint16") not in SIDE_DTYPES:
+        raise bad_value(f"dtype in {side}", content["dtype"], SIDE_DTYPES)
+    vocab_size = content.get("vocab_size")
+    if vocab_size is not None and (not isinstance(vocab_size, int) or vocab_size < 1):
+        raise bad_value(f"vocab_size in {side}", vocab_size, "a whole number >= 1")
+    return content
+
+
+def _open_bin(path: Path, dtype_name: str) -> Array:
+    """Little-endian numbers and nothing else; those of Megatron, whose index tells the dtype, as one stream."""
+    dtype = np.dtype(_index_dtype(path.with_suffix(".idx")) or dtype_name).newbyteorder("<")
+    num_bytes = path.stat().st_size
+    if num_bytes % dtype.itemsize:
+        raise bad_value(f"size of {path}", num_bytes, f"a multiple of {dtype.itemsize}, as its dtype is {dtype}")
+    with reading(path):
+        return np.memmap(path, dtype=dtype, mode="r") if num_bytes else np.empty(0, dtype)
+
+
+def _index_dtype(index: Path) -> str | None:
+    if not index.is_file():
+        return None
+    with reading(index), index.open("rb") as file:
+        header = file.read(INDEX_HEADER.size)
+    if len(header) < INDEX_HEADER.size or not header.startswith(INDEX_MAGIC):
+        return None
+    _, version, code, _, _ = INDEX_HEADER.unpack(header)
+    if version != 1:
+        raise bad_value(f"version of {index}", version, "1")
+    if code not in INDEX_DTYPES:
+        raise bad_value(f"dtype code of {index}", code, INDEX_DTYPES)
+    return INDEX_DTYPES[code]
+
+
+def _open_npy(path: Path) -> Array:
+    with reading(path), path.open("rb") as file:
+        magic = file.read(len(NPY_MAGIC))
+    if magic != NPY_MAGIC:
+        raise ValueError(f"{path} is not a .npy file. Save it with numpy.save.")
+    try:
+        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except ValueError as error:
+        raise ValueError(f"{path} is a .npy file that cannot be mapped ({error}). Save it with numpy.save.") from error
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        found = f"{array.dtype} of shape {array.shape}"
+        raise bad_value(str(path), found, "integers in one dimension", "Flatten it, and save it with numpy.save.")
+    return array
+
+
+def hash_tokens(tokens: Array) -> str:
+    """Of all tokens; of a large file, of its length and of samples from all over it, so that it need not be read."""
+    state = hashlib.blake2b(f"{tokens.dtype} {len(tokens)}".encode(), digest_size=FINGERPRINT_BYTES)
+    if tokens.nbytes <= WHOLE_HASH_BYTES:
+        state.update(tokens.tobytes())
+    else:
+        length = SAMPLE_BYTES // tokens.dtype.itemsize
+        for i in range(NUM_SAMPLES):
+            start = (len(tokens) - length) * i // (NUM_SAMPLES - 1)
+            state.update(tokens[start : start + length].tobytes())
+    return state.hexdigest()
+
+
+def hash_text(files: Iterable[Path], *how: str) -> str:
+    """Of every byte of the files, in their order, and of `how` they are to be read."""
+    state = hashlib.blake2b("\0".join(how).encode(), digest_size=FINGERPRINT_BYTES)
+    for path in files:
+        with reading(path), path.open("rb") as file:
+            state.update(f"\0{path.suffix} {path.stat().st_size}\0".encode())
+            while block := file.read(2**20):
+                state.update(block)
+    return state.hexdigest()
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """A file that is there and cannot be read is the user's to mend."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"cannot read {path} ({error.strerror}). Make it readable or leave it out.") from error
+
+
+def missing_path(key: str, path: Path, allowed: str) -> ValueError:
+    """Nothing is there; the nearest name in that folder, or the folder that is missing too."""
+    path = path.absolute()
+    remedy = f"There is no file or folder at {path}"
+    if not path.parent.is_dir():
+        remedy += f", nor is there a folder {path.parent}."
+    else:
+        try:
+            near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1)
+        except OSError:
+            near = []
+        remedy += f"; there is {near[0]!r} in that folder." if near else "."
+    return bad_value(key, str(path), allowed, remedy)

@@ -1,0 +1,315 @@
+"""The engine's loop, with the calls that DeepSpeed users know: engine(batch), backward(loss), step().
+
+A step that may be skipped (fp16 overflow, a gradient that is not finite) is known to be one only when its backward has
+ended on the device. `step` does not wait for that: the scheduler and the counters follow in `_settle`, at the next
+moment where somebody looks at them or the next backward needs the loss scale. By then the next forward is queued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twinflow.checkpoint import Entry, export_weights
+from twinflow.engine import state
+from twinflow.engine.loader import ResumableLoader
+from twinflow.engine.reports import Reports
+from twinflow.errors import bad_value
+from twinflow.offload.blocks import find_blocks
+from twinflow.optim.twin import TwinOptimizer
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How the engine works, every default filled in."""
+
+    micro_batch_size: int
+    autocast: torch.dtype | None = None  # forwards run under torch.autocast with it
+    input_dtype: torch.dtype | None = None  # floating inputs are cast to it
+    keep_last: int | None = None  # checkpoints
+    drop_last: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)  # as given
+
+
+class Engine:
+    """One model, its optimizer and what belongs to them. Attributes it does not have are the module's."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: TwinOptimizer | None,
+        scheduler: Any,
+        loader: Any,
+        settings: EngineSettings,
+        reports: Reports,
+    ) -> None:
+        self.module, self.optimizer, self.lr_scheduler, self.training_dataloader = module, optimizer, scheduler, loader
+        self.settings, self.reports = settings, reports
+        self.global_steps = 0  # steps at an accumulation boundary, skipped ones included
+        self.micro_steps = 0
+        self.global_samples = 0
+        self._is_pending = False  # the last step's outcome has not been looked at
+        self._was_boundary = False
+        self.part = 0  # micro-batches of the step under way
+        self._lr_kwargs: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "module":
+            raise AttributeError(name)
+        try:
+            return getattr(self.module, name)
+        except AttributeError:
+            raise AttributeError(f"neither the engine nor its module has an attribute {name!r}") from None
+
+    # The loop.
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, under autocast and with inputs cast where the config says so."""
+        if self.settings.input_dtype is not None:
+            args, kwargs = _cast((args, kwargs), self.settings.input_dtype)
+        with self.reports.forward(self), self._autocast():
+            return self.module(*args, **kwargs)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.settings.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.settings.autocast)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Gradients of a micro-batch's loss, which counts for its share of the step; returns that share."""
+        optimizer = self._need_optimizer()
+        self._settle()
+        steps = self.gradient_accumulation_steps()
+        if scale_wrt_gas and steps > 1:
+            loss = loss / steps
+        self.reports.add_loss(loss)
+        with self.reports.backward():
+            optimizer.backward(loss, retain_graph)
+        return loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """What to call `.backward()` on, in place of `engine.backward(loss)`."""
+        self._settle()
+        loss = loss / self.gradient_accumulation_steps()
+        self.reports.add_loss(loss)
+        return loss * self._need_optimizer().loss_scale
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """After every micro-batch: at the last of a step the optimizer steps, else this only counts."""
+        optimizer = self._need_optimizer()
+        self._was_boundary = self.is_gradient_accumulation_boundary()
+        if self._was_boundary:
+            with self.reports.step():
+                optimizer.step()
+                optimizer.zero_grad()
+            self.global_steps += 1
+            self.global_samples += self.train_batch_size()
+            self._is_pending, self._lr_kwargs = True, dict(lr_kwargs or {})
+            if not optimizer.can_skip:
+                self._settle()
+        self.micro_steps += 1
+        self.part = 0 if self._was_boundary else self.part + 1
+        if self._was_boundary:
+            self.reports.after_step(self)
+
+    def _settle(self) -> None:
+        """The last step's outcome is needed now: a step that was applied moves the schedule."""
+        if not self._is_pending:
+            return
+        self._is_pending = False
+        is_applied = self.optimizer is not None and (not self.optimizer.can_skip or self.optimizer.was_applied)
+        if is_applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**self._lr_kwargs)
+
+    def _need_optimizer(self) -> TwinOptimizer:
+        if self.optimizer is None:
+            raise RuntimeError("the engine has no optimizer: name one in the config, or give one to initialize()")
+        return self.optimizer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that no step has used."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none)
+
+    def train(self, mode: bool = True) -> Engine:
+        """Put the module into training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Put the module into evaluation mode."""
+        return self.train(False)
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """One process has nothing to hold back."""
+        return nullcontext()
+
+    # What it knows.
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The config as it was given."""
+        return self.settings.config
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were not applied, because a gradient was not finite."""
+        self._settle()
+        return self.optimizer.num_skipped if self.optimizer is not None else 0
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch under way is the last of its step."""
+        return self.part + 1 >= self.gradient_accumulation_steps()
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` changed the model."""
+        self._settle()
+        return self._was_boundary and self.optimizer is not None and self.optimizer.was_applied
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches that make a step."""
+        return self.optimizer.accumulation_steps if self.optimizer is not None else 1
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of a micro-batch."""
+        return self.settings.micro_batch_size
+
+    def train_batch_size(self) -> int:
+        """Samples of a step."""
+        return self.settings.micro_batch_size * self.gradient_accumulation_steps()
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples of a step, of a micro-batch, and micro-batches of a step."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Other steps from now on: the micro-batch stays, their number changes."""
+        micro = self.settings.micro_batch_size
+        if train_batch_size < 1 or train_batch_size % micro:
+            raise bad_value("train_batch_size", train_batch_size, f"a multiple of the micro-batch, which is {micro}")
+        if self.part:
+            raise RuntimeError("set_train_batch_size() in the middle of a step. Call it after a boundary's step()")
+        self._need_optimizer().set_accumulation_steps(train_batch_size // micro)
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each param group, for the next step."""
+        self._settle()
+        return [float(group["lr"]) for group in self._need_optimizer().param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Momentum, or betas, of each param group."""
+        self._settle()
+        return [group.get("betas", group.get("momentum")) for group in self._need_optimizer().param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last step's gradients before clipping; waits until it is known."""
+        return self.optimizer.grad_norm if self.optimizer is not None else None
+
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied with."""
+        return self.optimizer.loss_scale if self.optimizer is not None else 1.0
+
+    # Checkpoints.
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> bool:
+        """Write everything needed to go on exactly as if nothing had happened, into `save_dir`/`tag`."""
+        self._settle()
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        state.save(
+            self, Path(save_dir), tag, dict(client_state or {}), save_latest, exclude_frozen_parameters, on_progress
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Take over a checkpoint: its folder and client state; (None, {}) where `load_dir` has none.
+
+        All of it is checked before anything changes.
+        """
+        self._settle()
+        what = state.What(
+            strict=load_module_strict,
+            optimizer=load_optimizer_states and not load_module_only,
+            scheduler=load_lr_scheduler_states and not load_module_only,
+            everything_else=not load_module_only,
+            custom_load_fn=custom_load_fn,
+        )
+        return state.load(self, Path(load_dir), tag, what)
+
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the weights as they are on the device, as safetensors that other libraries read."""
+        if self.optimizer is not None:
+            self.optimizer.wait()
+        folder = Path(save_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        entries = [Entry(*leaf) for leaf in state.weights(self.module, exclude_frozen_parameters)[0]]
+        export_weights(entries, folder / save_filename)
+        return True
+
+    def module_state_dict(self) -> dict[str, Any]:
+        """The module's state dict, with every update in it that is due."""
+        return self.module.state_dict()
+
+    # The rest.
+
+    def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
+        """torch.compile each block by itself: the waits for its weights stay outside the graph."""
+        for block in find_blocks(self.module):
+            module = block.module
+            module.forward = torch.compile(module.forward, backend=backend, **dict(compile_kwargs or {}))
+
+    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None) -> ResumableLoader:
+        """A data loader in the engine's batch size."""
+        batch_size = self.settings.micro_batch_size if batch_size is None else batch_size
+        return ResumableLoader(dataset, batch_size, collate_fn, self.settings.drop_last)
+
+    def destroy(self) -> None:
+        """Finish what has begun and give memory and threads back; the module stays usable."""
+        self._settle()
+        self.reports.close()
+        if self.optimizer is not None:
+            self.optimizer.close()
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors inside nested tuples, lists and dicts, cast."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        return type(value)(_cast(item, dtype) for item in value)
+    if isinstance(value, dict):
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    return value

@@ -1,0 +1,106 @@
+"""A data loader that knows where it is: saved in the middle of an epoch, it goes on with the next batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+
+from twinflow.errors import bad_value
+
+
+class ResumableLoader:
+    """Batches of a dataset, shuffled anew each epoch from a seed of its own: the order needs no other random state."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        seed: int | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        if batch_size < 1:
+            raise bad_value("batch_size", batch_size, "a whole number >= 1")
+        self.dataset, self.batch_size = dataset, batch_size
+        self.seed = torch.initial_seed() % (1 << 63) if seed is None else seed
+        self.epoch = 0
+        self.position = 0  # batches of this epoch that were handed out
+        self._is_stream = isinstance(dataset, IterableDataset)
+        self._options: dict[str, Any] = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
+        self._drop_last = drop_last
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        num_samples = len(self.dataset)  # type: ignore[arg-type]
+        return num_samples // self.batch_size if self._drop_last else -(-num_samples // self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rest of this epoch; the next call goes on with the next one."""
+        batches = iter(self._stream() if self._is_stream else self._loader())
+        for batch in batches:
+            self.position += 1  # before it is handed out: whoever saves has seen it
+            yield batch
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def _loader(self) -> DataLoader[Any]:
+        order = _Order(len(self.dataset), self.seed + self.epoch)  # type: ignore[arg-type]
+        batches = _From(BatchSampler(order, self.batch_size, self._drop_last), self.position)
+        return DataLoader(self.dataset, batch_sampler=batches, generator=torch.Generator(), **self._options)
+
+    def _stream(self) -> Iterator[Any]:
+        """An iterable dataset has no order to jump in: what was handed out before is read again and dropped."""
+        loader = DataLoader(
+            self.dataset,
+            batch_size=self.batch_size,
+            drop_last=self._drop_last,
+            generator=torch.Generator(),
+            **self._options,
+        )
+        done = self.position
+        for number, batch in enumerate(loader):
+            if number >= done:
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it is."""
+        return {"seed": self.seed, "epoch": self.epoch, "position": self.position, "batch_size": self.batch_size}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from there; an iterator that is in use does not notice."""
+        if state["batch_size"] != self.batch_size:
+            raise bad_value("batch size of the data position", state["batch_size"], [self.batch_size])
+        self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
+
+
+class _Order(Sampler[int]):
+    """All samples once, in an order that follows from the seed."""
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        self._num_samples, self._seed = num_samples, seed
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._seed)
+        return iter(torch.randperm(self._num_samples, generator=generator).tolist())
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+
+class _From(Sampler[list[int]]):
+    """Batches from a position on."""
+
+    def __init__(self, batches: BatchSampler, first: int) -> None:
+        self._batches, self._first = batches, first
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number, batch in enumerate(self._batches):
+            if number >= self._first:
+                yield batch
+
+    def __len__(self) -> int:
+        return len(self._batches) - self._first

@@ -1,0 +1,141 @@
+"""What an engine says while it trains: log lines, scalars for monitors, times, and a profile of one step."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from twinflow.engine.late import LateScalar
+
+if TYPE_CHECKING:
+    from twinflow.engine.core import Engine
+
+LOGGER = logging.getLogger("twinflow")
+_MOST_LATE = 64  # numbers that may be on their way before the oldest is waited for
+
+
+class Writer(Protocol):
+    """Takes (tag, value, samples)."""
+
+    def write(self, events: Sequence[tuple[str, float, int]]) -> None: ...  # noqa: D102
+
+    def close(self) -> None: ...  # noqa: D102
+
+
+class Timers(Protocol):
+    """Measures named stretches of a step."""
+
+    def measure(self, name: str) -> AbstractContextManager[Any]: ...  # noqa: D102
+
+    def line(self) -> str: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class _Late:
+    samples: int
+    loss: LateScalar
+    lr: float
+    loss_scale: float
+
+
+class Reports:
+    """Nothing here waits for the device but the lines that were asked for."""
+
+    def __init__(
+        self,
+        steps_per_print: int | None = None,
+        writer: Writer | None = None,
+        timers: Timers | None = None,
+        profiler: Profiler | None = None,
+    ) -> None:
+        self._every, self._writer, self._timers, self._profiler = steps_per_print, writer, timers, profiler
+        self._loss: Tensor | None = None  # of the step under way
+        self._late: deque[_Late] = deque()
+
+    def forward(self, engine: Engine) -> AbstractContextManager[Any]:
+        """Around a forward."""
+        if self._profiler is not None:
+            self._profiler.before_forward(engine)
+        return self._measure("forward")
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """Around a backward."""
+        return self._measure("backward")
+
+    def step(self) -> AbstractContextManager[Any]:
+        """Around the optimizer's step."""
+        return self._measure("step")
+
+    def _measure(self, name: str) -> AbstractContextManager[Any]:
+        return self._timers.measure(name) if self._timers is not None else nullcontext()
+
+    def add_loss(self, loss: Tensor) -> None:
+        """A micro-batch's share of the step's loss."""
+        if self._writer is not None or self._every:
+            loss = loss.detach().float()
+            self._loss = loss if self._loss is None else self._loss + loss
+
+    def after_step(self, engine: Engine) -> None:
+        """A step is over: note its numbers, print what is due."""
+        if self._profiler is not None:
+            self._profiler.after_step(engine)
+        loss, self._loss = self._loss, None
+        if loss is None:
+            return
+        group = engine.optimizer.param_groups[0] if engine.optimizer is not None else {}
+        late = LateScalar(loss)
+        if self._writer is not None:
+            # The scale is the one of this step; reading the next one would wait for the device.
+            scale = engine.optimizer.current_loss_scale if engine.optimizer is not None else 1.0
+            self._late.append(_Late(engine.global_samples, late, float(group.get("lr", 0.0)), scale))
+            self._write(all_of_them=False)
+        if self._every and engine.global_steps % self._every == 0:
+            self._print(engine, late)
+
+    def _print(self, engine: Engine, loss: LateScalar) -> None:
+        rates = ", ".join(f"{lr:.4g}" for lr in engine.get_lr())
+        norm = engine.get_global_grad_norm()
+        text = f"step {engine.global_steps}, skipped {engine.skipped_steps}, loss {loss.get():.5g}, lr {rates}"
+        LOGGER.info(text + (f", gradient norm {norm:.4g}" if norm is not None else ""))
+        if self._timers is not None:
+            LOGGER.info(self._timers.line())
+
+    def _write(self, all_of_them: bool) -> None:
+        assert self._writer is not None
+        while self._late and (all_of_them or self._late[0].loss.done() or len(self._late) > _MOST_LATE):
+            late = self._late.popleft()
+            tags = {"train_loss": late.loss.get(), "lr": late.lr, "loss_scale": late.loss_scale}
+            self._writer.write([(f"Train/Samples/{tag}", value, late.samples) for tag, value in tags.items()])
+
+    def close(self) -> None:
+        """Write what is still on its way."""
+        if self._writer is not None:
+            self._write(all_of_them=True)
+            self._writer.close()
+
+
+class Profiler:
+    """Counts the operations of one step, the `profile_step`-th, and prints or writes the result."""
+
+    def __init__(self, profile_step: int, profile: Any, show: Any) -> None:
+        self._step, self._profile, self._show = profile_step, profile, show
+        self._open: Any = None
+
+    def before_forward(self, engine: Engine) -> None:
+        """Begin with the first forward of that step."""
+        if self._open is None and engine.part == 0 and engine.global_steps + 1 == self._step:
+            self._open = self._profile(engine.module)
+            self._open.__enter__()
+
+    def after_step(self, engine: Engine) -> None:
+        """End with it."""
+        if self._open is not None:
+            opened, self._open = self._open, None
+            opened.__exit__(None, None, None)
+            self._show(opened)

@@ -1,0 +1,240 @@
+"""An engine as a checkpoint, and back: weights, optimizer, schedule, counters, random states and data position.
+
+Everything is streamed: one parameter's state is in memory at a time. Loading checks all that can be wrong, checksums
+included, before it changes anything.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from twinflow.checkpoint import Checkpoint, Entry, open_checkpoint
+from twinflow.checkpoint import save as save_files
+from twinflow.checkpoint.tree import Leaf, put_together, take_apart, tensor_names
+from twinflow.errors import bad_value
+
+if TYPE_CHECKING:
+    from twinflow.engine.core import Engine
+
+_COUNTERS = ("global_steps", "micro_steps", "global_samples")
+
+
+@dataclass(frozen=True)
+class What:
+    """What to take over from a checkpoint."""
+
+    strict: bool  # the names of the weights must be the model's
+    optimizer: bool
+    scheduler: bool
+    everything_else: bool  # counters, random states, data position
+    custom_load_fn: Callable[..., Any] | None = None
+
+
+def save(
+    engine: Engine,
+    root: Path,
+    tag: str,
+    client_state: dict[str, Any],
+    save_latest: bool,
+    exclude_frozen: bool,
+    on_progress: Callable[[int, int], None] | None,
+) -> None:
+    """Write `root`/`tag`."""
+    if engine.part:
+        raise RuntimeError(
+            f"save_checkpoint() after {engine.part} of {engine.gradient_accumulation_steps()} micro-batches of a step. "
+            "Call it after a boundary's step()"
+        )
+    meta, states, others = _collect(engine, client_state)
+    if engine.optimizer is not None:
+        engine.optimizer.wait()
+    leaves, meta["aliases"], meta["excluded"] = weights(engine.module, exclude_frozen)
+    files = {"model": leaves, "optimizer": states, "rest": others}
+    entries = {name: [Entry(*leaf) for leaf in found] for name, found in files.items()}
+    keep_last = engine.settings.keep_last
+    save_files(root, tag, entries, meta, save_latest=save_latest, keep_last=keep_last, on_progress=on_progress)
+
+
+def _collect(engine: Engine, client_state: dict[str, Any]) -> tuple[dict[str, Any], list[Leaf], list[Leaf]]:
+    """All but the weights: as JSON, and the tensors of the optimizer and of the rest."""
+    meta: dict[str, Any] = {name: getattr(engine, name) for name in _COUNTERS}
+    states: list[Leaf] = []
+    others: list[Leaf] = []
+    if engine.optimizer is not None:
+        head, entries = engine.optimizer.stream_state()
+        meta["optimizer"], found = take_apart(head, "optimizer")
+        others += found
+        meta["optimizer_state"] = {}
+        for name, entry in entries:
+            meta["optimizer_state"][name], found = take_apart(entry, name)
+            states += found
+    parts = {
+        "scheduler": _state_of(engine.lr_scheduler),
+        "loader": _state_of(engine.training_dataloader),
+        "random": random_states(),
+        "client_state": client_state,
+    }
+    for name, value in parts.items():
+        meta[name], found = take_apart(value, name)
+        others += found
+    return meta, states, others
+
+
+def _state_of(part: Any) -> Any:
+    if not hasattr(part, "state_dict"):
+        return None
+    return part.state_dict()
+
+
+def weights(module: nn.Module, exclude_frozen: bool) -> tuple[list[Leaf], dict[str, str], list[str]]:
+    """A model's tensors, each once; names of those that are the same tensor as another; names that were left out."""
+    leaves: list[Leaf] = []
+    first: dict[tuple[Any, ...], str] = {}
+    aliases: dict[str, str] = {}
+    frozen = {name for name, param in module.named_parameters(remove_duplicate=False) if not param.requires_grad}
+    excluded = []
+    for name, tensor in _tensors(module).items():
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if exclude_frozen and name in frozen:
+            excluded.append(name)
+        elif tensor.numel() and first.setdefault(key, name) != name:
+            aliases[name] = first[key]
+        else:
+            leaves.append(Leaf(name, tensor.dtype, tuple(tensor.shape), tensor.detach))
+    return leaves, aliases, excluded
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+
+
+def random_states() -> dict[str, Any]:
+    """Every generator that training may draw from."""
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.uint32).astype(np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Put them back. A GPU that was not there then keeps its own."""
+    random.setstate(states["python"])
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
+    torch.set_rng_state(states["torch"])
+    for device, value in enumerate(states.get("cuda", ())):
+        if device < torch.cuda.device_count():
+            torch.cuda.set_rng_state(value, device)
+
+
+def load(engine: Engine, root: Path, tag: str | None, what: What) -> tuple[str | None, dict[str, Any]]:
+    """Take over `root`/`tag`, or the latest; its path and the client state."""
+    found = open_checkpoint(root, tag)
+    if found is None:
+        return None, {}
+    found.verify()
+    meta, rest = found.meta, _reader(found, "rest")
+    names = _check_model(engine.module, found, what)
+    source, head = _FileSource(found), None
+    if what.optimizer and engine.optimizer is not None and "optimizer" in meta:
+        head = put_together(meta["optimizer"], rest)
+        engine.optimizer.check_state(head, source)
+    others = {key: put_together(meta[key], rest) for key in ("scheduler", "loader", "random", "client_state")}
+    loader = engine.training_dataloader
+    has_position = what.everything_else and others["loader"] is not None and hasattr(loader, "load_state_dict")
+    if has_position:
+        loader.load_state_dict(others["loader"])
+    _load_weights(engine, found, names, what)
+    if head is not None:
+        assert engine.optimizer is not None
+        engine.optimizer.load_state_dict(head, source)
+    if what.scheduler and others["scheduler"] is not None and engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(others["scheduler"])
+    if what.everything_else:
+        for name in _COUNTERS:
+            setattr(engine, name, meta[name])
+        engine.part = 0
+        set_random_states(others["random"])
+    return str(found.path), others["client_state"]
+
+
+def _reader(found: Checkpoint, file: str) -> Callable[[str], Tensor]:
+    return lambda name: found.tensor(file, name)
+
+
+class _FileSource:
+    """The optimizer's entries in a checkpoint."""
+
+    def __init__(self, found: Checkpoint) -> None:
+        self._found = found
+        self._entries: dict[str, Any] = found.meta.get("optimizer_state", {})
+
+    def names(self) -> Iterable[str]:
+        return self._entries
+
+    def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        tensors = tensor_names(self._entries[name])
+        return {key: self._found.shape("optimizer", path) for key, path in tensors.items()}
+
+    def entry(self, name: str) -> Mapping[str, Any]:
+        entry: dict[str, Any] = put_together(self._entries[name], _reader(self._found, "optimizer"))
+        return entry
+
+
+def _check_model(module: nn.Module, found: Checkpoint, what: What) -> dict[str, str]:
+    """The model's tensors that the checkpoint has, and under which name; ValueError where they do not fit."""
+    own, aliases = _tensors(module), found.meta["aliases"]
+    saved = set(found.names("model"))
+    names = {name: aliases.get(name, name) for name in own if aliases.get(name, name) in saved}
+    if what.custom_load_fn is not None:
+        return names
+    if what.strict:
+        missing = set(own) - set(names) - set(found.meta["excluded"])
+        unknown = (saved | set(aliases)) - set(own)
+        if missing or unknown:
+            raise ValueError(
+                f"{found.path}: its weights are not this model's: {_some('missing', missing)}"
+                f"{_some('not in the model', unknown)}. Build the same model, or pass load_module_strict=False"
+            )
+    for name, path in names.items():
+        shape = found.shape("model", path)
+        if shape != tuple(own[name].shape):
+            raise bad_value(f"{found.path}: shape of {name}", shape, [tuple(own[name].shape)])
+    return names
+
+
+def _some(what: str, names: set[str]) -> str:
+    if not names:
+        return ""
+    shown = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f" {what} {shown};"
+
+
+@torch.no_grad()
+def _load_weights(engine: Engine, found: Checkpoint, names: Mapping[str, str], what: What) -> None:
+    if engine.optimizer is not None:
+        engine.optimizer.wait()  # weights on their way would be written over what is loaded
+    if what.custom_load_fn is not None:
+        everything = {name: found.tensor("model", path) for name, path in names.items()}
+        what.custom_load_fn(src=everything, dst=engine.module)
+        return
+    own = _tensors(engine.module)
+    written: set[tuple[Any, ...]] = set()
+    for name, path in names.items():
+        key = (own[name].data_ptr(), own[name].shape)
+        if key not in written:  # a tied weight is written once
+            written.add(key)
+            own[name].copy_(found.tensor("model", path))

@@ -1,0 +1,360 @@
+"""The FLOPs of a model, module by module: DeepSpeed's `flops_profiler`.
+
+How an operation finds its module. torch's `FlopCounterMode` sees every operation and knows its FLOPs; it asks a tracker
+where to book them. In forward that is the module whose `forward` was entered last. In backward it is the module that
+made the autograd node which is running: when a module is entered, the nodes behind its inputs that have no owner yet
+are given to the module around it, and when it is left, those behind its outputs are given to the module itself. Each
+node is visited once. A module that backward runs forward again (activation checkpointing) books into backward.
+
+A parent has what its children have: sums follow the names, so that a `ModuleList`, which is never called, has a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from twinflow.monitor.files import write_whole
+
+Phase = Literal["forward", "backward"]
+Stamp = float | torch.cuda.Event
+
+Shape = Sequence[int]
+
+
+def attention_flops(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+    """Attention over shapes [batch, heads, tokens, size]: the scores, and the values they weigh."""
+    batch, heads, num_queries, size = query
+    return 2 * batch * heads * num_queries * key[2] * (size + value[3])
+
+
+def attention_backward_flops(grad: Shape, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+    """Five products: the scores once more, and the gradients of the scores, the values, the queries and the keys."""
+    batch, heads, num_queries, size = query
+    return 2 * batch * heads * num_queries * key[2] * (3 * size + 2 * value[3])
+
+
+# torch knows the attention kernels of GPUs only.
+CPU_ATTENTION: Final = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
+}
+
+
+@dataclass(frozen=True)
+class FlopsRow:
+    """One module with everything below it."""
+
+    depth: int  # 0 is the model
+    name: str  # as in `named_modules`; the model itself has none
+    kind: str  # its class
+    num_params: int
+    forward_flops: int
+    backward_flops: int  # what was run, recomputed forwards included; 0 when there was no backward
+    forward_s: float
+    share: float  # of the model's FLOPs
+
+    @property
+    def flops(self) -> int:
+        """Forward and backward."""
+        return self.forward_flops + self.backward_flops
+
+
+@dataclass(frozen=True)
+class FlopsReport:
+    """What one profiled step did. Its times include the cost of counting, so a plain step is faster."""
+
+    rows: tuple[FlopsRow, ...]  # the model first, then its modules in their order
+    seconds: float  # from entering the profile to leaving it
+    recompute_fwd_factor: float = 0.0  # how often backward runs forward again; used where backward was not run
+
+    @property
+    def forward_flops(self) -> int:
+        """FLOPs of forward, operations outside of every module included."""
+        return self.rows[0].forward_flops
+
+    @property
+    def backward_flops(self) -> float:
+        """FLOPs of backward: counted when it was run, else twice those of forward and what it would recompute."""
+        counted = self.rows[0].backward_flops
+        return counted if counted else (2.0 + self.recompute_fwd_factor) * self.forward_flops
+
+    @property
+    def flops_per_second(self) -> float:
+        """What was counted over the time it took."""
+        return self.rows[0].flops / self.seconds if self.seconds > 0 else 0.0
+
+    def text(self, module_depth: int = -1, top_modules: int = 1, detailed: bool = True) -> str:
+        """The report for people: totals, the `top_modules` classes at each depth, and a table of all modules.
+
+        Both go down to `module_depth`; -1 is all the way.
+        """
+        last = max(row.depth for row in self.rows) if module_depth < 0 else module_depth
+        rows = [row for row in self.rows if row.depth <= last]
+        parts = [self._totals(), _top(rows, top_modules)]
+        if detailed:
+            parts.append(_table(rows))
+        return "\n\n".join(parts) + "\n"
+
+    def write(
+        self, path: str | Path | None = None, module_depth: int = -1, top_modules: int = 1, detailed: bool = True
+    ) -> None:
+        """Write the text to a file, or to standard output where there is none."""
+        text = self.text(module_depth, top_modules, detailed)
+        if path is None:
+            sys.stdout.write(text)
+        else:
+            write_whole(Path(path), text)
+
+    def _totals(self) -> str:
+        model = self.rows[0]
+        how = "counted" if model.backward_flops else f"not run; estimated, recompute {self.recompute_fwd_factor:g}"
+        rows = [
+            ("model", f"{model.kind}, {si(model.num_params).strip()} parameters"),
+            ("forward", f"{si(model.forward_flops)}FLOP in {model.forward_s * 1000:.2f} ms"),
+            ("backward", f"{si(self.backward_flops)}FLOP ({how})"),
+            ("total", f"{si(self.forward_flops + self.backward_flops)}FLOP"),
+            ("achieved", f"{si(self.flops_per_second)}FLOPS over {self.seconds * 1000:.2f} ms, counting included"),
+        ]
+        return "\n".join(f"{name:<8}  {value}" for name, value in rows)
+
+
+class FlopsProfile:
+    """Counts from `start()` to `stop()`, or within a `with` block; then `report` is there.
+
+    It watches, and changes no result. Compiled functions cannot be looked into: profile the model without them.
+    """
+
+    def __init__(self, model: nn.Module, recompute_fwd_factor: float = 0.0) -> None:
+        self._model = model
+        self._recompute_fwd_factor = recompute_fwd_factor
+        self._report: FlopsReport | None = None
+        self._watch: _Watch | None = None
+        self._start_s = 0.0
+
+    @property
+    def report(self) -> FlopsReport:
+        """What was counted."""
+        assert self._report is not None, "stop() the profile first"
+        return self._report
+
+    def start(self) -> None:
+        """Hook into the model; everything from here on is counted."""
+        self._watch = _Watch(self._model)
+        self._start_s = self._now()
+        self._watch.start()
+
+    def stop(self) -> None:
+        """Take every hook out and make the report."""
+        watch, self._watch = self._watch, None
+        assert watch is not None, "start() the profile first"
+        watch.stop()
+        seconds = self._now() - self._start_s
+        rows = tuple(_rows(self._model, watch.flops(), watch.seconds()))
+        self._report = FlopsReport(rows, seconds, self._recompute_fwd_factor)
+
+    def text(self, module_depth: int = -1, top_modules: int = 1, detailed: bool = True) -> str:
+        """The report's text."""
+        return self.report.text(module_depth, top_modules, detailed)
+
+    def __enter__(self) -> FlopsProfile:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _now(self) -> float:
+        for device in {param.device for param in self._model.parameters() if param.is_cuda}:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+
+def profile(model: nn.Module, recompute_fwd_factor: float = 0.0) -> FlopsProfile:
+    """A context that counts one step: `with profile(model) as p: model(x).sum().backward()`, then `p.report`."""
+    return FlopsProfile(model, recompute_fwd_factor)
+
+
+class _Watch:
+    """Hooks on every module, and the tracker that tells `FlopCounterMode` where to book: see the note at the top."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {module: name for name, module in model.named_modules()}
+        self._device = next((param.device for param in model.parameters() if param.is_cuda), None)
+        self._open: list[tuple[str, Stamp]] = []  # the modules that run now, with when they began
+        self._owners: dict[Any, str] = {}  # of autograd nodes; holds them, for a node that is let go loses its identity
+        self._times: list[tuple[str, Stamp, Stamp]] = []
+        self._handles: list[Any] = []
+        self._counter = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
+        self._counter.mod_tracker = self  # type: ignore[assignment]
+
+    def start(self) -> None:
+        for module in self._names:
+            self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+        self._counter.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._owners.clear()
+        self._open.clear()
+
+    def flops(self) -> dict[tuple[Phase, str], int]:
+        counts: Mapping[Any, Mapping[Any, int]] = self._counter.get_flop_counts()
+        return {place: sum(by_operation.values()) for place, by_operation in counts.items()}
+
+    def seconds(self) -> dict[str, float]:
+        total: dict[str, float] = defaultdict(float)
+        for name, before, after in self._times:
+            if isinstance(before, float) and isinstance(after, float):
+                total[name] += after - before
+            else:
+                assert isinstance(before, torch.cuda.Event)
+                assert isinstance(after, torch.cuda.Event)
+                total[name] += before.elapsed_time(after) / 1000.0
+        return total
+
+    @property
+    def parents(self) -> set[tuple[Phase, str]]:
+        """Asked by the counter at every operation that has FLOPs."""
+        node = torch._C._current_autograd_node()
+        inner = self._open[-1][0] if self._open else ""
+        if node is None:
+            return {("forward", inner)}
+        return {("backward", inner if self._open else self._owners.get(node, ""))}
+
+    def __enter__(self) -> _Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The counter leaves its tracker; there is nothing to do."""
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._own((args, kwargs), self._open[-1][0] if self._open else "")
+        self._open.append((self._names[module], self._stamp()))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        name = self._names[module]
+        while self._open:  # an exception may have passed modules whose hooks were not called
+            opened, before = self._open.pop()
+            if opened == name:
+                break
+        else:
+            return
+        self._own(output, name)
+        if torch._C._current_autograd_node() is None:
+            self._times.append((name, before, self._stamp()))
+
+    def _stamp(self) -> Stamp:
+        """Now: in the GPU's current stream, or on the clock."""
+        if self._device is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _own(self, values: Any, name: str) -> None:
+        nodes = [tensor.grad_fn for tensor in _tensors(values)]
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in self._owners:  # what is behind a node with an owner has owners
+                self._owners[node] = name
+                nodes += [behind for behind, _ in node.next_functions]
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """The tensors in what a module was given or gave back."""
+    if isinstance(values, Tensor):
+        yield values
+        return
+    inner: Iterable[Any] = ()
+    if isinstance(values, Mapping):
+        inner = values.values()
+    elif isinstance(values, (tuple, list)):
+        inner = values
+    elif dataclasses.is_dataclass(values) and not isinstance(values, type):
+        inner = (getattr(values, field.name) for field in dataclasses.fields(values))
+    for value in inner:
+        yield from _tensors(value)
+
+
+def _rows(model: nn.Module, flops: Mapping[tuple[Phase, str], int], seconds: Mapping[str, float]) -> Iterator[FlopsRow]:
+    total: dict[tuple[str, str], int] = defaultdict(int)
+    for (phase, name), count in flops.items():
+        for parent in _with_parents(name):
+            total[phase, parent] += count
+    everything = total["forward", ""] + total["backward", ""]
+    for name, module in model.named_modules():
+        forward, backward = total["forward", name], total["backward", name]
+        yield FlopsRow(
+            depth=name.count(".") + 1 if name else 0,
+            name=name,
+            kind=type(module).__name__,
+            num_params=sum(param.numel() for param in module.parameters()),
+            forward_flops=forward,
+            backward_flops=backward,
+            forward_s=seconds.get(name, 0.0),
+            share=(forward + backward) / everything if everything else 0.0,
+        )
+
+
+def _with_parents(name: str) -> Iterator[str]:
+    """The name and those of all modules around it; last the model's, which is empty."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def _top(rows: Iterable[FlopsRow], count: int) -> str:
+    """At each depth the classes with the most FLOPs."""
+    flops: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    shares: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for row in rows:
+        flops[row.depth][row.kind] += row.flops
+        shares[row.depth][row.kind] += row.share
+    lines = ["classes with the most FLOPs at each depth"]
+    for depth, kinds in sorted(flops.items()):
+        best = sorted(kinds, key=lambda kind: -kinds[kind])[: max(0, count)]
+        cells = (f"{kind} {si(kinds[kind])}FLOP {100 * shares[depth][kind]:.1f}%" for kind in best)
+        lines.append(f"  {depth}: {', '.join(cells)}")
+    return "\n".join(lines)
+
+
+def _table(rows: Iterable[FlopsRow]) -> str:
+    cells = [("module", "class", "params", "forward FLOP", "backward FLOP", "forward ms", "share")]
+    for row in rows:
+        name = "  " * row.depth + (row.name.rpartition(".")[2] or "(model)")
+        counts = (si(row.num_params), si(row.forward_flops), si(row.backward_flops))
+        cells.append((name, row.kind, *counts, f"{row.forward_s * 1000:.2f}", f"{100 * row.share:.1f}%"))
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    lines = []
+    for line in cells:
+        left = (f"{cell:<{width}}" for cell, width in zip(line[:2], widths[:2], strict=True))
+        right = (f"{cell:>{width}}" for cell, width in zip(line[2:], widths[2:], strict=True))
+        lines.append("  ".join((*left, *right)))
+    return "\n".join(lines)
+
+
+def si(value: float) -> str:
+    """A count with four digits and its prefix: 12.35 G."""
+    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if value >= 10**power:
+            return f"{value / 10**power:.2f} {prefix}"
+    return f"{value:.0f} "

@@ -1,0 +1,182 @@
+"""Scalars for other programs, as DeepSpeed's `csv_monitor`, `tensorboard` and `wandb` sections ask for them.
+
+An event is a tag, a value and the number of samples seen so far, which is the x axis as in DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Protocol, TextIO
+
+from twinflow.errors import bad_value
+from twinflow.monitor.files import keep_lines
+
+Event = tuple[str, float, int]
+
+TAGS: Final = "Train/Samples/"
+LOSS, LR, LOSS_SCALE = f"{TAGS}train_loss", f"{TAGS}lr", f"{TAGS}loss_scale"
+
+
+def step_events(samples: int, loss: float, lr: float, loss_scale: float | None = None) -> list[Event]:
+    """What DeepSpeed logs of each step; the loss scale only with fp16."""
+    events = [(LOSS, loss, samples), (LR, lr, samples)]
+    return events if loss_scale is None else [*events, (LOSS_SCALE, loss_scale, samples)]
+
+
+def timer_events(samples: int, means_ms: Mapping[str, float]) -> list[Event]:
+    """What DeepSpeed logs with `wall_clock_breakdown`."""
+    return [(f"{TAGS}elapsed_time_ms_{name}", value, samples) for name, value in means_ms.items()]
+
+
+class ScalarWriter(Protocol):
+    """Where events go."""
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Record them."""
+
+    def flush(self) -> None:
+        """Make what was written readable for others."""
+
+    def close(self) -> None:
+        """Write what is left; nothing may be written afterwards."""
+
+
+class CsvWriter:
+    """One file a tag in `output_path/job_name`, each with a header; what is there already is added to.
+
+    `resume_after`: the samples seen where a run is resumed. Rows from later on are dropped, for they will come again.
+    """
+
+    def __init__(self, output_path: str | Path, job_name: str, resume_after: int | None = None) -> None:
+        self.folder = Path(output_path) / job_name
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._resume_after = resume_after
+        self._files: dict[str, TextIO] = {}
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Append a row to the file of each tag."""
+        for tag, value, samples in events:
+            file = self._files.get(tag) or self._open(tag)
+            csv.writer(file, lineterminator="\n").writerow([samples, value])
+
+    def flush(self) -> None:
+        """Hand the rows to the system."""
+        for file in self._files.values():
+            file.flush()
+
+    def close(self) -> None:
+        """Close every file."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _open(self, tag: str) -> TextIO:
+        path = self.folder / f"{re.sub(r'[^0-9A-Za-z_.-]', '_', tag)}.csv"
+        last = self._resume_after
+        keep_lines(path, None if last is None else lambda line: not is_later(line, last))
+        file = self._files[tag] = path.open("a", encoding="utf-8", newline="")
+        if file.tell() == 0:
+            csv.writer(file, lineterminator="\n").writerow(["step", tag.rsplit("/", 1)[-1]])
+        return file
+
+
+def is_later(row: str, samples: int) -> bool:
+    """Whether a row of a csv file was written after that many samples; the header was not."""
+    first = row.split(",", 1)[0]
+    return first.isdecimal() and int(first) > samples
+
+
+class TensorBoardWriter:
+    """An event file in `output_path/job_name`. `resume_after`: TensorBoard hides what was logged after that."""
+
+    def __init__(self, output_path: str | Path, job_name: str, resume_after: int | None = None) -> None:
+        try:
+            tensorboard = importlib.import_module("torch.utils.tensorboard")
+        except ImportError as error:
+            raise not_installed("tensorboard", "tensorboard") from error
+        purge_step = None if resume_after is None else resume_after + 1
+        self._writer: Any = tensorboard.SummaryWriter(str(Path(output_path) / job_name), purge_step=purge_step)
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Queue the events; TensorBoard's own thread writes them."""
+        for tag, value, samples in events:
+            self._writer.add_scalar(tag, value, samples)
+
+    def flush(self) -> None:
+        """Wait until the events are in the file."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+class WandbWriter:
+    """A run of Weights & Biases."""
+
+    def __init__(self, project: str | None = None, group: str | None = None, team: str | None = None) -> None:
+        try:
+            wandb: Any = importlib.import_module("wandb")
+        except ImportError as error:
+            raise not_installed("wandb", "wandb") from error
+        if not hasattr(wandb, "init"):  # a folder `wandb` of an earlier run can be imported too
+            raise not_installed("wandb", "wandb")
+        self._run: Any = wandb.init(project=project, group=group, entity=team)
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Log the events; those with the same x go as one, since each call moves the x on."""
+        rows: dict[int, dict[str, float]] = {}
+        for tag, value, samples in events:
+            rows.setdefault(samples, {})[tag] = value
+        for samples, row in sorted(rows.items()):
+            self._run.log(row, step=samples)
+
+    def flush(self) -> None:
+        """Nothing: it sends on its own."""
+
+    def close(self) -> None:
+        """End the run; waits until everything was sent."""
+        self._run.finish()
+
+
+class Fanout:
+    """Several writers as one; with none it does nothing, which is what every rank but the first has."""
+
+    def __init__(self, writers: Sequence[ScalarWriter] = ()) -> None:
+        self.writers = tuple(writers)
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Record the events everywhere."""
+        for writer in self.writers:
+            writer.write(events)
+
+    def flush(self) -> None:
+        """Flush every writer."""
+        for writer in self.writers:
+            writer.flush()
+
+    def close(self) -> None:
+        """Close every writer, also when one of them fails."""
+        with ExitStack() as stack:
+            for writer in self.writers:
+                stack.callback(writer.close)
+
+    def __enter__(self) -> Fanout:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def not_installed(section: str, package: str) -> ValueError:
+    """The error for a section of the config whose package is missing."""
+    allowed = f"false while the package {package} is not installed"
+    return bad_value(f"{section}.enabled", True, allowed, f"Install it with: pip install {package}")

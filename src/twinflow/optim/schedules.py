@@ -1,0 +1,406 @@
+"""DeepSpeed's five learning-rate schedules, and `build_scheduler` for these and PyTorch's by name.
+
+Each schedule is a pure function of the step, and a thin class that writes its values into an optimizer.
+
+Steps are counted as DeepSpeed counts them. A new schedule is at step -1 and has already set the learning rate that the
+first optimizer step uses; the n-th `step()` moves it to step n - 1. So a warm-up's first two optimizer steps run at its
+lowest rate: those of step -1 and of step 0. PyTorch's `last_epoch`, the number of `step()` calls, is one more.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from twinflow.errors import bad_value
+
+WARMUP_TYPES = ("log", "linear")
+# OneCycle's second beta while it cycles the first, whatever the optimizer was given: DeepSpeed's number.
+CYCLE_BETA2 = 0.99
+
+
+def build_scheduler(name: str, params: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:
+    """A schedule by name over `optimizer`: one of `SCHEDULES`, or a class of torch.optim.lr_scheduler."""
+    known = {**_torch_schedules(), **SCHEDULES}
+    by_lower = {key.lower(): key for key in known}
+    if not isinstance(name, str) or name.lower() not in by_lower:
+        raise bad_value("scheduler.type", name, known, _nearest(name, known))
+    kind = known[by_lower[name.lower()]]
+    _check_params(kind, params)
+    return kind(optimizer=optimizer, **params)
+
+
+def range_test_factor(step: int, step_size: int, step_rate: float, is_staircase: bool = False) -> float:
+    """LRRangeTest's multiple of the lowest rate: 1, growing by `step_rate` every `step_size` steps."""
+    interval = (step + 1) / step_size
+    return 1 + step_rate * (math.floor(interval) if is_staircase else interval)
+
+
+def warmup_factor(step: int, num_steps: int, warmup_type: str = "log") -> float:
+    """How far a warm-up has come: 0 up to step 0, 1 from step `num_steps` (at least 2) on; "log" rises fast first."""
+    if step < 0:
+        return 0.0
+    if step >= num_steps:
+        return 1.0
+    return step / num_steps if warmup_type == "linear" else 1.0 / math.log(num_steps) * math.log(step + 1)
+
+
+def linear_decay_factor(step: int, num_warmup_steps: int, num_total_steps: float) -> float:
+    """WarmupDecayLR after the warm-up: a straight line from 1 at its end to 0 at `num_total_steps`, and 0 beyond."""
+    return max(0.0, (num_total_steps - step) / max(1.0, num_total_steps - num_warmup_steps))
+
+
+def cosine_decay_factor(step: int, num_warmup_steps: int, num_total_steps: float, min_ratio: float) -> float:
+    """WarmupCosineLR after the warm-up: half a cosine from 1 down to `min_ratio`, which it reaches one step early."""
+    progress = min(1.0, (step - num_warmup_steps + 1) / max(1, num_total_steps - num_warmup_steps))
+    return max(0.0, min_ratio + (1.0 - min_ratio) * ((1 + math.cos(math.pi * progress)) / 2))
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """The shape of OneCycle in steps: up, down, then a decay; with stairs (0: none) instead of slopes."""
+
+    first_size: float
+    second_size: float
+    first_stairs: int = 0
+    second_stairs: int = 0
+    decay_step_size: float = 0
+
+    @property
+    def size(self) -> float:
+        """Steps of both halves together."""
+        return self.first_size + self.second_size
+
+
+def cycle_height(step: int, cycle: Cycle) -> float:
+    """Where OneCycle is between its two bounds: 0 at the start, 1 at the peak, 0 at the end and after it."""
+    if step >= cycle.size:
+        return 0.0
+    count = step + 1
+    turns = 1.0 + count / cycle.size
+    position, peak = turns - math.floor(turns), cycle.first_size / cycle.size
+    is_first = position <= peak
+    stairs = cycle.first_stairs if is_first else cycle.second_stairs
+    if stairs == 0:
+        return position / peak if is_first else (position - 1) / (peak - 1)
+    # Stairs are counted from whole steps: a slope that is rounded to just under a stair would fall a whole stair.
+    done = count % cycle.size
+    is_first = done <= cycle.first_size
+    stair = done * stairs / cycle.first_size if is_first else (cycle.size - done) * stairs / cycle.second_size
+    return math.floor(stair) / stairs
+
+
+def cycle_decay(step: int, cycle: Cycle, rate: float) -> float:
+    """What OneCycle's rate is divided by, and its momentum multiplied by: 1 in the cycle, then growing linearly."""
+    if step < cycle.size or cycle.decay_step_size == 0:
+        return 1.0
+    return 1 + rate * ((step - cycle.size + 1) / cycle.decay_step_size)
+
+
+class StepSchedule(LRScheduler):
+    """A schedule whose learning rates depend on the step alone. Subclasses set themselves up, then call this."""
+
+    def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
+        _check_integer("last_batch_iteration", last_batch_iteration, -1)
+        for group in optimizer.param_groups:
+            # Left in the group, it survives in the optimizer's state_dict: a schedule made after loading finds it.
+            group.setdefault("initial_lr", float(group["lr"]))
+        super().__init__(optimizer, last_batch_iteration)
+
+    @property
+    def last_batch_iteration(self) -> int:
+        """The step this schedule is at; -1 before the first `step()`."""
+        return self.last_epoch - 1
+
+    def step(self, epoch: int | None = None) -> None:
+        """Move to the next step (or to step `epoch`) and write its learning rates into the optimizer."""
+        # PyTorch's constructor also calls this: from last_epoch, its argument, to the step of the same number.
+        self.last_epoch = self.last_epoch + 1 if epoch is None else epoch + 1
+        self._step_count = self.last_epoch + 1
+        self._write()
+
+    def _write(self) -> None:
+        """Put the values of the present step into the param groups."""
+        groups = self.optimizer.param_groups
+        for group, lr in zip(groups, self.get_lr(), strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        lrs = (group["lr"] for group in groups)
+        self._last_lr = [lr.clone() if isinstance(lr, Tensor) else lr for lr in lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step, as DeepSpeed saves it; the rest comes from the config."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go to the saved step (also one that DeepSpeed saved) and write its values into the optimizer."""
+        self.step(_check_integer("last_batch_iteration", state_dict.get("last_batch_iteration"), -1))
+
+
+class LRRangeTest(StepSchedule):
+    """Raise the learning rate step by step from a low one, to find the highest that still trains."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        lr_range_test_min_lr: float | Sequence[float] = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.min_lrs = _per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
+        self.step_size = _check_integer("lr_range_test_step_size", lr_range_test_step_size, 1)
+        self.step_rate = _check_number("lr_range_test_step_rate", lr_range_test_step_rate)
+        self.is_staircase = lr_range_test_staircase
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The learning rate of each group at the present step."""
+        factor = range_test_factor(self.last_batch_iteration, self.step_size, self.step_rate, self.is_staircase)
+        return [lr * factor for lr in self.min_lrs]
+
+
+class OneCycle(StepSchedule):
+    """One cycle of the learning rate, up and down, then a decay; the momentum goes the other way.
+
+    The momentum is `betas[0]` where a group has betas (its `betas[1]` is then 0.99, as in DeepSpeed), else `momentum`,
+    where that is not zero. Before the first `step()` it is `cycle_min_mom`, also as in DeepSpeed.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        cycle_min_lr: float | Sequence[float],
+        cycle_max_lr: float | Sequence[float],
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: float = 2000,
+        cycle_second_step_size: float | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: float = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: float | Sequence[float] = 0.8,
+        cycle_max_mom: float | Sequence[float] = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        second_size = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
+        second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self.cycle = Cycle(
+            _check_number("cycle_first_step_size", cycle_first_step_size, 1),
+            _check_number("cycle_second_step_size", second_size, 0),
+            _check_integer("cycle_first_stair_count", cycle_first_stair_count, 0),
+            _check_integer("cycle_second_stair_count", second_stairs, 0),
+            _check_number("decay_step_size", decay_step_size, 0),
+        )
+        self.min_lrs = _per_group(optimizer, "cycle_min_lr", cycle_min_lr)
+        self.max_lrs = _per_group(optimizer, "cycle_max_lr", cycle_max_lr)
+        self.decay_lr_rate = _check_number("decay_lr_rate", decay_lr_rate)
+        self.min_moms = _per_group(optimizer, "cycle_min_mom", cycle_min_mom)
+        self.max_moms = _per_group(optimizer, "cycle_max_mom", cycle_max_mom)
+        self.decay_mom_rate = _check_number("decay_mom_rate", decay_mom_rate)
+        self.momentum_keys = [_momentum_key(group, optimizer) for group in optimizer.param_groups]
+        self.cycle_momentum = bool(cycle_momentum) and any(self.momentum_keys)
+        if cycle_momentum and not self.cycle_momentum:
+            kind = type(optimizer).__name__
+            warnings.warn(f"OneCycle leaves the momentum alone: {kind} has no betas and no momentum", stacklevel=2)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The learning rate of each group at the present step."""
+        height = cycle_height(self.last_batch_iteration, self.cycle)
+        decay = cycle_decay(self.last_batch_iteration, self.cycle, self.decay_lr_rate)
+        return [(low + (high - low) * height) / decay for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+    def get_mom(self) -> list[float]:
+        """The momentum of each group at the present step, where `cycle_momentum` is true."""
+        if self.last_batch_iteration < 0:
+            return self.min_moms
+        height = cycle_height(self.last_batch_iteration, self.cycle)
+        decay = cycle_decay(self.last_batch_iteration, self.cycle, self.decay_mom_rate)
+        return [(high - (high - low) * height) * decay for low, high in zip(self.min_moms, self.max_moms, strict=True)]
+
+    def _write(self) -> None:
+        super()._write()
+        if not self.cycle_momentum:
+            return
+        for group, key, momentum in zip(self.optimizer.param_groups, self.momentum_keys, self.get_mom(), strict=True):
+            if key:
+                group[key] = (momentum, CYCLE_BETA2, *group["betas"][2:]) if key == "betas" else momentum
+
+
+class WarmupLR(StepSchedule):
+    """Raise the learning rate from `warmup_min_lr` to `warmup_max_lr` (None: the optimizer's own), then keep it."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        if warmup_max_lr is None:
+            warmup_max_lr = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+        self.min_lrs = _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
+        self.max_lrs = _per_group(optimizer, "warmup_max_lr", warmup_max_lr)
+        self.warmup_num_steps = max(2, _check_integer("warmup_num_steps", warmup_num_steps, 1))
+        self.warmup_type = _check_warmup_type(warmup_type)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The learning rate of each group at the present step."""
+        factor = self._factor()
+        return [low + (high - low) * factor for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+    def _factor(self) -> float:
+        return warmup_factor(self.last_batch_iteration, self.warmup_num_steps, self.warmup_type)
+
+
+class WarmupDecayLR(WarmupLR):
+    """A warm-up as `WarmupLR`'s, then a straight line back to `warmup_min_lr` at step `total_num_steps`."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.total_num_steps = _check_total(total_num_steps, warmup_num_steps)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+
+    def _factor(self) -> float:
+        if self.last_batch_iteration < self.warmup_num_steps:
+            return super()._factor()
+        return linear_decay_factor(self.last_batch_iteration, self.warmup_num_steps, self.total_num_steps)
+
+
+class WarmupCosineLR(StepSchedule):
+    """Ratios of each group's own initial rate: from `warmup_min_ratio` to 1, then a cosine to `cos_min_ratio`.
+
+    Before the first `step()` the learning rate is 0, whatever `warmup_min_ratio` is, as in DeepSpeed.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.total_num_steps = _check_total(total_num_steps, warmup_num_steps)
+        self.warmup_min_ratio = _check_number("warmup_min_ratio", warmup_min_ratio)
+        self.warmup_num_steps = max(2, _check_integer("warmup_num_steps", warmup_num_steps, 1))
+        self.cos_min_ratio = _check_number("cos_min_ratio", cos_min_ratio)
+        self.warmup_type = _check_warmup_type(warmup_type)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The learning rate of each group at the present step."""
+        ratio = self.get_lr_ratio()
+        return [float(lr) * ratio for lr in self.base_lrs]
+
+    def get_lr_ratio(self) -> float:
+        """The present step's learning rate as a ratio of the initial one."""
+        step, num_steps = self.last_batch_iteration, self.warmup_num_steps
+        if step < 0:
+            return 0.0
+        if step < num_steps:
+            low = self.warmup_min_ratio
+            return low + warmup_factor(step, num_steps, self.warmup_type) * (1.0 - low)
+        return cosine_decay_factor(step, num_steps, self.total_num_steps, self.cos_min_ratio)
+
+
+SCHEDULES: Mapping[str, type[StepSchedule]] = MappingProxyType(
+    {kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
+)
+
+
+def _torch_schedules() -> dict[str, type[LRScheduler]]:
+    """The schedules of this PyTorch by class name, less the abstract ones."""
+    return {
+        name: kind
+        for name, kind in vars(lr_scheduler).items()
+        if inspect.isclass(kind) and issubclass(kind, LRScheduler) and kind is not LRScheduler and name[0] != "_"
+    }
+
+
+def _check_params(kind: type, params: Mapping[str, Any]) -> None:
+    """Refuse parameters that `kind` does not have, and the lack of those it needs."""
+    allowed = {name: p for name, p in inspect.signature(kind).parameters.items() if name != "optimizer"}
+    for key, value in params.items():
+        if key not in allowed:
+            raise bad_value(f"scheduler.params.{key}", value, allowed, _nearest(key, allowed))
+    missing = [name for name, p in allowed.items() if p.default is inspect.Parameter.empty and name not in params]
+    if missing:
+        raise bad_value("scheduler.params", dict(params), allowed, f"{kind.__name__} needs {', '.join(missing)}.")
+
+
+def _nearest(name: object, allowed: Iterable[str]) -> str:
+    """A question that names the allowed name nearest to this one, or nothing."""
+    by_lower = {key.lower(): key for key in allowed}
+    found = get_close_matches(str(name).lower(), by_lower, 1)
+    return f"Did you mean {by_lower[found[0]]!r}?" if found else ""
+
+
+def _momentum_key(group: Mapping[str, Any], optimizer: Optimizer) -> str:
+    """The option of a group that holds its momentum; "" where there is none or it is switched off."""
+    if "betas" in group:
+        return "betas"
+    # Zero is plain SGD, which keeps no momentum buffer. A cycle may pass through zero: then the default tells.
+    return "momentum" if group.get("momentum") or optimizer.defaults.get("momentum") else ""
+
+
+def _per_group(optimizer: Optimizer, name: str, value: object) -> list[float]:
+    """One number for each param group, from one number or one for each."""
+    num_groups = len(optimizer.param_groups)
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * num_groups
+    if len(values) != num_groups:
+        raise bad_value(name, value, f"one number, or a list of {num_groups}, one for each param group")
+    return [_check_number(name, item) for item in values]
+
+
+def _check_number(name: str, value: object, low: float = -math.inf) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= low:
+        return float(value)
+    raise bad_value(name, value, "a number" if low == -math.inf else f"a number from {low} on")
+
+
+def _check_integer(name: str, value: object, low: int) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= low:
+        return value
+    raise bad_value(name, value, f"an integer from {low} on")
+
+
+def _check_warmup_type(value: object) -> str:
+    if isinstance(value, str) and value in WARMUP_TYPES:
+        return value
+    raise bad_value("warmup_type", value, WARMUP_TYPES, _nearest(value, WARMUP_TYPES))
+
+
+def _check_total(total_num_steps: object, warmup_num_steps: object) -> float:
+    total = _check_number("total_num_steps", total_num_steps, 1)
+    if isinstance(warmup_num_steps, int) and total < warmup_num_steps:
+        warnings.warn(f"total_num_steps {total:g} is less than warmup_num_steps {warmup_num_steps}", stacklevel=3)
+    return total

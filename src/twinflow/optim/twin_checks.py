@@ -1,0 +1,88 @@
+"""What a TwinOptimizer refuses to be built with, before anything has happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from twinflow.errors import bad_value
+from twinflow.offload.bucket import Param
+from twinflow.offload.settings import Settings, Tuning
+from twinflow.rules import RULES
+from twinflow.rules.checks import FLOATS
+from twinflow.rules.formats import BLOCK
+
+
+def check_model(model: nn.Module | None) -> None:
+    """Refuse what would train wrongly."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "model is wrapped in DistributedDataParallel, whose gradients are not reduced yet when they are taken. "
+            "Give the module inside it, on one process"
+        )
+    dist = torch.distributed
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise bad_value("world size", dist.get_world_size(), "1: each process would train a model of its own")
+
+
+def groups_of(model: Any, param_groups: Iterable[Any] | None) -> list[Any]:
+    """Parameters or groups as torch.optim.Optimizer takes them; frozen ones left out."""
+    if not isinstance(model, nn.Module):
+        if param_groups is not None:
+            raise bad_value("param_groups", "given", "None where the first argument is not a module")
+        return list(model)
+    if param_groups is not None:
+        return list(param_groups)
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def check_foreign(rule: object, states: str, param_groups: Iterable[Any] | None) -> None:
+    """What is allowed beside an optimizer of the user's."""
+    if not isinstance(rule, Optimizer) and not callable(rule):
+        raise bad_value("rule", rule, [*RULES, "a torch.optim.Optimizer class or instance, or a function making one"])
+    if states != "fp32":
+        raise bad_value("states", states, ["fp32"], "A torch.optim.Optimizer given as rule keeps its own states.")
+    if isinstance(rule, Optimizer) and param_groups is not None:
+        raise bad_value("param_groups", "given", "None where rule is an optimizer: it has its own groups")
+
+
+def check_tuning(tuning: Tuning) -> None:
+    """Choices and sizes."""
+    for name, allowed in (("hold", ("auto", "device", "host")), ("sums", ("auto", "device", "host"))):
+        if getattr(tuning, name) not in allowed:
+            raise bad_value(f"tuning.{name}", getattr(tuning, name), allowed)
+    if tuning.bucket_numel < BLOCK or tuning.bucket_numel % BLOCK:
+        raise bad_value("tuning.bucket_numel", tuning.bucket_numel, f"a multiple of {BLOCK}")
+    if tuning.num_slots < 1:
+        raise bad_value("tuning.num_slots", tuning.num_slots, "a whole number >= 1")
+
+
+def check_settings(settings: Settings, model: nn.Module | None) -> None:
+    """Numbers, and what needs the model."""
+    max_norm = settings.limits.max_norm
+    if max_norm is not None and not 0.0 < max_norm < float("inf"):
+        raise bad_value("max_grad_norm", max_norm, "a number > 0, or None")
+    if settings.accumulation_steps < 1:
+        raise bad_value("accumulation_steps", settings.accumulation_steps, "a whole number >= 1")
+    if settings.early and model is None:
+        raise bad_value("early", True, [False], "Give the model as the first argument to start updates early.")
+    if settings.delayed_update and model is None:
+        raise bad_value("delayed_update", True, [False], "Give the model as the first argument.")
+
+
+def check_params(params: Sequence[Param]) -> None:
+    """Parameters as the runtime can take them: whole, of our dtypes, all on one device."""
+    if not params:
+        raise ValueError("there is no parameter to train: none requires a gradient")
+    for param in params:
+        if type(param.tensor) is not nn.Parameter and hasattr(param.tensor, "device_mesh"):
+            raise ValueError(f"{param.name} is sharded over processes (DTensor), which is not supported")
+        if param.tensor.dtype not in FLOATS:
+            raise bad_value(f"{param.name} dtype", param.tensor.dtype, FLOATS)
+        if param.tensor.device != params[0].tensor.device:
+            allowed = f"{params[0].tensor.device}, where {params[0].name} is"
+            raise bad_value(f"{param.name} device", str(param.tensor.device), allowed)
