@@ -34,7 +34,7 @@ test-all: lint
 	$(BIN)/python tests/run_parts.py
 
 test-gpu: $(VENV)/.installed
-	$(BIN)/python -m pytest -m gpu tests/gpu
+	$(BIN)/python -m pytest -m gpu tests
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/host_kernels.py --save

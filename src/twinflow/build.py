@@ -16,7 +16,7 @@ from twinflow.config import Batch, Config, load_config, notes, optimizer_choice,
 from twinflow.engine import Engine, EngineSettings, ResumableLoader
 from twinflow.engine.reports import LOGGER, Profiler, Reports
 from twinflow.errors import bad_value
-from twinflow.monitor.flops import profile
+from twinflow.monitor.flops import FlopsProfile, profile
 from twinflow.monitor.timers import Timers
 from twinflow.monitor.writers import CsvWriter, Fanout, TensorBoardWriter, WandbWriter
 from twinflow.offload.materialize import build as build_model
@@ -128,6 +128,8 @@ def make_optimizer(
     groups = None if isinstance(given, Optimizer) or model_parameters is None else list(model_parameters)
     offload = config.zero_optimization.offload_optimizer
     own = _own_options(config)
+    # A scheduler built over the user's optimizer has put a wrapper around its step, which is not the optimizer's.
+    wrapped = vars(given).pop("step", None) if isinstance(given, Optimizer) else None
     twin = TwinOptimizer(
         module,
         rule,
@@ -144,6 +146,8 @@ def make_optimizer(
     if isinstance(given, Optimizer):
         # A scheduler that was built over it writes its options: let them be ours.
         given.param_groups = twin.param_groups
+        if wrapped is not None:
+            given.step = wrapped  # type: ignore[method-assign]
         given._opt_called = True  # type: ignore[attr-defined]
     return twin
 
@@ -212,12 +216,12 @@ def _make_reports(config: Config) -> Reports:
     profiler = None
     if options.enabled:
 
-        def show(report: Any) -> None:
-            text = report.text(options.module_depth, options.top_modules, options.detailed)
+        def show(done: FlopsProfile) -> None:
+            shape = (options.module_depth, options.top_modules, options.detailed)
             if options.output_file:
-                Path(options.output_file).write_text(text + "\n", encoding="utf-8")
+                done.report.write(Path(options.output_file), *shape)
             else:
-                LOGGER.info(text)
+                LOGGER.info(done.text(*shape))
 
         profiler = Profiler(options.profile_step, profile, show)
     return Reports(

@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -78,9 +78,16 @@ def prepare(settings: TrainSettings, console: Console) -> Run:
     gpu_bytes = _cap_gpu(settings)
     set_threads(settings.threads)
     torch.set_num_threads(settings.threads)
-    data = load_data(settings.data, settings.tokenizer, settings.seed, json_key=settings.json_key)
-    shape = settings.model
-    settings = replace(settings, model=replace(shape, vocab_size=max(shape.vocab_size, data.vocab_size)))
+    data = load_data(
+        settings.data,
+        settings.tokenizer,
+        settings.seed,
+        json_key=settings.json_key,
+        vocab_size=settings.vocab_size,
+        progress=_tokenizing(console),
+    )
+    vocab_size = settings.vocab_size or max(settings.model.vocab_size, data.vocab_size)
+    settings = replace(settings, model=replace(settings.model, vocab_size=vocab_size))
     data.check_context(settings.context)
     if settings.resume and (settings.out / SETTINGS).exists():
         check_same_run(json.loads((settings.out / SETTINGS).read_text(encoding="utf-8")), settings)
@@ -96,6 +103,19 @@ def prepare(settings: TrainSettings, console: Console) -> Run:
         found, _ = engine.load_checkpoint(settings.out / CHECKPOINTS)
         console.print(f"resuming from {found}" if found else "no checkpoint yet: starting anew", soft_wrap=True)
     return Run(settings, data, engine, config, plan, gpu, engine.global_steps)
+
+
+def _tokenizing(console: Console) -> Callable[[int, int], None]:
+    """Says every tenth of the way how far the tokenizer has come: a large text takes minutes, once."""
+    shown = -1
+
+    def show(done: int, total: int) -> None:
+        nonlocal shown
+        if total and (tenth := 10 * done // total) > shown:
+            shown = tenth
+            console.print(f"tokenizing: {10 * tenth}% of {total / 1e6:,.0f} MB", highlight=False)
+
+    return show
 
 
 def _cap_gpu(settings: TrainSettings) -> int | None:

@@ -73,6 +73,7 @@ class TrainSettings:
     precision: str
     data: str
     json_key: str
+    vocab_size: int | None
     tokenizer: str
     seed: int
     valid_every: int  # 0: only before the first step and after the last

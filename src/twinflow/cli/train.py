@@ -42,6 +42,9 @@ def train(
     num_layers: Annotated[int | None, _option("--num-layers", help="Blocks.", panel=_MODEL)] = None,
     hidden: Annotated[int | None, _option("--hidden-size", help="Width.", panel=_MODEL)] = None,
     num_heads: Annotated[int | None, _option("--num-attention-heads", help="Heads.", panel=_MODEL)] = None,
+    vocab_size: Annotated[
+        int | None, _option("--vocab-size", help="Symbols. Default: what preset and tokenizer need.", panel=_MODEL)
+    ] = None,
     context: Annotated[
         int | None, _option("--seq-length", "--context", help="Tokens a sequence. Default: the preset's.", panel=_MODEL)
     ] = None,
@@ -160,6 +163,7 @@ def train(
             precision=_precision(precision, fp16, bf16, file_config),
             data=data,
             json_key=json_key,
+            vocab_size=vocab_size,
             tokenizer=tokenizer,
             seed=seed,
             valid_every=valid_every,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from twinflow.offload.gate import Limits
 from twinflow.offload.plan import BUCKET_NUMEL
 
-
 FLAT_BYTES = 3 << 29
 
 

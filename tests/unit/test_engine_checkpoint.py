@@ -1,0 +1,283 @@
+"""Checkpoints of the engine: to go on from one is not to have stopped, and a bad one changes nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, MultiStepLR
+from twin_support import CONFIG, batch, gpt, quick_torch
+
+import twinflow
+from twinflow.engine import Engine
+from twinflow.models.gpt import GPT
+
+STEPS, MIDDLE = 8, 4
+
+
+@pytest.fixture(autouse=True)
+def _quick() -> Iterator[None]:
+    with quick_torch():
+        yield
+
+
+def build(model: Any = None, given: Any = None, scheduler: Any = None, offload: Any = None, **changes: Any) -> Engine:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", **(offload or {})}},
+        **changes,
+    }
+    model = gpt() if model is None else model
+    return twinflow.initialize(model=model, optimizer=given, lr_scheduler=scheduler, config=config)[0]
+
+
+def run(engine: Engine, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = engine(*batch(step)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def everything(engine: Engine) -> dict[str, Any]:
+    """Weights, state and counters, as values that can be compared."""
+    assert engine.optimizer is not None
+    found: dict[str, Any] = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    saved = engine.optimizer.state_dict()
+    for name, entry in saved["state"].items():
+        for key, value in entry.items():
+            found |= (
+                {f"{name}/{key}/{k}": v for k, v in value.items()}
+                if isinstance(value, dict)
+                else {f"{name}/{key}": value}
+            )
+    found |= {key: saved[key] for key in ("num_steps", "num_skipped", "num_jobs", "loss_scale")}
+    found |= {"steps": engine.global_steps, "lr": engine.get_lr(), "skipped": engine.skipped_steps}
+    return found
+
+
+def assert_same(one: dict[str, Any], two: dict[str, Any]) -> None:
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        same = torch.equal(value, two[name]) if isinstance(value, torch.Tensor) else value == two[name]
+        assert same, name
+
+
+def halve(optimizer: Any) -> Any:
+    return LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "schedule": {"scheduler": halve},
+    "torch schedule with odd state": {"scheduler": lambda optimizer: MultiStepLR(optimizer, [2, 3, 6], 0.5)},
+    "parts": {"gradient_accumulation_steps": 2},
+    "bf16 state": {"offload": {"states": "bf16"}},
+    "int8 state": {"offload": {"states": "int8"}},
+    "delayed": {"offload": {"delayed_update": True}},
+    "torch optimizer": {"given": lambda params: torch.optim.RMSprop(params, lr=1e-3)},
+    "sgd": {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}},
+    "stateless": {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+    "clipped": {"gradient_clipping": 0.01},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_going_on_is_not_having_stopped(case: str, tmp_path: Path) -> None:
+    straight = build(**CASES[case])
+    run(straight, range(MIDDLE))
+    straight.save_checkpoint(tmp_path, client_state={"best": 1.5, "names": ("a", "b")})
+    expected = run(straight, range(MIDDLE, STEPS))
+    resumed = build(model=GPT(CONFIG), **CASES[case])  # other weights than those that were saved
+    path, client = resumed.load_checkpoint(tmp_path)
+    assert path is not None
+    assert client == {"best": 1.5, "names": ("a", "b")}
+    assert run(resumed, range(MIDDLE, STEPS)) == expected
+    assert_same(everything(straight), everything(resumed))
+    straight.destroy()
+    resumed.destroy()
+
+
+def test_random_states_and_the_data_position_go_on(tmp_path: Path) -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(16.0)[:, None].repeat(1, 8))
+
+    def make() -> Engine:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        config = {"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}}}
+        return twinflow.initialize(model=model, training_data=data, config=config)[0]
+
+    def steps(engine: Engine, iterator: Iterator[Any], count: int) -> list[Any]:
+        seen = []
+        for _ in range(count):
+            (x,) = next(iterator)
+            loss = engine(x).mean() * random.random() * float(np.random.rand())  # noqa: NPY002
+            engine.backward(loss)
+            engine.step()
+            seen.append((x[:, 0].tolist(), loss.item()))
+        return seen
+
+    one = make()
+    iterator = iter(one.training_dataloader)
+    steps(one, iterator, 3)
+    one.save_checkpoint(tmp_path)
+    expected = steps(one, iterator, 4)
+    two = make()
+    torch.manual_seed(99)
+    random.seed(99)
+    two.load_checkpoint(tmp_path)
+    assert steps(two, iter(two.training_dataloader), 4) == expected
+    one.destroy()
+    two.destroy()
+
+
+def test_what_to_load_can_be_chosen(tmp_path: Path) -> None:
+    one = build(scheduler=halve)
+    run(one, range(3))
+    one.save_checkpoint(tmp_path, tag="here")
+    for options, steps in (
+        ({"load_module_only": True}, 0),
+        ({"load_optimizer_states": False}, 3),
+        ({"load_lr_scheduler_states": False}, 3),
+    ):
+        two = build(model=GPT(CONFIG), scheduler=halve)
+        two.load_checkpoint(tmp_path, tag="here", **options)
+        assert two.global_steps == steps, options
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+        two.destroy()
+    seen: dict[str, Any] = {}
+    three = build()
+    three.load_checkpoint(tmp_path, custom_load_fn=lambda src, dst: seen.update(src))
+    assert "blocks.0.mlp.up.weight" in seen
+    three.destroy()
+    one.destroy()
+
+
+def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
+    engine = build()
+    assert engine.load_checkpoint(tmp_path) == (None, {})
+    assert engine.load_checkpoint(tmp_path / "nowhere") == (None, {})
+    engine.destroy()
+
+
+def test_only_whole_steps_are_saved(tmp_path: Path) -> None:
+    engine = build(gradient_accumulation_steps=2)
+    engine.backward(engine(*batch(0)).loss)
+    engine.step()
+    with pytest.raises(RuntimeError, match="after 1 of 2 micro-batches"):
+        engine.save_checkpoint(tmp_path)
+    assert not list(tmp_path.iterdir())
+    engine.destroy()
+
+
+def cut(engine: Engine, folder: Path) -> None:
+    victim = max(folder.glob("optimizer*.safetensors"), key=lambda p: p.stat().st_size)
+    victim.write_bytes(victim.read_bytes()[:-7])
+
+
+def flip(engine: Engine, folder: Path) -> None:
+    victim = max(folder.glob("optimizer*.safetensors"), key=lambda p: p.stat().st_size)
+    raw = bytearray(victim.read_bytes())
+    raw[-5] ^= 1
+    victim.write_bytes(bytes(raw))
+
+
+def remove(engine: Engine, folder: Path) -> None:
+    next(folder.glob("model*.safetensors")).unlink()
+
+
+@pytest.mark.parametrize("damage", [cut, flip, remove])
+def test_a_damaged_checkpoint_changes_nothing(damage: Any, tmp_path: Path) -> None:
+    one = build(scheduler=halve)
+    run(one, range(2))
+    one.save_checkpoint(tmp_path, tag="t")
+    run(one, range(2, 4))
+    before = everything(one)
+    damage(one, tmp_path / "t")
+    with pytest.raises(ValueError, match=r"safetensors"):
+        one.load_checkpoint(tmp_path)
+    assert_same(before, everything(one))
+    run(one, range(4, 5))
+    one.destroy()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": nn.Sequential(nn.Linear(2, 2))}, ["missing", "not in the model"]),
+        ({"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}, ["rule", "adamw", "lion"]),
+    ],
+    ids=["model", "rule"],
+)
+def test_a_checkpoint_of_something_else_changes_nothing(changes: Any, words: list[str], tmp_path: Path) -> None:
+    one = build()
+    run(one, range(2))
+    one.save_checkpoint(tmp_path)
+    two = build(**changes)
+    before = everything(two)
+    with pytest.raises(ValueError, match=r".") as caught:
+        two.load_checkpoint(tmp_path)
+    for word in words:
+        assert word in str(caught.value)
+    assert_same(before, everything(two))
+    one.destroy()
+    two.destroy()
+
+
+def test_a_client_state_that_needs_pickle_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    engine = build()
+    run(engine, range(1))
+    with pytest.raises(ValueError, match="client_state/what"):
+        engine.save_checkpoint(tmp_path, client_state={"what": object()})
+    assert not list(tmp_path.iterdir())
+    tensor = torch.arange(3.0)
+    engine.save_checkpoint(tmp_path, client_state={"values": [tensor, float("inf")], "by number": {1: "one"}})
+    _, client = engine.load_checkpoint(tmp_path)
+    assert torch.equal(client["values"][0], tensor)
+    assert (client["values"][1], client["by number"]) == (float("inf"), {1: "one"})
+    engine.destroy()
+
+
+def test_old_checkpoints_go(tmp_path: Path) -> None:
+    engine = build(checkpoint={"keep_last": 2})
+    for step in range(4):
+        run(engine, range(step, step + 1))
+        engine.save_checkpoint(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["global_step3", "global_step4"]
+    engine.destroy()
+
+
+def test_the_weights_alone_for_other_libraries(tmp_path: Path) -> None:
+    engine = build()
+    run(engine, range(2))
+    engine.save_16bit_model(tmp_path, "weights.safetensors")
+    found = load_file(tmp_path / "weights.safetensors")
+    own = engine.module.state_dict()
+    assert set(own) - set(found) == {"head.weight"}  # tied: it is there once
+    assert all(torch.equal(value, own[name]) for name, value in found.items())
+    engine.destroy()
+
+
+def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
+    def model() -> GPT:
+        made = gpt()
+        made.blocks[0].requires_grad_(False)
+        return made
+
+    one, two = build(model=model()), build(model=model())
+    run(one, range(2))
+    one.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    two.load_checkpoint(tmp_path)
+    assert run(one, range(2, 4)) == run(two, range(2, 4))
+    one.destroy()
+    two.destroy()
