@@ -13,6 +13,7 @@ PROMISES = {
     "host_adamw.py": "the resumed run ends with the same bits",
     "state_formats.py": "int8     6.0",
     "twin_optimizer.py": "the loss fell",
+    "engine.py": "the resumed run has the same bits",
 }
 
 

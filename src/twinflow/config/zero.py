@@ -90,7 +90,7 @@ class LeafModule(Section):
 class ZeroOptimization(Section):
     """`zero_optimization`."""
 
-    stage: Stage = unused(0, "one process has nothing to partition: stages 0 to 3 train alike", quiet=(0,))
+    stage: Stage = unused(0, "one process has nothing to partition: stages 0 to 3 train alike", quiet=(0, 1, 2))
     offload_optimizer: OffloadOptimizer | None = maybe_section("master weights, optimizer state and update on the host")
     offload_param: OffloadParam | None = maybe_section("weights on the host: only device none")
     zenflow: Free | None = refused(

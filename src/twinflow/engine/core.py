@@ -7,7 +7,7 @@ moment where somebody looks at them or the next backward needs the loss scale. B
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -278,6 +278,16 @@ class Engine:
         entries = [Entry(*leaf) for leaf in state.weights(self.module, exclude_frozen_parameters)[0]]
         export_weights(entries, folder / save_filename)
         return True
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The module's parameters, with every update in them that is due."""
+        return (param for _, param in self.named_parameters(recurse=recurse))
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same with their names."""
+        if self.optimizer is not None and self.optimizer.runtime.job is None:  # not in the middle of a step
+            self.optimizer.wait()
+        return self.module.named_parameters(*args, **kwargs)
 
     def module_state_dict(self) -> dict[str, Any]:
         """The module's state dict, with every update in it that is due."""

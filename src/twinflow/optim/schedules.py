@@ -48,10 +48,8 @@ def range_test_factor(step: int, step_size: int, step_rate: float, is_staircase:
 
 def warmup_factor(step: int, num_steps: int, warmup_type: str = "log") -> float:
     """How far a warm-up has come: 0 up to step 0, 1 from step `num_steps` (at least 2) on; "log" rises fast first."""
-    if step < 0:
-        return 0.0
-    if step >= num_steps:
-        return 1.0
+    if step < 0 or step >= num_steps:
+        return 0.0 if step < 0 else 1.0
     return step / num_steps if warmup_type == "linear" else 1.0 / math.log(num_steps) * math.log(step + 1)
 
 
@@ -86,15 +84,14 @@ def cycle_height(step: int, cycle: Cycle) -> float:
     """Where OneCycle is between its two bounds: 0 at the start, 1 at the peak, 0 at the end and after it."""
     if step >= cycle.size:
         return 0.0
-    count = step + 1
-    turns = 1.0 + count / cycle.size
+    turns = 1.0 + (step + 1) / cycle.size
     position, peak = turns - math.floor(turns), cycle.first_size / cycle.size
     is_first = position <= peak
     stairs = cycle.first_stairs if is_first else cycle.second_stairs
     if stairs == 0:
         return position / peak if is_first else (position - 1) / (peak - 1)
     # Stairs are counted from whole steps: a slope that is rounded to just under a stair would fall a whole stair.
-    done = count % cycle.size
+    done = (step + 1) % cycle.size
     is_first = done <= cycle.first_size
     stair = done * stairs / cycle.first_size if is_first else (cycle.size - done) * stairs / cycle.second_size
     return math.floor(stair) / stairs
@@ -137,8 +134,7 @@ class StepSchedule(LRScheduler):
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
-        lrs = (group["lr"] for group in groups)
-        self._last_lr = [lr.clone() if isinstance(lr, Tensor) else lr for lr in lrs]
+        self._last_lr = [lr.clone() if isinstance(lr, Tensor) else lr for lr in (g["lr"] for g in groups)]
 
     def state_dict(self) -> dict[str, Any]:
         """The step, as DeepSpeed saves it; the rest comes from the config."""
@@ -215,8 +211,7 @@ class OneCycle(StepSchedule):
         self.momentum_keys = [_momentum_key(group, optimizer) for group in optimizer.param_groups]
         self.cycle_momentum = bool(cycle_momentum) and any(self.momentum_keys)
         if cycle_momentum and not self.cycle_momentum:
-            kind = type(optimizer).__name__
-            warnings.warn(f"OneCycle leaves the momentum alone: {kind} has no betas and no momentum", stacklevel=2)
+            warnings.warn(f"OneCycle cycles no momentum: this {type(optimizer).__name__} has none", stacklevel=2)
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
@@ -318,8 +313,7 @@ class WarmupCosineLR(StepSchedule):
 
     def get_lr(self) -> list[float | Tensor]:
         """The learning rate of each group at the present step."""
-        ratio = self.get_lr_ratio()
-        return [float(lr) * ratio for lr in self.base_lrs]
+        return [float(lr) * self.get_lr_ratio() for lr in self.base_lrs]
 
     def get_lr_ratio(self) -> float:
         """The present step's learning rate as a ratio of the initial one."""

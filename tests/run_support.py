@@ -1,0 +1,84 @@
+"""Runs of `twinflow train` in processes of their own, which a test may kill: forked from one that has torch loaded.
+
+The fork server costs one start of the interpreter for all runs. Each run is a process like any other: its death by
+SIGKILL is real, and it has been reaped when `wait` returns, as a shell would have done.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_PRELOAD = ["run_support", "torch._dynamo", "twinflow.cli.main"]
+_DISK_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")  # as Python's audit events name them
+
+
+class TrainProcess:
+    """`twinflow train` with these options, started. `log` takes what it prints.
+
+    `die_at`: a folder and a number; the process kills itself as it is about to do the n-th thing to that folder.
+    """
+
+    def __init__(self, options: Sequence[Any], log: Path, die_at: tuple[Path, int] | None = None) -> None:
+        self.log = log
+        args = ["train", *(str(option) for option in options)]
+        _CONTEXT.set_forkserver_preload(_PRELOAD)
+        self._process = _CONTEXT.Process(target=_run, args=(args, str(log), die_at), daemon=True)
+        self._process.start()
+
+    def is_alive(self) -> bool:
+        """Whether it still runs."""
+        return self._process.is_alive()
+
+    def send(self, number: int) -> None:
+        """A signal, unless it has ended."""
+        if self.is_alive() and self._process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
+
+    def wait(self, timeout_s: float = 120.0) -> int:
+        """Its exit code; minus the signal that ended it."""
+        self._process.join(timeout_s)
+        if self._process.exitcode is None:
+            self._process.kill()
+            raise AssertionError(f"still running after {timeout_s} s: {self.text()}")
+        return self._process.exitcode
+
+    def text(self) -> str:
+        """What it has printed."""
+        return self.log.read_text() if self.log.exists() else ""
+
+
+def _run(args: list[str], log: str, die_at: tuple[Path, int] | None) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    import torch
+
+    from twinflow.cli.main import main
+
+    torch.backends.mkldnn.enabled = False  # for tiny tensors it prepares longer than it computes
+    if die_at is not None:
+        _die_at(*die_at)
+    sys.argv = ["twinflow", *args]
+    main()
+
+
+def _die_at(folder: Path, number: int) -> None:
+    seen, start = 0, str(folder)
+
+    def look(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal seen
+        if event in _DISK_EVENTS and isinstance(args[0], (str, Path)) and str(args[0]).startswith(start):
+            seen += 1
+            if seen == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(look)
