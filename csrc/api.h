@@ -6,7 +6,7 @@
 #pragma once
 #include <stdint.h>
 
-#define TF_API_VERSION 1
+#define TF_API_VERSION 2
 #ifdef TF_BUILDING
 #define TF_PUBLIC __attribute__((visibility("default")))
 #else
@@ -36,9 +36,10 @@ typedef struct tf_segment {
   int64_t numel;
   int64_t first_index;  // position of element 0 in its parameter: a multiple of 128
   int32_t rule, format, grad_type, weight_type;
-  float factor;     // multiplies the gradient: unscale and clip in one number
-  float hyper[7];   // meaning: rules.h
-  uint32_t key[2];  // randomness of (step, parameter) for stochastic rounding
+  int32_t split_master;  // not 0: the master is in two halves, the upper one in the weight, which is bf16
+  float factor;          // multiplies the gradient: unscale and clip in one number
+  float hyper[7];        // meaning: rules.h
+  uint32_t key[2];       // randomness of (step, parameter) for stochastic rounding
 } tf_segment;
 
 // All calls are thread safe, run on the library's own pool and return when the work is done.

@@ -150,6 +150,14 @@ TF_INLINE void split_one(float x, uint16_t& upper, int16_t& lower) {
   lower = (int16_t)(number ? u : 0u);
 }
 
+// The same without the care for a NaN, in half the instructions. Nothing is lost: joined again, the halves give x, so
+// that mend_nans can split it anew.
+TF_INLINE void split_number(float x, uint16_t& upper, int16_t& lower) {
+  const uint32_t u = bits(x);
+  upper = (uint16_t)((uint16_t)(u >> 16) + ((uint16_t)u >> 15));
+  lower = (int16_t)u;
+}
+
 TF_INLINE float join_one(uint16_t upper, int16_t lower) {
   return value(((uint32_t)upper << 16) + (uint32_t)(int32_t)lower);
 }
@@ -160,6 +168,10 @@ static void split(const float* __restrict from, uint16_t* __restrict upper, int1
 
 static void join(const uint16_t* __restrict upper, const int16_t* __restrict lower, float* __restrict into, int n) {
   for (int i = 0; i < n; ++i) into[i] = join_one(upper[i], lower[i]);
+}
+
+static void mend_nans(uint16_t* __restrict upper, int16_t* __restrict lower, int n) {
+  for (int i = 0; i < n; ++i) split_one(join_one(upper[i], lower[i]), upper[i], lower[i]);
 }
 
 // ---- stochastic rounding: 16 random bits for each element, from (step, parameter) = key and the element's index.

@@ -77,11 +77,6 @@ TF_INLINE void store_pair(const Pair& p, const Split& master, int i) {  // wrong
   _mm512_storeu_si512(master.upper + i, _mm512_sub_epi16(upper, _mm512_srai_epi16(lower, 15)));
 }
 
-static void mend_nans(const Split& master, float* scratch, int n) {
-  join(master.upper, master.lower, scratch, n);  // store_pair loses nothing
-  split(scratch, master.upper, master.lower, n);
-}
-
 TF_INLINE __m512 magnitude(__m512 x) { return floats(_mm512_and_si512(integers(x), dwords(0x7fffffffu))); }
 
 TF_INLINE __m512 flush(__m512 x) {

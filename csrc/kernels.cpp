@@ -90,19 +90,19 @@ struct alignas(64) Scratch {
 struct Update {
   const tf_segment& s;
   Scratch& t;
-  const bool split_master = s.format != TF_STATE_F32 && s.weight_type == TF_BF16;
   const bool out_of_place = s.master_in != s.master;
+  const bool through_scratch = kCanStream && out_of_place;
 
-  // Where the loop writes: memory itself when in place, else scratch.
+  // Where the loop writes: out of place scratch, if it can be streamed from there, else memory itself.
   template <class T>
   T* out(void* base, T* scratch, int64_t at) const {
-    return out_of_place ? scratch : (T*)base + at;
+    return through_scratch ? scratch : (T*)base + at;
   }
 
   // Moves what the loop left in scratch to its place; nothing to do when it is there already.
   template <class T>
   void flush_out(void* base, const T* scratch, int64_t at, int n) const {
-    if (out_of_place && base) stream((T*)base + at, scratch, (int64_t)n * (int64_t)sizeof(T));
+    if (through_scratch && base) stream((T*)base + at, scratch, (int64_t)n * (int64_t)sizeof(T));
   }
 
   void decode(int which, float* into, int64_t at, int n) const {
@@ -174,7 +174,7 @@ struct Update {
       flush_out(s.state[1], t.code + kTile, at, n);
       return true;
     }
-    mend_nans(master, t.p, n);
+    mend_nans(master.upper, master.lower, n);
     draw(at, n);
     encode(t.m, t.v, at, n);
     return true;
@@ -224,19 +224,19 @@ struct Update {
   static void run(const Rule& rule, const Grad& grad, const Master& master, const First& first, const Second& second,
                   bool keep_first, int n) {
     if constexpr (Rule::kFirst && Rule::kSecond) {
-      loop(rule, grad, master, first, second, n);
+      master.mend(loop(rule, grad, master, first, second, n), n);
     } else if constexpr (Rule::kSecond) {
-      loop(rule, grad, master, Nothing{}, second, n);
+      master.mend(loop(rule, grad, master, Nothing{}, second, n), n);
     } else if (keep_first) {
-      loop(rule, grad, master, first, Nothing{}, n);
+      master.mend(loop(rule, grad, master, first, Nothing{}, n), n);
     } else {
-      loop(rule, grad, master, Nothing{}, Nothing{}, n);
+      master.mend(loop(rule, grad, master, Nothing{}, Nothing{}, n), n);
     }
   }
 
   template <class Rule, class Grad>
   void with_grad(const Rule& rule, const Grad& grad, int64_t at, int n) const {
-    if (split_master) {
+    if (s.split_master) {
       const Split master = {(const uint16_t*)s.weight_in + at, (const int16_t*)s.master_in + at,
                             out(s.weight, t.weight, at), out(s.master, (int16_t*)t.lower, at)};
       with_master(rule, grad, master, at, n);
@@ -267,10 +267,31 @@ struct Update {
     put_weight(p, at, n);
   }
 
+  template <bool kInPlace, class Rule, class T>
+  void split_fp32(const Rule& rule, const T* grad, int64_t at, int n) const {
+    const SplitIn in = {(const uint16_t*)s.weight_in + at, (const int16_t*)s.master_in + at,
+                        (const float*)s.state_in[0] + at, (const float*)s.state_in[1] + at};
+    uint16_t* upper = out(s.weight, t.weight, at);
+    int16_t* lower = out(s.master, (int16_t*)t.lower, at);
+    float *m = out(s.state[0], t.m, at), *v = out(s.state[1], t.v, at);
+    const uint32_t largest = s.factor == 1.0f
+                                 ? loop_split<false, kInPlace>(rule, grad, s.factor, in, upper, lower, m, v, n)
+                                 : loop_split<true, kInPlace>(rule, grad, s.factor, in, upper, lower, m, v, n);
+    Split{in.upper, in.lower, upper, lower}.mend(largest, n);
+    flush_out(s.weight, t.weight, at, n);
+    flush_out(s.master, t.lower, at, n);
+    if (Rule::kFirst) flush_out(s.state[0], t.m, at, n);
+    if (Rule::kSecond) flush_out(s.state[1], t.v, at, n);
+  }
+
   template <class Rule, class T>
   void choose_loop(const Rule& rule, const T* grad, int64_t at, int n) const {
     const bool has_states = (!Rule::kFirst || s.state[0]) && (!Rule::kSecond || s.state[1]);
-    if (s.format == TF_STATE_F32 && !out_of_place && has_states) return in_place(rule, grad, at, n);
+    if (s.format == TF_STATE_F32 && has_states) {
+      if (s.split_master)
+        return out_of_place ? split_fp32<false>(rule, grad, at, n) : split_fp32<true>(rule, grad, at, n);
+      if (!out_of_place) return in_place(rule, grad, at, n);
+    }
     with_grad(rule, Gradient<T, true>{grad, s.factor}, at, n);
   }
 

@@ -18,6 +18,9 @@ TF_INLINE float scaled(T grad, float factor) {
   return kScaled ? widen(grad) * factor : widen(grad);
 }
 
+TF_INLINE uint32_t magnitude_bits(float x) { return bits(x) << 1; }  // in the order of magnitudes, NaN above all
+TF_INLINE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
 // ---- accessors: get(i) reads element i as fp32, put(i, x) writes it
 
 template <class T, bool kScaled>
@@ -32,6 +35,8 @@ struct Fp32 {
   float* out;
   TF_INLINE_MEMBER float get(int i) const { return in[i]; }
   TF_INLINE_MEMBER void put(int i, float x) const { out[i] = x; }
+  TF_INLINE_MEMBER uint32_t seen(float) const { return 0; }
+  void mend(uint32_t, int) const {}
 };
 
 struct Split {
@@ -40,7 +45,12 @@ struct Split {
   uint16_t* upper;
   int16_t* lower;
   TF_INLINE_MEMBER float get(int i) const { return join_one(upper_in[i], lower_in[i]); }
-  TF_INLINE_MEMBER void put(int i, float x) const { split_one(x, upper[i], lower[i]); }
+  TF_INLINE_MEMBER void put(int i, float x) const { split_number(x, upper[i], lower[i]); }
+  TF_INLINE_MEMBER uint32_t seen(float x) const { return magnitude_bits(x); }
+  // A NaN is split as if it were a number, and again here, if the largest magnitude seen says that there is one.
+  void mend(uint32_t largest, int n) const {
+    if (largest > 0xff000000u) mend_nans(upper, lower, n);
+  }
 };
 
 struct Bf16 {
@@ -63,9 +73,11 @@ struct Nothing {  // a state that the rule does not have
   TF_INLINE_MEMBER void put(int, float) const {}
 };
 
-// ivdep: iterations are independent; an element is read before it is written, so in place is fine.
+// ivdep: iterations are independent; an element is read before it is written, so in place is fine. Returns what the
+// master has to be mended by.
 template <class Rule, class Grad, class Master, class First, class Second>
-__attribute__((noinline)) static void loop(Rule rule, Grad grad, Master master, First first, Second second, int n) {
+__attribute__((noinline)) static uint32_t loop(Rule rule, Grad grad, Master master, First first, Second second, int n) {
+  uint32_t largest = 0;
 #pragma GCC ivdep
 #pragma GCC unroll 2
   for (int i = 0; i < n; ++i) {
@@ -74,7 +86,9 @@ __attribute__((noinline)) static void loop(Rule rule, Grad grad, Master master, 
     master.put(i, p);
     first.put(i, m);
     second.put(i, v);
+    largest = larger(largest, master.seen(p));
   }
+  return largest;
 }
 
 // The same for fp32 in place, the common case: with __restrict (which holds only for a function's own parameters) the
@@ -91,6 +105,32 @@ __attribute__((noinline)) static void loop_in_place(Rule rule, const Grad* __res
     if (Rule::kFirst) m[i] = first;
     if (Rule::kSecond) v[i] = second;
   }
+}
+
+// And with a split master, in place or not: fp32 states of a bf16 weight. Returns what Split::mend takes.
+struct SplitIn {  // where the old ones are, if not in place
+  const uint16_t* upper;
+  const int16_t* lower;
+  const float *m, *v;
+};
+
+template <bool kScaled, bool kInPlace, class Rule, class Grad>
+__attribute__((noinline)) static uint32_t loop_split(Rule rule, const Grad* __restrict grad, float factor, SplitIn in,
+                                                     uint16_t* __restrict upper, int16_t* __restrict lower,
+                                                     float* __restrict m, float* __restrict v, int n) {
+  uint32_t largest = 0;
+#pragma GCC unroll 2
+  for (int i = 0; i < n; ++i) {
+    float weight = kInPlace ? join_one(upper[i], lower[i]) : join_one(in.upper[i], in.lower[i]);
+    float first = !Rule::kFirst ? 0.0f : kInPlace ? m[i] : in.m[i];
+    float second = !Rule::kSecond ? 0.0f : kInPlace ? v[i] : in.v[i];
+    rule(scaled<kScaled>(grad[i], factor), weight, first, second);
+    split_number(weight, upper[i], lower[i]);
+    if (Rule::kFirst) m[i] = first;
+    if (Rule::kSecond) v[i] = second;
+    largest = larger(largest, magnitude_bits(weight));
+  }
+  return largest;
 }
 
 }  // namespace TF_ISA

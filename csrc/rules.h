@@ -38,7 +38,9 @@ static inline float flush_positive(float x) {  // as a mask, or gcc selects once
   const uint32_t keep = bits(x) < kTinyBits ? 0u : ~0u;
   return value(bits(x) & keep);
 }
-static inline float flush_mask(float x) {  // flush, for where gcc would move a conversion before the selection
+// flush, for where gcc would move what follows before the selection: a conversion, or the halves of a split master. On
+// AVX-512 it would make branches of that, and the loop would not vectorise.
+static inline float flush_mask(float x) {
   const uint32_t keep = (bits(x) << 1) < (kTinyBits << 1) ? 0u : ~0u;
   return value(bits(x) & keep);
 }
@@ -68,7 +70,7 @@ struct Adam {
     m = flush(m + (g - m) * one_minus_b1);
     v = flush_positive(b2 * v + (one_minus_b2 * g) * g);
     if (!kCoupled) p = p * decay;
-    p = flush(p - step * (m / (sqrtf(v) + eps)));
+    p = flush_mask(p - step * (m / (sqrtf(v) + eps)));
   }
 };
 
@@ -79,7 +81,7 @@ struct Adagrad {
   TF_INLINE_MEMBER void operator()(float g, float& p, float&, float& v) const {
     g = flush(g + l2 * p);
     v = flush_positive(v + g * g);
-    p = flush(p - step * (g / (sqrtf(v) + eps)));
+    p = flush_mask(p - step * (g / (sqrtf(v) + eps)));
   }
 };
 
@@ -93,7 +95,7 @@ struct Lion {
     const float direction = flush(m + difference * one_minus_b1);
     const float move = direction > 0.0f ? lr : (direction < 0.0f ? -lr : direction);  // NaN stays NaN
     m = flush(m + difference * one_minus_b2);
-    p = flush(p * decay - move);
+    p = flush_mask(p * decay - move);
   }
 };
 

@@ -92,11 +92,18 @@ def assert_same_bits(a: Store, b: Store, note: str = "") -> None:
             raise AssertionError(f"{note} {name} differs at {where}: {tensor[where]} and {buffers(b)[name][where]}")
 
 
-def make_store(rule: Rule, format: str, weight: torch.dtype | None, numel: int, seed: int = 0) -> Store:
+def make_store(
+    rule: Rule,
+    format: str,
+    weight: torch.dtype | None,
+    numel: int,
+    seed: int = 0,
+    split: bool | None = None,
+) -> Store:
     """A store in the middle of training: weights of order 1, momentum 1e-3, variance 1e-6."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(numel, generator=generator)
-    store = new_store(rule, format, values, torch.zeros(numel, dtype=weight) if weight else None)
+    store = new_store(rule, format, values, torch.zeros(numel, dtype=weight) if weight else None, split=split)
     moments = torch.randn(numel, generator=generator) * 1e-3
     encode_state(store, 0, moments, 0, (1, 2))
     encode_state(store, 1, moments.square(), 0, (1, 2))

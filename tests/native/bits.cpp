@@ -70,13 +70,19 @@ int main() {
       for (int format = 0; format < (rule <= TF_ADAM ? 3 : 2); ++format)
         for (int grad_type = 1; grad_type <= 3; ++grad_type)
           for (int weight_type = 0; weight_type <= 3; ++weight_type)
-            for (int variant = 0; variant < 3; ++variant) {
-              const bool split = format != TF_STATE_F32 && weight_type == TF_BF16;
+            for (int form = 0; form < (weight_type == TF_BF16 ? 6 : 3); ++form) {
+              const int variant = form % 3;
+              const bool split = form >= 3;
               auto grad =
                   grad_type == TF_F32 ? raw<float>(n, [] { return number(false); }) : raw<uint16_t>(n, half_bits);
               auto weight =
                   weight_type == TF_F32 ? raw<float>(n, [] { return number(false); }) : raw<uint16_t>(n, half_bits);
-              auto master = split ? raw<uint16_t>(n, half_bits) : raw<float>(n, [] { return number(false); });
+              auto master = raw<float>(n, [] { return number(false); });
+              if (split) {  // halves of numbers: halves at random may be a NaN, whose payload differs between CPUs
+                std::vector<uint8_t> lower(n * sizeof(int16_t));
+                tf_split((const float*)master.data(), (uint16_t*)weight.data(), (int16_t*)lower.data(), (int64_t)n);
+                master = lower;
+              }
               std::vector<uint8_t> states[2], scales[2];
               for (int k = 0; k < 2; ++k) {
                 states[k] = format == TF_STATE_F32
@@ -91,6 +97,7 @@ int main() {
               memset(&s, 0, sizeof s);
               s.grad = grad.data(), s.numel = (int64_t)n, s.first_index = 128 * variant;
               s.rule = rule, s.format = format, s.grad_type = grad_type, s.weight_type = weight_type;
+              s.split_master = split;
               s.weight_in = s.weight = weight_type ? weight.data() : nullptr;
               s.master_in = s.master = master.data();
               const bool first = rule != TF_ADAGRAD, second = rule <= TF_ADAGRAD;
@@ -112,7 +119,7 @@ int main() {
               if (first) h = hash(states[0], h);
               if (second) h = hash(states[1], h);
               if (format == TF_STATE_INT8) h = hash(scales[1], hash(scales[0], h));
-              printf("%s %d %d %d %d %d %016llx\n", isa, rule, format, grad_type, weight_type, variant,
+              printf("%s %d %d %d %d %d %016llx\n", isa, rule, format, grad_type, weight_type, form,
                      (unsigned long long)h);
             }
   }

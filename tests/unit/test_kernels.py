@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,10 +25,11 @@ from support import (
 )
 
 from twinflow import native
-from twinflow.rules import RULES, reference
+from twinflow.rules import RULES, Rule, formats, reference
 from twinflow.rules.checks import FLOATS
 from twinflow.rules.formats import rounding_key
-from twinflow.rules.segment import Segment, Store
+from twinflow.rules.rule import Hyper
+from twinflow.rules.segment import Segment, Store, new_store
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native library is not installed")
 THREADS = sorted({1, 2, 3, os.cpu_count() or 4})
@@ -40,7 +43,13 @@ def _restore() -> object:
     native.set_threads(threads)
 
 
-def check_cell(cell: tuple[str, str, torch.dtype, torch.dtype | None], numel: int, seed: int, offset: int = 0) -> None:
+def check_cell(
+    cell: tuple[str, str, torch.dtype, torch.dtype | None],
+    numel: int,
+    seed: int,
+    offset: int = 0,
+    split: bool | None = None,
+) -> None:
     """In place and out of place against the reference; `offset` moves every buffer off its alignment."""
     name, format, grad_dtype, weight_dtype = cell
     rule = RULES[name]
@@ -48,7 +57,7 @@ def check_cell(cell: tuple[str, str, torch.dtype, torch.dtype | None], numel: in
     options = {**OPTIONS, "nesterov": seed % 2 == 1, "weight_decay": 0.1 * (seed % 3)}
     hyper = rule.hyper(options, step)
     factor = (1.0, 0.37, 2.0**-16, 3.0)[seed % 4]
-    store = make_store(rule, format, weight_dtype, numel + 128 * offset, seed).narrow(128 * offset, numel)
+    store = make_store(rule, format, weight_dtype, numel + 128 * offset, seed, split).narrow(128 * offset, numel)
     if offset:  # the same values one element further into larger buffers
         store = shifted(store)
     grad = make_gradient(numel + offset, grad_dtype, seed)[offset:]
@@ -86,6 +95,20 @@ def test_every_cell_equals_its_reference(cell: tuple[str, str, torch.dtype, torc
         check_cell(cell, numel, seed, offset=seed % 2)
 
 
+# What no format has by itself: a split master beside fp32 states, a whole one of a bf16 weight beside compact ones.
+OTHER_MASTERS = [(cell, cell[1] == "fp32") for cell in CELLS if cell[3] == torch.bfloat16]
+
+
+@pytest.mark.parametrize("isa", native.isa_names())
+@pytest.mark.parametrize(("cell", "split"), OTHER_MASTERS, ids=[cell_name(cell) for cell, _ in OTHER_MASTERS])
+def test_the_other_master_equals_its_reference(
+    cell: tuple[str, str, torch.dtype, torch.dtype | None], split: bool, isa: str
+) -> None:
+    native.set_isa(isa)
+    for seed, numel in enumerate((0, 1, 5, 127, 128, 129, 1023, 1025, 4096, 40_001)):
+        check_cell(cell, numel, seed, seed % 2, split)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("isa", native.isa_names())
 @pytest.mark.parametrize("threads", THREADS)
@@ -116,7 +139,8 @@ def test_random_sizes_threads_and_variants(data: st.DataObject) -> None:
     native.set_threads(threads)
     cell = (name, format if format in RULES[name].formats else "bf16", grad, weight)
     numel = data.draw(st.one_of(st.integers(0, 3000), st.integers(3000, 100_000)))
-    check_cell(cell, numel, data.draw(st.integers(0, 10_000)), data.draw(st.integers(0, 1)))
+    split = data.draw(st.sampled_from([None, True, False])) if weight == torch.bfloat16 else None
+    check_cell(cell, numel, data.draw(st.integers(0, 10_000)), data.draw(st.integers(0, 1)), split)
 
 
 @pytest.mark.parametrize("format", ["fp32", "bf16", "int8"])
@@ -284,6 +308,89 @@ def test_gradients_that_are_not_finite_equal_the_reference(
         reference.update([Segment(rule, hyper, grad, expected, 1.0, key)])
         native.update([Segment(rule, hyper, grad, actual, 1.0, key)])
         same_but_for_nan(expected, actual)
+
+
+SPLIT_RULES = [(name, momentum) for name in RULES for momentum in (0.9, 0.0) if name == "sgd" or momentum]
+
+
+def any_numbers(numel: int, seed: int) -> torch.Tensor:
+    """Bits at random: NaN, infinities and subnormals among them, every fourth a tie between two bf16 numbers."""
+    bits = torch.randint(-(2**31), 2**31, (numel,), generator=torch.Generator().manual_seed(seed)).int()
+    bits[::4] = bits[::4] & ~0xFFFF | 0x8000
+    numbers = bits.view(torch.float32)
+    numbers[1:9] = torch.tensor([math.nan, math.inf, -math.inf, 1e-45, -1e-39, 2.0**-100, -0.0, 3.3895314e38])
+    bits[9:12] = torch.tensor([0x7FFFFFFF, -1, 0x7F800001])  # NaN that overflow, and one that looks like infinity
+    return numbers
+
+
+def split_pair(rule: Rule, values: torch.Tensor, momentum: float, seed: int) -> tuple[Store, Store, Hyper]:
+    """The same fp32 state with a whole master and with a split one."""
+    options = {**OPTIONS, "momentum": momentum, "weight_decay": 0.1 * (seed % 2), "lr": (1e-2, 0.0, 50.0)[seed % 3]}
+    pair = []
+    for split in (False, True):
+        weight = torch.zeros(values.numel(), dtype=torch.bfloat16)
+        store = new_store(rule, "fp32", values.clone(), weight, split=split)
+        for which, state in enumerate(store.states):
+            if state is not None:
+                numbers = any_numbers(values.numel(), seed + 1 + which)
+                state.copy_(numbers.abs() if which else numbers)
+        pair.append(store if momentum else replace(store, states=(None, None)))
+    return pair[0], pair[1], rule.hyper(options, 3)
+
+
+@pytest.mark.parametrize("isa", native.isa_names())
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("name", "momentum"), SPLIT_RULES)
+def test_a_split_master_of_any_numbers(name: str, momentum: float, dtype: torch.dtype, isa: str) -> None:
+    """In and out of place: the reference's bits, the whole master's numbers, and a weight whose ties go away from 0."""
+    native.set_isa(isa)
+    rule, numel = RULES[name], 5_003
+    for seed in range(6):
+        whole, store, hyper = split_pair(rule, any_numbers(numel, seed), momentum, seed)
+        grad = make_gradient(numel, dtype, seed)
+        grad[2000:2003] = torch.tensor([math.nan, math.inf, -math.inf])
+        factor = (1.0, 0.37)[seed % 2]
+        expected, target, before = clone(store), poisoned(store), clone(store)
+        reference.update([Segment(rule, hyper, grad, expected, factor)])
+        native.update([Segment(rule, hyper, grad, store, factor, target=target)])
+        assert_same_bits(before, store, "the store of an out-of-place update:")
+        native.update([Segment(rule, hyper, grad, store, factor)])
+        native.update([Segment(rule, hyper, grad, whole, factor)])
+        assert_same_bits(store, target, "in place and out of place:")
+        same_but_for_nan(expected, store)
+        assert store.weight is not None
+        joined = formats.join(store.weight, store.master)
+        same_but_for_nan(Store("fp32", whole.master), Store("fp32", joined))
+        upper = formats.split(whole.master)[0]
+        same_but_for_nan(Store("fp32", upper), Store("fp32", store.weight))
+        assert whole.weight is not None
+        ties = as_integers(whole.master) & 0xFFFF == 0x8000
+        differs = as_integers(whole.weight) != as_integers(store.weight)
+        assert not (differs & ~ties & ~joined.isnan()).any()
+        if seed == 4:  # neither a step nor decay, so that the ties are still there
+            assert differs.any()
+
+
+@pytest.mark.parametrize("numel", [1, 7, 130, 1024, 3000])
+def test_a_nan_in_a_split_master_is_the_only_one(numel: int) -> None:
+    """One NaN, at each of some places: its tile is split again, and no other weight changes."""
+    for name, momentum in SPLIT_RULES:
+        rule = RULES[name]
+        for at in {0, numel // 2, numel - 1}:
+            store = make_store(rule, "fp32", torch.bfloat16, numel, split=True)
+            store = store if momentum else replace(store, states=(None, None))
+            hyper = rule.hyper({**OPTIONS, "momentum": momentum}, 3)
+            grad, calm = torch.full((numel,), 0.25), clone(store)
+            native.update([Segment(rule, hyper, grad, calm)])
+            as_integers(grad)[at] = 0x7FFFFFFF
+            native.update([Segment(rule, hyper, grad, store)])
+            assert store.weight is not None
+            assert calm.weight is not None
+            assert store.weight.isnan().nonzero().tolist() == [[at]]
+            assert store.master[at] == 0
+            store.weight[at], store.master[at] = calm.weight[at], calm.master[at]
+            assert torch.equal(store.weight, calm.weight)
+            assert torch.equal(store.master, calm.master)
 
 
 def test_flush_mode_is_left_where_it_would_change_a_bit() -> None:

@@ -202,6 +202,18 @@ def bad_segments() -> dict[str, tuple[Segment, str]]:
         "master length": (with_store(master=torch.zeros(255)), "layer.weight: master length is 255; allowed: 256"),
         "master dtype": (with_store(master=store.master.double()), "master dtype is torch.float64"),
         "weight dtype": (with_store(weight=torch.zeros(256, dtype=torch.int8)), "weight dtype is torch.int8"),
+        "weight of a split master": (
+            with_store(master=torch.zeros(256, dtype=torch.int16), weight=torch.zeros(256)),
+            "layer.weight: weight dtype is torch.float32; allowed: torch.bfloat16. It holds the upper halves",
+        ),
+        "no weight of a split master": (
+            with_store(master=torch.zeros(256, dtype=torch.int16), weight=None),
+            "layer.weight: weight dtype is None; allowed: torch.bfloat16",
+        ),
+        "target master": (
+            replace(good, target=replace(half, master=torch.zeros(256, dtype=torch.int16))),
+            "target master is torch.int16; allowed: the same kind as the store's",
+        ),
         "state missing": (with_store(states=(None, store.states[1])), "exp_avg is None"),
         "state dtype": (with_store(states=(store.states[0].bfloat16(), store.states[1])), "exp_avg dtype"),
         "state strides": (with_store(states=(wide[::2], store.states[1])), "exp_avg strides"),

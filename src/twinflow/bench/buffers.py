@@ -11,18 +11,20 @@ from torch import Tensor
 from twinflow import native
 from twinflow.rules import Rule
 from twinflow.rules.formats import BLOCK
-from twinflow.rules.segment import Store, new_states
+from twinflow.rules.segment import Store, new_states, splits_master
 
 _PATTERN_NUMEL: Final = 1 << 20
 FP32_BYTES: Final = 4
 
 
-def update_bytes(rule: Rule, format: str, grad_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> float:
+def update_bytes(
+    rule: Rule, format: str, grad_dtype: torch.dtype, weight_dtype: torch.dtype | None, split: bool | None = None
+) -> float:
     """Bytes of memory traffic a parameter in one update: each thing read once, each thing written once.
 
     In or out of place makes no difference: what is read is read, what is written is written.
     """
-    store = huge_store(rule, format, BLOCK, weight_dtype)  # the fewest elements that have whole scales
+    store = huge_store(rule, format, BLOCK, weight_dtype, split)  # the fewest elements that have whole scales
     kept = [tensor.nbytes for tensor in (store.master, *store.states, *store.scales) if tensor is not None]
     weight = store.weight.nbytes if store.weight is not None else 0
     weight_passes = 2 if store.is_split else 1  # a split master's weight is read too
@@ -45,16 +47,18 @@ def huge_random(numel: int, dtype: torch.dtype = torch.float32, scale: float = 1
     return tensor
 
 
-def huge_store(rule: Rule, format: str, numel: int, weight_dtype: torch.dtype | None) -> Store:
+def huge_store(
+    rule: Rule, format: str, numel: int, weight_dtype: torch.dtype | None, split: bool | None = None
+) -> Store:
     """What `rules.segment.new_store` makes for random values, on huge pages and without its fp32 temporaries."""
     values = huge_random(numel, weight_dtype or torch.float32, scale=0.02)
     store = Store(format, values, None, *new_states(rule, format, numel, native.huge_zeros))
     if weight_dtype is None:
         return store
-    store = replace(store, weight=values)
     # Any pair of halves is a master; with a lower half of zero it is the number the weight is.
-    master = native.huge_zeros(numel, dtype=torch.int16) if store.is_split else huge_random(numel, scale=0.02)
-    return replace(store, master=master)
+    is_split = splits_master(format, weight_dtype) if split is None else split
+    master = native.huge_zeros(numel, dtype=torch.int16) if is_split else huge_random(numel, scale=0.02)
+    return replace(store, weight=values, master=master)
 
 
 def huge_like(store: Store) -> Store:

@@ -75,6 +75,7 @@ class Addresses:
     key: Key
     first_index: int
     weight_dtype: torch.dtype | None
+    is_split: bool
     read: Pointers
     write: Pointers
 
@@ -102,6 +103,7 @@ def _addresses(segment: Segment) -> Addresses:
         key=segment.key,
         first_index=segment.first_index,
         weight_dtype=store.weight.dtype if store.weight is not None else None,
+        is_split=store.is_split,
         read=pointers(store),
         write=pointers(segment.target or store),
     )
@@ -113,6 +115,7 @@ def _fill(entry: CSegment, segment: Addresses) -> None:
     entry.first_index, entry.factor, entry.key = segment.first_index, segment.factor, segment.key
     entry.hyper[: len(segment.hyper)] = segment.hyper
     entry.weight_type = _DTYPES[segment.weight_dtype] if segment.weight_dtype is not None else 0
+    entry.split_master = segment.is_split
     entry.weight_in, entry.master_in, entry.state_in, entry.scale_in = segment.read
     entry.weight, entry.master, entry.state, entry.scale = segment.write
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from twinflow.errors import bad_value
 from twinflow.native.threads import default_threads
 
-API_VERSION = 1
+API_VERSION = 2
 FILE_NAME = "libtwinflow.so"
 
 
@@ -41,6 +41,7 @@ class CSegment(ctypes.Structure):
         ("format", c_int32),
         ("grad_type", c_int32),
         ("weight_type", c_int32),
+        ("split_master", c_int32),
         ("factor", c_float),
         ("hyper", c_float * 7),
         ("key", c_uint32 * 2),

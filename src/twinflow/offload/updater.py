@@ -169,6 +169,7 @@ class RuleUpdater:
             key=numbers.key,
             first_index=piece.start,
             weight_dtype=None if bucket.plan.dtype == torch.float32 else bucket.plan.dtype,
+            is_split=store.is_split,
             read=read,
             write=write,
         )

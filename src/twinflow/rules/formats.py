@@ -2,7 +2,7 @@
 
 | format | first state (momentum) | second state (variance) | master of a bf16 weight | master of any other weight |
 |---|---|---|---|---|
-| fp32 | fp32 | fp32 | fp32 | fp32 |
+| fp32 | fp32 | fp32 | fp32 or split | fp32 |
 | bf16 | bf16, nearest | bf16, stochastic | split | fp32 |
 | int8 | e4m3, nearest | e5m3, stochastic | split | fp32 |
 

@@ -40,7 +40,7 @@ class Zeros(Protocol):
 class Store:
     """Host buffers for one run of elements, all flat: master weight, weight to hand out, states and their scales.
 
-    In the compact formats a bf16 weight holds the upper halves of the master and `master` the lower ones (int16).
+    A split master has its upper halves in the weight, which is bf16, and its lower ones in `master`, which is int16.
     """
 
     format: str
@@ -52,7 +52,7 @@ class Store:
     @property
     def is_split(self) -> bool:
         """Whether the master is kept in two halves."""
-        return self.format != "fp32" and self.weight is not None and self.weight.dtype == torch.bfloat16
+        return self.master.dtype == torch.int16
 
     def narrow(self, start: int, numel: int) -> Store:
         """Elements [start, start + numel); `start` must be a multiple of 128."""
@@ -120,15 +120,25 @@ def new_states(rule: Rule, format: str, numel: int, zeros: Zeros = torch.zeros) 
     return make(numels, _STATE_DTYPES[format]), make(blocks, torch.float32) if format == "int8" else (None, None)
 
 
-def new_store(rule: Rule, format: str, values: Tensor, weight: Tensor | None = None) -> Store:
+def splits_master(format: str, weight_dtype: torch.dtype | None) -> bool:
+    """Whether a store has a split master unless it is told otherwise: in the compact formats of a bf16 weight."""
+    return format != "fp32" and weight_dtype == torch.bfloat16
+
+
+def new_store(
+    rule: Rule, format: str, values: Tensor, weight: Tensor | None = None, *, split: bool | None = None
+) -> Store:
     """Fresh state for the flat fp32 `values`. They become the master itself unless the master is split.
 
-    `weight`, flat, is where updates put the rounded weight; it is written here in the split case only.
+    `weight`, flat, is where updates put the rounded weight; it is written here in the split case only. `split` is for
+    bf16 weights: whether they hold the master's upper halves; without it, they do in the compact formats.
     """
     store = Store(format, values, weight, *new_states(rule, format, values.numel()))
-    if not store.is_split:
+    dtype = weight.dtype if weight is not None else None
+    if not (splits_master(format, dtype) if split is None else split):
         return store
-    assert weight is not None
+    if weight is None or dtype != torch.bfloat16:
+        raise bad_value("weight dtype", dtype, [torch.bfloat16], "It holds the upper halves of a split master")
     upper, lower = split_master(values)
     weight.copy_(upper)
     return replace(store, master=lower)
@@ -164,7 +174,11 @@ def _check_store(segment: Segment, store: Store, prefix: str, numel: int) -> Non
     label = f"{segment.name}: {prefix}"
     if store.weight is not None:
         check_tensor(f"{label}weight", store.weight, FLOATS, numel)
-    check_tensor(f"{label}master", store.master, (torch.int16,) if store.is_split else (torch.float32,), numel)
+    check_tensor(f"{label}master", store.master, (torch.float32, torch.int16), numel)
+    if store.is_split and (store.weight is None or store.weight.dtype != torch.bfloat16):
+        dtype = store.weight.dtype if store.weight is not None else None
+        remedy = "It holds the upper halves of a split master"
+        raise bad_value(f"{label}weight dtype", dtype, [torch.bfloat16], remedy)
     numels, blocks = state_numels(segment.rule, store.format, numel)
     for i, name in enumerate(segment.rule.states):
         state, scale = store.states[i], store.scales[i]
