@@ -152,7 +152,7 @@ def host_rate(model: Any, states: str) -> float:
     from twinflow.rules.segment import Segment, new_store
 
     rule, numel = RULES["adamw"], (1 << 26) if CUDA else (1 << 20)
-    store = new_store(rule, states, torch.zeros(numel), torch.zeros(numel, dtype=torch.bfloat16))
+    store = new_store(rule, states, torch.zeros(numel), torch.zeros(numel, dtype=torch.bfloat16), split=True)
     grad = torch.full((numel,), 1e-3, dtype=torch.bfloat16)
     options = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
     times = []

@@ -63,33 +63,38 @@ def bench(*options: str | Path) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("rule", "format", "grad", "weight", "num_bytes"),
+    ("rule", "format", "grad", "weight", "split", "num_bytes"),
     [
-        (ADAMW, "fp32", BF16, BF16, 28),
-        (ADAM, "fp32", BF16, BF16, 28),
-        (ADAMW, "fp32", FP32, None, 28),
-        (ADAMW, "fp32", FP32, FP32, 32),
-        (ADAMW, "bf16", BF16, BF16, 18),
-        (ADAMW, "int8", BF16, BF16, 14 + 4 * 4 / 128),
-        (ADAMW, "bf16", FP16, FP16, 20),  # no split master: fp32 read and written, the weight only written
-        (ADAGRAD, "fp32", BF16, BF16, 20),
-        (LION, "fp32", BF16, BF16, 20),
-        (LION, "bf16", BF16, BF16, 14),
-        (SGD, "fp32", FP32, None, 20),
+        (ADAMW, "fp32", BF16, BF16, None, 28),
+        (ADAMW, "fp32", BF16, BF16, True, 26),
+        (ADAMW, "bf16", BF16, BF16, False, 20),
+        (LION, "fp32", BF16, BF16, True, 18),
+        (ADAM, "fp32", BF16, BF16, None, 28),
+        (ADAMW, "fp32", FP32, None, None, 28),
+        (ADAMW, "fp32", FP32, FP32, None, 32),
+        (ADAMW, "bf16", BF16, BF16, None, 18),
+        (ADAMW, "int8", BF16, BF16, None, 14 + 4 * 4 / 128),
+        (ADAMW, "bf16", FP16, FP16, None, 20),  # no split master: fp32 read and written, the weight only written
+        (ADAGRAD, "fp32", BF16, BF16, None, 20),
+        (LION, "fp32", BF16, BF16, None, 20),
+        (LION, "bf16", BF16, BF16, None, 14),
+        (SGD, "fp32", FP32, None, None, 20),
     ],
 )
 def test_bytes_per_parameter(
-    rule: Rule, format: str, grad: torch.dtype, weight: torch.dtype | None, num_bytes: float
+    rule: Rule, format: str, grad: torch.dtype, weight: torch.dtype | None, split: bool | None, num_bytes: float
 ) -> None:
-    assert update_bytes(rule, format, grad, weight) == num_bytes
+    assert update_bytes(rule, format, grad, weight, split) == num_bytes
 
 
 @pytest.mark.parametrize("weight", [None, FP32, BF16, FP16])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 def test_big_stores_are_what_the_kernels_take(rule: Rule, weight: torch.dtype | None) -> None:
     for format in rule.formats:
-        store = huge_store(rule, format, 300, weight)
-        check_segment(Segment(rule, rule.hyper(check.OPTIONS, 1), torch.zeros(300), store, target=huge_like(store)))
+        for split in (None, True, False) if weight == BF16 else (None,):
+            store = huge_store(rule, format, 300, weight, split)
+            assert split in (None, store.is_split)
+            check_segment(Segment(rule, rule.hyper(check.OPTIONS, 1), torch.zeros(300), store, target=huge_like(store)))
 
 
 def test_filling() -> None:
@@ -194,7 +199,7 @@ def test_a_run_prints_tables_and_ends_in_json(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out.json").read_text()) == numbers
     assert (numbers["numel"], numbers["threads"], numbers["correct"]) == (4096, 1, True)
     names = {row["name"] for row in numbers["results"]}
-    assert {jobs.ADAMW_FP32_STATE, jobs.ADAMW_INT8_STATE, *jobs.TORCH_ADAM.values()} <= names
+    assert {jobs.ADAMW_FP32_STATE, jobs.ADAMW_SPLIT, jobs.ADAMW_INT8_STATE, *jobs.TORCH_ADAM.values()} <= names
     assert len(names) == len(numbers["results"])
     assert all(row["rival_of"] in names for row in numbers["results"] if row["rival_of"])
     text = "\n".join(lines[:-1])

@@ -39,20 +39,23 @@ class Case:
     grad_dtype: torch.dtype
     weight_dtype: torch.dtype | None
     out_of_place: bool
+    split: bool = False
 
     def __str__(self) -> str:
         weight = self.weight_dtype if self.weight_dtype is not None else "no weight"
+        master = ", split master" if self.split else ""
         place = "out of place" if self.out_of_place else "in place"
-        return f"{self.rule.name}, {self.format} state, {self.grad_dtype} gradient, {weight}, {place}"
+        return f"{self.rule.name}, {self.format} state, {self.grad_dtype} gradient, {weight}{master}, {place}"
 
 
 def cases() -> Iterator[Case]:
-    """Every rule in every format it comes in, for three pairs of dtypes, in and out of place."""
+    """Every rule in every format it comes in, for three pairs of dtypes, any kind of master, in and out of place."""
     for rule in RULES.values():
         for format in rule.formats:
             for grad_dtype, weight_dtype in _DTYPES:
-                for out_of_place in (False, True):
-                    yield Case(rule, format, grad_dtype, weight_dtype, out_of_place)
+                for split in (False, True) if weight_dtype == torch.bfloat16 else (False,):
+                    for out_of_place in (False, True):
+                        yield Case(rule, format, grad_dtype, weight_dtype, out_of_place, split)
 
 
 def disagreements(numel: int = 20_077) -> list[str]:
@@ -88,7 +91,7 @@ def _agrees(case: Case, numel: int) -> bool:
 
 def _new_store(case: Case, numel: int) -> Store:
     weight = torch.zeros(numel, dtype=case.weight_dtype) if case.weight_dtype is not None else None
-    return new_store(case.rule, case.format, _random(numel, seed=1), weight)
+    return new_store(case.rule, case.format, _random(numel, seed=1), weight, split=case.split)
 
 
 def _segment(case: Case, store: Store, step: int, target: Store | None) -> Segment:
