@@ -17,6 +17,7 @@ import torch
 from support import cell_name, pairwise
 from torch import Tensor, nn
 from twin_support import (
+    HOSTS,
     MAX_NORM,
     RULE_OPTIONS,
     Branchy,
@@ -40,6 +41,7 @@ from twinflow.device import _ThreadEvent
 from twinflow.offload.gather import TakenGradient
 from twinflow.optim.loss_scale import dynamic, static
 from twinflow.rules import RULES
+from twinflow.rules.formats import split
 
 NO_SHADOW = {"shadow_bytes": 0}
 # Keys' biases have no gradient but rounding noise: a larger eps keeps Adam from making steps of it.
@@ -398,12 +400,88 @@ def test_half_precision_is_a_master_and_torch(dtype: torch.dtype, states: str, e
                 for name, master in named:
                     if master.numel():
                         torch.testing.assert_close(state[name]["master"], master.detach(), rtol=0, atol=1e-6)
-                        weight = model.get_parameter(name).detach()
-                        split = states != "fp32" and dtype == torch.bfloat16  # ties go away from zero
-                        difference = (weight.float() - state[name]["master"]).abs()
-                        ulp = torch.finfo(dtype).eps * weight.abs().float().clamp(min=1e-3)
-                        assert (difference <= ulp).all() if split else weight.equal(state[name]["master"].to(dtype))
+                        weight, master = model.get_parameter(name).detach(), state[name]["master"]
+                        upper = split(master.reshape(-1))[0].view(weight.shape)  # ties go away from zero
+                        assert weight.equal(upper if dtype == torch.bfloat16 else master.to(dtype))
         assert clips == {True, False}
+
+
+class Slope(nn.Module):
+    """bf16 weights whose gradients are numbers of our choice, whatever the weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.layers = nn.ParameterList(
+            nn.Parameter(torch.randn(s, generator=generator).bfloat16()) for s in ((700,), (40, 50), (9,))
+        )
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        return sum((p * g).float().sum() for p, g in zip(self.layers, gradients, strict=True))
+
+    def gradients(self, step: int, ties: bool) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        found = [torch.randn(p.shape, generator=generator) for p in self.layers]
+        return [(g.sign() if ties else g).bfloat16() for g in found]
+
+
+TIES = {"rule": "sgd", "lr": 2.0**-8, "momentum": 0.0}  # half a unit of a bf16 weight in [1, 2) for a gradient of 1
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("rule", [*RULES, "ties"])
+def test_bf16_weights_are_half_of_their_masters(rule: str, early: bool) -> None:
+    """With fp32 states: the masters that a host optimizer keeps whole, bit for bit; only their ties round otherwise."""
+    options = TIES if rule == "ties" else {"rule": rule, **RULE_OPTIONS[rule]}
+    model, reference = Slope(), Slope()
+    theirs = HOSTS[options["rule"]](reference.parameters(), **{k: v for k, v in options.items() if k != "rule"})
+    num_ties = 0
+    with closing(twin(model, **options, early=early, max_grad_norm=1e6, bucket_numel=512)) as ours:
+        for step in range(4):
+            for m in (model, reference):
+                m(m.gradients(step, rule == "ties")).backward()
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+            state = ours.state_dict()["state"]
+            for (name, weight), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+                master = theirs.state[other]["master"]
+                assert torch.equal(state[name]["master"], master)
+                assert torch.equal(weight, split(master.reshape(-1))[0].view(weight.shape))
+                num_ties += int((weight != other).sum())
+        assert num_ties or rule != "ties"
+        assert ours.runtime.board.weight_slots.num_made == 0
+        num_states = 0 if rule == "ties" else sum(name is not None for name in RULES[rule].states)
+        for bucket in ours.runtime.buckets:
+            assert ours.runtime.board.shadow_bytes(bucket) == bucket.plan.numel * (4 + 4 * num_states)
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+def test_masters_of_weights_that_were_rounded_to_even_are_loaded_whole(model_first: bool) -> None:
+    """A checkpoint of masters that were not split: at a tie the weight is the other neighbour, and still fits."""
+    model = Slope()
+    with closing(twin(model, **TIES)) as optimizer:
+        model(model.gradients(0, ties=True)).backward()
+        optimizer.step()
+        saved, weights = optimizer.state_dict(), model.state_dict()
+    weights = {name: saved["state"][name]["master"].bfloat16() for name in weights}
+    assert any(not torch.equal(weight, model.get_parameter(name)) for name, weight in weights.items())
+    model = Slope()
+    if model_first:
+        model.load_state_dict(weights)
+    with closing(twin(model, **TIES)) as optimizer:
+        if not model_first:
+            model.load_state_dict(weights)
+        optimizer.load_state_dict(saved)
+        for name, entry in optimizer.state_dict()["state"].items():
+            assert torch.equal(entry["master"], saved["state"][name]["master"])
+        model([torch.zeros_like(g) for g in model.gradients(1, ties=True)]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, entry in optimizer.state_dict()["state"].items():
+            assert torch.equal(entry["master"], saved["state"][name]["master"])
+            upper = split(entry["master"].reshape(-1))[0].view(entry["master"].shape)
+            assert torch.equal(model.get_parameter(name), upper)
 
 
 # Loss scale.

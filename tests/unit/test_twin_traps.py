@@ -715,13 +715,13 @@ class Case:
 
 
 class Scales(nn.Module):
-    """Half-precision weights without a matrix product."""
+    """fp16 weights, the ones that go back through slots, without a matrix product."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Module() for _ in range(4))
         for i, block in enumerate(self.blocks):
-            block.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH).add(i).bfloat16())
+            block.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH).add(i).half())
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

@@ -104,19 +104,16 @@ class RuleUpdater:
 
     def new_store(self, plan: BucketPlan) -> Store:
         """Zeros. Weights go back straight from the state where it holds them: from an fp32 master whose parameter is
-        fp32, or from a split master's upper half. Only that part is page-locked."""
+        fp32, or from a split master's upper half, whose parameter is bf16. Only that part is page-locked."""
         states: tuple[Pair, Pair] = ((None, None), (None, None))
         if self.keeps_states:
             states = new_states(self.rule, self.format, plan.numel, hidden_zeros)
         if plan.dtype == torch.float32:
             return Store(self.format, self._device.pinned(plan.numel, torch.float32).zero_(), None, *states)
-        if self._is_split(plan):
+        if plan.dtype == torch.bfloat16:
             weight = self._device.pinned(plan.numel, torch.bfloat16).zero_()
             return Store(self.format, hidden_zeros(plan.numel, dtype=torch.int16), weight, *states)
         return Store(self.format, hidden_zeros(plan.numel, dtype=torch.float32), None, *states)
-
-    def _is_split(self, plan: BucketPlan) -> bool:
-        return self.format != "fp32" and plan.dtype == torch.bfloat16
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
         """Fresh states are zeros; only Adagrad may start from something else."""
@@ -132,8 +129,8 @@ class RuleUpdater:
                 tensor.fill_(float(option.get("initial_accumulator_value", 0.0)))
 
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
-        """Half precision beside an fp32 master."""
-        return plan.dtype != torch.float32 and not self._is_split(plan)
+        """Half precision beside an fp32 master: not bf16, which is half of its master."""
+        return plan.dtype not in (torch.float32, torch.bfloat16)
 
     def update(self, task: Task, factor: float) -> None:
         """One call of the kernel for all slices of the bucket that have a gradient."""
