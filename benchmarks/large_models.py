@@ -77,7 +77,10 @@ def twin_row(preset: str, *options: str) -> dict[str, Any]:
         start = time.perf_counter()
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         print(done.stdout[-4000:], done.stderr[-2000:], file=sys.stderr, flush=True)
-        records = [r for r in read_metrics(out / "metrics.jsonl") if isinstance(r, StepRecord)]
+        found = read_metrics(out / "metrics.jsonl") if (out / "metrics.jsonl").exists() else []
+        records = [r for r in found if isinstance(r, StepRecord)]
+    if done.returncode or len(records) < 4:
+        return {"name": preset, "error": (done.stdout + done.stderr)[-400:]}
     steady = records[3:]
     step_s = sum(r.step_s for r in steady) / len(steady)
     return {

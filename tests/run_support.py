@@ -60,6 +60,7 @@ def _run(args: list[str], log: str, die_at: tuple[Path, int] | None) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
     from twinflow.cli.main import main

@@ -98,9 +98,12 @@ def prepare(settings: TrainSettings, console: Console) -> Run:
     config = engine_config(settings, plan.states)
     engine = build_engine(settings, config)
     settings.out.mkdir(parents=True, exist_ok=True)
+    if settings.trace is not None:
+        settings.trace.parent.mkdir(parents=True, exist_ok=True)
     _write_whole(settings.out / SETTINGS, json.dumps(as_json(settings), default=str, indent=2) + "\n")
     if settings.resume:
         found, _ = engine.load_checkpoint(settings.out / CHECKPOINTS)
+        _set_rates(engine)
         console.print(f"resuming from {found}" if found else "no checkpoint yet: starting anew", soft_wrap=True)
     return Run(settings, data, engine, config, plan, gpu, engine.global_steps)
 
@@ -151,6 +154,14 @@ def build_engine(settings: TrainSettings, config: dict[str, Any]) -> Engine:
     return engine
 
 
+def _set_rates(engine: Engine) -> None:
+    """The rates of the next step by the schedule of this command line: those in a checkpoint are by its own --steps."""
+    schedule, optimizer = engine.lr_scheduler, engine.optimizer
+    if isinstance(schedule, LambdaLR) and optimizer is not None:
+        for group, base, factor in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+            group["lr"] = base * factor(schedule.last_epoch)
+
+
 def run_training(run: Run, console: Console) -> Outcome:
     """The run itself. It always has an outcome: finished, interrupted by the user, or stopped by bad numbers."""
     settings, outcome, start = run.settings, Outcome(), time.perf_counter()
@@ -164,7 +175,8 @@ def run_training(run: Run, console: Console) -> Outcome:
             earlier = read_metrics(settings.out / METRICS)  # of the run that is resumed
             outcome.steps += [record for record in earlier if isinstance(record, StepRecord)]
             outcome.valids += [record for record in earlier if isinstance(record, ValidRecord)]
-            for record in Loop(settings, run.engine, run.data).records(lambda: bool(stop)):
+            measured = {record.step for record in outcome.valids}
+            for record in Loop(settings, run.engine, run.data).records(lambda: bool(stop), measured):
                 metrics.write(record)
                 if isinstance(record, ValidRecord):
                     outcome.valids.append(record)
@@ -192,17 +204,32 @@ def _after_step(run: Run, outcome: Outcome, progress: TrainProgress, step: int) 
     if settings.save_every and step % settings.save_every == 0 and step < settings.steps:
         _save(run, outcome, progress)
     if settings.trace is not None and optimizer is not None:
-        if step == run.first_step + 2:
+        first = min(run.first_step + 2, settings.steps - 1)
+        if step == first:
             optimizer.trace.start()
-        elif step == run.first_step + 2 + TRACED_STEPS:
-            optimizer.wait()
-            optimizer.trace.stop()
-            optimizer.export_trace(settings.trace)
-            progress.note(f"timeline of {TRACED_STEPS} steps: {settings.trace}")
+        elif step == first + TRACED_STEPS:
+            _write_trace(run, outcome, progress)
+
+
+def _write_trace(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
+    """The timeline, where one has been begun. A file that cannot be written does not cost the run."""
+    path, optimizer = run.settings.trace, run.engine.optimizer
+    if path is None or optimizer is None or not optimizer.trace.enabled:
+        return
+    optimizer.wait()
+    optimizer.trace.stop()
+    try:
+        optimizer.export_trace(path)
+    except (ValueError, OSError) as error:
+        outcome.notes.append(f"could not write the timeline: {error}")
+        progress.note(f"warning: {outcome.notes[-1]}")
+        return
+    progress.note(f"timeline of some steps: {path}")
 
 
 def _finish(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
     """The last checkpoint; none after numbers that went bad, so that --resume has a good one to go back to."""
+    _write_trace(run, outcome, progress)  # of a run that ended before the last of the steps to record
     last = outcome.steps[-1] if outcome.steps else None
     if last is not None and (not math.isfinite(last.loss) or (not last.is_finite and run.settings.precision != "fp16")):
         outcome.status = "stopped"

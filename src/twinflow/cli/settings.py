@@ -26,6 +26,8 @@ KEPT: Final = (
     "batch_size",
     "accumulation",
     "rule",
+    "lr",  # these two are in the checkpoint, and would be taken from there
+    "weight_decay",
     "data",
     "json_key",
     "tokenizer",
@@ -33,6 +35,8 @@ KEPT: Final = (
     "precision",
     "file_config",
 )
+
+SHAPE_OPTIONS: Final = {"hidden": "--hidden-size", "num_heads": "--num-attention-heads", "context": "--seq-length"}
 
 
 @dataclass(frozen=True)
@@ -245,8 +249,15 @@ def as_json(settings: TrainSettings) -> dict[str, Any]:
 
 def check_same_run(saved: Mapping[str, Any], settings: TrainSettings) -> None:
     """Raise a ValueError that names what differs from the run that is to be resumed."""
-    new = as_json(settings)
-    for name in KEPT:
-        if saved.get(name) != new[name]:
+    new, old = _kept(as_json(settings)), _kept(saved)
+    for name, value in new.items():
+        if old.get(name) != value:
             remedy = "--resume goes on with the same run; start another one in another --out."
-            raise bad_value(option(name), new[name], [saved.get(name)], remedy)
+            raise bad_value(name, value, [old.get(name)], remedy)
+
+
+def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What must stay, each under the option it is typed as."""
+    shape = {SHAPE_OPTIONS.get(name, option(name)): value for name, value in (values.get("model") or {}).items()}
+    rest = {option(name): values.get(name) for name in KEPT if name not in ("model", "file_config")}
+    return {**shape, **rest, "--deepspeed_config": values.get("file_config")}

@@ -147,6 +147,9 @@ def train(
         chosen_lr = _only_one("--lr", lr, file_config, "optimizer")
         decay = _only_one("--weight-decay", weight_decay, file_config, "optimizer")
         clip = _only_one("--grad-clip", grad_clip, file_config, "gradient_clipping")
+        offload = (file_config.get("zero_optimization") or {}).get("offload_optimizer") or {}
+        chosen_states = _only_one("--states", states, offload, "states") or offload.get("states", "auto")
+        delayed = _only_one("--delayed-update", delayed_update or None, offload, "delayed_update")
         settings = TrainSettings(
             preset=name,
             model=shape,
@@ -158,8 +161,8 @@ def train(
             weight_decay=choice.weight_decay if decay is None else decay,
             grad_clip=1.0 if clip is None else clip,
             rule=chosen_rule,
-            states="auto" if states is None else states,
-            delayed_update=delayed_update,
+            states=chosen_states,
+            delayed_update=bool(delayed or offload.get("delayed_update")),
             precision=_precision(precision, fp16, bf16, file_config),
             data=data,
             json_key=json_key,
@@ -183,8 +186,14 @@ def train(
         raise typer.Exit(1) from None
     print_rows(console, f"twinflow {__version__}: training a {name} GPT on {where()}", header_rows(run))
     outcome = run_training(run, console)
-    write_report(settings.out / REPORT, make_report(run, outcome))
-    print_rows(console, outcome.message, [*outcome.numbers, ("report", str(settings.out / REPORT))])
+    report = make_report(run, outcome)
+    rows = outcome.numbers
+    try:
+        write_report(settings.out / REPORT, report)
+        rows.append(("report", str(settings.out / REPORT)))
+    except OSError as error:  # a disk that is full
+        typer.echo(f"warning: no report: {error}", err=True)
+    print_rows(console, outcome.message, rows)
     raise typer.Exit(EXIT_CODES[outcome.status])
 
 

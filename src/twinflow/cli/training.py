@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, Final
 
 import torch
@@ -72,24 +72,35 @@ class Loop:
         self._busy_s = 0.0
         self._flops = flops_per_token(settings.model) * settings.tokens
 
-    def records(self, should_stop: Callable[[], bool] = lambda: False) -> Iterator[Record]:
+    def records(
+        self, should_stop: Callable[[], bool] = lambda: False, measured: Container[int] = ()
+    ) -> Iterator[Record]:
         """Each step and each validation as it happens; `should_stop` is asked between steps.
 
         A step whose loss or gradient is not finite is yielded without having changed the weights, and is the last one.
+        `measured`: steps after which the run that is resumed has validated. It may have died between a checkpoint and
+        the validation after the same step.
         """
         settings, engine = self._settings, self._engine
-        if engine.global_steps == 0:
-            yield ValidRecord(0, self.valid_loss())
+        if engine.global_steps not in measured and self._validates_after(engine.global_steps):
+            yield self._valid_record()
         while engine.global_steps < settings.steps and not should_stop():
             record = self.step()
             yield record
             if self._is_bad(record):
                 return
-            step = engine.global_steps
-            if step == settings.steps and engine.optimizer is not None:
-                engine.optimizer.flush()  # a delayed update still to come belongs to the model that is measured last
-            if step == settings.steps or (settings.valid_every and step % settings.valid_every == 0):
-                yield ValidRecord(step, self.valid_loss())
+            if self._validates_after(engine.global_steps):
+                yield self._valid_record()
+
+    def _validates_after(self, step: int) -> bool:
+        every = self._settings.valid_every
+        return step in (0, self._settings.steps) or (every > 0 and step % every == 0)
+
+    def _valid_record(self) -> ValidRecord:
+        engine = self._engine
+        if engine.global_steps == self._settings.steps and engine.optimizer is not None:
+            engine.optimizer.flush()  # a delayed update still to come belongs to the model that is measured last
+        return ValidRecord(engine.global_steps, self.valid_loss())
 
     def _is_bad(self, record: StepRecord) -> bool:
         """Whether to stop: fp16 skips a step now and then, and lowers its scale."""

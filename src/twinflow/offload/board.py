@@ -84,6 +84,11 @@ class Board:
 
     # Called by the runtime.
 
+    @property
+    def unmade_bytes(self) -> int:
+        """Page-locked memory that slots may still ask for."""
+        return self.slots.unmade_bytes + self.weight_slots.unmade_bytes
+
     def shadow_bytes(self, bucket: Bucket) -> int:
         """Host memory that an update of this bucket ahead of the gate takes: a spare store, and a slot that waits."""
         slot_bytes = self.weight_slots.slot_bytes if self.updater.needs_weight_slot(bucket.plan) else 0

@@ -69,7 +69,7 @@ def plan_buckets(params: Sequence[ParamSpec], max_numel: int = BUCKET_NUMEL) -> 
     buckets: list[BucketPlan] = []
     for block, dtype in _kinds(params):
         members = [i for i, p in enumerate(params) if (p.block, p.dtype) == (block, dtype)]
-        for slices in _pack(params, members, max_numel):
+        for slices in _pack(params, members, _even(params, members, max_numel)):
             numel = slices[-1].offset + padded(slices[-1].numel)
             buckets.append(BucketPlan(len(buckets), block, dtype, tuple(slices), numel))
     return buckets
@@ -78,6 +78,13 @@ def plan_buckets(params: Sequence[ParamSpec], max_numel: int = BUCKET_NUMEL) -> 
 def _kinds(params: Sequence[ParamSpec]) -> list[tuple[int, torch.dtype]]:
     """Block and dtype of each kind of bucket, in the parameters' order."""
     return list(dict.fromkeys((p.block, p.dtype) for p in params))
+
+
+def _even(params: Sequence[ParamSpec], members: Sequence[int], max_numel: int) -> int:
+    """The size that fills as few buckets as there must be equally: slots are as large as the largest of them."""
+    total = sum(padded(params[i].numel) for i in members)
+    num_buckets = max(1, -(-total // max_numel))
+    return min(max_numel, padded(-(-total // num_buckets)))
 
 
 def _pack(params: Sequence[ParamSpec], members: Iterable[int], max_numel: int) -> Iterable[list[Slice]]:

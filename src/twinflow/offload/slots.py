@@ -75,6 +75,11 @@ class SlotPool:
             self._read.append((read_until, slot))
 
     @property
+    def unmade_bytes(self) -> int:
+        """Bytes that are still to be made within the limit."""
+        return max(0, self.limit - self.num_made) * self.slot_bytes
+
+    @property
     def nbytes(self) -> int:
         """Bytes of host memory made so far."""
         return self.num_made * self.slot_bytes

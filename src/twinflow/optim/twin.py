@@ -140,7 +140,7 @@ class TwinOptimizer(Optimizer):
         runtime.adopt(params, keep=False)  # first: an optimizer of the user's may look at the weights when it starts
         for bucket in runtime.buckets:
             updater.start(bucket, self.param_groups)
-        runtime.prepare_shadows(self._shadow_bytes())
+        runtime.prepare_shadows(self._shadow_bytes(runtime.board.unmade_bytes))
         if self.model is not None:
             runtime.attach(self.model, blocks)
         return runtime
@@ -170,9 +170,11 @@ class TwinOptimizer(Optimizer):
         self._is_stateless = not any(float(group.get("momentum", 1.0)) for group in self.param_groups)
         return RuleUpdater(self.rule, self.states, device, keeps_states=not self._is_stateless)
 
-    def _shadow_bytes(self) -> int:
-        """What may be spent on running ahead: asked for, or half of what is spare."""
-        return self.tuning.shadow_bytes if self.tuning.shadow_bytes is not None else free_host_bytes() // 2
+    def _shadow_bytes(self, unmade_bytes: int) -> int:
+        """What may be spent on running ahead: asked for, or half of what is spare once all slots are made."""
+        if self.tuning.shadow_bytes is not None:
+            return self.tuning.shadow_bytes
+        return max(0, free_host_bytes() - unmade_bytes) // 2
 
     def _named(self) -> Iterable[tuple[str, nn.Parameter, int]]:
         names = {p: name for name, p in self.model.named_parameters()} if self.model is not None else {}
