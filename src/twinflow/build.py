@@ -62,6 +62,26 @@ def initialize(
     batch = resolve_batch(parsed, world_size=1)
     module = place(model, parsed)
     twin = make_optimizer(parsed, batch, module, optimizer, model_parameters)
+    try:
+        return _finish(parsed, batch, module, twin, optimizer, lr_scheduler, training_data, collate_fn, source)
+    except BaseException:
+        if twin is not None and twin is not optimizer:
+            twin.close()  # else the model would still have an optimizer, and no other could be built over it
+        raise
+
+
+def _finish(
+    parsed: Config,
+    batch: Batch,
+    module: nn.Module,
+    twin: TwinOptimizer | None,
+    optimizer: Any,
+    lr_scheduler: Any,
+    training_data: Any,
+    collate_fn: Any,
+    source: Any,
+) -> tuple[Engine, TwinOptimizer | None, ResumableLoader | None, Any]:
+    """All that comes after the optimizer."""
     scheduler = _make_scheduler(parsed, twin, optimizer, lr_scheduler)
     settings = EngineSettings(
         micro_batch_size=batch.micro_batch_size,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import gc
 import json
 import logging
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -322,3 +325,55 @@ def test_what_cannot_work_is_refused_by_name(changes: dict[str, Any], words: lis
         twinflow.initialize(**{"model": gpt(), **changes})
     for word in words:
         assert word in str(caught.value)
+
+
+def test_frozen_parameters_among_those_that_are_given(make: Any) -> None:
+    model = gpt()
+    model.blocks[0].requires_grad_(False)
+    before = [p.detach().clone() for p in model.blocks[0].parameters()]
+    groups = [{"params": list(model.blocks[0].parameters())}, {"params": list(model.blocks[1].parameters())}]
+    engine, *_ = twinflow.initialize(model=model, model_parameters=groups, config=config())
+    run(engine, range(2))
+    assert len(engine.optimizer.param_groups) == 1  # type: ignore[union-attr]
+    assert all(torch.equal(a, b) for a, b in zip(before, model.blocks[0].parameters(), strict=True))
+    engine.destroy()
+    engine, *_ = twinflow.initialize(model=model, model_parameters=model.parameters(), config=config())
+    run(engine, range(2))
+    engine.destroy()
+
+
+def test_an_engine_that_could_not_be_built_leaves_the_model_alone() -> None:
+    model = gpt()
+
+    def broken(optimizer: Any) -> Any:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        twinflow.initialize(model=model, lr_scheduler=broken, config=config())
+    engine, *_ = twinflow.initialize(model=model, config=config())
+    run(engine, range(1))
+    engine.destroy()
+
+
+def test_destroy_ends_the_threads_whatever_happens() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 1))
+    fp16 = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1, "auto_cast": True}
+    engine, *_ = twinflow.initialize(model=model, config=config(fp16=fp16))
+    engine.backward(engine(torch.ones(4, 8)).float().mean() * float("inf"))
+    engine.step()
+    with pytest.raises(FloatingPointError, match="smallest loss scale"):
+        engine.destroy()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("twinflow-")]
+
+
+def test_a_forgotten_engine_ends_by_itself() -> None:
+    engine = twinflow.initialize(model=gpt(), config=config())[0]
+    run(engine, range(2))
+    assert [thread for thread in threading.enumerate() if thread.name.startswith("twinflow-")]
+    del engine
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while [thread for thread in threading.enumerate() if thread.name.startswith("twinflow-")]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -281,3 +281,133 @@ def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
     assert run(one, range(2, 4)) == run(two, range(2, 4))
     one.destroy()
     two.destroy()
+
+
+def test_not_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    engine = build()
+    run(engine, range(2))
+    engine.save_checkpoint(tmp_path)
+    engine.backward(engine(*batch(2)).loss)
+    with pytest.raises(RuntimeError, match=r"between backward\(\) and step\(\)"):
+        engine.load_checkpoint(tmp_path)
+    engine.step()
+    engine.load_checkpoint(tmp_path)
+    assert engine.global_steps == 2
+    engine.destroy()
+
+
+def test_gradients_of_a_step_that_will_not_come_are_forgotten(tmp_path: Path) -> None:
+    one = build(gradient_accumulation_steps=2)
+    run(one, range(4))
+    one.save_checkpoint(tmp_path)
+    expected = run(one, range(4, 8))
+    one.backward(one(*batch(0)).loss)
+    one.step()
+    one.load_checkpoint(tmp_path)
+    assert run(one, range(4, 8)) == expected
+    one.destroy()
+
+
+def test_weights_alone_into_a_run_with_a_delayed_update(tmp_path: Path) -> None:
+    one = build(offload={"delayed_update": True})
+    run(one, range(2))
+    one.save_checkpoint(tmp_path)
+    run(one, range(2, 4))
+    one.load_checkpoint(tmp_path, load_module_only=True)
+    run(one, range(4, 6))
+    one.destroy()
+
+
+def test_another_scheduler_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    one = build(scheduler=halve)
+    run(one, range(2))
+    one.save_checkpoint(tmp_path)
+    two = build(
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+            optimizer, [halve(optimizer), halve(optimizer)], milestones=[2]
+        )
+    )
+    run(two, range(3))
+    before = everything(two)
+    with pytest.raises(ValueError, match="SequentialLR"):
+        two.load_checkpoint(tmp_path)
+    assert_same(before, everything(two))
+    run(two, range(3, 4))
+    one.destroy()
+    two.destroy()
+
+
+class Counting(nn.Module):
+    """Keeps something in its state dict that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.seen = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        return self.linear(x)
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+def test_what_modules_keep_beside_tensors(tmp_path: Path) -> None:
+    one = build(model=Counting())
+    one.backward(one(torch.ones(3, 4)).mean())
+    one.step()
+    one.save_checkpoint(tmp_path)
+    two = build(model=Counting())
+    two.load_checkpoint(tmp_path)
+    assert two.module.seen == 3
+    one.destroy()
+    two.destroy()
+
+
+def test_a_state_dict_of_copies_is_loaded_too(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        made = nn.Sequential(nn.Linear(4, 1))
+
+        def copies(module: nn.Module, state: dict[str, Any], prefix: str, meta: Any) -> None:
+            for name in list(state):
+                state[name] = state[name].clone() if isinstance(state[name], torch.Tensor) else state[name]
+
+        made.register_state_dict_post_hook(copies)
+        return made
+
+    one, two = build(model=model()), build(model=model())
+    one.save_checkpoint(tmp_path)
+    two.load_checkpoint(tmp_path)
+    assert torch.equal(one.module[0].weight, two.module[0].weight)
+    one.destroy()
+    two.destroy()
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
+def test_saving_and_loading_need_little_memory(states: str, tmp_path: Path) -> None:
+    """Counted: the largest tensor that is made while a parameter of several buckets is written and read."""
+    rows = 1 << 15
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(tensor, torch.Tensor) and tensor._base is None:
+                    largest = max(largest, tensor.numel() * tensor.element_size())
+            return out
+
+    model = nn.Sequential(nn.Embedding(rows, 64)).bfloat16()
+    engine = build(model=model, offload={"states": states, "bucket_numel": 1 << 20}, gradient_clipping=0.0)
+    engine.backward(engine(torch.arange(8)).float().mean())
+    engine.step()
+    engine.optimizer.wait()  # type: ignore[union-attr]
+    with Watch():
+        engine.save_checkpoint(tmp_path)
+    assert largest <= 4 * rows * 64  # one fp32 parameter
+    engine.destroy()

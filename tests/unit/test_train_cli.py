@@ -9,10 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner, Result
@@ -269,3 +272,271 @@ def test_version_and_help_name_what_there_is() -> None:
     shown = CliRunner().invoke(app, ["--help"]).output
     for command in ("train", "doctor", "bench"):
         assert command in shown
+
+
+# Command lines and config files as Megatron's and DeepSpeed's tutorials have them.
+
+MEGATRON = (
+    *("--model-parallel-size", 1, "--num-layers", 2, "--hidden-size", 32, "--num-attention-heads", 2),
+    *("--batch-size", 2, "--checkpoint-activations", "--seq-length", 16, "--max-position-embeddings", 16),
+    *("--no-pipeline-parallel", "--cpu-optimizer"),
+)
+BRIEF = ("--steps", 2, "--valid-every", 0, "--threads", 1, "--no-save", "--vocab-size", 256)
+# Exactly as printed in the ZeRO-Offload tutorial: a comma too many and one too few.
+TUTORIAL = """{
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {
+            "device": "cpu",
+        }
+        "contiguous_gradients": true,
+        "overlap_comm": true
+    }
+}
+"""
+# As printed in the Twin-Flow tutorial: pieces, without the braces around them.
+TWIN_FLOW = """    "offload_optimizer": {
+      "device": "cpu",
+      "pin_memory": true,
+      "ratio": 0.3
+    }
+"""
+PRESCALE = """  "prescale_gradients": false,
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[[str], Path]:
+    def write(content: str) -> Path:
+        path = tmp_path / "ds_zero_offload.config"
+        path.write_text(content)
+        return path
+
+    return write
+
+
+def megatron(*options: str | Path | int) -> Result:
+    return train(*MEGATRON, *BRIEF, *options)
+
+
+def only_line(result: Result) -> str:
+    """The one line of an error."""
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    "content",
+    [TUTORIAL, TWIN_FLOW, PRESCALE, f'"zero_optimization": {{\n"stage": 3,\n{TWIN_FLOW}}},\n{PRESCALE}'],
+    ids=["tutorial", "twin-flow alone", "prescale alone", "both"],
+)
+def test_the_tutorials_command_and_file_run(
+    content: str, config: Callable[[str], Path], tmp_path: Path, text: Path
+) -> None:
+    out = tmp_path / "run"
+    result = megatron("--deepspeed_config", config(content), "--data", text, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert "2 layers, hidden 32, 2 heads, context 16, activations recomputed" in result.output
+    plain = megatron("--data", text, "--out", tmp_path / "plain")
+    assert plain.exit_code == 0, plain.output
+    assert [r.loss for r in steps_of(out)] == [r.loss for r in steps_of(tmp_path / "plain")]
+    settings = json.loads((out / "settings.json").read_text())
+    assert settings["model"]["checkpoint_activations"] is True
+    assert not (out / "checkpoints").exists()
+
+
+def test_the_same_file_twice_is_the_same_run(config: Callable[[str], Path], tmp_path: Path, text: Path) -> None:
+    file, out = config(TUTORIAL), tmp_path / "run"
+    run = (*MEGATRON, *BRIEF, "--save", "--deepspeed_config", file, "--data", text, "--out", out)
+    assert train(*run).exit_code == 0
+    result = train(*run, "--resume", "--steps", 4)
+    assert result.exit_code == 0, result.output
+    assert [record.step for record in steps_of(out)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--model-parallel-size", 2), ["--model-parallel-size", "2", "one GPU"]),
+        (("--tensor-model-parallel-size", 4), ["--model-parallel-size", "4"]),
+        (("--pipeline-model-parallel-size", 2), ["--pipeline-model-parallel-size", "2"]),
+        (("--max-position-embeddings", 8), ["--seq-length", "16", "--max-position-embeddings", "8"]),
+        (("--gpu-memory", "32GB"), ["--gpu-memory", "no GPU"]),
+        (("--gpu-memory", "much"), ["--gpu-memory", "'much'", "32GB"]),
+        (("--fp16", "--bf16"), ["--precision", "bf16", "fp16"]),
+        (("--precision", "fp32", "--bf16"), ["--precision", "fp32", "bf16"]),
+        (("--precision", "fp8"), ["--precision", "'fp8'"]),
+        (("--num-attention-heads", 3), ["hidden", "32", "3"]),
+        (("--accumulation", 0), ["--accumulation", "0"]),
+        (("--keep-last", 0), ["--keep-last", "0"]),
+        (("--save-every", -1), ["--save-every", "-1"]),
+        (("--vocab-size", 10), ["vocab_size", "10", "256"]),
+        (("--json-key", "body"), []),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_megatron_options_that_cannot_work(
+    options: tuple[str | int, ...], words: list[str], tmp_path: Path, text: Path
+) -> None:
+    result = megatron("--data", text, "--out", tmp_path / "run", *options)
+    if not words:
+        assert result.exit_code == 0, result.output  # a key of JSONL means nothing for plain text
+        return
+    line = only_line(result)
+    for word in words:
+        assert word in line, line
+    assert not (tmp_path / "run").exists()
+
+
+ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "words"),
+    [
+        (ADAM, ("--lr", 0.1), ["--lr", "'optimizer'"]),
+        (ADAM, ("--rule", "sgd"), ["--rule", "'optimizer'"]),
+        (ADAM, ("--weight-decay", 0.1), ["--weight-decay", "'optimizer'"]),
+        ({"gradient_clipping": 0.5}, ("--grad-clip", 1.0), ["--grad-clip", "'gradient_clipping'"]),
+        ({"train_micro_batch_size_per_gpu": 4}, (), ["--batch-size", "2", "4", "'train_micro_batch_size_per_gpu'"]),
+        (
+            {"gradient_accumulation_steps": 4},
+            ("--accumulation", 2),
+            ["--accumulation", "'gradient_accumulation_steps'"],
+        ),
+        ({"train_batch_size": 7}, (), ["train_batch_size 7", "train_micro_batch_size_per_gpu 2"]),
+        ({"fp16": {"enabled": True}}, ("--bf16",), ["--precision", "bf16", "fp16"]),
+        ({"bf16": {"enabled": True}}, ("--precision", "fp32"), ["--precision", "bf16", "fp32"]),
+        ({"bfloat16": {"enabled": True}}, ("--fp16",), ["--precision", "bf16", "fp16"]),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, (), ["FILE", "fp16.enabled", "bf16.enabled"]),
+        ({"zero_optimization": {"offload_optimizer": {"states": "int8"}}}, ("--states", "fp32"), ["--states", "fp32"]),
+        (
+            {"zero_optimization": {"offload_optimizer": {"delayed_update": False}}},
+            ("--delayed-update",),
+            ["--delayed-update", "'delayed_update'"],
+        ),
+        ({"zero_optimisation": {}}, (), ["FILE", "zero_optimisation", "'zero_optimization'"]),
+        ({"zero_optimization": {"offload_optimiser": {}}}, (), ["FILE", "offload_optimiser", "'offload_optimizer'"]),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, (), ["FILE", "device", "nvme", "cpu"]),
+        ({"wandb": {"enabled": True}}, (), ["wandb.enabled", "pip install wandb"]),
+        ("", (), ["FILE", "empty"]),
+        ("{", (), ["FILE", "line 1"]),
+        ("[1, 2]", (), ["FILE", "object"]),
+        ('{"fp16": {}, "fp16": {}}', (), ["FILE", "fp16", "twice"]),
+    ],
+    ids=lambda value: json.dumps(value) if isinstance(value, (dict, str)) else "",
+)
+def test_a_config_file_that_does_not_fit_is_one_line(
+    content: dict[str, Any] | str,
+    options: tuple[str | int, ...],
+    words: list[str],
+    config: Callable[[str], Path],
+    tmp_path: Path,
+    text: Path,
+) -> None:
+    if isinstance(content, dict) and "wandb" in content and find_spec("wandb"):
+        pytest.skip("wandb is installed")
+    file = config(content if isinstance(content, str) else json.dumps(content))
+    line = only_line(megatron("--data", text, "--out", tmp_path / "run", "--deepspeed_config", file, *options))
+    for word in words:
+        assert (str(file) if word == "FILE" else word) in line, line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_config_file_that_is_not_there_is_one_line(tmp_path: Path, text: Path) -> None:
+    for path in (tmp_path / "nowhere.json", tmp_path):
+        line = only_line(megatron("--data", text, "--out", tmp_path / "run", "--deepspeed_config", path))
+        assert "--deepspeed_config" in line
+        assert str(path) in line
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        ({"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}, "TwinOptimizer, Lion, fp32 state, lr 0.0001"),
+        ({"optimizer": {"type": "Adam"}}, "TwinOptimizer, Adam"),
+        ({"optimizer": {"type": "RMSprop", "params": {"lr": "auto"}}}, "TwinOptimizer, RMSprop"),
+        ({"gradient_clipping": 0}, "no clipping"),
+        ({"train_batch_size": 8}, "in 4 micro-batches"),
+        ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}, "2 of 32 tokens"),
+        ({"fp16": {"enabled": True}}, "TwinOptimizer"),
+        ({"bf16": {"enabled": True}}, "TwinOptimizer"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}}, "TwinOptimizer"),
+        ({"zero_optimization": {"offload_optimizer": {"states": "int8", "delayed_update": True}}}, "int8 state"),
+        ({"steps_per_print": 1, "wall_clock_breakdown": True}, "TwinOptimizer"),
+    ],
+    ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
+)
+def test_a_config_file_decides_what_it_names(
+    content: dict[str, Any], shown: str, config: Callable[[str], Path], tmp_path: Path, text: Path
+) -> None:
+    result = megatron("--data", text, "--out", tmp_path / "run", "--deepspeed_config", config(json.dumps(content)))
+    assert result.exit_code == 0, result.output
+    assert shown in result.output
+    assert [record.step for record in steps_of(tmp_path / "run")] == [1, 2]
+
+
+def write_jsonl(path: Path, values: np.ndarray[Any, Any]) -> None:
+    lines = [json.dumps({"text": " ".join(map(str, row))}) for row in values.reshape(-1, 20)]
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".npy", ".bin"])
+def test_files_of_lines_and_of_tokens_train(suffix: str, tmp_path: Path) -> None:
+    path, values = tmp_path / f"data{suffix}", np.arange(4000, dtype=np.uint16) % 300
+    if suffix == ".jsonl":
+        write_jsonl(path, values)
+    elif suffix == ".npy":
+        np.save(path, values)
+    else:
+        values.tofile(path)
+    result = megatron("--data", path, "--out", tmp_path / "run", "--vocab-size", 300)
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "run" / "settings.json").read_text())["model"]["vocab_size"] == 300
+    assert len(steps_of(tmp_path / "run")) == 2
+    if suffix != ".jsonl":
+        few = megatron("--data", path, "--out", tmp_path / "few", "--vocab-size", 299)
+        assert few.exit_code == 1, "a token outside the vocabulary was trained on"
+        (line,) = few.stderr.splitlines()
+        assert str(path) in line
+        assert "299" in line
+
+
+def test_the_key_of_jsonl_is_chosen(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"body": f"number {i} and more"}) + "\n" for i in range(200)))
+    assert megatron("--data", path, "--out", tmp_path / "run", "--json-key", "body").exit_code == 0
+    line = only_line(megatron("--data", path, "--out", tmp_path / "other"))
+    assert "'text'" in line
+    assert "body" in line
+
+
+@pytest.mark.parametrize("steps", [2, 4, 8])
+def test_a_timeline_is_written_as_json(steps: int, tmp_path: Path, text: Path) -> None:
+    trace = tmp_path / "run" / "traces" / "timeline.json"  # in a folder that is not there yet
+    result = megatron("--data", text, "--out", tmp_path / "run", "--steps", steps, "--trace", trace)
+    assert result.exit_code == 0, result.output
+    events = json.loads(trace.read_text())
+    events = events["traceEvents"] if isinstance(events, dict) else events
+    assert any(event.get("ph") == "X" for event in events)
+
+
+def test_a_timeline_that_cannot_be_written_is_known_at_once(tmp_path: Path, text: Path) -> None:
+    line = only_line(megatron("--data", text, "--out", tmp_path / "run", "--trace", text / "timeline.json"))
+    assert str(text) in line
+
+
+def test_a_report_that_cannot_be_written_does_not_hide_the_numbers(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("twinflow.cli.train.write_report", full)
+    result = megatron("--data", text, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    assert "No space left" in result.stderr
+    assert "last loss" in result.stdout

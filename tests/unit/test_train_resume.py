@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 from twinflow.checkpoint import disk, open_checkpoint
 from twinflow.cli.main import app
-from twinflow.monitor.metrics import StepRecord, ValidRecord, read_metrics
+from twinflow.monitor.metrics import MetricsWriter, Record, StepRecord, ValidRecord, read_metrics
 from twinflow.native import get_threads, set_threads
 
 SHAPE = ("--num-layers", 2, "--hidden-size", 32, "--num-attention-heads", 2, "--context", 16, "--vocab-size", 256)
@@ -254,6 +254,21 @@ def test_other_data_or_another_config_file_is_not_resumed(finished: Path, text: 
         assert result.stderr.startswith(f"error: {name} is "), result.stderr
 
 
+def test_data_that_has_changed_is_not_resumed(text: Path, tmp_path: Path) -> None:
+    data, out = tmp_path / "data.txt", tmp_path / "run"
+    data.write_text(text.read_text())
+    run = (*SHORT, "--data", data, "--out", out)
+    assert train(*run, "--steps", 2).exit_code == 0
+    data.write_text(text.read_text().replace("7", "8"))
+    result = train(*run, "--steps", 4, "--resume")
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: --data is ")
+    assert "fingerprint" in line
+    data.write_text(text.read_text())
+    assert train(*run, "--steps", 4, "--resume").exit_code == 0
+
+
 def test_a_finished_run_has_nothing_to_do_and_goes_on_with_more_steps(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     run = (*SHORT, "--data", text, "--warmup", 0, "--out", out)
@@ -323,6 +338,28 @@ def test_a_full_disk_costs_checkpoints_but_not_the_run(
     monkeypatch.undo()
     resumed = train(*run, "--resume", "--out", out)
     assert resumed.exit_code == 0, resumed.output
+    assert_same(ending(out), ending(plain))
+
+
+def test_a_disk_without_room_for_a_line_is_one_line_and_the_run_goes_on_later(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, out = tmp_path / "plain", tmp_path / "run"
+    run = (*SHORT, "--steps", 6, "--save-every", 2, "--data", text)
+    assert train(*run, "--out", plain).exit_code == 0
+    write = MetricsWriter.write
+
+    def write_or_not(self: MetricsWriter, record: Record) -> None:
+        if record.step == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsWriter, "write", write_or_not)
+        result = train(*run, "--out", out)
+    assert result.exit_code == 1
+    assert result.stderr == "error: [Errno 28] No space left on device\n"
+    assert train(*run, "--resume", "--out", out).exit_code == 0
     assert_same(ending(out), ending(plain))
 
 

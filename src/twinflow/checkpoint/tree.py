@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,6 +55,8 @@ def _strip(value: Any, path: str, leaves: list[Leaf]) -> Any:
         return {key: _strip(item, f"{path}/{key}", leaves) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return {_FLOAT: repr(value)}
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     allowed = "None, bool, int, float, str, list, tuple, dict or a tensor"

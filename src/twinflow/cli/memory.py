@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from twinflow.cli.settings import TrainSettings
 from twinflow.errors import bad_value
 from twinflow.models.gpt import GPTConfig, activation_bytes, count_params
 from twinflow.offload.memory import free_host_bytes
@@ -24,15 +25,17 @@ class MemoryPlan:
     why: str
 
 
-def gradient_bytes(shape: GPTConfig, clips: bool, accumulation: int, gpu_bytes: int | None) -> int:
-    """Host memory for gradients: sums of micro-batches, or what waits for the norm, where the GPU has no room."""
-    num_params = count_params(shape)
+def gradient_bytes(settings: TrainSettings, gpu_bytes: int | None) -> int:
+    """Host memory for gradients: sums of micro-batches, or what waits for the norm, where the GPU has no room, and all
+    of them where updates are delayed."""
+    num_params = count_params(settings.model)
     if gpu_bytes is None:
         return 0
     room = (gpu_bytes - 2 * num_params) // 2
-    if accumulation > 1 and 4 * num_params > room:
+    if settings.accumulation > 1 and 4 * num_params > room:
         return 4 * num_params
-    return 2 * num_params if clips and 2 * num_params > room else 0
+    waits = settings.grad_clip > 0 or settings.precision == "fp16"
+    return 2 * num_params if settings.delayed_update or (waits and 2 * num_params > room) else 0
 
 
 def plan_memory(

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from twinflow.build import initialize
 from twinflow.cli.memory import MemoryPlan, check_gpu, gradient_bytes, plan_memory
 from twinflow.cli.settings import TrainSettings, as_json, check_same_run, check_settings, engine_config, lr_factor
-from twinflow.cli.training import Loop
+from twinflow.cli.training import Loop, is_bad
 from twinflow.data.tokens import TokenData, load_data
 from twinflow.engine import Engine
 from twinflow.errors import bad_value
@@ -90,9 +90,15 @@ def prepare(settings: TrainSettings, console: Console) -> Run:
     settings = replace(settings, model=replace(settings.model, vocab_size=vocab_size))
     data.check_context(settings.context)
     if settings.resume and (settings.out / SETTINGS).exists():
-        check_same_run(json.loads((settings.out / SETTINGS).read_text(encoding="utf-8")), settings)
+        saved = json.loads((settings.out / SETTINGS).read_text(encoding="utf-8"))
+        check_same_run(saved, settings)
+        if (before := saved.get("fingerprint", data.fingerprint)) != data.fingerprint:
+            now = f"{settings.data}, fingerprint {data.fingerprint}"
+            raise bad_value(
+                "--data", now, f"what it was, fingerprint {before}", "Bring it back, or take another --out."
+            )
     formats = RULES[settings.rule].formats
-    waiting = gradient_bytes(settings.model, settings.grad_clip > 0, settings.accumulation, gpu_bytes)
+    waiting = gradient_bytes(settings, gpu_bytes)
     plan = plan_memory(settings.model, settings.states, formats, waiting)
     gpu = check_gpu(settings.model, settings.batch_size, gpu_bytes)
     config = engine_config(settings, plan.states)
@@ -100,7 +106,8 @@ def prepare(settings: TrainSettings, console: Console) -> Run:
     settings.out.mkdir(parents=True, exist_ok=True)
     if settings.trace is not None:
         settings.trace.parent.mkdir(parents=True, exist_ok=True)
-    _write_whole(settings.out / SETTINGS, json.dumps(as_json(settings), default=str, indent=2) + "\n")
+    values = as_json(settings) | {"fingerprint": data.fingerprint}
+    _write_whole(settings.out / SETTINGS, json.dumps(values, default=str, indent=2) + "\n")
     if settings.resume:
         found, _ = engine.load_checkpoint(settings.out / CHECKPOINTS)
         _set_rates(engine)
@@ -188,6 +195,9 @@ def run_training(run: Run, console: Console) -> Outcome:
             if stop:
                 outcome.status = "interrupted"
             _finish(run, outcome, progress)
+    except FloatingPointError as error:  # the loss scale of fp16 has reached its end
+        outcome.status = "stopped"
+        outcome.notes.append(str(error))
     except KeyboardInterrupt:
         outcome.status = "interrupted"
         outcome.notes.append("Interrupted twice: the steps since the last checkpoint are lost.")
@@ -231,7 +241,7 @@ def _finish(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
     """The last checkpoint; none after numbers that went bad, so that --resume has a good one to go back to."""
     _write_trace(run, outcome, progress)  # of a run that ended before the last of the steps to record
     last = outcome.steps[-1] if outcome.steps else None
-    if last is not None and (not math.isfinite(last.loss) or (not last.is_finite and run.settings.precision != "fp16")):
+    if last is not None and is_bad(last, run.settings.precision):
         outcome.status = "stopped"
     elif run.engine.global_steps > run.first_step:
         _save(run, outcome, progress)
@@ -275,9 +285,10 @@ def describe(outcome: Outcome, run: Run) -> str:
     """How the run ended, in a sentence, with advice where it went wrong."""
     settings, done = run.settings, run.engine.global_steps
     if outcome.status == "stopped":
-        what = "loss" if not math.isfinite(outcome.steps[-1].loss) else "gradient norm"
+        last = outcome.steps[-1] if outcome.steps else None
+        what = "loss" if last is not None and not math.isfinite(last.loss) else "gradient norm"
         clip = "" if settings.grad_clip else ", or clip with --grad-clip 1.0"
-        applied = ", so this step was not applied" if outcome.steps[-1].skipped else ""
+        applied = ", so this step was not applied" if last is None or last.skipped else ""
         first = " It was so from the first step: look at the data and the model first." if done == 1 else ""
         return (
             f"Stopped at step {done}: the {what} is not a finite number{applied}. "

@@ -185,7 +185,11 @@ def train(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     print_rows(console, f"twinflow {__version__}: training a {name} GPT on {where()}", header_rows(run))
-    outcome = run_training(run, console)
+    try:
+        outcome = run_training(run, console)
+    except (ValueError, OSError) as error:  # a token outside the vocabulary, a disk without room for a line
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
     report = make_report(run, outcome)
     rows = outcome.numbers
     try:

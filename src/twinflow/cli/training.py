@@ -60,6 +60,11 @@ class _Clock:
         return float(start.elapsed_time(end)) / 1e3
 
 
+def is_bad(record: StepRecord, precision: str) -> bool:
+    """Whether to stop after a step. fp16 skips one now and then, and lowers its scale."""
+    return not math.isfinite(record.loss) or (record.skipped and precision != "fp16")
+
+
 class Loop:
     """Trains an engine's GPT from where it stands to the last step."""
 
@@ -87,7 +92,7 @@ class Loop:
         while engine.global_steps < settings.steps and not should_stop():
             record = self.step()
             yield record
-            if self._is_bad(record):
+            if is_bad(record, self._settings.precision):
                 return
             if self._validates_after(engine.global_steps):
                 yield self._valid_record()
@@ -101,10 +106,6 @@ class Loop:
         if engine.global_steps == self._settings.steps and engine.optimizer is not None:
             engine.optimizer.flush()  # a delayed update still to come belongs to the model that is measured last
         return ValidRecord(engine.global_steps, self.valid_loss())
-
-    def _is_bad(self, record: StepRecord) -> bool:
-        """Whether to stop: fp16 skips a step now and then, and lowers its scale."""
-        return not record.is_finite if self._settings.precision != "fp16" else not math.isfinite(record.loss)
 
     def step(self) -> StepRecord:
         """Forward, backward and update on the micro-batches of this step.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +154,15 @@ class Engine:
         """One process has nothing to hold back."""
         return nullcontext()
 
-    # What it knows.
+    # What it knows. One process trains the whole model.
+
+    local_rank = global_rank = 0
+    world_size = dp_world_size = 1
+
+    @property
+    def basic_optimizer(self) -> TwinOptimizer | None:
+        """The optimizer: there is nothing wrapped around it."""
+        return self.optimizer
 
     @property
     def device(self) -> torch.device:
@@ -205,6 +213,12 @@ class Engine:
         if self.part:
             raise RuntimeError("set_train_batch_size() in the middle of a step. Call it after a boundary's step()")
         self._need_optimizer().set_accumulation_steps(train_batch_size // micro)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Micro-batches of another size from now on; a step has as many of them as before."""
+        if micro_batch_size < 1:
+            raise bad_value("micro_batch_size", micro_batch_size, "a whole number >= 1")
+        self.settings = replace(self.settings, micro_batch_size=micro_batch_size)
 
     def get_lr(self) -> list[float]:
         """Learning rate of each param group, for the next step."""
@@ -301,17 +315,38 @@ class Engine:
             module = block.module
             module.forward = torch.compile(module.forward, backend=backend, **dict(compile_kwargs or {}))
 
-    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None) -> ResumableLoader:
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = False,
+        collate_fn: Any = None,
+        num_local_io_workers: int = 0,
+    ) -> ResumableLoader:
         """A data loader in the engine's batch size."""
         batch_size = self.settings.micro_batch_size if batch_size is None else batch_size
-        return ResumableLoader(dataset, batch_size, collate_fn, self.settings.drop_last)
+        return ResumableLoader(
+            dataset,
+            batch_size,
+            collate_fn,
+            self.settings.drop_last,
+            num_local_io_workers,
+            pin_memory=pin_memory,
+            shuffle=route == "train",
+        )
 
     def destroy(self) -> None:
         """Finish what has begun and give memory and threads back; the module stays usable."""
-        self._settle()
-        self.reports.close()
-        if self.optimizer is not None:
-            self.optimizer.close()
+        try:
+            self._settle()
+        finally:
+            try:
+                self.reports.close()
+            finally:
+                if self.optimizer is not None:
+                    self.optimizer.close()
+                self.optimizer = None
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -23,6 +23,7 @@ class ResumableLoader:
         num_workers: int = 0,
         seed: int | None = None,
         pin_memory: bool = False,
+        shuffle: bool = True,
     ) -> None:
         if batch_size < 1:
             raise bad_value("batch_size", batch_size, "a whole number >= 1")
@@ -32,7 +33,7 @@ class ResumableLoader:
         self.position = 0  # batches of this epoch that were handed out
         self._is_stream = isinstance(dataset, IterableDataset)
         self._options: dict[str, Any] = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
-        self._drop_last = drop_last
+        self._drop_last, self._shuffle = drop_last, shuffle
 
     def __len__(self) -> int:
         """Batches of an epoch."""
@@ -48,9 +49,14 @@ class ResumableLoader:
         self.epoch, self.position = self.epoch + 1, 0
 
     def _loader(self) -> DataLoader[Any]:
-        order = _Order(len(self.dataset), self.seed + self.epoch)  # type: ignore[arg-type]
+        num_samples = len(self.dataset)  # type: ignore[arg-type]
+        order = _Order(num_samples, self.seed + self.epoch) if self._shuffle else range(num_samples)
         batches = _From(BatchSampler(order, self.batch_size, self._drop_last), self.position)
-        return DataLoader(self.dataset, batch_sampler=batches, generator=torch.Generator(), **self._options)
+        return DataLoader(self.dataset, batch_sampler=batches, generator=self._generator(), **self._options)
+
+    def _generator(self) -> torch.Generator:
+        """What workers draw their own seeds from: others each epoch, the same in a run that goes on."""
+        return torch.Generator().manual_seed(self.seed + self.epoch)
 
     def _stream(self) -> Iterator[Any]:
         """An iterable dataset has no order to jump in: what was handed out before is read again and dropped."""
@@ -58,7 +64,7 @@ class ResumableLoader:
             self.dataset,
             batch_size=self.batch_size,
             drop_last=self._drop_last,
-            generator=torch.Generator(),
+            generator=self._generator(),
             **self._options,
         )
         done = self.position

@@ -6,6 +6,7 @@ included, before it changes anything.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -81,6 +82,7 @@ def _collect(engine: Engine, client_state: dict[str, Any]) -> tuple[dict[str, An
         "loader": _state_of(engine.training_dataloader),
         "random": random_states(),
         "client_state": client_state,
+        "extra": _extra(engine.module),
     }
     for name, value in parts.items():
         meta[name], found = take_apart(value, name)
@@ -116,6 +118,11 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
 
 
+def _extra(module: nn.Module) -> dict[str, Any]:
+    """What modules add to their state dict that is not a tensor."""
+    return {name: value for name, value in module.state_dict().items() if not isinstance(value, Tensor)}
+
+
 def random_states() -> dict[str, Any]:
     """Every generator that training may draw from."""
     kind, keys, *rest = np.random.get_state()  # noqa: NPY002
@@ -142,6 +149,8 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 def load(engine: Engine, root: Path, tag: str | None, what: What) -> tuple[str | None, dict[str, Any]]:
     """Take over `root`/`tag`, or the latest; its path and the client state."""
+    if engine.optimizer is not None and engine.optimizer.runtime.job is not None:
+        raise RuntimeError("load_checkpoint() between backward() and step(). Call step() first")
     found = open_checkpoint(root, tag)
     if found is None:
         return None, {}
@@ -152,23 +161,35 @@ def load(engine: Engine, root: Path, tag: str | None, what: What) -> tuple[str |
     if what.optimizer and engine.optimizer is not None and "optimizer" in meta:
         head = put_together(meta["optimizer"], rest)
         engine.optimizer.check_state(head, source)
-    others = {key: put_together(meta[key], rest) for key in ("scheduler", "loader", "random", "client_state")}
+    others = {key: put_together(meta[key], rest) for key in ("scheduler", "loader", "random", "client_state", "extra")}
     loader = engine.training_dataloader
-    has_position = what.everything_else and others["loader"] is not None and hasattr(loader, "load_state_dict")
-    if has_position:
+    if what.everything_else and others["loader"] is not None and hasattr(loader, "load_state_dict"):
         loader.load_state_dict(others["loader"])
-    _load_weights(engine, found, names, what)
+    if what.scheduler and others["scheduler"] is not None and engine.lr_scheduler is not None:
+        _load_scheduler(engine.lr_scheduler, others["scheduler"], found.path)
+    engine.zero_grad()  # of micro-batches whose step will not come
+    engine.part = 0
+    _load_weights(engine, found, names, what, others["extra"])
     if head is not None:
         assert engine.optimizer is not None
         engine.optimizer.load_state_dict(head, source)
-    if what.scheduler and others["scheduler"] is not None and engine.lr_scheduler is not None:
-        engine.lr_scheduler.load_state_dict(others["scheduler"])
     if what.everything_else:
         for name in _COUNTERS:
             setattr(engine, name, meta[name])
-        engine.part = 0
         set_random_states(others["random"])
     return str(found.path), others["client_state"]
+
+
+def _load_scheduler(scheduler: Any, saved: Any, path: Path) -> None:
+    """A scheduler that cannot take the state keeps its own."""
+    before = copy.copy(scheduler.state_dict())
+    try:
+        scheduler.load_state_dict(saved)
+    except Exception as error:
+        scheduler.load_state_dict(before)
+        kind = type(scheduler).__name__
+        remedy = "Use the same scheduler, or pass load_lr_scheduler_states=False."
+        raise bad_value(f"{path}: scheduler", f"of another kind than {kind} ({error!r})", kind, remedy) from error
 
 
 def _reader(found: Checkpoint, file: str) -> Callable[[str], Tensor]:
@@ -224,17 +245,23 @@ def _some(what: str, names: set[str]) -> str:
 
 
 @torch.no_grad()
-def _load_weights(engine: Engine, found: Checkpoint, names: Mapping[str, str], what: What) -> None:
+def _load_weights(engine: Engine, found: Checkpoint, names: Mapping[str, str], what: What, extra: Any) -> None:
+    module = engine.module
     if engine.optimizer is not None:
-        engine.optimizer.wait()  # weights on their way would be written over what is loaded
+        engine.optimizer.flush()  # weights on their way, or still to come, would be written over what is loaded
     if what.custom_load_fn is not None:
         everything = {name: found.tensor("model", path) for name, path in names.items()}
-        what.custom_load_fn(src=everything, dst=engine.module)
+        what.custom_load_fn(src=everything, dst=module)
         return
-    own = _tensors(engine.module)
+    own, memory = _tensors(module), {t.data_ptr() for t in (*module.parameters(), *module.buffers())}
     written: set[tuple[Any, ...]] = set()
+    foreign: dict[str, Any] = dict(extra or {})
     for name, path in names.items():
         key = (own[name].data_ptr(), own[name].shape)
-        if key not in written:  # a tied weight is written once
+        if own[name].numel() and own[name].data_ptr() not in memory:
+            foreign[name] = found.tensor("model", path)  # made for the state dict alone: its module knows what it is
+        elif key not in written:  # a tied weight is written once
             written.add(key)
             own[name].copy_(found.tensor("model", path))
+    if foreign:
+        module.load_state_dict(foreign, strict=False)

@@ -7,6 +7,7 @@ weights; every module that owns a weight outside any block waits for all of thos
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -71,13 +72,23 @@ def install(model: nn.Module, blocks: list[Block], listener: Listener) -> list[R
 
 
 def take_gradients(params: list[Param], listener: Listener) -> list[RemovableHandle]:
-    """Report every gradient as soon as it is accumulated."""
+    """Report every gradient as soon as it is accumulated.
 
-    def hook_for(param: Param) -> Callable[[torch.Tensor], None]:
-        return lambda _: listener.grad_ready(param)
+    torch's hooks on tensors hide what they hold from the garbage collector: they must not hold the listener, which
+    holds the tensors.
+    """
+    reference = weakref.ref(listener)
+
+    def hook_for(param: weakref.ref[Param]) -> Callable[[torch.Tensor], None]:
+        def hook(_: torch.Tensor) -> None:
+            owner, found = reference(), param()
+            if owner is not None and found is not None:
+                owner.grad_ready(found)
+
+        return hook
 
     tensors: list[Any] = [param.tensor for param in params]  # torch does not type this method
-    hooks = map(hook_for, params)
+    hooks = [hook_for(weakref.ref(param)) for param in params]
     return [tensor.register_post_accumulate_grad_hook(hook) for tensor, hook in zip(tensors, hooks, strict=True)]
 
 

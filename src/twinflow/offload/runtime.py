@@ -89,7 +89,9 @@ class Runtime:
         slot_bytes = max((p.numel * p.dtype.itemsize for p in plans), default=0)
         all_bytes = sum(p.numel * p.dtype.itemsize for p in plans)
         num_slots = min(settings.num_slots, len(plans))
-        keeps_gradients = settings.delayed_update or settings.hold_on_host
+        # Where nothing waits for a norm, or a sum takes gradients in at once, a few slots serve all buckets in turn.
+        holds_on_host = settings.hold_on_host and settings.limits.any and not settings.sums_on_host
+        keeps_gradients = settings.delayed_update or holds_on_host
         holds_on_device = settings.limits.any and not settings.hold_on_host
         return Board(
             device,

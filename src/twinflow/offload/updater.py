@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -14,19 +14,18 @@ from twinflow.device import Device, hide_from_children
 from twinflow.offload.bucket import Bucket, Options, Task
 from twinflow.offload.plan import BucketPlan
 from twinflow.rules import Rule
-from twinflow.rules.formats import Key, rounding_key, rounds_to
+from twinflow.rules.formats import BLOCK, Key, rounding_key, rounds_to
 from twinflow.rules.rule import Hyper
 from twinflow.rules.segment import (
     Segment,
     Store,
-    decode_master,
     decode_state,
-    encode_master,
     encode_saved,
     new_states,
 )
 
 Pair = tuple[Tensor | None, Tensor | None]
+_CHUNK = 1 << 22  # elements that are read or written at once
 
 
 class Updater(Protocol):
@@ -215,38 +214,49 @@ class RuleUpdater:
 
     def read(self, bucket: Bucket, index: int) -> dict[str, Tensor]:
         """One slice as fp32 numbers, flat: master and states; views where the state itself is fp32."""
+        keys = ["master", *(name for name in self.rule.states if name is not None)]
+        values = {key: found for key in keys if (found := self.read_one(bucket, index, key)) is not None}
+        for name, scale in zip(self.rule.states, self._slice(bucket, index).scales, strict=True):
+            if scale is not None:
+                values[f"{name}_scale"] = scale  # makes 8-bit codes exact on the way back
+        return {key: value if key.endswith("_scale") else value.float() for key, value in values.items()}
+
+    def read_one(self, bucket: Bucket, index: int, key: str) -> Tensor | None:
+        """One of them; a bf16 state as it is."""
         store = self._slice(bucket, index)
-        values = {"master": decode_master(store)}
-        for which, name in enumerate(self.rule.states):
-            state, scale = store.states[which], store.scales[which]
-            decoded = state if store.format == "fp32" else decode_state(store, which)
-            if name is not None and decoded is not None:
-                values[name] = decoded
-                if scale is not None:
-                    values[f"{name}_scale"] = scale  # makes 8-bit codes exact on the way back
-        return values
+        if key == "master":
+            if not store.is_split:
+                return store.master
+            assert store.weight is not None
+            return native.join(store.weight, store.master)
+        which = self.rule.states.index(key.removesuffix("_scale"))
+        if key.endswith("_scale"):
+            return store.scales[which]
+        return decode_state(store, which) if store.format == "int8" else store.states[which]
 
     def write(self, bucket: Bucket, index: int, values: Mapping[str, Tensor]) -> None:
         """Take over what `read` gave, from any format."""
-        store = self._slice(bucket, index)
-        encode_master(store, values["master"])
-        for which, name in enumerate(self.rule.states):
-            if name is not None and name in values and store.states[which] is not None:
-                encode_saved(store, which, values[name], values.get(f"{name}_scale"))
+        whole = self._slice(bucket, index)
+        for at, store in _chunks(whole):
+            numel = store.master.numel()
+            _set_master(store, values["master"][at : at + numel].float())
+            for which, name in enumerate(self.rule.states):
+                if name is not None and name in values and store.states[which] is not None:
+                    scale = values.get(f"{name}_scale")
+                    cut = scale[at // BLOCK : -(-(at + numel) // BLOCK)] if scale is not None else None
+                    encode_saved(store, which, values[name][at : at + numel].float(), cut)
 
     def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
         """A new master from the parameter's values; with `keep`, only where the old one is not what they round from."""
-        store, wide = self._slice(bucket, index), values.float()
-        if keep:
-            old = decode_master(store)
-            wide = torch.where(rounds_to(old, values), old, wide)
-        if store.is_split:
-            assert store.weight is not None
-            upper, lower = native.split(wide)
-            store.weight.copy_(upper)
-            store.master.copy_(lower)
-        else:
-            store.master.copy_(wide)
+        for at, store in _chunks(self._slice(bucket, index)):
+            given = values[at : at + store.master.numel()]
+            wide = given.float()
+            if keep:
+                old = store.master
+                if store.is_split and store.weight is not None:
+                    old = native.join(store.weight, store.master)
+                wide = torch.where(rounds_to(old, given), old, wide)
+            _set_master(store, wide)
 
     def publish(self, task: Task) -> None:
         """Weights as they follow from the master: rounded into the slot, or straight from the state."""
@@ -263,3 +273,20 @@ class RuleUpdater:
 def hidden_zeros(numel: int, /, *, dtype: torch.dtype) -> Tensor:
     """Zeros on huge pages, which forked processes do not get."""
     return hide_from_children(native.advise_huge(torch.empty(numel, dtype=dtype))).zero_()
+
+
+def _chunks(store: Store) -> Iterator[tuple[int, Store]]:
+    """A store in pieces, with their starts: what is worked out for one should not need much memory."""
+    for at in range(0, store.master.numel(), _CHUNK):
+        yield at, store.narrow(at, min(_CHUNK, store.master.numel() - at))
+
+
+def _set_master(store: Store, values: Tensor) -> None:
+    """fp32 values as the master, in halves where it is kept so."""
+    if not store.is_split:
+        store.master.copy_(values)
+        return
+    assert store.weight is not None
+    upper, lower = native.split(values)
+    store.weight.copy_(upper)
+    store.master.copy_(lower)

@@ -35,9 +35,21 @@ def groups_of(model: Any, param_groups: Iterable[Any] | None) -> list[Any]:
         if param_groups is not None:
             raise bad_value("param_groups", "given", "None where the first argument is not a module")
         return list(model)
-    if param_groups is not None:
-        return list(param_groups)
-    return [param for param in model.parameters() if param.requires_grad]
+    return _trainable(list(model.parameters() if param_groups is None else param_groups))
+
+
+def _trainable(groups: list[Any]) -> list[Any]:
+    """Without frozen parameters, and without groups that have no others: LoRA scripts pass all they have."""
+    if not any(isinstance(group, dict) for group in groups):
+        named = [item for item in groups if isinstance(item, tuple)]
+        return [item for item in groups if (item[1] if named else item).requires_grad]
+    kept = []
+    for group in groups:
+        members = group["params"]
+        members = [members] if isinstance(members, torch.Tensor) else list(members)
+        if found := _trainable(members):
+            kept.append({**group, "params": found})
+    return kept
 
 
 def check_foreign(rule: object, states: str, param_groups: Iterable[Any] | None) -> None:

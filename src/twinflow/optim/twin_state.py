@@ -15,6 +15,7 @@ from torch import Tensor
 
 from twinflow.errors import bad_value
 from twinflow.offload.bucket import Bucket, Param
+from twinflow.offload.updater import RuleUpdater
 from twinflow.optim import loss_scale
 from twinflow.rules.formats import BLOCK
 
@@ -95,34 +96,48 @@ def head(optimizer: TwinOptimizer) -> dict[str, Any]:
 
 
 def stream(optimizer: TwinOptimizer) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each updated parameter's entry as in `collect`, with a StreamedTensor in the place of each tensor.
-
-    Reading decodes one parameter at a time: read them in this order.
-    """
-    cache = _LastRead(optimizer)
+    """Each updated parameter's entry as in `collect`, with a StreamedTensor in the place of each tensor."""
     for param in optimizer.runtime.params:
         pieces = _pieces(param)
         if pieces and pieces[0][0].steps[pieces[0][1]]:
-            yield param.name, _streamed(optimizer, param, cache)
+            yield param.name, _streamed(optimizer, param)
 
 
-def _streamed(optimizer: TwinOptimizer, param: Param, cache: _LastRead) -> dict[str, Any]:
-    if optimizer.rule is None:  # an optimizer of the user's: what it keeps are its own tensors, not copies
+def _streamed(optimizer: TwinOptimizer, param: Param) -> dict[str, Any]:
+    updater = optimizer.runtime.updater
+    if not isinstance(updater, RuleUpdater):  # what an optimizer of the user's keeps are its own tensors, not copies
         entry = _read_param(optimizer, param)
         return {key: _as_streams(f"{param.name}/{key}", value) for key, value in entry.items()}
     bucket, index = _pieces(param)[0]
     store, shape = bucket.store, tuple(param.tensor.shape)
     specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"master": (torch.float32, shape)}
-    for name, state, scale in zip(optimizer.rule.states, store.states, store.scales, strict=True):
+    for name, state, scale in zip(updater.rule.states, store.states, store.scales, strict=True):
         if name is not None and state is not None:
             specs[name] = (torch.float32 if scale is not None else state.dtype, shape)
             if scale is not None:
                 specs[f"{name}_scale"] = (torch.float32, (-(-param.tensor.numel() // BLOCK),))
-    entry = {"step": bucket.steps[index]}
-    for key, (dtype, dims) in specs.items():
-        read = partial(cache.read, param, key, dtype)
-        entry[key] = StreamedTensor(f"{param.name}/{key}", dtype, dims, read)
-    return entry
+    streams = {
+        key: StreamedTensor(f"{param.name}/{key}", dtype, dims, partial(_read_one, updater, param, key, dtype, dims))
+        for key, (dtype, dims) in specs.items()
+    }
+    return {"step": bucket.steps[index], **streams}
+
+
+def _read_one(updater: RuleUpdater, param: Param, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """One tensor of a parameter's entry, put together from its slices."""
+    pieces = _pieces(param)
+    if len(pieces) == 1:
+        found = updater.read_one(*pieces[0], key)
+        assert found is not None
+        return found.view(shape)
+    whole = torch.empty(shape, dtype=dtype)
+    unit = BLOCK if key.endswith("_scale") else 1
+    for bucket, i in pieces:
+        found = updater.read_one(bucket, i, key)
+        assert found is not None
+        start = bucket.slices[i].start // unit
+        whole.view(-1)[start : start + found.numel()] = found
+    return whole
 
 
 def _as_streams(name: str, value: Any) -> Any:
@@ -131,22 +146,6 @@ def _as_streams(name: str, value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _as_streams(f"{name}/{key}", item) for key, item in value.items()}
     return value
-
-
-class _LastRead:
-    """The entry that was read last: its tensors are asked for one after the other, and decoded together."""
-
-    def __init__(self, optimizer: TwinOptimizer) -> None:
-        self._optimizer = optimizer
-        self._param: Param | None = None
-        self._entry: dict[str, Any] = {}
-
-    def read(self, param: Param, key: str, dtype: torch.dtype) -> Tensor:
-        if param is not self._param:
-            self._entry = {}  # first: two large parameters need not be in memory at once
-            self._param, self._entry = param, _read_param(self._optimizer, param)
-        values: Tensor = self._entry[key]
-        return values.to(dtype)  # back to what it was decoded from, exactly
 
 
 def _read_param(optimizer: TwinOptimizer, param: Param) -> dict[str, Any]:
@@ -209,7 +208,7 @@ def _cut(entry: Mapping[str, Any], start: int, numel: int) -> dict[str, Any]:
         if name.endswith("_scale"):
             cut[name] = value[start // BLOCK : -(-(start + numel) // BLOCK)].cpu()
         elif isinstance(value, Tensor):
-            cut[name] = value.detach().reshape(-1)[start : start + numel].cpu().float()
+            cut[name] = value.detach().reshape(-1)[start : start + numel].cpu()
         elif isinstance(value, dict):
             cut[name] = value
     return cut
@@ -234,5 +233,8 @@ def check(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source) ->
     groups = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
     if [list(group["params"]) for group in saved["param_groups"]] != groups:
         raise bad_value("state_dict: parameters of param_groups", "others", "the same names in the same groups")
+    if optimizer._is_stateless and any(float(group.get("momentum", 0.0)) for group in saved["param_groups"]):
+        remedy = "This optimizer was built without momentum and keeps no buffer for it."
+        raise bad_value("state_dict: momentum", "above 0", [0.0], remedy)
     if saved["has_unsent"] and not optimizer._settings.delayed_update:
         raise bad_value("delayed_update", False, [True], "This state was saved in the middle of a delayed update.")
