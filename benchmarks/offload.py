@@ -26,7 +26,7 @@ import torch
 from twinflow import native
 from twinflow.bench.machine import read_machine
 from twinflow.offload.gate import Limits
-from twinflow.optim.twin import TwinOptimizer
+from twinflow.optim.twin import Tuning, TwinOptimizer
 from twinflow.trace import busy_s, overlap_s
 
 SIZES = {"tiny": (256, 4, 688, 4), "1b": (2048, 16, 5504, 16), "3b": (3200, 26, 8640, 32), "7b": (4096, 32, 11008, 32)}
@@ -251,8 +251,8 @@ def measure(model: Any, name: str, rows: list[dict[str, Any]], what: list[str], 
     optimizer.close()
 
 
-def run_sizes(size: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Everything with one model in memory."""
+def run_sizes(size: str, rows: list[dict[str, Any]], is_short: bool) -> dict[str, Any]:
+    """Everything with one model in memory; `is_short`: what clipping and accumulation cost, and ways to pay less."""
     model = build(size)
     batches = (4, 16, 1) if size != "7b" else (4,)
     facts: dict[str, Any] = {f"gpu_batch{b}": gpu_alone(model, b, 4) for b in batches}
@@ -263,6 +263,14 @@ def run_sizes(size: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     facts["host_rate"] = {states: host_rate(model, states) for states in ("fp32", "bf16", "int8")}
     measure(model, "fp32, no clipping", rows, ["plain"])
     clipping = {"max_grad_norm": NEVER}
+    if is_short:
+        measure(model, "fp32, clipping on", rows, ["plain", "batch16", "clipped"], **clipping)
+        facts["gpu_batch16_again"] = gpu_alone(model, 16, 4)  # a GPU that has been warm for a while
+        measure(model, "fp32, held on the host", rows, ["clipped"], tuning=Tuning(hold="host"), **clipping)
+        measure(model, "fp32, 12 slots", rows, ["clipped"], tuning=Tuning(num_slots=12), **clipping)
+        measure(model, "fp32, 4 micro-batches", rows, ["plain"], accumulation_steps=4)
+        measure(model, "fp32, 4 micro-batches, delayed", rows, ["plain"], accumulation_steps=4, delayed_update=True)
+        return facts
     measure(model, "fp32, clipping on", rows, ["plain", "loader", "batch16", "batch1", "clipped"], **clipping)
     measure(model, "bf16, clipping on", rows, ["plain"], states="bf16", **clipping)
     measure(model, "int8, clipping on", rows, ["plain"], states="int8", **clipping)
@@ -389,13 +397,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="3b")
     parser.add_argument("--save", action="store_true", help="write the result to a dated file")
+    parser.add_argument("--short", action="store_true", help="only clipping and accumulation")
     parser.add_argument("--rivals", action="store_true", help="DeepSpeed beside it, where it is installed")
     parser.add_argument("--deepspeed", nargs=2, metavar=("BATCH", "CLIP"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.deepspeed:
         deepspeed_row(given.size, int(given.deepspeed[0]), float(given.deepspeed[1]))
     rows: list[dict[str, Any]] = []
-    facts = run_sizes(given.size, rows)
+    facts = run_sizes(given.size, rows, given.short)
     gc.collect()
     if given.rivals:
         rivals(given.size, rows)
@@ -403,7 +412,8 @@ def main() -> None:
     text = page(rows, facts, given.size, today)
     print(text)
     if given.save:
-        path = Path(__file__).parent / "results" / f"{today}-offload-{given.size}.md"
+        name = f"{today}-offload-{given.size}{'-short' if given.short else ''}.md"
+        path = Path(__file__).parent / "results" / name
         path.write_text(text, encoding="utf-8")
         print(f"written to {path}", file=sys.stderr)
 
