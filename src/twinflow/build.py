@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,12 +147,14 @@ def make_optimizer(
             return None
         name, options = optimizer_choice(config)
         rule = name if name in RULES else getattr(torch.optim, name)
+    is_torch = given is None and not isinstance(rule, str)
     groups = None if isinstance(given, Optimizer) or model_parameters is None else list(model_parameters)
     offload = config.zero_optimization.offload_optimizer
     own = _own_options(config)
     # A scheduler built over the user's optimizer has put a wrapper around its step, which is not the optimizer's.
     wrapped = vars(given).pop("step", None) if isinstance(given, Optimizer) else None
-    twin = TwinOptimizer(
+    build = partial(
+        TwinOptimizer,
         module,
         rule,
         param_groups=groups,
@@ -163,6 +167,10 @@ def make_optimizer(
         **own,
         **options,
     )
+    with _naming(f"optimizer.type {rule.__name__} with optimizer.params {options}") if is_torch else nullcontext():
+        if is_torch:
+            _try_out(rule, options)
+        twin = build()
     if isinstance(given, Optimizer):
         # A scheduler that was built over it writes its options: let them be ours.
         given.param_groups = twin.param_groups
@@ -223,18 +231,42 @@ def _make_scheduler(config: Config, twin: TwinOptimizer | None, optimizer: Any, 
     return build_scheduler(config.scheduler.type, config.scheduler.params, twin)
 
 
+def _try_out(kind: Any, options: Mapping[str, Any]) -> None:
+    """torch checks little of what an optimizer is given; a step of one that nobody uses, before a thread takes one."""
+    param = nn.Parameter(torch.zeros(2, 2, device="cpu"))
+    param.grad = torch.zeros_like(param)
+    with suppress(AssertionError, RuntimeError):  # what it says of devices and gradients is for the real one to say
+        kind([param], **options).step()
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """What only shows when a part is built is as much the config's mistake as what its types tell: name the key."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, ArithmeticError, OSError) as error:
+        if isinstance(error, ValueError) and f"{key.split('.')[0]}." in str(error):
+            raise
+        raise ValueError(f"{key}: {error}") from error
+
+
 def _make_reports(config: Config) -> Reports:
     """Log lines, monitors, timers and the profiler, as far as the config asks for them."""
     writers: list[Any] = []
     if config.csv_monitor.enabled:
-        writers.append(CsvWriter(config.csv_monitor.output_path, config.csv_monitor.job_name))
+        with _naming("csv_monitor.output_path"):
+            writers.append(CsvWriter(config.csv_monitor.output_path, config.csv_monitor.job_name))
     if config.tensorboard.enabled:
-        writers.append(TensorBoardWriter(config.tensorboard.output_path, config.tensorboard.job_name))
+        with _naming("tensorboard.output_path"):
+            writers.append(TensorBoardWriter(config.tensorboard.output_path, config.tensorboard.job_name))
     if config.wandb.enabled:
         writers.append(WandbWriter(config.wandb.project, config.wandb.group, config.wandb.team))
     options = config.flops_profiler
     profiler = None
     if options.enabled:
+        if options.output_file:
+            with _naming("flops_profiler.output_file"):
+                Path(options.output_file).open("a").close()  # now, not after the step that is profiled
 
         def show(done: FlopsProfile) -> None:
             shape = (options.module_depth, options.top_modules, options.detailed)
@@ -256,8 +288,20 @@ def _log_to_stdout() -> None:
     """Log lines are seen without any set-up, unless the program has set up logging itself."""
     if LOGGER.handlers or logging.getLogger().handlers:
         return
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _Stdout()
     handler.setFormatter(logging.Formatter("%(asctime)s twinflow %(message)s", "%H:%M:%S"))
     LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.INFO)
     LOGGER.propagate = False
+
+
+class _Stdout(logging.StreamHandler[Any]):
+    """Writes to sys.stdout as it is at that moment: a test or a notebook may have replaced it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:  # type: ignore[override]
+        """Where lines go."""
+        return sys.stdout

@@ -72,10 +72,6 @@ GOOD: dict[str, tuple[Any, ...]] = {
 }
 
 
-# Parts that are built from a config do not name its keys yet.
-NOT_YET = pytest.mark.xfail(reason="shows only when a part is built, and does not name the key", strict=False)
-
-
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Monitors and profiles write into the working folder."""
@@ -123,7 +119,6 @@ def error_of(config: Any) -> str:
     return ""
 
 
-@NOT_YET
 @settings(
     max_examples=300,
     deadline=None,
@@ -186,7 +181,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@NOT_YET
 @pytest.mark.parametrize("case", BAD)
 def test_what_only_shows_when_it_is_built_names_the_key(case: str) -> None:
     config, words = BAD[case]

@@ -89,30 +89,36 @@ def prepare(settings: TrainSettings, console: Console) -> Run:
     vocab_size = settings.vocab_size or max(settings.model.vocab_size, data.vocab_size)
     settings = replace(settings, model=replace(settings.model, vocab_size=vocab_size))
     data.check_context(settings.context)
-    if settings.resume and (settings.out / SETTINGS).exists():
-        saved = json.loads((settings.out / SETTINGS).read_text(encoding="utf-8"))
-        check_same_run(saved, settings)
-        if (before := saved.get("fingerprint", data.fingerprint)) != data.fingerprint:
-            now = f"{settings.data}, fingerprint {data.fingerprint}"
-            raise bad_value(
-                "--data", now, f"what it was, fingerprint {before}", "Bring it back, or take another --out."
-            )
-    formats = RULES[settings.rule].formats
-    waiting = gradient_bytes(settings, gpu_bytes)
-    plan = plan_memory(settings.model, settings.states, formats, waiting)
+    saved = _saved(settings, data)
+    states = saved.get("chosen_states", "auto") if settings.states == "auto" else settings.states
+    plan = plan_memory(settings.model, states, RULES[settings.rule].formats, gradient_bytes(settings, gpu_bytes))
     gpu = check_gpu(settings.model, settings.batch_size, gpu_bytes)
     config = engine_config(settings, plan.states)
     engine = build_engine(settings, config)
     settings.out.mkdir(parents=True, exist_ok=True)
     if settings.trace is not None:
         settings.trace.parent.mkdir(parents=True, exist_ok=True)
-    values = as_json(settings) | {"fingerprint": data.fingerprint}
+    values = as_json(settings) | {"fingerprint": data.fingerprint, "chosen_states": plan.states}
     _write_whole(settings.out / SETTINGS, json.dumps(values, default=str, indent=2) + "\n")
     if settings.resume:
         found, _ = engine.load_checkpoint(settings.out / CHECKPOINTS)
         _set_rates(engine)
         console.print(f"resuming from {found}" if found else "no checkpoint yet: starting anew", soft_wrap=True)
     return Run(settings, data, engine, config, plan, gpu, engine.global_steps)
+
+
+def _saved(settings: TrainSettings, data: TokenData) -> dict[str, Any]:
+    """The settings of the run that is to be resumed, which must be the same; nothing where there is none."""
+    path = settings.out / SETTINGS
+    if not settings.resume or not path.exists():
+        return {}
+    saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    check_same_run(saved, settings)
+    if (before := saved.get("fingerprint", data.fingerprint)) != data.fingerprint:
+        now = f"{settings.data}, fingerprint {data.fingerprint}"
+        remedy = "Bring it back, or take another --out."
+        raise bad_value("--data", now, f"what it was, fingerprint {before}", remedy)
+    return saved
 
 
 def _tokenizing(console: Console) -> Callable[[int, int], None]:

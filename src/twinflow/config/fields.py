@@ -157,7 +157,7 @@ def _capital(value: object) -> object:
 
 _INTEGER: Final = BeforeValidator(_whole)
 Whole = Annotated[int, _INTEGER, Field(ge=0), Allowed("a whole number >= 0")]
-Positive = Annotated[int, _INTEGER, Field(ge=1), Allowed("a whole number >= 1")]
+Positive = Annotated[int, _INTEGER, Field(ge=1, le=2**63 - 1), Allowed("a whole number >= 1")]
 AnyWhole = Annotated[int, _INTEGER, Allowed("a whole number")]
 Iteration = Annotated[int, _INTEGER, Field(ge=-1), Allowed("a whole number >= -1")]
 Stage = Annotated[int, _INTEGER, Field(ge=0, le=3), Allowed("0, 1, 2, 3")]
@@ -168,6 +168,8 @@ Number = Annotated[float, Field(allow_inf_nan=False), Allowed("a finite number")
 Share = Annotated[float, Field(ge=0, le=1), Allowed("a number >= 0 and <= 1")]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[_Beta, _Beta], BeforeValidator(_sequence), Allowed("two numbers >= 0 and < 1")]
+Threads = Annotated[int, _INTEGER, Field(ge=1, le=1024), Allowed("a whole number from 1 to 1024")]
+Single = Annotated[float, Field(ge=0, le=3.4028234663852886e38), Allowed("a number >= 0 that fits fp32")]
 Buckets = Annotated[int, _INTEGER, Field(ge=128, multiple_of=128), Allowed("a multiple of 128, at least 128")]
 _Rates = tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
 Rates = Annotated[Amount | _Rates, BeforeValidator(_sequence), Allowed("a finite number >= 0, or a list of them")]

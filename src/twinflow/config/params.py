@@ -19,6 +19,7 @@ from twinflow.config.fields import (
     Positive,
     Rates,
     Section,
+    Single,
     Whole,
     honoured,
     refused,
@@ -63,7 +64,7 @@ class AdagradParams(Common):
     lr: Amount = honoured(1e-2, _RATE)
     lr_decay: Amount = honoured(0.0, "decay of the learning rate")
     eps: Amount = honoured(1e-10, "added to the divisor")
-    initial_accumulator_value: Amount = honoured(0.0, "where the sum of squares starts")
+    initial_accumulator_value: Single = honoured(0.0, "where the sum of squares starts")
     amsgrad: bool = refused(False, "Adagrad has no such mode: leave it out")
     fp32_optimizer_states: bool = refused(True, 'use offload_optimizer.states "bf16"')
 

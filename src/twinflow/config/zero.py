@@ -13,6 +13,7 @@ from twinflow.config.fields import (
     Section,
     Share,
     Stage,
+    Threads,
     Whole,
     honoured,
     is_given,
@@ -53,7 +54,7 @@ class OffloadOptimizer(Section):
         False, "apply each update one step late, hidden behind a whole step (changes results)", ours=True
     )
     delayed_update_start: Whole = honoured(0, "first step that may be late", ours=True)
-    host_threads: Positive | None = honoured(None, "threads of the update; null: as the cores allow", ours=True)
+    host_threads: Threads | None = honoured(None, "threads of the update; null: as the cores allow", ours=True)
     hold: Literal["auto", "device", "host"] = honoured(
         "auto", "where gradients wait for the clipping decision", ours=True
     )

@@ -9,6 +9,7 @@ lowest rate: those of step -1 and of step 0. PyTorch's `last_epoch`, the number 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import warnings
@@ -18,6 +19,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
@@ -37,7 +39,28 @@ def build_scheduler(name: str, params: Mapping[str, Any], optimizer: Optimizer) 
         raise bad_value("scheduler.type", name, known, _nearest(name, known))
     kind = known[by_lower[name.lower()]]
     _check_params(kind, params)
+    if kind not in SCHEDULES.values():
+        _try_out(kind, params, optimizer)
     return kind(optimizer=optimizer, **params)
+
+
+def _try_out(kind: type[LRScheduler], params: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """PyTorch's schedules check little of what they are given and fail in some later step: one step of one that nobody
+    uses.
+    """
+    groups = [
+        {**group, "params": [torch.zeros(1)]} for group in copy.deepcopy([_options(g) for g in optimizer.param_groups])
+    ]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kind(optimizer=Optimizer(groups, dict(optimizer.defaults)), **params).step()
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+        raise ValueError(f"scheduler.type {kind.__name__} with scheduler.params {dict(params)}: {error}") from error
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def range_test_factor(step: int, step_size: int, step_rate: float, is_staircase: bool = False) -> float:
@@ -210,6 +233,9 @@ class OneCycle(StepSchedule):
         self.decay_mom_rate = _check_number("decay_mom_rate", decay_mom_rate)
         self.momentum_keys = [_momentum_key(group, optimizer) for group in optimizer.param_groups]
         self.cycle_momentum = bool(cycle_momentum) and any(self.momentum_keys)
+        for name, moms in (("cycle_min_mom", self.min_moms), ("cycle_max_mom", self.max_moms)):
+            if self.cycle_momentum and "betas" in self.momentum_keys and not all(0 <= mom < 1 for mom in moms):
+                raise bad_value(name, moms, "numbers >= 0 and < 1, where the momentum is a beta")
         if cycle_momentum and not self.cycle_momentum:
             warnings.warn(f"OneCycle cycles no momentum: this {type(optimizer).__name__} has none", stacklevel=2)
         super().__init__(optimizer, last_batch_iteration)
