@@ -302,6 +302,6 @@ class _Stdout(logging.StreamHandler[Any]):
         logging.Handler.__init__(self)
 
     @property
-    def stream(self) -> Any:  # type: ignore[override]
+    def stream(self) -> Any:
         """Where lines go."""
         return sys.stdout
