@@ -797,3 +797,14 @@ def test_a_result_changes_without_this_sync_point_and_not_with_it(point: str) ->
     calm = outcome(case, {})
     assert same(calm, outcome(case, case.delays)), "a delay alone changed the result"
     assert not same(calm, outcome(case, case.delays, frozenset({point}))), "nothing changed: is the wait needed?"
+
+
+def test_a_model_converted_after_the_start_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    with twin(model, early=True) as optimizer:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.wait()
+        model.to(torch.float64)
+        with pytest.raises(RuntimeError, match=r"was moved from torch.float32 on cpu to torch.float64 on cpu"):
+            model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()

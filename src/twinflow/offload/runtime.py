@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from twinflow.device import Device
-from twinflow.offload import gather
+from twinflow.offload import changes, gather
 from twinflow.offload.blocks import Block
 from twinflow.offload.board import AllSummed, Board
 from twinflow.offload.bucket import Bucket, Job, Options, Param, Task
@@ -252,22 +252,12 @@ class Runtime:
         self._recorder = None
 
     def _check_params(self) -> None:
-        for param in self.params:
-            if not param.tensor.requires_grad:
-                raise RuntimeError(f"{param.name} no longer requires a gradient. Build a new optimizer after freezing")
-        for name, tensor in self._frozen.items():
-            if tensor.requires_grad:
-                raise RuntimeError(f"{name} now requires a gradient. Build a new optimizer after unfreezing")
-        moved: list[Param] = []  # somebody gave them other memory: `p.data = x` does not count as a write
-        for bucket in self.buckets:
-            addresses = [param.tensor.data_ptr() for param in bucket.params]
-            if addresses != bucket.addresses:
-                pairs = zip(bucket.params, addresses, bucket.addresses, strict=True)
-                moved += [param for param, new, old in pairs if new != old]
-                bucket.find_targets()
-        if moved or self._written():
+        """Refuse what was frozen or moved since the start; take over weights that somebody else has written."""
+        changes.check_flags(self.params, self._frozen)
+        moved = changes.find_moved(self.buckets)
+        if moved or changes.written(self.params):
             self.wait()  # it may have been us: weights that no forward has waited for
-        changed = list(dict.fromkeys([*moved, *self._written()]))
+        changed = list(dict.fromkeys([*moved, *changes.written(self.params)]))
         if changed:
             if self.has_unsent:
                 raise RuntimeError(
@@ -275,10 +265,6 @@ class Runtime:
                     "before the optimizer's state, and change weights only before the first step"
                 )
             self.adopt(changed, keep=True)
-
-    def _written(self) -> list[Param]:
-        """Parameters that were written to since our last write."""
-        return [param for param in self.params if param.version != param.tensor._version]
 
     def step(self) -> Job | None:
         """Close the job: everything that is left of it happens beside what the caller does next."""
@@ -367,13 +353,7 @@ class Runtime:
 
         `keep`: where a master rounds to its parameter, it stays as it is.
         """
-        for param in params:
-            values = param.tensor.detach().reshape(-1).cpu()
-            for bucket in param.buckets:
-                for i, piece in enumerate(bucket.slices):
-                    if piece.param == param.index:
-                        self.updater.write_master(bucket, i, values[piece.start : piece.start + piece.numel], keep)
-            param.version = param.tensor._version
+        changes.adopt(self.updater, params, keep)
 
     def flush(self) -> None:
         """Put a delayed update that is still to come into the weights now."""

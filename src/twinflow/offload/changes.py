@@ -1,0 +1,60 @@
+"""Parameters that change behind the runtime's back: written to, given other memory, frozen or moved away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+
+from twinflow.offload.bucket import Bucket, Param
+from twinflow.offload.updater import Updater
+
+
+def check_flags(params: Iterable[Param], frozen: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters that were frozen or unfrozen since the start."""
+    for param in params:
+        if not param.tensor.requires_grad:
+            raise RuntimeError(f"{param.name} no longer requires a gradient. Build a new optimizer after freezing")
+    for name, tensor in frozen.items():
+        if tensor.requires_grad:
+            raise RuntimeError(f"{name} now requires a gradient. Build a new optimizer after unfreezing")
+
+
+def find_moved(buckets: Iterable[Bucket]) -> list[Param]:
+    """Parameters that somebody gave other memory: `p.data = x` does not count as a write. Their buckets follow.
+
+    In another dtype, or on another device, they are no longer what the buckets were planned for.
+    """
+    moved: list[Param] = []
+    for bucket in buckets:
+        addresses = [param.tensor.data_ptr() for param in bucket.params]
+        if addresses == bucket.addresses:
+            continue
+        pairs = zip(bucket.params, addresses, bucket.addresses, strict=True)
+        found = [param for param, new, old in pairs if new != old]
+        for param in found:
+            before, now = bucket.targets[bucket.params.index(param)], param.tensor
+            if (now.dtype, now.device) != (before.dtype, before.device):
+                raise RuntimeError(
+                    f"{param.name} was moved from {before.dtype} on {before.device} to {now.dtype} on {now.device}. "
+                    "Convert and move the model before building the optimizer"
+                )
+        moved += found
+        bucket.find_targets()
+    return moved
+
+
+def written(params: Iterable[Param]) -> list[Param]:
+    """Parameters that were written to since our last write."""
+    return [param for param in params if param.version != param.tensor._version]
+
+
+def adopt(updater: Updater, params: Sequence[Param], keep: bool) -> None:
+    """Masters from the parameters' values; with `keep`, a master that rounds to its parameter stays as it is."""
+    for param in params:
+        values = param.tensor.detach().reshape(-1).cpu()
+        for bucket in param.buckets:
+            for i, piece in enumerate(bucket.slices):
+                if piece.param == param.index:
+                    updater.write_master(bucket, i, values[piece.start : piece.start + piece.numel], keep)
+        param.version = param.tensor._version
