@@ -76,12 +76,12 @@ def largest_plain(batch: int, is_chunked: bool) -> dict[str, Any]:
     return {"name": f"plain PyTorch{how}, mixed precision, {CAP}", "params": count_params(config), "layers": low}
 
 
-def twin_row(preset: str, *options: str) -> dict[str, Any]:
-    """`twinflow train` as a user runs it."""
+def twin_row(preset: str, shape: GPTConfig, *options: str) -> dict[str, Any]:
+    """`twinflow train` as a user runs it, with `options` that make this shape."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         # Checkpoints of these sizes take longer than the steps: none is written.
-        command = [sys.executable, "-m", "twinflow", "train", "--preset", preset, "--gpu-memory", CAP, *options]
+        command = [sys.executable, "-m", "twinflow", "train", "--gpu-memory", CAP, *options]
         command += ["--steps", str(STEPS), "--valid-every", "0", "--no-save", "--out", str(out)]
         start = time.perf_counter()
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -93,14 +93,14 @@ def twin_row(preset: str, *options: str) -> dict[str, Any]:
     steady = records[3:]
     step_s = sum(r.step_s for r in steady) / len(steady)
     return {
-        "name": f"twinflow train --preset {preset} --gpu-memory {CAP} {' '.join(options)}".strip(),
-        "params": count_params(PRESETS[preset]),
+        "name": f"twinflow train --gpu-memory {CAP} {' '.join(options)}",
+        "params": count_params(shape),
         "steps": len(records),
         "first_loss": records[0].loss,
         "last_loss": sum(r.loss for r in records[-3:]) / 3,
         "step_s": step_s,
         "tokens_s": records[0].num_tokens / step_s,
-        "tflops": flops_per_token(PRESETS[preset]) * records[0].num_tokens / step_s / 1e12,
+        "tflops": flops_per_token(shape) * records[0].num_tokens / step_s / 1e12,
         "gpu_gb": max(r.gpu_bytes for r in records) / 1e9,
         "host_gb": max(r.host_bytes for r in records) / 1e9,
         "wall_s": time.perf_counter() - start,
@@ -108,7 +108,11 @@ def twin_row(preset: str, *options: str) -> dict[str, Any]:
 
 
 def accumulated(batch: int = 520, micro: int = 10) -> dict[str, Any]:
-    """One step of many micro-batches, all of its update waited for, beside forward and backward alone."""
+    """One step of many micro-batches, beside forward and backward alone.
+
+    As in a long run: the update of the step before is still under way when it starts, its own when it ends. Beside that
+    the step with all of its own update waited for as well.
+    """
     import twinflow
     from twinflow.offload.materialize import build
 
@@ -127,7 +131,7 @@ def accumulated(batch: int = 520, micro: int = 10) -> dict[str, Any]:
         handle.remove()
     config = {
         "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": 2,
+        "gradient_accumulation_steps": batch // micro,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "states": "bf16"}},
@@ -140,13 +144,15 @@ def accumulated(batch: int = 520, micro: int = 10) -> dict[str, Any]:
         for _ in range(engine.gradient_accumulation_steps()):
             engine.backward(engine(x, x).loss)
             engine.step()
-        engine.optimizer.wait()
         torch.cuda.synchronize()
         return time.perf_counter() - start
 
     step()
-    engine.set_train_batch_size(batch)
     seconds = step()
+    start = time.perf_counter()
+    engine.optimizer.wait()
+    torch.cuda.synchronize()
+    tail = time.perf_counter() - start
     tokens, alone_s = batch * shape.context, min(alone)
     row = {
         "name": f"gpt2-10b, batch {batch} of micro-batches of {micro}",
@@ -156,6 +162,7 @@ def accumulated(batch: int = 520, micro: int = 10) -> dict[str, Any]:
         "tflops": flops_per_token(shape) * tokens / seconds / 1e12,
         "alone_tokens_s": micro * shape.context / alone_s,
         "share": tokens / seconds * alone_s / (micro * shape.context),
+        "share_with_tail": tokens / (seconds + tail) * alone_s / (micro * shape.context),
         "gpu_gb": torch.cuda.max_memory_allocated() / 1e9,
     }
     engine.destroy()
@@ -175,7 +182,8 @@ def table(rows: list[dict[str, Any]], date: str) -> str:
     lines = [f"# Large GPT-2 models on one card, {date}", ""]
     lines += [f"- {torch.cuda.get_device_name()}; {machine.cpu}, {machine.usable_cores} cores"]
     lines += [f"- {machine.memory_bytes / 2**30:.0f} GiB of host memory; torch {torch.__version__}", ""]
-    keys = ("params", "steps", "first_loss", "last_loss", "step_s", "tokens_s", "tflops", "share", "gpu_gb", "host_gb")
+    keys = ("params", "steps", "first_loss", "last_loss", "step_s", "tokens_s", "tflops", "share", "share_with_tail")
+    keys += ("gpu_gb", "host_gb")
     lines += [f"| what | {' | '.join(keys)} |", "|" + "---|" * (len(keys) + 1)]
     for row in rows:
         cells = [f"{row[key]:.4g}" if key in row else "" for key in keys]
@@ -185,6 +193,8 @@ def table(rows: list[dict[str, Any]], date: str) -> str:
     for name, size in sizes.items():
         if name.startswith("plain"):
             lines += ["", f"Largest model: {largest / size:.2f}x that of {name}."]
+    lines += ["", "share: of the tokens a second of forward and backward alone. ZeRO-Offload's authors report 30 to 40"]
+    lines += ["TFLOPS for the 10 billion parameter model on one V100."]
     return "\n".join([*lines, "", "```json", json.dumps({"date": date, "rows": rows}), "```", ""])
 
 
@@ -192,7 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="write the result to a dated file")
     parser.add_argument("--part", choices=("plain", "chunked", "accumulated"), help=argparse.SUPPRESS)
-    parser.add_argument("--only", default="plain,chunked,10b,13b,accumulated", help="parts to run")
+    parser.add_argument("--only", default="plain,chunked,10b,13b,14b,accumulated", help="parts to run")
     given = parser.parse_args()
     if given.part:
         row = accumulated() if given.part == "accumulated" else largest_plain(4, given.part == "chunked")
@@ -201,9 +211,14 @@ def main() -> None:
     wanted, rows = given.only.split(","), []
     rows += [part(name) for name in ("plain", "chunked") if name in wanted]
     if "10b" in wanted:
-        rows.append(twin_row("gpt2-10b"))
+        rows.append(twin_row("gpt2-10b", PRESETS["gpt2-10b"], "--preset", "gpt2-10b"))
     if "13b" in wanted:
-        rows.append(twin_row("gpt2-13b", "--states", "bf16", "--grad-clip", "0"))
+        options = ("--preset", "gpt2-13b", "--states", "bf16", "--grad-clip", "0")
+        rows.append(twin_row("gpt2-13b", PRESETS["gpt2-13b"], *options))
+    if "14b" in wanted:  # the deepest that leaves room for one sequence
+        shape = replace(PRESETS["gpt2-13b"], num_layers=69)
+        options = ("--num-layers", "69", "--hidden-size", "4096", "--num-attention-heads", "32", "--batch-size", "1")
+        rows.append(twin_row("69 layers", shape, *options, "--states", "bf16", "--grad-clip", "0"))
     if "accumulated" in wanted:
         rows.append(part("accumulated"))
     text = table(rows, datetime.date.today().isoformat())
