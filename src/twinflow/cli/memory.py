@@ -12,7 +12,7 @@ from twinflow.offload.memory import free_host_bytes
 
 _STATE_BYTES = {"fp32": 12.0, "bf16": 8.0, "int8": 6.1}  # a parameter, with its weight's host copy
 _OVERHEAD_BYTES = 5 << 30  # the interpreter, CUDA's host side, page-locked slots, the text
-_SHARE = 0.97  # of what is available: the rest of the machine lives too
+_SHARE = 0.95  # of what is available: the rest of the machine lives too
 
 
 @dataclass(frozen=True)
