@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from twinflow import native
-from twinflow.data.text import Corpus, load_corpus
+from twinflow.data import TokenData, load_data
 from twinflow.models.gpt import GPT, PRESETS
 from twinflow.optim import HostAdamW
 
@@ -27,27 +27,27 @@ def train(states: str, seed: int, steps: int, batch_size: int) -> float:
     """The validation loss after `steps` steps of the tiny preset."""
     torch.manual_seed(seed)
     config = PRESETS["tiny"]
-    corpus = dataclasses.replace(load_corpus("stdlib"), seed=seed)
+    data = load_data("stdlib", seed=seed)
     model = GPT(config)
     optimizer = HostAdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1, states=states)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, 1.0, total_iters=100)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps - 100, eta_min=1e-4)
     scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, decay], [100])
     for step in range(steps):
-        tokens, targets = corpus.batch("train", step, batch_size, config.context)
+        tokens, targets = data.batch("train", step, batch_size, config.context)
         optimizer.zero_grad()
         loss = model(tokens, targets).loss
         loss.backward()
         norm = sum(native.sum_squares([p.grad for p in model.parameters()])) ** 0.5
         optimizer.step(factor=min(1.0, 1.0 / norm))
         scheduler.step()
-    return validate(model, corpus)
+    return validate(model, data)
 
 
 @torch.no_grad()
-def validate(model: GPT, corpus: Corpus) -> float:
+def validate(model: GPT, data: TokenData) -> float:
     """Mean loss over the same 40 validation batches for every run."""
-    fixed = dataclasses.replace(corpus, seed=0)
+    fixed = dataclasses.replace(data, seed=0)
     losses = []
     for step in range(40):
         tokens, targets = fixed.batch("valid", step, 16, model.config.context)

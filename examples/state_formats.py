@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from twinflow.data.text import load_corpus
+from twinflow.data import load_data
 from twinflow.models.gpt import GPT, GPTConfig
 from twinflow.optim import HostAdamW
 
@@ -16,7 +16,7 @@ CONFIG = GPTConfig(vocab_size=256, context=64, num_layers=2, hidden=64, num_head
 
 
 def main() -> None:
-    corpus = load_corpus("stdlib")  # the source code of Python's standard library
+    data = load_data("stdlib")  # the source code of Python's standard library
     print("states  bytes a parameter: weight + master + states  first loss  last loss")
     for states in ("fp32", "bf16", "int8"):
         torch.manual_seed(0)
@@ -25,7 +25,7 @@ def main() -> None:
         losses = []
         for step in range(STEPS):
             wide = {name: param.float() for name, param in model.named_parameters()}
-            batch = corpus.batch("train", step, BATCH_SIZE, CONFIG.context)
+            batch = data.batch("train", step, BATCH_SIZE, CONFIG.context)
             loss = torch.func.functional_call(model, wide, batch).loss
             optimizer.zero_grad()
             loss.backward()

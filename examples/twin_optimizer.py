@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from twinflow import TwinOptimizer
-from twinflow.data.text import load_corpus
+from twinflow.data import load_data
 from twinflow.models.gpt import GPT, GPTConfig
 
 STEPS, BATCH_SIZE, TRACED = 60, 4, 5
@@ -21,7 +21,7 @@ CONFIG = GPTConfig(vocab_size=256, context=64, num_layers=3, hidden=64, num_head
 
 
 def main() -> None:
-    corpus = load_corpus("stdlib")
+    data = load_data("stdlib")
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = GPT(CONFIG).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -31,7 +31,7 @@ def main() -> None:
     for step in range(STEPS):
         if step == STEPS - TRACED:
             optimizer.trace.start()
-        tokens, targets = (part.to(device) for part in corpus.batch("train", step, BATCH_SIZE, CONFIG.context))
+        tokens, targets = (part.to(device) for part in data.batch("train", step, BATCH_SIZE, CONFIG.context))
         loss = model(tokens, targets).loss  # each block waits for its own new weights
         loss.backward()  # updates start as gradients come
         optimizer.step()  # does not wait

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import struct
+import sysconfig
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinflow.data import documents, encode, files, load_data, tokens
-from twinflow.data.documents import TextSource, pieces
+from twinflow.data.documents import TextSource, pieces, stdlib_files
 from twinflow.data.encode import BytesTokenizer
 from twinflow.data.order import epoch_keys, shuffled
 from twinflow.data.tokens import Split, TokenData
@@ -526,3 +527,9 @@ def test_bad_arguments(change: dict[str, Any], words: str, tmp_path: Path) -> No
 def test_the_default_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert encode.default_cache() == tmp_path / "twinflow" / "tokens"
+
+
+def test_stdlib_has_no_tests_and_no_packages() -> None:
+    files = stdlib_files(Path(sysconfig.get_paths()["stdlib"]))
+    assert {"argparse.py", "dataclasses.py"} <= {path.name for path in files}
+    assert not any({"site-packages", "test", "tests"} & set(path.parts[-4:]) for path in files)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from twinflow.data.tokens import TokenData, load_data
 from twinflow.engine import Engine
 from twinflow.errors import bad_value
 from twinflow.models.gpt import GPT
+from twinflow.monitor.files import write_whole
 from twinflow.monitor.metrics import MetricsWriter, StepRecord, ValidRecord, read_metrics
 from twinflow.monitor.progress import TrainProgress, duration
 from twinflow.native import set_threads
@@ -99,7 +99,7 @@ def prepare(settings: TrainSettings, console: Console) -> Run:
     if settings.trace is not None:
         settings.trace.parent.mkdir(parents=True, exist_ok=True)
     values = as_json(settings) | {"fingerprint": data.fingerprint, "chosen_states": plan.states}
-    _write_whole(settings.out / SETTINGS, json.dumps(values, default=str, indent=2) + "\n")
+    write_whole(settings.out / SETTINGS, json.dumps(values, default=str, indent=2) + "\n")
     if settings.resume:
         found, _ = engine.load_checkpoint(settings.out / CHECKPOINTS)
         _set_rates(engine)
@@ -304,9 +304,3 @@ def describe(outcome: Outcome, run: Run) -> str:
         go_on = f" --resume --out {settings.out} goes on from there." if settings.save else ""
         return f"Interrupted after {done} of {settings.steps} steps.{go_on}"
     return f"Finished {done} steps in {duration(outcome.wall_s)}."
-
-
-def _write_whole(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
 from twinflow.data.files import TOKEN_SUFFIXES, reading
-from twinflow.data.text import MAX_STDLIB_BYTES, path_files, stdlib_files
 from twinflow.errors import bad_value
 
 JSONL_SUFFIXES: Final = (".jsonl", ".ndjson")
 LOOK_BYTES: Final = 2**20  # a zero byte within these makes a file binary
 PIECE_BYTES: Final = 2**20
+MAX_STDLIB_BYTES: Final = 16 * 2**20
+# Tests repeat themselves and hold odd encodings; installed packages differ from machine to machine.
+STDLIB_SKIPPED: Final = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,20 @@ class Piece(NamedTuple):
     text: bytes
     is_last: bool  # the document ends here
     num_bytes: int  # of the file, to tell progress by
+
+
+def stdlib_files(folder: Path) -> list[Path]:
+    """The library's own sources, in an order that does not depend on the file system."""
+    found = (path for path in folder.rglob("*.py") if STDLIB_SKIPPED.isdisjoint(path.relative_to(folder).parts))
+    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def path_files(path: Path) -> list[Path]:
+    """The file itself, or every visible file below a folder, sorted."""
+    if path.is_file():
+        return [path]
+    visible = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
+    return sorted((p for p in visible if p.is_file()), key=lambda p: p.relative_to(path).as_posix())
 
 
 def find_text(source: str) -> TextSource:
