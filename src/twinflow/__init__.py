@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from twinflow.version import __version__
 
 if TYPE_CHECKING:
-    from twinflow import models, native, optim, rules
+    from twinflow import config, data, models, native, optim, rules
     from twinflow.build import add_config_arguments, initialize
     from twinflow.engine import Engine
     from twinflow.optim.twin import TwinOptimizer
@@ -21,6 +21,8 @@ __all__ = [
     "TwinOptimizer",
     "__version__",
     "add_config_arguments",
+    "config",
+    "data",
     "initialize",
     "models",
     "native",

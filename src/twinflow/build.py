@@ -59,7 +59,7 @@ def initialize(
             raise bad_value(name, type(value).__name__, "None", "Tensor and pipeline parallelism are not built yet.")
     source = _config_source(args, config, config_params)
     parsed = load_config(source)
-    for note in notes(parsed):
+    for note in [*notes(parsed), *_overruled(parsed, optimizer, lr_scheduler)]:
         LOGGER.info(f"config: {note}")
     batch = resolve_batch(parsed, world_size=1)
     module = place(model, parsed)
@@ -97,6 +97,13 @@ def _finish(
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     return engine, twin, engine.training_dataloader, scheduler
+
+
+def _overruled(config: Config, optimizer: Any, lr_scheduler: Any) -> Iterator[str]:
+    """Sections that lose to what was given beside the config, as with DeepSpeed."""
+    for name, given in {"optimizer": optimizer, "scheduler": lr_scheduler}.items():
+        if given is not None and getattr(config, name) is not None:
+            yield f"{name}: no effect here, because one was given to initialize()"
 
 
 def add_config_arguments(parser: Any) -> Any:

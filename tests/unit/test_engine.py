@@ -377,3 +377,14 @@ def test_a_forgotten_engine_ends_by_itself() -> None:
     while [thread for thread in threading.enumerate() if thread.name.startswith("twinflow-")]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_what_is_given_wins_over_the_config_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = gpt()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    with caplog.at_level(logging.INFO, logger="twinflow"):
+        logging.getLogger("twinflow").propagate = True
+        engine, *_ = twinflow.initialize(model=model, optimizer=sgd, config=config())
+    assert engine.get_lr() == [0.5]
+    assert any("optimizer: no effect here" in record.getMessage() for record in caplog.records)
+    engine.destroy()

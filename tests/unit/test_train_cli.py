@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 
 from twinflow.cli.main import app
 from twinflow.cli.settings import lr_factor
-from twinflow.cli.training import WaitTimer
+from twinflow.cli.training import Loop, WaitTimer
 from twinflow.monitor.metrics import StepRecord, ValidRecord, read_metrics
 from twinflow.native import get_threads, set_threads
 from twinflow.version import __version__
@@ -540,3 +540,21 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_numbers(
     assert result.exit_code == 0, result.output
     assert "No space left" in result.stderr
     assert "last loss" in result.stdout
+
+
+def test_a_validation_can_be_stopped() -> None:
+    asked = 0
+
+    def stop_at_the_fifth() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked >= 5
+
+    model = torch.nn.Linear(1, 1)
+    loop = Loop.__new__(Loop)
+    loop._engine = type("Fake", (), {"module": model})()  # type: ignore[assignment]
+    model.forward = lambda *_: type("Out", (), {"loss": torch.tensor(1.0)})()  # type: ignore[method-assign]
+    loop.batch = lambda *_: (torch.zeros(1), torch.zeros(1))  # type: ignore[method-assign]
+    assert loop.valid_loss(stop_at_the_fifth) is None
+    assert loop.valid_loss() == 1.0
+    assert model.training

@@ -20,7 +20,8 @@ class MemoryPlan:
     """The state format that was chosen, and the sum behind it."""
 
     states: str
-    host_bytes: int
+    state_bytes: int
+    host_bytes: int  # with gradients that wait, and a reserve
     free_bytes: int
     why: str
 
@@ -47,13 +48,14 @@ def plan_memory(
     free = free_host_bytes() if free_bytes is None else free_bytes
     usable = int(free * _SHARE)
     num_params = count_params(shape)
-    needs = {f: int(_STATE_BYTES[f] * num_params) + waiting + _OVERHEAD_BYTES for f in _STATE_BYTES if f in formats}
+    sizes = {f: int(_STATE_BYTES[f] * num_params) for f in _STATE_BYTES if f in formats}
+    needs = {f: size + waiting + _OVERHEAD_BYTES for f, size in sizes.items()}
     if states != "auto":
-        return MemoryPlan(states, needs[states], free, "as asked for")
+        return MemoryPlan(states, sizes[states], needs[states], free, "as asked for")
     for format, need in needs.items():
         if need <= usable or free == 0:
             skipped = [f"{f} would need {_gb(needs[f])}" for f in needs if needs[f] > need]
-            return MemoryPlan(format, need, free, "; ".join(skipped) if skipped else "it fits")
+            return MemoryPlan(format, sizes[format], need, free, "; ".join(skipped) if skipped else "it fits")
     clip_hint = " Without clipping (--grad-clip 0) and accumulation, no gradient waits on the host." if waiting else ""
     raise bad_value(
         "host memory",

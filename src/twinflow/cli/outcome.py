@@ -32,7 +32,7 @@ def final_numbers(outcome: Outcome) -> list[tuple[str, str]]:
     if losses:
         last = losses[-LAST_STEPS:]
         rows.append(("first loss", number(losses[0])))
-        rows.append(("last loss", number(sum(last) / len(last))))
+        rows.append((f"last loss (mean of {len(last)})", number(sum(last) / len(last))))
     if outcome.valids:
         rows.append(("validation loss", number(outcome.valids[-1].loss)))
     if losses:
@@ -93,7 +93,8 @@ def header_rows(run: Run) -> list[tuple[str, str]]:
         ),
         (
             "host memory",
-            f"{memory.host_bytes / 1e9:,.1f} GB for {states} state, of {memory.free_bytes / 1e9:,.1f} GB: {memory.why}",
+            f"{memory.state_bytes / 1e9:,.2f} GB of {states} state, at most {memory.host_bytes / 1e9:,.1f} GB in all "
+            f"of {memory.free_bytes / 1e9:,.1f} GB: {memory.why}",
         ),
         ("GPU memory", run.gpu),
         ("threads", f"{settings.threads}, kernels {isa()}"),

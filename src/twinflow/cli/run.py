@@ -183,7 +183,7 @@ def run_training(run: Run, console: Console) -> Outcome:
         with (
             MetricsWriter(settings.out / METRICS, resume_after=run.first_step or -1) as metrics,
             TrainProgress(console, settings.steps, plain_every, first_step=run.first_step + 1) as progress,
-            _stop_signals() as stop,
+            _stop_signals(console) as stop,
         ):
             earlier = read_metrics(settings.out / METRICS)  # of the run that is resumed
             outcome.steps += [record for record in earlier if isinstance(record, StepRecord)]
@@ -270,7 +270,7 @@ def _save(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
 
 
 @contextmanager
-def _stop_signals() -> Iterator[list[int]]:
+def _stop_signals(console: Console) -> Iterator[list[int]]:
     """Ctrl-C and SIGTERM end the run after the step under way, in which weights and state agree; twice: at once."""
     seen: list[int] = []
 
@@ -278,6 +278,7 @@ def _stop_signals() -> Iterator[list[int]]:
         if seen:
             raise KeyboardInterrupt
         seen.append(number)
+        console.print("stopping after this step; once more ends at once", highlight=False)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -301,6 +302,8 @@ def describe(outcome: Outcome, run: Run) -> str:
             f"Try a lower --lr (now {settings.lr:g}) or a longer --warmup (now {settings.warmup}){clip}.{first}"
         )
     if outcome.status == "interrupted":
-        go_on = f" --resume --out {settings.out} goes on from there." if settings.save else ""
-        return f"Interrupted after {done} of {settings.steps} steps.{go_on}"
-    return f"Finished {done} steps in {duration(outcome.wall_s)}."
+        go_on = f" --resume --out {settings.out} goes on from there." if run.checkpoints.exists() else ""
+        lost = " ".join(["", *outcome.notes]) if outcome.notes else ""
+        return f"Interrupted after {done} of {settings.steps} steps.{lost}{go_on}"
+    here = f", {done - run.first_step} of them now," if run.first_step else ""
+    return f"Finished {done} steps{here} in {duration(outcome.wall_s)}."

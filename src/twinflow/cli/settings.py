@@ -123,7 +123,7 @@ def check_settings(settings: TrainSettings) -> None:
     if settings.keep_last is not None and settings.keep_last < 1:
         raise bad_value("--keep-last", settings.keep_last, "a whole number >= 1")
     if settings.gpu_memory is not None and not torch.cuda.is_available():
-        raise bad_value("--gpu-memory", "given", "nothing", "This machine has no GPU to stand for a smaller one.")
+        raise ValueError("--gpu-memory: this machine has no GPU that could stand for a smaller one. Leave it out")
     check_threads(settings.threads, "--threads")
     formats = ("auto", *RULES[settings.rule].formats)
     if settings.states not in formats:
@@ -153,7 +153,7 @@ def choose_shape(
     if checkpoint_activations is None:
         checkpoint_activations = shape.hidden >= 1600  # activations of the large shapes would eat the card
     shape = replace(shape, checkpoint_activations=checkpoint_activations)
-    return (preset if not given else "gpt", shape)
+    return (preset if not given else "custom", shape)
 
 
 def choose_rule(name: str) -> RuleChoice:

@@ -28,32 +28,29 @@ from twinflow.monitor.report import write_report
 from twinflow.native import get_threads
 from twinflow.version import __version__
 
-_MODEL, _RUN, _MEGATRON = "Model", "Run", "Accepted from Megatron's command lines"
 
-
-def _option(*names: str, help: str, panel: str | None = None, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+def _option(*names: str, help: str) -> Any:
+    return typer.Option(*names, help=help)
 
 
 def train(
     preset: Annotated[
         str | None, _option(help="tiny, small, gpt-350m, gpt2-1.5b, gpt2-10b or gpt2-13b.  [default: tiny]")
     ] = None,
-    num_layers: Annotated[int | None, _option("--num-layers", help="Blocks.", panel=_MODEL)] = None,
-    hidden: Annotated[int | None, _option("--hidden-size", help="Width.", panel=_MODEL)] = None,
-    num_heads: Annotated[int | None, _option("--num-attention-heads", help="Heads.", panel=_MODEL)] = None,
+    num_layers: Annotated[int | None, _option("--num-layers", help="Blocks.")] = None,
+    hidden: Annotated[int | None, _option("--hidden-size", help="Width.")] = None,
+    num_heads: Annotated[int | None, _option("--num-attention-heads", help="Heads.")] = None,
     vocab_size: Annotated[
-        int | None, _option("--vocab-size", help="Symbols. Default: what preset and tokenizer need.", panel=_MODEL)
+        int | None, _option("--vocab-size", help="Symbols. Default: what preset and tokenizer need.")
     ] = None,
     context: Annotated[
-        int | None, _option("--seq-length", "--context", help="Tokens a sequence. Default: the preset's.", panel=_MODEL)
+        int | None, _option("--seq-length", "--context", help="Tokens a sequence. Default: the preset's.")
     ] = None,
     checkpoint_activations: Annotated[
         bool | None,
         _option(
             "--checkpoint-activations/--no-checkpoint-activations",
-            help="Keep only each block's input, compute the rest again in backward. Default: for the large presets.",
-            panel=_MODEL,
+            help="Keep only each block's input, compute the rest again in backward. Default: from width 1600 on.",
         ),
     ] = None,
     steps: Annotated[int, _option("--steps", "--train-iters", help="Training steps.")] = 800,
@@ -93,44 +90,40 @@ def train(
     seed: Annotated[int, _option(help="Of the weights and of the order of the data.")] = 0,
     valid_every: Annotated[
         int,
-        _option("--valid-every", "--eval-interval", help="Steps between validations; 0: at start and end.", panel=_RUN),
+        _option("--valid-every", "--eval-interval", help="Steps between validations; 0: at start and end."),
     ] = 100,
-    save: Annotated[bool, _option("--save/--no-save", help="Whether to keep checkpoints at all.", panel=_RUN)] = True,
+    save: Annotated[bool, _option("--save/--no-save", help="Whether to keep checkpoints at all.")] = True,
     save_every: Annotated[
         int,
-        _option("--save-every", "--save-interval", help="Steps between checkpoints; 0: one at the end.", panel=_RUN),
+        _option("--save-every", "--save-interval", help="Steps between checkpoints; 0: one at the end."),
     ] = 0,
-    keep_last: Annotated[int | None, _option(help="Checkpoints to keep. Default: 2.", panel=_RUN)] = None,
-    resume: Annotated[
-        bool, _option("--resume", help="Go on with the run in --out, from its last checkpoint.", panel=_RUN)
-    ] = False,
+    keep_last: Annotated[int | None, _option(help="Checkpoints to keep. Default: 2.")] = None,
+    resume: Annotated[bool, _option("--resume", help="Go on with the run in --out, from its last checkpoint.")] = False,
     gpu_memory: Annotated[
-        str | None, _option("--gpu-memory", help="Use no more of the GPU than this, like 32GB.", panel=_RUN)
+        str | None, _option("--gpu-memory", help="Use no more of the GPU than this, like 32GB.")
     ] = None,
-    threads: Annotated[int | None, _option(help="CPU threads. Default: all this process may use.", panel=_RUN)] = None,
-    out: Annotated[Path | None, _option(help="Folder of the run. Default: a new one in runs.", panel=_RUN)] = None,
+    threads: Annotated[int | None, _option(help="CPU threads. Default: all this process may use.")] = None,
+    out: Annotated[Path | None, _option(help="Folder of the run. Default: a new one in runs.")] = None,
     trace: Annotated[
-        Path | None, _option("--trace", help="Write the timeline of some steps here, for Perfetto.", panel=_RUN)
+        Path | None, _option("--trace", help="Write the timeline of some steps here, for Perfetto.")
     ] = None,
     config: Annotated[
         Path | None,
         _option("--deepspeed_config", "--deepspeed-config", "--config", help="A DeepSpeed config, JSON or HJSON."),
     ] = None,
-    deepspeed: Annotated[bool, _option("--deepspeed", help="No effect: always so.", panel=_MEGATRON)] = False,
-    cpu_optimizer: Annotated[bool, _option("--cpu-optimizer", help="No effect: always so.", panel=_MEGATRON)] = False,
-    no_pipeline: Annotated[bool, _option("--no-pipeline-parallel", help="No effect.", panel=_MEGATRON)] = False,
+    deepspeed: Annotated[bool, _option("--deepspeed", help="Of Megatron's: no effect, always so.")] = False,
+    cpu_optimizer: Annotated[bool, _option("--cpu-optimizer", help="Of Megatron's: no effect, always so.")] = False,
+    no_pipeline: Annotated[bool, _option("--no-pipeline-parallel", help="Of Megatron's: no effect.")] = False,
     model_parallel_size: Annotated[
         int | None,
-        _option("--model-parallel-size", "--tensor-model-parallel-size", help="1.", panel=_MEGATRON),
+        _option("--model-parallel-size", "--tensor-model-parallel-size", help="Of Megatron's: 1."),
     ] = None,
     pipeline_parallel_size: Annotated[
-        int | None, _option("--pipeline-model-parallel-size", help="1.", panel=_MEGATRON)
+        int | None, _option("--pipeline-model-parallel-size", help="Of Megatron's: 1.")
     ] = None,
-    max_positions: Annotated[
-        int | None, _option("--max-position-embeddings", help="The same as --seq-length.", panel=_MEGATRON)
-    ] = None,
-    fp16: Annotated[bool, _option("--fp16", help="--precision fp16.", panel=_MEGATRON)] = False,
-    bf16: Annotated[bool, _option("--bf16", help="--precision bf16.", panel=_MEGATRON)] = False,
+    max_positions: Annotated[int | None, _option("--max-position-embeddings", help="The same as --seq-length.")] = None,
+    fp16: Annotated[bool, _option("--fp16", help="--precision fp16.")] = False,
+    bf16: Annotated[bool, _option("--bf16", help="--precision bf16.")] = False,
 ) -> None:
     """Pretrain a GPT with the optimizer on the host, on a GPU where there is one, and write a report page."""
     console = Console()
@@ -184,7 +177,7 @@ def train(
     except (ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
-    print_rows(console, f"twinflow {__version__}: training a {name} GPT on {where()}", header_rows(run))
+    print_rows(console, f"twinflow {__version__}: training a GPT ({name}) on {where()}", header_rows(run))
     try:
         outcome = run_training(run, console)
     except (ValueError, OSError) as error:  # a token outside the vocabulary, a disk without room for a line

@@ -87,25 +87,29 @@ class Loop:
         the validation after the same step.
         """
         settings, engine = self._settings, self._engine
-        if engine.global_steps not in measured and self._validates_after(engine.global_steps):
-            yield self._valid_record()
+        if engine.global_steps not in measured:
+            yield from self._valid_records(should_stop)
         while engine.global_steps < settings.steps and not should_stop():
             record = self.step()
             yield record
             if is_bad(record, self._settings.precision):
                 return
-            if self._validates_after(engine.global_steps):
-                yield self._valid_record()
+            yield from self._valid_records(should_stop)
 
     def _validates_after(self, step: int) -> bool:
         every = self._settings.valid_every
         return step in (0, self._settings.steps) or (every > 0 and step % every == 0)
 
-    def _valid_record(self) -> ValidRecord:
+    def _valid_records(self, should_stop: Callable[[], bool]) -> Iterator[ValidRecord]:
+        """A validation where one is due; none where it was stopped, for a resumed run makes up for it."""
         engine = self._engine
+        if not self._validates_after(engine.global_steps):
+            return
         if engine.global_steps == self._settings.steps and engine.optimizer is not None:
             engine.optimizer.flush()  # a delayed update still to come belongs to the model that is measured last
-        return ValidRecord(engine.global_steps, self.valid_loss())
+        loss = self.valid_loss(should_stop)
+        if loss is not None:
+            yield ValidRecord(engine.global_steps, loss)
 
     def step(self) -> StepRecord:
         """Forward, backward and update on the micro-batches of this step.
@@ -159,12 +163,18 @@ class Loop:
         )
 
     @torch.no_grad()
-    def valid_loss(self) -> float:
-        """Mean loss over the same few batches each time, so that two measurements differ by the weights alone."""
-        module = self._engine.module.eval()
-        losses = [float(module(*self.batch("valid", i)).loss) for i in range(VALID_BATCHES)]
+    def valid_loss(self, should_stop: Callable[[], bool] = lambda: False) -> float | None:
+        """Mean loss over the same few batches each time, so that two measurements differ by the weights alone.
+
+        None where `should_stop` said so in between.
+        """
+        module, losses = self._engine.module.eval(), []
+        for index in range(VALID_BATCHES):
+            if should_stop():
+                break
+            losses.append(float(module(*self.batch("valid", index)).loss))
         module.train()
-        return sum(losses) / len(losses)
+        return sum(losses) / len(losses) if len(losses) == VALID_BATCHES else None
 
     def batch(self, split: Split, index: int) -> tuple[Tensor, Tensor]:
         """The data's micro-batch of this number, where the model is."""
