@@ -78,7 +78,7 @@ def test_what_is_no_size(text: str) -> None:
 
 def test_a_shape_by_hand_is_a_gpt2() -> None:
     name, shape = choose_shape(None, 50, 4096, 32, None, True)
-    assert (name, shape) == ("gpt", replace(PRESETS["gpt2-10b"], checkpoint_activations=True))
+    assert (name, shape) == ("custom", replace(PRESETS["gpt2-10b"], checkpoint_activations=True))
     assert choose_shape(None, None, None, None, None, None)[0] == "tiny"
     assert choose_shape("gpt2-13b", None, None, None, None, None)[1].checkpoint_activations
     assert default_lr("adamw", shape) < default_lr("adamw", PRESETS["tiny"])

@@ -54,7 +54,12 @@ def make_report(run: Run, outcome: Outcome) -> Report:
     """The page's content; also fills in the outcome's final numbers."""
     outcome.numbers = final_numbers(outcome)
     values = as_json(run.settings)
-    settings = [(option(name), str(value)) for name, value in values.items() if name not in ("model", "file_config")]
+    words = {None: "-", True: "yes", False: "no"}
+    settings = [
+        (option(name), words[value] if value is None or isinstance(value, bool) else str(value))
+        for name, value in values.items()
+        if name not in ("model", "file_config")
+    ]
     return Report(
         title=run.settings.out.name or str(run.settings.out),
         status=outcome.status,
