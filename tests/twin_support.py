@@ -186,3 +186,14 @@ def used_at(step: int) -> list[int]:
 
 def branchy_loss(model: Branchy, step: int) -> Tensor:
     return model(torch.randn(8, 24, generator=torch.Generator().manual_seed(step)), used_at(step))
+
+
+def run_engine(engine: Any, steps: Iterable[int]) -> list[float]:
+    """An engine's losses over micro-batches."""
+    losses = []
+    for step in steps:
+        loss = engine(*batch(step)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses

@@ -29,6 +29,8 @@ from twinflow.optim.twin import TwinOptimizer
 from twinflow.rules import RULES
 
 Model = nn.Module | Callable[[], nn.Module]
+_OWN_KEYS = {"states", "delayed_update", "delayed_update_start", "host_threads"}
+_OWN_KEYS |= {"hold", "sums", "shadow_bytes", "bucket_numel"}
 
 
 def initialize(
@@ -65,38 +67,26 @@ def initialize(
     module = place(model, parsed)
     twin = make_optimizer(parsed, batch, module, optimizer, model_parameters)
     try:
-        return _finish(parsed, batch, module, twin, optimizer, lr_scheduler, training_data, collate_fn, source)
+        scheduler = _make_scheduler(parsed, twin, optimizer, lr_scheduler)
+        engine = Engine(module, twin, scheduler, None, _engine_settings(parsed, batch, source), _make_reports(parsed))
     except BaseException:
         if twin is not None and twin is not optimizer:
             twin.close()  # else the model would still have an optimizer, and no other could be built over it
         raise
-
-
-def _finish(
-    parsed: Config,
-    batch: Batch,
-    module: nn.Module,
-    twin: TwinOptimizer | None,
-    optimizer: Any,
-    lr_scheduler: Any,
-    training_data: Any,
-    collate_fn: Any,
-    source: Any,
-) -> tuple[Engine, TwinOptimizer | None, ResumableLoader | None, Any]:
-    """All that comes after the optimizer."""
-    scheduler = _make_scheduler(parsed, twin, optimizer, lr_scheduler)
-    settings = EngineSettings(
-        micro_batch_size=batch.micro_batch_size,
-        autocast=getattr(torch, str(parsed.torch_autocast.dtype)) if parsed.torch_autocast.enabled else None,
-        input_dtype=torch.float16 if parsed.fp16.enabled and parsed.fp16.auto_cast else None,
-        keep_last=parsed.checkpoint.keep_last,
-        drop_last=parsed.dataloader_drop_last,
-        config=dict(source) if isinstance(source, Mapping) else {"file": str(source)},
-    )
-    engine = Engine(module, twin, scheduler, None, settings, _make_reports(parsed))
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     return engine, twin, engine.training_dataloader, scheduler
+
+
+def _engine_settings(config: Config, batch: Batch, source: Any) -> EngineSettings:
+    return EngineSettings(
+        micro_batch_size=batch.micro_batch_size,
+        autocast=getattr(torch, str(config.torch_autocast.dtype)) if config.torch_autocast.enabled else None,
+        input_dtype=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
+        keep_last=config.checkpoint.keep_last,
+        drop_last=config.dataloader_drop_last,
+        config=dict(source) if isinstance(source, Mapping) else {"file": str(source)},
+    )
 
 
 def _overruled(config: Config, optimizer: Any, lr_scheduler: Any) -> Iterator[str]:
@@ -146,7 +136,7 @@ def make_optimizer(
 ) -> TwinOptimizer | None:
     """The optimizer of the config, or around the one that was given; None where neither names one."""
     if isinstance(given, TwinOptimizer):
-        return _as_given(given, batch, module)
+        return _as_given(given, config, batch, module)
     rule: Any = given
     options: dict[str, Any] = {}
     if given is None:
@@ -177,12 +167,14 @@ def make_optimizer(
     with _naming(f"optimizer.type {rule.__name__} with optimizer.params {options}") if is_torch else nullcontext():
         if is_torch:
             _try_out(rule, options)
-        twin = build()
+        try:
+            twin = build()
+        finally:
+            if wrapped is not None:
+                given.step = wrapped  # type: ignore[union-attr,method-assign]
     if isinstance(given, Optimizer):
         # A scheduler that was built over it writes its options: let them be ours.
         given.param_groups = twin.param_groups
-        if wrapped is not None:
-            given.step = wrapped  # type: ignore[method-assign]
         given._opt_called = True  # type: ignore[attr-defined]
     return twin
 
@@ -218,10 +210,20 @@ def _loss_scale(config: Config) -> LossScale | None:
     )
 
 
-def _as_given(given: TwinOptimizer, batch: Batch, module: nn.Module) -> TwinOptimizer:
-    """A TwinOptimizer keeps what it was built with; the engine only counts its backwards."""
+def _as_given(given: TwinOptimizer, config: Config, batch: Batch, module: nn.Module) -> TwinOptimizer:
+    """A TwinOptimizer keeps what it was built with; a config that says otherwise is refused."""
     if given.model is not module:
         raise bad_value("optimizer", "a TwinOptimizer over another model", "one built over the model given here")
+    max_norm = given.max_grad_norm or 0.0
+    if "gradient_clipping" in config.model_fields_set and config.gradient_clipping != max_norm:
+        remedy = "The TwinOptimizer that is given was built with this max_grad_norm."
+        raise bad_value("gradient_clipping", config.gradient_clipping, [max_norm], remedy)
+    offload = config.zero_optimization.offload_optimizer
+    said = sorted(_OWN_KEYS & offload.model_fields_set) if offload is not None else []
+    keys = [f"zero_optimization.offload_optimizer.{name}" for name in said] + ["fp16.enabled"] * config.fp16.enabled
+    if keys:
+        remedy = "A TwinOptimizer that is given has its own states, tuning and loss scale."
+        raise bad_value(keys[0], "given", "nothing", remedy)
     given.set_accumulation_steps(batch.accumulation_steps)
     return given
 

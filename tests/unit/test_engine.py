@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from twin_support import CONFIG, batch, gpt, quick_torch
+from twin_support import run_engine as run
 
 import twinflow
 from twinflow.engine import Engine, ResumableLoader
@@ -53,17 +54,6 @@ def make() -> Iterator[Any]:
     yield build
     for engine in made:
         engine.destroy()
-
-
-def run(engine: Engine, steps: range) -> list[float]:
-    """Losses of micro-batches."""
-    losses = []
-    for step in steps:
-        loss = engine(*batch(step)).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
 
 
 def weights(engine: Engine) -> list[torch.Tensor]:
@@ -388,3 +378,51 @@ def test_what_is_given_wins_over_the_config_and_that_is_said(caplog: pytest.LogC
     assert engine.get_lr() == [0.5]
     assert any("optimizer: no effect here" in record.getMessage() for record in caplog.records)
     engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"gradient_clipping": 0.5}, "gradient_clipping"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "states": "bf16"}}}, "states"),
+    ],
+)
+def test_a_given_twin_optimizer_and_a_config_that_disagree(changes: dict[str, Any], word: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 1))
+    optimizer = TwinOptimizer(model, lr=1e-2, early=True, max_grad_norm=1.0)
+    with pytest.raises(ValueError, match=word):
+        twinflow.initialize(model=model, optimizer=optimizer, config=config(optimizer=None, **changes))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("sums", ["host", "device"])
+def test_another_number_of_micro_batches_with_gradients_held_on_the_host(make: Any, sums: str) -> None:
+    zero = {"offload_optimizer": {"device": "cpu", "hold": "host", "sums": sums, "bucket_numel": 128}}
+    one, two = make(zero_optimization=zero, gradient_accumulation_steps=2), make()
+    run(one, range(4))
+    one.set_train_batch_size(2)
+    losses = run(one, range(4, 8))
+    two.set_train_batch_size(4)
+    run(two, range(4))
+    two.set_train_batch_size(2)
+    assert losses == run(two, range(4, 8))
+    assert same(one, two)
+
+
+def test_the_monitor_writes_the_rate_of_the_step(make: Any, tmp_path: Path) -> None:
+    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    schedule = {"lr_scheduler": lambda optimizer: LambdaLR(optimizer, lambda step: 1.0 / (1 + step))}
+    engine = make(csv_monitor=monitor, **schedule)
+    run(engine, range(3))
+    engine.destroy()
+    rows = next(list(csv.reader(path.open())) for path in (tmp_path / "job").glob("*lr.csv"))
+    assert [float(row[1]) for row in rows[1:]] == pytest.approx([1e-2, 1e-2 / 2, 1e-2 / 3])
+
+
+def test_time_that_forwards_wait_for_weights_is_measured(make: Any) -> None:
+    engine = make(gradient_clipping=0.0)
+    engine.optimizer.runtime.device.delay("out", 0.02)
+    run(engine, range(3))
+    metrics = engine.optimizer.metrics()
+    assert metrics["waited_s"] > 0.0

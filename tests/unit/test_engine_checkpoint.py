@@ -14,8 +14,10 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, MultiStepLR
 from twin_support import CONFIG, batch, gpt, quick_torch
+from twin_support import run_engine as run
 
 import twinflow
+from twinflow.checkpoint import save
 from twinflow.engine import Engine
 from twinflow.models.gpt import GPT
 
@@ -37,16 +39,6 @@ def build(model: Any = None, given: Any = None, scheduler: Any = None, offload: 
     }
     model = gpt() if model is None else model
     return twinflow.initialize(model=model, optimizer=given, lr_scheduler=scheduler, config=config)[0]
-
-
-def run(engine: Engine, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = engine(*batch(step)).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
 
 
 def everything(engine: Engine) -> dict[str, Any]:
@@ -410,4 +402,27 @@ def test_saving_and_loading_need_little_memory(states: str, tmp_path: Path) -> N
     with Watch():
         engine.save_checkpoint(tmp_path)
     assert largest <= 4 * rows * 64  # one fp32 parameter
+    engine.destroy()
+
+
+def test_a_data_position_that_does_not_fit_leaves_the_schedule_alone(tmp_path: Path) -> None:
+    one = build(scheduler=halve)
+    one.training_dataloader = one.deepspeed_io(list(range(8)), batch_size=4)
+    run(one, range(2))
+    one.save_checkpoint(tmp_path)
+    two = build(scheduler=halve)
+    two.training_dataloader = two.deepspeed_io(list(range(8)), batch_size=2)
+    before = two.lr_scheduler.state_dict()["last_epoch"]
+    with pytest.raises(ValueError, match="batch size of the data position"):
+        two.load_checkpoint(tmp_path)
+    assert two.lr_scheduler.state_dict()["last_epoch"] == before
+    one.destroy()
+    two.destroy()
+
+
+def test_files_that_no_engine_wrote_are_refused_by_name(tmp_path: Path) -> None:
+    save(tmp_path, "t", {"model": []}, {"something": 1})
+    engine = build()
+    with pytest.raises(ValueError, match=r"not a checkpoint of an engine: meta.json has no global_steps"):
+        engine.load_checkpoint(tmp_path)
     engine.destroy()

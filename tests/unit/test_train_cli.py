@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 
 from twinflow.cli.main import app
 from twinflow.cli.settings import lr_factor
-from twinflow.cli.training import Loop, WaitTimer
+from twinflow.cli.training import Loop
 from twinflow.monitor.metrics import StepRecord, ValidRecord, read_metrics
 from twinflow.native import get_threads, set_threads
 from twinflow.version import __version__
@@ -148,15 +148,6 @@ def test_every_bucket_is_counted_and_the_times_add_up(tmp_path: Path, text: Path
         assert record.num_dropped == record.num_ahead  # every step is clipped: nothing ahead of the norm is kept
         assert min(record.forward_s, record.backward_s, record.update_s) > 0.0
     assert sum(record.step_s for record in records) < time.perf_counter() - start
-
-
-def test_time_in_hooks_between_ours_counts_as_waiting() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    model[1].register_forward_pre_hook(lambda *_: time.sleep(0.05))
-    model.register_forward_hook(lambda *_: time.sleep(0.2))
-    waits = WaitTimer(model)
-    model(torch.zeros(1, 2))
-    assert 0.05 <= waits.seconds < 0.2
 
 
 def test_a_delayed_update_is_seen_one_step_later(tmp_path: Path, text: Path) -> None:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,6 +119,30 @@ def write_durable(path: Path, data: bytes) -> None:
     """Write `data` to the new file `path`, onto the disk."""
     with DurableFile(path) as file:
         file.write(data)
+
+
+def file_status(path: Path) -> os.stat_result:
+    """Of a plain file; a ValueError where there is none."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing; use another checkpoint, or bring the file back") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path} is not a plain file")
+    return status
+
+
+def counting(on_progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
+    """Takes counts of bytes as they come; tells `on_progress` how many there were, of how many."""
+    done = 0
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        done += count
+        if on_progress:
+            on_progress(done, total)
+
+    return on_bytes
 
 
 def sync_folder(folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twinflow.checkpoint.disk import LATEST, check_tag, read_latest
+from twinflow.checkpoint.disk import LATEST, check_tag, counting, read_latest
 from twinflow.checkpoint.manifest import (
     MANIFEST,
     META,
@@ -82,15 +82,7 @@ class Checkpoint:
         """Read everything and compare every checksum; `on_progress` is told the bytes read and all bytes to be read."""
         _, now = _read_folder(self.path)  # it may have been damaged since it was opened
         every = [one for stored in now.values() for one in stored.values()]
-        total = sum(one.info.stop - one.info.start for one in every)
-        done = 0
-
-        def on_bytes(count: int) -> None:
-            nonlocal done
-            done += count
-            if on_progress:
-                on_progress(done, total)
-
+        on_bytes = counting(on_progress, sum(one.info.stop - one.info.start for one in every))
         for one in every:
             verify_tensor(one.path, one.header, one.info, one.crc32, on_bytes)
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from twinflow.checkpoint.disk import MAX_NAME_BYTES, check_name, parse_side
+from twinflow.checkpoint.disk import MAX_NAME_BYTES, check_name, file_status, parse_side
 from twinflow.checkpoint.plain import parse_json
 from twinflow.version import __version__
 
@@ -128,12 +127,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     """Refuse a checkpoint with a file that is missing or of another size than it was saved with."""
     for name, size in manifest.sizes().items():
         path = folder / name
-        try:
-            status = os.stat(path)
-        except FileNotFoundError as error:
-            raise ValueError(f"{path} is missing; use another checkpoint, or bring the file back") from error
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{path} is not a plain file")
+        status = file_status(path)
         if status.st_size != size:
             word = "cut off" if status.st_size < size else "changed"
             raise ValueError(f"{path} is {word}: it has {status.st_size} bytes, it was saved with {size}")

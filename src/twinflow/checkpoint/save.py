@@ -14,6 +14,7 @@ from twinflow.checkpoint.disk import (
     LATEST,
     check_name,
     check_tag,
+    counting,
     discard,
     is_abandoned,
     parse_side,
@@ -145,15 +146,7 @@ def plan_parts(files: Mapping[str, Sequence[Entry]], part_bytes: int) -> list[Pa
 def _write_parts(
     folder: Path, parts: Sequence[Part], on_progress: Progress | None
 ) -> dict[str, tuple[PartRecord, ...]]:
-    total = sum(entry.num_bytes for part in parts for entry in part.entries)
-    done = 0
-
-    def on_bytes(count: int) -> None:
-        nonlocal done
-        done += count
-        if on_progress:
-            on_progress(done, total)
-
+    on_bytes = counting(on_progress, sum(entry.num_bytes for part in parts for entry in part.entries))
     records: dict[str, tuple[PartRecord, ...]] = {}
     for part in parts:
         crc32s = write_tensors(folder / part.name, part.entries, part.raw_header, part.header, on_bytes)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from twinflow.checkpoint.disk import DurableFile
+from twinflow.checkpoint.disk import DurableFile, file_status
 from twinflow.checkpoint.plain import parse_json
 from twinflow.errors import bad_value
 
@@ -151,12 +149,7 @@ def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tupl
 
 def read_header(path: Path) -> Header:
     """What the file at `path` holds; a ValueError where its header is not sound."""
-    try:
-        status = os.stat(path)
-    except FileNotFoundError as error:
-        raise ValueError(f"{path} is missing; use another checkpoint, or bring the file back") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path} is not a plain file")
+    status = file_status(path)
     with open(path, "rb") as file:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterator
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from twinflow.cli.settings import TrainSettings
 from twinflow.data.tokens import Split, TokenData
@@ -18,26 +18,6 @@ from twinflow.monitor.load import LoadMeter
 from twinflow.monitor.metrics import Record, StepRecord, ValidRecord
 
 VALID_BATCHES: Final = 16
-
-
-class WaitTimer:
-    """Seconds that forwards spend in the optimizer's hooks, where they wait for new weights.
-
-    Two hooks of our own around those of the optimizer, so it is built after that.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.seconds = 0.0
-        self._start_s = 0.0
-        for module in model.modules():
-            module.register_forward_pre_hook(self._before, prepend=True)
-            module.register_forward_pre_hook(self._after)
-
-    def _before(self, *_: Any) -> None:
-        self._start_s = time.perf_counter()
-
-    def _after(self, *_: Any) -> None:
-        self.seconds += time.perf_counter() - self._start_s
 
 
 class _Clock:
@@ -71,10 +51,9 @@ class Loop:
     def __init__(self, settings: TrainSettings, engine: Engine, data: TokenData) -> None:
         self._settings, self._engine, self._data = settings, engine, data
         self._device = engine.device
-        self._waits = WaitTimer(engine.module)
         self._meter = LoadMeter(self._device)
         self._clock = _Clock(self._device)
-        self._busy_s = 0.0
+        self._busy_s = self._waited_s = 0.0  # of the optimizer so far: host at work, forwards waiting
         self._flops = flops_per_token(settings.model) * settings.tokens
 
     def records(
@@ -119,7 +98,6 @@ class Loop:
         """
         settings, engine, clock = self._settings, self._engine, self._clock
         lr = engine.get_lr()[0]
-        self._waits.seconds = 0.0
         start, losses, marks = time.perf_counter(), [], []
         for _ in range(settings.accumulation):
             batch = self.batch("train", engine.micro_steps)
@@ -134,7 +112,8 @@ class Loop:
         counts = engine.optimizer.metrics()  # waits for the norm: the device has come this far
         mean = float(torch.stack(losses).mean())
         wall_s = time.perf_counter() - start
-        forward_s = max(0.0, sum(clock.seconds(a, b) for a, b, _ in marks) - self._waits.seconds)
+        wait_s, self._waited_s = counts["waited_s"] - self._waited_s, counts["waited_s"]
+        forward_s = max(0.0, sum(clock.seconds(a, b) for a, b, _ in marks) - wait_s)
         backward_s = sum(clock.seconds(b, c) for _, b, c in marks)
         load = self._meter.look()
         host_s, self._busy_s = counts["host_busy_s"] - self._busy_s, counts["host_busy_s"]
@@ -156,7 +135,7 @@ class Loop:
             host_available_bytes=load.host_available_bytes,
             cores_busy=load.cores_busy,
             host_update_s=host_s,
-            wait_s=self._waits.seconds,
+            wait_s=wait_s,
             loss_scale=engine.optimizer.current_loss_scale,
             skipped=not engine.was_step_applied(),
             tokens_total=engine.global_steps * settings.tokens,

@@ -108,6 +108,7 @@ class Engine:
         """After every micro-batch: at the last of a step the optimizer steps, else this only counts."""
         optimizer = self._need_optimizer()
         self._was_boundary = self.is_gradient_accumulation_boundary()
+        lr = float(optimizer.param_groups[0]["lr"])  # of this step
         if self._was_boundary:
             with self.reports.step():
                 optimizer.step()
@@ -120,7 +121,7 @@ class Engine:
         self.micro_steps += 1
         self.part = 0 if self._was_boundary else self.part + 1
         if self._was_boundary:
-            self.reports.after_step(self)
+            self.reports.after_step(self, lr)
 
     def _settle(self) -> None:
         """The last step's outcome is needed now: a step that was applied moves the schedule."""

@@ -33,6 +33,8 @@ class Timers(Protocol):
 
     def measure(self, name: str) -> AbstractContextManager[Any]: ...  # noqa: D102
 
+    def add(self, name: str, seconds: float) -> None: ...  # noqa: D102
+
     def line(self) -> str: ...  # noqa: D102
 
 
@@ -57,6 +59,7 @@ class Reports:
         self._every, self._writer, self._timers, self._profiler = steps_per_print, writer, timers, profiler
         self._loss: Tensor | None = None  # of the step under way
         self._late: deque[_Late] = deque()
+        self._waited_s = 0.0  # by all forwards so far
 
     def forward(self, engine: Engine) -> AbstractContextManager[Any]:
         """Around a forward."""
@@ -81,19 +84,22 @@ class Reports:
             loss = loss.detach().float()
             self._loss = loss if self._loss is None else self._loss + loss
 
-    def after_step(self, engine: Engine) -> None:
-        """A step is over: note its numbers, print what is due."""
+    def after_step(self, engine: Engine, lr: float) -> None:
+        """A step with this learning rate is over: note its numbers, print what is due."""
+        if self._timers is not None and engine.optimizer is not None:
+            waited_s = engine.optimizer.runtime.waited_s
+            self._timers.add("wait", waited_s - self._waited_s)
+            self._waited_s = waited_s
         if self._profiler is not None:
             self._profiler.after_step(engine)
         loss, self._loss = self._loss, None
         if loss is None:
             return
-        group = engine.optimizer.param_groups[0] if engine.optimizer is not None else {}
         late = LateScalar(loss)
         if self._writer is not None:
             # The scale is the one of this step; reading the next one would wait for the device.
             scale = engine.optimizer.current_loss_scale if engine.optimizer is not None else 1.0
-            self._late.append(_Late(engine.global_samples, late, float(group.get("lr", 0.0)), scale))
+            self._late.append(_Late(engine.global_samples, late, lr, scale))
             self._write(all_of_them=False)
         if self._every and engine.global_steps % self._every == 0:
             self._print(engine, late)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from twinflow.engine.core import Engine
 
 _COUNTERS = ("global_steps", "micro_steps", "global_samples")
+_PARTS = ("scheduler", "loader", "random", "client_state", "extra")
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,9 @@ def load(engine: Engine, root: Path, tag: str | None, what: What) -> tuple[str |
     found = open_checkpoint(root, tag)
     if found is None:
         return None, {}
+    missing = [name for name in (*_COUNTERS, *_PARTS, "aliases", "excluded") if name not in found.meta]
+    if missing:
+        raise ValueError(f"{found.path}: not a checkpoint of an engine: meta.json has no {', '.join(missing)}")
     found.verify()
     meta, rest = found.meta, _reader(found, "rest")
     names = _check_model(engine.module, found, what)
@@ -161,12 +165,18 @@ def load(engine: Engine, root: Path, tag: str | None, what: What) -> tuple[str |
     if what.optimizer and engine.optimizer is not None and "optimizer" in meta:
         head = put_together(meta["optimizer"], rest)
         engine.optimizer.check_state(head, source)
-    others = {key: put_together(meta[key], rest) for key in ("scheduler", "loader", "random", "client_state", "extra")}
-    loader = engine.training_dataloader
-    if what.everything_else and others["loader"] is not None and hasattr(loader, "load_state_dict"):
-        loader.load_state_dict(others["loader"])
+    others = {key: put_together(meta[key], rest) for key in _PARTS}
+    before = copy.copy(_state_of(engine.lr_scheduler))
     if what.scheduler and others["scheduler"] is not None and engine.lr_scheduler is not None:
         _load_scheduler(engine.lr_scheduler, others["scheduler"], found.path)
+    loader = engine.training_dataloader
+    if what.everything_else and others["loader"] is not None and hasattr(loader, "load_state_dict"):
+        try:
+            loader.load_state_dict(others["loader"])
+        except Exception:
+            if engine.lr_scheduler is not None:
+                engine.lr_scheduler.load_state_dict(before)
+            raise
     engine.zero_grad()  # of micro-batches whose step will not come
     engine.part = 0
     _load_weights(engine, found, names, what, others["extra"])

@@ -70,6 +70,7 @@ class Runtime:
         self.worker, self.mover = Worker(self.board, "worker"), Mover(self.board)
         # Also when this object is forgotten, and before the interpreter ends under threads that still work.
         self._end = weakref.finalize(self, _end, self.board, (self.worker, self.mover))
+        self.waited_s = 0.0  # by forwards, for weights
         self._forward_mark: Any = None
         self._backward_mark: Any = None
 
@@ -89,20 +90,24 @@ class Runtime:
         slot_bytes = max((p.numel * p.dtype.itemsize for p in plans), default=0)
         all_bytes = sum(p.numel * p.dtype.itemsize for p in plans)
         num_slots = min(settings.num_slots, len(plans))
-        # Where nothing waits for a norm, or a sum takes gradients in at once, a few slots serve all buckets in turn.
-        holds_on_host = settings.hold_on_host and settings.limits.any and not settings.sums_on_host
-        keeps_gradients = settings.delayed_update or holds_on_host
         holds_on_device = settings.limits.any and not settings.hold_on_host
         return Board(
             device,
             self.updater,
-            SlotPool(device, len(plans) if keeps_gradients else num_slots, slot_bytes, ARRIVED),
+            SlotPool(device, self._num_gradient_slots(len(plans)), slot_bytes, ARRIVED),
             SlotPool(device, len(plans) if settings.delayed_update else num_slots, slot_bytes, WEIGHT_SLOT),
             FlatPool(self._tensor_device, all_bytes if holds_on_device else settings.flat_bytes),
             ShadowPool(self.updater.new_store),
             settings.hold_on_host,
             self.settings.sums_on_host,
         )
+
+    def _num_gradient_slots(self, num_buckets: int) -> int:
+        """One for each bucket where gradients wait on the host; else a few serve all in turn: nothing waits for a norm,
+        or a sum takes gradients in at once."""
+        settings = self.settings
+        holds_on_host = settings.hold_on_host and settings.limits.any and not settings.sums_on_host
+        return num_buckets if settings.delayed_update or holds_on_host else min(settings.num_slots, num_buckets)
 
     def prepare_shadows(self, max_bytes: int) -> None:
         """Let updates run ahead of the gate within this much host memory, and make the shadows now."""
@@ -164,7 +169,9 @@ class Runtime:
         start = time.perf_counter()
         if bucket.sent < bucket.due and SENT not in self.device.disabled:
             self.board.wait_for(lambda: bucket.sent >= bucket.due)
-            self.device.trace.add("wait", "main", start, time.perf_counter(), bucket=bucket.plan.index)
+            end = time.perf_counter()
+            self.waited_s += end - start
+            self.device.trace.add("wait", "main", start, end, bucket=bucket.plan.index)
         event = bucket.sent_event
         if event is not None:
             self.board.hold(event, FORWARD)
@@ -371,6 +378,7 @@ class Runtime:
         self.wait()
         self.settings = settings
         self.board.sums_on_host = settings.sums_on_host
+        self.board.slots.limit = self._num_gradient_slots(len(self.buckets))
         self.collector.num_parts = settings.num_gathered
 
     def forget_gradients(self) -> None:

@@ -275,6 +275,7 @@ class TwinOptimizer(Optimizer):
             "loss_scale": self._loss_scale.scale,
             **{f"gate_{name}": count for name, count in counts.items()},
             "host_busy_s": self.runtime.worker.busy_s,
+            "waited_s": self.runtime.waited_s,
             "bytes_out": mover.bytes_out,
             "bytes_back": mover.bytes_back,
             "shadow_bytes": self.runtime.board.shadows.num_bytes,
@@ -292,6 +293,11 @@ class TwinOptimizer(Optimizer):
         if self._runtime is not None:
             raise ValueError("a TwinOptimizer takes all its parameters at the start. Build a new one with all groups")
         super().add_param_group(param_group)
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """What gradients are clipped to."""
+        return self._settings.limits.max_norm
 
     @property
     def accumulation_steps(self) -> int:
