@@ -29,10 +29,9 @@ from twinflow.offload.collector import Collector
 from twinflow.offload.gate import Decision, Gate, Limits
 from twinflow.offload.hooks import Recorder, install, take_gradients
 from twinflow.offload.plan import ROOT, BucketPlan
+from twinflow.offload.pools import new_board, num_gradient_slots
 from twinflow.offload.settings import Settings
-from twinflow.offload.shadow import ShadowPool
-from twinflow.offload.slots import FlatPool, SlotPool
-from twinflow.offload.sync import ARRIVED, FORWARD, READERS, SENT, WEIGHT_SLOT
+from twinflow.offload.sync import FORWARD, READERS, SENT
 from twinflow.offload.threads import Mover, Worker
 from twinflow.offload.updater import Updater
 
@@ -65,7 +64,7 @@ class Runtime:
         self.model_owner: dict[str, Any] = {}  # where the model says that it has an optimizer
         self._handles: list[RemovableHandle] = []
         self._frozen: dict[str, nn.Parameter] = {}  # parameters that were so at the start
-        self.board = self._new_board(plans)
+        self.board = new_board(device, updater, plans, settings, self._tensor_device)
         self.collector = Collector(device, self.board, self.buckets, self.settings.num_gathered, self._tensor_device)
         self.worker, self.mover = Worker(self.board, "worker"), Mover(self.board)
         # Also when this object is forgotten, and before the interpreter ends under threads that still work.
@@ -84,30 +83,6 @@ class Runtime:
         for param in bucket.owners():
             param.buckets.append(bucket)
         return bucket
-
-    def _new_board(self, plans: Sequence[BucketPlan]) -> Board:
-        settings, device = self.settings, self.device
-        slot_bytes = max((p.numel * p.dtype.itemsize for p in plans), default=0)
-        all_bytes = sum(p.numel * p.dtype.itemsize for p in plans)
-        num_slots = min(settings.num_slots, len(plans))
-        holds_on_device = settings.limits.any and not settings.hold_on_host
-        return Board(
-            device,
-            self.updater,
-            SlotPool(device, self._num_gradient_slots(len(plans)), slot_bytes, ARRIVED),
-            SlotPool(device, len(plans) if settings.delayed_update else num_slots, slot_bytes, WEIGHT_SLOT),
-            FlatPool(self._tensor_device, all_bytes if holds_on_device else settings.flat_bytes),
-            ShadowPool(self.updater.new_store),
-            settings.hold_on_host,
-            self.settings.sums_on_host,
-        )
-
-    def _num_gradient_slots(self, num_buckets: int) -> int:
-        """One for each bucket where gradients wait on the host; else a few serve all in turn: nothing waits for a norm,
-        or a sum takes gradients in at once."""
-        settings = self.settings
-        holds_on_host = settings.hold_on_host and settings.limits.any and not settings.sums_on_host
-        return num_buckets if settings.delayed_update or holds_on_host else min(settings.num_slots, num_buckets)
 
     def prepare_shadows(self, max_bytes: int) -> None:
         """Let updates run ahead of the gate within this much host memory, and make the shadows now."""
@@ -378,7 +353,7 @@ class Runtime:
         self.wait()
         self.settings = settings
         self.board.sums_on_host = settings.sums_on_host
-        self.board.slots.limit = self._num_gradient_slots(len(self.buckets))
+        self.board.slots.limit = num_gradient_slots(settings, len(self.buckets))
         self.collector.num_parts = settings.num_gathered
 
     def forget_gradients(self) -> None:
