@@ -6,6 +6,7 @@
     outbox    updated, weights to go back                 (worker, or the gate's decision)
     sent      weights on their way                        (mover: starts the copy)
 
+A task whose update is on the device is `resident` instead of waiting and flying, until the mover starts the update.
 The gate's decision keeps or drops what is ahead; a dropped task is waiting (or flying) again.
 """
 
@@ -17,12 +18,11 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from twinflow.device import Device, Event
-from twinflow.offload.bucket import Bucket, Job, Task
+from twinflow.offload.bucket import Bucket, Job, Task, Updater
 from twinflow.offload.gate import History
 from twinflow.offload.shadow import ShadowPool
 from twinflow.offload.slots import FlatPool, SlotPool
 from twinflow.offload.sync import ARRIVED, WEIGHT_SENT
-from twinflow.offload.updater import Updater
 
 POLL_S = 2e-4  # how often a thread looks again that waits for an event: a small part of any copy or update
 
@@ -45,8 +45,12 @@ class AllSummed(Now):
         self._job = job
 
     def done(self) -> bool:
-        """Whether every task is through."""
-        return all(task.is_summed for task in self._job.tasks)
+        """Whether every task is through; on the device, when the stream has come to it."""
+        return all(task.is_summed and _is_measured(task) for task in self._job.tasks)
+
+
+def _is_measured(task: Task) -> bool:
+    return not task.bucket.is_on_device or task.arrived is None or task.arrived.done()
 
 
 class WorkerError(RuntimeError):
@@ -68,14 +72,15 @@ class Board:
         sums_on_host: bool,
     ) -> None:
         self.changed = threading.Condition()
-        self.device, self.updater = device, updater
+        self.device, self.updater = device, updater  # the host's: tasks on the device have their bucket's
         self.slots, self.weight_slots, self.flats, self.shadows = slots, weight_slots, flats, shadows
         self.holds_on_host = holds_on_host  # gradients wait for the gate in their slots, not on the device
-        self.sums_on_host = sums_on_host  # several backwards make a step, and their gradients are summed here
+        self.sums_on_host = sums_on_host  # several backwards make a step, and their gradients are summed as tasks
         self.history = History()
         self.jobs: list[Job] = []  # with something to come
         self.waiting: list[Task] = []  # in the order their gradients are made
         self.flying: list[Task] = []
+        self.resident: list[Task] = []  # gradients on the device, where they will be used
         self.ahead: list[Task] = []
         self.outbox: list[Task] = []
         self.current: Task | None = None  # what the worker updates now, ahead of the gate
@@ -99,7 +104,7 @@ class Board:
         with self.changed:
             self._know(task.job)
             task.job.num_left += 1
-            self.waiting.append(task)
+            (self.resident if task.bucket.is_on_device else self.waiting).append(task)
             if self.sums_on_host:
                 task.bucket.parts.append(task)
             self.changed.notify_all()
@@ -116,7 +121,7 @@ class Board:
                     job.num_left += 1
                     job.tasks.append(task)
                     bucket.parts.append(task)
-                    self.flying.append(task)
+                    (self.resident if bucket.is_on_device else self.flying).append(task)
             self.changed.notify_all()
 
     def forget_sums(self, buckets: Iterable[Bucket]) -> None:
@@ -144,10 +149,11 @@ class Board:
         """Weights that are in the state already and wait for their job's release."""
         with self.changed:
             for task in tasks:
-                if self.updater.needs_weight_slot(task.bucket.plan):
+                updater = task.bucket.updater
+                if updater.needs_weight_slot(task.bucket.plan):
                     task.weight_slot = self.weight_slots.take()
                     assert task.weight_slot is not None
-                self.updater.publish(task)
+                updater.publish(task)
                 task.bucket.updated = task.job.number
                 task.bucket.sent = task.bucket.due = task.job.number - 1
                 self.outbox.append(task)
@@ -177,7 +183,8 @@ class Board:
 
     def gives_flats(self) -> bool:
         """Whether a flat buffer will come back whatever the runtime does."""
-        return any(task.flat is not None for task in (*self.waiting, *self.flying, *self.ahead))
+        begun = (t for t in self.resident if t.job.gate.is_open)  # the others need the rest of the gradients first
+        return any(task.flat is not None for task in (*self.waiting, *self.flying, *self.ahead, *begun))
 
     def _know(self, job: Job) -> None:
         if job not in self.jobs:
@@ -205,6 +212,13 @@ class Board:
         is_sent = bucket.sent_event is None or self.is_there(bucket.sent_event, WEIGHT_SENT)
         return bucket.sent >= bucket.updated and is_sent
 
+    def may_update_there(self, task: Task) -> bool:
+        """The same for a task whose update is on the device, where the stream waits for the gradients."""
+        bucket = task.bucket
+        if self.sums_on_host and not task.is_summed:
+            return bucket.parts[0] is task and not bucket.is_full
+        return task.job.gate.is_open and bucket.sent >= bucket.updated
+
     def reserve(self, task: Task) -> bool:
         """Find a shadow for an update ahead of the gate."""
         bucket = task.bucket
@@ -227,7 +241,7 @@ class Board:
             return
         task.is_summed = bucket.is_full = True
         task.present, task.grads = sorted(bucket.added), bucket.total
-        self.flying.append(task)
+        (self.resident if bucket.is_on_device else self.flying).append(task)
 
     def updated(self, task: Task, was_ahead: bool) -> None:
         """The worker is done with a task."""
@@ -257,9 +271,9 @@ class Board:
                 "held": job.num_left - num_ahead,
             }
         if decision.skip:
-            ahead += [t for t in (*self.waiting, *self.flying) if t.job is job]
-            self.waiting = [t for t in self.waiting if t.job is not job]
-            self.flying = [t for t in self.flying if t.job is not job]
+            ahead += [t for t in (*self.waiting, *self.flying, *self.resident) if t.job is job]
+            for tasks in (self.waiting, self.flying, self.resident):
+                tasks[:] = [t for t in tasks if t.job is not job]
         for task in ahead:
             self._settle(task)
         self._forget_done(job)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -38,10 +38,11 @@ class Param:
 
 @dataclass(eq=False)
 class Bucket:
-    """Slices that travel together, and where their state lives."""
+    """Slices that travel together, their state, and what updates it."""
 
     plan: BucketPlan
     params: list[Param]  # of each slice
+    updater: Updater
     store: Store
     steps: list[int]  # updates so far, of each slice
     deadline: int = 0  # the forward's order
@@ -50,7 +51,7 @@ class Bucket:
     sent_event: Event | None = None  # when they are there
     updated: int = 0  # the last job that is in the state
     task: Task | None = None  # this step's, while gradients come in
-    total: Tensor | None = None  # fp32 sum of this step's gradients, where they are summed on the host
+    total: Tensor | None = None  # fp32 sum of this step's gradients, where they are summed as tasks
     added: set[int] = field(default_factory=set)  # the slices that are in it
     is_full: bool = False  # it is complete, and waits for its update
     parts: list[Task] = field(default_factory=list)  # tasks still to be added to it, in order
@@ -72,14 +73,63 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Host memory of its state."""
+        """Memory of its state."""
         store = self.store
         tensors = (store.master, store.weight, *store.states, *store.scales)
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None and not t.is_meta)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether its gradients stay on the device."""
+        return self.updater.is_on_device
 
     def owners(self) -> list[Param]:
         """Its parameters, each once."""
         return list(dict.fromkeys(self.params))
+
+
+class Updater(Protocol):
+    """What the runtime needs from an optimizer."""
+
+    can_shadow: bool  # whether an update can be written beside the state
+    is_on_device: bool  # whether the update runs on a stream of the device; else in the worker
+
+    def new_store(self, plan: BucketPlan) -> Store:
+        """State for a bucket, its master not yet written."""
+        ...
+
+    def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
+        """Give fresh states the values the optimizer starts from."""
+        ...
+
+    def needs_weight_slot(self, plan: BucketPlan) -> bool:
+        """Whether new weights need a page-locked slot; else they can be sent from the state itself."""
+        ...
+
+    def prepare(self, task: Task, factor: float) -> Callable[[], None]:
+        """The update of a task's bucket, into its shadow where it has one. By the time it has run, `task.weights` are
+        the new weights; on the device they are set here already, or the parameters themselves are written to."""
+        ...
+
+    def read(self, bucket: Bucket, index: int) -> dict[str, Tensor]:
+        """One slice's master and states as flat fp32 tensors, by name."""
+        ...
+
+    def write(self, bucket: Bucket, index: int, values: Mapping[str, Tensor]) -> None:
+        """Take over what `read` gave."""
+        ...
+
+    def clear(self, bucket: Bucket, index: int, options: Sequence[Options]) -> None:
+        """One slice's states as before the first update; the master stays."""
+        ...
+
+    def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
+        """A new master for one slice from its parameter's values; `keep` it where they are what it rounds to."""
+        ...
+
+    def publish(self, task: Task) -> None:
+        """Set `task.weights` to what follows from the master as it is."""
+        ...
 
 
 @dataclass(eq=False)
@@ -111,14 +161,14 @@ class Task:
     bucket: Bucket
     job: Job
     present: list[int]  # the slices that have a gradient
-    sources: list[tuple[int, Tensor]] = field(default_factory=list)  # offset in the slot, and what to copy there
+    sources: list[tuple[int, Tensor]] = field(default_factory=list)  # offset in the bucket, and what to copy there
     flat: Tensor | None = None  # the device buffer the gradients are gathered in
     missing: set[int] = field(default_factory=set)  # parameters whose gradient has not come yet
     ready: Event | None = None  # the gradients are complete on the device
     is_complete: bool = False  # ... and were seen to be
     slot: Slot | None = None  # page-locked memory they go to
-    grads: Tensor | None = None  # its view as numbers
-    arrived: Event | None = None  # they are there
+    grads: Tensor | None = None  # its view as numbers; for an update on the device, the flat buffer or the total
+    arrived: Event | None = None  # they are there; on the device: they have been used
     is_summed: bool = False  # the bucket's total has taken them in
     shadow: Store | None = None  # where the update writes before the gate is open
     weight_slot: Slot | None = None  # page-locked memory for new weights, where the state does not hold them

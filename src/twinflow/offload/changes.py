@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 
 from twinflow.offload.bucket import Bucket, Param
-from twinflow.offload.updater import Updater
 
 
 def check_flags(params: Iterable[Param], frozen: Mapping[str, nn.Parameter]) -> None:
@@ -49,12 +48,14 @@ def written(params: Iterable[Param]) -> list[Param]:
     return [param for param in params if param.version != param.tensor._version]
 
 
-def adopt(updater: Updater, params: Sequence[Param], keep: bool) -> None:
+def adopt(params: Sequence[Param], keep: bool) -> None:
     """Masters from the parameters' values; with `keep`, a master that rounds to its parameter stays as it is."""
     for param in params:
-        values = param.tensor.detach().reshape(-1).cpu()
+        values = param.tensor.detach().reshape(-1)
+        on_host = values if all(bucket.is_on_device for bucket in param.buckets) else values.cpu()
         for bucket in param.buckets:
+            given = values if bucket.is_on_device else on_host
             for i, piece in enumerate(bucket.slices):
                 if piece.param == param.index:
-                    updater.write_master(bucket, i, values[piece.start : piece.start + piece.numel], keep)
+                    bucket.updater.write_master(bucket, i, given[piece.start : piece.start + piece.numel], keep)
         param.version = param.tensor._version

@@ -92,6 +92,11 @@ class Collector:
             for i in task.present:
                 piece = bucket.slices[i]
                 task.sources.append((piece.offset, flat[bucket.params[i]][piece.start : piece.start + piece.numel]))
+            if task.present and bucket.is_on_device:  # the update there wants them side by side
+                task.flat = self._flat(bucket.plan)
+                pieces = [(bucket.slices[i], source) for i, (_, source) in zip(task.present, task.sources, strict=True)]
+                self._gather(bucket, partial(gather.add, task.flat, pieces, True))
+                task.sources = [(0, task.flat)]
             if task.present:
                 self._submit(task)
         for param in flat:
@@ -100,6 +105,10 @@ class Collector:
     def zero_norms(self) -> None:
         """A new job begins: a bucket without gradients has none."""
         self._device.compute().run(self._norms.zero_)
+
+    def new_norms(self, job: Job) -> Tensor:
+        """Zeros on the host, for norms that come one by one."""
+        return self._host_norms[job.number % 2].zero_()
 
     def fetch_norms(self, job: Job) -> tuple[Tensor, Event]:
         """All norms of the job on their way to the host: the one small read that the gate needs."""

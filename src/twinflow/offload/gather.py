@@ -60,6 +60,22 @@ def measure_parts(norm: Tensor, sources: Sequence[tuple[int, Tensor]], numel: in
     measure(norm, flat)
 
 
+def add_on_device(total: Tensor, grads: Tensor, new: Sequence[Slice], known: Sequence[Slice]) -> None:
+    """Add a task's gradients to its bucket's total in fp32; slices that are `new` to it start anew."""
+    add(total, [(piece, grads[piece.offset : piece.offset + piece.numel]) for piece in new], is_first=True)
+    add(total, [(piece, grads[piece.offset : piece.offset + piece.numel]) for piece in known], is_first=False)
+
+
+def measure_total(norm: Tensor, total: Tensor, cuts: Sequence[Slice], is_whole: bool) -> None:
+    """The norm of a total on the device, of the slices that are in it, on its way to the host."""
+    found = torch.zeros((), dtype=torch.float64, device=total.device)
+    if is_whole:
+        measure(found, total)
+    else:
+        measure_parts(found, [(c.offset, total[c.offset : c.offset + c.numel]) for c in cuts], total.numel())
+    norm.copy_(found, non_blocking=True)
+
+
 def add_on_host(task: Task) -> None:
     """Add a task's gradients to its bucket's total in fp32; measure the total where it is the last of a step."""
     bucket, grads = task.bucket, task.grads

@@ -1,7 +1,8 @@
 """Which elements travel together: parameters cut into slices, slices packed into buckets. Plain arithmetic.
 
-A bucket holds slices of one block (see blocks.py) and one dtype. Slices start at multiples of 128 inside a bucket and
-inside their parameter, so that the 8-bit formats' blocks fall in the same places whatever the bucket size.
+A bucket holds slices of one block (see blocks.py), one dtype and one place (see places.py). Slices start at multiples
+of 128 inside a bucket and inside their parameter, so that the 8-bit formats' blocks fall in the same places whatever
+the bucket size.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +18,12 @@ from twinflow.rules.formats import BLOCK
 
 ROOT = -1  # the block number of parameters that belong to no block
 BUCKET_NUMEL = 1 << 26  # 128 MiB of bf16: some milliseconds of PCIe and of host update
+
+# Where a bucket's state lives, and what updates it.
+HOST = "host"  # in host memory, the CPU
+RESIDENT = "resident"  # on the device, the device
+STREAMED = "streamed"  # in host memory, the device: the state comes and goes with every step
+PLACES = (HOST, RESIDENT, STREAMED)
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,15 @@ class ParamSpec:
     block: int
     dtype: torch.dtype
     can_split: bool = True  # contiguous, and updated element by element
+    is_contiguous: bool = True
+
+
+class Part(NamedTuple):
+    """Elements [start, start + numel) of a parameter, whose state lives in one place."""
+
+    start: int  # a multiple of 128
+    numel: int
+    place: str
 
 
 @dataclass(frozen=True)
@@ -48,6 +65,8 @@ class BucketPlan:
     dtype: torch.dtype
     slices: tuple[Slice, ...]
     numel: int  # with the padding between slices
+    place: str = HOST  # where the state lives
+    can_alias: bool = True  # all its parameters are contiguous
 
     @cached_property
     def layout(self) -> tuple[object, ...]:
@@ -60,38 +79,55 @@ def padded(numel: int) -> int:
     return -(-numel // BLOCK) * BLOCK
 
 
-def plan_buckets(params: Sequence[ParamSpec], max_numel: int = BUCKET_NUMEL) -> list[BucketPlan]:
+def on_host(params: Sequence[ParamSpec]) -> list[list[Part]]:
+    """Every parameter whole, with its state on the host."""
+    return [[Part(0, param.numel, HOST)] for param in params]
+
+
+def plan_buckets(
+    params: Sequence[ParamSpec], max_numel: int = BUCKET_NUMEL, parts: Sequence[Sequence[Part]] | None = None
+) -> list[BucketPlan]:
     """Pack all parameters: in their order within a block, blocks in their order, no bucket larger than `max_numel`.
 
-    Only a parameter that cannot be split may make a larger one, its own.
+    Only a parameter that cannot be split may make a larger one, its own. `parts` says where the state of each
+    parameter's elements lives; without it, on the host.
     """
     assert max_numel % BLOCK == 0 and max_numel > 0
     buckets: list[BucketPlan] = []
-    for block, dtype in _kinds(params):
-        members = [i for i, p in enumerate(params) if (p.block, p.dtype) == (block, dtype)]
-        for slices in _pack(params, members, _even(params, members, max_numel)):
+    kinds: dict[_Kind, list[tuple[int, Part]]] = {}
+    for i, (param, cuts) in enumerate(zip(params, parts or on_host(params), strict=True)):
+        for part in cuts:
+            kind = _Kind(param.block, param.dtype, part.place, param.is_contiguous or part.place == HOST)
+            kinds.setdefault(kind, []).append((i, part))
+    for kind, members in kinds.items():
+        for slices in _pack(params, members, _even(members, max_numel)):
             numel = slices[-1].offset + padded(slices[-1].numel)
-            buckets.append(BucketPlan(len(buckets), block, dtype, tuple(slices), numel))
+            plan = BucketPlan(len(buckets), kind.block, kind.dtype, tuple(slices), numel, kind.place, kind.can_alias)
+            buckets.append(plan)
     return buckets
 
 
-def _kinds(params: Sequence[ParamSpec]) -> list[tuple[int, torch.dtype]]:
-    """Block and dtype of each kind of bucket, in the parameters' order."""
-    return list(dict.fromkeys((p.block, p.dtype) for p in params))
+class _Kind(NamedTuple):
+    """What all slices of a bucket share."""
+
+    block: int
+    dtype: torch.dtype
+    place: str
+    can_alias: bool
 
 
-def _even(params: Sequence[ParamSpec], members: Sequence[int], max_numel: int) -> int:
+def _even(members: Sequence[tuple[int, Part]], max_numel: int) -> int:
     """The size that fills as few buckets as there must be equally: slots are as large as the largest of them."""
-    total = sum(padded(params[i].numel) for i in members)
+    total = sum(padded(part.numel) for _, part in members)
     num_buckets = max(1, -(-total // max_numel))
     return min(max_numel, padded(-(-total // num_buckets)))
 
 
-def _pack(params: Sequence[ParamSpec], members: Iterable[int], max_numel: int) -> Iterable[list[Slice]]:
+def _pack(params: Sequence[ParamSpec], members: Iterable[tuple[int, Part]], max_numel: int) -> Iterable[list[Slice]]:
     slices: list[Slice] = []
     used = 0
-    for index in members:
-        start, left = 0, params[index].numel
+    for index, part in members:
+        start, left = part.start, part.numel
         while left:
             room = max_numel - used
             if not params[index].can_split and left > room and slices:

@@ -8,32 +8,41 @@ import torch
 
 from twinflow.device import Device
 from twinflow.offload.board import Board
-from twinflow.offload.plan import BucketPlan
+from twinflow.offload.bucket import Updater
+from twinflow.offload.plan import HOST, BucketPlan
 from twinflow.offload.settings import Settings
 from twinflow.offload.shadow import ShadowPool
 from twinflow.offload.slots import FlatPool, SlotPool
 from twinflow.offload.sync import ARRIVED, WEIGHT_SLOT
-from twinflow.offload.updater import Updater
 
 
 def new_board(
     device: Device, updater: Updater, plans: Sequence[BucketPlan], settings: Settings, tensor_device: torch.device
 ) -> Board:
     """A board with empty pools, sized for these buckets."""
-    slot_bytes = max((p.numel * p.dtype.itemsize for p in plans), default=0)
-    all_bytes = sum(p.numel * p.dtype.itemsize for p in plans)
-    num_weight_slots = len(plans) if settings.delayed_update else min(settings.num_slots, len(plans))
-    holds_on_device = settings.limits.any and not settings.hold_on_host
+    hosted = [p for p in plans if p.place == HOST]
+    slot_bytes = max((p.numel * p.dtype.itemsize for p in hosted), default=0)
+    num_weight_slots = len(hosted) if settings.delayed_update else min(settings.num_slots, len(hosted))
     return Board(
         device,
         updater,
-        SlotPool(device, num_gradient_slots(settings, len(plans)), slot_bytes, ARRIVED),
+        SlotPool(device, num_gradient_slots(settings, len(hosted)), slot_bytes, ARRIVED),
         SlotPool(device, num_weight_slots, slot_bytes, WEIGHT_SLOT),
-        FlatPool(tensor_device, all_bytes if holds_on_device else settings.flat_bytes),
+        FlatPool(tensor_device, flat_bytes(settings, plans)),
         ShadowPool(updater.new_store),
         settings.hold_on_host,
         settings.sums_on_host,
     )
+
+
+def flat_bytes(settings: Settings, plans: Sequence[BucketPlan]) -> int:
+    """All gradients where they wait for the norm on the device; where they wait on the host, only those whose update
+    is on the device do; else a few buffers serve all in turn."""
+    if not settings.limits.any:
+        return settings.flat_bytes
+    if not settings.hold_on_host:
+        return sum(p.numel * p.dtype.itemsize for p in plans)
+    return settings.flat_bytes + sum(p.numel * p.dtype.itemsize for p in plans if p.place != HOST)
 
 
 def num_gradient_slots(settings: Settings, num_buckets: int) -> int:

@@ -13,7 +13,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,16 +24,15 @@ from twinflow.device import Device
 from twinflow.offload import changes, gather
 from twinflow.offload.blocks import Block
 from twinflow.offload.board import AllSummed, Board
-from twinflow.offload.bucket import Bucket, Job, Options, Param, Task
+from twinflow.offload.bucket import Bucket, Job, Options, Param, Task, Updater
 from twinflow.offload.collector import Collector
 from twinflow.offload.gate import Decision, Gate, Limits
 from twinflow.offload.hooks import Recorder, install, take_gradients
-from twinflow.offload.plan import ROOT, BucketPlan
+from twinflow.offload.plan import HOST, ROOT, BucketPlan
 from twinflow.offload.pools import new_board, num_gradient_slots
 from twinflow.offload.settings import Settings
 from twinflow.offload.sync import FORWARD, READERS, SENT
 from twinflow.offload.threads import Mover, Worker
-from twinflow.offload.updater import Updater
 
 
 class Runtime:
@@ -42,14 +41,14 @@ class Runtime:
     def __init__(
         self,
         device: Device,
-        updater: Updater,
+        updaters: Mapping[str, Updater],
         params: list[Param],
         plans: Sequence[BucketPlan],
         settings: Settings,
         options: Callable[[], Sequence[Options]],
         loss_scale: Callable[[], float],
     ) -> None:
-        self.device, self.updater, self.params, self.settings = device, updater, params, settings
+        self.device, self.updaters, self.params, self.settings = device, updaters, params, settings
         self._options, self._loss_scale = options, loss_scale
         self.buckets = [self._new_bucket(plan) for plan in plans]
         self.job: Job | None = None  # the step whose gradients come in now
@@ -64,7 +63,7 @@ class Runtime:
         self.model_owner: dict[str, Any] = {}  # where the model says that it has an optimizer
         self._handles: list[RemovableHandle] = []
         self._frozen: dict[str, nn.Parameter] = {}  # parameters that were so at the start
-        self.board = new_board(device, updater, plans, settings, self._tensor_device)
+        self.board = new_board(device, updaters[HOST], plans, settings, self._tensor_device)
         self.collector = Collector(device, self.board, self.buckets, self.settings.num_gathered, self._tensor_device)
         self.worker, self.mover = Worker(self.board, "worker"), Mover(self.board)
         # Also when this object is forgotten, and before the interpreter ends under threads that still work.
@@ -74,12 +73,18 @@ class Runtime:
         self._backward_mark: Any = None
 
     @property
+    def updater(self) -> Updater:
+        """The host's."""
+        return self.updaters[HOST]
+
+    @property
     def _tensor_device(self) -> torch.device:
         return self.params[0].tensor.device if self.params else torch.device("cpu")
 
     def _new_bucket(self, plan: BucketPlan) -> Bucket:
         params = [self.params[piece.param] for piece in plan.slices]
-        bucket = Bucket(plan, params, self.updater.new_store(plan), [0] * len(plan.slices))
+        updater = self.updaters[plan.place]
+        bucket = Bucket(plan, params, updater, updater.new_store(plan), [0] * len(plan.slices))
         for param in bucket.owners():
             param.buckets.append(bucket)
         return bucket
@@ -88,10 +93,11 @@ class Runtime:
         """Let updates run ahead of the gate within this much host memory, and make the shadows now."""
         shadows, settings = self.board.shadows, self.settings
         shadows.max_bytes = max_bytes
-        if not (settings.may_run_ahead and settings.limits.any and self.updater.can_shadow):
+        hosted = [bucket for bucket in self.buckets if not bucket.is_on_device]
+        if not (settings.may_run_ahead and settings.limits.any and self.updater.can_shadow and hosted):
             return
-        num_made = shadows.prepare((bucket.plan, self.board.shadow_bytes(bucket)) for bucket in self.buckets)
-        if any(self.updater.needs_weight_slot(bucket.plan) for bucket in self.buckets):
+        num_made = shadows.prepare((bucket.plan, self.board.shadow_bytes(bucket)) for bucket in hosted)
+        if any(self.updater.needs_weight_slot(bucket.plan) for bucket in hosted):
             self.board.weight_slots.prepare(num_made)
 
     def attach(self, model: nn.Module, blocks: list[Block]) -> None:
@@ -216,7 +222,7 @@ class Runtime:
             is_released=not is_delayed,
         )
         if self.settings.sums_on_host and settings.limits.any:
-            self.job.norms = torch.zeros(len(self.buckets), dtype=torch.float64)
+            self.job.norms = self.collector.new_norms(self.job)
         self.collector.zero_norms()
 
     def _finish_recording(self) -> None:
@@ -318,12 +324,16 @@ class Runtime:
         for bucket in self.buckets:
             if bucket.sent_event is not None:
                 self.board.hold(bucket.sent_event, READERS)
+        if any(bucket.is_on_device for bucket in self.buckets):  # state that the weights do not show yet
+            self.board.hold(self.device.stream("update").record(), READERS)
 
     def wait_for_copies(self) -> None:
         """After `wait`: until no stream reads the state any more, so that this thread may write to it."""
         for bucket in self.buckets:
             if bucket.sent_event is not None:
                 bucket.sent_event.synchronize()
+        if any(bucket.is_on_device for bucket in self.buckets):
+            self.device.stream("update").synchronize()
 
     @property
     def has_unsent(self) -> bool:
@@ -335,7 +345,7 @@ class Runtime:
 
         `keep`: where a master rounds to its parameter, it stays as it is.
         """
-        changes.adopt(self.updater, params, keep)
+        changes.adopt(params, keep)
 
     def flush(self) -> None:
         """Put a delayed update that is still to come into the weights now."""
@@ -353,7 +363,7 @@ class Runtime:
         self.wait()
         self.settings = settings
         self.board.sums_on_host = settings.sums_on_host
-        self.board.slots.limit = num_gradient_slots(settings, len(self.buckets))
+        self.board.slots.limit = num_gradient_slots(settings, sum(not b.is_on_device for b in self.buckets))
         self.collector.num_parts = settings.num_gathered
 
     def forget_gradients(self) -> None:

@@ -19,7 +19,7 @@ from twinflow.offload import gather
 from twinflow.offload.board import POLL_S, Board
 from twinflow.offload.bucket import Task
 from twinflow.offload.slots import Slot
-from twinflow.offload.sync import GRAD_READY, NORMS, OLD_WEIGHTS
+from twinflow.offload.sync import GRAD_READY, NORMS, OLD_WEIGHTS, RESIDENT_READY
 
 _SENDS_AT_ONCE = 3  # copies back that are queued: one runs, two are next
 
@@ -78,7 +78,7 @@ class Worker(_Thread):
         name = "sum" if is_to_sum else "ahead" if is_ahead else "update"
         start = time.perf_counter()
         with board.device.trace.span(name, track="host", bucket=task.bucket.plan.index):
-            gather.add_on_host(task) if is_to_sum else board.updater.update(task, factor)
+            gather.add_on_host(task) if is_to_sum else board.updater.prepare(task, factor)()
         self.busy_s += time.perf_counter() - start
         with board.changed:
             board.current = None
@@ -105,7 +105,7 @@ class Worker(_Thread):
 
 
 class Mover(_Thread):
-    """Copies out and back, and the gate's decision."""
+    """Copies out and back, the gate's decision, and the start of updates on the device."""
 
     def __init__(self, board: Board) -> None:
         self.bytes_out = self.bytes_back = 0
@@ -115,7 +115,7 @@ class Mover(_Thread):
     def _turn(self) -> None:
         board = self.board
         with board.changed:
-            did = self._decide() + self._send() + self._fill_slots()
+            did = self._decide() + self._start_resident() + self._send() + self._fill_slots()
             if did:
                 board.changed.notify_all()
             else:
@@ -131,6 +131,34 @@ class Mover(_Thread):
             board.decide(job)
             board.device.trace.add("gate", "mover", start, time.perf_counter(), job=job.number)
         return len(ready)
+
+    # On the device.
+
+    def _start_resident(self) -> int:
+        """Queue the updates whose state is on the device, by deadline: nothing there is worth waiting for."""
+        board = self.board
+        ready = sorted((t for t in board.resident if board.may_update_there(t)), key=lambda t: t.deadline)
+        for task in ready:
+            board.resident.remove(task)
+            self._start(task)
+        return len(ready)
+
+    def _start(self, task: Task) -> None:
+        board, bucket, stream = self.board, task.bucket, self.board.device.stream("update")
+        if task.ready is not None:
+            stream.wait(task.ready, RESIDENT_READY)
+        if board.sums_on_host and not task.is_summed:
+            stream.run(_sum_there(task), span="sum", bucket=bucket.plan.index)
+            task.arrived = stream.record()
+            board.summed(task)
+            return
+        task.grads = bucket.total if task.is_summed else task.flat
+        update = bucket.updater.prepare(task, task.job.gate.factor)
+        stream.run(update, span="resident", bucket=bucket.plan.index)
+        task.arrived = stream.record()
+        if not task.weights:  # they are in the parameters
+            bucket.sent_event = task.arrived
+        board.updated(task, was_ahead=False)
 
     # Out: device to slot.
 
@@ -203,7 +231,8 @@ class Mover(_Thread):
         return num_sent
 
     def _copy_back(self, task: Task) -> Event:
-        bucket, stream = task.bucket, self.board.device.stream("in")
+        bucket = task.bucket
+        stream = self.board.device.stream("update" if bucket.is_on_device else "in")
         targets = [bucket.targets[i] for i in task.present]
         weights = [task.weights[i] for i in task.present]
         weights = [w if t.dim() == 1 else w.view(t.shape) for t, w in zip(targets, weights, strict=True)]
@@ -218,8 +247,30 @@ class Mover(_Thread):
             stream.wait(task.job.after, OLD_WEIGHTS)
         stream.run(copy, span="in", bucket=bucket.plan.index)
         event = bucket.sent_event = stream.record()
-        self.bytes_back += sum(bucket.slices[i].numel for i in task.present) * bucket.plan.dtype.itemsize
+        if not bucket.is_on_device:
+            self.bytes_back += sum(bucket.slices[i].numel for i in task.present) * bucket.plan.dtype.itemsize
         if task.weight_slot is not None:
             self.board.weight_slots.give(task.weight_slot, event)
         task.weight_slot, task.weights = None, ()
         return event
+
+
+def _sum_there(task: Task) -> Callable[[], None]:
+    """Add a task's gradients to its bucket's total on the device; measure the total of a step."""
+    bucket, flat, norms = task.bucket, task.flat, task.job.norms
+    in_total = bucket.added.union(task.present)
+    new = [bucket.slices[i] for i in task.present if i not in bucket.added]
+    known = [bucket.slices[i] for i in task.present if i in bucket.added]
+    cuts, is_whole = [bucket.slices[i] for i in sorted(in_total)], len(in_total) == len(bucket.slices)
+    if bucket.total is None:
+        assert flat is not None
+        bucket.total = torch.zeros(bucket.plan.numel, dtype=torch.float32, device=flat.device)
+    total, index = bucket.total, bucket.plan.index
+
+    def work() -> None:
+        if flat is not None:
+            gather.add_on_device(total, flat, new, known)
+        if norms is not None:
+            gather.measure_total(norms[index], total, cuts, is_whole)
+
+    return work

@@ -1,4 +1,6 @@
-"""Any torch.optim.Optimizer on the host: its update of one bucket, on fp32 copies of the bucket's parameters.
+"""Any torch.optim.Optimizer: its update of one bucket, on fp32 copies of the bucket's parameters.
+
+The copies, and with them what the optimizer keeps, live on the host, or for resident buckets on the device.
 
 Each bucket has an optimizer of its own, over whole parameters that are views of the bucket's flat fp32 master. So every
 optimizer works whose update of a parameter needs that parameter and its group's options only, as matrix rules (Muon,
@@ -12,6 +14,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -90,7 +93,8 @@ class Recipe:
         inner.state = defaultdict(dict)
         for param, host in hosts.items():
             if param in source.state:
-                inner.state[host] = {k: _wide(v) for k, v in on_host(source.state[param]).items()}
+                state = {k: _wide(v) for k, v in on_host(source.state[param]).items()}
+                inner.state[host] = _beside(host, state, _group_of(inner, host))
         return inner
 
 
@@ -122,19 +126,21 @@ class _Inner:
 
 
 class TorchUpdater:
-    """The user's optimizer, one of it for each bucket."""
+    """The user's optimizer, one of it for each bucket; with `where`, on that device."""
 
-    splits_params = False
     can_shadow = False
 
-    def __init__(self, recipe: Recipe, device: Device) -> None:
+    def __init__(self, recipe: Recipe, device: Device, where: torch.device | None = None) -> None:
         self.recipe = recipe
-        self._device = device
+        self.is_on_device = where is not None
+        self._device, self._where = device, where
         self._inners: dict[int, _Inner] = {}
         self._grads = torch.empty(0)  # of the bucket that is updated now: there is one worker
 
     def new_store(self, plan: BucketPlan) -> Store:
         """A master of zeros, page-locked where weights are sent from it. The optimizer keeps the states."""
+        if self._where is not None:
+            return Store("fp32", torch.zeros(plan.numel, dtype=torch.float32, device=self._where))
         if plan.dtype == torch.float32:
             return Store("fp32", self._device.pinned(plan.numel, torch.float32).zero_())
         return Store("fp32", hidden_zeros(plan.numel, dtype=torch.float32))
@@ -157,16 +163,30 @@ class TorchUpdater:
             bucket.steps[i] = _num_steps(optimizer.state.get(host, {}))
 
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
-        """Half precision beside the fp32 master."""
-        return plan.dtype != torch.float32
+        """Half precision beside the fp32 master, where that is on the host."""
+        return plan.dtype != torch.float32 and not self.is_on_device
+
+    def prepare(self, task: Task, factor: float) -> Callable[[], None]:
+        """The update; on the device the weights are sent from the master."""
+        grads = task.grads
+        assert grads is not None
+        if self.is_on_device:
+            self.publish(task)
+            return partial(self._step, task, grads, factor)
+        return partial(self.update, task, factor)
 
     def update(self, task: Task, factor: float) -> None:
-        """One step of the bucket's optimizer, with gradients for the slices that have one."""
-        assert task.shadow is None
-        inner = self._inners[task.bucket.plan.index]
+        """One step of the bucket's optimizer in the calling thread, and its weights."""
+        assert task.shadow is None and task.grads is not None
         if torch.get_num_threads() != native.get_threads():
             torch.set_num_threads(native.get_threads())  # this thread's own number: torchrun would leave it at one
-        grads = self._wide_grads(task, factor)
+        self._step(task, task.grads, factor)
+        self.publish(task)
+
+    def _step(self, task: Task, given: Tensor, factor: float) -> None:
+        """One step of the bucket's optimizer, with gradients for the slices that have one."""
+        inner = self._inners[task.bucket.plan.index]
+        grads = self._wide_grads(given, factor)
         inner.follow(task.job.options)
         for i in task.present:
             piece, param = task.bucket.slices[i], inner.params[i]
@@ -178,12 +198,12 @@ class TorchUpdater:
             _own(inner.optimizer.state.get(param, {}), grads)
             if param.data_ptr() != flat.data_ptr():  # it gave the parameter new memory: take the values back into ours
                 param.data = flat.copy_(param.detach().reshape(-1)).view(param.shape)
-        self.publish(task)
 
-    def _wide_grads(self, task: Task, factor: float) -> Tensor:
-        """The task's gradients times the factor in fp32: in their slot, which is free after this, where they are so."""
-        grads = task.grads
-        assert grads is not None
+    def _wide_grads(self, grads: Tensor, factor: float) -> Tensor:
+        """The gradients times the factor in fp32: in their own memory, which is free after this, where they are so."""
+        if grads.device.type != "cpu":
+            wide = grads.float()
+            return wide.mul_(factor) if factor != 1.0 else wide
         if grads.dtype != torch.float32:
             if self._grads.numel() < grads.numel():
                 self._grads = native.huge_zeros(grads.numel(), dtype=torch.float32)
@@ -199,7 +219,8 @@ class TorchUpdater:
         optimizer itself has written into its param group (counters, say)."""
         inner = self._inners[bucket.plan.index]
         param = inner.params[index]
-        values: dict[str, Any] = {"master": inner.flats[index], "state": dict(inner.optimizer.state.get(param, {}))}
+        state = dict(inner.optimizer.state.get(param, {}))
+        values: dict[str, Any] = {"master": inner.flats[index].cpu(), "state": _read_back(state)}
         own = _changes(*inner.group_of(param))
         return {**values, "group": own} if own else values
 
@@ -208,8 +229,9 @@ class TorchUpdater:
         inner = self._inners[bucket.plan.index]
         param = inner.params[index]
         inner.flats[index].copy_(values["master"])
-        inner.optimizer.state[param] = on_host(values.get("state", {}))
-        inner.group_of(param)[0].update(on_host(values.get("group", {})))
+        group = inner.group_of(param)[0]
+        inner.optimizer.state[param] = _beside(param, on_host(values.get("state", {})), group)
+        group.update(on_host(values.get("group", {})))
 
     def clear(self, bucket: Bucket, index: int, options: Sequence[Options]) -> None:
         """Forget what the optimizer keeps for one slice."""
@@ -221,7 +243,7 @@ class TorchUpdater:
         piece = bucket.slices[index]
         master = bucket.store.master.narrow(0, piece.offset, piece.numel)
         wide = values.float()
-        master.copy_(torch.where(rounds_to(master, values), master, wide) if keep else wide)
+        master.copy_(torch.where(rounds_to(master, values.to(master.device)), master, wide) if keep else wide)
 
     def publish(self, task: Task) -> None:
         """Weights as they follow from the master: rounded into the slot, or straight from the master."""
@@ -282,6 +304,33 @@ def _wide(value: Any) -> Any:
     """State of a half-precision parameter, as that of its fp32 copy."""
     is_half = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 0
     return value.float() if is_half else value
+
+
+def _beside(param: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """State where its parameter is. Counters stay on the host, unless a fused step reads them on the device."""
+    is_fused = bool(group.get("fused"))
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(param.device) if value.ndim or is_fused else value
+        if isinstance(value, dict):
+            return {key: moved(item) for key, item in value.items()}
+        return type(value)(map(moved, value)) if type(value) in (list, tuple) else value
+
+    return {key: moved(value) for key, value in state.items()}
+
+
+def _read_back(value: Any) -> Any:
+    """State on the host; what is there already is not copied."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: _read_back(item) for key, item in value.items()}
+    return type(value)(map(_read_back, value)) if type(value) in (list, tuple) else value
+
+
+def _group_of(optimizer: Optimizer, param: Tensor) -> Mapping[str, Any]:
+    return next(group for group in optimizer.param_groups if any(p is param for p in group["params"]))
 
 
 def _own(state: dict[str, Any], grads: Tensor) -> None:

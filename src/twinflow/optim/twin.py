@@ -16,23 +16,28 @@ from twinflow import native
 from twinflow.device import Device, device_for
 from twinflow.errors import bad_value
 from twinflow.native.threads import default_threads
-from twinflow.offload.blocks import find_blocks, num_owners, owners
-from twinflow.offload.bucket import Job, Param
+from twinflow.offload.blocks import find_blocks
+from twinflow.offload.bucket import Job, Param, Updater
+from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.gate import Limits
 from twinflow.offload.materialize import build
 from twinflow.offload.memory import free_host_bytes
-from twinflow.offload.plan import ROOT, ParamSpec, plan_buckets
+from twinflow.offload.places import place_by_ratio
+from twinflow.offload.plan import HOST, RESIDENT, BucketPlan, plan_buckets
 from twinflow.offload.runtime import Runtime
-from twinflow.offload.settings import FLAT_BYTES, Settings, Tuning
+from twinflow.offload.settings import Settings, Tuning
+from twinflow.offload.sizes import state_bytes
 from twinflow.offload.torch_updater import Recipe, TorchUpdater, host_options
-from twinflow.offload.updater import RuleUpdater, Updater
+from twinflow.offload.updater import RuleUpdater
 from twinflow.optim import twin_state
 from twinflow.optim.loss_scale import LossScale, after_step, static
 from twinflow.optim.options import with_defaults
+from twinflow.optim.twin_build import check_room, find_room, flat_bytes, keeps_on_host, params_of
 from twinflow.optim.twin_checks import (
     check_foreign,
     check_model,
     check_params,
+    check_ratio,
     check_settings,
     check_tuning,
     groups_of,
@@ -49,6 +54,9 @@ class TwinOptimizer(Optimizer):
     the model there is no place to wait in the next forward). `param_groups` chooses parameters of the model and their
     options. `rule` names one of ours, or is any torch.optim.Optimizer: a class, an optimizer built over the model's
     parameters (whose state and options go on from there), or a function from parameters to an optimizer.
+
+    `ratio` is the share of the state that lives on the host and is updated there; the rest stays on the GPU and is
+    updated there at the same time. `placement` is the end of the model that stays: "front", "tail", or "auto".
     """
 
     def __init__(
@@ -58,6 +66,8 @@ class TwinOptimizer(Optimizer):
         *,
         param_groups: Iterable[Any] | None = None,
         states: str = "fp32",
+        ratio: float = 1.0,
+        placement: str = "auto",
         max_grad_norm: float | None = None,
         skip_nonfinite: bool | None = None,
         loss_scale: LossScale | None = None,
@@ -90,6 +100,8 @@ class TwinOptimizer(Optimizer):
         native.set_threads(host_threads if host_threads is not None else _host_threads(default_threads(os.environ)))
         self.states, self.tuning = states, tuning or Tuning()
         check_tuning(self.tuning)
+        check_ratio(ratio, placement)
+        self.ratio, self.placement = ratio, placement
         self.trace = Trace()
         self._loss_scale = loss_scale or static(1.0)
         self.num_steps = self.num_skipped = 0
@@ -103,72 +115,64 @@ class TwinOptimizer(Optimizer):
             accumulation_steps=accumulation_steps,
             delayed_update=delayed_update,
             delayed_update_start=delayed_update_start,
-            hold_on_host=self._on_host(self.tuning.hold, 2),
-            sum_on_host=self._on_host(self.tuning.sums, 4),
-            flat_bytes=self._flat_bytes(),
             num_slots=self.tuning.num_slots,
         )
         check_settings(self._settings, self.model)
         check_model(self.model)
+        if self.rule is not None:
+            self._is_stateless = not any(float(group.get("momentum", 1.0)) for group in self.param_groups)
         self._runtime = self._build()
 
     def _build(self) -> Runtime:
         """Plan the buckets, take the weights over, and put hooks on the model."""
-        blocks = find_blocks(self.model) if self.model is not None else []
-        block_of = owners(self.model, blocks) if self.model is not None else {}
-        ties = num_owners(self.model) if self.model is not None else {}
-        params: list[Param] = []
-        specs: list[ParamSpec] = []
-        for name, tensor, group in self._named():
-            index = len(params)
-            params.append(Param(index, name, tensor, group, is_late=ties.get(tensor, 1) > 1, version=-1))
-            block = block_of.get(tensor, ROOT)
-            can_split = tensor.is_contiguous() and self._recipe is None
-            specs.append(ParamSpec(name, tensor.numel(), block, tensor.dtype, can_split))
+        params, specs, order = params_of(self.model, self._named(), splits_params=self._recipe is None)
         check_params(params)
+        parts = place_by_ratio(specs, order, self.ratio, self.placement)
+        plans = plan_buckets(specs, self.tuning.bucket_numel, parts)
+        self._settings = self._fitted(params, plans)
         device = device_for(params[0].tensor.device, self.trace)
-        updater = self._new_updater(device)
         runtime = Runtime(
             device,
-            updater,
+            self._new_updaters(device, params[0].tensor.device),
             params,
-            plan_buckets(specs, self.tuning.bucket_numel),
+            plans,
             self._settings,
             lambda: [host_options(group) for group in self.param_groups],
             lambda: self.loss_scale,
         )
         runtime.adopt(params, keep=False)  # first: an optimizer of the user's may look at the weights when it starts
         for bucket in runtime.buckets:
-            updater.start(bucket, self.param_groups)
+            bucket.updater.start(bucket, self.param_groups)
         runtime.prepare_shadows(self._shadow_bytes(runtime.board.unmade_bytes))
         if self.model is not None:
-            runtime.attach(self.model, blocks)
+            runtime.attach(self.model, find_blocks(self.model))
         return runtime
 
-    def _on_host(self, asked: str, bytes_a_param: int) -> bool:
-        """Where gradients are kept: as asked for; else on the device where they take at most half of what is left."""
-        if asked != "auto":
-            return asked == "host"
-        free, numel = self._free_bytes(), sum(p.numel() for group in self.param_groups for p in group["params"])
-        return free is not None and bytes_a_param * numel > free // 2
+    def _fitted(self, params: list[Param], plans: list[BucketPlan]) -> Settings:
+        """The settings with what depends on the memory that is there; ValueError where the state has no room."""
+        keeps_states, keeps_weights = not self._is_stateless, self._settings.delayed_update
+        sizes = [state_bytes(self.rule, self.states, plan, keeps_states, keeps_weights) for plan in plans]
+        room = find_room(params)
+        check_room(plans, sizes, room, self.ratio)
+        left = room.less(sum(size for plan, size in zip(plans, sizes, strict=True) if plan.place == RESIDENT))
+        numel = sum(param.tensor.numel() for param in params)
+        return replace(
+            self._settings,
+            hold_on_host=keeps_on_host(self.tuning.hold, 2 * numel, left),
+            sum_on_host=keeps_on_host(self.tuning.sums, 4 * numel, left),
+            flat_bytes=flat_bytes(self.tuning, left),
+        )
 
-    def _flat_bytes(self) -> int:
-        """As asked for; else a fixed size, or an eighth of what the device has left where that is less."""
-        if self.tuning.flat_bytes is not None:
-            return self.tuning.flat_bytes
-        free = self._free_bytes()
-        return FLAT_BYTES if free is None else min(FLAT_BYTES, free // 8)
-
-    def _free_bytes(self) -> int | None:
-        tensors = [param for group in self.param_groups for param in group["params"]]
-        return device_for(tensors[0].device).free_bytes() if tensors else None
-
-    def _new_updater(self, device: Device) -> Updater:
+    def _new_updaters(self, device: Device, where: torch.device) -> dict[str, Updater]:
+        """What updates the buckets of each place."""
         if self._recipe is not None:
-            return TorchUpdater(self._recipe, device)
+            return {HOST: TorchUpdater(self._recipe, device), RESIDENT: TorchUpdater(self._recipe, device, where)}
         assert self.rule is not None
-        self._is_stateless = not any(float(group.get("momentum", 1.0)) for group in self.param_groups)
-        return RuleUpdater(self.rule, self.states, device, keeps_states=not self._is_stateless)
+        keeps_states, keeps_weights = not self._is_stateless, self._settings.delayed_update
+        return {
+            HOST: RuleUpdater(self.rule, self.states, device, keeps_states),
+            RESIDENT: DeviceUpdater(self.rule, self.states, where, keeps_states, keeps_weights),
+        }
 
     def _shadow_bytes(self, unmade_bytes: int) -> int:
         """What may be spent on running ahead: asked for, or half of what is spare once all slots are made."""

@@ -11,6 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from twinflow.errors import bad_value
 from twinflow.offload.bucket import Param
+from twinflow.offload.places import PLACEMENTS
 from twinflow.offload.settings import Settings, Tuning
 from twinflow.rules import RULES
 from twinflow.rules.checks import FLOATS
@@ -71,6 +72,15 @@ def check_tuning(tuning: Tuning) -> None:
         raise bad_value("tuning.bucket_numel", tuning.bucket_numel, f"a multiple of {BLOCK}")
     if tuning.num_slots < 1:
         raise bad_value("tuning.num_slots", tuning.num_slots, "a whole number >= 1")
+
+
+def check_ratio(ratio: float, placement: str) -> None:
+    """A share, and an end of the model."""
+    is_number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
+    if not is_number or not 0.0 <= ratio <= 1.0:
+        raise bad_value("ratio", ratio, "a number from 0 (all state on the device) to 1 (all of it on the host)")
+    if placement not in PLACEMENTS:
+        raise bad_value("placement", placement, PLACEMENTS)
 
 
 def check_settings(settings: Settings, model: nn.Module | None) -> None:

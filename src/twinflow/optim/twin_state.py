@@ -15,6 +15,7 @@ from torch import Tensor
 
 from twinflow.errors import bad_value
 from twinflow.offload.bucket import Bucket, Param
+from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.updater import RuleUpdater
 from twinflow.optim import loss_scale
 from twinflow.rules.formats import BLOCK
@@ -104,40 +105,44 @@ def stream(optimizer: TwinOptimizer) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _streamed(optimizer: TwinOptimizer, param: Param) -> dict[str, Any]:
-    updater = optimizer.runtime.updater
-    if not isinstance(updater, RuleUpdater):  # what an optimizer of the user's keeps are its own tensors, not copies
+    rule = optimizer.rule
+    if rule is None:  # what an optimizer of the user's keeps are its own tensors, not copies
         entry = _read_param(optimizer, param)
         return {key: _as_streams(f"{param.name}/{key}", value) for key, value in entry.items()}
     bucket, index = _pieces(param)[0]
     store, shape = bucket.store, tuple(param.tensor.shape)
     specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"master": (torch.float32, shape)}
-    for name, state, scale in zip(updater.rule.states, store.states, store.scales, strict=True):
+    for name, state, scale in zip(rule.states, store.states, store.scales, strict=True):
         if name is not None and state is not None:
             specs[name] = (torch.float32 if scale is not None else state.dtype, shape)
             if scale is not None:
                 specs[f"{name}_scale"] = (torch.float32, (-(-param.tensor.numel() // BLOCK),))
     streams = {
-        key: StreamedTensor(f"{param.name}/{key}", dtype, dims, partial(_read_one, updater, param, key, dtype, dims))
+        key: StreamedTensor(f"{param.name}/{key}", dtype, dims, partial(_read_one, param, key, dtype, dims))
         for key, (dtype, dims) in specs.items()
     }
     return {"step": bucket.steps[index], **streams}
 
 
-def _read_one(updater: RuleUpdater, param: Param, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _read_one(param: Param, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """One tensor of a parameter's entry, put together from its slices."""
     pieces = _pieces(param)
     if len(pieces) == 1:
-        found = updater.read_one(*pieces[0], key)
-        assert found is not None
-        return found.view(shape)
+        return _read_piece(*pieces[0], key).view(shape)
     whole = torch.empty(shape, dtype=dtype)
     unit = BLOCK if key.endswith("_scale") else 1
     for bucket, i in pieces:
-        found = updater.read_one(bucket, i, key)
-        assert found is not None
+        found = _read_piece(bucket, i, key)
         start = bucket.slices[i].start // unit
         whole.view(-1)[start : start + found.numel()] = found
     return whole
+
+
+def _read_piece(bucket: Bucket, index: int, key: str) -> Tensor:
+    assert isinstance(bucket.updater, (RuleUpdater, DeviceUpdater))
+    found = bucket.updater.read_one(bucket, index, key)
+    assert found is not None
+    return found
 
 
 def _as_streams(name: str, value: Any) -> Any:
@@ -153,7 +158,7 @@ def _read_param(optimizer: TwinOptimizer, param: Param) -> dict[str, Any]:
     pieces = list(_pieces(param))
     if not pieces or pieces[0][0].steps[pieces[0][1]] == 0:
         return {}
-    parts = [optimizer.runtime.updater.read(bucket, i) for bucket, i in pieces]
+    parts = [bucket.updater.read(bucket, i) for bucket, i in pieces]
     entry: dict[str, Any] = {"step": pieces[0][0].steps[pieces[0][1]]}
     for name in parts[0]:
         if isinstance(parts[0][name], dict):  # what a torch optimizer keeps, for whole parameters: in its own shapes
@@ -182,9 +187,9 @@ def restore(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source |
             bucket.steps[i] = int(entry["step"]) if entry else 0
             if entry:
                 piece = bucket.slices[i]
-                runtime.updater.write(bucket, i, _cut(entry, piece.start, piece.numel))
+                bucket.updater.write(bucket, i, _cut(entry, piece.start, piece.numel))
             else:
-                runtime.updater.clear(bucket, i, optimizer.param_groups)
+                bucket.updater.clear(bucket, i, optimizer.param_groups)
     for group, new in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         group.update({key: value for key, value in new.items() if key != "params"})
     optimizer.num_steps, optimizer.num_skipped = int(saved["num_steps"]), int(saved["num_skipped"])

@@ -1,4 +1,5 @@
-"""State formats: how master weights and optimizer states lie in host memory. Pure torch, the truth for csrc/codecs.h.
+"""State formats: how master weights and optimizer states lie in memory. Pure torch on any device, the truth for
+csrc/codecs.h and gpu/codecs.py.
 
 | format | first state (momentum) | second state (variance) | master of a bf16 weight | master of any other weight |
 |---|---|---|---|---|
@@ -84,12 +85,12 @@ def rounding_key(step: int, parameter: int) -> Key:
     return z & _MASK, z >> 32
 
 
-def random_bits(first_index: int, numel: int, key: Key) -> Tensor:
+def random_bits(first_index: int, numel: int, key: Key, device: torch.device | None = None) -> Tensor:
     """16 random bits for each of `numel` elements from `first_index` (a multiple of 128) on, as int64.
 
     A 32-bit hash of the block seeds a 16-bit mix of the position in it; for a random seed each result is uniform.
     """
-    index = torch.arange(first_index, first_index + numel, dtype=torch.int64)
+    index = torch.arange(first_index, first_index + numel, dtype=torch.int64, device=device)
     h = (index // BLOCK + key[0]) & _MASK
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK
     h = (((h ^ (h >> 15)) + key[1]) & _MASK) * 0x846CA68B & _MASK
@@ -103,7 +104,7 @@ def random_bits(first_index: int, numel: int, key: Key) -> Tensor:
 def to_bf16_stochastic(x: Tensor, first_index: int, key: Key) -> Tensor:
     """Up or down with the probability that keeps the mean. For numbers >= 0; the largest never becomes infinite."""
     u = _bits(x)
-    rounded = u + random_bits(first_index, x.numel(), key)
+    rounded = u + random_bits(first_index, x.numel(), key, x.device)
     return _as_bf16(torch.where(u >= 0x7F7F0000, u, rounded) >> 16)
 
 
@@ -144,7 +145,7 @@ def encode_e5m3(x: Tensor, first_index: int, key: Key) -> tuple[Tensor, Tensor]:
     scaled = x * inverse
     small = scaled < 2.0**-14
     u = _bits(torch.where(small, scaled + 2.0**-14, scaled))
-    rounded = (u + (random_bits(first_index, x.numel(), key) << 4)) >> 20
+    rounded = (u + (random_bits(first_index, x.numel(), key, x.device) << 4)) >> 20
     code = rounded - torch.where(small, 113 << 3, 112 << 3)
     code = torch.maximum(code, (x > 0).to(torch.int64)).clamp(max=247)
     return torch.where(inverse.isnan(), 0, code).to(torch.uint8), scales

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -133,7 +134,8 @@ def new_store(
     `weight`, flat, is where updates put the rounded weight; it is written here in the split case only. `split` is for
     bf16 weights: whether they hold the master's upper halves; without it, they do in the compact formats.
     """
-    store = Store(format, values, weight, *new_states(rule, format, values.numel()))
+    zeros = partial(torch.zeros, device=values.device)
+    store = Store(format, values, weight, *new_states(rule, format, values.numel(), zeros))
     dtype = weight.dtype if weight is not None else None
     if not (splits_master(format, dtype) if split is None else split):
         return store

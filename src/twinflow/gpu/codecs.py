@@ -1,0 +1,141 @@
+"""Conversions between what lies in memory and fp32, for Triton. rules/formats.py is the truth, csrc/codecs.h the twin.
+
+Every decision about a NaN is made on integers: Triton may tell LLVM that floats are never NaN, and a comparison of
+floats could then be folded away. Integers are int32 unless they are hashed: bit patterns of numbers that are not
+negative then compare like the numbers, and a NaN is larger than all.
+
+A tile is [blocks, 128], so that what a block shares (its scale, its hash) is [blocks, 1] and computed once for it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from twinflow.rules import formats
+
+BLOCK = tl.constexpr(formats.BLOCK)
+MOMENT_MAX = tl.constexpr(formats.MOMENT_MAX)
+VARIANCE_MAX = tl.constexpr(formats.VARIANCE_MAX)
+
+
+@triton.jit
+def bits(x: tl.tensor) -> tl.tensor:
+    """The bit patterns of fp32 numbers."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def value(u: tl.tensor) -> tl.tensor:
+    """The fp32 numbers with these bit patterns."""
+    return u.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def is_nan(u: tl.tensor) -> tl.tensor:
+    """Whether these are the bits of a NaN."""
+    return (u & 0x7FFFFFFF) > 0x7F800000
+
+
+@triton.jit
+def from_bf16(upper: tl.tensor) -> tl.tensor:
+    """Bf16 numbers, given as int16, in fp32."""
+    return value(upper.to(tl.int32) << 16)
+
+
+@triton.jit
+def to_bf16(x: tl.tensor) -> tl.tensor:
+    """To nearest, ties to even, as int16; NaN becomes 0x7FC0."""
+    u = bits(x)
+    return tl.where(is_nan(u), 0x7FC0, (u + 0x7FFF + ((u >> 16) & 1)) >> 16).to(tl.int16)
+
+
+@triton.jit
+def to_bf16_stochastic(x: tl.tensor, random: tl.tensor) -> tl.tensor:
+    """The carry out of the lower half is the rounding. For numbers >= 0; the largest never becomes infinite."""
+    u = bits(x)
+    return (tl.where(u >= 0x7F7F0000, u, u + random) >> 16).to(tl.int16)
+
+
+@triton.jit
+def join(upper: tl.tensor, lower: tl.tensor) -> tl.tensor:
+    """The fp32 numbers whose halves (both int16) these are."""
+    return value((upper.to(tl.int32) << 16) + lower.to(tl.int32))
+
+
+@triton.jit
+def split(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Upper and lower halves, both int16."""
+    u = bits(x)
+    upper = tl.where(is_nan(u), (u >> 16) | 0x40, (u + 0x8000) >> 16)
+    return upper.to(tl.int16), tl.where(is_nan(u), 0, u).to(tl.int16)
+
+
+@triton.jit
+def random_bits(first_block: tl.tensor, key_pointer: tl.tensor, BLOCKS: tl.constexpr) -> tl.tensor:
+    """16 random bits for each element of a tile that starts at block `first_block` of its parameter, as int32."""
+    first_key = tl.load(key_pointer).to(tl.uint32, bitcast=True)
+    second_key = tl.load(key_pointer + 1).to(tl.uint32, bitcast=True)
+    h = first_block.to(tl.uint32) + tl.arange(0, BLOCKS).to(tl.uint32)[:, None] + first_key  # [blocks, 1]
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = ((h ^ (h >> 15)) + second_key) * 0x846CA68B
+    h = h ^ (h >> 16)
+    x = (tl.arange(0, BLOCK).to(tl.uint32)[None, :] + h) & 0xFFFF  # [blocks, 128]
+    x = ((x ^ (x >> 8)) * 0x88B5) & 0xFFFF
+    x = ((((x ^ (x >> 7)) + (h >> 16)) & 0xFFFF) * 0xDB2D) & 0xFFFF
+    return (x ^ (x >> 9)).to(tl.int32)
+
+
+@triton.jit
+def block_scales(x: tl.tensor, TOP: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """For each block what brings it into the codes' range, the scale that undoes it, and whether it is all finite.
+
+    A block that holds an infinity or a NaN has the scale NaN, and its codes are 0.
+    """
+    largest = tl.max(bits(x) & 0x7FFFFFFF, axis=1, keep_dims=True)  # [blocks, 1]
+    is_finite = largest < 0x7F800000
+    divisor = value(tl.where(largest == 0, 0x3F800000, largest))
+    inverse = tl.where(largest == 0, 0.0, tl.math.div_rn(tl.full(largest.shape, TOP, tl.float32), divisor))
+    return inverse, tl.where(is_finite, value(largest) * (1.0 / TOP), float("nan")), is_finite
+
+
+@triton.jit
+def encode_e4m3(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Codes (to nearest) and scales.
+
+    Adding 2**20 times the number's own power of two (2**-6 at least) leaves the rounded mantissa in the lowest bits.
+    """
+    inverse, scales, is_finite = block_scales(x, MOMENT_MAX)
+    u = bits(x * inverse)
+    exponent = tl.maximum(u & 0x7F800000, 121 << 23)
+    spacing = exponent + (20 << 23)
+    mantissa = bits(value(u & 0x7FFFFFFF) + value(spacing)) - spacing
+    code = tl.minimum((exponent >> 20) + mantissa - (121 << 3), 126) | ((u >> 24) & 0x80)
+    return tl.where(is_finite, code, 0).to(tl.uint8), scales
+
+
+@triton.jit
+def encode_e5m3(x: tl.tensor, random: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Codes (stochastic; 0 only for 0) and scales, for x >= 0."""
+    inverse, scales, is_finite = block_scales(x, VARIANCE_MAX)
+    scaled = x * inverse
+    is_small = bits(scaled) < (113 << 23)  # below 2**-14 the spacing is fixed: 2**-17
+    u = bits(tl.where(is_small, scaled + 2.0**-14, scaled))
+    code = ((u + (random << 4)) >> 20) - tl.where(is_small, 113 << 3, 112 << 3)
+    code = tl.minimum(tl.maximum(code, tl.minimum(bits(x), 1)), 247)
+    return tl.where(is_finite, code, 0).to(tl.uint8), scales
+
+
+@triton.jit
+def decode_e4m3(codes: tl.tensor, scales: tl.tensor) -> tl.tensor:
+    """A code is the upper part of an fp16 number times 2**-8, but for its sign: that lies one bit too low."""
+    half = codes.to(tl.int32) << 7
+    half = half + (half & 0x4000)
+    return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * (scales * 256.0)
+
+
+@triton.jit
+def decode_e5m3(codes: tl.tensor, scales: tl.tensor) -> tl.tensor:
+    """A code is the upper part of an fp16 number."""
+    half = (codes.to(tl.int32) << 7).to(tl.int16)
+    return half.to(tl.float16, bitcast=True).to(tl.float32) * scales

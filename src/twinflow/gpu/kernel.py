@@ -1,0 +1,193 @@
+"""The kernel: one program reads a tile of weights, gradients and states, updates it and writes it back.
+
+Four elements for each thread: every buffer is then read and written in the same layout (16 bytes of fp32, 8 of bf16, 4
+of int8 at a time), no value moves to another thread, and a block of 128 is one warp's.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from twinflow.gpu.codecs import (
+    BLOCK,
+    decode_e4m3,
+    decode_e5m3,
+    encode_e4m3,
+    encode_e5m3,
+    from_bf16,
+    join,
+    random_bits,
+    split,
+    to_bf16,
+    to_bf16_stochastic,
+)
+from twinflow.gpu.rules import apply, scalar
+
+# Rows of the two tables that update.py fills.
+TILE_COLUMNS = tl.constexpr(5)  # int64: the weight's address, offset in the bucket, first block, elements, piece
+NUMBER_COLUMNS = tl.constexpr(12)  # int32: whether to update, factor (fp32 bits), key (2), hyper (fp32 bits, up to 7)
+FACTOR = tl.constexpr(1)
+KEY = tl.constexpr(2)
+HYPER = tl.constexpr(4)
+
+
+@triton.jit
+def update(
+    tiles: tl.tensor,
+    numbers: tl.tensor,
+    grads: tl.tensor,
+    master: tl.tensor | None,
+    first: tl.tensor | None,
+    second: tl.tensor | None,
+    first_scales: tl.tensor | None,
+    second_scales: tl.tensor | None,
+    RULE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """One step of every tile whose piece has numbers. A state that is None is not there.
+
+    RULE: its name. FORMAT: of the states. WEIGHT: "split" (bf16, the upper halves), "fp16" or "fp32" (the master
+    itself). ALIGNMENT: of the weights' addresses. Tensors of bf16 come as int16.
+    """
+    tile = tiles + tl.program_id(0).to(tl.int64) * TILE_COLUMNS
+    own = numbers + tl.load(tile + 4) * NUMBER_COLUMNS
+    if tl.load(own) != 0:
+        count = tl.load(tile + 3)
+        # A mask would keep whole tiles from wide loads and stores.
+        if count == TILE:
+            _update_tile(tile, own, grads, master, first, second, first_scales, second_scales, count, RULE, FORMAT,
+                         WEIGHT, ALIGNMENT, TILE, False)  # fmt: skip
+        else:
+            _update_tile(tile, own, grads, master, first, second, first_scales, second_scales, count, RULE, FORMAT,
+                         WEIGHT, ALIGNMENT, TILE, True)  # fmt: skip
+
+
+@triton.jit
+def _update_tile(
+    tile: tl.tensor,
+    own: tl.tensor,
+    grads: tl.tensor,
+    master: tl.tensor | None,
+    first: tl.tensor | None,
+    second: tl.tensor | None,
+    first_scales: tl.tensor | None,
+    second_scales: tl.tensor | None,
+    count: tl.tensor,
+    RULE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> None:
+    BLOCKS: tl.constexpr = TILE // BLOCK
+    at = tl.multiple_of(tl.load(tile + 1), BLOCK)  # int64: a bucket may be larger than 2**31
+    first_block = tl.load(tile + 2)
+    block = tl.arange(0, BLOCKS)[:, None]  # [blocks, 1]
+    index = block * BLOCK + tl.arange(0, BLOCK)[None, :]  # [blocks, 128]
+    mask = index < count if MASKED else tl.full([BLOCKS, BLOCK], True, tl.int1)
+    block_mask = block * BLOCK < count if MASKED else tl.full([BLOCKS, 1], True, tl.int1)
+    scales_at = at // BLOCK + block
+    ELEMENT: tl.constexpr = tl.int16 if WEIGHT == "split" else tl.float16 if WEIGHT == "fp16" else tl.float32
+    # The hint is for the pointer: from the integer it would not reach it.
+    weight = tl.multiple_of(tl.load(tile).to(tl.pointer_type(ELEMENT)), ALIGNMENT) + index
+
+    # All [blocks, 128]. What the mask leaves out is zero, and its states stay zero: no block's scale sees them.
+    g = _load_gradient(grads + at + index, mask) * scalar(own, FACTOR)
+    p = _load_weight(weight, master, at + index, mask, WEIGHT)
+    m = _load_state(first, first_scales, at + index, scales_at, mask, block_mask, FORMAT, 0)
+    v = _load_state(second, second_scales, at + index, scales_at, mask, block_mask, FORMAT, 1)
+    p, m, v = apply(g, p, m, v, own + HYPER, RULE)
+    _store_weight(p, weight, master, at + index, mask, WEIGHT)
+    if first is not None:
+        _store_state(m, 0, first, first_scales, at + index, scales_at, mask, block_mask, FORMAT, 0)
+    if second is not None:
+        random = random_bits(first_block, own + KEY, BLOCKS)
+        _store_state(v, random, second, second_scales, at + index, scales_at, mask, block_mask, FORMAT, 1)
+
+
+@triton.jit
+def _load_gradient(pointers: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    grads = tl.load(pointers, mask=mask, other=0)
+    return from_bf16(grads) if grads.dtype == tl.int16 else grads.to(tl.float32)
+
+
+@triton.jit
+def _load_weight(
+    weight: tl.tensor, master: tl.tensor | None, at: tl.tensor, mask: tl.tensor, WEIGHT: tl.constexpr
+) -> tl.tensor:
+    if WEIGHT == "fp32":
+        p = tl.load(weight, mask=mask, other=0.0)
+    elif WEIGHT == "fp16":
+        p = tl.load(master + at, mask=mask, other=0.0)
+    else:
+        tl.static_assert(WEIGHT == "split")
+        upper = tl.load(weight, mask=mask, other=0)
+        p = join(upper, tl.load(master + at, mask=mask, other=0))
+    return p
+
+
+@triton.jit
+def _store_weight(
+    p: tl.tensor, weight: tl.tensor, master: tl.tensor | None, at: tl.tensor, mask: tl.tensor, WEIGHT: tl.constexpr
+) -> None:
+    if WEIGHT == "fp32":
+        tl.store(weight, p, mask=mask)
+    elif WEIGHT == "fp16":
+        tl.store(master + at, p, mask=mask)
+        tl.store(weight, p.to(tl.float16), mask=mask)
+    else:
+        upper, lower = split(p)
+        tl.store(weight, upper, mask=mask)
+        tl.store(master + at, lower, mask=mask)
+
+
+@triton.jit
+def _load_state(
+    state: tl.tensor | None,
+    scales: tl.tensor | None,
+    at: tl.tensor,
+    scales_at: tl.tensor,
+    mask: tl.tensor,
+    block_mask: tl.tensor,
+    FORMAT: tl.constexpr,
+    WHICH: tl.constexpr,
+) -> tl.tensor:
+    """The first (WHICH = 0) or second state in fp32; zeros where it is None."""
+    if state is None:
+        x = tl.zeros(mask.shape, tl.float32)
+    else:
+        raw = tl.load(state + at, mask=mask, other=0)
+        if FORMAT == "int8":
+            scale = tl.load(scales + scales_at, mask=block_mask, other=0.0)  # [blocks, 1]
+            x = decode_e4m3(raw, scale) if WHICH == 0 else decode_e5m3(raw, scale)
+        else:
+            x = from_bf16(raw) if FORMAT == "bf16" else raw
+    return x
+
+
+@triton.jit
+def _store_state(
+    x: tl.tensor,
+    random: tl.tensor,
+    state: tl.tensor | None,
+    scales: tl.tensor | None,
+    at: tl.tensor,
+    scales_at: tl.tensor,
+    mask: tl.tensor,
+    block_mask: tl.tensor,
+    FORMAT: tl.constexpr,
+    WHICH: tl.constexpr,
+) -> None:
+    if FORMAT == "int8":
+        codes, scale = encode_e4m3(x) if WHICH == 0 else encode_e5m3(x, random)
+        tl.store(state + at, codes, mask=mask)
+        tl.store(scales + scales_at, scale, mask=block_mask)
+    elif FORMAT == "bf16":
+        tl.store(state + at, to_bf16(x) if WHICH == 0 else to_bf16_stochastic(x, random), mask=mask)
+    else:
+        tl.store(state + at, x, mask=mask)

@@ -1,0 +1,97 @@
+"""The update rules, element by element, for Triton. rules/*.py is the truth: the same operations in the same order.
+
+A rule takes gradient g, weight p, first state m and second state v (zeros where it has none) and the address of its
+scalars. Divisions and square roots are the correctly rounded ones. The kernel is compiled without contraction, so that
+a product is rounded before it is added; subnormal numbers are kept.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from twinflow.gpu.codecs import bits, is_nan, value
+
+TINY_BITS = tl.constexpr(27 << 23)  # 2**-100, as in rules/numerics.py
+
+
+@triton.jit
+def flush(x: tl.tensor) -> tl.tensor:
+    """`x` with everything below 2**-100 in magnitude replaced by +0; NaN stays."""
+    u = bits(x)
+    return value(tl.where((u & 0x7FFFFFFF) < TINY_BITS, 0, u))
+
+
+@triton.jit
+def scalar(hyper: tl.tensor, INDEX: tl.constexpr) -> tl.tensor:
+    """One of the rule's scalars; they lie among integers."""
+    return tl.load(hyper + INDEX).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def adam(
+    g: tl.tensor, p: tl.tensor, m: tl.tensor, v: tl.tensor, hyper: tl.tensor, COUPLED: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Adam (coupled: weight decay enters the gradient) and AdamW (it shrinks the weight)."""
+    if COUPLED:
+        l2 = scalar(hyper, 6)
+        g = tl.where(l2 != 0.0, flush(g + l2 * p), g)
+    m = flush(m + (g - m) * scalar(hyper, 0))
+    v = flush(scalar(hyper, 1) * v + (scalar(hyper, 2) * g) * g)
+    move = scalar(hyper, 4) * tl.math.div_rn(m, tl.math.sqrt_rn(v) + scalar(hyper, 3))
+    if not COUPLED:
+        p = p * scalar(hyper, 5)
+    return flush(p - move), m, v
+
+
+@triton.jit
+def adagrad(g: tl.tensor, p: tl.tensor, v: tl.tensor, hyper: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Adagrad with L2 weight decay."""
+    g = flush(g + scalar(hyper, 2) * p)
+    v = flush(v + g * g)
+    return flush(p - scalar(hyper, 1) * tl.math.div_rn(g, tl.math.sqrt_rn(v) + scalar(hyper, 0))), v
+
+
+@triton.jit
+def lion(g: tl.tensor, p: tl.tensor, m: tl.tensor, hyper: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Lion. A NaN direction moves the weight to NaN."""
+    lr = scalar(hyper, 2)
+    difference = g - m
+    direction = flush(m + difference * scalar(hyper, 0))
+    u = bits(direction)
+    move = tl.where(is_nan(u) | (u == 0), direction, tl.where(u < 0, -lr, lr))
+    return flush(p * scalar(hyper, 3) - move), flush(m + difference * scalar(hyper, 1))
+
+
+@triton.jit
+def sgd(g: tl.tensor, p: tl.tensor, m: tl.tensor, hyper: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """SGD: the weight, and all but the plain form's momentum, in double (why: rules/sgd.py)."""
+    keep, l2, nesterov = scalar(hyper, 1), scalar(hyper, 3), scalar(hyper, 4)
+    weight = p.to(tl.float64)
+    momentum, lr = scalar(hyper, 0).to(tl.float64), scalar(hyper, 2).to(tl.float64)
+    if (keep == 1.0) & (l2 == 0.0) & (nesterov == 0.0):
+        m = flush(scalar(hyper, 0) * m + g)
+        direction = m.to(tl.float64)
+    else:
+        grad = g.to(tl.float64) + l2.to(tl.float64) * weight
+        exact = momentum * m.to(tl.float64) + keep.to(tl.float64) * grad
+        m = flush(exact.to(tl.float32))
+        direction = tl.where(nesterov != 0.0, grad + momentum * exact, exact)
+    return flush((weight - lr * direction).to(tl.float32)), m
+
+
+@triton.jit
+def apply(
+    g: tl.tensor, p: tl.tensor, m: tl.tensor, v: tl.tensor, hyper: tl.tensor, RULE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """One step of the rule of this name: the new weight and states."""
+    if RULE == "adamw" or RULE == "adam":
+        p, m, v = adam(g, p, m, v, hyper, RULE == "adam")
+    elif RULE == "adagrad":
+        p, v = adagrad(g, p, v, hyper)
+    elif RULE == "lion":
+        p, m = lion(g, p, m, hyper)
+    else:
+        tl.static_assert(RULE == "sgd")
+        p, m = sgd(g, p, m, hyper)
+    return p, m, v

@@ -1,0 +1,173 @@
+"""Updates of a bucket whose buffers lie on the GPU: the tables that the kernel reads, and its launch.
+
+Triton is imported when the first FusedUpdate is made: it comes with torch for CUDA, but not with every torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from twinflow.rules.formats import BLOCK, Key
+from twinflow.rules.rule import Hyper, Rule
+from twinflow.rules.segment import Store, check_format
+
+TILE = 1024  # elements of one program
+_WARPS = 8  # of 32 threads: four elements for each thread, as the note in kernel.py wants it
+_NUMBER_COLUMNS = 12  # as kernel.py has it
+_VECTOR_BYTES = 16  # the widest load of a thread
+_WEIGHTS = {torch.bfloat16: "split", torch.float16: "fp16", torch.float32: "fp32"}
+_MASTERS = {"split": torch.int16, "fp16": torch.float32}
+
+
+class Piece(NamedTuple):
+    """One slice of a bucket."""
+
+    weight: Tensor  # flat, what the update writes: bf16 (upper halves of a split master), fp16, or fp32 (the master)
+    offset: int  # in the bucket's flat buffers (gradients, master, states); a multiple of 128
+    numel: int
+    first_index: int  # position of its element 0 in its parameter; a multiple of 128
+
+
+class Numbers(NamedTuple):
+    """What a step of one piece needs beside tensors."""
+
+    hyper: Hyper  # rule.hyper(options, step)
+    factor: float  # multiplies the gradient
+    key: Key  # formats.rounding_key(step, parameter)
+
+
+def is_available() -> bool:
+    """Whether Triton can be imported, and CUDA is there or Triton's interpreter is on."""
+    return importlib.util.find_spec("triton") is not None and (_is_interpreting() or torch.cuda.is_available())
+
+
+def _is_interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
+class FusedUpdate:
+    """Updates of one bucket: a launch each.
+
+    The kernel knows the weights by address: they must stay where they are. All launches share one buffer of numbers:
+    the previous one must have finished before the next call.
+    """
+
+    def __init__(self, rule: Rule, pieces: Sequence[Piece]) -> None:
+        from twinflow.gpu import kernel
+
+        weight = _check_pieces(pieces)
+        self._kernel = kernel.update
+        self._rule = rule
+        self._pieces = tuple(pieces)  # keeps the weights alive
+        self._end = max(piece.offset + piece.numel for piece in pieces)
+        self._device = weight.device
+        self._weight = _WEIGHTS[weight.dtype]
+        is_aligned = all(piece.weight.data_ptr() % _VECTOR_BYTES == 0 for piece in pieces)
+        self._alignment = _VECTOR_BYTES if is_aligned else weight.element_size()
+        self._tiles = _tile_table(pieces).to(self._device)
+        shape = (len(pieces), _NUMBER_COLUMNS)
+        self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        self._numbers = torch.empty(shape, dtype=torch.int32, device=self._device)
+
+    def __call__(self, store: Store, grads: Tensor, numbers: Mapping[int, Numbers]) -> None:
+        """One step of the pieces whose index is in `numbers`, in place, queued on the current stream.
+
+        `store` has the flat buffers of the whole bucket; its weight is not used, nor is its master where the weights
+        are fp32. `grads`, flat as well: bf16, fp16 or fp32.
+        """
+        if not numbers:
+            return
+        self._check(store, grads, numbers)
+        self._fill(numbers)
+        master = store.master if self._weight != "fp32" else None
+        buffers = [_without_bf16(tensor) for tensor in (grads, master, *store.states, *store.scales)]
+        with torch.cuda.device(self._device if self._device.type == "cuda" else -1):  # -1 changes nothing
+            self._numbers.copy_(self._host, non_blocking=True)
+            self._kernel[(len(self._tiles),)](
+                self._tiles,
+                self._numbers,
+                *buffers,
+                RULE=self._rule.name,
+                FORMAT=store.format,
+                WEIGHT=self._weight,
+                ALIGNMENT=self._alignment,
+                TILE=TILE,
+                num_warps=_WARPS,
+                enable_fp_fusion=False,  # each product is rounded before it is added, as on the host
+            )
+
+    def _fill(self, numbers: Mapping[int, Numbers]) -> None:
+        """Rows of (whether to update, factor, key, hyper); floats as their fp32 bits."""
+        words = self._host.numpy()
+        floats, keys = words.view("float32"), words.view("uint32")
+        words[:, 0] = 0
+        for index, own in numbers.items():
+            words[index, 0] = 1
+            floats[index, 1] = own.factor
+            keys[index, 2:4] = own.key
+            floats[index, 4 : 4 + len(own.hyper)] = own.hyper
+
+    def _check(self, store: Store, grads: Tensor, numbers: Mapping[int, Numbers]) -> None:
+        """The kernel writes wherever it is told to: our mistakes have to end here."""
+        rule = self._rule
+        check_format(rule, store.format)
+        assert grads.dtype in _WEIGHTS, grads.dtype
+        self._check_buffer(grads, self._end)
+        if self._weight != "fp32":
+            assert store.master.dtype == _MASTERS[self._weight], store.master.dtype
+            self._check_buffer(store.master, self._end)
+        for name, state, scales in zip(rule.states, store.states, store.scales, strict=True):
+            may_be_none = name is None or (rule.name == "sgd" and all(own.hyper[0] == 0.0 for own in numbers.values()))
+            assert (state is None and may_be_none) or (state is not None and name is not None), name
+            if state is not None:
+                self._check_buffer(state, self._end)
+            if state is not None and store.format == "int8":
+                assert scales is not None
+                self._check_buffer(scales, -(-self._end // BLOCK))
+        for index, own in numbers.items():
+            assert 0 <= index < len(self._pieces) and len(own.hyper) == rule.num_scalars, (index, own)
+
+    def _check_buffer(self, buffer: Tensor, numel: int) -> None:
+        assert buffer.device == self._device and buffer.is_contiguous(), (buffer.device, buffer.stride())
+        assert buffer.numel() >= numel, (buffer.numel(), numel)
+
+
+def _check_pieces(pieces: Sequence[Piece]) -> Tensor:
+    """All lie on one device, in one dtype: the first one's weight."""
+    assert pieces
+    first = pieces[0].weight
+    # The interpreter follows addresses on the host, a compiled kernel on the device.
+    assert first.is_cuda != _is_interpreting(), (first.device, _is_interpreting())
+    assert first.dtype in _WEIGHTS, first.dtype
+    for weight, offset, numel, first_index in pieces:
+        assert (weight.dtype, weight.device) == (first.dtype, first.device), weight.dtype
+        assert weight.is_contiguous() and weight.numel() == numel, (weight.shape, numel)
+        assert offset % BLOCK == 0 and first_index % BLOCK == 0, (offset, first_index)
+    return first
+
+
+def _tile_table(pieces: Sequence[Piece]) -> Tensor:
+    """A row for each tile: the weight's address, offset in the bucket, first block in the parameter, elements, piece."""
+    parts = []
+    for number, (weight, offset, numel, first_index) in enumerate(pieces):
+        start = torch.arange(0, numel, TILE, dtype=torch.int64)
+        columns = (
+            weight.data_ptr() + start * weight.element_size(),
+            offset + start,
+            (first_index + start) // BLOCK,
+            (numel - start).clamp(max=TILE),
+            torch.full_like(start, number),
+        )
+        parts.append(torch.stack(columns, dim=1))
+    return torch.cat(parts)
+
+
+def _without_bf16(tensor: Tensor | None) -> Tensor | None:
+    """The kernel takes bf16 as int16 and converts it by shifts."""
+    return tensor.view(torch.int16) if tensor is not None and tensor.dtype == torch.bfloat16 else tensor

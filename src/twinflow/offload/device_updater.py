@@ -1,0 +1,182 @@
+"""The same update on the device, for buckets whose state is resident there.
+
+The parameters themselves are part of the state: a bf16 parameter is the upper half of its split master, an fp32 one is
+its own master. So a resident bucket keeps 10 bytes a parameter beside the weights with fp32 states, and nothing has to
+be copied when it is updated. With a delayed update the weights must stay as they are for a step: then the state has
+buffers of its own for them, and so it has for parameters that are not contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from twinflow import native
+from twinflow.gpu import update as gpu
+from twinflow.gpu.update import FusedUpdate, Numbers, Piece
+from twinflow.offload import slices
+from twinflow.offload.bucket import Bucket, Options, Param, Task
+from twinflow.offload.numbers import Hypers
+from twinflow.offload.plan import BucketPlan
+from twinflow.offload.updater import start_value
+from twinflow.rules import Rule, reference
+from twinflow.rules.segment import Segment, Store, new_states
+
+
+class DeviceUpdater:
+    """One of our rules in one of our formats, on the device."""
+
+    can_shadow = False
+    is_on_device = True
+
+    def __init__(
+        self,
+        rule: Rule,
+        format: str,
+        device: torch.device,
+        keeps_states: bool = True,
+        keeps_weights: bool = False,
+    ) -> None:
+        self.rule, self.format = rule, format
+        self.keeps_states = keeps_states  # SGD without momentum keeps none
+        self.keeps_weights = keeps_weights  # apart from the parameters
+        self._device = device
+        self._hypers = Hypers(rule)
+        self._fused: dict[int, tuple[list[int], FusedUpdate]] = {}  # of each bucket, and the addresses it was made for
+
+    def is_aliased(self, plan: BucketPlan) -> bool:
+        """Whether the parameters themselves hold the weights of the state."""
+        return plan.can_alias and not self.keeps_weights
+
+    def new_store(self, plan: BucketPlan) -> Store:
+        """Zeros on the device; where a parameter is its own master, a master without memory stands for it."""
+        zeros = partial(torch.zeros, device=self._device)
+        states = new_states(self.rule, self.format, plan.numel, zeros) if self.keeps_states else ((None, None),) * 2
+        is_aliased, is_wide = self.is_aliased(plan), plan.dtype == torch.float32
+        weight = None if is_aliased or is_wide else zeros(plan.numel, dtype=plan.dtype)
+        if is_wide and is_aliased:
+            master = torch.empty(plan.numel, dtype=torch.float32, device="meta")
+        else:
+            master = zeros(plan.numel, dtype=torch.int16 if plan.dtype == torch.bfloat16 else torch.float32)
+        return Store(self.format, master, weight, *states)
+
+    def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
+        """Fresh states are zeros; only Adagrad may start from something else."""
+        if self.rule.name == "adagrad":
+            for i in range(len(bucket.slices)):
+                self.clear(bucket, i, options)
+
+    def clear(self, bucket: Bucket, index: int, options: Sequence[Options]) -> None:
+        """Zeros; for Adagrad the sum it starts from."""
+        slices.clear(self._slice(bucket, index), start_value(options[bucket.params[index].group]))
+
+    def needs_weight_slot(self, plan: BucketPlan) -> bool:
+        """Nothing passes through the host."""
+        return False
+
+    # The update.
+
+    def prepare(self, task: Task, factor: float) -> Callable[[], None]:
+        """What to run on the device's stream; all that may change until it runs is read now."""
+        bucket, grads = task.bucket, task.grads
+        assert grads is not None
+        numbers = {i: self._hypers.of(task, i, factor) for i in task.present}
+        if not self.is_aliased(bucket.plan):
+            self.publish(task)
+        params = [bucket.params[i] for i in task.present] if self.is_aliased(bucket.plan) else []
+        if grads.device.type == "cuda" and gpu.is_available():
+            return partial(_run, partial(self._fused_update(bucket), bucket.store, grads, numbers), params)
+        update = reference.update if grads.device.type == "cuda" else partial(native.update, check=False)
+        return partial(_run, partial(update, self._segments(bucket, grads, numbers)), params)
+
+    def _fused_update(self, bucket: Bucket) -> FusedUpdate:
+        """The bucket's kernel; made anew when its parameters have moved."""
+        found = self._fused.get(bucket.plan.index)
+        if found is None or found[0] != bucket.addresses:
+            pieces = [
+                Piece(self._weight(bucket, i), piece.offset, piece.numel, piece.start)
+                for i, piece in enumerate(bucket.slices)
+            ]
+            found = self._fused[bucket.plan.index] = (bucket.addresses, FusedUpdate(self.rule, pieces))
+        return found[1]
+
+    def _segments(self, bucket: Bucket, grads: Tensor, numbers: Mapping[int, Numbers]) -> list[Segment]:
+        """The same for the host's kernels, and for the reference where there is no Triton."""
+        found = []
+        for i, number in numbers.items():
+            piece = bucket.slices[i]
+            gradient = grads.narrow(0, piece.offset, piece.numel)
+            name = bucket.params[i].name
+            state = self._slice(bucket, i)
+            numbers_of = (number.factor, number.key, piece.start)
+            found.append(Segment(self.rule, number.hyper, gradient, state, *numbers_of, None, name))
+        return found
+
+    def _weight(self, bucket: Bucket, index: int) -> Tensor:
+        """What the kernel writes as the slice's weight, or its master where that is the same."""
+        store = self._slice(bucket, index)
+        return store.master if store.weight is None else store.weight
+
+    def publish(self, task: Task) -> None:
+        """The new weights are those of the state, where it keeps them."""
+        bucket = task.bucket
+        assert not self.is_aliased(bucket.plan)
+        task.weights = [self._weight(bucket, i) for i in range(len(bucket.slices))]
+
+    # As numbers.
+
+    def read(self, bucket: Bucket, index: int) -> dict[str, Tensor]:
+        """One slice as flat fp32 tensors on the host: master and states."""
+        return {key: value.cpu() for key, value in slices.read(self.rule, self._slice(bucket, index)).items()}
+
+    def read_one(self, bucket: Bucket, index: int, key: str) -> Tensor | None:
+        """One of them; a bf16 state as it is."""
+        found = slices.read_one(self.rule, self._slice(bucket, index), key)
+        return found.cpu() if found is not None else None
+
+    def write(self, bucket: Bucket, index: int, values: Mapping[str, Tensor]) -> None:
+        """Take over what `read` gave, from any format. A parameter that is part of the state wins over the master,
+        where that is not what the parameter was rounded from."""
+        store = self._slice(bucket, index)
+        if not self.is_aliased(bucket.plan):
+            return slices.write(self.rule, store, values)
+        own = _param_values(bucket, index).clone()
+        slices.write(self.rule, store, values)
+        slices.write_master(store, own, keep=True)
+
+    def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
+        """A new master from the parameter's values; with `keep`, only where the old one is not what they round from.
+
+        Where the parameter is half of the master, nobody knows what it was before somebody wrote to it: the lower half
+        stays if it can belong to it.
+        """
+        store = self._slice(bucket, index)
+        if keep and self.is_aliased(bucket.plan) and store.is_split:
+            assert store.weight is not None
+            slices.mend_lower(store)
+            return
+        slices.write_master(store, values, keep)
+
+    def _slice(self, bucket: Bucket, index: int) -> Store:
+        piece = bucket.slices[index]
+        store = bucket.store.narrow(piece.offset, piece.numel)
+        if not self.is_aliased(bucket.plan):
+            return store
+        target = bucket.targets[index]
+        return replace(store, master=target) if bucket.plan.dtype == torch.float32 else replace(store, weight=target)
+
+
+def _run(update: Callable[[], None], params: Sequence[Param]) -> None:
+    """The update; autograd and we ourselves get to know that it has written to the parameters."""
+    update()
+    for param in params:
+        torch.autograd.graph.increment_version(param.tensor)
+        param.version = param.tensor._version
+
+
+def _param_values(bucket: Bucket, index: int) -> Tensor:
+    return bucket.targets[index].reshape(-1)

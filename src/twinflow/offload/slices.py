@@ -1,0 +1,106 @@
+"""The state of one slice as fp32 numbers, and back; on whichever device its buffers are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from twinflow import native
+from twinflow.rules import Rule, formats
+from twinflow.rules.formats import BLOCK, rounds_to
+from twinflow.rules.segment import Store, decode_state, encode_saved
+
+_CHUNK = 1 << 22  # elements that are worked on at once: what is made for them should not need much memory
+
+
+def read(rule: Rule, store: Store) -> dict[str, Tensor]:
+    """Master and states as flat fp32 tensors by name, and the scales of 8-bit states, which make their codes exact on
+    the way back; views where the state itself is fp32."""
+    keys = ["master", *(name for name in rule.states if name is not None)]
+    values = {key: found.float() for key in keys if (found := read_one(rule, store, key)) is not None}
+    scales = {f"{name}_scale": scale for name, scale in zip(rule.states, store.scales, strict=True)}
+    return values | {name: scale for name, scale in scales.items() if scale is not None}
+
+
+def read_one(rule: Rule, store: Store, key: str) -> Tensor | None:
+    """One of them; a bf16 state as it is."""
+    if key == "master":
+        return _master(store)
+    which = rule.states.index(key.removesuffix("_scale"))
+    if key.endswith("_scale"):
+        return store.scales[which]
+    return decode_state(store, which) if store.format == "int8" else store.states[which]
+
+
+def write(rule: Rule, whole: Store, values: Mapping[str, Tensor]) -> None:
+    """Take over what `read` gave, from any format."""
+    for at, store in _chunks(whole):
+        numel, device = store.master.numel(), store.master.device
+        set_master(store, values["master"][at : at + numel].to(device).float())
+        for which, name in enumerate(rule.states):
+            if name is not None and name in values and store.states[which] is not None:
+                scale = values.get(f"{name}_scale")
+                cut = scale[at // BLOCK : -(-(at + numel) // BLOCK)].to(device) if scale is not None else None
+                encode_saved(store, which, values[name][at : at + numel].to(device).float(), cut)
+
+
+def write_master(whole: Store, values: Tensor, keep: bool) -> None:
+    """A new master from the parameter's values; with `keep`, only where the old one is not what they round from."""
+    for at, store in _chunks(whole):
+        given = values[at : at + store.master.numel()].to(store.master.device)
+        wide = given.float()
+        if keep:
+            old = _master(store)
+            wide = torch.where(rounds_to(old, given), old, wide)
+        set_master(store, wide)
+
+
+def mend_lower(whole: Store) -> None:
+    """Lower halves to zero where they cannot belong to the upper ones, which somebody else has written."""
+    for _, store in _chunks(whole):
+        assert store.weight is not None
+        upper = split(join(store.weight, store.master))[0]
+        same = upper.view(torch.int16) == store.weight.view(torch.int16)
+        store.master.masked_fill_(~same, 0)
+
+
+def clear(store: Store, value: float) -> None:
+    """States as before the first update: zeros, or what Adagrad starts from."""
+    for tensor in (*store.states, *store.scales):
+        if tensor is not None:
+            tensor.fill_(value)
+
+
+def set_master(store: Store, values: Tensor) -> None:
+    """fp32 values as the master, in halves where it is kept so."""
+    if not store.is_split:
+        store.master.copy_(values)
+        return
+    assert store.weight is not None
+    upper, lower = split(values)
+    store.weight.copy_(upper)
+    store.master.copy_(lower)
+
+
+def split(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Upper and lower halves of fp32 values."""
+    return native.split(values) if values.device.type == "cpu" else formats.split(values)
+
+
+def join(upper: Tensor, lower: Tensor) -> Tensor:
+    """The fp32 values whose halves these are."""
+    return native.join(upper, lower) if upper.device.type == "cpu" else formats.join(upper, lower)
+
+
+def _master(store: Store) -> Tensor:
+    if not store.is_split:
+        return store.master
+    assert store.weight is not None
+    return join(store.weight, store.master)
+
+
+def _chunks(store: Store) -> Iterator[tuple[int, Store]]:
+    for at in range(0, store.master.numel(), _CHUNK):
+        yield at, store.narrow(at, min(_CHUNK, store.master.numel() - at))

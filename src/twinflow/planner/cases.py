@@ -1,0 +1,121 @@
+"""The ways a run could go, side by side: no offload, full offload, the best ratio, in each state format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from twinflow.planner.costs import (
+    Bytes,
+    Memory,
+    Placed,
+    Run,
+    bytes_of,
+    fits,
+    gate_of,
+    items_of,
+    placed_at,
+    room_of,
+    timing_of,
+    ways_of,
+)
+from twinflow.planner.formats import STATES
+from twinflow.planner.placement import Room, at_ratio, best_ratio
+from twinflow.planner.rates import Rates
+from twinflow.planner.simulate import Prediction, predict
+
+KINDS: Final = ("no offload", "full offload", "best ratio")
+WIDER: Final = 1.05  # a wider format is recommended where it takes at most this much longer
+_MAX_LAYERS: Final = 4096
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A machine as a plan needs it."""
+
+    rates: Rates  # of one GPU, with its share of the host
+    memory: Memory
+    link_rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run, what it takes and how long."""
+
+    kind: str
+    run: Run
+    ratio: float  # of the elements, on the host
+    used: Bytes
+    missing: Memory
+    prediction: Prediction
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is memory for it."""
+        return not (self.missing.gpu_bytes or self.missing.host_bytes)
+
+    @property
+    def tokens_s(self) -> float:
+        """Tokens a second on all GPUs."""
+        return self.run.step_tokens / self.prediction.step_s
+
+
+def all_cases(run: Run, setting: Setting, states: Sequence[str] = STATES) -> list[Case]:
+    """Every kind in every format, kind by kind."""
+    runs = [replace(run, states=name) for name in states]
+    none = [case_at("no offload", r, setting, 0.0) for r in runs]
+    full = [case_at("full offload", r, setting, 1.0) for r in runs]
+    return [*none, *full, *(best_case(r, setting) for r in runs)]
+
+
+def case_at(kind: str, run: Run, setting: Setting, ratio: float) -> Case:
+    """A given share on the host."""
+    used = bytes_of(run, placed_at(run, ratio), setting.memory)
+    timing = timing_of(run, setting.rates, setting.link_rate)
+    items = at_ratio(items_of(run, timing), ratio)
+    prediction = predict(items, timing, setting.rates, run.states, gate_of(run, used), ways_of(run))
+    return Case(kind, run, ratio, used, used.missing(setting.memory), prediction)
+
+
+def best_case(run: Run, setting: Setting) -> Case:
+    """The share on the host with the least step that fits; where none does, the one that misses least."""
+    room = room_of(run, setting.memory)
+    if not fits(run, setting.memory):
+        resident = min(1.0, max(0, room.gpu_bytes) / (run.size.resident * run.own_numel))
+        return case_at("best ratio", run, setting, 1.0 - resident)
+    timing = timing_of(run, setting.rates, setting.link_rate)
+    gate = gate_of(run, bytes_of(run, Placed(run.own_numel), setting.memory))
+    room = Room(room.gpu_bytes, room.host_bytes)
+    best = best_ratio(items_of(run, timing), timing, setting.rates, run.states, gate, room, run.size, ways_of(run))
+    return case_at("best ratio", run, setting, best.ratio)
+
+
+def recommended(cases: Sequence[Case]) -> Case | None:
+    """The fastest that fits; a wider state format where it is nearly as fast, and less on the GPU where it is equal."""
+    fitting = [case for case in cases if case.fits]
+    if not fitting:
+        return None
+    fastest = min(case.prediction.step_s for case in fitting)
+    good = [case for case in fitting if case.prediction.step_s <= WIDER * fastest]
+    widest = min(STATES.index(case.run.states) for case in good)
+    good = [case for case in good if STATES.index(case.run.states) == widest]
+    least = min(case.prediction.step_s for case in good)
+    close = [case for case in good if case.prediction.step_s <= 1.01 * least]
+    # Without any offload there is least that can go wrong: taken where it is as good.
+    return min(close, key=lambda case: (case.kind != "no offload", case.used.gpu_total))
+
+
+def largest_layers(run: Run, memory: Memory) -> int:
+    """Blocks of the deepest model of this shape that fits; 0 where not even one does."""
+
+    def is_small_enough(layers: int) -> bool:
+        return fits(replace(run, model=run.model.with_layers(layers)), memory)
+
+    if not is_small_enough(1):
+        return 0
+    low, high = 1, _MAX_LAYERS
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_small_enough(middle) else (low, middle)
+    return low

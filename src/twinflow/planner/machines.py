@@ -1,0 +1,117 @@
+"""Machines that are not here: what their parts do in a second, from data sheets and from what was measured elsewhere.
+
+Memory is what a process can allocate: the card's, less CUDA's own 0.6 GB. Matrix products and memory rates are what
+large kernels achieve, not peaks. Measured: the H200 (matrix products 740 to 790 TFLOPS, PCIe 55/55/50 GB/s). Everything
+else is an estimate: 0.65 to 0.8 of the peak for matrix products, 0.8 for memory; PCIe 5 as measured, 4 and 3 a half and
+a quarter of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from twinflow.errors import bad_value
+from twinflow.planner.formats import HOST_BYTES_MOVED
+from twinflow.planner.rates import Rates
+
+GB: Final = 10**9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One card."""
+
+    title: str
+    memory_bytes: int  # that a process can have
+    tflops: float  # of matrix products in half precision
+    memory_rate: float  # bytes a second
+    pcie: int  # generation, 16 lanes
+    link_rate: float = 0.0  # bytes a second each way to other cards; 0: over PCIe
+    weights: str = "bf16"  # fp16 where the card has no bf16
+
+
+@dataclass(frozen=True)
+class Host:
+    """What surrounds the cards."""
+
+    ram_bytes: int
+    cores: int
+    dram_rate: float  # bytes a second, read and written, that all cores together reach
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Cards of one kind in one host."""
+
+    gpu: Gpu
+    host: Host
+    num_gpus: int = 1
+
+
+GPUS: Final = {
+    "b200": Gpu("B200 192 GB", 191 * GB, 1500, 6.4e12, 5, 720e9),
+    "h200": Gpu("H200 141 GB", 150 * GB, 740, 3.8e12, 5, 360e9),
+    "h100": Gpu("H100 80 GB", 85 * GB, 650, 2.7e12, 5, 360e9),
+    "a100-80": Gpu("A100 80 GB", 85 * GB, 240, 1.6e12, 4, 240e9),
+    "a100-40": Gpu("A100 40 GB", int(41.9 * GB), 240, 1.25e12, 4, 240e9),
+    "v100-32": Gpu("V100 32 GB", int(33.5 * GB), 70, 0.75e12, 3, 120e9, "fp16"),
+    "v100-16": Gpu("V100 16 GB", int(16.4 * GB), 70, 0.75e12, 3, 120e9, "fp16"),
+    "l40s": Gpu("L40S 48 GB", int(47.7 * GB), 240, 0.7e12, 4),
+    "a6000": Gpu("RTX A6000 48 GB", int(50.9 * GB), 110, 0.62e12, 4),
+    "a10g": Gpu("A10G 24 GB", int(23.6 * GB), 55, 0.48e12, 4),
+    "l4": Gpu("L4 24 GB", int(23.6 * GB), 60, 0.24e12, 4),
+    "rtx5090": Gpu("RTX 5090 32 GB", int(33.6 * GB), 180, 1.4e12, 5),
+    "rtx4090": Gpu("RTX 4090 24 GB", int(25.2 * GB), 140, 0.8e12, 4),
+    "rtx3090": Gpu("RTX 3090 24 GB", int(25.2 * GB), 58, 0.75e12, 4),
+}
+# Bytes a second: to the host, to the device, each way when both run.
+_PCIE: Final = {5: (55e9, 55e9, 50e9), 4: (26e9, 26e9, 23e9), 3: (12.8e9, 12.8e9, 11e9)}
+# A kernel moves this share of what plain reads and writes reach; measured 0.9 to 0.97 beside a training step.
+_OF_DRAM: Final = 0.9
+# Updates a second and core where memory is no limit, AVX-512: int8 as measured, the others estimates above it.
+_A_CORE: Final = {"fp32": 0.5e9, "bf16": 0.52e9, "int8": 0.56e9}
+
+
+def gpu_named(name: str, option: str = "--gpu") -> Gpu:
+    """A card by its short name."""
+    if name.lower() not in GPUS:
+        raise bad_value(option, name, GPUS)
+    return GPUS[name.lower()]
+
+
+def recognise(title: str) -> Gpu | None:
+    """The card that a driver calls `title`, like "NVIDIA A100-SXM4-40GB"; None where no sheet is here."""
+    plain = title.lower().replace(" ", "").replace("-", "")
+    for name in sorted(GPUS, key=len, reverse=True):
+        model, _, size = name.partition("-")
+        if model in plain and (not size or f"{size}gb" in plain):
+            return GPUS[name]
+    return None
+
+
+def rates_of(machine: Machine) -> Rates:
+    """What each card of a machine gets: the host's cores and memory are shared equally."""
+    gpu, host, n = machine.gpu, machine.host, machine.num_gpus
+    out, back, duplex = _PCIE[gpu.pcie]
+    dram = host.dram_rate / n
+    alone = {
+        states: min(_OF_DRAM * dram / moved, host.cores / n * _A_CORE[states])
+        for states, moved in HOST_BYTES_MOVED.items()
+    }
+    # Copies both ways use the same memory: at 100 of 150 GB/s they left 0.6 of the updates.
+    left = max(0.3, 1.0 - 0.6 * 2.0 * duplex / dram)
+    return Rates(
+        out_bytes=out,
+        in_bytes=back,
+        duplex_bytes=duplex,
+        host_params=alone,
+        host_params_copying={states: rate * left for states, rate in alone.items()},
+        device_bytes=gpu.memory_rate,
+        flops=gpu.tflops * 1e12,
+    )
+
+
+def link_rate(machine: Machine) -> float:
+    """Bytes a second each way between the cards."""
+    return machine.gpu.link_rate or _PCIE[machine.gpu.pcie][2] / 2.0  # over PCIe what comes also goes

@@ -1,0 +1,249 @@
+"""Which bucket's state lives where: the least predicted step that fits.
+
+What is needed first and complete last has no time for a way over the host: state becomes resident from the input side
+on. The more of it is resident, the less the host has to do; from the point where the GPU alone decides, more would
+only cost memory. Streamed buckets share the work between GPU and host, and are taken where they clearly win.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Final
+
+from twinflow.errors import bad_value
+from twinflow.planner.formats import STATES, StateBytes, state_bytes
+from twinflow.planner.rates import Rates
+from twinflow.planner.simulate import NUM_STAGES, Gate, Item, Prediction, Timing, Ways, predict
+
+CLOSE: Final = 1.005  # steps that differ by less are equally good: the one with less GPU memory is taken
+STREAM_WIN: Final = 1.02  # what streaming must win to be taken
+_SHARES: Final = (0.25, 0.5, 0.75, 1.0)  # of what is not resident, tried as streamed
+_NUM_TRIES: Final = 16
+_NUM_RATIOS: Final = 8
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes left for optimizer state: beside weights, gradients and activations; beside rings and the process."""
+
+    gpu_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A place for every item, in the order they were given."""
+
+    places: tuple[str, ...]
+    prediction: Prediction
+    why: str
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best share of elements whose state is not resident."""
+
+    ratio: float
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Everything a placement is judged by."""
+
+    items: Sequence[Item]
+    timing: Timing
+    rates: Rates
+    states: str
+    gate: Gate
+    size: StateBytes
+    ways: Ways
+
+    def run(self, places: Sequence[str]) -> Prediction:
+        """What the step would take."""
+        placed = [replace(item, place=place) for item, place in zip(self.items, places, strict=True)]
+        return predict(placed, self.timing, self.rates, self.states, self.gate, self.ways)
+
+    def used(self, places: Sequence[str]) -> Room:
+        """What the state would take."""
+        numel = {p: sum(i.numel for i, q in zip(self.items, places, strict=True) if q == p) for p in set(places)}
+        largest = max((i.numel for i, p in zip(self.items, places, strict=True) if p == "streamed"), default=0)
+        gpu = numel.get("resident", 0) * self.size.resident + NUM_STAGES * largest * self.size.streamed
+        host = numel.get("host", 0) * self.size.host + numel.get("streamed", 0) * self.size.streamed
+        return Room(int(gpu), int(host))
+
+
+def choose(
+    items: Sequence[Item],
+    timing: Timing,
+    rates: Rates,
+    states: str,
+    gate: Gate,
+    room: Room,
+    size: StateBytes | None = None,
+    ways: Ways | None = None,
+) -> Choice:
+    """The placement with the least predicted step; of those that come close, the one with the least GPU memory.
+
+    The items' own places are not looked at. ValueError where nothing fits.
+    """
+    case = _Case(items, timing, rates, states, gate, size or state_bytes(states), ways or Ways())
+    order = input_side_first(items)
+
+    @cache
+    def tried(num_resident: int, share: float) -> tuple[tuple[str, ...], Prediction] | None:
+        """A placement and its step; None where it does not fit."""
+        places = place(len(items), order, num_resident, share)
+        used = case.used(places)
+        if used.gpu_bytes > room.gpu_bytes or used.host_bytes > room.host_bytes:
+            return None
+        return places, case.run(places)
+
+    found = _fewest(lambda n: tried(n, 0.0), len(items))
+    for share in _SHARES if not case.ways.delayed else ():
+        streamed = _fewest(lambda n, share=share: tried(n, share), len(items))  # type: ignore[misc]
+        if streamed is not None and (found is None or streamed[1].step_s * STREAM_WIN < found[1].step_s):
+            found = streamed
+    if found is None:
+        raise _nothing_fits(case, room)
+    return Choice(*found, _reason(found[0], found[1], timing))
+
+
+def best_ratio(
+    items: Sequence[Item],
+    timing: Timing,
+    rates: Rates,
+    states: str,
+    gate: Gate,
+    room: Room,
+    size: StateBytes | None = None,
+    ways: Ways | None = None,
+) -> Best:
+    """The share of elements that should not be resident, without streaming, the boundary anywhere in a bucket."""
+    size = size or state_bytes(states)
+    total = max(1, sum(item.numel for item in items))
+    least = max(0.0, 1.0 - room.gpu_bytes / (size.resident * total))
+    most = min(1.0, room.host_bytes / (size.host * total))
+    if least > most:
+        case = _Case(items, timing, rates, states, gate, size, ways or Ways())
+        raise _nothing_fits(case, room)
+
+    @cache
+    def run(ratio: float) -> Prediction:
+        return predict(at_ratio(items, ratio), timing, rates, states, gate, ways)
+
+    grid = {least + (most - least) * i / _NUM_RATIOS for i in range(_NUM_RATIOS + 1)}
+    goal = CLOSE * min(run(ratio).step_s for ratio in grid)
+    # The largest good ratio has the least GPU memory; it lies between the largest good one here and the next.
+    low = max(ratio for ratio in grid if run(ratio).step_s <= goal)
+    high = min((ratio for ratio in grid if ratio > low), default=low)
+    for _ in range(5 if high > low else 0):
+        middle = (low + high) / 2
+        low, high = (middle, high) if run(middle).step_s <= goal else (low, middle)
+    return Best(low, run(low))
+
+
+def at_ratio(items: Sequence[Item], ratio: float) -> list[Item]:
+    """The items with a share of `ratio` on the host: from the output side, one item cut in two where need be."""
+    left = round((1.0 - ratio) * sum(item.numel for item in items))
+    placed: list[Item] = []
+    for i in input_side_first(items):
+        item = items[i]
+        numel = min(item.numel, left)
+        left -= numel
+        if numel:
+            placed.append(replace(item, numel=numel, place="resident"))
+        if numel < item.numel:
+            placed.append(replace(item, numel=item.numel - numel, place="host"))
+    return placed
+
+
+def input_side_first(items: Sequence[Item]) -> list[int]:
+    """Indices by need; of those needed at the same time, the one whose gradient comes last first."""
+    return sorted(range(len(items)), key=lambda i: (items[i].need, -items[i].ready))
+
+
+def place(num_items: int, order: Sequence[int], num_resident: int, share: float) -> tuple[str, ...]:
+    """The first of the order resident; of the others a share streamed, evenly spread; what is left on the host."""
+    places = ["host"] * num_items
+    for i in order[:num_resident]:
+        places[i] = "resident"
+    for k, i in enumerate(order[num_resident:]):
+        if int((k + 1) * share) > int(k * share):
+            places[i] = "streamed"
+    return tuple(places)
+
+
+def _fewest(
+    tried: Callable[[int], tuple[tuple[str, ...], Prediction] | None], num_items: int
+) -> tuple[tuple[str, ...], Prediction] | None:
+    """The best over the number of resident items, and of those close to it the one with fewest.
+
+    Looks at some numbers across the range, then halves the gap below the fewest good one of them.
+    """
+    grid = sorted({round(num_items * i / _NUM_TRIES) for i in range(_NUM_TRIES + 1)} | _edges(tried, num_items))
+    results = {n: result for n in grid if (result := tried(n)) is not None}
+    if not results:
+        return None
+    goal = CLOSE * min(prediction.step_s for _, prediction in results.values())
+    high = min(n for n, (_, prediction) in results.items() if prediction.step_s <= goal)
+    low = max((n for n in grid if n < high), default=high)
+    found = results[high]
+    while high - low > 1:
+        middle = (low + high) // 2
+        result = tried(middle)
+        if result is not None and result[1].step_s <= goal:
+            high, found = middle, result
+        else:
+            low = middle
+    return found
+
+
+def _edges(tried: Callable[[int], object | None], num_items: int) -> set[int]:
+    """The fewest and the most that fit: memory is monotone, so what fits is one run of numbers."""
+    fits = next((n for n in range(num_items + 1) if tried(n) is not None), None)
+    if fits is None:
+        return set()
+    low, high = fits, num_items + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if tried(middle) is not None else (low, middle)
+    return {fits, low}
+
+
+def _reason(places: Sequence[str], prediction: Prediction, timing: Timing) -> str:
+    """One line for a log."""
+    count = {name: places.count(name) for name in ("resident", "host", "streamed") if name in places}
+    shares = ", ".join(f"{n} {name}" for name, n in count.items())
+    over = 100.0 * (prediction.step_s / timing.gpu_s - 1.0) if timing.gpu_s else 0.0
+    return (
+        f"{shares} of {len(places)} buckets; predicted step {prediction.step_s:.3f} s, {over:.0f}% over the GPU alone"
+    )
+
+
+def _nothing_fits(case: _Case, room: Room) -> ValueError:
+    """What is missing, and what would fit."""
+    total = sum(item.numel for item in case.items)
+    most_resident = min(total, int(room.gpu_bytes / case.size.resident)) if room.gpu_bytes > 0 else 0
+    missing = (total - most_resident) * case.size.host - room.host_bytes
+    needed = f"{_gb(total * case.size.host)} of {case.states} state in the host's and the GPU's free memory"
+    remedies = []
+    for other in STATES[STATES.index(case.states) + 1 :]:
+        size = state_bytes(other)
+        resident = min(total, max(0, room.gpu_bytes) / size.resident)
+        if (total - resident) * size.host <= room.host_bytes:
+            remedies.append(f'states "{other}" would fit')
+            break
+    if case.gate.clips:
+        remedies.append("without clipping no gradient waits and leaves its memory to the state")
+    remedies.append("a smaller batch or activation checkpointing frees GPU memory")
+    have = f"{_gb(room.host_bytes)} on the host and {_gb(room.gpu_bytes)} on the GPU for state"
+    remedy = "; ".join(remedies)
+    allowed = f"{needed}; {_gb(missing)} are missing"
+    return bad_value("free memory", have, allowed, remedy[0].upper() + remedy[1:])
+
+
+def _gb(count: float) -> str:
+    return f"{max(0.0, count) / 1e9:.1f} GB"

@@ -1,0 +1,350 @@
+"""What this machine does in a second, measured in about three.
+
+What is measured
+----------------
+- Copies between page-locked host memory and the device, 128 MiB each: out alone, in alone, both at once on two streams
+  (the rate of each way while the other runs, until the slower is done). Without a GPU they are copies in memory.
+- AdamW updates on the host for each state format, with the native kernel and its pool as it is set up at that moment:
+  bf16 gradient and weight (page-locked, as in training), the master's lower halves and the states (on huge pages).
+  Calls of 8 M parameters walk over 64 M, far beyond any cache. Once alone, once while both copies run without a
+  pause: both then share the host's memory, and this is the rate that a training step sees.
+- Device memory: one elementwise operation from 256 MiB to another 256 MiB, bytes read and written.
+- Matrix products: the three of a linear layer's forward and backward, 4096 wide, in bf16 (without a GPU 512, fp32). On
+  random numbers: a GPU multiplies zeros faster than anything that is trained.
+
+Every number gets the same share of the budget; a fifth of it goes into waking clocks and links, the rest into samples
+of some milliseconds, whose median counts. Making buffers, and each operation's first call, come on top.
+
+Where memory is short all buffers of a stage are halved until they fit. A stage that has no room at all gets low
+numbers that are not measured; `flops` is then 0, which says so, and such rates are not kept.
+
+Everything is given back, the caching allocator's memory too. Only cuBLAS keeps its workspace for the calling thread:
+the first product of training would make it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Final, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from twinflow import native
+from twinflow.device import Device, Event, Stream, device_for
+from twinflow.errors import bad_value
+from twinflow.native.cgroup import cgroup_folders, read_text
+from twinflow.planner.rate_cache import is_sane, machine_facts, rates_file, read_rates, write_rates
+from twinflow.planner.rates import Rates
+from twinflow.rules import ADAMW
+from twinflow.rules.formats import rounding_key
+from twinflow.rules.segment import Segment, Store, check_format, new_states
+
+FORMATS: Final = ("fp32", "bf16", "int8")
+_COPY_BYTES: Final = 128 << 20
+_HOST_NUMEL: Final = 1 << 26
+_CALL_NUMEL: Final = 1 << 23  # so much work that waking the pool does not count
+_TORCH_CALL_NUMEL: Final = 1 << 18  # without the native library updates are slow
+_MEMORY_NUMEL: Final = 1 << 26  # 256 MiB of fp32
+_WIDTH: Final = 4096
+_CPU_WIDTH: Final = 512
+_SMALLEST_PART: Final = 256
+_PEAK_BYTES: Final = 4 * _COPY_BYTES + 14 * _HOST_NUMEL  # host memory at its highest: without a GPU, with fp32 states
+_SAMPLE_S: Final = 0.004  # long beside the microseconds of a launch and a wait
+_MIN_SAMPLES: Final = 3
+_MAX_IN_FLIGHT: Final = 2
+_UNMEASURED_BYTES: Final = 1e9
+_UNMEASURED_PARAMS: Final = 1e8
+_OPTIONS: Final = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|ALLOC_FAILED", re.IGNORECASE)
+
+Work = Callable[[int], None]  # does something that many times, and waits for it
+T = TypeVar("T")
+
+
+class Probed(NamedTuple):
+    """Rates, the seconds it took to have them, and whether they came from a file."""
+
+    rates: Rates
+    seconds: float
+    is_cached: bool
+
+
+def load_or_measure(device: torch.device, *, folder: Path | None = None, refresh: bool = False) -> Rates:
+    """This machine's rates: from the cache, or measured and put there. `refresh` measures in any case."""
+    return probe(device, folder=folder, refresh=refresh).rates
+
+
+def probe(device: torch.device, *, folder: Path | None = None, refresh: bool = False) -> Probed:
+    """`load_or_measure` for those who tell how it went."""
+    start = time.perf_counter()
+    facts = machine_facts(device)
+    path = rates_file(facts, folder)
+    rates = None if refresh else read_rates(path, facts, FORMATS)
+    is_cached = rates is not None
+    if rates is None:
+        rates = measure(device)
+        if is_sane(rates, FORMATS):
+            write_rates(path, facts, rates)
+    return Probed(rates, time.perf_counter() - start, is_cached)
+
+
+def measure(device: torch.device, formats: Sequence[str] = FORMATS, budget_s: float = 3.0) -> Rates:
+    """Measure now, in `budget_s` seconds and the time it takes to make the buffers."""
+    for format in formats:
+        check_format(ADAMW, format)
+    if not budget_s > 0:
+        raise bad_value("budget_s", budget_s, "a number > 0")
+    share_s = budget_s / (5 + 2 * len(formats))
+    is_cuda = device.type == "cuda"
+    host_part = _fitting_part(_free_host_bytes())
+    device_part = 1 if is_cuda else host_part
+    # Threads of ours write these tensors: in inference mode only the calling thread might.
+    with torch.cuda.device(device) if is_cuda else nullcontext(), torch.inference_mode(False), torch.no_grad():
+        host = _halve_until_it_fits(partial(_measure_host, device, formats, share_s), host_part)
+        memory = _halve_until_it_fits(partial(_measure_memory, device, share_s), device_part)
+        flops = _halve_until_it_fits(partial(_measure_products, device, share_s), device_part)
+    is_complete = host is not None and memory is not None
+    host = host or _HostRates.unmeasured(formats)
+    return Rates(
+        out_bytes=host.out_bytes,
+        in_bytes=host.in_bytes,
+        duplex_bytes=host.duplex_bytes,
+        host_params=host.params,
+        host_params_copying=host.params_copying,
+        device_bytes=memory or _UNMEASURED_BYTES,
+        flops=(flops or 0.0) if is_complete else 0.0,
+    )
+
+
+def _halve_until_it_fits(work: Callable[[int], T], first_part: int) -> T | None:
+    """What work(part) gives with buffers of 1/part of their size; None where no size fits."""
+    part = first_part
+    while part <= _SMALLEST_PART:
+        try:
+            return work(part)
+        except (MemoryError, RuntimeError) as error:  # torch's own are RuntimeErrors, the host's have no class
+            if not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
+                raise
+        finally:
+            torch.cuda.empty_cache()  # by now all tensors of this try are gone; does nothing where there is no CUDA
+        part *= 2
+    return None
+
+
+def _fitting_part(free_bytes: int) -> int:
+    """The least power of two by which buffers must be divided to take at most a quarter of the host's free memory."""
+    part = 1
+    while part < _SMALLEST_PART and free_bytes * part < 4 * _PEAK_BYTES:
+        part *= 2
+    return part
+
+
+class _HostRates(NamedTuple):
+    """What goes through the host's memory."""
+
+    out_bytes: float
+    in_bytes: float
+    duplex_bytes: float
+    params: dict[str, float]
+    params_copying: dict[str, float]
+
+    @staticmethod
+    def unmeasured(formats: Sequence[str]) -> _HostRates:
+        params = dict.fromkeys(formats, _UNMEASURED_PARAMS)
+        return _HostRates(_UNMEASURED_BYTES, _UNMEASURED_BYTES, _UNMEASURED_BYTES, params, dict(params))
+
+
+def _measure_host(device: torch.device, formats: Sequence[str], share_s: float, part: int) -> _HostRates:
+    """Copies, updates, and both at once."""
+    streams = device_for(device)
+    try:
+        copies = _Copies(streams, device, _COPY_BYTES // part)
+        rates = [copies.num_bytes / _seconds_each(work, share_s) for work in (copies.out, copies.back, copies.both)]
+        alone, copying = {}, {}
+        numel = _HOST_NUMEL // part
+        grad, weight = (_random_pinned(streams, numel, scale) for scale in (1e-2, 2e-2))
+        for format in formats:
+            lower = native.huge_zeros(numel, dtype=torch.int16)
+            store = Store(format, lower, weight, *new_states(ADAMW, format, numel, native.huge_zeros))
+            call_numel, work = _updates(grad, store)
+            alone[format] = call_numel / _seconds_each(work, share_s)
+            with copies.running():
+                copying[format] = call_numel / _seconds_each(work, share_s)
+            del lower, store, work  # before the next format's are made
+        return _HostRates(rates[0], rates[1], rates[2], alone, copying)
+    finally:
+        streams.close()
+
+
+def _random_pinned(streams: Device, numel: int, scale: float) -> Tensor:
+    """Normal numbers; a pattern repeated, because drawing them all would take longer than measuring."""
+    pattern = torch.randn(min(numel, 1 << 18), generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    tensor = streams.pinned(numel, torch.bfloat16)
+    tensor.view(-1, pattern.numel()).copy_(pattern * scale)
+    return tensor
+
+
+def _updates(grad: Tensor, store: Store) -> tuple[int, Work]:
+    """Parameters in a call, and calls that walk over the store round and round."""
+    numel = grad.numel()
+    call_numel = min(_CALL_NUMEL if native.available() else _TORCH_CALL_NUMEL, numel // 2)
+    hyper, key = ADAMW.hyper(_OPTIONS, 10), rounding_key(10, 1)
+    turns = itertools.cycle(
+        [
+            Segment(ADAMW, hyper, grad.narrow(0, at, call_numel), store.narrow(at, call_numel), key=key)
+            for at in range(0, numel, call_numel)
+        ]
+    )
+
+    def work(count: int) -> None:
+        for _ in range(count):
+            native.update([next(turns)], check=False)
+
+    return call_numel, work
+
+
+class _Copies:
+    """Two buffers on either side and a stream each way, so that both ways run at once and share nothing."""
+
+    def __init__(self, streams: Device, device: torch.device, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._out, self._in = streams.stream("out"), streams.stream("in")
+        # Written before they are read: memory that nobody has written is one page of zeros, and quick to read.
+        self._host = [streams.pinned(num_bytes, torch.uint8).zero_() for _ in range(2)]
+        self._device = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        _wait(device)  # the copies' streams do not wait for the one that made the zeros
+
+    def out(self, count: int) -> None:
+        """Device to host."""
+        for _ in range(count):
+            self._queue_out()
+        self._out.synchronize()
+
+    def back(self, count: int) -> None:
+        """Host to device."""
+        for _ in range(count):
+            self._queue_in()
+        self._in.synchronize()
+
+    def both(self, count: int) -> None:
+        """Each way so many, until both are done."""
+        for _ in range(count):
+            self._queue_out()
+            self._queue_in()
+        self._out.synchronize()
+        self._in.synchronize()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Both ways without a pause. A thread for each: the faster one must not wait for the slower."""
+        stop = threading.Event()
+        with ThreadPoolExecutor(2) as executor:
+            ways = ((self._out, self._queue_out), (self._in, self._queue_in))
+            threads = [executor.submit(_keep_busy, stream, queue, stop) for stream, queue in ways]
+            try:
+                yield
+            finally:
+                stop.set()
+            for thread in threads:
+                thread.result()
+
+    def _queue_out(self) -> None:
+        self._out.run(lambda: self._host[0].copy_(self._device[0], non_blocking=True))
+
+    def _queue_in(self) -> None:
+        self._in.run(lambda: self._device[1].copy_(self._host[1], non_blocking=True))
+
+
+def _keep_busy(stream: Stream, queue: Callable[[], None], stop: threading.Event) -> None:
+    events: deque[Event] = deque()
+    while not stop.is_set():
+        queue()
+        events.append(stream.record())
+        if len(events) > _MAX_IN_FLIGHT:
+            events.popleft().synchronize()  # asleep, so that the pool has this core
+    stream.synchronize()
+
+
+def _measure_memory(device: torch.device, share_s: float, part: int) -> float:
+    """Bytes a second that an elementwise operation reads and writes."""
+    numel = _MEMORY_NUMEL // part
+    source, target = (torch.ones(numel, dtype=torch.float32, device=device) for _ in range(2))
+
+    def work(count: int) -> None:
+        for _ in range(count):
+            torch.mul(source, 0.5, out=target)
+        _wait(device)
+
+    return (source.nbytes + target.nbytes) / _seconds_each(work, share_s)
+
+
+def _measure_products(device: torch.device, share_s: float, part: int) -> float:
+    """Operations a second of a linear layer: the products of its forward, its input's and its weight's gradient."""
+    is_cuda = device.type == "cuda"
+    width, dtype = max((_WIDTH if is_cuda else _CPU_WIDTH) // part, 64), torch.float32
+    if is_cuda:  # before Ampere there are no units for bf16, and training takes fp16
+        dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    generator = torch.Generator(device).manual_seed(0)
+    inputs, weight, grad = (
+        torch.randn(width, width, generator=generator, dtype=dtype, device=device) for _ in range(3)
+    )
+
+    def work(count: int) -> None:
+        for _ in range(count):
+            linear(inputs, weight)
+            torch.mm(grad, weight)
+            torch.mm(grad.t(), inputs)
+        _wait(device)
+
+    return 3 * 2 * width**3 / _seconds_each(work, share_s)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _seconds_each(work: Work, share_s: float, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Median seconds of one time, in about `share_s`."""
+    work(1)  # the first call loads and allocates
+    begin = before = clock()
+    while True:
+        work(1)
+        now = clock()
+        once_s, before = now - before, now
+        if now - begin >= share_s / 5:
+            break
+    count = max(1, round(_SAMPLE_S / max(once_s, 1e-6)))
+    samples: list[float] = []
+    while len(samples) < _MIN_SAMPLES or before - begin < share_s:
+        work(count)
+        now = clock()
+        samples.append((now - before) / count)
+        before = now
+    return median(samples)
+
+
+def _free_host_bytes(root: Path = Path("/")) -> int:
+    """What the machine has available, or the least that a control group leaves of it; much where nothing is known."""
+    found = re.findall(r"^MemAvailable:\s+(\d+) kB$", read_text(root / "proc/meminfo"), flags=re.MULTILINE)
+    free = [int(kib) * 1024 for kib in found]
+    for folder in cgroup_folders("memory", root):
+        limit = read_text(folder / "memory.max") or read_text(folder / "memory.limit_in_bytes")
+        used = read_text(folder / "memory.current") or read_text(folder / "memory.usage_in_bytes")
+        if limit.isdigit() and used.isdigit():
+            # File cache counts as used, but is given back under pressure.
+            cache = re.search(r"^(?:total_)?inactive_file (\d+)$", read_text(folder / "memory.stat"), re.MULTILINE)
+            free.append(max(0, int(limit) - int(used) + (int(cache.group(1)) if cache else 0)))
+    return min(free, default=4 * _PEAK_BYTES)

@@ -1,0 +1,348 @@
+"""One training step, predicted: what the runtime does with every bucket, played through without doing it.
+
+Four things work at the same time: the GPU, a copy channel each way, and the host's worker. Between two events each of
+them has a constant rate, which depends on what the others do: copies slow each other and the host down. So time jumps
+from event to event, and a step of sixty buckets takes some milliseconds to play. Steps are played until one takes as
+long as the one before it: an update that runs into the next forward is then counted where it hurts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Final
+
+from twinflow.planner.rates import Rates
+
+PLACES: Final = ("resident", "host", "streamed")
+# Bytes a parameter for bf16 weights: what an update on the GPU reads and writes there, and what a streamed state is.
+DEVICE_BYTES: Final = {"fp32": 26.0, "bf16": 18.0, "int8": 14.125}
+STREAMED_BYTES: Final = {"fp32": 10.0, "bf16": 6.0, "int8": 4.0625}
+
+NUM_STAGES: Final = 3  # streamed buckets on the GPU at a time: one comes, one is updated, one goes
+_HOST_TASK_S: Final = 3e-4  # between two updates: threads wake, a bucket is picked
+_COPY_TASK_S: Final = 2e-4  # between two copies: the mover looks for the next
+_GATE_S: Final = 1e-3  # from the end of backward until the host has read the norm
+_MAX_STEPS: Final = 6
+_SAME: Final = 2e-3  # steps that differ by less are the same
+_EPS: Final = 1e-9
+
+
+@dataclass(frozen=True)
+class Item:
+    """A bucket: how large, where its state lives, when its gradient is complete and when its weights are needed."""
+
+    numel: int
+    place: str
+    ready: float  # seconds into the last backward
+    need: float  # seconds into the next step's first forward
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Forward and backward of one micro-batch, alone on the GPU."""
+
+    forward_s: float
+    backward_s: float
+    micro_batches: int = 1
+
+    @property
+    def gpu_s(self) -> float:
+        """A step without any update."""
+        return self.micro_batches * (self.forward_s + self.backward_s)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Whether updates wait for the gradient norm, and how many elements may run ahead of it, into shadows."""
+
+    clips: bool
+    ahead_numel: int = 0
+
+
+@dataclass(frozen=True)
+class Ways:
+    """What travels, and how."""
+
+    grad_bytes: float = 2.0  # a parameter, out
+    weight_bytes: float = 2.0  # a parameter, back
+    num_slots: int = 4  # gradients on the host at a time
+    delayed: bool = False  # an update may take a whole step
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A steady step."""
+
+    step_s: float
+    bound_by: str  # "gpu", "host", "copies" or "gate"
+    host_busy_s: float
+    out_s: float
+    in_s: float
+    waited_s: float  # the GPU, for weights
+
+
+def predict(
+    items: Sequence[Item], timing: Timing, rates: Rates, states: str, gate: Gate, ways: Ways | None = None
+) -> Prediction:
+    """The steady step of a run whose buckets are `items`."""
+    ways = ways or Ways()
+    if ways.delayed:
+        return _delayed(items, timing, rates, states, ways)
+    play = _Play(items, timing, rates, states, gate, ways)
+    last = play.step()
+    for _ in range(_MAX_STEPS):
+        this = play.step()
+        if abs(this.step_s - last.step_s) <= _SAME * last.step_s:
+            break
+        last = this
+    return this
+
+
+def _delayed(items: Sequence[Item], timing: Timing, rates: Rates, states: str, ways: Ways) -> Prediction:
+    """Everything has a whole step: the longest of what runs at the same time decides."""
+    numel = {place: sum(i.numel for i in items if i.place == place) for place in PLACES}
+    on_gpu = (numel["resident"] + numel["streamed"]) * DEVICE_BYTES[states] / rates.device_bytes
+    stream = numel["streamed"] * STREAMED_BYTES[states]
+    out_s = (numel["host"] * ways.grad_bytes + stream) / rates.duplex_bytes
+    in_s = (numel["host"] * ways.weight_bytes + stream) / rates.duplex_bytes
+    host_s = numel["host"] / rates.host_params[states] + _HOST_TASK_S * sum(i.place == "host" for i in items)
+    gpu_s = timing.gpu_s + on_gpu
+    longest = {"gpu": gpu_s, "host": host_s, "copies": max(out_s, in_s)}
+    bound = max(longest, key=lambda name: longest[name])
+    return Prediction(longest[bound], bound, host_s, out_s, in_s, longest[bound] - gpu_s)
+
+
+class _Play:
+    """The machine and the board, as `offload/threads.py` moves them."""
+
+    def __init__(
+        self, items: Sequence[Item], timing: Timing, rates: Rates, states: str, gate: Gate, ways: Ways
+    ) -> None:
+        self.items, self.timing, self.rates, self.gate, self.ways = items, timing, rates, gate, ways
+        self.device_s = [item.numel * DEVICE_BYTES[states] / rates.device_bytes for item in items]
+        self.stream_bytes = STREAMED_BYTES[states]
+        host, copying = rates.host_params[states], rates.host_params_copying[states]
+        self.host_rates = (host, 0.5 * (host + copying), copying)  # by the number of directions that copy
+        self.program = self._program()
+        self.is_fresh = [True] * len(items)  # the weights on the GPU are those the next forward needs
+        self.has_grad = [False] * len(items)
+        self.is_staged = [False] * len(items)
+        order = [i for i, item in enumerate(items) if item.place == "streamed"]
+        # State comes in the order in which it can be used: as gradients are made, or, after the norm, as needed.
+        self.stream_order = sorted(order, key=lambda i: items[i].need if gate.clips else items[i].ready)
+        self.next_stage, self.free_stages, self.free_slots = 0, NUM_STAGES, ways.num_slots
+        self.to_out: list[tuple[float, int]] = []  # heaps by need: gradients complete on the GPU,
+        self.arrived: list[tuple[float, int]] = []  # gradients on the host,
+        self.to_send: list[tuple[float, int]] = []  # weights updated on the host
+        self.ahead: list[int] = []  # updated before the gate
+        self.to_store: list[int] = []  # streamed states to go back
+        self.out: tuple[str, int] | None = None  # what runs now, and how much of it is left
+        self.back: tuple[str, int] | None = None
+        self.update: int | None = None
+        self.out_left = self.back_left = self.update_left = 0.0
+        self.is_open, self.ahead_left, self.gate_in = True, 0, -1.0
+        self.debt_s = 0.0  # updates on the GPU that come before what it does next
+
+    def _program(self) -> list[tuple[str, float]]:
+        """What the GPU does in a step, in order: work for some seconds, wait for weights, complete a gradient."""
+        timing, program = self.timing, [("begin", 0.0)]
+        at = 0.0
+        for i in sorted(range(len(self.items)), key=lambda i: self.items[i].need):
+            item = self.items[i]
+            need = min(max(item.need, at), timing.forward_s)
+            program += [("work", need - at), ("wait", i)]
+            if item.place == "resident" and self.gate.clips:
+                program.append(("work", self.device_s[i]))
+            at = need
+        between = (timing.micro_batches - 1) * (timing.forward_s + timing.backward_s)
+        program += [("work", timing.forward_s - at + between), ("close", 0.0)]
+        at = 0.0
+        for i in sorted(range(len(self.items)), key=lambda i: self.items[i].ready):
+            ready = min(max(self.items[i].ready, at), timing.backward_s)
+            program += [("work", ready - at), ("ready", i)]
+            at = ready
+        return [p for p in (*program, ("work", timing.backward_s - at), ("end", 0.0)) if p[0] != "work" or p[1] > 0]
+
+    def step(self) -> Prediction:
+        """Play one more step, and say how long it took."""
+        self.now = self.host_s = self.out_s = self.in_s = self.waited_s = self.gated_s = 0.0
+        for what, value in self.program:
+            if what == "work":
+                self._run(value)
+            elif what == "wait":
+                i = int(value)
+                before = self.now
+                while not self.is_fresh[i] or self.debt_s > _EPS:
+                    self._advance(self.debt_s if self.debt_s > _EPS else None)
+                self.waited_s += self.now - before
+            elif what == "ready":
+                self._ready(int(value))
+            elif what == "close" and self.gate.clips:
+                self.is_open, self.ahead_left = False, self.gate.ahead_numel
+            elif what == "end" and self.gate.clips:
+                self.gate_in = _GATE_S
+        return Prediction(self.now, self._bound_by(), self.host_s, self.out_s, self.in_s, self.waited_s)
+
+    def _bound_by(self) -> str:
+        if self.waited_s < 0.03 * self.now:
+            return "gpu"
+        if self.gated_s > 0.5 * self.waited_s:
+            return "gate"
+        return "host" if self.host_s >= max(self.out_s, self.in_s) else "copies"
+
+    def _run(self, seconds: float) -> None:
+        """The GPU works, and pays for updates of its own first."""
+        while seconds > _EPS or self.debt_s > _EPS:
+            is_paying = self.debt_s > _EPS
+            taken = self._advance(self.debt_s if is_paying else seconds)
+            if not is_paying:
+                seconds -= taken
+
+    def _ready(self, i: int) -> None:
+        item = self.items[i]
+        if item.place == "resident":
+            if not self.gate.clips:
+                self.debt_s += self.device_s[i]
+            return
+        self.is_fresh[i] = False
+        if item.place == "host":
+            heappush(self.to_out, (item.need, i))
+        else:
+            self.has_grad[i] = True
+            self._try_streamed(i)
+
+    def _advance(self, limit: float | None) -> float:
+        """To the next event, at most `limit` seconds of the GPU's own work; how long that was."""
+        self._start()
+        rates = self.rates
+        copies = (self.out is not None) + (self.back is not None)
+        out_rate = rates.duplex_bytes if copies == 2 else rates.out_bytes
+        back_rate = rates.duplex_bytes if copies == 2 else rates.in_bytes
+        host_rate = self.host_rates[copies]
+        seconds = limit if limit is not None else float("inf")
+        if self.out is not None:
+            seconds = min(seconds, self.out_left / out_rate)
+        if self.back is not None:
+            seconds = min(seconds, self.back_left / back_rate)
+        if self.update is not None:
+            seconds = min(seconds, self.update_left / host_rate)
+        if self.gate_in > 0.0:
+            seconds = min(seconds, self.gate_in)
+        assert seconds < float("inf"), "the step waits for weights that nobody makes"
+        self.now += seconds
+        self.debt_s = max(0.0, self.debt_s - seconds)
+        if self.gate_in > 0.0:
+            self.gate_in -= seconds
+            if self.gate_in <= _EPS:
+                self._open()
+        if self.out is not None:
+            self.out_s += seconds
+            self.out_left -= seconds * out_rate
+            if self.out_left <= 1.0:
+                self._out_done()
+        if self.back is not None:
+            self.in_s += seconds
+            self.back_left -= seconds * back_rate
+            if self.back_left <= 1.0:
+                self._back_done()
+        if self.update is not None:
+            self.host_s += seconds
+            self.update_left -= seconds * host_rate
+            if self.update_left <= 1.0:
+                self._update_done()
+        elif not self.is_open and self.to_out:
+            self.gated_s += seconds
+        return seconds
+
+    def _start(self) -> None:
+        """Give work to whoever has none."""
+        if self.update is None and self.arrived:
+            self.update = heappop(self.arrived)[1]
+            self.update_left = self.items[self.update].numel + _HOST_TASK_S * self.host_rates[0]
+        if self.out is None:
+            self._start_out()
+        if self.back is None:
+            self._start_back()
+
+    def _start_out(self) -> None:
+        if self.to_out and self.free_slots and (i := self._next_out()) is not None:
+            self.free_slots -= 1
+            self.out, moved = ("grad", i), self.items[i].numel * self.ways.grad_bytes
+        elif self.to_store:
+            i = self.to_store.pop(0)
+            self.out, moved = ("state", i), self.items[i].numel * self.stream_bytes
+        else:
+            return
+        self.out_left = moved + _COPY_TASK_S * self.rates.out_bytes
+
+    def _next_out(self) -> int | None:
+        """The gradient needed first of those that may be updated: before the gate, those that find a shadow."""
+        if self.is_open:
+            return heappop(self.to_out)[1]
+        found = next((e for e in sorted(self.to_out) if self.items[e[1]].numel <= self.ahead_left), None)
+        if found is None:
+            return None
+        self.to_out.remove(found)
+        self.to_out.sort()  # a sorted list is a heap
+        self.ahead_left -= self.items[found[1]].numel
+        return found[1]
+
+    def _start_back(self) -> None:
+        if self.to_send:
+            i = heappop(self.to_send)[1]
+            self.back, moved = ("weight", i), self.items[i].numel * self.ways.weight_bytes
+        elif self.stream_order and self.free_stages:
+            i = self.stream_order[self.next_stage]
+            if self.is_staged[i]:
+                return
+            self.next_stage = (self.next_stage + 1) % len(self.stream_order)
+            self.free_stages -= 1
+            self.back, moved = ("state", i), self.items[i].numel * self.stream_bytes
+        else:
+            return
+        self.back_left = moved + _COPY_TASK_S * self.rates.in_bytes
+
+    def _out_done(self) -> None:
+        assert self.out is not None
+        (kind, i), self.out = self.out, None
+        if kind == "grad":
+            heappush(self.arrived, (self.items[i].need, i))
+        else:
+            self.is_staged[i] = False
+            self.free_stages += 1
+
+    def _back_done(self) -> None:
+        assert self.back is not None
+        (kind, i), self.back = self.back, None
+        if kind == "weight":
+            self.is_fresh[i] = True
+        else:
+            self.is_staged[i] = True
+            self._try_streamed(i)
+
+    def _update_done(self) -> None:
+        assert self.update is not None
+        i, self.update = self.update, None
+        self.free_slots += 1
+        if self.is_open:
+            heappush(self.to_send, (self.items[i].need, i))
+        else:
+            self.ahead.append(i)
+
+    def _open(self) -> None:
+        """The norm is known: what ran ahead goes back, what waited may go on."""
+        self.is_open, self.gate_in = True, -1.0
+        for i in self.ahead:
+            heappush(self.to_send, (self.items[i].need, i))
+        self.ahead.clear()
+        for i in self.stream_order:
+            self._try_streamed(i)
+
+    def _try_streamed(self, i: int) -> None:
+        """Update a streamed bucket on the GPU, if its state and its gradient are there and the gate is open."""
+        if self.is_staged[i] and self.has_grad[i] and self.is_open:
+            self.debt_s += self.device_s[i]
+            self.has_grad[i], self.is_fresh[i] = False, True
+            self.to_store.append(i)

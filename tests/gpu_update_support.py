@@ -1,0 +1,244 @@
+"""Cases of the fused GPU update: run on CUDA, or on the CPU in Triton's interpreter, which is what `main` is for.
+
+The interpreter is chosen when Triton is first imported, so it gets a process of its own:
+`TRITON_INTERPRET=1 python tests/gpu_update_support.py CASE ...` prints a line of JSON for each case.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from support import OPTIONS, as_integers, buffers, clone, make_gradient, make_store, pairwise
+from torch import Tensor
+
+from twinflow import native
+from twinflow.gpu import FusedUpdate, Numbers, Piece
+from twinflow.rules import RULES, Rule, reference
+from twinflow.rules.checks import FLOATS
+from twinflow.rules.formats import BLOCK, join, rounding_key
+from twinflow.rules.segment import Segment, Store, new_states
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+RULE_FORMATS = [(rule.name, format) for rule in RULES.values() for format in rule.formats]
+SMALL = (1, 1500, 128, 127, 1024, 2304, 130)  # below, at and above a block and a tile
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some steps of one bucket."""
+
+    rule: str
+    format: str
+    grad: torch.dtype
+    weight: torch.dtype
+    kind: str = "plain"  # or "bits": any bit pattern in any buffer; "shifted": no weight is aligned
+    options: dict[str, Any] = field(default_factory=dict)
+    is_stateless: bool = False  # SGD without momentum
+
+    @property
+    def name(self) -> str:
+        parts = (self.rule, self.format, str(self.grad)[6:], str(self.weight)[6:], self.kind)
+        options = [f"{key}={value}" for key, value in self.options.items()]
+        return "-".join([*parts, *options, *(["stateless"] if self.is_stateless else [])])
+
+
+def _variants() -> list[Case]:
+    """Options that take another path through a rule."""
+    changes: dict[str, list[dict[str, Any]]] = {
+        "adamw": [{"weight_decay": 0.0}, {"eps": 0.0}],
+        "adam": [{"weight_decay": 0.0}],
+        "adagrad": [{"weight_decay": 0.0, "eps": 0.0}],
+        "lion": [{"weight_decay": 0.0}],
+        "sgd": [{"weight_decay": 0.0}, {"nesterov": True}, {"dampening": 0.5}, {"weight_decay": 0.0, "momentum": 0.0}],
+    }
+    found = [Case(rule, "fp32", BF16, BF16, options=options) for rule, sets in changes.items() for options in sets]
+    return [
+        *found,
+        Case("sgd", "fp32", BF16, BF16, "plain", {"weight_decay": 0.0, "momentum": 0.0}, True),
+        Case("sgd", "bf16", FP16, FP32, "plain", {"momentum": 0.0}, True),
+    ]
+
+
+_MATRIX = [Case(*pair, grad, weight) for pair, grad, weight in itertools.product(RULE_FORMATS, FLOATS, FLOATS)]
+_PAIRS = [Case(*pair, grad, weight) for pair, grad, weight in pairwise(RULE_FORMATS, FLOATS, FLOATS)]
+_SHIFTED = [replace(case, kind="shifted") for case in _PAIRS[::4]]
+_BITS = [replace(case, kind="bits") for case in _PAIRS[1::2]]
+DEFAULT = [*_PAIRS, *_SHIFTED, *_BITS, *_variants()]
+REST = [c for c in (replace(c, kind=kind) for c in _MATRIX for kind in ("plain", "bits")) if c not in DEFAULT]
+CASES = {case.name: case for case in (*DEFAULT, *REST)}
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Buffers of a whole bucket, and the weights of its pieces."""
+
+    rule: Rule
+    store: Store
+    weights: list[Tensor]
+    places: list[tuple[int, int, int]]  # offset, numel, first index
+    is_shifted: bool
+
+    def to(self, device: str) -> Bucket:
+        """A copy, each weight in memory of its own, off by one element if it is shifted."""
+        weights = []
+        for weight in self.weights:
+            room = torch.empty(weight.numel() + 1, dtype=weight.dtype, device=device)
+            weights.append(room[1:] if self.is_shifted else room[:-1])
+            weights[-1].copy_(weight)
+        moved = clone(self.store)
+        states = [t.to(device) if t is not None else None for t in (*moved.states, *moved.scales)]
+        store = Store(moved.format, moved.master.to(device), None, (states[0], states[1]), (states[2], states[3]))
+        return replace(self, store=store, weights=weights)
+
+    def pieces(self) -> list[Piece]:
+        return [Piece(weight, *place) for weight, place in zip(self.weights, self.places, strict=True)]
+
+    def part(self, index: int) -> Store:
+        """One piece as the host kernels know it."""
+        offset, numel, _ = self.places[index]
+        part, weight = self.store.narrow(offset, numel), self.weights[index]
+        return replace(part, master=weight) if weight.dtype == FP32 else replace(part, weight=weight)
+
+
+def make_bucket(case: Case, numels: Sequence[int]) -> Bucket:
+    """Pieces with gaps between them; what is in the gaps is NaN, or 255."""
+    rule, places, offset = RULES[case.rule], [], BLOCK
+    for i, numel in enumerate(numels):
+        places.append((offset, numel, BLOCK * 1000 * i))
+        offset += (numel + BLOCK - 1) // BLOCK * BLOCK + (BLOCK if i % 2 else 0)
+    end = places[-1][0] + places[-1][1]
+    states, scales = new_states(rule, case.format, end)
+    if case.is_stateless:
+        states = (None, None)
+    store = Store(case.format, torch.empty(end, dtype=torch.int16 if case.weight == BF16 else FP32), None, states, scales)
+    for tensor in buffers(store).values():
+        as_integers(tensor).fill_(-1 if tensor.element_size() > 1 else 255)
+    bucket = Bucket(rule, store, [torch.empty(n, dtype=case.weight) for n in numels], places, case.kind == "shifted")
+    for i, numel in enumerate(numels):
+        source = make_store(rule, case.format, case.weight, numel, seed=i, split=case.weight == BF16)
+        part = bucket.part(i)
+        for name, tensor in buffers(part).items():
+            tensor.copy_(buffers(source)[name])
+        if case.kind == "bits":
+            scramble(part, seed=i)
+    return bucket
+
+
+def scramble(store: Store, seed: int) -> None:
+    """Any bit patterns, where they make sense: no negative variance, no code that the encoders never write."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in buffers(store).items():
+        words = as_integers(tensor)
+        limit = {1: 256, 2: 2**15, 4: 2**31}[tensor.element_size()]
+        words.copy_(torch.randint(0 if tensor.element_size() == 1 else -limit, limit, words.shape, generator=generator))
+        if tensor.dtype == torch.uint8:
+            words.clamp_(max=247) if name == "second" else words.bitwise_and_(0xFE)
+        elif name == "second":
+            words.bitwise_and_(limit - 1)
+        elif "scale" in name:  # as a finite block of flushed numbers has them, but for some
+            tensor.copy_(2.0 ** torch.randint(-90, 100, words.shape, generator=generator))
+            tensor[::5] = float("nan")
+            tensor[1::5] = 0.0
+
+
+def make_grads(case: Case, bucket: Bucket, step: int) -> Tensor:
+    """Gradients of the whole bucket; NaN in the gaps."""
+    end = sum(bucket.places[-1][:2])
+    grads = torch.full((end,), float("nan"), dtype=case.grad)
+    for i, (offset, numel, _) in enumerate(bucket.places):
+        own = grads.narrow(0, offset, numel)
+        own.copy_(make_gradient(numel, case.grad, seed=100 * step + i))
+        if case.kind == "bits":
+            scramble(Store("fp32", own), seed=100 * step + i)
+    return grads
+
+
+def make_numbers(case: Case, bucket: Bucket, step: int) -> dict[int, Numbers]:
+    """Each piece has its own step and its own factor; in the second step two have no gradient."""
+    found = {}
+    for i in range(len(bucket.places)):
+        options = {**OPTIONS, **case.options, "lr": OPTIONS["lr"] * (1 + i)}
+        if step != 2 or i not in (1, 3):
+            hyper = bucket.rule.hyper(options, step + i)
+            found[i] = Numbers(hyper, 1.0 if i % 2 else 0.3 * (i + 1), rounding_key(step, i))
+    return found
+
+
+def truth(bucket: Bucket, grads: Tensor, numbers: dict[int, Numbers]) -> list[Segment]:
+    """The same step as the host kernels and the references take it."""
+    segments = []
+    for index, (hyper, factor, key) in numbers.items():
+        offset, numel, first_index = bucket.places[index]
+        grad = grads.narrow(0, offset, numel)
+        segments.append(Segment(bucket.rule, hyper, grad, bucket.part(index), factor, key, first_index))
+    return segments
+
+
+def run_case(case: Case, device: str, numels: Sequence[int] = SMALL, num_steps: int = 3) -> None:
+    """Kernel, references on the same device and host kernels, step by step: all buffers have the same bits.
+
+    A NaN's own bits differ between machines. With any bit pattern in the buffers the host kernels are left out: they
+    promise their bits for states that they have written themselves.
+    """
+    start = make_bucket(case, numels)
+    ours, reference_there, on_host = start.to(device), start.to(device), start.to("cpu")
+    fused = FusedUpdate(ours.rule, ours.pieces())
+    for step in range(1, num_steps + 1):
+        host_grads, numbers = make_grads(case, start, step), make_numbers(case, start, step)
+        grads = host_grads.to(device)
+        fused(ours.store, grads, numbers)
+        reference.update(truth(reference_there, grads, numbers))
+        if device != "cpu":
+            torch.cuda.synchronize()  # as FusedUpdate wants it before the next call
+        assert_same(case, ours, reference_there, f"step {step}, reference,")
+        if case.kind != "bits":
+            native.update(truth(on_host, host_grads, numbers))
+            assert_same(case, ours, on_host, f"step {step}, host kernels,")
+
+
+def assert_same(case: Case, a: Bucket, b: Bucket, note: str) -> None:
+    """Bit by bit, the gaps too; where both are NaN, its sign and payload are not looked at."""
+    for i, (x, y) in enumerate(zip(a.weights, b.weights, strict=True)):
+        place = f"{note} weight of piece {i}"
+        if case.weight == BF16:  # the halves of a NaN mean nothing by themselves
+            lower_a, lower_b = a.part(i).master, b.part(i).master
+            equal(join(x, lower_a), join(y, lower_b), place)
+            keep = ~x.isnan().cpu()
+            equal(lower_a.cpu()[keep], lower_b.cpu()[keep], f"{place}, lower half")
+        equal(x, y, place)
+    ours, theirs = buffers(a.store), buffers(b.store)
+    if case.weight != FP32 and case.kind == "bits":
+        ours.pop("master"), theirs.pop("master")  # compared above, but for gaps
+    for name, tensor in ours.items():
+        equal(tensor, theirs[name], f"{note} {name}")
+
+
+def equal(a: Tensor, b: Tensor, note: str) -> None:
+    x, y = a.cpu(), b.cpu()
+    differs = as_integers(x) != as_integers(y)
+    if x.is_floating_point():
+        differs &= ~(x.isnan() & y.isnan())
+    if differs.any():
+        where = differs.nonzero()[:3].flatten()
+        raise AssertionError(f"{note} differs at {where.tolist()} of {x.numel()}: {x[where]} and {y[where]}")
+
+
+def main() -> None:
+    for name in sys.argv[1:]:
+        try:
+            run_case(CASES[name], "cpu")
+            problem = ""
+        except Exception:
+            problem = traceback.format_exc()
+        print(json.dumps([name, problem]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
