@@ -30,7 +30,7 @@ from twinflow.rules import RULES
 
 Model = nn.Module | Callable[[], nn.Module]
 _OWN_KEYS = {"states", "delayed_update", "delayed_update_start", "host_threads"}
-_OWN_KEYS |= {"hold", "sums", "shadow_bytes", "bucket_numel"}
+_OWN_KEYS |= {"hold", "sums", "shadow_bytes", "bucket_numel", "ratio", "placement"}
 
 
 def initialize(
@@ -183,11 +183,13 @@ def _own_options(config: Config) -> dict[str, Any]:
     """What `offload_optimizer` says beyond DeepSpeed's keys."""
     offload = config.zero_optimization.offload_optimizer
     if offload is None:
-        return {}
+        return {"ratio": 0.0}
     tuning: dict[str, Any] = {"hold": offload.hold, "sums": offload.sums, "shadow_bytes": offload.shadow_bytes}
     if offload.bucket_numel is not None:
         tuning["bucket_numel"] = offload.bucket_numel
     return {
+        "ratio": 0.0 if offload.device == "none" else offload.ratio,
+        "placement": offload.placement,
         "delayed_update": offload.delayed_update,
         "delayed_update_start": offload.delayed_update_start,
         "host_threads": offload.host_threads,

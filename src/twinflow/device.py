@@ -116,9 +116,27 @@ class Device:
         """Host memory that streams can copy from and to without stopping; lives until `close`."""
         return hide_from_children(torch.empty(numel, dtype=dtype))
 
+    def release(self, tensor: Tensor) -> None:
+        """Page-locked memory that is needed no more, and that no copy uses; other memory is left alone."""
+
     def free_bytes(self) -> int | None:
         """Memory left on the device; None where it is the host's own."""
         return None
+
+    def capacity_bytes(self) -> int | None:
+        """Memory that this process has on the device or could have; None where it is the host's own."""
+        return None
+
+    def peak_bytes(self) -> int:
+        """The most memory that was in use on the device since `reset_peak`."""
+        return 0
+
+    def reset_peak(self) -> None:
+        """Count the peak from here."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Between two marks; waits for the second."""
+        return float(end - start)
 
     def close(self) -> None:
         """Wait for all work, then give streams and page-locked memory back."""
@@ -263,6 +281,30 @@ class CudaDevice(Device):
         allocated = torch.cuda.memory_allocated(self.device)
         share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(self.device)  # torch >= 2.9
         return min(free + torch.cuda.memory_reserved(self.device), int(share * total)) - allocated
+
+    def release(self, tensor: Tensor) -> None:
+        """Unregistered at once."""
+        kept = [t for t in self._pinned if t.data_ptr() != tensor.data_ptr()]
+        if len(kept) < len(self._pinned):
+            torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())  # type: ignore[no-untyped-call]
+        self._pinned = kept
+
+    def capacity_bytes(self) -> int | None:
+        """What is free, and what torch has allocated."""
+        return (self.free_bytes() or 0) + torch.cuda.memory_allocated(self.device)
+
+    def peak_bytes(self) -> int:
+        """What torch has allocated at most."""
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def reset_peak(self) -> None:
+        """Of torch's own counter."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """The GPU's time."""
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
 
     def close(self) -> None:
         """Synchronise before unregistering: a copy in flight must not lose its memory."""

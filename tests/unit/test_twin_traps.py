@@ -732,6 +732,7 @@ class Scales(nn.Module):
 EARLY = {"early": True}
 CASES = {
     sync.GRAD_READY: Case({"compute": 0.02}, EARLY),
+    sync.RESIDENT_READY: Case({"compute": 0.02}, {**EARLY, "ratio": 0.0}),
     sync.ARRIVED: Case({"out": 0.02}),
     sync.NORMS: Case({"compute": 0.02}, {"max_grad_norm": 0.1}),
     sync.WEIGHT_SENT: Case({"in": 0.05}, {"delayed_update": True}),

@@ -8,6 +8,7 @@ import typer
 
 from twinflow.cli.bench import bench_app
 from twinflow.cli.doctor import doctor
+from twinflow.cli.plan import plan
 from twinflow.cli.train import train
 from twinflow.version import __version__
 
@@ -38,6 +39,7 @@ def twinflow(
 
 
 app.command()(train)
+app.command()(plan)
 app.command()(doctor)
 app.add_typer(bench_app, name="bench")
 

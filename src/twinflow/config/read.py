@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import hjson  # type: ignore[import-untyped]
 
@@ -75,13 +75,17 @@ def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+# Keys whose "auto" is a value of its own.
+_OWN_AUTO: Final = {("zero_optimization", "offload_optimizer", "ratio")}
+
+
 def plain(given: Mapping[Any, Any], at: tuple[str, ...] = ()) -> dict[str, Any]:
     """A copy in plain dicts, without the keys whose value is "auto": that means "not given"."""
     found: dict[str, Any] = {}
     for key, value in given.items():
         if not isinstance(key, str):
             raise bad_value(f"a key of {dotted(at) or 'the config'}", Shown(key), "a string")
-        if isinstance(value, str) and value == "auto":
+        if isinstance(value, str) and value == "auto" and (*at, key) not in _OWN_AUTO:
             continue
         found[key] = plain(value, (*at, key)) if isinstance(value, Mapping) else value
     return found

@@ -89,10 +89,10 @@ def notes(config: Config) -> list[str]:
         if kind is not None and issubclass(kind, Section):
             lines.extend(_without_effect(kind.model_validate(dict(chosen.params)), (name, "params")))
     offload = config.zero_optimization.offload_optimizer
-    if offload is None or offload.device == "none":
-        key = "offload_optimizer is not given" if offload is None else "offload_optimizer.device is none"
-        because = "optimizer state is kept on the host all the same"
-        lines.append(f"zero_optimization.{key}: no effect here, because {because}")
+    if offload is not None and offload.device == "none":
+        given = sorted({"ratio", "placement"} & offload.model_fields_set)
+        because = "no effect here, because device is none: all state is on the GPU"
+        lines += [f"zero_optimization.offload_optimizer.{name}: {because}" for name in given]
     return lines
 
 

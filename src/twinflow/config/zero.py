@@ -10,6 +10,7 @@ from twinflow.config.fields import (
     Free,
     Names,
     Positive,
+    Ratio,
     Section,
     Share,
     Stage,
@@ -34,7 +35,7 @@ class OffloadOptimizer(Section):
 
     device: Literal["cpu", "none"] = honoured(
         "none",
-        "where optimizer state lives: cpu; with none it lives on the host all the same",
+        "where optimizer state lives: cpu, as far as ratio says; none: all of it on the GPU",
         hints={"nvme": 'State on NVMe is not supported. Use "cpu"; states "int8" takes half the memory of "fp32"'},
     )
     nvme_path: str | None = unused(None, _NVME)
@@ -43,13 +44,16 @@ class OffloadOptimizer(Section):
     pipeline_read: bool = unused(False, _NVME)
     pipeline_write: bool = unused(False, _NVME)
     fast_init: bool = unused(False, _NVME)
-    ratio: Share = unused(
-        1.0, "every update runs on the host, as with ratio 1; placing a share on the GPU is not built yet", quiet=(1.0,)
+    ratio: Ratio = honoured(
+        1.0, 'share of the state that lives on the host; "auto": chosen after the first steps, for the quickest step'
     )
     super_offload: bool = refused(False, "leave it out; updates overlap with backward here without it")
     cpuadam_cores_perc: Share = unused(0.8, "host_threads says how many threads update")
 
     states: Literal["fp32", "bf16", "int8"] = honoured("fp32", "format of the optimizer state", ours=True)
+    placement: Literal["auto", "front", "tail"] = honoured(
+        "auto", "with a ratio below 1: the end of the model whose state stays on the GPU", ours=True
+    )
     delayed_update: bool = honoured(
         False, "apply each update one step late, hidden behind a whole step (changes results)", ours=True
     )

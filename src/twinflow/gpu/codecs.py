@@ -53,8 +53,8 @@ def to_bf16(x: tl.tensor) -> tl.tensor:
 @triton.jit
 def to_bf16_stochastic(x: tl.tensor, random: tl.tensor) -> tl.tensor:
     """The carry out of the lower half is the rounding. For numbers >= 0; the largest never becomes infinite."""
-    u = bits(x)
-    return (tl.where(u >= 0x7F7F0000, u, u + random) >> 16).to(tl.int16)
+    u = x.to(tl.uint32, bitcast=True)  # unsigned: a NaN may have a sign
+    return (tl.where(u >= 0x7F7F0000, u, u + random.to(tl.uint32)) >> 16).to(tl.int16)
 
 
 @triton.jit

@@ -153,7 +153,7 @@ def _check_pieces(pieces: Sequence[Piece]) -> Tensor:
 
 
 def _tile_table(pieces: Sequence[Piece]) -> Tensor:
-    """A row for each tile: the weight's address, offset in the bucket, first block in the parameter, elements, piece."""
+    """For each tile: the weight's address, offset in the bucket, first block in the parameter, elements, piece."""
     parts = []
     for number, (weight, offset, numel, first_index) in enumerate(pieces):
         start = torch.arange(0, numel, TILE, dtype=torch.int64)

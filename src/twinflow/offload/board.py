@@ -158,6 +158,15 @@ class Board:
                 task.bucket.sent = task.bucket.due = task.job.number - 1
                 self.outbox.append(task)
 
+    def publish_again(self, bucket: Bucket) -> None:
+        """Its state has moved: weights of a delayed update that are still to be sent come from the new place."""
+        with self.changed:
+            for task in (task for task in self.outbox if task.bucket is bucket):
+                self.free_shadow(task)
+                if bucket.updater.needs_weight_slot(bucket.plan):
+                    task.weight_slot = self.weight_slots.take(may_grow=True)
+                bucket.updater.publish(task)
+
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Block until the condition holds; raise at once if a thread has failed."""
         with self.changed:
@@ -208,16 +217,19 @@ class Board:
             return False
         if self.sums_on_host and not task.is_summed:  # one after the other, so that the sum is always the same
             return bucket.parts[0] is task and not bucket.is_full
-        # Weights may be sent from the state itself: it must not change before they are.
-        is_sent = bucket.sent_event is None or self.is_there(bucket.sent_event, WEIGHT_SENT)
-        return bucket.sent >= bucket.updated and is_sent
+        return self._is_sent(bucket)
+
+    def _is_sent(self, bucket: Bucket) -> bool:
+        """Weights may be sent from the state itself: it must not change before they are."""
+        is_there = bucket.sent_event is None or self.is_there(bucket.sent_event, WEIGHT_SENT)
+        return bucket.sent >= bucket.updated and is_there
 
     def may_update_there(self, task: Task) -> bool:
         """The same for a task whose update is on the device, where the stream waits for the gradients."""
         bucket = task.bucket
         if self.sums_on_host and not task.is_summed:
             return bucket.parts[0] is task and not bucket.is_full
-        return task.job.gate.is_open and bucket.sent >= bucket.updated
+        return task.job.gate.is_open and self._is_sent(bucket)
 
     def reserve(self, task: Task) -> bool:
         """Find a shadow for an update ahead of the gate."""

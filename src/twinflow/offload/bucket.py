@@ -131,6 +131,10 @@ class Updater(Protocol):
         """Set `task.weights` to what follows from the master as it is."""
         ...
 
+    def forget(self, bucket: Bucket) -> None:
+        """The bucket moves to another place: drop all that was kept for it."""
+        ...
+
 
 @dataclass(eq=False)
 class Job:

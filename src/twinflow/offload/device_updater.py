@@ -127,6 +127,10 @@ class DeviceUpdater:
         assert not self.is_aliased(bucket.plan)
         task.weights = [self._weight(bucket, i) for i in range(len(bucket.slices))]
 
+    def forget(self, bucket: Bucket) -> None:
+        """Its kernel's tables."""
+        self._fused.pop(bucket.plan.index, None)
+
     # As numbers.
 
     def read(self, bucket: Bucket, index: int) -> dict[str, Tensor]:
@@ -151,15 +155,14 @@ class DeviceUpdater:
     def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
         """A new master from the parameter's values; with `keep`, only where the old one is not what they round from.
 
-        Where the parameter is half of the master, nobody knows what it was before somebody wrote to it: the lower half
-        stays if it can belong to it.
+        A parameter that is part of the master is never written to here, where a backward may need it. Nobody knows
+        what it was before somebody else wrote to it: the lower half of the master stays if it can belong to it.
         """
         store = self._slice(bucket, index)
-        if keep and self.is_aliased(bucket.plan) and store.is_split:
-            assert store.weight is not None
-            slices.mend_lower(store)
-            return
-        slices.write_master(store, values, keep)
+        if not self.is_aliased(bucket.plan) or bucket.plan.dtype == torch.float16:
+            slices.write_master(store, values, keep)
+        elif store.is_split:
+            slices.mend_lower(store) if keep else store.master.zero_()
 
     def _slice(self, bucket: Bucket, index: int) -> Store:
         piece = bucket.slices[index]

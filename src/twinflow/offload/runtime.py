@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,8 +70,8 @@ class Runtime:
         # Also when this object is forgotten, and before the interpreter ends under threads that still work.
         self._end = weakref.finalize(self, _end, self.board, (self.worker, self.mover))
         self.waited_s = 0.0  # by forwards, for weights
-        self._forward_mark: Any = None
-        self._backward_mark: Any = None
+        self.is_timed = False  # whether to mark forwards and backwards without a trace too
+        self.marks: list[Any] = []  # of the last micro-batch: where its forward began, its backward began and ended
 
     @property
     def updater(self) -> Updater:
@@ -118,15 +119,14 @@ class Runtime:
         """A new forward of the whole model: count the runs of its blocks from here."""
         self._close_part()
         self._runs.clear()
-        if self.device.trace.enabled:
-            self._forward_mark = self.device.mark()
+        self.marks = [self.device.mark()] if self.device.trace.enabled or self.is_timed else []
 
     def after_model(self) -> None:
         """The forward is queued; what follows until `step` counts as backward."""
         self._finish_recording()
-        if self.device.trace.enabled and self._forward_mark is not None:
-            self._backward_mark = self.device.mark()
-            self.device.add_span("forward", self._forward_mark, self._backward_mark)
+        if len(self.marks) == 1:
+            self.marks.append(self.device.mark())
+            self.device.add_span("forward", *self.marks)
 
     def before_forward(self, block: int) -> None:
         """Wait for one block's weights: here until they are on their way, on the device until they are there."""
@@ -267,8 +267,9 @@ class Runtime:
         job = self.job
         if job is None:
             return None
-        if self.device.trace.enabled and self._backward_mark is not None:
-            self.device.add_span("backward", self._backward_mark, self.device.mark())
+        if len(self.marks) == 2:
+            self.marks.append(self.device.mark())
+            self.device.add_span("backward", *self.marks[1:])
         if self.settings.early:
             self.collector.complete(job, self.params)
         else:
@@ -346,6 +347,23 @@ class Runtime:
         `keep`: where a master rounds to its parameter, it stays as it is.
         """
         changes.adopt(params, keep)
+
+    def move(self, bucket: Bucket, place: str) -> None:
+        """Let a bucket's state live in another place from now on; nothing has changed where that raises.
+
+        Only after `wait` and `wait_for_copies`, when nothing of it is under way.
+        """
+        old, plan, updater = bucket.updater, replace(bucket.plan, place=place), self.updaters[place]
+        moved = replace(bucket, plan=plan, updater=updater, store=updater.new_store(plan), steps=list(bucket.steps))
+        updater.start(moved, self._options())
+        for i in range(len(bucket.slices)):
+            updater.write(moved, i, old.read(bucket, i))
+        old.forget(bucket)
+        bucket.plan, bucket.updater, bucket.store = plan, updater, moved.store
+        self.board.publish_again(bucket)
+        self.board.slots.limit = num_gradient_slots(self.settings, sum(not b.is_on_device for b in self.buckets))
+        for param in bucket.owners():  # where it is part of the state, it was written to
+            param.version = param.tensor._version
 
     def flush(self) -> None:
         """Put a delayed update that is still to come into the weights now."""

@@ -120,7 +120,8 @@ class Mover(_Thread):
                 board.changed.notify_all()
             else:
                 is_armed = any(job.gate.norms is not None for job in board.jobs)
-                self._sleep(has_events=is_armed or any(task.job.is_released for task in board.outbox))
+                has_begun = any(task.job.gate.is_open for task in board.resident)
+                self._sleep(is_armed or has_begun or any(task.job.is_released for task in board.outbox))
 
     def _decide(self) -> int:
         """Open the gates whose norms have come; how many."""

@@ -252,6 +252,11 @@ class TorchUpdater:
             native.cast(slot.view(plan.dtype, plan.numel), bucket.store.master)
         task.weights = self._inners[plan.index].flats if slot is None else slot.pieces(plan)
 
+    def forget(self, bucket: Bucket) -> None:
+        """Its optimizer, and page-locked memory."""
+        self._inners.pop(bucket.plan.index, None)
+        self._device.release(bucket.store.master)
+
 
 # Options.
 

@@ -165,6 +165,13 @@ class RuleUpdater:
             native.cast(task.weight_slot.view(plan.dtype, plan.numel), store.master)
         task.weights = self._weights(task, store)
 
+    def forget(self, bucket: Bucket) -> None:
+        """Give page-locked memory back, and the views of its store."""
+        self._kept.pop(id(bucket.store), None)
+        for tensor in (bucket.store.weight, bucket.store.master):
+            if tensor is not None:
+                self._device.release(tensor)
+
     def _slice(self, bucket: Bucket, index: int) -> Store:
         piece = bucket.slices[index]
         return bucket.store.narrow(piece.offset, piece.numel)

@@ -23,16 +23,17 @@ from twinflow.offload.gate import Limits
 from twinflow.offload.materialize import build
 from twinflow.offload.memory import free_host_bytes
 from twinflow.offload.places import place_by_ratio
-from twinflow.offload.plan import HOST, RESIDENT, BucketPlan, plan_buckets
+from twinflow.offload.plan import HOST, RESIDENT, BucketPlan, ParamSpec, plan_buckets
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.settings import Settings, Tuning
 from twinflow.offload.sizes import state_bytes
 from twinflow.offload.torch_updater import Recipe, TorchUpdater, host_options
 from twinflow.offload.updater import RuleUpdater
 from twinflow.optim import twin_state
+from twinflow.optim.auto import AutoPlacement, first_ratio
 from twinflow.optim.loss_scale import LossScale, after_step, static
 from twinflow.optim.options import with_defaults
-from twinflow.optim.twin_build import check_room, find_room, flat_bytes, keeps_on_host, params_of
+from twinflow.optim.twin_build import Room, check_room, find_room, flat_bytes, keeps_on_host, params_of
 from twinflow.optim.twin_checks import (
     check_foreign,
     check_model,
@@ -42,6 +43,7 @@ from twinflow.optim.twin_checks import (
     check_tuning,
     groups_of,
 )
+from twinflow.planner.probe import load_or_measure
 from twinflow.rules import RULES, Rule
 from twinflow.rules.segment import check_format
 from twinflow.trace import Trace, write_chrome_trace
@@ -56,7 +58,8 @@ class TwinOptimizer(Optimizer):
     parameters (whose state and options go on from there), or a function from parameters to an optimizer.
 
     `ratio` is the share of the state that lives on the host and is updated there; the rest stays on the GPU and is
-    updated there at the same time. `placement` is the end of the model that stays: "front", "tail", or "auto".
+    updated there at the same time; "auto" chooses after the first steps. `placement` is the end of the model that stays
+    there: "front", "tail", or "auto", the end that hides most.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class TwinOptimizer(Optimizer):
         *,
         param_groups: Iterable[Any] | None = None,
         states: str = "fp32",
-        ratio: float = 1.0,
+        ratio: float | str = 1.0,
         placement: str = "auto",
         max_grad_norm: float | None = None,
         skip_nonfinite: bool | None = None,
@@ -100,8 +103,9 @@ class TwinOptimizer(Optimizer):
         native.set_threads(host_threads if host_threads is not None else _host_threads(default_threads(os.environ)))
         self.states, self.tuning = states, tuning or Tuning()
         check_tuning(self.tuning)
-        check_ratio(ratio, placement)
+        check_ratio(ratio, placement, self.model)
         self.ratio, self.placement = ratio, placement
+        self._auto: AutoPlacement | None = None
         self.trace = Trace()
         self._loss_scale = loss_scale or static(1.0)
         self.num_steps = self.num_skipped = 0
@@ -127,10 +131,11 @@ class TwinOptimizer(Optimizer):
         """Plan the buckets, take the weights over, and put hooks on the model."""
         params, specs, order = params_of(self.model, self._named(), splits_params=self._recipe is None)
         check_params(params)
-        parts = place_by_ratio(specs, order, self.ratio, self.placement)
+        device, room = device_for(params[0].tensor.device, self.trace), find_room(params)
+        ratio = self._first_ratio(specs, room) if isinstance(self.ratio, str) else self.ratio
+        parts = place_by_ratio(specs, order, ratio, self.placement)
         plans = plan_buckets(specs, self.tuning.bucket_numel, parts)
-        self._settings = self._fitted(params, plans)
-        device = device_for(params[0].tensor.device, self.trace)
+        self._settings = self._fitted(params, plans, room)
         runtime = Runtime(
             device,
             self._new_updaters(device, params[0].tensor.device),
@@ -143,16 +148,32 @@ class TwinOptimizer(Optimizer):
         runtime.adopt(params, keep=False)  # first: an optimizer of the user's may look at the weights when it starts
         for bucket in runtime.buckets:
             bucket.updater.start(bucket, self.param_groups)
-        runtime.prepare_shadows(self._shadow_bytes(runtime.board.unmade_bytes))
+        is_auto = isinstance(self.ratio, str) and room.device_bytes is not None
+        if not is_auto:  # what is spare is known only when the state is where it will stay
+            runtime.prepare_shadows(self._shadow_bytes(runtime.board.unmade_bytes))
         if self.model is not None:
             runtime.attach(self.model, find_blocks(self.model))
+        if is_auto:
+            self._auto = AutoPlacement(self, load_or_measure(params[0].tensor.device), self._make_shadows)
         return runtime
 
-    def _fitted(self, params: list[Param], plans: list[BucketPlan]) -> Settings:
+    def _make_shadows(self) -> None:
+        self.runtime.prepare_shadows(self._shadow_bytes(self.runtime.board.unmade_bytes))
+
+    def _first_ratio(self, specs: list[ParamSpec], room: Room) -> float:
+        """With "auto": as much on the host as fits, until more is known."""
+        plans = plan_buckets(specs, self.tuning.bucket_numel)
+        return first_ratio(sum(self.state_bytes(plan) for plan in plans), room.host_bytes)
+
+    def state_bytes(self, plan: BucketPlan) -> int:
+        """Memory of a bucket's state in its place."""
+        return state_bytes(
+            self.rule, self.states, plan, not self._is_stateless, keeps_weights=self._settings.delayed_update
+        )
+
+    def _fitted(self, params: list[Param], plans: list[BucketPlan], room: Room) -> Settings:
         """The settings with what depends on the memory that is there; ValueError where the state has no room."""
-        keeps_states, keeps_weights = not self._is_stateless, self._settings.delayed_update
-        sizes = [state_bytes(self.rule, self.states, plan, keeps_states, keeps_weights) for plan in plans]
-        room = find_room(params)
+        sizes = [self.state_bytes(plan) for plan in plans]
         check_room(plans, sizes, room, self.ratio)
         left = room.less(sum(size for plan, size in zip(plans, sizes, strict=True) if plan.place == RESIDENT))
         numel = sum(param.tensor.numel() for param in params)
@@ -188,6 +209,12 @@ class TwinOptimizer(Optimizer):
                 yield names.get(param, given[i] if given else f"params[{g}][{i}]"), param, g
 
     @property
+    def host_share(self) -> float:
+        """The share of the state that lives on the host now."""
+        buckets = self.runtime.buckets
+        return sum(b.plan.numel for b in buckets if b.plan.place != RESIDENT) / sum(b.plan.numel for b in buckets)
+
+    @property
     def runtime(self) -> Runtime:
         """The machinery behind this optimizer."""
         assert self._runtime is not None
@@ -215,6 +242,8 @@ class TwinOptimizer(Optimizer):
             self.num_steps += 1
             if self.model is None:
                 self.runtime.wait()
+            if self._auto is not None:
+                self._auto.after_step()
         return loss
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:

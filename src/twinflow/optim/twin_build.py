@@ -69,7 +69,7 @@ def flat_bytes(tuning: Tuning, room: Room) -> int:
     return FLAT_BYTES if room.device_bytes is None else min(FLAT_BYTES, room.device_bytes // 8)
 
 
-def check_room(plans: Sequence[BucketPlan], sizes: Sequence[int], room: Room, ratio: float) -> None:
+def check_room(plans: Sequence[BucketPlan], sizes: Sequence[int], room: Room, ratio: float | str) -> None:
     """Refuse, before anything is allocated, a state that does not fit where it is to live."""
     total = {place: sum(s for p, s in zip(plans, sizes, strict=True) if p.place == place) for place in (HOST, RESIDENT)}
     num_resident = sum(p.numel for p in plans if p.place == RESIDENT)

@@ -74,13 +74,18 @@ def check_tuning(tuning: Tuning) -> None:
         raise bad_value("tuning.num_slots", tuning.num_slots, "a whole number >= 1")
 
 
-def check_ratio(ratio: float, placement: str) -> None:
+def check_ratio(ratio: float | str, placement: str, model: nn.Module | None) -> None:
     """A share, and an end of the model."""
     is_number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
-    if not is_number or not 0.0 <= ratio <= 1.0:
-        raise bad_value("ratio", ratio, "a number from 0 (all state on the device) to 1 (all of it on the host)")
+    if ratio != "auto" and not (is_number and 0.0 <= float(ratio) <= 1.0):
+        allowed = 'a number from 0 (all state on the device) to 1 (all of it on the host), or "auto"'
+        raise bad_value("ratio", ratio, allowed)
     if placement not in PLACEMENTS:
         raise bad_value("placement", placement, PLACEMENTS)
+    if ratio == "auto" and model is None:
+        raise bad_value(
+            "ratio", ratio, "a number", "Give the model as the first argument, so that its steps are timed."
+        )
 
 
 def check_settings(settings: Settings, model: nn.Module | None) -> None:

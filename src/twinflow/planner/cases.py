@@ -16,12 +16,13 @@ from twinflow.planner.costs import (
     gate_of,
     items_of,
     placed_at,
+    placing_size,
     room_of,
     timing_of,
     ways_of,
 )
 from twinflow.planner.formats import STATES
-from twinflow.planner.placement import Room, at_ratio, best_ratio
+from twinflow.planner.placement import at_ratio, best_ratio
 from twinflow.planner.rates import Rates
 from twinflow.planner.simulate import Prediction, predict
 
@@ -80,14 +81,13 @@ def case_at(kind: str, run: Run, setting: Setting, ratio: float) -> Case:
 
 def best_case(run: Run, setting: Setting) -> Case:
     """The share on the host with the least step that fits; where none does, the one that misses least."""
-    room = room_of(run, setting.memory)
+    room, size = room_of(run, setting.memory), placing_size(run, setting.memory)
     if not fits(run, setting.memory):
-        resident = min(1.0, max(0, room.gpu_bytes) / (run.size.resident * run.own_numel))
+        resident = min(1.0, max(0, room.gpu_bytes) / (size.resident * run.own_numel))
         return case_at("best ratio", run, setting, 1.0 - resident)
     timing = timing_of(run, setting.rates, setting.link_rate)
     gate = gate_of(run, bytes_of(run, Placed(run.own_numel), setting.memory))
-    room = Room(room.gpu_bytes, room.host_bytes)
-    best = best_ratio(items_of(run, timing), timing, setting.rates, run.states, gate, room, run.size, ways_of(run))
+    best = best_ratio(items_of(run, timing), timing, setting.rates, run.states, gate, room, size, ways_of(run))
     return case_at("best ratio", run, setting, best.ratio)
 
 

@@ -17,6 +17,8 @@ FLAT_BYTES: Final = 3 << 29
 NUM_SLOTS: Final = 4
 PROCESS_BYTES: Final = 3 * 10**9  # interpreter, torch, CUDA's host side: measured 2 to 5 GB
 _LOOSE_BYTES: Final = 6 * 10**8  # small things that grow with training: measured -0.7 to 2 GB
+GPU_RESERVE: Final = 0.02  # share that placing state leaves free: gaps between tensors
+HOST_RESERVE: Final = 0.03  # the rest of the machine lives too
 _FLATS_OUT: Final = 6  # device buffers in use where each gradient leaves at once
 BACKWARD: Final = 1.83  # backward takes so many forwards, measured 1.77 to 1.86; one more where all is computed again
 GPU_KINDS: Final = ("weights", "gradients", "state", "activations", "staging")
@@ -183,16 +185,24 @@ def room_of(run: Run, memory: Memory) -> Room:
     Gradients are counted as if all state were on the host: with more of it on the GPU there are no more of them.
     """
     base = bytes_of(run, Placed(run.own_numel), memory)
-    gpu = memory.gpu_bytes - base.gpu_total
-    host = memory.host_bytes - (base.host_total - base.host["state"] - base.host["shadows"])
+    gpu = int(memory.gpu_bytes * (1.0 - GPU_RESERVE)) - base.gpu_total
+    host = int(memory.host_bytes * (1.0 - HOST_RESERVE)) - (base.host_total - base.host["state"] - base.host["shadows"])
     return Room(gpu, host // run.world)
+
+
+def placing_size(run: Run, memory: Memory) -> StateBytes:
+    """Bytes a parameter that a place costs, against `room_of`: resident state keeps its gradients on the GPU, also where
+    those of the host's state wait in host memory."""
+    grads = gradient_plan(run, Placed(run.own_numel), max(0, memory.gpu_bytes - _weight_bytes(run)))
+    beside = 4 if grads.sums_on_host else WEIGHT_BYTES[run.weights] if grads.holds_on_host else 0
+    return replace(run.size, resident=run.size.resident + beside)
 
 
 def fits(run: Run, memory: Memory) -> bool:
     """Whether there is any share on the host with which the run fits."""
-    room = room_of(run, memory)
-    resident = min(run.own_numel, room.gpu_bytes / run.size.resident)
-    return room.gpu_bytes >= 0 and (run.own_numel - resident) * run.size.host <= room.host_bytes
+    room, size = room_of(run, memory), placing_size(run, memory)
+    resident = min(run.own_numel, room.gpu_bytes / size.resident)
+    return room.gpu_bytes >= 0 and (run.own_numel - resident) * size.host <= room.host_bytes
 
 
 def gate_of(run: Run, used: Bytes) -> Gate:

@@ -1,0 +1,246 @@
+"""`ratio="auto"`: measure the first steps, choose where every bucket's state lives, look again whether it was right.
+
+The optimizer starts with as much state on the host as fits: nothing is known yet about activations, and state on the
+device must never be what a forward has no memory for. For three steps every update is waited for, so that forward and
+backward are timed alone and the memory they need is seen. Then the planner chooses, and buckets move. Some steps later
+the step is compared with what was predicted: a host that turns out slower or faster than the probe found it is taken
+as it is, and the choice is made once more. From then on only the device's free memory is looked at now and then: where
+activations have grown, state goes back to the host.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from twinflow.offload.bucket import Bucket
+from twinflow.offload.memory import free_host_bytes
+from twinflow.offload.plan import HOST, RESIDENT, ROOT
+from twinflow.planner.formats import StateBytes
+from twinflow.planner.placement import Choice, Room, choose
+from twinflow.planner.rates import Rates
+from twinflow.planner.simulate import Gate, Item, Prediction, Timing, Ways
+
+if TYPE_CHECKING:
+    from twinflow.optim.twin import TwinOptimizer
+
+LOGGER = logging.getLogger("twinflow")
+
+NUM_TIMED: Final = 3  # steps with a barrier; the first warms up
+_SETTLE: Final = 2  # steps after a move that say nothing
+_WATCHED: Final = 4  # steps that are compared with the prediction
+_WRONG: Final = 0.10  # how far a step may be from it
+_MAX_CHOICES: Final = 3
+_WATCH_EVERY: Final = 16  # steps between two looks at the device's memory
+_DEVICE_SHARE, _DEVICE_LEAST = 0.05, 1 << 30  # of the device that stays free: allocators fragment, inputs vary
+_HOST_SHARE, _HOST_LEAST = 0.06, 2 << 30
+
+
+class AutoPlacement:
+    """Called once a step, between `step()` and the next forward."""
+
+    def __init__(self, optimizer: TwinOptimizer, rates: Rates, on_settled: Callable[[], None]) -> None:
+        self._optimizer, self._rates = optimizer, rates
+        self._on_settled = on_settled  # the first choice is made: what memory is left is free for other uses
+        self._timings: list[Timing] = []
+        self._chosen: list[Choice] = []
+        self._since = 0  # steps since the last choice
+        self._start = (0.0, 0.0)  # time, and the worker's, when watching began
+        self.is_settled = False
+        optimizer.runtime.is_timed = True
+
+    def after_step(self) -> None:
+        """Another step is queued."""
+        if not self._chosen:
+            self._measure()
+        elif not self.is_settled:
+            self._watch()
+        elif self._since % _WATCH_EVERY == 0:
+            self._back_off()
+        self._since += 1
+
+    # The first steps.
+
+    def _measure(self) -> None:
+        runtime = self._optimizer.runtime
+        runtime.wait()
+        device, marks = runtime.device, runtime.marks
+        if len(marks) == 3:
+            forward_s, backward_s = device.seconds(marks[0], marks[1]), device.seconds(marks[1], marks[2])
+            self._timings.append(Timing(forward_s, backward_s, self._optimizer.accumulation_steps))
+        if len(self._timings) == 1:
+            device.reset_peak()  # what building the model took at most says nothing about steps
+        if len(self._timings) >= NUM_TIMED:
+            self._choose()
+            self._on_settled()
+
+    def _timing(self) -> Timing:
+        """The quickest that was seen: what else ran on the machine is not the model's."""
+        later = self._timings[1:]
+        micro_batches = self._optimizer.accumulation_steps
+        return Timing(min(t.forward_s for t in later), min(t.backward_s for t in later), micro_batches)
+
+    # The choice.
+
+    def _choose(self) -> None:
+        runtime, timing = self._optimizer.runtime, self._timing()
+        runtime.wait()
+        runtime.wait_for_copies()
+        size, room = self._size(), self._room()
+        items = items_of(runtime.buckets, timing, is_early=runtime.settings.early)
+        gate = Gate(runtime.settings.limits.any, self._ahead_numel(items, size, room))
+        ways = Ways(delayed=runtime.settings.delayed_update)
+        states = self._optimizer.states
+        try:
+            choice = choose(items, timing, self._rates, states, gate, room, size, ways)
+        except ValueError:  # it fits as it is, with less to spare than the planner wants: leave it so
+            places = tuple(bucket.plan.place for bucket in runtime.buckets)
+            step_s = timing.gpu_s
+            choice = Choice(places, Prediction(step_s, "gpu", 0.0, 0.0, 0.0, 0.0), "no room to choose: left as it is")
+        num_moved, trouble = self._move(choice.places)
+        runtime.device.reset_peak()  # what steps take at most, with the state where it is now
+        self._chosen.append(choice)
+        self._since = 0
+        if num_moved or trouble or len(self._chosen) == 1:
+            LOGGER.info(
+                f"ratio auto: {self._optimizer.host_share:.2f} of the state on the host ({choice.why}); forward "
+                f"{timing.forward_s:.3f} s, backward {timing.backward_s:.3f} s{trouble}"
+            )
+
+    def _move(self, places: Sequence[str]) -> tuple[int, str]:
+        """Move buckets, those that free the device first; how many, and what went wrong."""
+        runtime = self._optimizer.runtime
+        moves = [(b, place) for b, place in zip(runtime.buckets, places, strict=True) if b.plan.place != place]
+        num_moved = 0
+        for bucket, place in sorted(moves, key=lambda move: move[1] != HOST):
+            try:
+                runtime.move(bucket, place)
+            except (torch.OutOfMemoryError, MemoryError):
+                return num_moved, f"; stopped after {num_moved} of {len(moves)} moves: the {place} memory is full"
+            num_moved += 1
+        return num_moved, ""
+
+    def _size(self) -> StateBytes:
+        """Bytes an element of state takes in each place, gradients that wait there with it."""
+        optimizer, runtime = self._optimizer, self._optimizer.runtime
+        settings, numel = runtime.settings, sum(bucket.plan.numel for bucket in runtime.buckets)
+        each = {}
+        for place in (HOST, RESIDENT):
+            plans = [replace(bucket.plan, place=place) for bucket in runtime.buckets]
+            each[place] = sum(optimizer.state_bytes(plan) for plan in plans) / numel
+        waits_there = 2.0 if settings.limits.any and settings.hold_on_host else 0.0
+        sums_there = 4.0 if settings.sums_on_host else 0.0
+        return StateBytes(each[HOST], each[RESIDENT] + waits_there + sums_there, each[RESIDENT])
+
+    def _room(self, share: float = 1.0) -> Room:
+        """What state may take: what it has, and what nobody uses, but for a (share of a) reserve."""
+        runtime = self._optimizer.runtime
+        capacity = runtime.device.capacity_bytes()
+        on_device = sum(b.nbytes for b in runtime.buckets if b.is_on_device)
+        on_host = sum(b.nbytes for b in runtime.buckets if not b.is_on_device)
+        host = free_host_bytes() + on_host
+        host -= max(_HOST_LEAST, int(_HOST_SHARE * host))
+        if capacity is None:  # the device is the host: nothing is gained by calling memory its own
+            return Room(0, host)
+        reserve = int(share * max(_DEVICE_LEAST, _DEVICE_SHARE * capacity))
+        return Room(capacity - runtime.device.peak_bytes() + on_device - reserve, host)
+
+    def _ahead_numel(self, items: Sequence[Item], size: StateBytes, room: Room) -> int:
+        """Elements that can run ahead of the gate: half of the memory that will be spare holds their shadows."""
+        runtime = self._optimizer.runtime
+        if not (runtime.settings.may_run_ahead and runtime.updater.can_shadow):
+            return 0
+        total = sum(item.numel for item in items)
+        resident = min(total, max(0, room.gpu_bytes) / size.resident)
+        spare = max(0.0, room.host_bytes - (total - resident) * size.host)
+        return int(min(total, spare / 2 / size.host))
+
+    # Whether it was right.
+
+    def _watch(self) -> None:
+        runtime = self._optimizer.runtime
+        if self._since == _SETTLE:
+            self._start = (self._now(), runtime.worker.busy_s)
+        if self._since < _SETTLE + _WATCHED:
+            return
+        seconds, busy = self._now() - self._start[0], runtime.worker.busy_s - self._start[1]
+        step_s, host_s, said = seconds / _WATCHED, busy / _WATCHED, self._chosen[-1].prediction
+        is_wrong = abs(step_s - said.step_s) > _WRONG * said.step_s
+        if is_wrong and len(self._chosen) < _MAX_CHOICES and host_s > 0.0 and said.host_busy_s > 0.0:
+            self._rates = _host_scaled(self._rates, said.host_busy_s / host_s)
+            LOGGER.info(
+                f"ratio auto: a step takes {step_s:.3f} s, not the {said.step_s:.3f} s that were predicted; the host "
+                f"is busy for {host_s:.3f} s of it, not {said.host_busy_s:.3f}: choosing again"
+            )
+            self._choose()
+            return
+        self.is_settled = True
+        runtime.is_timed = False
+
+    def _now(self) -> float:
+        """When the device has come to this point."""
+        runtime = self._optimizer.runtime
+        runtime.device.compute().synchronize()
+        return time.perf_counter()
+
+    def _back_off(self) -> None:
+        """Where the device's memory has become short since, some state goes back to the host."""
+        room, runtime = self._room(share=0.5), self._optimizer.runtime
+        resident = [b for b in runtime.buckets if b.plan.place == RESIDENT]
+        over = sum(b.nbytes for b in resident) - room.gpu_bytes
+        if over <= 0 or not resident:
+            return
+        runtime.wait()
+        runtime.wait_for_copies()
+        places, spare = [b.plan.place for b in runtime.buckets], room.host_bytes
+        spare -= sum(b.nbytes for b in runtime.buckets if not b.is_on_device)
+        for bucket in sorted(resident, key=lambda b: -b.deadline):
+            needed = self._optimizer.state_bytes(replace(bucket.plan, place=HOST))
+            if over <= 0 or needed > spare:
+                break
+            places[bucket.plan.index] = HOST
+            over, spare = over - bucket.nbytes, spare - needed
+        num_moved, trouble = self._move(places)
+        runtime.device.reset_peak()
+        if num_moved:
+            LOGGER.info(
+                f"ratio auto: the device's memory has become short: {num_moved} buckets go back to the host, which has "
+                f"{self._optimizer.host_share:.2f} of the state now{trouble}"
+            )
+
+
+def items_of(buckets: Sequence[Bucket], timing: Timing, is_early: bool) -> list[Item]:
+    """When each bucket's gradient is complete and its weights are needed, if all elements take the same time."""
+    inside = [b for b in buckets if b.plan.block != ROOT]
+    total = sum(b.plan.numel for b in inside) or 1
+    passed, depth = 0, {}
+    for bucket in sorted(inside, key=lambda b: (b.deadline, b.plan.index)):
+        depth[bucket.plan.index] = passed / total
+        passed += bucket.plan.numel
+    items = []
+    for bucket in buckets:
+        x = depth.get(bucket.plan.index, 0.0)  # what is outside all blocks is needed first
+        ready = (1.0 - x) * timing.backward_s if is_early else timing.backward_s
+        items.append(Item(bucket.plan.numel, bucket.plan.place, ready, x * timing.forward_s))
+    return items
+
+
+def _host_scaled(rates: Rates, factor: float) -> Rates:
+    """Rates of a host that is so much faster, within reason."""
+    factor = min(2.0, max(0.25, factor))
+    return replace(
+        rates,
+        host_params={name: rate * factor for name, rate in rates.host_params.items()},
+        host_params_copying={name: rate * factor for name, rate in rates.host_params_copying.items()},
+    )
+
+
+def first_ratio(needed: int, free_bytes: int) -> float:
+    """The share to start with: all on the host, or as much of it as its memory takes. 0 free bytes: not known."""
+    usable = free_bytes - max(_HOST_LEAST, int(_HOST_SHARE * free_bytes))
+    return 1.0 if free_bytes == 0 or needed <= usable else max(0.0, usable / needed)

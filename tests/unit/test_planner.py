@@ -1,0 +1,502 @@
+"""The planner: bytes and seconds against measured runs, and what must hold for any model and machine."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+
+from twinflow.models.gpt import PRESETS, count_params, flops_per_token
+from twinflow.models.gpt import activation_bytes as gpt_activation_bytes
+from twinflow.planner.cases import Setting, all_cases, best_case, largest_layers, recommended
+from twinflow.planner.costs import (
+    PROCESS_BYTES,
+    Memory,
+    Placed,
+    Run,
+    bytes_of,
+    fits,
+    gate_of,
+    items_of,
+    placed_at,
+    placed_of,
+    room_of,
+    timing_of,
+    ways_of,
+)
+from twinflow.planner.formats import STATES, state_bytes
+from twinflow.planner.machines import GB, GPUS, Host, Machine, gpu_named, rates_of, recognise
+from twinflow.planner.models import ModelCost, activation_bytes, from_counts, from_hf, gpt2_like, gpt_cost
+from twinflow.planner.placement import Room, at_ratio, best_ratio, choose
+from twinflow.planner.simulate import DEVICE_BYTES, Gate, Item, Timing, predict
+
+
+def llama(hidden: int, layers: int, inner: int) -> ModelCost:
+    config = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": inner,
+        "num_attention_heads": 32,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+    }
+    return from_hf(config, "llama")
+
+
+def preset(name: str, **changes: int) -> ModelCost:
+    shape = replace(PRESETS[name], **changes)  # type: ignore[arg-type]
+    return gpt_cost(name, shape.vocab_size, shape.context, shape.num_layers, shape.hidden, shape.num_heads, shape.tied)
+
+
+# The machine of record: H200, 16 Xeon cores, 126 GiB.
+MACHINE = Machine(GPUS["h200"], Host(135 * GB, 16, 150e9))
+RATES = rates_of(MACHINE)
+MEMORY = Memory(MACHINE.gpu.memory_bytes, MACHINE.host.ram_bytes)
+CAPPED = Memory(32 * GB, MACHINE.host.ram_bytes)
+B3, B7 = llama(3200, 26, 8640), llama(4096, 32, 11008)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run of benchmarks/results: seconds, GB on the GPU, GB on the host; None where it was not measured alone."""
+
+    name: str
+    run: Run
+    step_s: float
+    gpu_gb: float | None
+    host_gb: float | None
+    memory: Memory = MEMORY
+    with_process: bool = False  # host GB are the whole process's, not what was added since the model was there
+
+
+MEASURED = [
+    # 2026-11-15-offload-3b.md
+    Measured("3b fp32", Run(B3, 4, 2048, clips=False), 0.783, 13.18, 42.62),
+    Measured("3b fp32 clip", Run(B3, 4, 2048), 0.755, 18.49, 87.28),
+    Measured("3b fp32 batch 16", Run(B3, 16, 2048), 2.246, 32.65, 87.44),
+    Measured("3b fp32 batch 1", Run(B3, 1, 2048), 0.704, None, 87.44),  # its GPU GB are batch 16's
+    Measured("3b bf16", Run(B3, 4, 2048, states="bf16"), 0.624, 18.49, 57.23),
+    Measured("3b int8", Run(B3, 4, 2048, states="int8"), 0.610, 18.49, 41.90),
+    Measured("3b 4 micro-batches", Run(B3, 4, 2048, micro_batches=4, clips=False), 2.430, 26.86, 41.44),
+    # 2026-11-15-offload-3b-short.md
+    Measured("3b short fp32", Run(B3, 4, 2048, clips=False), 0.782, 13.21, 43.85),
+    Measured("3b short fp32 clip", Run(B3, 4, 2048), 0.800, 18.49, 82.06),
+    Measured("3b short batch 16", Run(B3, 16, 2048), 2.179, 32.65, 82.06),
+    Measured("3b delayed", Run(B3, 4, 2048, micro_batches=4, clips=False, delayed=True), 2.268, 26.25, 48.79),
+    # 2026-11-15-offload-7b.md
+    Measured("7b fp32", Run(B7, 4, 2048, clips=False), 1.501, 20.65, 82.48),
+    # 2026-11-15-large-models.md, -accumulated.md, -14b.md: `twinflow train`, a cap of 32 GB but for the second
+    Measured("10b bf16", Run(preset("gpt2-10b"), 10, 1024, states="bf16"), 2.536, 28.36, 118.5, CAPPED, True),
+    Measured("10b 52", Run(preset("gpt2-10b"), 10, 1024, micro_batches=52, states="bf16"), 70.24, 88.81, None),
+    Measured(
+        "14b bf16",
+        Run(preset("gpt2-13b", num_layers=69), 1, 1024, states="bf16", clips=False),
+        2.253,
+        30.57,
+        114.7,
+        CAPPED,
+        True,
+    ),
+]
+
+
+@pytest.mark.parametrize("measured", MEASURED, ids=lambda m: m.name)
+def test_bytes_are_those_measured(measured: Measured) -> None:
+    used = bytes_of(measured.run, Placed(measured.run.own_numel), measured.memory)
+    if measured.gpu_gb is not None:
+        assert used.gpu_total / 1e9 == pytest.approx(measured.gpu_gb, rel=0.05)
+    if measured.host_gb is not None:
+        host = used.host_total - (0 if measured.with_process else PROCESS_BYTES)
+        assert host / 1e9 == pytest.approx(measured.host_gb, rel=0.05)
+
+
+@pytest.mark.parametrize("measured", MEASURED, ids=lambda m: m.name)
+def test_steps_are_those_measured(measured: Measured) -> None:
+    run = measured.run
+    used, timing = bytes_of(run, Placed(run.own_numel), measured.memory), timing_of(run, RATES)
+    found = predict(items_of(run, timing), timing, RATES, run.states, gate_of(run, used), ways_of(run))
+    assert found.step_s == pytest.approx(measured.step_s, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "states", "gate", "micro_batches"),
+    [
+        (0.783, "fp32", Gate(False), 1),
+        (0.755, "fp32", Gate(True, B3.numel), 1),
+        (1.214, "fp32", Gate(True, 0), 1),  # every step clipped: nothing runs ahead
+        (0.624, "bf16", Gate(True, B3.numel), 1),
+        (0.610, "int8", Gate(True, B3.numel), 1),
+        (2.430, "fp32", Gate(False), 4),
+    ],
+)
+def test_with_measured_forward_and_backward_steps_are_close(
+    step_s: float, states: str, gate: Gate, micro_batches: int
+) -> None:
+    timing = Timing(0.1477, 0.4093, micro_batches)
+    found = predict(items_of(Run(B3, 4, 2048), timing), timing, RATES, states, gate)
+    assert found.step_s == pytest.approx(step_s, rel=0.06)
+
+
+# The simulation.
+
+
+def some_items(count: int = 12, numel: int = 50_000_000) -> tuple[list[Item], Timing]:
+    timing = Timing(0.1, 0.3)
+    items = [Item(numel, "host", 0.3 * (count - i) / count, 0.1 * i / count) for i in range(count)]
+    return items, timing
+
+
+def placed(items: Sequence[Item], place: str) -> list[Item]:
+    return [replace(item, place=place) for item in items]
+
+
+def test_a_step_is_never_shorter_than_its_parts() -> None:
+    items, timing = some_items()
+    for states in STATES:
+        for gate in (Gate(False), Gate(True, 0), Gate(True, 200_000_000)):
+            for place in ("host", "resident", "streamed"):
+                found = predict(placed(items, place), timing, RATES, states, gate)
+                busiest = max(found.host_busy_s, found.out_s, found.in_s, timing.gpu_s)
+                assert found.step_s >= busiest * 0.999, (states, gate, place)
+                assert found.step_s >= timing.gpu_s + found.waited_s - 1e-6
+
+
+def test_without_updates_to_wait_for_a_step_is_the_gpus() -> None:
+    items, timing = some_items(numel=1_000_000)
+    found = predict(items, timing, RATES, "fp32", Gate(False))
+    assert found.bound_by == "gpu"
+    assert found.step_s == pytest.approx(timing.gpu_s, rel=0.03)
+
+
+def test_what_bounds_a_step_is_named() -> None:
+    items, timing = some_items(numel=200_000_000)
+    slow_copies = replace(RATES, out_bytes=2e9, in_bytes=2e9, duplex_bytes=2e9)
+    assert predict(items, timing, RATES, "fp32", Gate(False)).bound_by == "host"
+    assert predict(items, timing, slow_copies, "fp32", Gate(False)).bound_by == "copies"
+    few, timing = some_items()
+    assert predict(few, timing, RATES, "fp32", Gate(True, 0)).bound_by == "gate"
+
+
+def test_waiting_for_the_norm_costs_and_shadows_win_it_back() -> None:
+    items, timing = some_items(numel=120_000_000)
+    total = sum(item.numel for item in items)
+    steps = [predict(items, timing, RATES, "fp32", Gate(True, int(total * share))).step_s for share in (0, 0.3, 1)]
+    free = predict(items, timing, RATES, "fp32", Gate(False)).step_s
+    assert steps[0] > 1.1 * steps[2]
+    assert steps[0] >= steps[1] >= steps[2] >= free * 0.98
+
+
+def test_resident_updates_cost_the_gpu_their_traffic() -> None:
+    items, timing = some_items()
+    numel = sum(item.numel for item in items)
+    for gate in (Gate(False), Gate(True, 0)):
+        found = predict(placed(items, "resident"), timing, RATES, "bf16", gate)
+        assert found.step_s == pytest.approx(timing.gpu_s + numel * DEVICE_BYTES["bf16"] / RATES.device_bytes)
+        assert found.host_busy_s == found.out_s == found.in_s == 0.0
+
+
+def test_accumulation_is_plain_time() -> None:
+    items, timing = some_items()
+    one = predict(items, timing, RATES, "fp32", Gate(False)).step_s
+    many = predict(items, replace(timing, micro_batches=5), RATES, "fp32", Gate(False)).step_s
+    assert many == pytest.approx(one + 4 * timing.gpu_s, rel=1e-3)
+
+
+def test_streamed_states_move_both_ways() -> None:
+    items, timing = some_items()
+    found = predict(placed(items, "streamed"), timing, RATES, "fp32", Gate(False))
+    numel = sum(item.numel for item in items)
+    assert found.host_busy_s == 0.0
+    for seconds in (found.out_s, found.in_s):
+        assert numel * 10 / RATES.out_bytes * 0.99 <= seconds <= numel * 10 / RATES.duplex_bytes * 1.1
+
+
+def test_no_items_is_the_gpu_alone() -> None:
+    assert predict([], Timing(0.1, 0.2), RATES, "fp32", Gate(True, 0)).step_s == pytest.approx(0.3)
+
+
+def test_sixty_buckets_take_less_than_twenty_milliseconds() -> None:
+    run = Run(B3, 4, 2048)
+    timing = timing_of(run, RATES)
+    items = items_of(run, timing)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        predict(items, timing, RATES, "fp32", Gate(True, run.own_numel))
+        times.append(time.perf_counter() - start)
+    assert len(items) == 56
+    assert min(times) < 0.02
+
+
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("clips", [False, True])
+def test_less_on_the_host_is_never_slower_but_for_the_gpus_own_updates(states: str, clips: bool) -> None:
+    run = Run(B3, 4, 2048, states=states, clips=clips)
+    timing = timing_of(run, RATES)
+    items, gate = items_of(run, timing), Gate(clips, run.own_numel)
+    ratios = [i / 20 for i in range(21)]
+    steps = [predict(at_ratio(items, r), timing, RATES, states, gate).step_s for r in ratios]
+    for low, high, less, more in zip(ratios, ratios[1:], steps, steps[1:], strict=False):
+        on_gpu = (high - low) * run.own_numel * DEVICE_BYTES[states] / RATES.device_bytes
+        assert less <= more + on_gpu + 0.01 * more, (low, high)
+
+
+# Placement.
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_chosen_fits_and_is_no_slower_than_all_on_the_host(seed: int) -> None:
+    random.seed(seed)
+    count = random.randrange(2, 40)
+    timing = Timing(random.uniform(0.01, 0.4), random.uniform(0.02, 1.0), random.choice((1, 1, 4)))
+    items = [
+        Item(random.randrange(10**6, 7 * 10**7), "host", random.uniform(0, timing.backward_s), need)
+        for need in sorted(random.uniform(0, timing.forward_s) for _ in range(count))
+    ]
+    states, clips = random.choice(STATES), random.choice((False, True))
+    total = sum(item.numel for item in items)
+    room = Room(int(random.uniform(0, 12) * total), int(random.uniform(5, 14) * total))
+    gate = Gate(clips, random.randrange(total))
+    try:
+        found = choose(items, timing, RATES, states, gate, room)
+    except ValueError as error:
+        assert "are missing" in str(error)  # noqa: PT017
+        return
+    size, numel = state_bytes(states), placed_of(items, found.places)
+    assert numel.host + numel.resident + numel.streamed == total
+    assert numel.resident * size.resident <= room.gpu_bytes
+    assert numel.host * size.host + numel.streamed * size.streamed <= room.host_bytes
+    if total * size.host <= room.host_bytes:
+        assert found.prediction.step_s <= predict(items, timing, RATES, states, gate).step_s * 1.006
+
+
+def test_resident_state_is_the_input_side() -> None:
+    run = Run(B3, 4, 2048)
+    timing = timing_of(run, RATES)
+    items = items_of(run, timing)
+    found = choose(items, timing, RATES, "fp32", Gate(False), Room(30 * GB, 100 * GB))
+    first = max(item.need for item, place in zip(items, found.places, strict=True) if place == "resident")
+    rest = min(item.need for item, place in zip(items, found.places, strict=True) if place != "resident")
+    assert first <= rest
+    assert found.prediction.step_s < 1.03 * timing.gpu_s
+    assert "resident" in found.why
+
+
+def test_no_more_gpu_memory_is_taken_than_pays() -> None:
+    run = Run(B3, 4, 2048)
+    timing = timing_of(run, RATES)
+    items = items_of(run, timing)
+    found = choose(items, timing, RATES, "fp32", Gate(False), Room(10**12, 10**12))
+    assert 0 < found.places.count("resident") < len(items) // 2
+
+
+def test_nothing_fits_says_what_is_missing_and_what_would_fit() -> None:
+    run = Run(B3, 4, 2048)
+    timing = timing_of(run, RATES)
+    items = items_of(run, timing)
+    with pytest.raises(ValueError, match=r"17\.\d GB are missing.*\"int8\" would fit.*without clipping"):
+        choose(items, timing, RATES, "fp32", Gate(True, 0), Room(3 * GB, 20 * GB))
+    with pytest.raises(ValueError, match="are missing"):
+        best_ratio(items, timing, RATES, "fp32", Gate(False), Room(0, 20 * GB))
+
+
+def test_the_best_ratio_is_the_same_as_the_best_buckets() -> None:
+    run = Run(B3, 4, 2048)
+    timing = timing_of(run, RATES)
+    items, room = items_of(run, timing), Room(60 * GB, 100 * GB)
+    best = best_ratio(items, timing, RATES, "fp32", Gate(False), room)
+    found = choose(items, timing, RATES, "fp32", Gate(False), room)
+    on_host = sum(i.numel for i, p in zip(items, found.places, strict=True) if p != "resident")
+    assert best.ratio == pytest.approx(on_host / sum(i.numel for i in items), abs=0.04)
+    assert best.prediction.step_s == pytest.approx(found.prediction.step_s, rel=0.02)
+
+
+# Bytes.
+
+
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("weights", ["bf16", "fp16", "fp32"])
+def test_bytes_move_from_gpu_to_host_with_the_ratio(states: str, clips: bool, weights: str) -> None:
+    run = Run(B3, 4, 2048, states=states, clips=clips, weights=weights)
+    used = [bytes_of(run, placed_at(run, i / 10), MEMORY) for i in range(11)]
+    for before, after in pairwise(used):
+        assert after.gpu_total <= before.gpu_total
+        assert after.host["state"] >= before.host["state"]
+        assert after.gpu_total == sum(after.gpu.values())
+        assert after.host_total == sum(after.host.values())
+
+
+def test_state_bytes_a_parameter() -> None:
+    rows = {
+        (states, weights): state_bytes(states, weights) for states in STATES for weights in ("bf16", "fp16", "fp32")
+    }
+    assert [rows[s, "bf16"].host for s in STATES] == [12, 8, 6.0625]
+    assert [rows[s, "bf16"].resident for s in STATES] == [10, 6, 4.0625]
+    assert [rows[s, "bf16"].streamed for s in STATES] == [10, 6, 4.0625]
+    assert rows["fp32", "fp16"].resident == 12
+    assert rows["fp32", "fp32"].resident == 8
+    assert state_bytes("fp32", delayed=True).resident == 12
+    with pytest.raises(ValueError, match="allowed: 'fp32', 'bf16', 'int8'"):
+        state_bytes("fp8")
+
+
+def test_gradients_wait_on_the_host_where_the_gpu_is_full() -> None:
+    run = Run(B3, 4, 2048)
+    roomy, tight = (bytes_of(run, Placed(run.own_numel), Memory(n * GB, 135 * GB)) for n in (100, 16))
+    assert roomy.gpu["gradients"] == 2 * run.own_numel
+    assert roomy.host["gradients"] == 0
+    assert tight.host["gradients"] == 2 * run.own_numel
+    summed = replace(run, micro_batches=4)
+    assert bytes_of(summed, Placed(run.own_numel), Memory(16 * GB, 135 * GB)).host["gradients"] == 4 * run.own_numel
+
+
+def test_many_gpus_share_state_and_stage_three_weights() -> None:
+    one = bytes_of(Run(B7, 1, 2048, clips=False), Placed(B7.numel), MEMORY)
+    run = Run(B7, 1, 2048, clips=False, world=8, stage=2)
+    eight = bytes_of(run, Placed(run.own_numel), MEMORY)
+    assert eight.host["state"] == pytest.approx(one.host["state"], rel=1e-6)
+    assert eight.gpu["weights"] == one.gpu["weights"]
+    third = bytes_of(replace(run, stage=3), Placed(run.own_numel), MEMORY)
+    assert third.gpu["weights"] < eight.gpu["weights"] / 4
+
+
+# Models.
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_costs_what_its_model_says(name: str) -> None:
+    shape, cost = PRESETS[name], preset(name)
+    assert cost.numel == count_params(shape)
+    assert cost.model_flops(shape.context) == flops_per_token(shape)
+    for checkpointing in (False, True):
+        for batch in (1, 4, 16):
+            expected = gpt_activation_bytes(shape, batch, shape.context, checkpointing)
+            assert activation_bytes(cost, batch * shape.context, checkpointing) == expected
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_activations_of_a_llama_are_those_measured(batch: int) -> None:
+    measured = {1: 1.180509184, 4: 4.719526912, 16: 18.875597824}[batch]
+    assert activation_bytes(B3, batch * 2048, True) / 1e9 == pytest.approx(measured, rel=0.001)
+
+
+HF = {
+    "llama": ("LlamaConfig", {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}),
+    "mistral": ("MistralConfig", {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}),
+    "qwen2": ("Qwen2Config", {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}),
+    "opt": ("OPTConfig", {"hidden_size": 64, "ffn_dim": 256, "num_hidden_layers": 2, "word_embed_proj_dim": 64}),
+    "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4}),
+    "gpt_neox": ("GPTNeoXConfig", {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}),
+    "bert": ("BertConfig", {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}),
+}
+
+
+@pytest.mark.parametrize("kind", HF)
+def test_a_hugging_face_config_counts_as_its_model_does(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    name, numbers = HF[kind]
+    heads = {"num_attention_heads": 4} if kind != "gpt2" else {}
+    config = getattr(transformers, name)(vocab_size=1000, **numbers, **heads)
+    if kind in ("llama", "mistral", "qwen2"):
+        config.num_key_value_heads = 2
+    build = transformers.AutoModelForMaskedLM if kind == "bert" else transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        model = build.from_config(config)
+    cost = from_hf(config.to_dict())
+    assert cost.numel == sum(p.numel() for p in model.parameters())
+    assert len(cost.blocks) == (3 if kind == "mistral" else 2)
+
+
+def test_an_unknown_model_type_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"model_type is 'mamba'; allowed: 'llama', 'mistral'.*module:function"):
+        from_hf({"model_type": "mamba"})
+    with pytest.raises(ValueError, match="without 'intermediate_size'"):
+        from_hf({"model_type": "llama", "hidden_size": 64})
+
+
+def test_shapes_of_a_size() -> None:
+    for size in (125e6, 350e6, 1.3e9, 6.7e9, 13e9, 40e9, 175e9):
+        assert gpt2_like(size).numel == pytest.approx(size, rel=0.12)
+    cost = from_counts("x", [100, 100], 50, 20, hidden=4, vocab_size=10)
+    assert cost.numel == 270
+    assert cost.with_layers(5).numel == 570
+
+
+# Machines and cases.
+
+
+def test_cards_are_known_by_their_short_and_by_their_full_names() -> None:
+    assert gpu_named("H200") is GPUS["h200"]
+    assert recognise("NVIDIA H200") is GPUS["h200"]
+    assert recognise("NVIDIA A100-SXM4-40GB") is GPUS["a100-40"]
+    assert recognise("NVIDIA A100 80GB PCIe") is GPUS["a100-80"]
+    assert recognise("NVIDIA GeForce RTX 4090") is GPUS["rtx4090"]
+    assert recognise("Tesla V100-SXM2-32GB") is GPUS["v100-32"]
+    assert recognise("Something Else") is None
+    with pytest.raises(ValueError, match="--gpu is 'h300'; allowed: 'b200', 'h200'"):
+        gpu_named("h300")
+
+
+def test_cards_of_a_machine_share_its_host() -> None:
+    one, eight = rates_of(MACHINE), rates_of(replace(MACHINE, num_gpus=8))
+    for states in STATES:
+        assert eight.host_params[states] == pytest.approx(one.host_params[states] / 8)
+        assert eight.host_params_copying[states] < eight.host_params[states]
+    assert eight.out_bytes == one.out_bytes
+
+
+def test_cases_cover_every_way_and_the_recommended_one_fits() -> None:
+    setting = Setting(RATES, MEMORY)
+    cases = all_cases(Run(preset("gpt2-13b"), 4, 1024), setting)
+    assert [(c.kind, c.run.states) for c in cases] == [
+        (kind, states) for kind in ("no offload", "full offload", "best ratio") for states in STATES
+    ]
+    best = recommended(cases)
+    assert best is not None
+    assert best.fits
+    for case in cases[6:]:
+        assert case.fits
+        others = [c for c in cases if c.run.states == case.run.states and c.fits]
+        assert case.prediction.step_s <= 1.01 * min(c.prediction.step_s for c in others)
+
+
+@pytest.mark.parametrize("gpu", ["v100-16", "rtx4090", "a100-40", "h200"])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_the_best_ratio_fits_wherever_anything_does(gpu: str, micro_batches: int) -> None:
+    for size in (1e9, 3e9, 7e9, 13e9, 20e9):
+        for clips in (False, True):
+            run = Run(gpt2_like(size), 2, 1024, micro_batches=micro_batches, states="bf16", clips=clips)
+            memory = Memory(GPUS[gpu].memory_bytes, 128 * GB)
+            case = best_case(run, Setting(rates_of(Machine(GPUS[gpu], Host(128 * GB, 16, 150e9))), memory))
+            assert case.fits or not fits(run, memory)
+
+
+def test_where_nothing_fits_nothing_is_recommended() -> None:
+    setting = Setting(RATES, Memory(8 * GB, 16 * GB))
+    run = Run(preset("gpt2-13b"), 4, 1024)
+    assert recommended(all_cases(run, setting)) is None
+    assert not best_case(run, setting).fits
+    assert not fits(run, setting.memory)
+
+
+def test_the_largest_model_fits_and_one_block_more_does_not() -> None:
+    run = Run(preset("gpt2-13b"), 4, 1024, states="bf16")
+    layers = largest_layers(run, CAPPED)
+    assert fits(replace(run, model=run.model.with_layers(layers)), CAPPED)
+    assert not fits(replace(run, model=run.model.with_layers(layers + 1)), CAPPED)
+    assert largest_layers(run, Memory(GB, GB)) == 0
+
+
+def test_thirteen_billion_on_one_v100() -> None:
+    """ZeRO-Offload's headline, with 1.5 TB of RAM."""
+    memory = Memory(GPUS["v100-32"].memory_bytes, 1500 * GB)
+    run = Run(preset("gpt2-13b"), 4, 1024, weights="fp16")
+    assert fits(run, memory)
+    assert room_of(run, memory).gpu_bytes < 2 * GB

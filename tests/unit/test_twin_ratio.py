@@ -1,0 +1,414 @@
+"""Twin-Flow's ratio: state on both sides, updated at the same time, with the results of either side alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn, optim
+from twin_support import (
+    MAX_NORM,
+    RULE_OPTIONS,
+    Branchy,
+    assert_same,
+    branchy_loss,
+    gpt,
+    loss_of,
+    matrix_but,
+    quick_torch,
+    restart,
+    snapshot,
+    train,
+    twin,
+    weights,
+)
+
+from twinflow.offload.places import cut, place_by_ratio
+from twinflow.offload.plan import HOST, RESIDENT, ROOT, ParamSpec, plan_buckets
+from twinflow.optim.loss_scale import dynamic
+from twinflow.optim.twin import TwinOptimizer
+from twinflow.rules import RULES
+
+RATIOS = (0.0, 0.1, 0.3, 0.5, 0.9)
+FORMATS = [(rule, states) for rule in RULES for states in RULES[rule].formats]
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"max_grad_norm": MAX_NORM},
+    "on_host": {"max_grad_norm": MAX_NORM, "sums": "host", "hold": "host"},
+    "delayed": {"max_grad_norm": MAX_NORM, "delayed_update": True},
+    "late": {"max_grad_norm": MAX_NORM, "early": False},
+}
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    with quick_torch():
+        yield
+
+
+def trained(rule: str, states: str, accumulation: int, num_steps: int = 4, **options: Any) -> dict[str, Tensor]:
+    """Weights and state after some steps with a schedule."""
+    model = gpt()
+    options = {"early": True, "accumulation_steps": accumulation, **RULE_OPTIONS[rule], **options}
+    with closing(twin(model, rule=rule, states=states, **options)) as optimizer:
+        schedule = optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        for step in range(num_steps):
+            for i in range(accumulation):
+                loss_of(model, step * accumulation + i).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        optimizer.flush()
+        return snapshot(model, optimizer)
+
+
+# Every mode once for each rule and format, every ratio with each of them somewhere.
+CELLS = [
+    (rule, states, ratio, accumulation, mode)
+    for (rule, states), ratio, accumulation, mode in product(FORMATS, RATIOS, (1, 3), MODES)
+    if not (mode == "late" and accumulation > 1)
+]
+QUICK = [cell for i, cell in enumerate(CELLS) if i % 17 == 0]
+
+
+@pytest.mark.parametrize(("rule", "states", "ratio", "accumulation", "mode"), matrix_but(QUICK, CELLS))
+def test_any_ratio_gives_the_same_bits(rule: str, states: str, ratio: float, accumulation: int, mode: str) -> None:
+    run = partial(trained, rule, states, accumulation, **MODES[mode])
+    assert_same(run(ratio=ratio), run(ratio=1.0))
+
+
+@pytest.mark.parametrize("placement", ["front", "tail"])
+def test_any_placement_gives_the_same_bits(placement: str) -> None:
+    run = partial(trained, "adamw", "int8", 1, max_grad_norm=MAX_NORM)
+    assert_same(run(ratio=0.4, placement=placement), run(ratio=1.0))
+
+
+class Halves(nn.Module):
+    """Half-precision weights of odd sizes, without a matrix product, which some CPUs are slow at."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Module() for _ in range(3))
+        for block in self.blocks:
+            block.a = nn.Parameter(torch.randn(7, 61).to(dtype))
+            block.b = nn.Parameter(torch.randn(300).to(dtype))
+
+    def forward(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        total = torch.zeros(())
+        for block in self.blocks:
+            for weight in (block.a, block.b):
+                total = total + (weight.float() * torch.randn(weight.shape, generator=generator)).tanh().sum()
+        return total
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("mode", ["plain", "clipped", "delayed"])
+def test_half_precision_weights(dtype: torch.dtype, states: str, mode: str) -> None:
+    def run(ratio: float) -> dict[str, Tensor]:
+        model = Halves(dtype)
+        with closing(twin(model, lr=1e-3, states=states, ratio=ratio, early=True, **MODES[mode])) as optimizer:
+            for step in range(5):
+                model(step).backward()
+                optimizer.step()
+            optimizer.flush()
+            return snapshot(model, optimizer)
+
+    whole = run(1.0)
+    for ratio in (0.0, 0.37):
+        assert_same(run(ratio), whole, f"ratio {ratio}:")
+
+
+# Where state lives.
+
+
+def test_tail_puts_the_first_share_on_the_host() -> None:
+    """The seed's meaning: with ratio 0.4, the first 40% of the parameters are the CPU's."""
+    model = gpt()
+    with closing(twin(model, ratio=0.4, placement="tail")) as optimizer:
+        total = sum(p.numel() for p in model.parameters())
+        on_host = {HOST: 0, RESIDENT: 0}
+        starts = {}
+        passed = 0
+        for p in model.parameters():
+            starts[p], passed = passed, passed + p.numel()
+        for bucket in optimizer.runtime.buckets:
+            for piece, param in zip(bucket.slices, bucket.params, strict=True):
+                first = starts[param.tensor] + piece.start
+                on_host[bucket.plan.place] += piece.numel
+                is_first = first + piece.numel <= 0.4 * total + 64
+                assert is_first == (bucket.plan.place == HOST)
+        assert abs(on_host[HOST] - 0.4 * total) <= 64
+        assert optimizer.host_share == pytest.approx(0.4, abs=0.02)  # buckets are padded
+
+
+def test_auto_keeps_what_a_forward_needs_first() -> None:
+    model = gpt()
+    with closing(twin(model, ratio=0.5)) as optimizer:
+        train(model, optimizer, range(1))
+        resident = [b.deadline for b in optimizer.runtime.buckets if b.plan.place == RESIDENT]
+        hosted = [b.deadline for b in optimizer.runtime.buckets if b.plan.place == HOST]
+        assert max(resident) <= min(hosted)
+        assert 0 in resident  # the embedding, tied to the head
+
+
+@given(
+    numels=st.lists(st.integers(1, 5000), min_size=1, max_size=12),
+    ratio=st.floats(0, 1),
+    placement=st.sampled_from(["auto", "front", "tail"]),
+)
+@settings(max_examples=150, deadline=None)
+def test_shares_are_exact_to_128_elements(numels: list[int], ratio: float, placement: str) -> None:
+    params = [ParamSpec(f"p{i}", n, i % 3 - 1, torch.float32) for i, n in enumerate(numels)]
+    parts = place_by_ratio(params, range(len(params)), ratio, placement)
+    for param, own in zip(params, parts, strict=True):
+        assert sum(part.numel for part in own) == param.numel
+        assert all(part.start % 128 == 0 for part in own)
+        assert [part.start for part in own] == [sum(p.numel for p in own[:i]) for i in range(len(own))]
+    num_host = sum(part.numel for own in parts for part in own if part.place == HOST)
+    assert abs(num_host - ratio * sum(numels)) <= 128
+    plans = plan_buckets(params, 1024, parts)
+    assert sum(s.numel for plan in plans for s in plan.slices) == sum(numels)
+
+
+def test_whole_parameters_where_they_cannot_be_split() -> None:
+    params = [ParamSpec(f"p{i}", n, ROOT, torch.float32, can_split=False) for i, n in enumerate((100, 300, 50))]
+    parts = cut(params, [0, 1, 2], [(HOST, 200), (RESIDENT, 250)])
+    assert [[part.place for part in own] for own in parts] == [[HOST], [RESIDENT], [RESIDENT]]
+
+
+@pytest.mark.parametrize("bad", [-0.1, 1.5, float("nan"), "half", True, None])
+def test_bad_ratios_are_refused(bad: Any) -> None:
+    with pytest.raises(ValueError, match="ratio"):
+        twin(gpt(), ratio=bad)
+
+
+def test_a_bad_placement_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"placement.*'front', 'tail'"):
+        twin(gpt(), ratio=0.5, placement="middle")
+
+
+# A user's own optimizer.
+
+
+class Sign(optim.Optimizer):
+    """One that nobody else has."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    kept = self.state[p].setdefault("kept", torch.zeros_like(p))
+                    kept.mul_(0.9).add_(p.grad)
+                    p.add_(kept.sign(), alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("rule", [optim.Adagrad, optim.Adafactor, Sign, partial(optim.AdamW, fused=True)])
+@pytest.mark.parametrize("mode", MODES)
+def test_any_optimizer_on_both_halves(rule: Any, mode: str) -> None:
+    def run(ratio: float) -> dict[str, Tensor]:
+        model = gpt()
+        options = {"early": True, **MODES[mode]}
+        with closing(twin(model, rule=rule, lr=1e-2, ratio=ratio, **options)) as optimizer:
+            places = {b.plan.place for b in optimizer.runtime.buckets}
+            assert len(places) == (1 if ratio in (0.0, 1.0) else 2)
+            schedule = optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+            for step in range(4):
+                train(model, optimizer, [step])
+                schedule.step()
+            optimizer.flush()
+            saved = optimizer.state_dict()["state"]
+            flat = {f"{n}.{k}": torch.as_tensor(v) for n, e in saved.items() for k, v in e["state"].items()}
+            return weights(model) | flat
+
+    whole = run(1.0)
+    for ratio in (0.0, 0.4):
+        assert_same(run(ratio), whole, f"ratio {ratio}:")
+
+
+def test_a_used_optimizer_goes_on_on_both_halves() -> None:
+    def run(ratio: float) -> dict[str, Tensor]:
+        model = gpt()
+        used = optim.AdamW(model.parameters(), lr=1e-2)
+        train(model, used, range(2))
+        with closing(twin(model, rule=used, ratio=ratio, early=True)) as optimizer:
+            train(model, optimizer, range(2, 5))
+            optimizer.wait()
+            return weights(model)
+
+    assert_same(run(0.3), run(1.0))
+
+
+# Everything reaches both halves.
+
+
+def test_steps_that_are_not_finite_are_skipped_on_both_halves() -> None:
+    model = gpt()
+    with closing(twin(model, lr=1e-2, ratio=0.5, early=True, max_grad_norm=MAX_NORM)) as optimizer:
+        train(model, optimizer, range(2))
+        before = snapshot(model, optimizer)
+        train(model, optimizer, range(2, 3), nan_step=2)
+        assert not optimizer.was_applied
+        assert_same(snapshot(model, optimizer), before)
+        train(model, optimizer, range(3, 4))
+        assert optimizer.was_applied
+
+
+def test_the_loss_scale_reaches_both_halves() -> None:
+    def run(ratio: float) -> dict[str, Tensor]:
+        model = Halves(torch.float16)
+        scale = dynamic(initial_power=18, window=2)
+        with closing(twin(model, lr=1e-3, ratio=ratio, early=True, loss_scale=scale)) as optimizer:
+            for step in range(6):
+                optimizer.backward(model(step))
+                optimizer.step()
+            found = snapshot(model, optimizer)
+            assert optimizer.num_skipped > 0
+            return found | {"scale": torch.tensor(optimizer.loss_scale)}
+
+    assert_same(run(0.4), run(1.0))
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize(("before", "after"), [(0.3, 0.8), (1.0, 0.0), (0.0, 1.0), (0.5, 0.5)])
+def test_a_checkpoint_loads_at_any_ratio(states: str, before: float, after: float) -> None:
+    options = {"lr": 1e-2, "states": states, "early": True, "max_grad_norm": MAX_NORM}
+    straight = gpt()
+    with closing(twin(straight, ratio=1.0, **options)) as optimizer:
+        train(straight, optimizer, range(6))
+        wanted = snapshot(straight, optimizer)
+    model = gpt()
+    optimizer = twin(model, ratio=before, **options)
+    train(model, optimizer, range(3))
+    model, optimizer = restart(model, optimizer, lambda m: twin(m, ratio=after, **options))
+    with closing(optimizer):
+        train(model, optimizer, range(3, 6))
+        assert_same(snapshot(model, optimizer), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_checkpoint_of_half_precision_weights_keeps_their_masters(dtype: torch.dtype) -> None:
+    def steps(model: Any, optimizer: TwinOptimizer, numbers: range) -> None:
+        for step in numbers:
+            model(step).backward()
+            optimizer.step()
+
+    make = partial(twin, lr=1e-4, early=True)
+    straight = Halves(dtype)
+    with closing(make(straight, ratio=0.6)) as optimizer:
+        steps(straight, optimizer, range(6))
+        wanted = snapshot(straight, optimizer)
+    model = Halves(dtype)
+    optimizer = make(model, ratio=0.2)
+    steps(model, optimizer, range(3))
+    model, optimizer = restart(model, optimizer, lambda m: make(m, ratio=0.7), lambda: Halves(dtype))
+    with closing(optimizer):
+        steps(model, optimizer, range(3, 6))
+        assert_same(snapshot(model, optimizer), wanted)
+
+
+def test_a_delayed_update_in_flight_loads_at_any_ratio() -> None:
+    options = {"lr": 1e-2, "early": True, "delayed_update": True}
+    straight = gpt()
+    with closing(twin(straight, **options)) as optimizer:
+        train(straight, optimizer, range(6))
+        wanted = snapshot(straight, optimizer)
+    model = gpt()
+    optimizer = twin(model, ratio=0.3, **options)
+    train(model, optimizer, range(3))
+    model, optimizer = restart(model, optimizer, lambda m: twin(m, ratio=0.6, **options))
+    with closing(optimizer):
+        train(model, optimizer, range(3, 6))
+        assert_same(snapshot(model, optimizer), wanted)
+
+
+def test_parameters_without_gradients_are_left_alone() -> None:
+    def run(ratio: float, early: bool) -> dict[str, Tensor]:
+        model = Branchy()
+        with closing(twin(model, lr=1e-2, ratio=ratio, early=early, max_grad_norm=MAX_NORM)) as optimizer:
+            for step in range(6):
+                branchy_loss(model, step).backward()
+                optimizer.step()
+            return snapshot(model, optimizer)
+
+    assert_same(run(0.0, early=True), run(1.0, early=True))
+    assert_same(run(0.4, early=False), run(1.0, early=False))
+
+
+def test_parameters_that_are_not_contiguous() -> None:
+    def run(ratio: float) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)).to(memory_format=torch.channels_last)
+        assert not model[1].weight.is_contiguous()
+        with closing(twin(model, lr=1e-2, ratio=ratio, early=True)) as optimizer:
+            for step in range(3):
+                x = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(step))
+                model(x).square().mean().backward()
+                optimizer.step()
+            return {name: t.contiguous() for name, t in snapshot(model, optimizer).items()}
+
+    assert_same(run(0.0), run(1.0))
+
+
+def test_weights_that_somebody_else_writes_are_taken_over() -> None:
+    model = gpt()
+    with closing(twin(model, lr=1e-2, ratio=0.0, early=True)) as optimizer:
+        train(model, optimizer, range(2))
+        optimizer.wait()
+        with torch.no_grad():
+            model.blocks[0].mlp.up.weight.fill_(0.5)
+        train(model, optimizer, range(2, 3))
+        entry = optimizer.state_dict()["state"]["blocks.0.mlp.up.weight"]
+        assert (entry["master"] - 0.5).abs().max() < 0.05
+        assert torch.equal(entry["master"], model.blocks[0].mlp.up.weight)
+
+
+def test_upper_halves_that_somebody_else_writes_never_make_a_nan() -> None:
+    model = Halves(torch.bfloat16)
+    with closing(twin(model, lr=1e-3, ratio=0.0, early=True)) as optimizer:
+        for step in range(4):
+            model(step).backward()
+            optimizer.step()
+            optimizer.wait()
+            with torch.no_grad():
+                model.blocks[0].a.zero_()  # a lower half below zero would borrow from it
+        assert all(bool(v["master"].isfinite().all()) for v in optimizer.state_dict()["state"].values())
+
+
+def test_autograd_sees_that_weights_have_changed() -> None:
+    """A graph kept over a step must not be used with other weights than it was made with."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    with closing(twin(model, lr=1e-2, ratio=0.0)) as optimizer:
+        loss = model(torch.randn(4, 8)).sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        optimizer.wait()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_state_that_does_not_fit_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from twinflow.optim import twin as module
+    from twinflow.optim.twin_build import Room
+
+    numel = sum(p.numel() for p in gpt().parameters())
+    monkeypatch.setattr(module, "find_room", lambda params: Room(4 * numel, 10**12))
+    with pytest.raises(ValueError, match=r"ratio is 0.2; allowed: at least 0.5.*takes.*more than it has"):
+        twin(gpt(), ratio=0.2)
+    twin(gpt(), ratio=0.6).close()
+    monkeypatch.setattr(module, "find_room", lambda params: Room(None, 4 * numel))
+    with pytest.raises(ValueError, match=r"host memory.*optimizer's state.*smaller format"):
+        twin(gpt())
