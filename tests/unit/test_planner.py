@@ -74,6 +74,13 @@ class Measured:
     with_process: bool = False  # host GB are the whole process's, not what was added since the model was there
 
 
+# The planner's constants were fitted on some of these runs (forward and backward of the 3b, 7b and 10b models; the
+# host's rate on 3b; the process's memory on 14b), so this shows that one set of constants serves all of them, not how
+# well a run is foretold that it has never seen. Rows of the same files that are left out, predicted / measured:
+# - 3b delayed of offload-3b.md: host 48.6 / 56.5 GB. Older than the split master: it still had slots for new weights.
+# - 3b clipping of offload-3b-first.md: host 83.3 / 90.7 GB. Older than that too.
+# - 13b bf16 of large-models.md: host 110 / 130 GB. Not explained; 14b, run later with the same flags, took 114.7 GB.
+# - 3b batch 1: GPU bytes, which were not measured apart from batch 16's.
 MEASURED = [
     # 2026-11-15-offload-3b.md
     Measured("3b fp32", Run(B3, 4, 2048, clips=False), 0.783, 13.18, 42.62),
@@ -470,7 +477,7 @@ def test_cases_cover_every_way_and_the_recommended_one_fits() -> None:
 @pytest.mark.parametrize("gpu", ["v100-16", "rtx4090", "a100-40", "h200"])
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_the_best_ratio_fits_wherever_anything_does(gpu: str, micro_batches: int) -> None:
-    for size in (1e9, 3e9, 7e9, 13e9, 20e9):
+    for size in (1e9, 6e9, 13e9):
         for clips in (False, True):
             run = Run(gpt2_like(size), 2, 1024, micro_batches=micro_batches, states="bf16", clips=clips)
             memory = Memory(GPUS[gpu].memory_bytes, 128 * GB)

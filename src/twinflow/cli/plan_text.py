@@ -39,7 +39,7 @@ def print_plan(
         console.print(Text(f"\n{where}, {shown.kind}, {shown.run.states}: {total}", style="bold"))
         console.print(bars(used, limit))
     console.print(Text("\nlargest of this shape", style="bold"))
-    console.print(Text(f"  {largest_text(run, largest)}\n"))
+    console.print(Text(f"{largest_text(run, largest)}\n"))
     console.print(Text(advice(best, shown, cases), style="bold green" if best is not None else "bold red"))
 
 
@@ -110,10 +110,12 @@ def bar(share: float) -> str:
 def largest_text(run: Run, largest: Mapping[str, int]) -> str:
     """The deepest model that fits, by state format."""
     found = [
-        f"{states} {count(run.model.with_layers(layers).numel)} ({layers} blocks)" if layers else f"{states} none"
+        f"  {states}  {count(run.model.with_layers(layers).numel)}, {layers:,} blocks"
+        if layers
+        else f"  {states}  none"
         for states, layers in largest.items()
     ]
-    return " · ".join(found)
+    return "\n".join(found)
 
 
 def advice(best: Case | None, nearest: Case, cases: Sequence[Case]) -> str:

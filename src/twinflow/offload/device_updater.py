@@ -89,12 +89,12 @@ class DeviceUpdater:
             self.publish(task)
         params = [bucket.params[i] for i in task.present] if self.is_aliased(bucket.plan) else []
         if grads.device.type == "cuda" and gpu.is_available():
-            return partial(_run, partial(self._fused_update(bucket), bucket.store, grads, numbers), params)
+            return partial(_run, partial(self._update_fused, bucket, bucket.store, grads, numbers), params)
         update = reference.update if grads.device.type == "cuda" else partial(native.update, check=False)
         return partial(_run, partial(update, self._segments(bucket, grads, numbers)), params)
 
-    def _fused_update(self, bucket: Bucket) -> FusedUpdate:
-        """The bucket's kernel; made anew when its parameters have moved."""
+    def _update_fused(self, bucket: Bucket, store: Store, grads: Tensor, numbers: Mapping[int, Numbers]) -> None:
+        """The bucket's kernel; its tables are made anew when its parameters have moved."""
         found = self._fused.get(bucket.plan.index)
         if found is None or found[0] != bucket.addresses:
             pieces = [
@@ -102,7 +102,7 @@ class DeviceUpdater:
                 for i, piece in enumerate(bucket.slices)
             ]
             found = self._fused[bucket.plan.index] = (bucket.addresses, FusedUpdate(self.rule, pieces))
-        return found[1]
+        found[1](store, grads, numbers)
 
     def _segments(self, bucket: Bucket, grads: Tensor, numbers: Mapping[int, Numbers]) -> list[Segment]:
         """The same for the host's kernels, and for the reference where there is no Triton."""
@@ -135,11 +135,11 @@ class DeviceUpdater:
 
     def read(self, bucket: Bucket, index: int) -> dict[str, Tensor]:
         """One slice as flat fp32 tensors on the host: master and states."""
-        return {key: value.cpu() for key, value in slices.read(self.rule, self._slice(bucket, index)).items()}
+        return {key: value.cpu() for key, value in slices.read(self.rule, self._mended(bucket, index)).items()}
 
     def read_one(self, bucket: Bucket, index: int, key: str) -> Tensor | None:
         """One of them; a bf16 state as it is."""
-        found = slices.read_one(self.rule, self._slice(bucket, index), key)
+        found = slices.read_one(self.rule, self._mended(bucket, index), key)
         return found.cpu() if found is not None else None
 
     def write(self, bucket: Bucket, index: int, values: Mapping[str, Tensor]) -> None:
@@ -163,6 +163,13 @@ class DeviceUpdater:
             slices.write_master(store, values, keep)
         elif store.is_split:
             slices.mend_lower(store) if keep else store.master.zero_()
+
+    def _mended(self, bucket: Bucket, index: int) -> Store:
+        """A slice whose halves belong together, even if somebody has written to the parameter since the last step."""
+        store = self._slice(bucket, index)
+        if store.is_split and self.is_aliased(bucket.plan):
+            slices.mend_lower(store)
+        return store
 
     def _slice(self, bucket: Bucket, index: int) -> Store:
         piece = bucket.slices[index]

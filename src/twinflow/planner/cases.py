@@ -28,7 +28,7 @@ from twinflow.planner.simulate import Prediction, predict
 
 KINDS: Final = ("no offload", "full offload", "best ratio")
 WIDER: Final = 1.05  # a wider format is recommended where it takes at most this much longer
-_MAX_LAYERS: Final = 4096
+_MAX_LAYERS: Final = 1 << 18
 
 
 @dataclass(frozen=True)

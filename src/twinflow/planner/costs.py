@@ -191,8 +191,10 @@ def room_of(run: Run, memory: Memory) -> Room:
 
 
 def placing_size(run: Run, memory: Memory) -> StateBytes:
-    """Bytes a parameter that a place costs, against `room_of`: resident state keeps its gradients on the GPU, also where
-    those of the host's state wait in host memory."""
+    """Bytes a parameter that a place costs, against `room_of`.
+
+    Resident state keeps its gradients on the GPU, also where those of the host's state wait in host memory.
+    """
     grads = gradient_plan(run, Placed(run.own_numel), max(0, memory.gpu_bytes - _weight_bytes(run)))
     beside = 4 if grads.sums_on_host else WEIGHT_BYTES[run.weights] if grads.holds_on_host else 0
     return replace(run.size, resident=run.size.resident + beside)
