@@ -22,6 +22,7 @@ from twinflow.offload.bucket import Bucket, Job, Task, Updater
 from twinflow.offload.gate import History
 from twinflow.offload.shadow import ShadowPool
 from twinflow.offload.slots import FlatPool, SlotPool
+from twinflow.offload.stages import Stages
 from twinflow.offload.sync import ARRIVED, WEIGHT_SENT
 
 POLL_S = 2e-4  # how often a thread looks again that waits for an event: a small part of any copy or update
@@ -77,6 +78,7 @@ class Board:
         self.holds_on_host = holds_on_host  # gradients wait for the gate in their slots, not on the device
         self.sums_on_host = sums_on_host  # several backwards make a step, and their gradients are summed as tasks
         self.history = History()
+        self.stages = Stages(device)
         self.jobs: list[Job] = []  # with something to come
         self.waiting: list[Task] = []  # in the order their gradients are made
         self.flying: list[Task] = []

@@ -50,6 +50,7 @@ class Bucket:
     sent: int = 0  # the last job whose weights are on their way into the parameters
     sent_event: Event | None = None  # when they are there
     updated: int = 0  # the last job that is in the state
+    stored: Event | None = None  # when streamed state is on the host again
     task: Task | None = None  # this step's, while gradients come in
     total: Tensor | None = None  # fp32 sum of this step's gradients, where they are summed as tasks
     added: set[int] = field(default_factory=set)  # the slices that are in it

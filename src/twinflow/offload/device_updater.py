@@ -8,6 +8,7 @@ buffers of its own for them, and so it has for parameters that are not contiguou
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -46,6 +47,7 @@ class DeviceUpdater:
         self.keeps_weights = keeps_weights  # apart from the parameters
         self._device = device
         self._hypers = Hypers(rule)
+        self._is_fused, self._has_run = gpu.is_available(), False
         self._fused: dict[int, tuple[list[int], FusedUpdate]] = {}  # of each bucket, and the addresses it was made for
 
     def is_aliased(self, plan: BucketPlan) -> bool:
@@ -82,16 +84,19 @@ class DeviceUpdater:
 
     def prepare(self, task: Task, factor: float) -> Callable[[], None]:
         """What to run on the device's stream; all that may change until it runs is read now."""
+        if not self.is_aliased(task.bucket.plan):
+            self.publish(task)
+        return self.prepare_on(task.bucket.store, task, factor)
+
+    def prepare_on(self, store: Store, task: Task, factor: float) -> Callable[[], None]:
+        """The same for state that lies in other buffers."""
         bucket, grads = task.bucket, task.grads
         assert grads is not None
         numbers = {i: self._hypers.of(task, i, factor) for i in task.present}
-        if not self.is_aliased(bucket.plan):
-            self.publish(task)
         params = [bucket.params[i] for i in task.present] if self.is_aliased(bucket.plan) else []
-        if grads.device.type == "cuda" and gpu.is_available():
-            return partial(_run, partial(self._update_fused, bucket, bucket.store, grads, numbers), params)
-        update = reference.update if grads.device.type == "cuda" else partial(native.update, check=False)
-        return partial(_run, partial(update, self._segments(bucket, grads, numbers)), params)
+        if grads.device.type == "cuda" and self._is_fused:
+            return partial(_run, partial(self._update_fused, bucket, store, grads, numbers), params)
+        return partial(_run, partial(self._update_plainly, bucket, store, grads, numbers), params)
 
     def _update_fused(self, bucket: Bucket, store: Store, grads: Tensor, numbers: Mapping[int, Numbers]) -> None:
         """The bucket's kernel; its tables are made anew when its parameters have moved."""
@@ -102,19 +107,27 @@ class DeviceUpdater:
                 for i, piece in enumerate(bucket.slices)
             ]
             found = self._fused[bucket.plan.index] = (bucket.addresses, FusedUpdate(self.rule, pieces))
-        found[1](store, grads, numbers)
+        try:
+            found[1](store, grads, numbers)
+        except Exception as error:  # Triton compiles at the first launch, which needs more than Triton
+            if self._has_run:
+                raise
+            warnings.warn(f"the GPU's fused update cannot run, using slower torch kernels ({error})", stacklevel=2)
+            self._is_fused = False
+            self._update_plainly(bucket, store, grads, numbers)
+        self._has_run = True
 
-    def _segments(self, bucket: Bucket, grads: Tensor, numbers: Mapping[int, Numbers]) -> list[Segment]:
-        """The same for the host's kernels, and for the reference where there is no Triton."""
+    def _update_plainly(self, bucket: Bucket, store: Store, grads: Tensor, numbers: Mapping[int, Numbers]) -> None:
+        """By the host's kernels, or by the reference where there is no Triton."""
         found = []
         for i, number in numbers.items():
             piece = bucket.slices[i]
             gradient = grads.narrow(0, piece.offset, piece.numel)
             name = bucket.params[i].name
-            state = self._slice(bucket, i)
+            state = self._slice_of(store, bucket, i)
             numbers_of = (number.factor, number.key, piece.start)
             found.append(Segment(self.rule, number.hyper, gradient, state, *numbers_of, None, name))
-        return found
+        reference.update(found) if grads.device.type == "cuda" else native.update(found, check=False)
 
     def _weight(self, bucket: Bucket, index: int) -> Tensor:
         """What the kernel writes as the slice's weight, or its master where that is the same."""
@@ -172,8 +185,11 @@ class DeviceUpdater:
         return store
 
     def _slice(self, bucket: Bucket, index: int) -> Store:
+        return self._slice_of(bucket.store, bucket, index)
+
+    def _slice_of(self, whole: Store, bucket: Bucket, index: int) -> Store:
         piece = bucket.slices[index]
-        store = bucket.store.narrow(piece.offset, piece.numel)
+        store = whole.narrow(piece.offset, piece.numel)
         if not self.is_aliased(bucket.plan):
             return store
         target = bucket.targets[index]

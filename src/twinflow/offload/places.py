@@ -9,9 +9,10 @@ time for them. Parameters outside all blocks are needed when the forward starts,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
-from twinflow.offload.plan import HOST, RESIDENT, ROOT, ParamSpec, Part
+from twinflow.offload.plan import HOST, RESIDENT, ROOT, STREAMED, BucketPlan, ParamSpec, Part
 from twinflow.rules.formats import BLOCK
 
 PLACEMENTS: Final = ("auto", "front", "tail")  # the end that stays on the device
@@ -33,6 +34,13 @@ def place_by_ratio(
     if placement == "tail":
         return cut(params, order, [(HOST, num_host), (RESIDENT, total - num_host)])
     return cut(params, order, [(RESIDENT, total - num_host), (HOST, num_host)])
+
+
+def stream(plans: Sequence[BucketPlan], share: float) -> list[BucketPlan]:
+    """The buckets, with a share of those on the host streamed, evenly spread over them."""
+    hosted = [plan.index for plan in plans if plan.place == HOST and plan.can_alias]
+    chosen = {index for k, index in enumerate(hosted) if int((k + 1) * share) > int(k * share)}
+    return [replace(plan, place=STREAMED) if plan.index in chosen else plan for plan in plans]
 
 
 def by_need(params: Sequence[ParamSpec], order: Sequence[int]) -> list[int]:

@@ -325,6 +325,8 @@ class Runtime:
         for bucket in self.buckets:
             if bucket.sent_event is not None:
                 self.board.hold(bucket.sent_event, READERS)
+            if bucket.stored is not None and READERS not in self.device.disabled:
+                bucket.stored.synchronize()
         if any(bucket.is_on_device for bucket in self.buckets):  # state that the weights do not show yet
             self.board.hold(self.device.stream("update").record(), READERS)
 

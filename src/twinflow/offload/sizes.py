@@ -33,5 +33,6 @@ def state_bytes(
     num_states = sum(name is not None for name in rule.states) if keeps_states else 0
     scales = 4 * num_states * (plan.numel // BLOCK) if format == "int8" else 0
     apart = plan.place == RESIDENT and (keeps_weights or not plan.can_alias)
+    # Streamed state is like resident state, on the host: the parameter is part of it.
     each = master_bytes(plan.dtype, plan.place, apart) + num_states * _STATE_BYTES[format]
     return each * plan.numel + scales

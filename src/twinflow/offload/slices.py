@@ -84,6 +84,12 @@ def set_master(store: Store, values: Tensor) -> None:
     store.master.copy_(lower)
 
 
+def rounded(store: Store) -> Tensor:
+    """The weight that follows from the master."""
+    assert store.weight is not None
+    return store.weight if store.is_split else store.master.to(store.weight.dtype)
+
+
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
     """Upper and lower halves of fp32 values."""
     return native.split(values) if values.device.type == "cpu" else formats.split(values)

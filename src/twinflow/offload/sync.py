@@ -7,6 +7,7 @@ from typing import Final
 FLAT_FREE: Final = "grad.flat_free"  # gradients go into a flat buffer when its last copy out has ended
 GRAD_READY: Final = "out.grad_ready"  # the copy out starts when the gradients are complete
 RESIDENT_READY: Final = "resident.grad_ready"  # and so does an update on the device
+STORED: Final = "streamed.stored"  # state comes to the device when it is on the host again
 ARRIVED: Final = "update.arrived"  # the update starts when the gradients are on the host
 NORMS: Final = "gate.norms"  # the decision is made when all norms are on the host
 WEIGHT_SLOT: Final = "update.weight_slot"  # a weight slot is written again when its weights are sent

@@ -18,8 +18,12 @@ from twinflow.device import Event
 from twinflow.offload import gather
 from twinflow.offload.board import POLL_S, Board
 from twinflow.offload.bucket import Task
+from twinflow.offload.plan import STREAMED
 from twinflow.offload.slots import Slot
-from twinflow.offload.sync import GRAD_READY, NORMS, OLD_WEIGHTS, RESIDENT_READY
+from twinflow.offload.stages import Stage
+from twinflow.offload.streamed import StreamedUpdater
+from twinflow.offload.sync import GRAD_READY, NORMS, OLD_WEIGHTS, RESIDENT_READY, STORED
+from twinflow.offload.torch_streamed import StreamedTorchUpdater
 
 _SENDS_AT_ONCE = 3  # copies back that are queued: one runs, two are next
 
@@ -139,10 +143,35 @@ class Mover(_Thread):
         """Queue the updates whose state is on the device, by deadline: nothing there is worth waiting for."""
         board = self.board
         ready = sorted((t for t in board.resident if board.may_update_there(t)), key=lambda t: t.deadline)
+        num_started = 0
         for task in ready:
+            is_to_sum = board.sums_on_host and not task.is_summed
+            stage = None
+            if task.bucket.plan.place == STREAMED and not is_to_sum and (stage := board.stages.take()) is None:
+                continue
             board.resident.remove(task)
-            self._start(task)
-        return len(ready)
+            self._start(task) if stage is None else self._pass_through(task, stage)
+            num_started += 1
+        return num_started
+
+    def _pass_through(self, task: Task, stage: Stage) -> None:
+        """Queue the way of a streamed bucket's state: to the device, updated, and back."""
+        bucket, stream, index = task.bucket, stage.stream, task.bucket.plan.index
+        assert isinstance(bucket.updater, (StreamedUpdater, StreamedTorchUpdater))
+        task.grads = bucket.total if task.is_summed else task.flat
+        passage = bucket.updater.passage(task, task.job.gate.factor, stage)
+        if bucket.stored is not None:
+            stream.wait(bucket.stored, STORED)
+        stream.run(passage.load, span="state in", bucket=index)
+        if task.is_summed:
+            stream.wait(self.board.device.stream("update").record(), RESIDENT_READY)  # where the sum was made
+        elif task.ready is not None:
+            stream.wait(task.ready, RESIDENT_READY)
+        stream.run(passage.update, span="streamed", bucket=index)
+        task.arrived = bucket.sent_event = stream.record()
+        stream.run(passage.store, span="state out", bucket=index)
+        bucket.stored = stage.stored = stream.record()
+        self.board.updated(task, was_ahead=False)
 
     def _start(self, task: Task) -> None:
         board, bucket, stream = self.board, task.bucket, self.board.device.stream("update")

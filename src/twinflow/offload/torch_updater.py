@@ -13,7 +13,7 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -99,7 +99,7 @@ class Recipe:
 
 
 @dataclass
-class _Inner:
+class Inner:
     """One bucket's optimizer."""
 
     optimizer: Optimizer
@@ -107,8 +107,10 @@ class _Inner:
     flats: list[Tensor]  # the same memory, flat: each slice of the master
     outer: list[int | None]  # the user's group that each of its groups belongs to; None: it is empty
     seen: dict[int, dict[str, Any]]  # the options of the user's groups when last looked at
+    kept: dict[Any, Any] = field(default_factory=dict)  # states on the host, while the optimizer works on the device
 
     def groups(self) -> list[tuple[dict[str, Any], int]]:
+        """Its groups, and the user's that each belongs to."""
         pairs = zip(self.optimizer.param_groups, self.outer, strict=True)
         return [(group, outer) for group, outer in pairs if outer is not None]
 
@@ -124,6 +126,17 @@ class _Inner:
         for g, seen in self.seen.items():
             seen.update(on_host(_changes(options[g], seen)))
 
+    def step(self, task: Task, grads: Tensor) -> None:
+        """One step with fp32 gradients, for the slices that have one."""
+        self.follow(task.job.options)
+        for i in task.present:
+            piece, param = task.bucket.slices[i], self.params[i]
+            param.grad = grads.narrow(0, piece.offset, piece.numel).view(param.shape)
+        self.optimizer.step()
+        for i in task.present:
+            self.params[i].grad = None
+            _own(self.optimizer.state.get(self.params[i], {}), grads)
+
 
 class TorchUpdater:
     """The user's optimizer, one of it for each bucket; with `where`, on that device."""
@@ -134,7 +147,7 @@ class TorchUpdater:
         self.recipe = recipe
         self.is_on_device = where is not None
         self._device, self._where = device, where
-        self._inners: dict[int, _Inner] = {}
+        self._inners: dict[int, Inner] = {}
         self._grads = torch.empty(0)  # of the bucket that is updated now: there is one worker
 
     def new_store(self, plan: BucketPlan) -> Store:
@@ -154,7 +167,7 @@ class TorchUpdater:
         outer_of = {host: param.group for param, host in zip(bucket.params, params, strict=True)}
         outer = [_one_group(group["params"], outer_of) for group in optimizer.param_groups]
         seen = {g: host_options(options[g]) for g in set(outer_of.values())}
-        inner = self._inners[bucket.plan.index] = _Inner(optimizer, params, flats, outer, seen)
+        inner = self._inners[bucket.plan.index] = Inner(optimizer, params, flats, outer, seen)
         for group, g in inner.groups():
             group.update(on_host(seen[g]))
             if "capturable" in group:
@@ -183,19 +196,26 @@ class TorchUpdater:
         self._step(task, task.grads, factor)
         self.publish(task)
 
+    def inner(self, bucket: Bucket) -> Inner:
+        """The bucket's optimizer."""
+        return self._inners[bucket.plan.index]
+
+    def beside(self, bucket: Bucket, param: nn.Parameter) -> dict[str, Any]:
+        """Copies of a parameter's state where the parameter is now."""
+        inner = self.inner(bucket)
+        return _beside(param, inner.optimizer.state[param], inner.group_of(param)[0], copies=True)
+
+    def step_on(self, task: Task, given: Tensor, factor: float) -> None:
+        """One step of the bucket's optimizer, wherever its parameters are."""
+        inner, wide = self.inner(task.bucket), given.to(torch.float32, copy=True)
+        inner.step(task, wide.mul_(factor) if factor != 1.0 else wide)
+
     def _step(self, task: Task, given: Tensor, factor: float) -> None:
         """One step of the bucket's optimizer, with gradients for the slices that have one."""
-        inner = self._inners[task.bucket.plan.index]
-        grads = self._wide_grads(given, factor)
-        inner.follow(task.job.options)
-        for i in task.present:
-            piece, param = task.bucket.slices[i], inner.params[i]
-            param.grad = grads.narrow(0, piece.offset, piece.numel).view(param.shape)
-        inner.optimizer.step()
+        inner = self.inner(task.bucket)
+        inner.step(task, self._wide_grads(given, factor))
         for i in task.present:
             param, flat = inner.params[i], inner.flats[i]
-            param.grad = None
-            _own(inner.optimizer.state.get(param, {}), grads)
             if param.data_ptr() != flat.data_ptr():  # it gave the parameter new memory: take the values back into ours
                 param.data = flat.copy_(param.detach().reshape(-1)).view(param.shape)
 
@@ -311,13 +331,14 @@ def _wide(value: Any) -> Any:
     return value.float() if is_half else value
 
 
-def _beside(param: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+def _beside(param: Tensor, state: dict[str, Any], group: Mapping[str, Any], copies: bool = False) -> dict[str, Any]:
     """State where its parameter is. Counters stay on the host, unless a fused step reads them on the device."""
     is_fused = bool(group.get("fused"))
 
     def moved(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.to(param.device) if value.ndim or is_fused else value
+            is_there = value.ndim or is_fused
+            return value.to(param.device, non_blocking=copies, copy=copies) if is_there else value
         if isinstance(value, dict):
             return {key: moved(item) for key, item in value.items()}
         return type(value)(map(moved, value)) if type(value) in (list, tuple) else value

@@ -22,11 +22,13 @@ from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.gate import Limits
 from twinflow.offload.materialize import build
 from twinflow.offload.memory import free_host_bytes
-from twinflow.offload.places import place_by_ratio
-from twinflow.offload.plan import HOST, RESIDENT, BucketPlan, ParamSpec, plan_buckets
+from twinflow.offload.places import place_by_ratio, stream
+from twinflow.offload.plan import HOST, RESIDENT, STREAMED, BucketPlan, ParamSpec, plan_buckets
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.settings import Settings, Tuning
 from twinflow.offload.sizes import state_bytes
+from twinflow.offload.streamed import StreamedUpdater
+from twinflow.offload.torch_streamed import StreamedTorchUpdater
 from twinflow.offload.torch_updater import Recipe, TorchUpdater, host_options
 from twinflow.offload.updater import RuleUpdater
 from twinflow.optim import twin_state
@@ -102,7 +104,7 @@ class TwinOptimizer(Optimizer):
         super().__init__(groups, defaults)
         native.set_threads(host_threads if host_threads is not None else _host_threads(default_threads(os.environ)))
         self.states, self.tuning = states, tuning or Tuning()
-        check_tuning(self.tuning)
+        check_tuning(self.tuning, delayed_update)
         check_ratio(ratio, placement, self.model)
         self.ratio, self.placement = ratio, placement
         self._auto: AutoPlacement | None = None
@@ -134,7 +136,7 @@ class TwinOptimizer(Optimizer):
         device, room = device_for(params[0].tensor.device, self.trace), find_room(params)
         ratio = self._first_ratio(specs, room) if isinstance(self.ratio, str) else self.ratio
         parts = place_by_ratio(specs, order, ratio, self.placement)
-        plans = plan_buckets(specs, self.tuning.bucket_numel, parts)
+        plans = stream(plan_buckets(specs, self.tuning.bucket_numel, parts), self.tuning.streamed)
         self._settings = self._fitted(params, plans, room)
         runtime = Runtime(
             device,
@@ -187,12 +189,17 @@ class TwinOptimizer(Optimizer):
     def _new_updaters(self, device: Device, where: torch.device) -> dict[str, Updater]:
         """What updates the buckets of each place."""
         if self._recipe is not None:
-            return {HOST: TorchUpdater(self._recipe, device), RESIDENT: TorchUpdater(self._recipe, device, where)}
+            return {
+                HOST: TorchUpdater(self._recipe, device),
+                RESIDENT: TorchUpdater(self._recipe, device, where),
+                STREAMED: StreamedTorchUpdater(self._recipe, device, where),
+            }
         assert self.rule is not None
         keeps_states, keeps_weights = not self._is_stateless, self._settings.delayed_update
         return {
             HOST: RuleUpdater(self.rule, self.states, device, keeps_states),
             RESIDENT: DeviceUpdater(self.rule, self.states, where, keeps_states, keeps_weights),
+            STREAMED: StreamedUpdater(self.rule, self.states, device, where, keeps_states),
         }
 
     def _shadow_bytes(self, unmade_bytes: int) -> int:

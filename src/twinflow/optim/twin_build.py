@@ -71,7 +71,9 @@ def flat_bytes(tuning: Tuning, room: Room) -> int:
 
 def check_room(plans: Sequence[BucketPlan], sizes: Sequence[int], room: Room, ratio: float | str) -> None:
     """Refuse, before anything is allocated, a state that does not fit where it is to live."""
-    total = {place: sum(s for p, s in zip(plans, sizes, strict=True) if p.place == place) for place in (HOST, RESIDENT)}
+    total = {RESIDENT: 0, HOST: 0}
+    for plan, size in zip(plans, sizes, strict=True):
+        total[RESIDENT if plan.place == RESIDENT else HOST] += size
     num_resident = sum(p.numel for p in plans if p.place == RESIDENT)
     if room.device_bytes is not None and total[RESIDENT] > room.device_bytes:
         numel = sum(p.numel for p in plans)

@@ -63,13 +63,18 @@ def check_foreign(rule: object, states: str, param_groups: Iterable[Any] | None)
         raise bad_value("param_groups", "given", "None where rule is an optimizer: it has its own groups")
 
 
-def check_tuning(tuning: Tuning) -> None:
+def check_tuning(tuning: Tuning, delayed_update: bool) -> None:
     """Choices and sizes."""
     for name, allowed in (("hold", ("auto", "device", "host")), ("sums", ("auto", "device", "host"))):
         if getattr(tuning, name) not in allowed:
             raise bad_value(f"tuning.{name}", getattr(tuning, name), allowed)
     if tuning.bucket_numel < BLOCK or tuning.bucket_numel % BLOCK:
         raise bad_value("tuning.bucket_numel", tuning.bucket_numel, f"a multiple of {BLOCK}")
+    if not 0.0 <= tuning.streamed <= 1.0:
+        raise bad_value("tuning.streamed", tuning.streamed, "a number from 0 to 1")
+    if tuning.streamed and delayed_update:
+        remedy = "Weights of streamed state are written at once; a delayed update would have to keep them apart."
+        raise bad_value("tuning.streamed", tuning.streamed, "0 with delayed_update", remedy)
     if tuning.num_slots < 1:
         raise bad_value("tuning.num_slots", tuning.num_slots, "a whole number >= 1")
 

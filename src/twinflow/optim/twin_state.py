@@ -16,6 +16,7 @@ from torch import Tensor
 from twinflow.errors import bad_value
 from twinflow.offload.bucket import Bucket, Param
 from twinflow.offload.device_updater import DeviceUpdater
+from twinflow.offload.streamed import StreamedUpdater
 from twinflow.offload.updater import RuleUpdater
 from twinflow.optim import loss_scale
 from twinflow.rules.formats import BLOCK
@@ -139,7 +140,7 @@ def _read_one(param: Param, key: str, dtype: torch.dtype, shape: tuple[int, ...]
 
 
 def _read_piece(bucket: Bucket, index: int, key: str) -> Tensor:
-    assert isinstance(bucket.updater, (RuleUpdater, DeviceUpdater))
+    assert isinstance(bucket.updater, (RuleUpdater, DeviceUpdater, StreamedUpdater))
     found = bucket.updater.read_one(bucket, index, key)
     assert found is not None
     return found

@@ -1,0 +1,50 @@
+"""Streams that streamed state passes through: in, updated, out, one bucket at a time on each.
+
+A stream works in order, so that nothing has to wait inside one; of several, one loads while another stores. Each has a
+buffer of its own on the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from twinflow.device import Device, Event, Stream
+
+NUM_STAGES = 3  # one comes, one is updated, one goes
+
+
+class Stage:
+    """One stream and its buffer."""
+
+    def __init__(self, device: Device, number: int) -> None:
+        self._device, self._name = device, f"streamed{number}"
+        self._raw: Tensor | None = None
+        self.stored: Event | None = None  # what passed through last is on the host again
+
+    @property
+    def stream(self) -> Stream:
+        """Where the work of this stage is queued."""
+        return self._device.stream(self._name)
+
+    def buffer(self, nbytes: int, where: torch.device) -> Tensor:
+        """So many bytes on the device."""
+        if self._raw is None or self._raw.numel() < nbytes:
+            self._raw = torch.empty(nbytes, dtype=torch.uint8, device=where)
+        return self._raw[:nbytes]
+
+
+class Stages:
+    """All of them."""
+
+    def __init__(self, device: Device) -> None:
+        self._stages = [Stage(device, number) for number in range(NUM_STAGES)]
+
+    def take(self) -> Stage | None:
+        """One through which nothing passes now. More work in its queue would only keep urgent copies waiting."""
+        for stage in self._stages:
+            if stage.stored is None or stage.stored.done():
+                self._stages.remove(stage)
+                self._stages.append(stage)  # all of them in turn
+                return stage
+        return None

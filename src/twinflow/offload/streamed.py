@@ -1,0 +1,157 @@
+"""Updates on the device of state that lives on the host: it comes, is updated, and goes back.
+
+The CPU has no part in that: where the host's kernels are bound by its memory and copies have time left, both together
+do more than either alone. Parameters are part of the state as in device_updater.py, so 10 bytes a parameter travel each
+way with fp32 states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from twinflow.device import Device
+from twinflow.offload import slices
+from twinflow.offload.bucket import Bucket, Options, Task
+from twinflow.offload.device_updater import DeviceUpdater
+from twinflow.offload.plan import BucketPlan
+from twinflow.offload.stages import Stage
+from twinflow.offload.updater import start_value
+from twinflow.rules import Rule
+from twinflow.rules.segment import Store
+
+_ALIGN = 512  # bytes: every part of a state starts at a multiple
+
+
+class Passage(NamedTuple):
+    """What to queue on a stage's stream, in this order."""
+
+    load: Callable[[], None]
+    update: Callable[[], None]
+    store: Callable[[], None]
+
+
+class StreamedUpdater:
+    """One of our rules in one of our formats."""
+
+    can_shadow = False
+    is_on_device = True
+
+    def __init__(self, rule: Rule, format: str, device: Device, where: torch.device, keeps_states: bool = True) -> None:
+        self.rule = rule
+        self._device, self._where = device, where
+        self._there = DeviceUpdater(rule, format, where, keeps_states)
+        self._shapes = DeviceUpdater(rule, format, torch.device("meta"), keeps_states)
+        self._raw: dict[int, Tensor] = {}  # all of a bucket's state, in one piece: one copy each way
+
+    def new_store(self, plan: BucketPlan) -> Store:
+        """Zeros, page-locked."""
+        assert plan.can_alias
+        raw = self._raw[plan.index] = self._device.pinned(self._nbytes(plan), torch.uint8).zero_()
+        return self._view(plan, raw)
+
+    def _view(self, plan: BucketPlan, raw: Tensor) -> Store:
+        """A store whose buffers lie one after the other in `raw`; an fp32 parameter is its own master."""
+        shape, at = self._shapes.new_store(plan), 0
+
+        def take(like: Tensor | None) -> Tensor | None:
+            nonlocal at
+            if like is None:
+                return None
+            part = raw[at : at + like.numel() * like.element_size()].view(like.dtype)
+            at += _aligned(part.numel() * part.element_size())
+            return part
+
+        master = shape.master if plan.dtype == torch.float32 else take(shape.master)
+        assert master is not None
+        states, scales = (take(shape.states[0]), take(shape.states[1])), (take(shape.scales[0]), take(shape.scales[1]))
+        return Store(shape.format, master, None, states, scales)
+
+    def _nbytes(self, plan: BucketPlan) -> int:
+        shape = self._shapes.new_store(plan)
+        parts = [*shape.states, *shape.scales, *([] if plan.dtype == torch.float32 else [shape.master])]
+        return sum(_aligned(t.numel() * t.element_size()) for t in parts if t is not None)
+
+    def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
+        """Fresh states are zeros; only Adagrad may start from something else."""
+        if self.rule.name == "adagrad":
+            for i in range(len(bucket.slices)):
+                self.clear(bucket, i, options)
+
+    def clear(self, bucket: Bucket, index: int, options: Sequence[Options]) -> None:
+        """Zeros; for Adagrad the sum it starts from."""
+        slices.clear(self._slice(bucket, index), start_value(options[bucket.params[index].group]))
+
+    def needs_weight_slot(self, plan: BucketPlan) -> bool:
+        """The device writes the weights."""
+        return False
+
+    def prepare(self, task: Task, factor: float) -> Callable[[], None]:
+        """Not without a stage."""
+        raise AssertionError("a streamed bucket is updated by `passage`")
+
+    def passage(self, task: Task, factor: float, stage: Stage) -> Passage:
+        """A bucket's way through a stage."""
+        plan, raw = task.bucket.plan, self._raw[task.bucket.plan.index]
+        there = stage.buffer(raw.numel(), self._where)
+        update = self._there.prepare_on(self._view(plan, there), task, factor)
+        return Passage(partial(_copy, there, raw), update, partial(_copy, raw, there))
+
+    def publish(self, task: Task) -> None:
+        """The parameters are part of the state."""
+        raise AssertionError("weights of streamed buckets are never kept apart")
+
+    def forget(self, bucket: Bucket) -> None:
+        """Give page-locked memory back."""
+        self._there.forget(bucket)
+        self._device.release(self._raw.pop(bucket.plan.index))
+
+    # As numbers, on the host: the parameters' part comes there.
+
+    def read(self, bucket: Bucket, index: int) -> dict[str, Tensor]:
+        """One slice as flat fp32 tensors: master and states."""
+        return slices.read(self.rule, self._mended(bucket, index))
+
+    def read_one(self, bucket: Bucket, index: int, key: str) -> Tensor | None:
+        """One of them; a bf16 state as it is."""
+        return slices.read_one(self.rule, self._mended(bucket, index), key)
+
+    def write(self, bucket: Bucket, index: int, values: Mapping[str, Tensor]) -> None:
+        """Take over what `read` gave. The parameter wins where the master is not what it was rounded from."""
+        store, own = self._slice(bucket, index), bucket.targets[index].cpu()
+        slices.write(self.rule, store, values)
+        slices.write_master(store, own, keep=True)
+        bucket.targets[index].copy_(store.master if store.weight is None else slices.rounded(store))
+
+    def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
+        """As in device_updater.py: the parameter is not written to."""
+        store = self._slice(bucket, index)
+        if bucket.plan.dtype == torch.float16:
+            slices.write_master(store, values, keep)
+        elif store.is_split:
+            slices.mend_lower(store) if keep else store.master.zero_()
+
+    def _mended(self, bucket: Bucket, index: int) -> Store:
+        store = self._slice(bucket, index)
+        if store.is_split:
+            slices.mend_lower(store)
+        return store
+
+    def _slice(self, bucket: Bucket, index: int) -> Store:
+        """With a copy of the parameter."""
+        piece, own = bucket.slices[index], bucket.targets[index].detach().cpu().clone()
+        store = bucket.store.narrow(piece.offset, piece.numel)
+        return replace(store, master=own) if bucket.plan.dtype == torch.float32 else replace(store, weight=own)
+
+
+def _copy(into: Tensor, source: Tensor) -> None:
+    into.copy_(source, non_blocking=True)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN

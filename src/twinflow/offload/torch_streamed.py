@@ -1,0 +1,127 @@
+"""Any torch.optim.Optimizer on the device, its state on the host: for each step it comes, is used, and goes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinflow.device import Device
+from twinflow.offload.bucket import Bucket, Options, Param, Task
+from twinflow.offload.plan import BucketPlan
+from twinflow.offload.stages import Stage
+from twinflow.offload.streamed import Passage
+from twinflow.offload.torch_updater import Recipe, TorchUpdater
+from twinflow.rules.segment import Store
+
+
+class StreamedTorchUpdater:
+    """The user's optimizer, one of it for each bucket. Between steps it is an optimizer over host parameters."""
+
+    can_shadow = False
+    is_on_device = True
+
+    def __init__(self, recipe: Recipe, device: Device, where: torch.device) -> None:
+        self._device, self._where = device, where
+        self._host = TorchUpdater(recipe, device)
+
+    def new_store(self, plan: BucketPlan) -> Store:
+        """A page-locked master. The optimizer keeps the states."""
+        return Store("fp32", self._device.pinned(plan.numel, torch.float32).zero_())
+
+    def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
+        """Make the bucket's optimizer."""
+        self._host.start(bucket, options)
+
+    def needs_weight_slot(self, plan: BucketPlan) -> bool:
+        """The device writes the weights."""
+        return False
+
+    def prepare(self, task: Task, factor: float) -> Callable[[], None]:
+        """Not without a stage."""
+        raise AssertionError("a streamed bucket is updated by `passage`")
+
+    def passage(self, task: Task, factor: float, stage: Stage) -> Passage:
+        """A bucket's way through a stage, whose stream owns the memory on the device."""
+        bucket, grads = task.bucket, task.grads
+        assert grads is not None
+        return Passage(
+            partial(self._load, bucket), partial(self._update, task, grads, factor), partial(self._store, bucket)
+        )
+
+    def _load(self, bucket: Bucket) -> None:
+        inner = self._host.inner(bucket)
+        for param, flat in zip(inner.params, inner.flats, strict=True):
+            param.data = flat.to(self._where, non_blocking=True, copy=True).view(param.shape)
+            self._kept(bucket)[param] = dict(inner.optimizer.state.get(param, {}))
+            if param in inner.optimizer.state:
+                inner.optimizer.state[param] = self._host.beside(bucket, param)
+
+    def _update(self, task: Task, grads: Tensor, factor: float) -> None:
+        bucket, inner = task.bucket, self._host.inner(task.bucket)
+        self._host.step_on(task, grads.to(self._where), factor)
+        targets = [bucket.targets[i] for i in task.present]
+        torch._foreach_copy_(targets, [inner.params[i].detach().view(bucket.targets[i].shape) for i in task.present])
+        for param in (bucket.params[i] for i in task.present):
+            _seen(param)
+
+    def _store(self, bucket: Bucket) -> None:
+        inner, kept = self._host.inner(bucket), self._kept(bucket)
+        for param, flat in zip(inner.params, inner.flats, strict=True):
+            flat.copy_(param.detach().reshape(-1), non_blocking=True)
+            param.data = flat.view(param.shape)
+            if param in inner.optimizer.state:
+                old = kept.get(param, {})
+                state = inner.optimizer.state[param]
+                inner.optimizer.state[param] = {k: self._back(v, old.get(k)) for k, v in state.items()}
+        kept.clear()
+
+    def _back(self, value: Any, old: Any) -> Any:
+        """State on the host: where it was before if it still fits there."""
+        if isinstance(value, dict):
+            return {k: self._back(v, old.get(k) if isinstance(old, dict) else None) for k, v in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self._back(v, None) for v in value)
+        if not isinstance(value, Tensor) or (value.ndim == 0 and value.device.type == "cpu"):
+            return value
+        fits = isinstance(old, Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype) and old is not value
+        into = old if fits else self._device.pinned(value.numel(), value.dtype).view(value.shape)
+        return into.copy_(value, non_blocking=True)
+
+    def _kept(self, bucket: Bucket) -> dict[Any, Any]:
+        return self._host.inner(bucket).kept
+
+    def publish(self, task: Task) -> None:
+        """The device writes the weights."""
+        raise AssertionError("weights of streamed buckets are never kept apart")
+
+    def forget(self, bucket: Bucket) -> None:
+        """Its optimizer, and page-locked memory."""
+        for state in self._host.inner(bucket).optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    self._device.release(value)
+        self._host.forget(bucket)
+
+    def read(self, bucket: Bucket, index: int) -> dict[str, Any]:
+        """As of a bucket on the host."""
+        return self._host.read(bucket, index)
+
+    def write(self, bucket: Bucket, index: int, values: Mapping[str, Any]) -> None:
+        """As of a bucket on the host."""
+        self._host.write(bucket, index, values)
+
+    def clear(self, bucket: Bucket, index: int, options: Sequence[Options]) -> None:
+        """As of a bucket on the host."""
+        self._host.clear(bucket, index, options)
+
+    def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
+        """As of a bucket on the host."""
+        self._host.write_master(bucket, index, values.cpu(), keep)
+
+
+def _seen(param: Param) -> None:
+    param.version = param.tensor._version
