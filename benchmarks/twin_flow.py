@@ -26,7 +26,7 @@ from offload import NEVER, SIZES, Watch, activation_bytes, build, gpu_alone, syn
 
 from twinflow import native
 from twinflow.bench.machine import read_machine
-from twinflow.optim.twin import TwinOptimizer
+from twinflow.optim.twin import Tuning, TwinOptimizer
 from twinflow.planner.probe import load_or_measure
 
 SIZES |= {"13b": (5120, 40, 13824, 40), "16b": (5120, 50, 13824, 40), "28b": (6656, 52, 17920, 52)}
@@ -64,7 +64,9 @@ def measure(model: Any, batch: int, ratio: float | str, steps: int = 6, **option
     step_s = timed_steps(model, optimizer, batch, 2, steps)
     optimizer.wait()
     states, metrics = options.get("states", "fp32"), optimizer.metrics()
-    row = {"name": f"ratio {ratio}, {states} state", "ratio": ratio, "states": states, "batch": batch, "params": numel}
+    streamed = options["tuning"].streamed if "tuning" in options else 0.0
+    name = f"ratio {ratio}, {states} state" + (f", {streamed:.0%} of the buckets streamed" if streamed else "")
+    row = {"name": name, "ratio": ratio, "states": states, "batch": batch, "params": numel}
     row |= {"host_share": optimizer.host_share, "step_s": step_s, "init_s": init_s, "settled_s": settled_s}
     row |= {"host_gb": watch.used() / 1e9, "shadow_gb": metrics["shadow_bytes"] / 1e9}
     row["gpu_gb"] = torch.cuda.max_memory_allocated() / 1e9 if offload.CUDA else 0.0
@@ -100,7 +102,9 @@ def master_row(model: Any, batch: int, steps: int = 6) -> dict[str, Any]:
         step()
     synchronize()
     row = {"name": "no offload, fp32 master (torch)", "batch": batch, "step_s": (time.perf_counter() - start) / steps}
-    return row | {"gpu_gb": torch.cuda.max_memory_allocated() / 1e9, "host_gb": 0.0}
+    row |= {"gpu_gb": torch.cuda.max_memory_allocated() / 1e9, "host_gb": 0.0}
+    print(json.dumps(row), file=sys.stderr, flush=True)
+    return row
 
 
 def sweep() -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -110,6 +114,7 @@ def sweep() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     rows = [master_row(model, 4), master_row(model, 1)] if offload.CUDA else []
     rows += [measure(model, 4, ratio) for ratio in RATIOS]
     rows += [measure(model, 4, "auto"), measure(model, 1, "auto")]
+    rows += [measure(model, 4, 1.0, tuning=Tuning(streamed=0.4))]
     return facts, rows
 
 

@@ -430,7 +430,14 @@ def _end(board: Board, threads: Sequence[Worker | Mover]) -> None:
         board.is_closing = True
         board.changed.notify_all()
     if threading.current_thread().name.startswith("twinflow-"):
-        return  # a forgotten runtime, found by the garbage collector in a thread of ours: it must not wait for itself
+        # A forgotten runtime, found by the garbage collector in a thread of ours, which must not wait for itself.
+        threading.Thread(target=_give_back, args=(board, threads), name="cleaner", daemon=True).start()
+    else:
+        _give_back(board, threads)
+
+
+def _give_back(board: Board, threads: Sequence[Worker | Mover]) -> None:
+    """Page-locked memory must be unregistered before anybody else gets it."""
     for thread in threads:
         thread.join()
     board.shadows.close()

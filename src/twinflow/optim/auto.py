@@ -52,7 +52,6 @@ class AutoPlacement:
         self._since = 0  # steps since the last choice
         self._start = (0.0, 0.0)  # time, and the worker's, when watching began
         self.is_settled = False
-        optimizer.runtime.is_timed = True
 
     def after_step(self) -> None:
         """Another step is queued."""

@@ -156,6 +156,7 @@ class TwinOptimizer(Optimizer):
         if self.model is not None:
             runtime.attach(self.model, find_blocks(self.model))
         if is_auto:
+            runtime.is_timed = True
             self._auto = AutoPlacement(self, load_or_measure(params[0].tensor.device), self._make_shadows)
         return runtime
 
