@@ -355,6 +355,8 @@ class Runtime:
 
         Only after `wait` and `wait_for_copies`, when nothing of it is under way.
         """
+        if place == bucket.plan.place:
+            return
         old, plan, updater = bucket.updater, replace(bucket.plan, place=place), self.updaters[place]
         moved = replace(bucket, plan=plan, updater=updater, store=updater.new_store(plan), steps=list(bucket.steps))
         updater.start(moved, self._options())

@@ -1,0 +1,241 @@
+"""`ratio="auto"`: what it measures, chooses, moves and says; on a CPU that plays a GPU with memory of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from twin_support import MAX_NORM, assert_same, gpt, quick_torch, snapshot, train, twin
+
+from twinflow.device import Device
+from twinflow.offload.plan import HOST, RESIDENT, STREAMED
+from twinflow.optim import auto as module
+from twinflow.optim import twin as twin_module
+from twinflow.optim.auto import NUM_TIMED, first_ratio, items_of
+from twinflow.optim.twin import TwinOptimizer
+from twinflow.planner.rates import Rates
+from twinflow.planner.simulate import Timing
+
+GB = 10**9
+FORMATS = ("fp32", "bf16", "int8")
+
+
+def rates(host_params: float, link_bytes: float = 50e9) -> Rates:
+    host = dict.fromkeys(FORMATS, host_params)
+    return Rates(link_bytes, link_bytes, link_bytes, host, host, device_bytes=4e12, flops=0.0)
+
+
+SLOW_HOST = rates(1e3, link_bytes=1e4)  # hides nothing
+FAST_HOST = rates(1e12)  # hides everything
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    with quick_torch():
+        yield
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A device with so much memory, of which steps take some at most, beside a host of these rates."""
+
+    def make(capacity: int, peak: int, rates: Rates) -> None:
+        monkeypatch.setattr(Device, "free_bytes", lambda self: capacity - peak)
+        monkeypatch.setattr(Device, "capacity_bytes", lambda self: capacity)
+        monkeypatch.setattr(Device, "peak_bytes", lambda self: peak)
+        monkeypatch.setattr(twin_module, "load_or_measure", lambda device: rates)
+
+    return make
+
+
+def places(optimizer: TwinOptimizer) -> list[str]:
+    return [bucket.plan.place for bucket in optimizer.runtime.buckets]
+
+
+def test_a_slow_host_keeps_nothing(gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="twinflow")
+    gpu(100 * GB, 10 * GB, SLOW_HOST)
+    model = gpt()
+    with closing(twin(model, ratio="auto", early=True, max_grad_norm=MAX_NORM)) as optimizer:
+        assert set(places(optimizer)) == {HOST}
+        train(model, optimizer, range(NUM_TIMED))
+        assert set(places(optimizer)) == {RESIDENT}
+        assert optimizer.host_share == 0.0
+        assert "0.00 of the state on the host" in caplog.messages[0]
+        assert "predicted step" in caplog.messages[0]
+        train(model, optimizer, range(NUM_TIMED, 14))
+        assert len([line for line in caplog.messages if line.startswith("ratio auto: 0.00")]) == 1
+
+
+def test_a_fast_host_keeps_most(gpu: Any) -> None:
+    """Not what is needed at once: each bucket costs the host a moment, of which these steps have few."""
+    gpu(100 * GB, 10 * GB, FAST_HOST)
+    model = gpt()
+    with closing(twin(model, ratio="auto", early=True)) as optimizer:
+        train(model, optimizer, range(NUM_TIMED + 1))
+        assert optimizer.host_share > 0.5
+
+
+def test_a_full_device_keeps_nothing(gpu: Any) -> None:
+    gpu(100 * GB, 99 * GB, SLOW_HOST)
+    model = gpt()
+    with closing(twin(model, ratio="auto", early=True)) as optimizer:
+        train(model, optimizer, range(NUM_TIMED + 1))
+        assert optimizer.host_share == 1.0
+
+
+def test_streams_where_that_wins(gpu: Any) -> None:
+    numel = sum(p.numel() for p in gpt().parameters())
+    gpu(10 * GB, 10 * GB - (1 << 30) - 4 * numel, rates(1e3))  # a quick way to the device, a slow host
+    model = gpt()
+    with closing(twin(model, ratio="auto", early=True)) as optimizer:
+        train(model, optimizer, range(6))
+        assert {STREAMED} <= set(places(optimizer)) <= {RESIDENT, STREAMED}
+
+
+def test_no_more_than_fits(gpu: Any) -> None:
+    numel = sum(p.numel() for p in gpt().parameters())
+    reserve = 1 << 30
+    gpu(10 * GB, 10 * GB - reserve - 4 * numel, SLOW_HOST)  # half of the state is 4 bytes a parameter
+    model = gpt()
+    with closing(twin(model, ratio="auto", early=True)) as optimizer:
+        train(model, optimizer, range(NUM_TIMED + 1))
+        kept = sum(b.nbytes for b in optimizer.runtime.buckets if b.plan.place == RESIDENT)
+        assert 0 < kept <= 4 * numel
+
+
+@pytest.mark.parametrize("rule", ["adamw", torch.optim.RMSprop])
+@pytest.mark.parametrize("states", ["fp32", "int8"])
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": MAX_NORM}, {"delayed_update": True}, {"early": False}])
+def test_moving_changes_no_bit(gpu: Any, rule: Any, states: str, options: dict[str, Any]) -> None:
+    if not isinstance(rule, str) and states != "fp32":
+        pytest.skip("it keeps its own")
+
+    def run(ratio: float | str) -> dict[str, Any]:
+        model = gpt()
+        given = {"early": True, **options}
+        with closing(twin(model, rule=rule, lr=1e-2, states=states, ratio=ratio, **given)) as optimizer:
+            train(model, optimizer, range(7))
+            found = snapshot(model, optimizer) if isinstance(rule, str) else {}
+            if ratio == "auto":
+                assert set(places(optimizer)) == {RESIDENT}
+            optimizer.flush()
+            return found | {f"after {name}": p.detach().clone() for name, p in model.named_parameters()}
+
+    on_host = run(1.0)
+    gpu(100 * GB, 10 * GB, SLOW_HOST)
+    assert_same(run("auto"), on_host)
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
+def test_buckets_move_anywhere_and_back(states: str) -> None:
+    model, still = gpt(), gpt()
+    options = {"lr": 1e-2, "states": states, "early": True}
+    with closing(twin(model, **options)) as optimizer, closing(twin(still, **options)) as other:
+        for step, way in enumerate([RESIDENT, STREAMED, HOST, STREAMED, RESIDENT, HOST]):
+            train(model, optimizer, [step])
+            train(still, other, [step])
+            optimizer.wait()
+            optimizer.runtime.wait_for_copies()
+            for bucket in optimizer.runtime.buckets[step % 2 :: 2]:
+                optimizer.runtime.move(bucket, way)
+        train(model, optimizer, range(6, 9))
+        train(still, other, range(6, 9))
+        assert_same(snapshot(model, optimizer), snapshot(still, other))
+
+
+def test_a_device_that_fills_up_while_buckets_move(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="twinflow")
+    gpu(100 * GB, 10 * GB, SLOW_HOST)
+    model = gpt()
+    with closing(twin(model, ratio="auto", early=True)) as optimizer:
+        updater = optimizer.runtime.updaters[RESIDENT]
+        make, count = updater.new_store, iter(range(100))
+
+        def full(plan: Any) -> Any:
+            if next(count) == 2:
+                raise torch.OutOfMemoryError("no memory")
+            return make(plan)
+
+        monkeypatch.setattr(updater, "new_store", full)
+        train(model, optimizer, range(NUM_TIMED))
+        assert places(optimizer).count(RESIDENT) == 2
+        assert "stopped after 2 of" in caplog.messages[0]
+        train(model, optimizer, range(NUM_TIMED, 6))
+
+
+def test_a_device_that_becomes_short_gives_state_back(gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="twinflow")
+    gpu(100 * GB, 10 * GB, SLOW_HOST)
+    model = gpt()
+    with closing(twin(model, ratio="auto", early=True)) as optimizer:
+        train(model, optimizer, range(8))
+        assert set(places(optimizer)) == {RESIDENT}
+        on_device = sum(b.nbytes for b in optimizer.runtime.buckets)
+        gpu(100 * GB, 100 * GB - 2_500_000_000 + on_device // 2, SLOW_HOST)  # half of the reserve is 2.5 GB
+        auto = optimizer._auto
+        assert auto is not None
+        auto.is_settled, auto._since = True, module._WATCH_EVERY
+        train(model, optimizer, [8])
+        assert 0 < places(optimizer).count(HOST) < len(places(optimizer))
+        assert "has become short" in caplog.messages[-1]
+        train(model, optimizer, [9])
+
+
+def test_a_host_that_is_not_what_was_measured_is_taken_as_it_is(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The probe found it so fast that all state stays there; steps are far longer than predicted."""
+    caplog.set_level(logging.INFO, logger="twinflow")
+    gpu(100 * GB, 10 * GB, rates(1e9))
+    model = gpt()
+    with closing(twin(model, ratio="auto", early=True)) as optimizer:
+        updater = optimizer.runtime.updater
+        update = updater.prepare
+        monkeypatch.setattr(updater, "prepare", lambda task, factor: lambda: (_rest(), update(task, factor)()))
+        train(model, optimizer, range(40))
+        assert any("choosing again" in line for line in caplog.messages), caplog.messages
+        assert optimizer.host_share < 1.0
+
+
+def _rest() -> None:
+    import time
+
+    time.sleep(0.01)
+
+
+def test_without_a_gpu_all_state_is_on_the_host() -> None:
+    model = gpt()
+    with closing(twin(model, ratio="auto", early=True)) as optimizer:
+        train(model, optimizer, range(6))
+        assert optimizer.host_share == 1.0
+
+
+def test_it_needs_the_model() -> None:
+    with pytest.raises(ValueError, match=r"ratio is 'auto'.*Give the model"):
+        TwinOptimizer(list(gpt().parameters()), ratio="auto")
+
+
+def test_the_first_ratio() -> None:
+    assert first_ratio(10 * GB, 100 * GB) == 1.0
+    assert first_ratio(10 * GB, 0) == 1.0  # not known
+    assert 0.3 < first_ratio(200 * GB, 80 * GB) < 0.4
+    assert first_ratio(200 * GB, 1 * GB) == 0.0
+
+
+def test_items_are_needed_in_forward_order() -> None:
+    model = gpt()
+    with closing(twin(model, early=True)) as optimizer:
+        train(model, optimizer, range(1))
+        buckets = optimizer.runtime.buckets
+        items = items_of(buckets, Timing(1.0, 2.0), is_early=True)
+        for bucket, item in zip(buckets, items, strict=True):
+            assert (item.need == 0.0) == (bucket.deadline <= 1 and item.ready == 2.0)
+            assert item.ready == pytest.approx(2.0 * (1.0 - item.need))
+        assert {item.ready for item in items_of(buckets, Timing(1.0, 2.0), is_early=False)} == {2.0}
