@@ -12,9 +12,10 @@ from torch import Tensor
 from twinflow.device import Device
 from twinflow.offload.bucket import Bucket, Options, Param, Task
 from twinflow.offload.plan import BucketPlan
+from twinflow.offload.recipe import Recipe
 from twinflow.offload.stages import Stage
 from twinflow.offload.streamed import Passage
-from twinflow.offload.torch_updater import Recipe, TorchUpdater
+from twinflow.offload.torch_updater import TorchUpdater
 from twinflow.rules.segment import Store
 
 

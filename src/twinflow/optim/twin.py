@@ -24,12 +24,14 @@ from twinflow.offload.materialize import build
 from twinflow.offload.memory import free_host_bytes
 from twinflow.offload.places import place_by_ratio, stream
 from twinflow.offload.plan import HOST, RESIDENT, STREAMED, BucketPlan, ParamSpec, plan_buckets
+from twinflow.offload.recipe import Recipe
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.settings import Settings, Tuning
 from twinflow.offload.sizes import state_bytes
 from twinflow.offload.streamed import StreamedUpdater
+from twinflow.offload.torch_state import host_options
 from twinflow.offload.torch_streamed import StreamedTorchUpdater
-from twinflow.offload.torch_updater import Recipe, TorchUpdater, host_options
+from twinflow.offload.torch_updater import TorchUpdater
 from twinflow.offload.updater import RuleUpdater
 from twinflow.optim import twin_state
 from twinflow.optim.auto import AutoPlacement, first_ratio
