@@ -31,7 +31,6 @@ from twinflow.planner.probe import load_or_measure
 
 SIZES |= {"13b": (5120, 40, 13824, 40), "16b": (5120, 50, 13824, 40), "28b": (6656, 52, 17920, 52)}
 RATIOS = (1.0, 0.75, 0.5, 0.25, 0.0)
-SETTLED = 10  # steps after which "auto" has chosen
 
 
 def facts_of(model: Any, batches: tuple[int, ...]) -> dict[str, Any]:
@@ -55,7 +54,8 @@ def measure(model: Any, batch: int, ratio: float | str, steps: int = 6, **option
     init_s = time.perf_counter() - start
     start = time.perf_counter()
     if ratio == "auto":
-        timed_steps(model, optimizer, batch, SETTLED - 1, 1)
+        while not optimizer.is_placed:
+            timed_steps(model, optimizer, batch, 0, 1)
         optimizer.wait()
         if offload.CUDA:
             torch.cuda.reset_peak_memory_stats()
@@ -110,12 +110,31 @@ def master_row(model: Any, batch: int, steps: int = 6) -> dict[str, Any]:
 def sweep() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """3.43 billion parameters: every ratio, and what "auto" makes of it."""
     model = build("3b" if offload.CUDA else "tiny")
-    facts = facts_of(model, (4, 1))
-    rows = [master_row(model, 4), master_row(model, 1)] if offload.CUDA else []
+    facts = facts_of(model, (4,))
+    rows = [master_row(model, 4)] if offload.CUDA else []
     rows += [measure(model, 4, ratio) for ratio in RATIOS]
-    rows += [measure(model, 4, "auto"), measure(model, 1, "auto")]
-    rows += [measure(model, 4, 1.0, tuning=Tuning(streamed=0.4))]
+    rows += [measure(model, 4, "auto"), measure(model, 4, 1.0, tuning=Tuning(streamed=0.4))]
     return facts, rows
+
+
+def small() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The same model with few tokens a step, beside DeepSpeed's full offload."""
+    rows = [deepspeed_row()] if offload.CUDA else []
+    model = build("3b" if offload.CUDA else "tiny")
+    facts = facts_of(model, (1,))
+    rows += [master_row(model, 1)] if offload.CUDA else []
+    return facts, [*rows, measure(model, 1, "auto"), measure(model, 1, 0.0)]
+
+
+def deepspeed_row() -> dict[str, Any]:
+    command = [sys.executable, offload.__file__, "--size", "3b", "--deepspeed", "1", "1.0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    found = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
+    if not found:
+        return {"name": "DeepSpeed", "error": done.stderr[-300:]}
+    row: dict[str, Any] = json.loads(found[0].removeprefix("ROW "))
+    print(json.dumps(row), file=sys.stderr, flush=True)
+    return row
 
 
 def automatic(size: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -150,6 +169,7 @@ def largest(size: str, states: str) -> tuple[dict[str, Any], list[dict[str, Any]
 
 PARTS = {
     "sweep": sweep,
+    "small": small,
     "7b": lambda: automatic("7b"),
     "13b": lambda: automatic("13b"),
     "16b": lambda: largest("16b", "fp32"),
@@ -159,18 +179,11 @@ PARTS = {
 
 def run_part(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """One part in a process of its own."""
-    if name == "deepspeed":
-        rows: list[dict[str, Any]] = []
-        command = [sys.executable, offload.__file__, "--size", "3b", "--deepspeed", "1", "1.0"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        found = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
-        rows += [json.loads(line.removeprefix("ROW ")) for line in found]
-        return {}, rows or [{"name": name, "error": done.stderr[-300:]}]
-    done = subprocess.run([sys.executable, __file__, "--part", name], capture_output=True, text=True, check=False)
-    print(done.stderr[-6000:], file=sys.stderr, flush=True)
+    command = [sys.executable, __file__, "--part", name]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # errors and progress are seen
     found = [line for line in done.stdout.splitlines() if line.startswith("ROWS ")]
     if not found:
-        return {}, [{"name": name, "error": done.stderr[-400:]}]
+        return {}, [{"name": name, "error": f"exit code {done.returncode}"}]
     facts, rows = json.loads(found[0].removeprefix("ROWS "))
     return facts, rows
 
@@ -181,11 +194,23 @@ def page(results: dict[str, Any], date: str) -> str:
     lines = [f"# Twin-Flow: ratio, automatic placement, largest models, {date}", ""]
     lines += [f"- {gpu}; {machine.cpu}, {machine.usable_cores} cores, {machine.memory_bytes / 2**30:.0f} GiB"]
     lines += [f"- torch {torch.__version__}, native kernels {native.isa()}", ""]
-    keys = ("params", "batch", "host_share", "step_s", "x_gpu", "x_master", "gpu_gb", "host_gb", "shadow_gb")
+    keys = (
+        "params",
+        "batch",
+        "host_share",
+        "step_s",
+        "x_gpu",
+        "x_master",
+        "deepspeed_x",
+        "gpu_gb",
+        "host_gb",
+        "shadow_gb",
+    )
     keys += ("init_s", "settled_s", "first_loss", "last_loss")
     lines += [f"| part | what | {' | '.join(keys)} |", "|" + "---|" * (len(keys) + 2)]
     for part, (facts, rows) in results.items():
         masters = {row["batch"]: row["step_s"] for row in rows if row["name"].startswith("no offload")}
+        rivals = {row["batch"]: row["step_s"] for row in rows if row["name"].startswith("DeepSpeed ZeRO")}
         for row in rows:
             if "error" in row:
                 lines.append(f"| {part} | {row['name']} failed: {row['error'][-200:]!r} |" + " |" * len(keys))
@@ -193,9 +218,11 @@ def page(results: dict[str, Any], date: str) -> str:
             alone = facts.get(f"gpu_batch{row['batch']}")
             row["x_gpu"] = row["step_s"] / (alone["forward"] + alone["backward"]) if alone else None
             row["x_master"] = row["step_s"] / masters[row["batch"]] if row["batch"] in masters else None
+            row["deepspeed_x"] = rivals[row["batch"]] / row["step_s"] if row["batch"] in rivals else None
             cells = [f"{row[key]:.4g}" if row.get(key) is not None else "" for key in keys]
             lines.append(f"| {part} | {row['name']} | " + " | ".join(cells) + " |")
-    lines += ["", "x_gpu: of forward and backward alone; x_master: of the same model without offload, fp32 master."]
+    lines += ["", "x_gpu: of forward and backward alone; x_master: of the same model without offload, fp32 master;"]
+    lines += ["deepspeed_x: how many of these steps fit into one of DeepSpeed's, with all state on the host."]
     for part, (facts, _) in results.items():
         shown = {name: value for name, value in facts.items() if name != "rates"}
         lines += [f"- {part}: {json.dumps(shown)}"] if shown else []
@@ -206,7 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="write the result to a dated file")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
-    parser.add_argument("--only", default="sweep,deepspeed,7b,13b,16b,28b", help="parts to run")
+    parser.add_argument("--only", default="sweep,small,7b,13b,16b,28b", help="parts to run")
     given = parser.parse_args()
     if given.part:
         logging.basicConfig(level=logging.INFO)  # what "auto" says

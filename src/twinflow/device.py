@@ -63,6 +63,11 @@ class Stream(Protocol):
         """Block until all queued work is done."""
         ...
 
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for work on this stream. On a GPU memory belongs to the stream it was made on: what another stream
+        has freed may still be in use there."""
+        ...
+
 
 class Device:
     """Where the model lives. `disabled` holds sync points that are skipped: for tests only."""
@@ -200,6 +205,9 @@ class _ThreadStream:
 
     def synchronize(self) -> None:
         self.record().synchronize()
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     def close(self) -> None:
         self._queue.put(None)
@@ -364,6 +372,10 @@ class _CudaStream:
 
     def synchronize(self) -> None:
         self._stream.synchronize()
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        with torch.cuda.stream(self._stream):
+            return torch.zeros(numel, dtype=dtype, device=device)
 
 
 def hide_from_children(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,7 @@ def test_auto_chooses_moves_and_changes_no_bit(
     options: dict[str, Any] = {"early": True, "max_grad_norm": 0.8}
     assert torch.equal(train(**options), train(ratio="auto", **options))
     assert any("ratio auto" in line for line in caplog.messages), caplog.messages
+    gc.collect()
     before = torch.cuda.memory_allocated()
     model = model_of(torch.bfloat16)
     optimizer = TwinOptimizer(model, lr=1e-2, ratio="auto", early=True, tuning=Tuning(bucket_numel=1 << 15))
@@ -106,5 +108,6 @@ def test_auto_chooses_moves_and_changes_no_bit(
     model(*batch(0)).loss.backward()
     optimizer.step()
     optimizer.close()
-    del model, optimizer
+    del model, optimizer, bucket
+    gc.collect()
     assert torch.cuda.memory_allocated() <= before + (1 << 20)

@@ -25,6 +25,7 @@ from twinflow.cli.settings import lr_factor
 from twinflow.cli.training import Loop
 from twinflow.monitor.metrics import StepRecord, ValidRecord, read_metrics
 from twinflow.native import get_threads, set_threads
+from twinflow.optim.twin import TwinOptimizer
 from twinflow.version import __version__
 
 SMALL = ("--steps", "4", "--batch-size", "2", "--context", "8", "--valid-every", "0", "--threads", "1")
@@ -175,12 +176,89 @@ def test_the_last_validation_sees_a_delayed_update(tmp_path: Path, text: Path) -
 
 
 @pytest.mark.parametrize(
+    ("options", "share"),
+    [(("--ratio", "0"), 0.0), (("--ratio", "0.3", "--placement", "tail"), 0.3), (("--ratio", "auto"), 1.0)],
+)
+def test_a_ratio_reaches_the_optimizer_and_every_report(
+    options: tuple[str, ...], share: float, tmp_path: Path, text: Path
+) -> None:
+    assert train(*SMALL, "--data", text, "--out", tmp_path / "plain").exit_code == 0
+    result = train(*SMALL, "--data", text, "--out", tmp_path / "run", *options)
+    assert result.exit_code == 0, result.output
+    records = steps_of(tmp_path / "run")
+    assert [r.host_share for r in records] == pytest.approx([share] * 4, abs=0.01)
+    # Where the state lives changes nothing but the place.
+    assert [r.loss for r in records] == [r.loss for r in steps_of(tmp_path / "plain")]
+    asked: float | str = "auto" if options[1] == "auto" else float(options[1])
+    settings = json.loads((tmp_path / "run" / "settings.json").read_text())
+    assert (settings["ratio"], settings["placement"]) == (asked, options[-1] if len(options) > 2 else "auto")
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert f"ratio {options[1]}, lr" in result.output
+    assert f"ratio {options[1]}, lr" in page
+    if asked == "auto":  # without a GPU nothing is gained by calling memory its own: it stays on the host
+        assert "with ratio auto at 1.00." in result.output
+        assert "auto, 1.00 at the end" in page
+    else:
+        assert f"ratio {share:.2f}  left" in result.output
+        assert "state on the host" in result.output
+        assert f"{100 * share:.0f}%" in page
+
+
+def test_a_move_of_state_is_said_once(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As `auto` does on a GPU: after the third step less is on the host.
+    monkeypatch.setattr(TwinOptimizer, "host_share", property(lambda self: 1.0 if self.num_steps < 3 else 0.25))
+    result = train(*SMALL, "--data", text, "--ratio", "auto", "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    assert [r.host_share for r in steps_of(tmp_path / "run")] == [1.0, 1.0, 0.25, 0.25]
+    assert result.output.count("ratio 0.25 from here on") == 1
+    assert "with ratio auto at 0.25." in result.output
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "auto, 0.25 at the end" in page
+    assert '<th scope="col">ratio</th>' in page
+
+
+def test_a_run_may_be_resumed_with_another_ratio(tmp_path: Path, text: Path) -> None:
+    for name, ratio in (("plain", 1), ("moved", 0.5)):
+        run = (*SMALL, "--data", text, "--out", tmp_path / name, "--lr", "0.001", "--warmup", "1")
+        assert train(*run, "--ratio", 1).exit_code == 0
+        result = train(*run, "--steps", "8", "--resume", "--ratio", ratio)
+        assert result.exit_code == 0, result.output
+    plain, moved = (steps_of(tmp_path / name) for name in ("plain", "moved"))
+    assert [r.loss for r in plain] == [r.loss for r in moved]
+    assert [r.host_share for r in moved] == pytest.approx([1.0] * 4 + [0.5] * 4, abs=0.01)
+
+
+def test_a_run_that_cannot_fit_is_refused_before_anything_is_built(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twinflow.cli.run.free_host_bytes", lambda: 4 * 10**9)
+    monkeypatch.setattr("twinflow.cli.run.build_engine", lambda *_: pytest.fail("built"))
+    result = train("--preset", "gpt2-1.5b", "--data", text, "--context", "16", "--out", tmp_path / "run")
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    for word in ("host memory is '4.0 GB available'", "GB of int8 state", "GB are missing"):
+        assert word in line, line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_is_tight_says_so(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinflow.cli.run.free_host_bytes", lambda: 9 * 10**8)
+    result = train(*SMALL, "--data", text, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    assert "memory is tight" in result.output
+    assert "memory is tight" in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         (("--rule", "adamx"), ["--rule", "'adamx'", "adagrad"]),
         (("--preset", "huge"), ["--preset", "'huge'", "tiny"]),
         (("--states", "fp8"), ["--states", "'fp8'", "int8"]),
         (("--rule", "lion", "--states", "int8"), ["--states", "'int8'", "bf16", "--rule lion"]),
+        (("--ratio", "1.5"), ["--ratio", "'1.5'", "from 0", "to 1", "auto"]),
+        (("--ratio", "half"), ["--ratio", "'half'"]),
+        (("--placement", "middle"), ["--placement", "'middle'", "front", "tail"]),
         (("--steps", "0"), ["--steps", "0", ">= 1"]),
         (("--batch-size", "-1"), ["--batch-size", "-1"]),
         (("--context", "0"), ["--context", "0"]),
@@ -404,6 +482,14 @@ ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
         ({"bfloat16": {"enabled": True}}, ("--fp16",), ["--precision", "bf16", "fp16"]),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, (), ["FILE", "fp16.enabled", "bf16.enabled"]),
         ({"zero_optimization": {"offload_optimizer": {"states": "int8"}}}, ("--states", "fp32"), ["--states", "fp32"]),
+        ({"zero_optimization": {"offload_optimizer": {"ratio": 0.3}}}, ("--ratio", 0.5), ["--ratio", "'ratio'"]),
+        ({"zero_optimization": {"offload_optimizer": {"ratio": "auto"}}}, ("--ratio", 1), ["--ratio", "'ratio'"]),
+        ({"zero_optimization": {"offload_optimizer": {"device": "none"}}}, ("--ratio", 0.5), ["--ratio", "'device'"]),
+        (
+            {"zero_optimization": {"offload_optimizer": {"placement": "tail"}}},
+            ("--placement", "front"),
+            ["--placement", "'placement'"],
+        ),
         (
             {"zero_optimization": {"offload_optimizer": {"delayed_update": False}}},
             ("--delayed-update",),
@@ -457,6 +543,9 @@ def test_a_config_file_that_is_not_there_is_one_line(tmp_path: Path, text: Path)
         ({"bf16": {"enabled": True}}, "TwinOptimizer"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}}, "TwinOptimizer"),
         ({"zero_optimization": {"offload_optimizer": {"states": "int8", "delayed_update": True}}}, "int8 state"),
+        ({"zero_optimization": {"offload_optimizer": {"ratio": 0.25}}}, "fp32 state, ratio 0.25, lr"),
+        ({"zero_optimization": {"offload_optimizer": {"ratio": "auto"}}}, "fp32 state, ratio auto, lr"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "none"}}}, "fp32 state, ratio 0, lr"),
         ({"steps_per_print": 1, "wall_clock_breakdown": True}, "TwinOptimizer"),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",

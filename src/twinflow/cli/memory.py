@@ -1,18 +1,54 @@
-"""How much memory a run of `twinflow train` will take, before it takes it."""
+"""How much memory a run of `twinflow train` will take, before it takes it: the planner's bytes against what there is.
+
+Two questions are asked. What surely does not fit is refused: weights, optimizer state and gradients that wait, without
+anything that is an estimate. Room to spare, with activations, the process and a reserve, decides which state format
+`--states auto` takes, what a refusal proposes, and whether a run that starts is called tight.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Final
 
-from twinflow.cli.settings import TrainSettings
+from twinflow.cli.settings import TrainSettings, is_on
+from twinflow.config import Config, load_config
+from twinflow.config.resolve import optimizer_choice
 from twinflow.errors import bad_value
-from twinflow.models.gpt import GPTConfig, activation_bytes, count_params
-from twinflow.offload.memory import free_host_bytes
+from twinflow.models.gpt import GPTConfig, activation_bytes
+from twinflow.optim.auto import first_ratio
+from twinflow.planner.costs import GPU_RESERVE, Bytes, Memory, Run, bytes_of, placed_at
+from twinflow.planner.formats import STATES, WEIGHT_BYTES
+from twinflow.planner.models import gpt_cost
+from twinflow.rules import RULES
 
-_STATE_BYTES = {"fp32": 12.0, "bf16": 8.0, "int8": 6.1}  # a parameter, with its weight's host copy
-_OVERHEAD_BYTES = 5 << 30  # the interpreter, CUDA's host side, page-locked slots, the text
-_SHARE = 0.95  # of what is available: the rest of the machine lives too
+_HOST_SHARE: Final = 0.95  # of what is free: the rest of the machine lives too
+_CPU_PROCESS_BYTES: Final = 10**9  # interpreter and torch without CUDA: measured 0.4 GB
+_NO_LIMIT: Final = 1 << 60
+_SURE: Final = ("weights", "state", "gradients")  # the rest is an estimate, or gives way
+_NUM_RATIOS: Final = 50  # that are tried
+_MAX_REMEDIES: Final = 3
+
+
+@dataclass(frozen=True)
+class Available:
+    """What there is."""
+
+    gpu_bytes: int | None  # None: no GPU, the model is on the host
+    host_bytes: int  # 0: not known
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, as far as memory goes."""
+
+    run: Run
+    shape: GPTConfig
+    ratio: float | str  # share of the state on the host, or "auto"
+    formats: tuple[str, ...]  # that the rule comes in
+    only_clips: bool  # without clipping no gradient would wait for a norm
+    is_told: bool = False  # the config file says where gradients wait, not the memory
 
 
 @dataclass(frozen=True)
@@ -20,60 +56,268 @@ class MemoryPlan:
     """The state format that was chosen, and the sum behind it."""
 
     states: str
-    state_bytes: int
-    host_bytes: int  # with gradients that wait, and a reserve
-    free_bytes: int
+    used: Bytes
+    available: Available
     why: str
+    tight: str = ""  # a warning where there is little room to spare
+    is_auto: bool = False  # state moves to the GPU after some steps
+
+    @property
+    def state_bytes(self) -> int:
+        """State on the host."""
+        return self.used.host["state"]
+
+    @property
+    def host_line(self) -> str:
+        """For the header."""
+        free = self.available.host_bytes
+        of_free = f" of {free / 1e9:,.1f} GB" if free else ""
+        first = " at first" if self.is_auto else ""
+        return (
+            f"{self.state_bytes / 1e9:,.2f} GB of {self.states} state{first}, about {_gb(self.used.host_total)} in all"
+            f"{of_free}: {self.why}"
+        )
+
+    @property
+    def gpu_line(self) -> str:
+        """For the header."""
+        if self.available.gpu_bytes is None:
+            return "no GPU"
+        parts = [f"{_gb(self.used.gpu['weights'])} of weights"]
+        parts += [f"{_gb(count)} of {self.states} state"] if (count := self.used.gpu["state"]) else []
+        parts += [f"{_gb(self.used.gpu['gradients'])} of gradients"]
+        parts += [f"about {_gb(self.used.gpu['activations'])} of activations"]
+        later = "; state may take what is left" if self.is_auto else ""
+        return f"{', '.join(parts)}, of {_gb(self.available.gpu_bytes)}{later}"
 
 
-def gradient_bytes(settings: TrainSettings, gpu_bytes: int | None) -> int:
-    """Host memory for gradients: sums of micro-batches, or what waits for the norm, where the GPU has no room, and all
-    of them where updates are delayed."""
-    num_params = count_params(settings.model)
-    if gpu_bytes is None:
-        return 0
-    room = (gpu_bytes - 2 * num_params) // 2
-    if settings.accumulation > 1 and 4 * num_params > room:
-        return 4 * num_params
-    waits = settings.grad_clip > 0 or settings.precision == "fp16"
-    return 2 * num_params if settings.delayed_update or (waits and 2 * num_params > room) else 0
-
-
-def plan_memory(
-    shape: GPTConfig, states: str, formats: Sequence[str], waiting: int, free_bytes: int | None = None
-) -> MemoryPlan:
-    """The widest state format that fits the host's memory beside `waiting` bytes of gradients; ValueError where none
-    does. `states` other than "auto" fixes it instead.
-    """
-    free = free_host_bytes() if free_bytes is None else free_bytes
-    usable = int(free * _SHARE)
-    num_params = count_params(shape)
-    sizes = {f: int(_STATE_BYTES[f] * num_params) for f in _STATE_BYTES if f in formats}
-    needs = {f: size + waiting + _OVERHEAD_BYTES for f, size in sizes.items()}
-    if states != "auto":
-        return MemoryPlan(states, sizes[states], needs[states], free, "as asked for")
-    for format, need in needs.items():
-        if need <= usable or free == 0:
-            skipped = [f"{f} would need {_gb(needs[f])}" for f in needs if needs[f] > need]
-            return MemoryPlan(format, sizes[format], need, free, "; ".join(skipped) if skipped else "it fits")
-    clip_hint = " Without clipping (--grad-clip 0) and accumulation, no gradient waits on the host." if waiting else ""
-    raise bad_value(
-        "host memory",
-        f"{_gb(free)} available",
-        f"at least {_gb(min(needs.values()))} for {num_params / 1e9:.2f} B parameters",
-        f"Free some, or train a smaller model.{clip_hint}",
+def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
+    """The run by its settings and by the engine's config, where a file may have said more."""
+    shape, checked = settings.model, load_config(config)
+    numbers = (shape.vocab_size, shape.context, shape.num_layers, shape.hidden, shape.num_heads, shape.tied)
+    offload = checked.zero_optimization.offload_optimizer
+    assert offload is not None
+    formats, num_moments = _rule(checked)
+    overflow = checked.bf16.check_grad_overflow if checked.bf16.enabled else True
+    is_in_file = any(is_on(settings.file_config, name) for name in ("bf16", "bfloat16"))
+    run = Run(
+        model=gpt_cost(settings.preset, *numbers),
+        batch=settings.batch_size,
+        tokens=settings.context,
+        micro_batches=settings.accumulation,
+        clips=bool(checked.gradient_clipping) or overflow,
+        delayed=offload.delayed_update,
+        checkpointing=shape.checkpoint_activations,
+        weights=settings.precision,
+        num_moments=num_moments,
+    )
+    return Case(
+        run=run,
+        shape=shape,
+        ratio=offload.ratio if offload.device == "cpu" else 0.0,
+        formats=formats,
+        only_clips=bool(checked.gradient_clipping) and checked.bf16.enabled and not (is_in_file and overflow),
+        is_told=(offload.hold, offload.sums) != ("auto", "auto"),
     )
 
 
-def check_gpu(shape: GPTConfig, batch_size: int, gpu_bytes: int | None) -> str:
-    """A line on the GPU's memory; ValueError where the weights alone do not fit."""
-    if gpu_bytes is None:
-        return "no GPU"
-    weights = 2 * count_params(shape)
-    work = activation_bytes(shape, batch_size, shape.context, shape.checkpoint_activations, 2)
-    if weights > gpu_bytes:
-        raise bad_value("GPU memory", _gb(gpu_bytes), f"at least {_gb(weights)}, for the weights alone")
-    return f"{_gb(weights)} of weights and about {_gb(work)} of activations, of {_gb(gpu_bytes)}"
+def _rule(config: Config) -> tuple[tuple[str, ...], int]:
+    """State formats and moments of the update rule; an optimizer of torch's is taken for one with two, in fp32."""
+    name, options = optimizer_choice(config)
+    if name not in RULES:
+        return ("fp32",), 2
+    rule = RULES[name]
+    keeps = bool(float(options.get("momentum", 1.0)))  # SGD without momentum keeps nothing
+    return rule.formats, sum(state is not None for state in rule.states) if keeps else 0
+
+
+def plan_memory(case: Case, states: str, available: Available) -> MemoryPlan:
+    """The widest state format with as much room to spare as the narrowest has; ValueError where every one is surely too
+    large. `states` other than "auto" fixes the format."""
+    formats = [name for name in STATES if name in case.formats] if states == "auto" else [states]
+    cases = [replace(case, run=replace(case.run, states=name)) for name in formats]
+    possible = [each for each in cases if not _is_short(_missing(each, available))]
+    if not possible:
+        raise _too_large(cases[-1], available)
+    # A narrower format is no remedy for activations that are too large: it must win on a side to be taken.
+    most = _rooms(possible[-1], available)
+    chosen = next(each for each in possible if _rooms(each, available) == most)
+    why = "as asked for"
+    if states == "auto":
+        skipped = [_would_need(each, available) for each in cases[: cases.index(chosen)]]
+        why = "; ".join(skipped) if skipped else "it fits"
+    return MemoryPlan(
+        states=chosen.run.states,
+        used=bytes_at(chosen, start_ratio(chosen, available), available),
+        available=available,
+        why=why,
+        tight="" if all(most) else _tight(chosen, available),
+        is_auto=case.ratio == "auto" and available.gpu_bytes is not None,
+    )
+
+
+def start_ratio(case: Case, available: Available) -> float:
+    """The share on the host that a run begins with."""
+    if not isinstance(case.ratio, str):
+        return case.ratio
+    return first_ratio(int(case.run.own_numel * case.run.size.host), available.host_bytes)
+
+
+def bytes_at(case: Case, ratio: float, available: Available) -> Bytes:
+    """What the run takes with this share of its state on the host; without a GPU everything is there."""
+    run, gpu_bytes = case.run, available.gpu_bytes
+    placed = placed_at(run, ratio)
+    # What resident state leaves decides where gradients wait.
+    left = _NO_LIMIT if gpu_bytes is None else gpu_bytes - int(placed.resident * run.size.resident)
+    found = bytes_of(run, placed, Memory(left, available.host_bytes))
+    width = WEIGHT_BYTES[run.weights]
+    gpu = {**found.gpu, "activations": activation_bytes(case.shape, run.batch, run.tokens, run.checkpointing, width)}
+    if gpu_bytes is not None:
+        return Bytes(gpu, found.host)
+    host = {kind: gpu.get(kind, 0) + found.host.get(kind, 0) for kind in dict.fromkeys((*found.host, *gpu))}
+    return Bytes({}, host | {"process": _CPU_PROCESS_BYTES})
+
+
+def has_room(case: Case, available: Available) -> bool:
+    """Whether all of it fits with something to spare."""
+    return not _is_short(_missing(case, available)) and all(_rooms(case, available))
+
+
+def _rooms(case: Case, available: Available) -> tuple[bool, bool]:
+    """Whether there is room to spare on the GPU and on the host; with ratio "auto", at any ratio."""
+    if isinstance(case.ratio, str) and any(all(_rooms_at(case, ratio, available)) for ratio in _grid()):
+        return True, True
+    return _rooms_at(case, start_ratio(case, available), available)
+
+
+def _rooms_at(case: Case, ratio: float, available: Available) -> tuple[bool, bool]:
+    used, gpu_bytes = bytes_at(case, ratio, available), available.gpu_bytes
+    host = used.host_total - used.host["shadows"]  # shadows take of what is spare
+    return (
+        gpu_bytes is None or used.gpu_total <= (1.0 - GPU_RESERVE) * gpu_bytes,
+        not available.host_bytes or host <= _HOST_SHARE * available.host_bytes,
+    )
+
+
+def _missing(case: Case, available: Available) -> Memory:
+    """What surely lacks on either side; zeros where the run may fit."""
+    gpu, host = _sure(case, available)
+    gpu_bytes = _NO_LIMIT if available.gpu_bytes is None else available.gpu_bytes
+    return Memory(max(0, gpu - gpu_bytes), max(0, host - (available.host_bytes or _NO_LIMIT)))
+
+
+def _sure(case: Case, available: Available) -> tuple[int, int]:
+    """Bytes on GPU and host that a run cannot do without."""
+    used = bytes_at(case, start_ratio(case, available), available)
+    gpu, host = (sum(_sure_parts(case, side).values()) for side in (used.gpu, used.host))
+    return gpu, host
+
+
+def _sure_parts(case: Case, side: Mapping[str, int]) -> dict[str, int]:
+    """Of one side, by kind."""
+    kinds = [kind for kind in _SURE if kind != "gradients" or not case.is_told]
+    return {kind: side[kind] for kind in kinds if side.get(kind)}
+
+
+def _is_short(missing: Memory) -> bool:
+    return bool(missing.gpu_bytes or missing.host_bytes)
+
+
+def _would_need(case: Case, available: Available) -> str:
+    """Why a format was left out."""
+    used = bytes_at(case, start_ratio(case, available), available)
+    if _rooms(case, available)[1]:
+        return f"{case.run.states} would need {_gb(used.gpu_total)} of the GPU"
+    return f"{case.run.states} would need {_gb(used.host_total - used.host['shadows'])}"
+
+
+# What would fit.
+
+_Change = tuple[str, Callable[[Case], Case]]  # as it is typed, and what it does
+
+
+def _too_large(case: Case, available: Available) -> ValueError:
+    """What is missing, and what would fit."""
+    used, missing = bytes_at(case, start_ratio(case, available), available), _missing(case, available)
+    is_gpu = missing.gpu_bytes > 0
+    assert available.gpu_bytes is not None or not is_gpu
+    side, lacks = (used.gpu, missing.gpu_bytes) if is_gpu else (used.host, missing.host_bytes)
+    parts, format = _sure_parts(case, side), case.run.states
+    text = ", ".join(f"{_gb(n)} of {f'{format} state' if kind == 'state' else kind}" for kind, n in parts.items())
+    both = f"; the host lacks {_gb(missing.host_bytes)} as well" if is_gpu and missing.host_bytes else ""
+    if available.gpu_bytes is not None and used.gpu["weights"] > available.gpu_bytes:
+        remedy = "The weights alone are too large for it: train a smaller model."
+    else:
+        found = remedies(case, available)
+        remedy = f"What would fit: {', or '.join(found)}." if found else "Train a smaller model, or free some memory."
+    return bad_value(
+        "GPU memory" if is_gpu else "host memory",
+        _gb(available.gpu_bytes or 0) if is_gpu else f"{_gb(available.host_bytes)} available",
+        f"at least {_gb(sum(parts.values()))} for {case.run.model.numel / 1e9:.2f} B parameters ({text}); "
+        f"{_gb(lacks)} are missing{both}",
+        remedy,
+    )
+
+
+def _tight(case: Case, available: Available) -> str:
+    """A run that may start, with little room to spare."""
+    found = remedies(case, available)
+    room = f": {', or '.join(found)} would leave more room" if found else ""
+    return f"memory is tight, and the run may run out of it{room}"
+
+
+def remedies(case: Case, available: Available) -> list[str]:
+    """The fewest changes with which there is room to spare, as they are typed; empty where nothing helps."""
+    found: dict[tuple[int, ...], str] = {}
+    fewest = _NO_LIMIT
+    ways = [[None, *changes] for changes in _changes(case)]
+    for chosen in sorted(product(*ways), key=lambda changes: sum(change is not None for change in changes)):
+        kinds = tuple(i for i, change in enumerate(chosen) if change is not None)
+        if kinds in found or len(kinds) > fewest:  # of each kind the mildest change is enough
+            continue
+        changed = case
+        for change in chosen:
+            changed = change[1](changed) if change is not None else changed
+        words = [change[0] for change in chosen if change is not None]
+        if words and has_room(changed, available):
+            found[kinds] = " with ".join(words)
+            fewest = min(fewest, len(kinds))
+        elif available.gpu_bytes is not None and len(kinds) < fewest:
+            ratio = _near_ratio(changed, available)
+            if ratio is not None:
+                found.setdefault((*kinds, -1), " with ".join([*words, f"--ratio {ratio:g}"]))
+                fewest = min(fewest, len(kinds) + 1)
+    best = [kinds for kinds in found if len(kinds) == fewest]
+    return [found[kinds] for kinds in sorted(best, key=lambda kinds: (-1 in kinds, kinds))][:_MAX_REMEDIES]
+
+
+def _changes(case: Case) -> list[list[_Change]]:
+    """What could be asked for instead, by kind, the mildest first."""
+    run = case.run
+    narrower = [name for name in STATES[STATES.index(run.states) + 1 :] if name in case.formats]
+    smaller = [run.batch >> i for i in range(1, run.batch.bit_length())]
+    return [
+        [(f"--states {name}", _with_run(states=name)) for name in narrower],
+        [("--checkpoint-activations", _with_run(checkpointing=True))] if not run.checkpointing else [],
+        [(f"--batch-size {size}", _with_run(batch=size)) for size in smaller],
+        [("--grad-clip 0", _with_run(clips=False))] if case.only_clips else [],
+        [("--accumulation 1", _with_run(micro_batches=1))] if run.micro_batches > 1 else [],
+    ]
+
+
+def _with_run(**changes: Any) -> Callable[[Case], Case]:
+    return lambda case: replace(case, run=replace(case.run, **changes))
+
+
+def _near_ratio(case: Case, available: Available) -> float | None:
+    """The share closest to the one asked for with room to spare; None where there is none."""
+    start = start_ratio(case, available)
+    fitting = [ratio for ratio in _grid() if has_room(replace(case, ratio=ratio), available)]
+    return min(fitting, key=lambda ratio: abs(ratio - start), default=None)
+
+
+def _grid() -> Sequence[float]:
+    return [i / _NUM_RATIOS for i in range(_NUM_RATIOS + 1)]
 
 
 def _gb(count: float) -> str:

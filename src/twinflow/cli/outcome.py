@@ -44,6 +44,8 @@ def final_numbers(outcome: Outcome) -> list[tuple[str, str]]:
             rows.append(("GPU memory", f"{gpu / 2**20:,.0f} MiB"))
         if math.isfinite(ahead := share_ahead(steps)):
             rows.append(("early updates", f"{100 * ahead:.0f}%"))
+        if (share := steps[-1].host_share) < 1.0:
+            rows.append(("state on the host", f"{100 * share:.0f}%"))
         if skipped := sum(record.skipped for record in steps):
             rows.append(("skipped steps", str(skipped)))
     rows.append(("time", duration(outcome.wall_s)))
@@ -54,6 +56,8 @@ def make_report(run: Run, outcome: Outcome) -> Report:
     """The page's content; also fills in the outcome's final numbers."""
     outcome.numbers = final_numbers(outcome)
     values = as_json(run.settings)
+    if values["ratio"] == "auto" and outcome.steps:
+        values["ratio"] = f"auto, {outcome.steps[-1].host_share:.2f} at the end"
     words = {None: "-", True: "yes", False: "no"}
     settings = [
         (option(name), words[value] if value is None or isinstance(value, bool) else str(value))
@@ -70,7 +74,7 @@ def make_report(run: Run, outcome: Outcome) -> Report:
         steps=outcome.steps,
         valids=outcome.valids,
         config=json.dumps(run.config, indent=2),
-        notes=outcome.notes,
+        notes=[*([f"At the start: {tight}."] if (tight := run.memory.tight) else []), *outcome.notes],
     )
 
 
@@ -85,6 +89,7 @@ def header_rows(run: Run) -> list[tuple[str, str]]:
     parts = f" in {settings.accumulation} micro-batches" if settings.accumulation > 1 else ""
     kept = ", activations recomputed" if shape.checkpoint_activations else ""
     states = run.config["zero_optimization"]["offload_optimizer"]["states"]
+    ratio = f", ratio {str(settings.ratio).removesuffix('.0')}" if settings.ratio != 1.0 else ""
     return [
         (
             "model",
@@ -93,15 +98,12 @@ def header_rows(run: Run) -> list[tuple[str, str]]:
         ),
         (
             "optimizer",
-            f"TwinOptimizer, {optimizer['type']}, {states} state, lr {optimizer['params'].get('lr', 1e-3):g}, "
+            f"TwinOptimizer, {optimizer['type']}, {states} state{ratio}, lr {optimizer['params'].get('lr', 1e-3):g}, "
             f"weight decay {optimizer['params'].get('weight_decay', 0):g}, {clipping}{delayed}",
         ),
-        (
-            "host memory",
-            f"{memory.state_bytes / 1e9:,.2f} GB of {states} state, at most {memory.host_bytes / 1e9:,.1f} GB in all "
-            f"of {memory.free_bytes / 1e9:,.1f} GB: {memory.why}",
-        ),
-        ("GPU memory", run.gpu),
+        ("host memory", memory.host_line),
+        ("GPU memory", memory.gpu_line),
+        *([("warning", memory.tight)] if memory.tight else []),
         ("threads", f"{settings.threads}, kernels {isa()}"),
         ("data", run.data.describe()),
         (

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch.optim.lr_scheduler import LambdaLR
 
 from twinflow.build import initialize
-from twinflow.cli.memory import MemoryPlan, check_gpu, gradient_bytes, plan_memory
+from twinflow.cli.memory import Available, MemoryPlan, case_of, plan_memory
 from twinflow.cli.settings import TrainSettings, as_json, check_same_run, check_settings, engine_config, lr_factor
 from twinflow.cli.training import Loop, is_bad
 from twinflow.data.tokens import TokenData, load_data
@@ -30,7 +30,7 @@ from twinflow.monitor.metrics import MetricsWriter, StepRecord, ValidRecord, rea
 from twinflow.monitor.progress import TrainProgress, duration
 from twinflow.native import set_threads
 from twinflow.offload.materialize import build as build_model
-from twinflow.rules import RULES
+from twinflow.offload.memory import free_host_bytes
 
 METRICS, SETTINGS, REPORT, CHECKPOINTS = "metrics.jsonl", "settings.json", "report.html", "checkpoints"
 TRACED_STEPS = 3
@@ -46,7 +46,6 @@ class Run:
     engine: Engine
     config: dict[str, Any]
     memory: MemoryPlan
-    gpu: str
     first_step: int  # steps that were done before
 
     @property
@@ -91,8 +90,8 @@ def prepare(settings: TrainSettings, console: Console) -> Run:
     data.check_context(settings.context)
     saved = _saved(settings, data)
     states = saved.get("chosen_states", "auto") if settings.states == "auto" else settings.states
-    plan = plan_memory(settings.model, states, RULES[settings.rule].formats, gradient_bytes(settings, gpu_bytes))
-    gpu = check_gpu(settings.model, settings.batch_size, gpu_bytes)
+    case = case_of(settings, engine_config(settings, "fp32"))
+    plan = plan_memory(case, states, Available(gpu_bytes, free_host_bytes()))
     config = engine_config(settings, plan.states)
     engine = build_engine(settings, config)
     settings.out.mkdir(parents=True, exist_ok=True)
@@ -104,7 +103,7 @@ def prepare(settings: TrainSettings, console: Console) -> Run:
         found, _ = engine.load_checkpoint(settings.out / CHECKPOINTS)
         _set_rates(engine)
         console.print(f"resuming from {found}" if found else "no checkpoint yet: starting anew", soft_wrap=True)
-    return Run(settings, data, engine, config, plan, gpu, engine.global_steps)
+    return Run(settings, data, engine, config, plan, engine.global_steps)
 
 
 def _saved(settings: TrainSettings, data: TokenData) -> dict[str, Any]:
@@ -195,8 +194,9 @@ def run_training(run: Run, console: Console) -> Outcome:
                     outcome.valids.append(record)
                     progress.note(f"validation loss {record.loss:.4f} after {record.step} steps")
                     continue
-                outcome.steps.append(record)
                 progress.step(record)
+                _note_move(outcome, progress, record)
+                outcome.steps.append(record)
                 _after_step(run, outcome, progress, record.step)
             if stop:
                 outcome.status = "interrupted"
@@ -212,6 +212,13 @@ def run_training(run: Run, console: Console) -> Outcome:
     outcome.wall_s = time.perf_counter() - start
     outcome.message = describe(outcome, run)
     return outcome
+
+
+def _note_move(outcome: Outcome, progress: TrainProgress, record: StepRecord) -> None:
+    """Says so where the optimizer has moved state between GPU and host."""
+    before = outcome.steps[-1].host_share if outcome.steps else math.nan
+    if abs(record.host_share - before) > 1e-6:
+        progress.note(f"ratio {record.host_share:.2f} from here on: so much of the optimizer state is on the host")
 
 
 def _after_step(run: Run, outcome: Outcome, progress: TrainProgress, step: int) -> None:
@@ -306,4 +313,6 @@ def describe(outcome: Outcome, run: Run) -> str:
         lost = " ".join(["", *outcome.notes]) if outcome.notes else ""
         return f"Interrupted after {done} of {settings.steps} steps.{lost}{go_on}"
     here = f", {done - run.first_step} of them now," if run.first_step else ""
-    return f"Finished {done} steps{here} in {duration(outcome.wall_s)}."
+    share = outcome.steps[-1].host_share if outcome.steps else math.nan
+    chosen = f", with ratio auto at {share:.2f}" if settings.ratio == "auto" and math.isfinite(share) else ""
+    return f"Finished {done} steps{here} in {duration(outcome.wall_s)}{chosen}."

@@ -14,6 +14,7 @@ import torch
 from twinflow.errors import bad_value
 from twinflow.models.gpt import PRESET_BATCH, PRESETS, GPTConfig
 from twinflow.native.threads import check_threads
+from twinflow.offload.places import PLACEMENTS
 from twinflow.rules import RULES
 
 MIN_LR_SHARE: Final = 0.1  # where the cosine ends, as a share of the peak
@@ -73,6 +74,8 @@ class TrainSettings:
     grad_clip: float  # 0: do not clip
     rule: str
     states: str
+    ratio: float | str  # share of the state on the host, or "auto"
+    placement: str
     delayed_update: bool
     precision: str
     data: str
@@ -128,6 +131,8 @@ def check_settings(settings: TrainSettings) -> None:
     formats = ("auto", *RULES[settings.rule].formats)
     if settings.states not in formats:
         raise bad_value("--states", settings.states, formats, f"These are what --rule {settings.rule} comes in.")
+    if settings.placement not in PLACEMENTS:
+        raise bad_value("--placement", settings.placement, PLACEMENTS, "It names the end that stays on the GPU.")
 
 
 def choose_shape(
@@ -190,6 +195,21 @@ def parse_bytes(name: str, text: str | None) -> int | None:
     return int(value)
 
 
+def parse_ratio(text: str | None) -> float | str | None:
+    """The share of the optimizer state on the host, or "auto"."""
+    if text in (None, "auto"):
+        return text
+    assert text is not None
+    allowed = "a number from 0 (all optimizer state on the GPU) to 1 (all of it on the host), or auto"
+    try:
+        value = float(text)
+    except ValueError:
+        raise bad_value("--ratio", text, allowed) from None
+    if not 0.0 <= value <= 1.0:
+        raise bad_value("--ratio", text, allowed)
+    return value
+
+
 def parallel_size(name: str, value: int | None) -> None:
     """Megatron's parallel sizes: one GPU knows only 1."""
     if value not in (None, 1):
@@ -218,6 +238,9 @@ def engine_config(settings: TrainSettings, states: str) -> dict[str, Any]:
     offload = zero["offload_optimizer"] = dict(offload) if isinstance(offload, dict) else {}
     offload.setdefault("device", "cpu")
     offload.setdefault("states", states)
+    if offload["device"] == "cpu":  # else all state is on the GPU, and neither has an effect
+        offload.setdefault("ratio", settings.ratio)
+        offload.setdefault("placement", settings.placement)
     offload.setdefault("delayed_update", settings.delayed_update)
     offload.setdefault("host_threads", settings.threads)
     if settings.keep_last is not None:

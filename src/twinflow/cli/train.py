@@ -21,6 +21,7 @@ from twinflow.cli.settings import (
     default_lr,
     parallel_size,
     parse_bytes,
+    parse_ratio,
 )
 from twinflow.config import load_config, resolve_batch
 from twinflow.errors import bad_value
@@ -74,6 +75,16 @@ def train(
     states: Annotated[
         str | None,
         _option(help="Optimizer state: fp32, bf16, int8 (adamw and adam), or auto: what fits.  [default: auto]"),
+    ] = None,
+    ratio: Annotated[
+        str | None,
+        _option(
+            "--ratio", help="Share of that state on the host, 0 to 1; auto: chosen after some steps.  [default: 1]"
+        ),
+    ] = None,
+    placement: Annotated[
+        str | None,
+        _option("--placement", help="The end of the model whose state stays on the GPU: auto, front or tail."),
     ] = None,
     delayed_update: Annotated[
         bool, _option("--delayed-update", help="Apply each update one step later, so that it never holds up a step.")
@@ -142,6 +153,7 @@ def train(
         clip = _only_one("--grad-clip", grad_clip, file_config, "gradient_clipping")
         offload = (file_config.get("zero_optimization") or {}).get("offload_optimizer") or {}
         chosen_states = _only_one("--states", states, offload, "states") or offload.get("states", "auto")
+        chosen_ratio, chosen_placement = _ratio(ratio, placement, offload)
         delayed = _only_one("--delayed-update", delayed_update or None, offload, "delayed_update")
         settings = TrainSettings(
             preset=name,
@@ -155,6 +167,8 @@ def train(
             grad_clip=1.0 if clip is None else clip,
             rule=chosen_rule,
             states=chosen_states,
+            ratio=chosen_ratio,
+            placement=chosen_placement,
             delayed_update=bool(delayed or offload.get("delayed_update")),
             precision=_precision(precision, fp16, bf16, file_config),
             data=data,
@@ -219,6 +233,15 @@ def _only_one(name: str, value: Any, file_config: Mapping[str, Any], key: str) -
     if value is not None and key in file_config:
         raise bad_value(name, value, "nothing, where the config file has its own", f"Remove it or {key!r} there.")
     return value
+
+
+def _ratio(ratio: str | None, placement: str | None, offload: Mapping[str, Any]) -> tuple[float | str, str]:
+    """The share of the state on the host and the end that is not, from the command line or from the file."""
+    asked = _only_one("--ratio", parse_ratio(ratio), offload, "ratio")
+    end = _only_one("--placement", placement, offload, "placement")
+    if offload.get("device") == "none":  # all state is on the GPU, whatever else the file says
+        return _only_one("--ratio", asked, offload, "device") or 0.0, end or "auto"
+    return offload.get("ratio", 1.0) if asked is None else asked, end or offload.get("placement", "auto")
 
 
 def _batch(

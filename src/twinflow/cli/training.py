@@ -139,6 +139,7 @@ class Loop:
             loss_scale=engine.optimizer.current_loss_scale,
             skipped=not engine.was_step_applied(),
             tokens_total=engine.global_steps * settings.tokens,
+            host_share=engine.optimizer.host_share,
         )
 
     @torch.no_grad()

@@ -43,6 +43,7 @@ class StepRecord:
     loss_scale: float = 1.0
     skipped: bool = False  # the step was not applied: its gradients were not finite
     tokens_total: int = 0  # seen since the run began, this step's included
+    host_share: float = math.nan  # of the optimizer state after the step, the ratio in use; NaN: not known
 
     @property
     def step_s(self) -> float:

@@ -106,18 +106,19 @@ def live_fields(record: StepRecord, total_steps: int, left_s: float) -> list[Fie
         Field(f"{record.step}/{total_steps}", 0),
         Field(f"loss {record.loss:.4f}", 1),
         Field(speed(record), 3),
-        *(Field(text, rank) for text, rank in zip(machine_texts(record), (4, 5, 6, 7), strict=True) if text),
+        *(Field(text, rank) for text, rank in zip(machine_texts(record), (4, 5, 6, 7, 8), strict=True) if text),
         Field(f"left {duration(left_s)}", 2),
     ]
 
 
-def machine_texts(record: StepRecord) -> tuple[str, str, str, str]:
-    """FLOPS, memory of the GPU and of the host, CPU load; empty where one was not measured."""
+def machine_texts(record: StepRecord) -> tuple[str, str, str, str, str]:
+    """FLOPS, memory of the GPU and of the host, CPU load; empty where one was not measured. The ratio where not 1."""
     return (
         f"{record.tflops:.{1 if record.tflops >= 1 else 3}f} TFLOPS" if record.tflops > 0 else "",
         f"GPU {gib(record.gpu_bytes)}" if record.gpu_bytes > 0 else "",
         f"host {gib(record.host_bytes)}" if record.host_bytes > 0 else "",
         f"{record.cores_busy:.1f} cores" if record.cores_busy > 0 else "",
+        f"ratio {record.host_share:.2f}" if record.host_share < 1.0 else "",
     )
 
 

@@ -217,6 +217,7 @@ COLUMNS: Final = (
     Column("host MiB", lambda r: f"{r.host_bytes / 2**20:,.0f}"),
     Column("GPU MiB", lambda r: f"{r.gpu_bytes / 2**20:,.0f}", lambda r: r.gpu_bytes > 0),
     Column("cores", lambda r: f"{r.cores_busy:.1f}", lambda r: r.cores_busy > 0),
+    Column("ratio", lambda r: f"{r.host_share:.2f}", lambda r: r.host_share < 1.0),
     Column("loss scale", lambda r: f"{r.loss_scale:g}", lambda r: r.loss_scale != 1.0),
     Column("skipped", lambda r: "yes" if r.skipped else "", lambda r: r.skipped),
     Column("updates ahead", lambda r: str(r.num_ahead)),

@@ -30,7 +30,7 @@ class Stage:
     def buffer(self, nbytes: int, where: torch.device) -> Tensor:
         """So many bytes on the device."""
         if self._raw is None or self._raw.numel() < nbytes:
-            self._raw = torch.empty(nbytes, dtype=torch.uint8, device=where)
+            self._raw = self.stream.zeros(nbytes, torch.uint8, where)
         return self._raw[:nbytes]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from twinflow.device import Event
+from twinflow.device import Event, Stream
 from twinflow.offload import gather
 from twinflow.offload.board import POLL_S, Board
 from twinflow.offload.bucket import Task
@@ -178,7 +178,7 @@ class Mover(_Thread):
         if task.ready is not None:
             stream.wait(task.ready, RESIDENT_READY)
         if board.sums_on_host and not task.is_summed:
-            stream.run(_sum_there(task), span="sum", bucket=bucket.plan.index)
+            stream.run(_sum_there(task, stream), span="sum", bucket=bucket.plan.index)
             task.arrived = stream.record()
             board.summed(task)
             return
@@ -285,7 +285,7 @@ class Mover(_Thread):
         return event
 
 
-def _sum_there(task: Task) -> Callable[[], None]:
+def _sum_there(task: Task, stream: Stream) -> Callable[[], None]:
     """Add a task's gradients to its bucket's total on the device; measure the total of a step."""
     bucket, flat, norms = task.bucket, task.flat, task.job.norms
     in_total = bucket.added.union(task.present)
@@ -294,7 +294,7 @@ def _sum_there(task: Task) -> Callable[[], None]:
     cuts, is_whole = [bucket.slices[i] for i in sorted(in_total)], len(in_total) == len(bucket.slices)
     if bucket.total is None:
         assert flat is not None
-        bucket.total = torch.zeros(bucket.plan.numel, dtype=torch.float32, device=flat.device)
+        bucket.total = stream.zeros(bucket.plan.numel, torch.float32, flat.device)
     total, index = bucket.total, bucket.plan.index
 
     def work() -> None:

@@ -3,9 +3,9 @@
 The optimizer starts with as much state on the host as fits: nothing is known yet about activations, and state on the
 device must never be what a forward has no memory for. For three steps every update is waited for, so that forward and
 backward are timed alone and the memory they need is seen. Then the planner chooses, and buckets move. Some steps later
-the step is compared with what was predicted: a host that turns out slower or faster than the probe found it is taken
-as it is, and the choice is made once more. From then on only the device's free memory is looked at now and then: where
-activations have grown, state goes back to the host.
+the step is compared with what was predicted: where it takes longer, buckets on the host are taken for slower than the
+probe found them, and the choice is made again. From then on only the device's free memory is looked at now and then:
+where activations have grown, state goes back to the host.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from twinflow.offload.bucket import Bucket
 from twinflow.offload.memory import free_host_bytes
 from twinflow.offload.plan import HOST, RESIDENT, ROOT
 from twinflow.planner.formats import StateBytes
-from twinflow.planner.placement import Choice, Room, choose
+from twinflow.planner.placement import Choice, Room, choose, reason
 from twinflow.planner.rates import Rates
-from twinflow.planner.simulate import Gate, Item, Prediction, Timing, Ways
+from twinflow.planner.simulate import Gate, Item, Prediction, Timing, Ways, predict
 
 if TYPE_CHECKING:
     from twinflow.optim.twin import TwinOptimizer
@@ -33,10 +33,13 @@ LOGGER = logging.getLogger("twinflow")
 
 NUM_TIMED: Final = 3  # steps with a barrier; the first warms up
 _SETTLE: Final = 2  # steps after a move that say nothing
-_WATCHED: Final = 4  # steps that are compared with the prediction
-_WRONG: Final = 0.10  # how far a step may be from it
-_MAX_CHOICES: Final = 3
+_WATCHED: Final = 3  # steps that are compared with the prediction
+_WRONG: Final = 0.10  # how much longer than that they may take
+_BETTER: Final = 0.03  # what an earlier choice must have been better by
+_MAX_CHOICES: Final = 4
 _WATCH_EVERY: Final = 16  # steps between two looks at the device's memory
+# Rates are the machine's best; a step has other work beside it. A bucket that would just be hidden is better not there.
+_HOST_COMFORT, _LINK_COMFORT = 0.7, 0.85
 _DEVICE_SHARE, _DEVICE_LEAST = 0.05, 1 << 30  # of the device that stays free: allocators fragment, inputs vary
 _HOST_SHARE, _HOST_LEAST = 0.06, 2 << 30
 
@@ -51,6 +54,7 @@ class AutoPlacement:
         self._chosen: list[Choice] = []
         self._since = 0  # steps since the last choice
         self._start = (0.0, 0.0)  # time, and the worker's, when watching began
+        self._seen: list[tuple[float, tuple[str, ...]]] = []  # what steps took, with these places
         self.is_settled = False
 
     def after_step(self) -> None:
@@ -96,7 +100,12 @@ class AutoPlacement:
         ways = Ways(delayed=runtime.settings.delayed_update)
         states = self._optimizer.states
         try:
-            choice = choose(items, timing, self._rates, states, gate, room, size, ways)
+            choice = choose(
+                items, timing, _scaled(self._rates, _HOST_COMFORT, _LINK_COMFORT), states, gate, room, size, ways
+            )
+            placed = [replace(item, place=place) for item, place in zip(items, choice.places, strict=True)]
+            said = predict(placed, timing, self._rates, states, gate, ways)
+            choice = replace(choice, prediction=said, why=reason(choice.places, said, timing))
         except ValueError:  # it fits as it is, with less to spare than the planner wants: leave it so
             places = tuple(bucket.plan.place for bucket in runtime.buckets)
             step_s = timing.gpu_s
@@ -169,15 +178,32 @@ class AutoPlacement:
             return
         seconds, busy = self._now() - self._start[0], runtime.worker.busy_s - self._start[1]
         step_s, host_s, said = seconds / _WATCHED, busy / _WATCHED, self._chosen[-1].prediction
-        is_wrong = abs(step_s - said.step_s) > _WRONG * said.step_s
-        if is_wrong and len(self._chosen) < _MAX_CHOICES and host_s > 0.0 and said.host_busy_s > 0.0:
-            self._rates = _host_scaled(self._rates, said.host_busy_s / host_s)
+        self._seen.append((step_s, tuple(bucket.plan.place for bucket in runtime.buckets)))
+        is_slow = step_s > (1.0 + _WRONG) * said.step_s
+        if is_slow and len(self._chosen) < _MAX_CHOICES and host_s > 0.0:
+            # Whatever it is that slows them (other work on the cores, the interpreter), buckets on the host cost more.
+            factor = min(said.step_s / step_s, said.host_busy_s / host_s if said.host_busy_s else 1.0)
+            self._rates = _scaled(self._rates, max(0.25, factor * _HOST_COMFORT), 1.0)
             LOGGER.info(
                 f"ratio auto: a step takes {step_s:.3f} s, not the {said.step_s:.3f} s that were predicted; the host "
-                f"is busy for {host_s:.3f} s of it, not {said.host_busy_s:.3f}: choosing again"
+                f"is busy for {host_s:.3f} s of it ({said.host_busy_s:.3f} predicted): choosing again"
             )
             self._choose()
             return
+        self._keep_best(step_s)
+
+    def _keep_best(self, step_s: float) -> None:
+        """An earlier choice may have turned out to be the better one."""
+        runtime, (best_s, places) = self._optimizer.runtime, min(self._seen)
+        if best_s < (1.0 - _BETTER) * step_s:
+            runtime.wait()
+            runtime.wait_for_copies()
+            self._move(places)
+            runtime.device.reset_peak()
+            LOGGER.info(
+                f"ratio auto: back to {self._optimizer.host_share:.2f} of the state on the host, where a step took "
+                f"{best_s:.3f} s, not {step_s:.3f}"
+            )
         self.is_settled = True
         runtime.is_timed = False
 
@@ -229,13 +255,15 @@ def items_of(buckets: Sequence[Bucket], timing: Timing, is_early: bool) -> list[
     return items
 
 
-def _host_scaled(rates: Rates, factor: float) -> Rates:
-    """Rates of a host that is so much faster, within reason."""
-    factor = min(2.0, max(0.25, factor))
+def _scaled(rates: Rates, host: float, link: float) -> Rates:
+    """Rates of a machine whose host and link do so much of what this one's do."""
     return replace(
         rates,
-        host_params={name: rate * factor for name, rate in rates.host_params.items()},
-        host_params_copying={name: rate * factor for name, rate in rates.host_params_copying.items()},
+        host_params={name: rate * host for name, rate in rates.host_params.items()},
+        host_params_copying={name: rate * host for name, rate in rates.host_params_copying.items()},
+        out_bytes=rates.out_bytes * link,
+        in_bytes=rates.in_bytes * link,
+        duplex_bytes=rates.duplex_bytes * link,
     )
 
 

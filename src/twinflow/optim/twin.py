@@ -225,6 +225,11 @@ class TwinOptimizer(Optimizer):
         return sum(b.plan.numel for b in buckets if b.plan.place != RESIDENT) / sum(b.plan.numel for b in buckets)
 
     @property
+    def is_placed(self) -> bool:
+        """Whether the state is where it will stay: with ratio "auto", after some steps."""
+        return self._auto is None or self._auto.is_settled
+
+    @property
     def runtime(self) -> Runtime:
         """The machinery behind this optimizer."""
         assert self._runtime is not None

@@ -49,6 +49,7 @@ class Run:
     world: int = 1  # GPUs that share the optimizer state, all in one machine
     stage: int = 0  # of ZeRO: 1 and 2 share state, 3 the weights as well
     tensor_parallel: int = 1  # GPUs that share every weight
+    num_moments: int = 2  # of the update rule: AdamW's
 
     @property
     def step_tokens(self) -> int:
@@ -58,7 +59,7 @@ class Run:
     @property
     def size(self) -> StateBytes:
         """Bytes a parameter of state."""
-        return state_bytes(self.states, self.weights, self.delayed)
+        return state_bytes(self.states, self.weights, self.delayed, self.num_moments)
 
     @property
     def numel(self) -> int:

@@ -108,7 +108,7 @@ def choose(
             found = streamed
     if found is None:
         raise _nothing_fits(case, room)
-    return Choice(*found, _reason(found[0], found[1], timing))
+    return Choice(*found, reason(found[0], found[1], timing))
 
 
 def best_ratio(
@@ -213,7 +213,7 @@ def _edges(tried: Callable[[int], object | None], num_items: int) -> set[int]:
     return {fits, low}
 
 
-def _reason(places: Sequence[str], prediction: Prediction, timing: Timing) -> str:
+def reason(places: Sequence[str], prediction: Prediction, timing: Timing) -> str:
     """One line for a log."""
     count = {name: places.count(name) for name in ("resident", "host", "streamed") if name in places}
     shares = ", ".join(f"{n} {name}" for name, n in count.items())
