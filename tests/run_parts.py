@@ -30,6 +30,8 @@ PARTS = {
     **{f"kernels-{rule}": ["-m", "matrix", "tests/unit/test_kernels.py", "-k", f"{rule}-"] for rule in RULES},
     **{f"twin-{rule}": ["-m", "matrix", TWIN[0], "-k", f"every_combination and {rule}-"] for rule in RULES},
     "twin-others": ["-m", "matrix", *TWIN, "-k", "not every_combination"],
+    "ratio": ["-m", "matrix", "tests/unit/test_twin_ratio.py"],
+    "gpu-update": ["-m", "matrix", "tests/unit/test_gpu_update.py"],
 }
 
 

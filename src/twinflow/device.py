@@ -240,7 +240,7 @@ class CudaDevice(Device):
     def __init__(self, device: torch.device, trace: Trace | None = None) -> None:
         super().__init__(trace)
         self.device = device
-        self._pinned: list[Tensor] = []
+        self._pinned: dict[int, Tensor] = {}  # by address; the lock guards it
 
     def stream(self, name: str) -> Stream:
         """The stream of this name; copies get a high priority, so that small ones do not queue behind kernels."""
@@ -280,7 +280,8 @@ class CudaDevice(Device):
                     stacklevel=2,
                 )
             else:
-                self._pinned.append(tensor)
+                with self._lock:
+                    self._pinned[tensor.data_ptr()] = tensor
         return tensor
 
     def free_bytes(self) -> int | None:
@@ -292,10 +293,10 @@ class CudaDevice(Device):
 
     def release(self, tensor: Tensor) -> None:
         """Unregistered at once."""
-        kept = [t for t in self._pinned if t.data_ptr() != tensor.data_ptr()]
-        if len(kept) < len(self._pinned):
+        with self._lock:
+            known = self._pinned.pop(tensor.data_ptr(), None)
+        if known is not None:
             torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())  # type: ignore[no-untyped-call]
-        self._pinned = kept
 
     def capacity_bytes(self) -> int | None:
         """What is free, and what torch has allocated."""
@@ -317,7 +318,7 @@ class CudaDevice(Device):
     def close(self) -> None:
         """Synchronise before unregistering: a copy in flight must not lose its memory."""
         torch.cuda.synchronize(self.device)
-        for tensor in self._pinned:
+        for tensor in self._pinned.values():
             torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())  # type: ignore[no-untyped-call]
         self._pinned.clear()
         self._is_closed = True

@@ -158,6 +158,17 @@ def test_only_estimates_do_not_refuse() -> None:
         plan("gpt2-10b", "fp32", host=123 * GB, grad_clip=0.0)
 
 
+def test_the_line_is_where_weights_state_and_held_gradients_are_all_there_is() -> None:
+    needed = (2 + 10 + 2) * count_params(PRESETS["gpt2-1.5b"])
+    assert plan("gpt2-1.5b", "fp32", gpu=needed, ratio=0.0).tight
+    with pytest.raises(ValueError, match="GPU memory"):
+        plan("gpt2-1.5b", "fp32", gpu=int(0.99 * needed), ratio=0.0)
+    needed = 12 * count_params(PRESETS["gpt2-10b"])
+    assert plan("gpt2-10b", "fp32", host=needed, grad_clip=0.0).tight
+    with pytest.raises(ValueError, match="host memory"):
+        plan("gpt2-10b", "fp32", host=needed - 1, grad_clip=0.0)
+
+
 def test_the_remedy_is_the_mildest_of_its_kind() -> None:
     asked = settings("gpt2-1.5b", ratio=0.0, batch_size=16)
     case, card = case_of(asked, engine_config(asked, "fp32")), Available(24 * GB, 128 * GB)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
-from twin_support import MAX_NORM, assert_same, gpt, quick_torch, snapshot, train, twin
+from twin_support import MAX_NORM, assert_same, batch, gpt, quick_torch, snapshot, train, twin
 
 from twinflow.device import Device
 from twinflow.offload.plan import HOST, RESIDENT, STREAMED
@@ -131,6 +132,101 @@ def test_moving_changes_no_bit(gpu: Any, rule: Any, states: str, options: dict[s
     assert_same(run("auto"), on_host)
 
 
+def test_moving_to_the_host_finds_slots_there() -> None:
+    """All state was on the device when slots were counted."""
+    model, still = gpt(), gpt()
+    with closing(twin(model, lr=1e-2, ratio=0.0, early=True)) as optimizer:
+        train(model, optimizer, range(2))
+        optimizer.wait()
+        optimizer.runtime.wait_for_copies()
+        for bucket in optimizer.runtime.buckets:
+            optimizer.runtime.move(bucket, HOST)
+        train(model, optimizer, range(2, 4))
+        with closing(twin(still, lr=1e-2, early=True)) as other:
+            train(still, other, range(4))
+            assert_same(snapshot(model, optimizer), snapshot(still, other))
+
+
+def test_sums_follow_their_bucket() -> None:
+    model, still = gpt(), gpt()
+    options: dict[str, Any] = {"lr": 1e-2, "early": True, "accumulation_steps": 2, "sums": "host"}
+
+    def steps(net: Any, optimizer: TwinOptimizer, numbers: range) -> None:
+        for step in numbers:
+            for part in range(2):
+                net(*batch(2 * step + part)).loss.backward()
+            optimizer.step()
+
+    with closing(twin(model, **options)) as optimizer, closing(twin(still, **options)) as other:
+        for step, place in enumerate([RESIDENT, STREAMED, HOST]):
+            steps(model, optimizer, range(step, step + 1))
+            optimizer.wait()
+            optimizer.runtime.wait_for_copies()
+            for bucket in optimizer.runtime.buckets:
+                optimizer.runtime.move(bucket, place)
+                assert bucket.total is None
+        steps(model, optimizer, range(3, 5))
+        steps(still, other, range(5))
+        assert_same(snapshot(model, optimizer), snapshot(still, other))
+
+
+def test_a_full_host_stops_moves_and_changes_nothing(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch says RuntimeError where host memory is full."""
+    model = gpt()
+    with closing(twin(model, lr=1e-2, ratio=0.0, early=True)) as optimizer:
+        train(model, optimizer, range(2))
+        before = snapshot(model, optimizer)
+        optimizer.runtime.wait_for_copies()
+
+        def full(plan: Any) -> Any:
+            raise RuntimeError("DefaultCPUAllocator: not enough memory")
+
+        monkeypatch.setattr(optimizer.runtime.updater, "new_store", full)
+        with pytest.raises(MemoryError):
+            optimizer.runtime.move(optimizer.runtime.buckets[0], HOST)
+        assert_same(snapshot(model, optimizer), before)
+        train(model, optimizer, range(2, 3))
+
+
+def test_parameters_that_are_not_contiguous_stay_where_they_can(gpu: Any) -> None:
+    gpu(100 * GB, 10 * GB, SLOW_HOST)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 4, 3)).to(
+        memory_format=torch.channels_last
+    )
+    with closing(twin(model, lr=1e-2, ratio="auto", early=True)) as optimizer:
+        for _ in range(5):
+            model(torch.randn(2, 3, 9, 9)).square().mean().backward()
+            optimizer.step()
+        assert set(places(optimizer)) == {RESIDENT}
+
+
+def test_a_model_whose_forward_is_never_called_is_left_as_it_is(gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="twinflow")
+    gpu(100 * GB, 10 * GB, SLOW_HOST)
+    wrapper = torch.nn.ModuleDict({"inner": torch.nn.Linear(8, 8)})
+    with closing(twin(wrapper, lr=1e-2, ratio="auto")) as optimizer:
+        for _ in range(10):
+            wrapper["inner"](torch.randn(2, 8)).sum().backward()
+            optimizer.step()
+        assert optimizer.is_placed
+        assert "left as it is" in caplog.messages[-1]
+
+
+def test_pauses_between_steps_are_not_the_hosts(gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Reading data, evaluating, saving: none of it says that the host is slow."""
+    caplog.set_level(logging.INFO, logger="twinflow")
+    gpu(100 * GB, 10 * GB, FAST_HOST)
+    model = gpt()
+    with closing(twin(model, ratio="auto", early=True)) as optimizer:
+        auto = optimizer._auto
+        assert auto is not None
+        for step in range(8):
+            train(model, optimizer, [step])
+            time.sleep(0.1)
+        assert all(seconds < 0.09 for seconds, _ in auto._seen)
+
+
 @pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
 def test_buckets_move_anywhere_and_back(states: str) -> None:
     model, still = gpt(), gpt()
@@ -177,7 +273,7 @@ def test_a_device_that_becomes_short_gives_state_back(gpu: Any, caplog: pytest.L
     with closing(twin(model, ratio="auto", early=True)) as optimizer:
         train(model, optimizer, range(8))
         assert set(places(optimizer)) == {RESIDENT}
-        on_device = sum(b.nbytes for b in optimizer.runtime.buckets)
+        on_device = sum(optimizer.state_bytes(b.plan) for b in optimizer.runtime.buckets)
         gpu(100 * GB, 100 * GB - 2_500_000_000 + on_device // 2, SLOW_HOST)  # half of the reserve is 2.5 GB
         auto = optimizer._auto
         assert auto is not None
@@ -205,8 +301,6 @@ def test_a_host_that_is_not_what_was_measured_is_taken_as_it_is(
 
 
 def _rest() -> None:
-    import time
-
     time.sleep(0.01)
 
 
@@ -215,6 +309,11 @@ def test_without_a_gpu_all_state_is_on_the_host() -> None:
     with closing(twin(model, ratio="auto", early=True)) as optimizer:
         train(model, optimizer, range(6))
         assert optimizer.host_share == 1.0
+
+
+def test_it_chooses_the_placement_itself() -> None:
+    with pytest.raises(ValueError, match="placement is 'tail'"):
+        twin(gpt(), ratio="auto", placement="tail")
 
 
 def test_it_needs_the_model() -> None:

@@ -341,6 +341,50 @@ def test_a_delayed_update_in_flight_loads_at_any_ratio() -> None:
         assert_same(snapshot(model, optimizer), wanted)
 
 
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_a_delayed_update_of_fp16_weights_loads(ratio: float) -> None:
+    def steps(model: Any, optimizer: TwinOptimizer, numbers: range) -> None:
+        for step in numbers:
+            model(step).backward()
+            optimizer.step()
+
+    make = partial(twin, lr=1e-3, early=True, delayed_update=True, bucket_numel=128)
+    straight = Halves(torch.float16)
+    with closing(make(straight)) as optimizer:
+        steps(straight, optimizer, range(5))
+        optimizer.flush()
+        wanted = snapshot(straight, optimizer)
+    model = Halves(torch.float16)
+    optimizer = make(model, ratio=ratio)
+    steps(model, optimizer, range(3))
+    new = lambda: Halves(torch.float16)  # noqa: E731
+    model, optimizer = restart(model, optimizer, lambda m: make(m, ratio=ratio), new)
+    with closing(optimizer):
+        steps(model, optimizer, range(3, 5))
+        optimizer.flush()
+        assert_same(snapshot(model, optimizer), wanted)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_a_delayed_update_needs_no_more_buffers_than_there_are(ratio: float) -> None:
+    """Gradients of the second backward wait for a step that releases the first one's weights."""
+    model = gpt()
+    options: dict[str, Any] = {"early": True, "delayed_update": True, "flat_bytes": 4096}
+    with closing(twin(model, lr=1e-2, ratio=ratio, **options)) as optimizer:
+        train(model, optimizer, range(4))
+
+
+def test_sizes_are_those_of_real_stores() -> None:
+    for dtype, states, ratio in product((torch.bfloat16, torch.float16), ("fp32", "bf16", "int8"), (0.0, 1.0)):
+        for delayed, streamed in ((False, 0.0), (True, 0.0), (False, 1.0)):
+            model = Halves(dtype)
+            options = {"delayed_update": delayed, "streamed": streamed}
+            with closing(twin(model, states=states, ratio=ratio, **options)) as optimizer:
+                for bucket in optimizer.runtime.buckets:
+                    assert optimizer.state_bytes(bucket.plan) == pytest.approx(bucket.nbytes, abs=16)
+
+
 def test_parameters_without_gradients_are_left_alone() -> None:
     def run(ratio: float, early: bool) -> dict[str, Tensor]:
         model = Branchy()
@@ -408,13 +452,13 @@ def test_autograd_sees_that_weights_have_changed() -> None:
 
 def test_state_that_does_not_fit_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     from twinflow.optim import twin as module
-    from twinflow.optim.twin_build import Room
+    from twinflow.optim.twin_build import Free
 
     numel = sum(p.numel() for p in gpt().parameters())
-    monkeypatch.setattr(module, "find_room", lambda params: Room(4 * numel, 10**12))
+    monkeypatch.setattr(module, "find_room", lambda params: Free(4 * numel, 10**12))
     with pytest.raises(ValueError, match=r"ratio is 0.2; allowed: at least 0.5.*takes.*more than it has"):
         twin(gpt(), ratio=0.2)
     twin(gpt(), ratio=0.6).close()
-    monkeypatch.setattr(module, "find_room", lambda params: Room(None, 4 * numel))
+    monkeypatch.setattr(module, "find_room", lambda params: Free(None, 4 * numel))
     with pytest.raises(ValueError, match=r"host memory.*optimizer's state.*smaller format"):
         twin(gpt())

@@ -18,7 +18,7 @@ from twinflow.config.resolve import optimizer_choice
 from twinflow.errors import bad_value
 from twinflow.models.gpt import GPTConfig, activation_bytes
 from twinflow.optim.auto import first_ratio
-from twinflow.planner.costs import GPU_RESERVE, Bytes, Memory, Run, bytes_of, placed_at
+from twinflow.planner.costs import FLAT_BYTES, GPU_RESERVE, Bytes, Memory, Run, bytes_of, placed_at
 from twinflow.planner.formats import STATES, WEIGHT_BYTES
 from twinflow.planner.models import gpt_cost
 from twinflow.rules import RULES
@@ -201,22 +201,20 @@ def _rooms_at(case: Case, ratio: float, available: Available) -> tuple[bool, boo
 
 def _missing(case: Case, available: Available) -> Memory:
     """What surely lacks on either side; zeros where the run may fit."""
-    gpu, host = _sure(case, available)
     gpu_bytes = _NO_LIMIT if available.gpu_bytes is None else available.gpu_bytes
-    return Memory(max(0, gpu - gpu_bytes), max(0, host - (available.host_bytes or _NO_LIMIT)))
+    return _sure(case, available).missing(Memory(gpu_bytes, available.host_bytes or _NO_LIMIT))
 
 
-def _sure(case: Case, available: Available) -> tuple[int, int]:
-    """Bytes on GPU and host that a run cannot do without."""
+def _sure(case: Case, available: Available) -> Bytes:
+    """What a run cannot do without, by kind."""
     used = bytes_at(case, start_ratio(case, available), available)
-    gpu, host = (sum(_sure_parts(case, side).values()) for side in (used.gpu, used.host))
-    return gpu, host
-
-
-def _sure_parts(case: Case, side: Mapping[str, int]) -> dict[str, int]:
-    """Of one side, by kind."""
     kinds = [kind for kind in _SURE if kind != "gradients" or not case.is_told]
-    return {kind: side[kind] for kind in kinds if side.get(kind)}
+    gpu, host = ({kind: side[kind] for kind in kinds if side.get(kind)} for side in (used.gpu, used.host))
+    if available.gpu_bytes is not None and "gradients" in gpu:
+        # Buffers of gradients on their way out give way.
+        free = max(0, available.gpu_bytes - gpu["weights"] - gpu.get("state", 0))
+        gpu["gradients"] -= min(gpu["gradients"], FLAT_BYTES, free // 8)
+    return Bytes(gpu, host)
 
 
 def _is_short(missing: Memory) -> bool:
@@ -238,14 +236,13 @@ _Change = tuple[str, Callable[[Case], Case]]  # as it is typed, and what it does
 
 def _too_large(case: Case, available: Available) -> ValueError:
     """What is missing, and what would fit."""
-    used, missing = bytes_at(case, start_ratio(case, available), available), _missing(case, available)
+    sure, missing = _sure(case, available), _missing(case, available)
     is_gpu = missing.gpu_bytes > 0
-    assert available.gpu_bytes is not None or not is_gpu
-    side, lacks = (used.gpu, missing.gpu_bytes) if is_gpu else (used.host, missing.host_bytes)
-    parts, format = _sure_parts(case, side), case.run.states
-    text = ", ".join(f"{_gb(n)} of {f'{format} state' if kind == 'state' else kind}" for kind, n in parts.items())
+    parts, lacks = (sure.gpu, missing.gpu_bytes) if is_gpu else (sure.host, missing.host_bytes)
+    names = {"state": f"{case.run.states} state"}
+    text = ", ".join(f"{_gb(count)} of {names.get(kind, kind)}" for kind, count in parts.items() if count)
     both = f"; the host lacks {_gb(missing.host_bytes)} as well" if is_gpu and missing.host_bytes else ""
-    if available.gpu_bytes is not None and used.gpu["weights"] > available.gpu_bytes:
+    if available.gpu_bytes is not None and sure.gpu["weights"] > available.gpu_bytes:
         remedy = "The weights alone are too large for it: train a smaller model."
     else:
         found = remedies(case, available)

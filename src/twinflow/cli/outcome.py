@@ -56,7 +56,7 @@ def make_report(run: Run, outcome: Outcome) -> Report:
     """The page's content; also fills in the outcome's final numbers."""
     outcome.numbers = final_numbers(outcome)
     values = as_json(run.settings)
-    if values["ratio"] == "auto" and outcome.steps:
+    if values["ratio"] == "auto" and outcome.steps and math.isfinite(outcome.steps[-1].host_share):
         values["ratio"] = f"auto, {outcome.steps[-1].host_share:.2f} at the end"
     words = {None: "-", True: "yes", False: "no"}
     settings = [

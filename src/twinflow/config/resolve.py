@@ -90,7 +90,7 @@ def notes(config: Config) -> list[str]:
             lines.extend(_without_effect(kind.model_validate(dict(chosen.params)), (name, "params")))
     offload = config.zero_optimization.offload_optimizer
     if offload is not None and offload.device == "none":
-        given = sorted({"ratio", "placement"} & offload.model_fields_set)
+        given = sorted({"ratio", "placement", "host_threads", "shadow_bytes"} & offload.model_fields_set)
         because = "no effect here, because device is none: all state is on the GPU"
         lines += [f"zero_optimization.offload_optimizer.{name}: {because}" for name in given]
     return lines

@@ -194,7 +194,8 @@ class Board:
 
     def gives_flats(self) -> bool:
         """Whether a flat buffer will come back whatever the runtime does."""
-        begun = (t for t in self.resident if t.job.gate.is_open)  # the others need the rest of the gradients first
+        # The others wait for the rest of the gradients, or for a step that sends what was updated before.
+        begun = (t for t in self.resident if t.job.gate.is_open and t.bucket.sent >= t.bucket.updated)
         return any(task.flat is not None for task in (*self.waiting, *self.flying, *self.ahead, *begun))
 
     def _know(self, job: Job) -> None:
@@ -352,8 +353,9 @@ class Board:
             self.flats.give(task.bucket.plan, task.flat, task.arrived)
             task.flat = None
         task.sources.clear()
+        task.grads = None
         if task.is_summed:
-            task.grads, task.bucket.is_full = None, False
+            task.bucket.is_full = False
             task.bucket.added.clear()
 
     def _free_slot(self, task: Task) -> None:

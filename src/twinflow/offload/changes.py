@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
-from twinflow.offload.bucket import Bucket, Param
+from twinflow.offload.bucket import Bucket, Options, Param, Updater
+from twinflow.offload.plan import HOST
 
 
 def check_flags(params: Iterable[Param], frozen: Mapping[str, nn.Parameter]) -> None:
@@ -40,6 +42,11 @@ def find_moved(buckets: Iterable[Bucket]) -> list[Param]:
                 )
         moved += found
         bucket.find_targets()
+        if bucket.plan.place != HOST and bucket.plan.can_alias and any(t.dim() != 1 for t in bucket.targets):
+            raise RuntimeError(
+                f"{found[0].name} is no longer contiguous, but its state on the device lies beside it. Choose the "
+                "memory format before building the optimizer"
+            )
     return moved
 
 
@@ -58,4 +65,25 @@ def adopt(params: Sequence[Param], keep: bool) -> None:
             for i, piece in enumerate(bucket.slices):
                 if piece.param == param.index:
                     bucket.updater.write_master(bucket, i, given[piece.start : piece.start + piece.numel], keep)
+        param.version = param.tensor._version
+
+
+def move(bucket: Bucket, place: str, updater: Updater, options: Sequence[Options]) -> None:
+    """Take a bucket's state to another place; MemoryError where that is full, with nothing changed."""
+    assert not bucket.added and not bucket.parts
+    old, plan = bucket.updater, replace(bucket.plan, place=place)
+    try:
+        store = updater.new_store(plan)
+    except RuntimeError as error:  # torch's way to say that memory is full
+        raise MemoryError(str(error)) from error
+    moved = replace(bucket, plan=plan, updater=updater, store=store, steps=list(bucket.steps))
+    values = [old.read(bucket, i) for i in range(len(bucket.slices))]
+    for i, value in enumerate(values):  # an optimizer of the user's may look at the weights when it starts
+        updater.write_master(moved, i, value["master"], keep=False)
+    updater.start(moved, options)
+    for i, value in enumerate(values):
+        updater.write(moved, i, value)
+    old.forget(bucket)
+    bucket.plan, bucket.updater, bucket.store, bucket.total = plan, updater, store, None
+    for param in bucket.owners():  # where it is part of the state, it was written to
         param.version = param.tensor._version

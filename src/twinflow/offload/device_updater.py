@@ -85,7 +85,7 @@ class DeviceUpdater:
     def prepare(self, task: Task, factor: float) -> Callable[[], None]:
         """What to run on the device's stream; all that may change until it runs is read now."""
         if not self.is_aliased(task.bucket.plan):
-            self.publish(task)
+            task.weights = self._weights(task.bucket)
         return self.prepare_on(task.bucket.store, task, factor)
 
     def prepare_on(self, store: Store, task: Task, factor: float) -> Callable[[], None]:
@@ -101,21 +101,21 @@ class DeviceUpdater:
     def _update_fused(self, bucket: Bucket, store: Store, grads: Tensor, numbers: Mapping[int, Numbers]) -> None:
         """The bucket's kernel; its tables are made anew when its parameters have moved."""
         found = self._fused.get(bucket.plan.index)
-        if found is None or found[0] != bucket.addresses:
-            pieces = [
-                Piece(self._weight(bucket, i), piece.offset, piece.numel, piece.start)
-                for i, piece in enumerate(bucket.slices)
-            ]
-            found = self._fused[bucket.plan.index] = (bucket.addresses, FusedUpdate(self.rule, pieces))
         try:
+            if found is None or found[0] != bucket.addresses:
+                found = self._fused[bucket.plan.index] = (bucket.addresses, self._new_fused(bucket))
             found[1](store, grads, numbers)
         except Exception as error:  # Triton compiles at the first launch, which needs more than Triton
-            if self._has_run:
+            if self._has_run or isinstance(error, AssertionError):
                 raise
             warnings.warn(f"the GPU's fused update cannot run, using slower torch kernels ({error})", stacklevel=2)
             self._is_fused = False
             self._update_plainly(bucket, store, grads, numbers)
         self._has_run = True
+
+    def _new_fused(self, bucket: Bucket) -> FusedUpdate:
+        weights = zip(self._weights(bucket), bucket.slices, strict=True)
+        return FusedUpdate(self.rule, [Piece(weight, s.offset, s.numel, s.start) for weight, s in weights])
 
     def _update_plainly(self, bucket: Bucket, store: Store, grads: Tensor, numbers: Mapping[int, Numbers]) -> None:
         """By the host's kernels, or by the reference where there is no Triton."""
@@ -136,9 +136,14 @@ class DeviceUpdater:
 
     def publish(self, task: Task) -> None:
         """The new weights are those of the state, where it keeps them."""
-        bucket = task.bucket
-        assert not self.is_aliased(bucket.plan)
-        task.weights = [self._weight(bucket, i) for i in range(len(bucket.slices))]
+        store = task.bucket.store
+        assert not self.is_aliased(task.bucket.plan)
+        if store.weight is not None and not store.is_split:
+            store.weight.copy_(store.master)  # so far only updates have written it
+        task.weights = self._weights(task.bucket)
+
+    def _weights(self, bucket: Bucket) -> list[Tensor]:
+        return [self._weight(bucket, i) for i in range(len(bucket.slices))]
 
     def forget(self, bucket: Bucket) -> None:
         """Its kernel's tables."""

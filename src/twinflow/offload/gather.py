@@ -68,12 +68,13 @@ def add_on_device(total: Tensor, grads: Tensor, new: Sequence[Slice], known: Seq
 
 def measure_total(norm: Tensor, total: Tensor, cuts: Sequence[Slice], is_whole: bool) -> None:
     """The norm of a total on the device, of the slices that are in it, on its way to the host."""
-    found = torch.zeros((), dtype=torch.float64, device=total.device)
-    if is_whole:
-        measure(found, total)
-    else:
-        measure_parts(found, [(c.offset, total[c.offset : c.offset + c.numel]) for c in cuts], total.numel())
-    norm.copy_(found, non_blocking=True)
+    parts = [total] if is_whole else [total[c.offset : c.offset + c.numel] for c in cuts]
+    if total.device.type == "cpu":
+        norm.copy_(torch.tensor(sum(native.sum_squares(parts)), dtype=torch.float64).sqrt())
+        return
+    # In fp64 throughout, as the host measures its totals: where it is clipped, the factor must be the same.
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+    norm.copy_(norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)), non_blocking=True)
 
 
 def add_on_host(task: Task) -> None:

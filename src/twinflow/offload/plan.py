@@ -97,7 +97,7 @@ def plan_buckets(
     kinds: dict[_Kind, list[tuple[int, Part]]] = {}
     for i, (param, cuts) in enumerate(zip(params, parts or on_host(params), strict=True)):
         for part in cuts:
-            kind = _Kind(param.block, param.dtype, part.place, param.is_contiguous or part.place == HOST)
+            kind = _Kind(param.block, param.dtype, part.place, param.is_contiguous)
             kinds.setdefault(kind, []).append((i, part))
     for kind, members in kinds.items():
         for slices in _pack(params, members, _even(members, max_numel)):

@@ -21,13 +21,12 @@ def new_board(
 ) -> Board:
     """A board with empty pools, sized for these buckets."""
     hosted = [p for p in plans if p.place == HOST]
-    slot_bytes = max((p.numel * p.dtype.itemsize for p in hosted), default=0)
-    num_weight_slots = len(hosted) if settings.delayed_update else min(settings.num_slots, len(hosted))
+    slot_bytes = max((p.numel * p.dtype.itemsize for p in plans), default=0)  # of all: buckets may move to the host
     return Board(
         device,
         updater,
         SlotPool(device, num_gradient_slots(settings, len(hosted)), slot_bytes, ARRIVED),
-        SlotPool(device, num_weight_slots, slot_bytes, WEIGHT_SLOT),
+        SlotPool(device, num_weight_slots(settings, len(hosted)), slot_bytes, WEIGHT_SLOT),
         FlatPool(tensor_device, flat_bytes(settings, plans)),
         ShadowPool(updater.new_store),
         settings.hold_on_host,
@@ -35,14 +34,25 @@ def new_board(
     )
 
 
+def num_weight_slots(settings: Settings, num_buckets: int) -> int:
+    """One for each bucket where its weights wait for a step; else a few serve all in turn."""
+    return num_buckets if settings.delayed_update else min(settings.num_slots, num_buckets)
+
+
+def fit_slots(board: Board, settings: Settings, num_buckets: int) -> None:
+    """Another number of buckets is on the host, or of micro-batches in a step."""
+    board.slots.limit = num_gradient_slots(settings, num_buckets)
+    board.weight_slots.limit = num_weight_slots(settings, num_buckets)
+
+
 def flat_bytes(settings: Settings, plans: Sequence[BucketPlan]) -> int:
-    """All gradients where they wait for the norm on the device; where they wait on the host, only those whose update
-    is on the device do; else a few buffers serve all in turn."""
-    if not settings.limits.any:
-        return settings.flat_bytes
-    if not settings.hold_on_host:
+    """All gradients where they wait for the norm on the device. Where they wait on the host, those whose update is on
+    the device still do, as they do for weights of a delayed update. Else a few buffers serve all in turn."""
+    if settings.limits.any and not settings.hold_on_host:
         return sum(p.numel * p.dtype.itemsize for p in plans)
-    return settings.flat_bytes + sum(p.numel * p.dtype.itemsize for p in plans if p.place != HOST)
+    waits_there = settings.limits.any or settings.delayed_update
+    there = sum(p.numel * p.dtype.itemsize for p in plans if p.place != HOST) if waits_there else 0
+    return settings.flat_bytes + there
 
 
 def num_gradient_slots(settings: Settings, num_buckets: int) -> int:

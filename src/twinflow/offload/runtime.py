@@ -14,7 +14,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from twinflow.offload.collector import Collector
 from twinflow.offload.gate import Decision, Gate, Limits
 from twinflow.offload.hooks import Recorder, install, take_gradients
 from twinflow.offload.plan import HOST, ROOT, BucketPlan
-from twinflow.offload.pools import new_board, num_gradient_slots
+from twinflow.offload.pools import fit_slots, flat_bytes, new_board
 from twinflow.offload.settings import Settings
 from twinflow.offload.sync import FORWARD, READERS, SENT
 from twinflow.offload.threads import Mover, Worker
@@ -72,6 +71,8 @@ class Runtime:
         self.waited_s = 0.0  # by forwards, for weights
         self.is_timed = False  # whether to mark forwards and backwards without a trace too
         self.marks: list[Any] = []  # of the last micro-batch: where its forward began, its backward began and ended
+        self.step_start: Any = None  # where the first forward of this step began
+        self.step_marks: tuple[Any, Any] | None = None  # the same of the last step, and where its backward ended
 
     @property
     def updater(self) -> Updater:
@@ -119,7 +120,10 @@ class Runtime:
         """A new forward of the whole model: count the runs of its blocks from here."""
         self._close_part()
         self._runs.clear()
-        self.marks = [self.device.mark()] if self.device.trace.enabled or self.is_timed else []
+        is_marked = (self.device.trace.enabled or self.is_timed) and torch.is_grad_enabled()
+        self.marks = [self.device.mark()] if is_marked else []
+        if self.marks and self.step_start is None:
+            self.step_start = self.marks[0]
 
     def after_model(self) -> None:
         """The forward is queued; what follows until `step` counts as backward."""
@@ -270,6 +274,7 @@ class Runtime:
         if len(self.marks) == 2:
             self.marks.append(self.device.mark())
             self.device.add_span("backward", *self.marks[1:])
+            self.step_marks, self.step_start = (self.step_start, self.marks[2]), None
         if self.settings.early:
             self.collector.complete(job, self.params)
         else:
@@ -351,23 +356,12 @@ class Runtime:
         changes.adopt(params, keep)
 
     def move(self, bucket: Bucket, place: str) -> None:
-        """Let a bucket's state live in another place from now on; nothing has changed where that raises.
-
-        Only after `wait` and `wait_for_copies`, when nothing of it is under way.
-        """
-        if place == bucket.plan.place:
-            return
-        old, plan, updater = bucket.updater, replace(bucket.plan, place=place), self.updaters[place]
-        moved = replace(bucket, plan=plan, updater=updater, store=updater.new_store(plan), steps=list(bucket.steps))
-        updater.start(moved, self._options())
-        for i in range(len(bucket.slices)):
-            updater.write(moved, i, old.read(bucket, i))
-        old.forget(bucket)
-        bucket.plan, bucket.updater, bucket.store = plan, updater, moved.store
-        self.board.publish_again(bucket)
-        self.board.slots.limit = num_gradient_slots(self.settings, sum(not b.is_on_device for b in self.buckets))
-        for param in bucket.owners():  # where it is part of the state, it was written to
-            param.version = param.tensor._version
+        """Let a bucket's state live in another place from now on. MemoryError, and nothing has changed, where that is
+        full. Only after `wait` and `wait_for_copies`, when nothing of it is under way."""
+        if place != bucket.plan.place:
+            changes.move(bucket, place, self.updaters[place], self._options())
+            self.board.publish_again(bucket)
+            self._fit_pools()
 
     def flush(self) -> None:
         """Put a delayed update that is still to come into the weights now."""
@@ -385,8 +379,13 @@ class Runtime:
         self.wait()
         self.settings = settings
         self.board.sums_on_host = settings.sums_on_host
-        self.board.slots.limit = num_gradient_slots(settings, sum(not b.is_on_device for b in self.buckets))
+        self._fit_pools()
         self.collector.num_parts = settings.num_gathered
+
+    def _fit_pools(self) -> None:
+        board, settings = self.board, self.settings
+        fit_slots(board, settings, sum(not bucket.is_on_device for bucket in self.buckets))
+        board.flats.max_bytes = flat_bytes(settings, [bucket.plan for bucket in self.buckets])
 
     def forget_gradients(self) -> None:
         """Drop what a step in the making has gathered, as far as no update has begun."""

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from twinflow.device import Device, Event, Stream
-
-NUM_STAGES = 3  # one comes, one is updated, one goes
+from twinflow.planner.simulate import NUM_STAGES
 
 
 class Stage:

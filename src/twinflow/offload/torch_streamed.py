@@ -85,12 +85,16 @@ class StreamedTorchUpdater:
         if isinstance(value, dict):
             return {k: self._back(v, old.get(k) if isinstance(old, dict) else None) for k, v in value.items()}
         if type(value) in (list, tuple):
-            return type(value)(self._back(v, None) for v in value)
+            known = old if isinstance(old, (list, tuple)) and len(old) == len(value) else [None] * len(value)
+            return type(value)(map(self._back, value, known))
         if not isinstance(value, Tensor) or (value.ndim == 0 and value.device.type == "cpu"):
             return value
         fits = isinstance(old, Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype) and old is not value
-        into = old if fits else self._device.pinned(value.numel(), value.dtype).view(value.shape)
-        return into.copy_(value, non_blocking=True)
+        if not fits:
+            if isinstance(old, Tensor):
+                self._device.release(old)
+            old = self._device.pinned(value.numel(), value.dtype).view(value.shape)
+        return old.copy_(value, non_blocking=True)
 
     def _kept(self, bucket: Bucket) -> dict[Any, Any]:
         return self._host.inner(bucket).kept
@@ -101,11 +105,14 @@ class StreamedTorchUpdater:
 
     def forget(self, bucket: Bucket) -> None:
         """Its optimizer, and page-locked memory."""
-        for state in self._host.inner(bucket).optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    self._device.release(value)
+        self._release(list(self._host.inner(bucket).optimizer.state.values()))
         self._host.forget(bucket)
+
+    def _release(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self._device.release(value)
+        for item in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+            self._release(item)
 
     def read(self, bucket: Bucket, index: int) -> dict[str, Any]:
         """As of a bucket on the host."""
@@ -114,6 +121,9 @@ class StreamedTorchUpdater:
     def write(self, bucket: Bucket, index: int, values: Mapping[str, Any]) -> None:
         """As of a bucket on the host."""
         self._host.write(bucket, index, values)
+        inner = self._host.inner(bucket)
+        state = inner.optimizer.state[inner.params[index]]
+        inner.optimizer.state[inner.params[index]] = {key: self._back(value, None) for key, value in state.items()}
 
     def clear(self, bucket: Bucket, index: int, options: Sequence[Options]) -> None:
         """As of a bucket on the host."""

@@ -11,23 +11,18 @@ where activations have grown, state goes back to the host.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
-
-import torch
+from typing import Any, Final
 
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.memory import free_host_bytes
-from twinflow.offload.plan import HOST, RESIDENT, ROOT
+from twinflow.offload.plan import HOST, PLACES, RESIDENT, ROOT, STREAMED, BucketPlan
+from twinflow.offload.runtime import Runtime
 from twinflow.planner.formats import StateBytes
 from twinflow.planner.placement import Choice, Room, choose, reason
 from twinflow.planner.rates import Rates
 from twinflow.planner.simulate import Gate, Item, Prediction, Timing, Ways, predict
-
-if TYPE_CHECKING:
-    from twinflow.optim.twin import TwinOptimizer
 
 LOGGER = logging.getLogger("twinflow")
 
@@ -37,6 +32,7 @@ _WATCHED: Final = 3  # steps that are compared with the prediction
 _WRONG: Final = 0.10  # how much longer than that they may take
 _BETTER: Final = 0.03  # what an earlier choice must have been better by
 _MAX_CHOICES: Final = 4
+_MAX_UNTIMED: Final = 8  # steps to wait for timings
 _WATCH_EVERY: Final = 16  # steps between two looks at the device's memory
 # Rates are the machine's best; a step has other work beside it. A bucket that would just be hidden is better not there.
 _HOST_COMFORT, _LINK_COMFORT = 0.7, 0.85
@@ -47,19 +43,30 @@ _HOST_SHARE, _HOST_LEAST = 0.06, 2 << 30
 class AutoPlacement:
     """Called once a step, between `step()` and the next forward."""
 
-    def __init__(self, optimizer: TwinOptimizer, rates: Rates, on_settled: Callable[[], None]) -> None:
-        self._optimizer, self._rates = optimizer, rates
+    def __init__(
+        self,
+        runtime: Runtime,
+        states: str,
+        state_bytes: Callable[[BucketPlan], int],
+        rates: Rates,
+        on_settled: Callable[[Runtime], None],
+    ) -> None:
+        self._runtime, self._states, self._state_bytes, self._rates = runtime, states, state_bytes, rates
         self._on_settled = on_settled  # the first choice is made: what memory is left is free for other uses
         self._timings: list[Timing] = []
         self._chosen: list[Choice] = []
+        self._num_steps = 0
         self._since = 0  # steps since the last choice
-        self._start = (0.0, 0.0)  # time, and the worker's, when watching began
+        self._steps: list[tuple[Any, Any]] = []  # the steps that are watched: where each began and ended
+        self._busy_s = 0.0  # the worker's, when watching began
         self._seen: list[tuple[float, tuple[str, ...]]] = []  # what steps took, with these places
         self.is_settled = False
+        runtime.is_timed = True
 
     def after_step(self) -> None:
         """Another step is queued."""
-        if not self._chosen:
+        self._num_steps += 1
+        if not self._chosen and not self.is_settled:
             self._measure()
         elif not self.is_settled:
             self._watch()
@@ -70,87 +77,105 @@ class AutoPlacement:
     # The first steps.
 
     def _measure(self) -> None:
-        runtime = self._optimizer.runtime
+        runtime = self._runtime
         runtime.wait()
         device, marks = runtime.device, runtime.marks
         if len(marks) == 3:
             forward_s, backward_s = device.seconds(marks[0], marks[1]), device.seconds(marks[1], marks[2])
-            self._timings.append(Timing(forward_s, backward_s, self._optimizer.accumulation_steps))
+            self._timings.append(Timing(forward_s, backward_s, runtime.settings.accumulation_steps))
         if len(self._timings) == 1:
             device.reset_peak()  # what building the model took at most says nothing about steps
         if len(self._timings) >= NUM_TIMED:
             self._choose()
-            self._on_settled()
+            self._on_settled(runtime)
+        elif self._num_steps >= _MAX_UNTIMED:
+            LOGGER.info("ratio auto: left as it is: only parts of the model are called, so that no step can be timed")
+            self._settle()
+            self._on_settled(runtime)
 
     def _timing(self) -> Timing:
         """The quickest that was seen: what else ran on the machine is not the model's."""
         later = self._timings[1:]
-        micro_batches = self._optimizer.accumulation_steps
-        return Timing(min(t.forward_s for t in later), min(t.backward_s for t in later), micro_batches)
+        num_parts = self._runtime.settings.accumulation_steps
+        return Timing(min(t.forward_s for t in later), min(t.backward_s for t in later), num_parts)
 
     # The choice.
 
     def _choose(self) -> None:
-        runtime, timing = self._optimizer.runtime, self._timing()
+        runtime, timing = self._runtime, self._timing()
         runtime.wait()
         runtime.wait_for_copies()
-        size, room = self._size(), self._room()
+        size, room, ways = self._size(), self._room(), self._ways()
         items = items_of(runtime.buckets, timing, is_early=runtime.settings.early)
         gate = Gate(runtime.settings.limits.any, self._ahead_numel(items, size, room))
-        ways = Ways(delayed=runtime.settings.delayed_update)
-        states = self._optimizer.states
         try:
-            choice = choose(
-                items, timing, _scaled(self._rates, _HOST_COMFORT, _LINK_COMFORT), states, gate, room, size, ways
-            )
+            careful = _scaled(self._rates, _HOST_COMFORT, _LINK_COMFORT)
+            choice = choose(items, timing, careful, self._states, gate, room, size, ways)
             placed = [replace(item, place=place) for item, place in zip(items, choice.places, strict=True)]
-            said = predict(placed, timing, self._rates, states, gate, ways)
+            said = predict(placed, timing, self._rates, self._states, gate, ways)
             choice = replace(choice, prediction=said, why=reason(choice.places, said, timing))
         except ValueError:  # it fits as it is, with less to spare than the planner wants: leave it so
-            places = tuple(bucket.plan.place for bucket in runtime.buckets)
-            step_s = timing.gpu_s
-            choice = Choice(places, Prediction(step_s, "gpu", 0.0, 0.0, 0.0, 0.0), "no room to choose: left as it is")
+            said = Prediction(timing.gpu_s, "gpu", 0.0, 0.0, 0.0, 0.0)
+            choice = Choice(self._places(), said, "no room to choose: left as it is")
         num_moved, trouble = self._move(choice.places)
-        runtime.device.reset_peak()  # what steps take at most, with the state where it is now
         self._chosen.append(choice)
-        self._since = 0
+        self._since, self._steps = 0, []
         if num_moved or trouble or len(self._chosen) == 1:
             LOGGER.info(
-                f"ratio auto: {self._optimizer.host_share:.2f} of the state on the host ({choice.why}); forward "
+                f"ratio auto: {host_share(runtime.buckets):.2f} of the state on the host ({choice.why}); forward "
                 f"{timing.forward_s:.3f} s, backward {timing.backward_s:.3f} s{trouble}"
             )
 
+    def _places(self) -> tuple[str, ...]:
+        return tuple(bucket.plan.place for bucket in self._runtime.buckets)
+
     def _move(self, places: Sequence[str]) -> tuple[int, str]:
         """Move buckets, those that free the device first; how many, and what went wrong."""
-        runtime = self._optimizer.runtime
-        moves = [(b, place) for b, place in zip(runtime.buckets, places, strict=True) if b.plan.place != place]
-        num_moved = 0
+        runtime = self._runtime
+        runtime.wait()
+        runtime.wait_for_copies()
+        pairs = zip(runtime.buckets, places, strict=True)
+        moves = [(b, place) for b, place in pairs if b.plan.place != place and (place == HOST or _can_alias(b))]
+        num_moved, trouble = 0, ""
         for bucket, place in sorted(moves, key=lambda move: move[1] != HOST):
             try:
                 runtime.move(bucket, place)
-            except (torch.OutOfMemoryError, MemoryError):
-                return num_moved, f"; stopped after {num_moved} of {len(moves)} moves: the {place} memory is full"
+            except MemoryError:
+                where = "the device's" if place == RESIDENT else "the host's"
+                trouble = f"; stopped after {num_moved} of {len(moves)} moves: {where} memory is full"
+                break
             num_moved += 1
-        return num_moved, ""
+        runtime.device.reset_peak()  # what steps take at most, with the state where it is now
+        return num_moved, trouble
 
     def _size(self) -> StateBytes:
         """Bytes an element of state takes in each place, gradients that wait there with it."""
-        optimizer, runtime = self._optimizer, self._optimizer.runtime
-        settings, numel = runtime.settings, sum(bucket.plan.numel for bucket in runtime.buckets)
+        runtime, settings = self._runtime, self._runtime.settings
+        numel = sum(bucket.plan.numel for bucket in runtime.buckets)
         each = {}
-        for place in (HOST, RESIDENT):
+        for place in PLACES:
             plans = [replace(bucket.plan, place=place) for bucket in runtime.buckets]
-            each[place] = sum(optimizer.state_bytes(plan) for plan in plans) / numel
-        waits_there = 2.0 if settings.limits.any and settings.hold_on_host else 0.0
-        sums_there = 4.0 if settings.sums_on_host else 0.0
-        return StateBytes(each[HOST], each[RESIDENT] + waits_there + sums_there, each[RESIDENT])
+            each[place] = sum(self._state_bytes(plan) for plan in plans) / numel
+        waits_there = (settings.limits.any and settings.hold_on_host) or settings.delayed_update
+        there = (self._width() if waits_there else 0.0) + (4.0 if settings.sums_on_host else 0.0)
+        return StateBytes(each[HOST], each[RESIDENT] + there, each[STREAMED])
+
+    def _width(self) -> float:
+        """Bytes of a gradient."""
+        plans = [bucket.plan for bucket in self._runtime.buckets]
+        return sum(plan.numel * plan.dtype.itemsize for plan in plans) / sum(plan.numel for plan in plans)
+
+    def _ways(self) -> Ways:
+        """Streaming is not for gradients that would wait on the device until the state comes."""
+        settings, width = self._runtime.settings, self._width()
+        streams = not (settings.hold_on_host and settings.limits.any) and not settings.sums_on_host
+        return Ways(width, width, settings.num_slots, settings.delayed_update, streams)
 
     def _room(self, share: float = 1.0) -> Room:
         """What state may take: what it has, and what nobody uses, but for a (share of a) reserve."""
-        runtime = self._optimizer.runtime
+        runtime = self._runtime
         capacity = runtime.device.capacity_bytes()
-        on_device = sum(b.nbytes for b in runtime.buckets if b.is_on_device)
-        on_host = sum(b.nbytes for b in runtime.buckets if not b.is_on_device)
+        on_device, on_host = self._used()
         host = free_host_bytes() + on_host
         host -= max(_HOST_LEAST, int(_HOST_SHARE * host))
         if capacity is None:  # the device is the host: nothing is gained by calling memory its own
@@ -158,9 +183,15 @@ class AutoPlacement:
         reserve = int(share * max(_DEVICE_LEAST, _DEVICE_SHARE * capacity))
         return Room(capacity - runtime.device.peak_bytes() + on_device - reserve, host)
 
+    def _used(self) -> tuple[int, int]:
+        """Bytes of state on the device and on the host."""
+        sizes = [(bucket.plan.place, self._state_bytes(bucket.plan)) for bucket in self._runtime.buckets]
+        on_device = sum(size for place, size in sizes if place == RESIDENT)
+        return on_device, sum(size for place, size in sizes if place != RESIDENT)
+
     def _ahead_numel(self, items: Sequence[Item], size: StateBytes, room: Room) -> int:
         """Elements that can run ahead of the gate: half of the memory that will be spare holds their shadows."""
-        runtime = self._optimizer.runtime
+        runtime = self._runtime
         if not (runtime.settings.may_run_ahead and runtime.updater.can_shadow):
             return 0
         total = sum(item.numel for item in items)
@@ -171,14 +202,17 @@ class AutoPlacement:
     # Whether it was right.
 
     def _watch(self) -> None:
-        runtime = self._optimizer.runtime
+        runtime, marks = self._runtime, self._runtime.step_marks
         if self._since == _SETTLE:
-            self._start = (self._now(), runtime.worker.busy_s)
-        if self._since < _SETTLE + _WATCHED:
+            self._busy_s = runtime.worker.busy_s
+        if self._since > _SETTLE and marks is not None:
+            self._steps.append(marks)  # from forward to backward: not what the program does between two steps
+        if len(self._steps) < _WATCHED:
             return
-        seconds, busy = self._now() - self._start[0], runtime.worker.busy_s - self._start[1]
-        step_s, host_s, said = seconds / _WATCHED, busy / _WATCHED, self._chosen[-1].prediction
-        self._seen.append((step_s, tuple(bucket.plan.place for bucket in runtime.buckets)))
+        step_s = sum(runtime.device.seconds(*marks) for marks in self._steps) / _WATCHED
+        host_s = (runtime.worker.busy_s - self._busy_s) / _WATCHED
+        said = self._chosen[-1].prediction
+        self._seen.append((step_s, self._places()))
         is_slow = step_s > (1.0 + _WRONG) * said.step_s
         if is_slow and len(self._chosen) < _MAX_CHOICES and host_s > 0.0:
             # Whatever it is that slows them (other work on the cores, the interpreter), buckets on the host cost more.
@@ -194,49 +228,50 @@ class AutoPlacement:
 
     def _keep_best(self, step_s: float) -> None:
         """An earlier choice may have turned out to be the better one."""
-        runtime, (best_s, places) = self._optimizer.runtime, min(self._seen)
+        best_s, places = min(self._seen)
         if best_s < (1.0 - _BETTER) * step_s:
-            runtime.wait()
-            runtime.wait_for_copies()
-            self._move(places)
-            runtime.device.reset_peak()
+            _, trouble = self._move(places)
             LOGGER.info(
-                f"ratio auto: back to {self._optimizer.host_share:.2f} of the state on the host, where a step took "
-                f"{best_s:.3f} s, not {step_s:.3f}"
+                f"ratio auto: back to {host_share(self._runtime.buckets):.2f} of the state on the host, where a step "
+                f"took {best_s:.3f} s, not {step_s:.3f}{trouble}"
             )
-        self.is_settled = True
-        runtime.is_timed = False
+        self._settle()
 
-    def _now(self) -> float:
-        """When the device has come to this point."""
-        runtime = self._optimizer.runtime
-        runtime.device.compute().synchronize()
-        return time.perf_counter()
+    def _settle(self) -> None:
+        self.is_settled, self._runtime.is_timed, self._since = True, False, 0
 
     def _back_off(self) -> None:
         """Where the device's memory has become short since, some state goes back to the host."""
-        room, runtime = self._room(share=0.5), self._optimizer.runtime
+        room, runtime = self._room(share=0.5), self._runtime
         resident = [b for b in runtime.buckets if b.plan.place == RESIDENT]
-        over = sum(b.nbytes for b in resident) - room.gpu_bytes
+        on_device, on_host = self._used()
+        over = on_device - room.gpu_bytes
         if over <= 0 or not resident:
             return
-        runtime.wait()
-        runtime.wait_for_copies()
-        places, spare = [b.plan.place for b in runtime.buckets], room.host_bytes
-        spare -= sum(b.nbytes for b in runtime.buckets if not b.is_on_device)
+        places, spare = list(self._places()), room.host_bytes - on_host
         for bucket in sorted(resident, key=lambda b: -b.deadline):
-            needed = self._optimizer.state_bytes(replace(bucket.plan, place=HOST))
+            needed = self._state_bytes(replace(bucket.plan, place=HOST))
             if over <= 0 or needed > spare:
                 break
             places[bucket.plan.index] = HOST
-            over, spare = over - bucket.nbytes, spare - needed
+            over, spare = over - self._state_bytes(bucket.plan), spare - needed
         num_moved, trouble = self._move(places)
-        runtime.device.reset_peak()
+        runtime.board.shadows.max_bytes = runtime.board.shadows.num_bytes  # what was spare is not any more
         if num_moved:
             LOGGER.info(
                 f"ratio auto: the device's memory has become short: {num_moved} buckets go back to the host, which has "
-                f"{self._optimizer.host_share:.2f} of the state now{trouble}"
+                f"{host_share(runtime.buckets):.2f} of the state now{trouble}"
             )
+
+
+def host_share(buckets: Sequence[Bucket]) -> float:
+    """The share of the elements whose state is on the host."""
+    return sum(b.plan.numel for b in buckets if b.plan.place != RESIDENT) / sum(b.plan.numel for b in buckets)
+
+
+def _can_alias(bucket: Bucket) -> bool:
+    """Whether its state may lie beside its parameters: not if somebody has changed their layout since."""
+    return not bucket.plan.can_alias or all(target.dim() == 1 for target in bucket.targets)
 
 
 def items_of(buckets: Sequence[Bucket], timing: Timing, is_early: bool) -> list[Item]:

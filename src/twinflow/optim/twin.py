@@ -17,7 +17,7 @@ from twinflow.device import Device, device_for
 from twinflow.errors import bad_value
 from twinflow.native.threads import default_threads
 from twinflow.offload.blocks import find_blocks
-from twinflow.offload.bucket import Job, Param, Updater
+from twinflow.offload.bucket import Job, Updater
 from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.gate import Limits
 from twinflow.offload.materialize import build
@@ -34,10 +34,10 @@ from twinflow.offload.torch_streamed import StreamedTorchUpdater
 from twinflow.offload.torch_updater import TorchUpdater
 from twinflow.offload.updater import RuleUpdater
 from twinflow.optim import twin_state
-from twinflow.optim.auto import AutoPlacement, first_ratio
+from twinflow.optim.auto import AutoPlacement, first_ratio, host_share
 from twinflow.optim.loss_scale import LossScale, after_step, static
 from twinflow.optim.options import with_defaults
-from twinflow.optim.twin_build import Room, check_room, find_room, flat_bytes, keeps_on_host, params_of
+from twinflow.optim.twin_build import Free, check_room, find_room, fitted, gradients_on_host, params_of
 from twinflow.optim.twin_checks import (
     check_foreign,
     check_model,
@@ -139,7 +139,9 @@ class TwinOptimizer(Optimizer):
         ratio = self._first_ratio(specs, room) if isinstance(self.ratio, str) else self.ratio
         parts = place_by_ratio(specs, order, ratio, self.placement)
         plans = stream(plan_buckets(specs, self.tuning.bucket_numel, parts), self.tuning.streamed)
-        self._settings = self._fitted(params, plans, room)
+        sizes = [self.state_bytes(plan) for plan in plans]
+        check_room(plans, sizes, room, self.ratio)
+        self._settings = fitted(self._settings, self.tuning, plans, sizes, room)
         runtime = Runtime(
             device,
             self._new_updaters(device, params[0].tensor.device),
@@ -152,41 +154,30 @@ class TwinOptimizer(Optimizer):
         runtime.adopt(params, keep=False)  # first: an optimizer of the user's may look at the weights when it starts
         for bucket in runtime.buckets:
             bucket.updater.start(bucket, self.param_groups)
-        is_auto = isinstance(self.ratio, str) and room.device_bytes is not None
-        if not is_auto:  # what is spare is known only when the state is where it will stay
-            runtime.prepare_shadows(self._shadow_bytes(runtime.board.unmade_bytes))
         if self.model is not None:
             runtime.attach(self.model, find_blocks(self.model))
-        if is_auto:
-            runtime.is_timed = True
-            self._auto = AutoPlacement(self, load_or_measure(params[0].tensor.device), self._make_shadows)
+        if isinstance(self.ratio, str) and room.device_bytes is not None:
+            rates = load_or_measure(params[0].tensor.device)
+            # What is spare is known only when the state is where it will stay.
+            self._auto = AutoPlacement(runtime, self.states, self.state_bytes, rates, self._make_shadows)
+        else:
+            self._make_shadows(runtime)
         return runtime
 
-    def _make_shadows(self) -> None:
-        self.runtime.prepare_shadows(self._shadow_bytes(self.runtime.board.unmade_bytes))
+    def _make_shadows(self, runtime: Runtime) -> None:
+        runtime.prepare_shadows(self._shadow_bytes(runtime.board.unmade_bytes))
 
-    def _first_ratio(self, specs: list[ParamSpec], room: Room) -> float:
+    def _first_ratio(self, specs: list[ParamSpec], room: Free) -> float:
         """With "auto": as much on the host as fits, until more is known."""
-        plans = plan_buckets(specs, self.tuning.bucket_numel)
-        return first_ratio(sum(self.state_bytes(plan) for plan in plans), room.host_bytes)
+        if room.device_bytes is None:
+            return 1.0
+        needed = sum(self.state_bytes(plan) for plan in plan_buckets(specs, self.tuning.bucket_numel))
+        return first_ratio(needed + gradients_on_host(self._settings, self.tuning, specs, room), room.host_bytes)
 
     def state_bytes(self, plan: BucketPlan) -> int:
         """Memory of a bucket's state in its place."""
         return state_bytes(
             self.rule, self.states, plan, not self._is_stateless, keeps_weights=self._settings.delayed_update
-        )
-
-    def _fitted(self, params: list[Param], plans: list[BucketPlan], room: Room) -> Settings:
-        """The settings with what depends on the memory that is there; ValueError where the state has no room."""
-        sizes = [self.state_bytes(plan) for plan in plans]
-        check_room(plans, sizes, room, self.ratio)
-        left = room.less(sum(size for plan, size in zip(plans, sizes, strict=True) if plan.place == RESIDENT))
-        numel = sum(param.tensor.numel() for param in params)
-        return replace(
-            self._settings,
-            hold_on_host=keeps_on_host(self.tuning.hold, 2 * numel, left),
-            sum_on_host=keeps_on_host(self.tuning.sums, 4 * numel, left),
-            flat_bytes=flat_bytes(self.tuning, left),
         )
 
     def _new_updaters(self, device: Device, where: torch.device) -> dict[str, Updater]:
@@ -221,8 +212,7 @@ class TwinOptimizer(Optimizer):
     @property
     def host_share(self) -> float:
         """The share of the state that lives on the host now."""
-        buckets = self.runtime.buckets
-        return sum(b.plan.numel for b in buckets if b.plan.place != RESIDENT) / sum(b.plan.numel for b in buckets)
+        return host_share(self.runtime.buckets)
 
     @property
     def is_placed(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -13,27 +13,27 @@ from twinflow.offload.blocks import find_blocks, num_owners, owners
 from twinflow.offload.bucket import Param
 from twinflow.offload.memory import free_host_bytes
 from twinflow.offload.plan import HOST, RESIDENT, ROOT, BucketPlan, ParamSpec
-from twinflow.offload.settings import FLAT_BYTES, Tuning
+from twinflow.offload.settings import FLAT_BYTES, Settings, Tuning
 
 Named = tuple[str, nn.Parameter, int]  # name, parameter, index of its group
 
 
 @dataclass(frozen=True)
-class Room:
+class Free:
     """Memory that is left before anything is made; None where the device is the host itself."""
 
     device_bytes: int | None
     host_bytes: int  # 0: not known
 
-    def less(self, device_bytes: int) -> Room:
+    def less(self, device_bytes: int) -> Free:
         """What is left on the device after so much more."""
         left = None if self.device_bytes is None else max(0, self.device_bytes - device_bytes)
-        return Room(left, self.host_bytes)
+        return Free(left, self.host_bytes)
 
 
-def find_room(params: Sequence[Param]) -> Room:
+def find_room(params: Sequence[Param]) -> Free:
     """As it is now."""
-    return Room(device_for(params[0].tensor.device).free_bytes(), free_host_bytes())
+    return Free(device_for(params[0].tensor.device).free_bytes(), free_host_bytes())
 
 
 def params_of(
@@ -55,45 +55,63 @@ def params_of(
     return params, specs, order
 
 
-def keeps_on_host(asked: str, nbytes: int, room: Room) -> bool:
+def fitted(
+    settings: Settings, tuning: Tuning, plans: Sequence[BucketPlan], sizes: Sequence[int], room: Free
+) -> Settings:
+    """The settings with what depends on the memory that is left beside state of these sizes."""
+    left = room.less(sum(size for plan, size in zip(plans, sizes, strict=True) if plan.place == RESIDENT))
+    numel, nbytes = sum(plan.numel for plan in plans), sum(plan.numel * plan.dtype.itemsize for plan in plans)
+    flat_bytes = tuning.flat_bytes  # as asked for; else a fixed size, or an eighth of what is left where that is less
+    if flat_bytes is None:
+        flat_bytes = FLAT_BYTES if left.device_bytes is None else min(FLAT_BYTES, left.device_bytes // 8)
+    return replace(
+        settings,
+        hold_on_host=_keeps_on_host(tuning.hold, nbytes, left),
+        sum_on_host=_keeps_on_host(tuning.sums, 4 * numel, left),
+        flat_bytes=flat_bytes,
+    )
+
+
+def gradients_on_host(settings: Settings, tuning: Tuning, specs: Sequence[ParamSpec], room: Free) -> int:
+    """Host memory for gradients that wait there, or are summed there, with all state on the host."""
+    numel, nbytes = sum(spec.numel for spec in specs), sum(spec.numel * spec.dtype.itemsize for spec in specs)
+    if settings.early and settings.accumulation_steps > 1 and _keeps_on_host(tuning.sums, 4 * numel, room):
+        return 4 * numel
+    waits = settings.delayed_update or (settings.limits.any and _keeps_on_host(tuning.hold, nbytes, room))
+    return nbytes if waits else 0
+
+
+def _keeps_on_host(asked: str, nbytes: int, room: Free) -> bool:
     """Where gradients are kept: as asked for; else on the device where they take at most half of what is left."""
     if asked != "auto":
         return asked == "host"
     return room.device_bytes is not None and nbytes > room.device_bytes // 2
 
 
-def flat_bytes(tuning: Tuning, room: Room) -> int:
-    """As asked for; else a fixed size, or an eighth of what the device has left where that is less."""
-    if tuning.flat_bytes is not None:
-        return tuning.flat_bytes
-    return FLAT_BYTES if room.device_bytes is None else min(FLAT_BYTES, room.device_bytes // 8)
-
-
-def check_room(plans: Sequence[BucketPlan], sizes: Sequence[int], room: Room, ratio: float | str) -> None:
+def check_room(plans: Sequence[BucketPlan], sizes: Sequence[int], room: Free, ratio: float | str) -> None:
     """Refuse, before anything is allocated, a state that does not fit where it is to live."""
     total = {RESIDENT: 0, HOST: 0}
     for plan, size in zip(plans, sizes, strict=True):
         total[RESIDENT if plan.place == RESIDENT else HOST] += size
     num_resident = sum(p.numel for p in plans if p.place == RESIDENT)
     if room.device_bytes is not None and total[RESIDENT] > room.device_bytes:
-        numel = sum(p.numel for p in plans)
-        most = room.device_bytes / total[RESIDENT] * num_resident / numel
-        least = min(1.0, 1.0 - most + 0.005)
-        takes, missing = _gb(total[RESIDENT]), _gb(total[RESIDENT] - room.device_bytes)
+        takes, missing = _size(total[RESIDENT]), _size(total[RESIDENT] - room.device_bytes)
+        share = num_resident / sum(p.numel for p in plans) * room.device_bytes / total[RESIDENT]
+        allowed = f"at least {min(1.0, 1.0 - share + 0.005):.2f}" if ratio != "auto" else "less state, or more memory"
         raise bad_value(
             "ratio",
             ratio,
-            f"at least {least:.2f}: the state on the device takes {takes}, {missing} more than it has",
+            f"{allowed}: the state on the device takes {takes}, {missing} more than it has",
             'Activations need room too. A smaller format (states="bf16" or "int8") takes less.',
         )
     if room.host_bytes and total[HOST] > room.host_bytes:
         raise bad_value(
             "host memory",
-            f"{_gb(room.host_bytes)} available",
-            f"{_gb(total[HOST])} for the optimizer's state",
+            f"{_size(room.host_bytes)} available",
+            f"{_size(total[HOST])} for the optimizer's state",
             'Take a smaller format (states="bf16" or "int8"), or a smaller ratio if the device has room.',
         )
 
 
-def _gb(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.1f} GB"
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

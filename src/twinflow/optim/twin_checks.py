@@ -87,6 +87,8 @@ def check_ratio(ratio: float | str, placement: str, model: nn.Module | None) -> 
         raise bad_value("ratio", ratio, allowed)
     if placement not in PLACEMENTS:
         raise bad_value("placement", placement, PLACEMENTS)
+    if ratio == "auto" and placement != "auto":
+        raise bad_value("placement", placement, ["auto"], 'With ratio "auto" the placement is chosen as well.')
     if ratio == "auto" and model is None:
         raise bad_value(
             "ratio", ratio, "a number", "Give the model as the first argument, so that its steps are timed."

@@ -102,7 +102,7 @@ def choose(
         return places, case.run(places)
 
     found = _fewest(lambda n: tried(n, 0.0), len(items))
-    for share in _SHARES if not case.ways.delayed else ():
+    for share in _SHARES if case.ways.streams and not case.ways.delayed else ():
         streamed = _fewest(lambda n, share=share: tried(n, share), len(items))  # type: ignore[misc]
         if streamed is not None and (found is None or streamed[1].step_s * STREAM_WIN < found[1].step_s):
             found = streamed

@@ -69,6 +69,7 @@ class Ways:
     weight_bytes: float = 2.0  # a parameter, back
     num_slots: int = 4  # gradients on the host at a time
     delayed: bool = False  # an update may take a whole step
+    streams: bool = True  # whether state may pass through the GPU
 
 
 @dataclass(frozen=True)
