@@ -140,7 +140,7 @@ def deepspeed_row() -> dict[str, Any]:
 def automatic(size: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     model = build(size)
     facts = facts_of(model, (4,))
-    return facts, [measure(model, 4, "auto", steps=5)]
+    return facts, [measure(model, 4, "auto", steps=4)]
 
 
 def largest(size: str, states: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:

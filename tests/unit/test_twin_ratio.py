@@ -375,6 +375,26 @@ def test_a_delayed_update_needs_no_more_buffers_than_there_are(ratio: float) -> 
         train(model, optimizer, range(4))
 
 
+def test_delayed_updates_of_two_steps_begin_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second must not begin before the first one's weights are out, even where both have waited."""
+
+    def run(ratio: float) -> dict[str, Tensor]:
+        model = gpt()
+        with closing(twin(model, lr=1e-2, ratio=ratio, early=True, delayed_update=True)) as optimizer:
+            board, is_over = optimizer.runtime.board, False
+            may_update = board.may_update_there
+
+            def late(task: Any) -> bool:
+                return may_update(task) and (is_over or len({t.job.number for t in board.resident}) > 1)
+
+            monkeypatch.setattr(board, "may_update_there", late)
+            train(model, optimizer, range(6))
+            is_over = True
+            return snapshot(model, optimizer)
+
+    assert_same(run(0.0), run(1.0))
+
+
 def test_sizes_are_those_of_real_stores() -> None:
     for dtype, states, ratio in product((torch.bfloat16, torch.float16), ("fp32", "bf16", "int8"), (0.0, 1.0)):
         for delayed, streamed in ((False, 0.0), (True, 0.0), (False, 1.0)):

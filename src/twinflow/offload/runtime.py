@@ -160,7 +160,7 @@ class Runtime:
         event = bucket.sent_event
         if event is not None:
             self.board.hold(event, FORWARD)
-            if event.done():
+            if event.done() and bucket.sent_event is event:
                 bucket.sent_event = None
 
     # Backward.

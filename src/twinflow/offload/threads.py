@@ -145,6 +145,8 @@ class Mover(_Thread):
         ready = sorted((t for t in board.resident if board.may_update_there(t)), key=lambda t: t.deadline)
         num_started = 0
         for task in ready:
+            if not board.may_update_there(task):  # an earlier step's task of the same bucket has just begun
+                continue
             is_to_sum = board.sums_on_host and not task.is_summed
             stage = None
             if task.bucket.plan.place == STREAMED and not is_to_sum and (stage := board.stages.take()) is None:
