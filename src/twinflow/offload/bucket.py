@@ -94,6 +94,7 @@ class Updater(Protocol):
 
     can_shadow: bool  # whether an update can be written beside the state
     is_on_device: bool  # whether the update runs on a stream of the device; else in the worker
+    is_all_in_store: bool  # whether a bucket's store, and its parameters, hold all of its state
 
     def new_store(self, plan: BucketPlan) -> Store:
         """State for a bucket, its master not yet written."""

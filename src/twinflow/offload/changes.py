@@ -77,13 +77,36 @@ def move(bucket: Bucket, place: str, updater: Updater, options: Sequence[Options
     except RuntimeError as error:  # torch's way to say that memory is full
         raise MemoryError(str(error)) from error
     moved = replace(bucket, plan=plan, updater=updater, store=store, steps=list(bucket.steps))
-    values = [old.read(bucket, i) for i in range(len(bucket.slices))]
-    for i, value in enumerate(values):  # an optimizer of the user's may look at the weights when it starts
-        updater.write_master(moved, i, value["master"], keep=False)
-    updater.start(moved, options)
-    for i, value in enumerate(values):
-        updater.write(moved, i, value)
+    if old.is_all_in_store:
+        _copy_store(bucket, moved)
+    else:
+        _copy_numbers(bucket, moved, options)
     old.forget(bucket)
     bucket.plan, bucket.updater, bucket.store, bucket.total = plan, updater, store, None
     for param in bucket.owners():  # where it is part of the state, it was written to
         param.version = param.tensor._version
+
+
+def _copy_store(old: Bucket, new: Bucket) -> None:
+    """Buffer by buffer; where the parameters were part of the state and are no more, from them."""
+    pairs = zip((*old.store.states, *old.store.scales), (*new.store.states, *new.store.scales), strict=True)
+    for source, into in pairs:
+        if source is not None and into is not None:
+            into.copy_(source)
+    for source, into in ((old.store.master, new.store.master), (old.store.weight, new.store.weight)):
+        if into is not None and not into.is_meta:
+            if source is not None and not source.is_meta:
+                into.copy_(source)
+            else:
+                for piece, target in zip(old.slices, old.targets, strict=True):
+                    into[piece.offset : piece.offset + piece.numel] = target.reshape(-1)
+
+
+def _copy_numbers(old: Bucket, new: Bucket, options: Sequence[Options]) -> None:
+    """Slice by slice, as for a checkpoint."""
+    values = [old.updater.read(old, i) for i in range(len(old.slices))]
+    for i, value in enumerate(values):  # an optimizer of the user's may look at the weights when it starts
+        new.updater.write_master(new, i, value["master"], keep=False)
+    new.updater.start(new, options)
+    for i, value in enumerate(values):
+        new.updater.write(new, i, value)

@@ -33,6 +33,7 @@ class DeviceUpdater:
 
     can_shadow = False
     is_on_device = True
+    is_all_in_store = True
 
     def __init__(
         self,

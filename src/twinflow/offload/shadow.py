@@ -44,10 +44,15 @@ class ShadowPool:
         return None
 
     def prepare(self, plans: Iterable[tuple[BucketPlan, int]]) -> int:
-        """Make stores for these buckets now, as far as the budget goes, rather than in the first steps; how many."""
-        num_made = 0
+        """Make stores for these buckets now, as far as the budget goes, rather than in the first steps; how many.
+
+        Between steps, when all that there are lie here.
+        """
+        num_made, there = 0, {layout: len(spare) for layout, spare in self._spare.items()}
         for plan, nbytes in plans:
-            if self.num_bytes + nbytes <= self.max_bytes:
+            if there.get(plan.layout, 0) > 0:
+                there[plan.layout] -= 1
+            elif self.num_bytes + nbytes <= self.max_bytes:
                 self.num_bytes += nbytes
                 self._num_queued += 1
                 self._spare.setdefault(plan.layout, [])

@@ -41,6 +41,7 @@ class StreamedUpdater:
 
     can_shadow = False
     is_on_device = True
+    is_all_in_store = True
 
     def __init__(self, rule: Rule, format: str, device: Device, where: torch.device, keeps_states: bool = True) -> None:
         self.rule = rule

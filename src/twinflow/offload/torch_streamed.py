@@ -23,6 +23,7 @@ class StreamedTorchUpdater:
     """The user's optimizer, one of it for each bucket. Between steps it is an optimizer over host parameters."""
 
     can_shadow = False
+    is_all_in_store = False
     is_on_device = True
 
     def __init__(self, recipe: Recipe, device: Device, where: torch.device) -> None:

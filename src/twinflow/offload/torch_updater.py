@@ -82,6 +82,7 @@ class TorchUpdater:
     """The user's optimizer, one of it for each bucket; with `where`, on that device."""
 
     can_shadow = False
+    is_all_in_store = False
 
     def __init__(self, recipe: Recipe, device: Device, where: torch.device | None = None) -> None:
         self.recipe = recipe

@@ -36,6 +36,7 @@ class RuleUpdater:
 
     can_shadow = True
     is_on_device = False
+    is_all_in_store = True
 
     def __init__(self, rule: Rule, format: str, device: Device, keeps_states: bool = True) -> None:
         self.rule = rule

@@ -1,11 +1,12 @@
-"""`ratio="auto"`: measure the first steps, choose where every bucket's state lives, look again whether it was right.
+"""`ratio="auto"`: see what the first steps need, place every bucket's state, look again whether it was right.
 
 The optimizer starts with as much state on the host as fits: nothing is known yet about activations, and state on the
-device must never be what a forward has no memory for. For three steps every update is waited for, so that forward and
-backward are timed alone and the memory they need is seen. Then the planner chooses, and buckets move. Some steps later
-the step is compared with what was predicted: where it takes longer, buckets on the host are taken for slower than the
-probe found them, and the choice is made again. From then on only the device's free memory is looked at now and then:
-where activations have grown, state goes back to the host.
+device must never be what a forward has no memory for. After the first step that is known, and the device is filled.
+Now forward and backward are timed, with a barrier between steps: little is left on the host that could disturb them.
+Some steps without the barrier say what a step takes so. Then the planner chooses what would be quickest, or as quick
+with less of the device's memory; buckets move, and the steps are watched. Where they take longer than before, the state
+goes back to where it was. From then on only the device's free memory is looked at now and then: where activations have
+grown, state goes to the host.
 """
 
 from __future__ import annotations
@@ -20,18 +21,16 @@ from twinflow.offload.memory import free_host_bytes
 from twinflow.offload.plan import HOST, PLACES, RESIDENT, ROOT, STREAMED, BucketPlan
 from twinflow.offload.runtime import Runtime
 from twinflow.planner.formats import StateBytes
-from twinflow.planner.placement import Choice, Room, choose, reason
+from twinflow.planner.placement import Room, choose, input_side_first
 from twinflow.planner.rates import Rates
-from twinflow.planner.simulate import Gate, Item, Prediction, Timing, Ways, predict
+from twinflow.planner.simulate import Gate, Item, Timing, Ways
 
 LOGGER = logging.getLogger("twinflow")
 
 NUM_TIMED: Final = 3  # steps with a barrier; the first warms up
 _SETTLE: Final = 2  # steps after a move that say nothing
-_WATCHED: Final = 3  # steps that are compared with the prediction
-_WRONG: Final = 0.10  # how much longer than that they may take
-_BETTER: Final = 0.03  # what an earlier choice must have been better by
-_MAX_CHOICES: Final = 4
+_WATCHED: Final = 3  # steps that say what one takes
+_WORSE: Final = 0.01  # what a step may take longer than with another placement
 _MAX_UNTIMED: Final = 8  # steps to wait for timings
 _WATCH_EVERY: Final = 16  # steps between two looks at the device's memory
 # Rates are the machine's best; a step has other work beside it. A bucket that would just be hidden is better not there.
@@ -49,104 +48,145 @@ class AutoPlacement:
         states: str,
         state_bytes: Callable[[BucketPlan], int],
         rates: Rates,
-        on_settled: Callable[[Runtime], None],
+        on_placed: Callable[[Runtime], None],
     ) -> None:
         self._runtime, self._states, self._state_bytes, self._rates = runtime, states, state_bytes, rates
-        self._on_settled = on_settled  # the first choice is made: what memory is left is free for other uses
+        self._on_placed = on_placed  # state has moved: what memory is left is free for other uses
+        self._phase: Callable[[], None] = self._fill
         self._timings: list[Timing] = []
-        self._chosen: list[Choice] = []
         self._num_steps = 0
-        self._since = 0  # steps since the last choice
+        self._since = 0  # steps since the last move
         self._steps: list[tuple[Any, Any]] = []  # the steps that are watched: where each began and ended
-        self._busy_s = 0.0  # the worker's, when watching began
         self._seen: list[tuple[float, tuple[str, ...]]] = []  # what steps took, with these places
+        self._trouble = ""
         self.is_settled = False
         runtime.is_timed = True
+        runtime.device.reset_peak()  # what building the model took at most says nothing about steps
 
     def after_step(self) -> None:
         """Another step is queued."""
         self._num_steps += 1
-        if not self._chosen and not self.is_settled:
-            self._measure()
-        elif not self.is_settled:
-            self._watch()
+        self._since += 1
+        if not self.is_settled:
+            self._phase()
         elif self._since % _WATCH_EVERY == 0:
             self._back_off()
-        self._since += 1
 
     # The first steps.
 
-    def _measure(self) -> None:
+    def _fill(self) -> None:
+        """The first step has shown what memory steps need: all that is left is for state."""
         runtime = self._runtime
         runtime.wait()
-        device, marks = runtime.device, runtime.marks
+        if len(runtime.marks) != 3:
+            if self._num_steps >= _MAX_UNTIMED:
+                LOGGER.info("ratio auto: left as it is: only parts of the model are called, so no step can be timed")
+                self._settle()
+            return
+        size, left = self._size(), self._room().gpu_bytes
+        places = [HOST] * len(runtime.buckets)
+        items = items_of(runtime.buckets, Timing(1.0, 1.0), is_early=True)
+        for i in input_side_first(items):
+            left -= int(items[i].numel * size.resident)
+            if left < 0:
+                break
+            places[i] = RESIDENT
+        self._move(places)
+        self._phase = self._time
+
+    def _time(self) -> None:
+        """Forward and backward alone: every update is waited for."""
+        runtime, marks = self._runtime, self._runtime.marks
+        runtime.wait()
         if len(marks) == 3:
-            forward_s, backward_s = device.seconds(marks[0], marks[1]), device.seconds(marks[1], marks[2])
+            forward_s, backward_s = (runtime.device.seconds(*pair) for pair in (marks[:2], marks[1:]))
             self._timings.append(Timing(forward_s, backward_s, runtime.settings.accumulation_steps))
-        if len(self._timings) == 1:
-            device.reset_peak()  # what building the model took at most says nothing about steps
         if len(self._timings) >= NUM_TIMED:
-            self._choose()
-            self._on_settled(runtime)
-        elif self._num_steps >= _MAX_UNTIMED:
-            LOGGER.info("ratio auto: left as it is: only parts of the model are called, so that no step can be timed")
-            self._settle()
-            self._on_settled(runtime)
+            self._since, self._phase = 0, self._watch
 
     def _timing(self) -> Timing:
-        """The quickest that was seen: what else ran on the machine is not the model's."""
+        """The quickest that was seen: what else ran on the machine is not the model's. The first warms up."""
         later = self._timings[1:]
         num_parts = self._runtime.settings.accumulation_steps
         return Timing(min(t.forward_s for t in later), min(t.backward_s for t in later), num_parts)
 
+    def _watch(self) -> None:
+        """What a step takes, from forward to backward: not what the program does between two steps."""
+        marks = self._runtime.step_marks
+        if self._since > _SETTLE and marks is not None:
+            self._steps.append(marks)
+        if len(self._steps) < _WATCHED:
+            return
+        step_s = sum(self._runtime.device.seconds(*marks) for marks in self._steps) / _WATCHED
+        self._seen.append((step_s, self._places()))
+        LOGGER.debug(f"ratio auto: {step_s:.3f} s a step, {shares(self._places())}")
+        if len(self._seen) == 1:
+            self._choose(step_s)
+        else:
+            self._keep_best(step_s)
+
     # The choice.
 
-    def _choose(self) -> None:
+    def _choose(self, step_s: float) -> None:
+        """Where the planner knows something better than what is there, try it."""
         runtime, timing = self._runtime, self._timing()
         runtime.wait()
         runtime.wait_for_copies()
         size, room, ways = self._size(), self._room(), self._ways()
         items = items_of(runtime.buckets, timing, is_early=runtime.settings.early)
         gate = Gate(runtime.settings.limits.any, self._ahead_numel(items, size, room))
+        careful = _scaled(self._rates, _HOST_COMFORT, _LINK_COMFORT)
         try:
-            careful = _scaled(self._rates, _HOST_COMFORT, _LINK_COMFORT)
             choice = choose(items, timing, careful, self._states, gate, room, size, ways)
-            placed = [replace(item, place=place) for item, place in zip(items, choice.places, strict=True)]
-            said = predict(placed, timing, self._rates, self._states, gate, ways)
-            choice = replace(choice, prediction=said, why=reason(choice.places, said, timing))
-        except ValueError:  # it fits as it is, with less to spare than the planner wants: leave it so
-            said = Prediction(timing.gpu_s, "gpu", 0.0, 0.0, 0.0, 0.0)
-            choice = Choice(self._places(), said, "no room to choose: left as it is")
-        num_moved, trouble = self._move(choice.places)
-        self._chosen.append(choice)
-        self._since, self._steps = 0, []
-        if num_moved or trouble or len(self._chosen) == 1:
-            LOGGER.info(
-                f"ratio auto: {host_share(runtime.buckets):.2f} of the state on the host ({choice.why}); forward "
-                f"{timing.forward_s:.3f} s, backward {timing.backward_s:.3f} s{trouble}"
-            )
+        except ValueError:  # it fits as it is, with less to spare than the planner wants
+            return self._settle()
+        LOGGER.debug(f"ratio auto: {choice.why}; trying it")
+        if choice.places == self._places() or choice.prediction.step_s > (1.0 + _WORSE) * step_s:
+            return self._settle()
+        self._move(choice.places)
+
+    def _keep_best(self, step_s: float) -> None:
+        """What was there before may have been the better one."""
+        best_s, places = min(self._seen)
+        if best_s < (1.0 - _WORSE) * step_s:
+            self._move(places)
+        self._settle()
+
+    def _settle(self) -> None:
+        """One line says where state is now, and why."""
+        self.is_settled, self._runtime.is_timed, self._since = True, False, 0
+        if not self._seen:
+            return
+        share, now = host_share(self._runtime.buckets), shares(self._places())
+        took = ", ".join(f"{seconds:.3f} s with {shares(places)}" for seconds, places in self._seen)
+        LOGGER.info(
+            f"ratio auto: {share:.2f} of the state on the host (buckets: {now}). A step took {took}; forward and "
+            f"backward alone {self._timing().gpu_s:.3f} s{self._trouble}"
+        )
 
     def _places(self) -> tuple[str, ...]:
         return tuple(bucket.plan.place for bucket in self._runtime.buckets)
 
-    def _move(self, places: Sequence[str]) -> tuple[int, str]:
-        """Move buckets, those that free the device first; how many, and what went wrong."""
+    def _move(self, places: Sequence[str]) -> int:
+        """Move buckets, those that free the device first; how many. From the next step on, it is another placement."""
         runtime = self._runtime
         runtime.wait()
         runtime.wait_for_copies()
         pairs = zip(runtime.buckets, places, strict=True)
         moves = [(b, place) for b, place in pairs if b.plan.place != place and (place == HOST or _can_alias(b))]
-        num_moved, trouble = 0, ""
+        num_moved = 0
         for bucket, place in sorted(moves, key=lambda move: move[1] != HOST):
             try:
                 runtime.move(bucket, place)
             except MemoryError:
                 where = "the device's" if place == RESIDENT else "the host's"
-                trouble = f"; stopped after {num_moved} of {len(moves)} moves: {where} memory is full"
+                self._trouble = f"; {where} memory was full after {num_moved} of {len(moves)} moves"
                 break
             num_moved += 1
         runtime.device.reset_peak()  # what steps take at most, with the state where it is now
-        return num_moved, trouble
+        self._on_placed(runtime)
+        self._since, self._steps = 0, []
+        return num_moved
 
     def _size(self) -> StateBytes:
         """Bytes an element of state takes in each place, gradients that wait there with it."""
@@ -199,46 +239,7 @@ class AutoPlacement:
         spare = max(0.0, room.host_bytes - (total - resident) * size.host)
         return int(min(total, spare / 2 / size.host))
 
-    # Whether it was right.
-
-    def _watch(self) -> None:
-        runtime, marks = self._runtime, self._runtime.step_marks
-        if self._since == _SETTLE:
-            self._busy_s = runtime.worker.busy_s
-        if self._since > _SETTLE and marks is not None:
-            self._steps.append(marks)  # from forward to backward: not what the program does between two steps
-        if len(self._steps) < _WATCHED:
-            return
-        step_s = sum(runtime.device.seconds(*marks) for marks in self._steps) / _WATCHED
-        host_s = (runtime.worker.busy_s - self._busy_s) / _WATCHED
-        said = self._chosen[-1].prediction
-        self._seen.append((step_s, self._places()))
-        is_slow = step_s > (1.0 + _WRONG) * said.step_s
-        if is_slow and len(self._chosen) < _MAX_CHOICES and host_s > 0.0:
-            # Whatever it is that slows them (other work on the cores, the interpreter), buckets on the host cost more.
-            factor = min(said.step_s / step_s, said.host_busy_s / host_s if said.host_busy_s else 1.0)
-            self._rates = _scaled(self._rates, max(0.25, factor * _HOST_COMFORT), 1.0)
-            LOGGER.info(
-                f"ratio auto: a step takes {step_s:.3f} s, not the {said.step_s:.3f} s that were predicted; the host "
-                f"is busy for {host_s:.3f} s of it ({said.host_busy_s:.3f} predicted): choosing again"
-            )
-            self._choose()
-            return
-        self._keep_best(step_s)
-
-    def _keep_best(self, step_s: float) -> None:
-        """An earlier choice may have turned out to be the better one."""
-        best_s, places = min(self._seen)
-        if best_s < (1.0 - _BETTER) * step_s:
-            _, trouble = self._move(places)
-            LOGGER.info(
-                f"ratio auto: back to {host_share(self._runtime.buckets):.2f} of the state on the host, where a step "
-                f"took {best_s:.3f} s, not {step_s:.3f}{trouble}"
-            )
-        self._settle()
-
-    def _settle(self) -> None:
-        self.is_settled, self._runtime.is_timed, self._since = True, False, 0
+    # Later.
 
     def _back_off(self) -> None:
         """Where the device's memory has become short since, some state goes back to the host."""
@@ -255,13 +256,16 @@ class AutoPlacement:
                 break
             places[bucket.plan.index] = HOST
             over, spare = over - self._state_bytes(bucket.plan), spare - needed
-        num_moved, trouble = self._move(places)
-        runtime.board.shadows.max_bytes = runtime.board.shadows.num_bytes  # what was spare is not any more
-        if num_moved:
+        if num_moved := self._move(places):
             LOGGER.info(
                 f"ratio auto: the device's memory has become short: {num_moved} buckets go back to the host, which has "
-                f"{host_share(runtime.buckets):.2f} of the state now{trouble}"
+                f"{host_share(runtime.buckets):.2f} of the state now{self._trouble}"
             )
+
+
+def shares(places: Sequence[str]) -> str:
+    """How many buckets are where, in words."""
+    return ", ".join(f"{count} {place}" for place in (RESIDENT, HOST, STREAMED) if (count := places.count(place)))
 
 
 def host_share(buckets: Sequence[Bucket]) -> float:
