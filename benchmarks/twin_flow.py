@@ -27,7 +27,11 @@ from offload import NEVER, SIZES, Watch, activation_bytes, build, gpu_alone, syn
 from twinflow import native
 from twinflow.bench.machine import read_machine
 from twinflow.optim.twin import Tuning, TwinOptimizer
+from twinflow.planner.cases import Setting, case_at
+from twinflow.planner.costs import PROCESS_BYTES, Memory, Run
+from twinflow.planner.models import from_hf
 from twinflow.planner.probe import load_or_measure
+from twinflow.planner.rates import Rates
 
 SIZES |= {"13b": (5120, 40, 13824, 40), "16b": (5120, 50, 13824, 40), "28b": (6656, 52, 17920, 52)}
 RATIOS = (1.0, 0.75, 0.5, 0.25, 0.0)
@@ -188,6 +192,21 @@ def run_part(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return facts, rows
 
 
+def predicted(size: str, row: dict[str, Any], rates: dict[str, Any]) -> dict[str, float]:
+    """What the planner says of a row, from the shape and the machine's rates alone."""
+    hidden, layers, inner, heads = SIZES[size]
+    names = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
+    shape = dict(zip(names, (hidden, layers, inner, heads), strict=True))
+    cost = from_hf({"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 2048, **shape})
+    clips = not row["name"].startswith(size)
+    run = Run(cost, row["batch"], offload.TOKENS, states=row["states"], clips=clips)
+    machine = read_machine()
+    memory = Memory(torch.cuda.get_device_properties(0).total_memory, machine.memory_bytes)
+    case = case_at("", run, Setting(Rates.from_dict(rates), memory), row["host_share"])
+    host = case.used.host_total - PROCESS_BYTES
+    return {"said_s": case.prediction.step_s, "said_gpu_gb": case.used.gpu_total / 1e9, "said_host_gb": host / 1e9}
+
+
 def page(results: dict[str, Any], date: str) -> str:
     machine = read_machine()
     gpu = torch.cuda.get_device_name() if offload.CUDA else "no GPU"
@@ -206,7 +225,7 @@ def page(results: dict[str, Any], date: str) -> str:
         "host_gb",
         "shadow_gb",
     )
-    keys += ("init_s", "settled_s", "first_loss", "last_loss")
+    keys += ("said_s", "said_gpu_gb", "said_host_gb", "init_s", "settled_s", "first_loss", "last_loss")
     lines += [f"| part | what | {' | '.join(keys)} |", "|" + "---|" * (len(keys) + 2)]
     for part, (facts, rows) in results.items():
         masters = {row["batch"]: row["step_s"] for row in rows if row["name"].startswith("no offload")}
@@ -218,11 +237,14 @@ def page(results: dict[str, Any], date: str) -> str:
             alone = facts.get(f"gpu_batch{row['batch']}")
             row["x_gpu"] = row["step_s"] / (alone["forward"] + alone["backward"]) if alone else None
             row["x_master"] = row["step_s"] / masters[row["batch"]] if row["batch"] in masters else None
+            if "host_share" in row and "rates" in facts and "streamed" not in row["name"]:
+                row |= predicted("3b" if part in ("sweep", "small") else part, row, facts["rates"])
             row["deepspeed_x"] = rivals[row["batch"]] / row["step_s"] if row["batch"] in rivals else None
             cells = [f"{row[key]:.4g}" if row.get(key) is not None else "" for key in keys]
             lines.append(f"| {part} | {row['name']} | " + " | ".join(cells) + " |")
     lines += ["", "x_gpu: of forward and backward alone; x_master: of the same model without offload, fp32 master;"]
-    lines += ["deepspeed_x: how many of these steps fit into one of DeepSpeed's, with all state on the host."]
+    lines += ["deepspeed_x: how many of these steps fit into one of DeepSpeed's, with all state on the host;"]
+    lines += ["said_...: what `twinflow plan` predicts from the shape, the ratio and the machine's rates."]
     for part, (facts, _) in results.items():
         shown = {name: value for name, value in facts.items() if name != "rates"}
         lines += [f"- {part}: {json.dumps(shown)}"] if shown else []

@@ -12,7 +12,7 @@ import pytest
 
 from twinflow.models.gpt import PRESETS, count_params, flops_per_token
 from twinflow.models.gpt import activation_bytes as gpt_activation_bytes
-from twinflow.planner.cases import Setting, all_cases, best_case, largest_layers, recommended
+from twinflow.planner.cases import Setting, all_cases, best_case, case_at, largest_layers, recommended
 from twinflow.planner.costs import (
     PROCESS_BYTES,
     Memory,
@@ -32,6 +32,7 @@ from twinflow.planner.formats import STATES, state_bytes
 from twinflow.planner.machines import GB, GPUS, Host, Machine, gpu_named, rates_of, recognise
 from twinflow.planner.models import ModelCost, activation_bytes, from_counts, from_hf, gpt2_like, gpt_cost
 from twinflow.planner.placement import Room, at_ratio, best_ratio, choose
+from twinflow.planner.rates import Rates
 from twinflow.planner.simulate import DEVICE_BYTES, Gate, Item, Timing, predict
 
 
@@ -110,6 +111,47 @@ MEASURED = [
         True,
     ),
 ]
+
+
+# Runs that the planner's constants were not fitted on: 2026-11-15-twin-flow-sweep.md and -13b.md, with rates as
+# measured in the same run. Share on the host, then seconds, GB on the GPU, GB on the host.
+PROBED = Rates(
+    out_bytes=53.3e9,
+    in_bytes=53.7e9,
+    duplex_bytes=42.6e9,
+    host_params={"fp32": 4.554e9, "bf16": 6.581e9, "int8": 7.743e9},
+    host_params_copying={"fp32": 2.952e9, "bf16": 3.789e9, "int8": 4.940e9},
+    device_bytes=4.118e12,
+    flops=698.6e12,
+)
+PROBED_13B = Rates(
+    out_bytes=53.2e9,
+    in_bytes=53.8e9,
+    duplex_bytes=47.4e9,
+    host_params={"fp32": 5.529e9, "bf16": 7.705e9, "int8": 7.730e9},
+    host_params_copying={"fp32": 4.068e9, "bf16": 5.386e9, "int8": 5.690e9},
+    device_bytes=4.049e12,
+    flops=670.8e12,
+)
+PLACED = [
+    (B3, PROBED, 1.0, 0.857, 18.49, 83.71),
+    (B3, PROBED, 0.75, 0.6588, 27.09, 62.85),
+    (B3, PROBED, 0.5, 0.5757, 35.69, 42.18),
+    (B3, PROBED, 0.25, 0.5733, 44.29, 21.45),
+    (B3, PROBED, 0.0, 0.5778, 52.89, 0.04),
+    (B3, PROBED, 0.6328, 0.5728, 31.12, 52.47),
+    (llama(5120, 40, 13824), PROBED_13B, 0.3997, 1.8375, 139.4, 96.66),  # a tenth of its buckets streamed
+]
+
+
+@pytest.mark.parametrize(("model", "rates", "ratio", "step_s", "gpu_gb", "host_gb"), PLACED)
+def test_ratios_are_those_measured(
+    model: ModelCost, rates: Rates, ratio: float, step_s: float, gpu_gb: float, host_gb: float
+) -> None:
+    case = case_at("", Run(model, 4, 2048), Setting(rates, MEMORY), ratio)
+    assert case.used.gpu_total / 1e9 == pytest.approx(gpu_gb, rel=0.05)
+    assert (case.used.host_total - PROCESS_BYTES) / 1e9 == pytest.approx(host_gb, rel=0.05, abs=1.0)
+    assert case.prediction.step_s == pytest.approx(step_s, rel=0.15)
 
 
 @pytest.mark.parametrize("measured", MEASURED, ids=lambda m: m.name)
