@@ -291,6 +291,20 @@ def test_history_stops_when_half_of_the_recent_steps_were_in_vain(past: list[Dec
 # Pools.
 
 
+def test_slots_beyond_a_lower_limit_are_given_back() -> None:
+    pool = SlotPool(Device(), limit=4, slot_bytes=64, point="x")
+    taken = [pool.take() for _ in range(4)]
+    pool.limit = 2
+    pool.trim()
+    assert pool.num_made == 4  # all in use
+    for slot in taken:
+        assert slot is not None
+        pool.give(slot)
+    pool.trim()
+    assert (pool.num_made, pool.nbytes) == (2, 128)
+    assert pool.take() is not None and pool.take() is not None and pool.take() is None  # noqa: PT018
+
+
 def test_slots_are_made_up_to_the_limit_and_used_again() -> None:
     pool = SlotPool(Device(), limit=2, slot_bytes=64, point="x")
     assert pool.nbytes == 0

@@ -130,6 +130,16 @@ def test_streams_where_that_wins(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> N
         assert {STREAMED} <= set(places(optimizer)) <= {RESIDENT, STREAMED}
 
 
+def test_gradients_wait_on_the_host_where_the_device_is_short(gpu: Any) -> None:
+    numel = sum(p.numel() for p in gpt().parameters())
+    for capacity, is_held in ((20 * numel, False), (10 * numel, True)):
+        gpu(capacity, 0, SLOW_HOST)
+        model = gpt()
+        with closing(twin(model, ratio="auto", early=True, max_grad_norm=MAX_NORM)) as optimizer:
+            assert optimizer.runtime.settings.hold_on_host is is_held
+            until_placed(model, optimizer)
+
+
 def test_no_more_than_fits(gpu: Any) -> None:
     numel = sum(p.numel() for p in gpt().parameters())
     reserve = 1 << 30

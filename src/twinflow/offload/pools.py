@@ -41,8 +41,12 @@ def num_weight_slots(settings: Settings, num_buckets: int) -> int:
 
 def fit_slots(board: Board, settings: Settings, num_buckets: int) -> None:
     """Another number of buckets is on the host, or of micro-batches in a step."""
-    board.slots.limit = num_gradient_slots(settings, num_buckets)
-    board.weight_slots.limit = num_weight_slots(settings, num_buckets)
+    with board.changed:
+        board.slots.limit = num_gradient_slots(settings, num_buckets)
+        board.weight_slots.limit = num_weight_slots(settings, num_buckets)
+        board.slots.trim()
+        if not settings.may_run_ahead:  # else those beyond the limit serve shadows
+            board.weight_slots.trim()
 
 
 def flat_bytes(settings: Settings, plans: Sequence[BucketPlan]) -> int:

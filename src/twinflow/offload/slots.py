@@ -18,14 +18,14 @@ class Slot:
     """
 
     def __init__(self, raw: Tensor) -> None:
-        self._raw = raw
+        self.raw = raw
         self._views: dict[object, Tensor] = {}
         self._pieces: dict[object, list[Tensor]] = {}
 
     def view(self, dtype: torch.dtype, numel: int) -> Tensor:
         """The first `numel` elements."""
         if (dtype, numel) not in self._views:
-            self._views[dtype, numel] = self._raw.view(dtype)[:numel]
+            self._views[dtype, numel] = self.raw.view(dtype)[:numel]
         return self._views[dtype, numel]
 
     def pieces(self, plan: BucketPlan) -> list[Tensor]:
@@ -73,6 +73,14 @@ class SlotPool:
             self._free.append(slot)
         else:
             self._read.append((read_until, slot))
+
+    def trim(self) -> None:
+        """Give back what is free beyond the limit, which has become less."""
+        while self._read and self._read[0][0].done():
+            self._free.append(self._read.popleft()[1])
+        while self._free and self.num_made > self.limit:
+            self._device.release(self._free.pop().raw)
+            self.num_made -= 1
 
     @property
     def unmade_bytes(self) -> int:

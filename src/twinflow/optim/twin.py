@@ -37,7 +37,7 @@ from twinflow.optim import twin_state
 from twinflow.optim.auto import AutoPlacement, first_ratio, host_share
 from twinflow.optim.loss_scale import LossScale, after_step, static
 from twinflow.optim.options import with_defaults
-from twinflow.optim.twin_build import Free, check_room, find_room, fitted, gradients_on_host, params_of
+from twinflow.optim.twin_build import Free, check_room, find_room, fitted, gradients_on_host, params_of, with_hold
 from twinflow.optim.twin_checks import (
     check_foreign,
     check_model,
@@ -171,7 +171,11 @@ class TwinOptimizer(Optimizer):
         """With "auto": as much on the host as fits, until more is known."""
         if room.device_bytes is None:
             return 1.0
-        needed = sum(self.state_bytes(plan) for plan in plan_buckets(specs, self.tuning.bucket_numel))
+        plans = plan_buckets(specs, self.tuning.bucket_numel)
+        all_resident = sum(self.state_bytes(replace(plan, place=RESIDENT)) for plan in plans)
+        grad_bytes = sum(spec.numel * spec.dtype.itemsize for spec in specs)
+        self.tuning = with_hold(self.tuning, all_resident, grad_bytes, room)
+        needed = sum(self.state_bytes(plan) for plan in plans)
         return first_ratio(needed + gradients_on_host(self._settings, self.tuning, specs, room), room.host_bytes)
 
     def state_bytes(self, plan: BucketPlan) -> int:

@@ -15,6 +15,7 @@ from twinflow.offload.memory import free_host_bytes
 from twinflow.offload.plan import HOST, RESIDENT, ROOT, BucketPlan, ParamSpec
 from twinflow.offload.settings import FLAT_BYTES, Settings, Tuning
 
+_MOSTLY = 0.85  # of the device's memory: the rest is for activations
 Named = tuple[str, nn.Parameter, int]  # name, parameter, index of its group
 
 
@@ -70,6 +71,12 @@ def fitted(
         sum_on_host=_keeps_on_host(tuning.sums, 4 * numel, left),
         flat_bytes=flat_bytes,
     )
+
+
+def with_hold(tuning: Tuning, all_resident: int, grad_bytes: int, room: Free) -> Tuning:
+    """With ratio "auto": where the device cannot hold all state, gradients of buckets on the host wait there too."""
+    is_short = room.device_bytes is not None and all_resident + grad_bytes > _MOSTLY * room.device_bytes
+    return replace(tuning, hold="host") if tuning.hold == "auto" and is_short else tuning
 
 
 def gradients_on_host(settings: Settings, tuning: Tuning, specs: Sequence[ParamSpec], room: Free) -> int:
