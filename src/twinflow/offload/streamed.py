@@ -49,6 +49,7 @@ class StreamedUpdater:
         self._there = DeviceUpdater(rule, format, where, keeps_states)
         self._shapes = DeviceUpdater(rule, format, torch.device("meta"), keeps_states)
         self._raw: dict[int, Tensor] = {}  # all of a bucket's state, in one piece: one copy each way
+        self._views: dict[tuple[int, int], Store] = {}  # of a bucket's state in a stage's buffer
 
     def new_store(self, plan: BucketPlan) -> Store:
         """Zeros, page-locked."""
@@ -100,7 +101,10 @@ class StreamedUpdater:
         """A bucket's way through a stage."""
         plan, raw = task.bucket.plan, self._raw[task.bucket.plan.index]
         there = stage.buffer(raw.numel(), self._where)
-        update = self._there.prepare_on(self._view(plan, there), task, factor)
+        key = plan.index, there.data_ptr()
+        if key not in self._views:
+            self._views[key] = self._view(plan, there)
+        update = self._there.prepare_on(self._views[key], task, factor)
         return Passage(partial(_copy, there, raw), update, partial(_copy, raw, there))
 
     def publish(self, task: Task) -> None:
@@ -111,6 +115,7 @@ class StreamedUpdater:
         """Give page-locked memory back."""
         self._there.forget(bucket)
         self._device.release(self._raw.pop(bucket.plan.index))
+        self._views = {key: view for key, view in self._views.items() if key[0] != bucket.plan.index}
 
     # As numbers, on the host: the parameters' part comes there.
 
