@@ -49,7 +49,7 @@ class StreamedUpdater:
         self._there = DeviceUpdater(rule, format, where, keeps_states)
         self._shapes = DeviceUpdater(rule, format, torch.device("meta"), keeps_states)
         self._raw: dict[int, Tensor] = {}  # all of a bucket's state, in one piece: one copy each way
-        self._views: dict[tuple[int, int], Store] = {}  # of a bucket's state in a stage's buffer
+        self._views: dict[tuple[int, int], tuple[int, Store]] = {}  # of a bucket and a stage: its buffer, and the state
 
     def new_store(self, plan: BucketPlan) -> Store:
         """Zeros, page-locked."""
@@ -101,10 +101,10 @@ class StreamedUpdater:
         """A bucket's way through a stage."""
         plan, raw = task.bucket.plan, self._raw[task.bucket.plan.index]
         there = stage.buffer(raw.numel(), self._where)
-        key = plan.index, there.data_ptr()
-        if key not in self._views:
-            self._views[key] = self._view(plan, there)
-        update = self._there.prepare_on(self._views[key], task, factor)
+        key, address = (plan.index, id(stage)), there.data_ptr()
+        if key not in self._views or self._views[key][0] != address:  # the buffer has grown
+            self._views[key] = address, self._view(plan, there)
+        update = self._there.prepare_on(self._views[key][1], task, factor)
         return Passage(partial(_copy, there, raw), update, partial(_copy, raw, there))
 
     def publish(self, task: Task) -> None:
