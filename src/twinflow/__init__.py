@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from twinflow import config, data, models, native, optim, rules
     from twinflow.build import add_config_arguments, initialize
     from twinflow.engine import Engine
+    from twinflow.launch.environment import init_distributed
     from twinflow.optim.twin import TwinOptimizer
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "add_config_arguments",
     "config",
     "data",
+    "init_distributed",
     "initialize",
     "models",
     "native",
@@ -34,6 +36,7 @@ _HOMES = {
     "Engine": "twinflow.engine",
     "initialize": "twinflow.build",
     "add_config_arguments": "twinflow.build",
+    "init_distributed": "twinflow.launch.environment",
 }
 
 

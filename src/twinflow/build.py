@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from twinflow.activations import Handle, checkpoint_layers
 from twinflow.config import Batch, Config, load_config, notes, optimizer_choice, resolve_batch
 from twinflow.engine import Engine, EngineSettings, ResumableLoader
 from twinflow.engine.reports import LOGGER, Profiler, Reports
@@ -21,6 +22,7 @@ from twinflow.errors import bad_value
 from twinflow.monitor.flops import FlopsProfile, profile
 from twinflow.monitor.timers import Timers
 from twinflow.monitor.writers import CsvWriter, Fanout, TensorBoardWriter, WandbWriter
+from twinflow.offload.blocks import find_blocks
 from twinflow.offload.materialize import build as build_model
 from twinflow.offload.settings import Tuning
 from twinflow.optim.loss_scale import LossScale, dynamic, static
@@ -69,6 +71,7 @@ def initialize(
     try:
         scheduler = _make_scheduler(parsed, twin, optimizer, lr_scheduler)
         engine = Engine(module, twin, scheduler, None, _engine_settings(parsed, batch, source), _make_reports(parsed))
+        engine.activations = checkpoint_activations(parsed, module, twin)
     except BaseException:
         if twin is not None and twin is not optimizer:
             twin.close()  # else the model would still have an optimizer, and no other could be built over it
@@ -228,6 +231,23 @@ def _as_given(given: TwinOptimizer, config: Config, batch: Batch, module: nn.Mod
         raise bad_value(keys[0], "given", "nothing", remedy)
     given.set_accumulation_steps(batch.accumulation_steps)
     return given
+
+
+def checkpoint_activations(config: Config, module: nn.Module, twin: TwinOptimizer | None) -> Handle | None:
+    """The config's `activation_checkpointing` put on the model; None where it asks for none."""
+    options = config.activation_checkpointing
+    if not options.is_asked_for:
+        return None
+    if options.partition_activations:
+        LOGGER.info("config: activation_checkpointing.partition_activations: one process has nobody to share with")
+    layers: Any = options.layers
+    if layers is None:
+        layers = [block.module for block in find_blocks(module)]
+        if not layers:
+            remedy = "Name the classes of its layers."
+            raise bad_value("activation_checkpointing.layers", None, "null for a model with ModuleLists", remedy)
+    trace = twin.trace if twin is not None else None  # copies are in the same timeline
+    return checkpoint_layers(module, layers, offload=options.cpu_checkpointing, trace=trace)
 
 
 def _make_scheduler(config: Config, twin: TwinOptimizer | None, optimizer: Any, given: Any) -> Any:

@@ -10,9 +10,9 @@ import pytest
 ROOT = Path(__file__).parents[2] / "src" / "twinflow"
 LAYERS = [
     ("errors", "version"),
-    ("config", "trace"),
+    ("config", "trace", "launch"),
     ("device",),
-    ("rules",),
+    ("rules", "activations"),
     ("native", "gpu"),
     ("planner",),
     ("offload",),

@@ -142,7 +142,7 @@ def describe(path: Path) -> str:
     names = sorted(entry.name for entry in path.iterdir())
     pickled = next((name for name in names if name.endswith(PICKLED)), None)
     if pickled and "mp_rank" in pickled:
-        return f"a DeepSpeed checkpoint ({pickled}). {NEVER}; convert it to safetensors first"
+        return f"a DeepSpeed checkpoint ({pickled}). {NEVER}; `twinflow import` makes one of ours of it"
     if pickled:
         return f"a pickled checkpoint ({pickled}). {NEVER}; convert it to safetensors first"
     if "config.json" in names and any(name.endswith(".safetensors") for name in names):

@@ -8,6 +8,9 @@ import typer
 
 from twinflow.cli.bench import bench_app
 from twinflow.cli.doctor import doctor
+from twinflow.cli.export import export
+from twinflow.cli.importing import import_
+from twinflow.cli.launch import CONTEXT, launch
 from twinflow.cli.plan import plan
 from twinflow.cli.train import train
 from twinflow.version import __version__
@@ -41,6 +44,9 @@ def twinflow(
 app.command()(train)
 app.command()(plan)
 app.command()(doctor)
+app.command(context_settings=CONTEXT)(launch)
+app.command()(export)
+app.command(name="import")(import_)
 app.add_typer(bench_app, name="bench")
 
 

@@ -35,7 +35,7 @@ from twinflow.config.zero import ZeroOptimization
 
 _ONE = "one process has nobody to talk to"
 _TP = "the model is not split over GPUs"
-_MODEL = "the model decides: torch.utils.checkpoint, or gradient_checkpointing_enable() of a Hugging Face model"
+_TURNS_ON = "; like any key here that is true, it turns checkpointing on"
 _PIPELINE = "pipeline parallelism is not supported: leave it out"
 _COMET = "comet is not written to: use tensorboard, csv_monitor or wandb"
 _COMET_OFF = "comet is not written to"
@@ -118,14 +118,28 @@ class DataTypes(Section):
 
 
 class ActivationCheckpointing(Section):
-    """`activation_checkpointing`."""
+    """`activation_checkpointing`: on where a key is true or `layers` is given."""
 
-    partition_activations: bool = unused(False, _TP)
-    cpu_checkpointing: bool = refused(False, "use torch.autograd.graph.save_on_cpu(pin_memory=True) in the model")
-    contiguous_memory_optimization: bool = unused(False, _MODEL)
-    number_checkpoints: Positive | None = unused(None, _MODEL)
-    synchronize_checkpoint_boundary: bool = unused(False, _MODEL)
-    profile: bool = unused(False, _MODEL)
+    partition_activations: bool = honoured(
+        False, "checkpoint; share what is kept among tensor ranks, of which one process has none"
+    )
+    cpu_checkpointing: bool = honoured(False, "checkpoint; inputs of the layers wait for backward on the host")
+    contiguous_memory_optimization: bool = unused(False, "buffers on the host are pooled and used again" + _TURNS_ON)
+    number_checkpoints: Positive | None = unused(
+        None, "in DeepSpeed it sizes the buffer of contiguous_memory_optimization, which is not needed"
+    )
+    synchronize_checkpoint_boundary: bool = unused(False, "no layer has to wait for the GPU" + _TURNS_ON)
+    profile: bool = unused(False, "wall_clock_breakdown and flops_profiler tell where the time goes" + _TURNS_ON)
+    layers: Names | None = honoured(
+        None, "checkpoint; class names of the layers; null: the model's blocks (members of its ModuleLists)", ours=True
+    )
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether layers are checkpointed."""
+        return self.layers is not None or any(
+            value is True for value in (getattr(self, name) for name in type(self).model_fields)
+        )
 
 
 class ParallelWrite(Section):
@@ -195,7 +209,7 @@ class Pipeline(Section):
     stages: AnyWhole | None = refused(None, _PIPELINE, off=(0, 1))
     partition: str = unused("best", "there are no pipeline stages")
     seed_layers: bool = refused(False, _PIPELINE)
-    activation_checkpoint_interval: Whole = refused(0, _MODEL)
+    activation_checkpoint_interval: Whole = refused(0, "use activation_checkpointing")
     pipe_partitioned: bool = unused(True, "there are no pipeline stages")
     grad_partitioned: bool = unused(True, "there are no pipeline stages")
     use_reentrant: bool = unused(True, "there are no pipeline stages")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from twinflow.activations import Handle
 from twinflow.checkpoint import Entry, export_weights
 from twinflow.engine import state
 from twinflow.engine.loader import ResumableLoader
@@ -51,6 +52,7 @@ class Engine:
     ) -> None:
         self.module, self.optimizer, self.lr_scheduler, self.training_dataloader = module, optimizer, scheduler, loader
         self.settings, self.reports = settings, reports
+        self.activations: Handle | None = None  # checkpointed layers
         self.global_steps = 0  # steps at an accumulation boundary, skipped ones included
         self.micro_steps = 0
         self.global_samples = 0
@@ -345,9 +347,13 @@ class Engine:
             try:
                 self.reports.close()
             finally:
-                if self.optimizer is not None:
-                    self.optimizer.close()
-                self.optimizer = None
+                try:
+                    if self.activations is not None:
+                        self.activations.remove()
+                finally:
+                    if self.optimizer is not None:
+                        self.optimizer.close()
+                    self.optimizer = self.activations = None
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

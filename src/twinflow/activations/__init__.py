@@ -1,0 +1,7 @@
+"""Activation checkpointing of any model: layers run again in backward, their inputs on the device or on the host."""
+
+from __future__ import annotations
+
+from twinflow.activations.wrap import Handle, checkpoint_layers
+
+__all__ = ["Handle", "checkpoint_layers"]

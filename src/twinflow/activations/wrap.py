@@ -1,0 +1,199 @@
+"""Layers of any model that keep only their inputs, and run again in backward.
+
+A layer's `forward` is replaced on the instance, inside its hooks: what waits for weights before a layer (TwinOptimizer)
+runs once, in forward, and not when the layer runs again. Of the modules inside it the hooks do run again; they know
+that they are in a backward. A deep copy of the model, and one that was pickled, has its plain forwards back.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from functools import update_wrapper
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from twinflow.activations.offload import MIN_BYTES, Offload
+from twinflow.device import Device, device_for
+from twinflow.errors import bad_value
+from twinflow.trace import Trace
+
+LOGGER = logging.getLogger("twinflow")
+KEY = "activation_checkpointing.layers"
+
+
+def checkpoint_layers(
+    model: nn.Module,
+    layers: Sequence[str] | Sequence[nn.Module],
+    *,
+    offload: bool = False,
+    device: Device | None = None,
+    trace: Trace | None = None,
+    min_bytes: int = MIN_BYTES,
+) -> Handle:
+    """Checkpoint modules of the model: those of the classes named, or those given.
+
+    With `offload`, their floating-point inputs of at least `min_bytes` wait for backward in page-locked host memory;
+    the streams for it are those of `device`, which then belongs to the handle, or new ones that write to `trace`. A
+    model that checkpoints itself is left alone, and so is a layer inside another one.
+    """
+    chosen = _outermost(model, _find(model, layers))
+    itself = _checkpoints_itself(model)
+    if itself is not None:
+        lost = ", and nothing is offloaded" if offload else ""
+        LOGGER.info(
+            f"activation checkpointing: the model does it itself ({itself}) and is left as it is{lost}. Switch that "
+            "off, and these layers are checkpointed here"
+        )
+        return Handle([], None)
+    taken = [name for name, module in chosen.items() if isinstance(vars(module).get("forward"), Checkpointed)]
+    if taken:
+        raise bad_value(KEY, taken[0], "layers that are not checkpointed yet", "Call remove() of their handle first.")
+    mover = None
+    if offload:
+        where = next((param.device for param in model.parameters()), torch.device("cpu"))
+        mover = Offload(device or device_for(where, trace), where, min_bytes)
+    return Handle([Checkpointed(name, module, mover) for name, module in chosen.items()], mover)
+
+
+class Handle:
+    """Checkpointed layers, until `remove`."""
+
+    def __init__(self, layers: Sequence[Checkpointed], offload: Offload | None) -> None:
+        self.offload = offload
+        self._layers = list(layers)
+
+    @property
+    def names(self) -> list[str]:
+        """The layers."""
+        return [layer.name for layer in self._layers]
+
+    def remove(self) -> None:
+        """Give the layers their own forwards back, and the memory and the thread of the offload. After backward: what
+        is on the host is lost."""
+        for layer in self._layers:
+            layer.remove()
+        self._layers.clear()
+        if self.offload is not None:
+            self.offload.close()
+            self.offload = None
+
+
+class Checkpointed:
+    """The `forward` of a layer that is checkpointed in training."""
+
+    def __init__(self, name: str, module: nn.Module, offload: Offload | None) -> None:
+        update_wrapper(self, module.forward)
+        self.name = name
+        self._module, self._forward, self._offload = module, module.forward, offload
+        self._was_own = "forward" in vars(module)  # somebody else's wrapper
+        self._is_on = True
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's outputs."""
+        is_training = self._module.training and torch.is_grad_enabled()
+        if not (self._is_on and is_training) or getattr(self._module, "gradient_checkpointing", False):
+            return self._forward(*args, **kwargs)
+        leaves, spec = tree_flatten(_without_cache(self.name, args, kwargs))
+        slots: dict[int, int] = {}  # id of a tensor -> its place in `tensors`
+        tensors: list[Tensor] = []
+        places: list[int | None] = []
+        for i, leaf in enumerate(leaves):
+            is_tensor = isinstance(leaf, Tensor)
+            if is_tensor and slots.setdefault(id(leaf), len(tensors)) == len(tensors):
+                tensors.append(leaf)
+            places.append(slots[id(leaf)] if is_tensor else None)
+            leaves[i] = None if is_tensor else leaf  # else the closure would keep it on the device
+
+        def run(*given: Tensor) -> Any:
+            filled = [given[place] if place is not None else leaves[i] for i, place in enumerate(places)]
+            inner_args, inner_kwargs = tree_unflatten(filled, spec)
+            return self._forward(*inner_args, **inner_kwargs)
+
+        # Tensors in tuples and keywords too are handed over one by one: only those does torch save through hooks.
+        if self._offload is None:
+            return checkpoint(run, *tensors, use_reentrant=False)
+        with self._offload.saving(tensors, self.name):
+            return checkpoint(run, *tensors, use_reentrant=False)
+
+    def remove(self) -> None:
+        """Put the forward back; where somebody has wrapped this one, it only calls through from now on."""
+        self._is_on = False
+        if vars(self._module).get("forward") is self:
+            if self._was_own:
+                self._module.forward = self._forward
+            else:
+                del self._module.forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._forward, memo)  # bound to the copy of the module
+
+    def __reduce__(self) -> Any:
+        return self._forward.__reduce__()
+
+
+def _find(model: nn.Module, layers: Sequence[str] | Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """The modules that are meant, by name."""
+    if isinstance(layers, str) or not layers:
+        raise bad_value(KEY, layers, "a list of class names, or of modules", "Name the class of the model's layers.")
+    named = dict(model.named_modules())
+    if not isinstance(layers[0], str):
+        wanted = {id(module) for module in layers}
+        found = {name: module for name, module in named.items() if id(module) in wanted}
+        if len(found) < len(wanted):
+            raise bad_value(KEY, "a module that is not in the model", "modules of the model")
+        return found
+    classes = sorted({type(module).__name__ for module in named.values()})
+    for name in cast(Sequence[str], layers):
+        if name not in classes:
+            near = get_close_matches(name, classes, 3)
+            remedy = f"Did you mean {' or '.join(repr(other) for other in near)}?" if near else ""
+            raise bad_value(KEY, name, f"classes of the model's modules ({', '.join(classes)})", remedy)
+    return {name: module for name, module in named.items() if type(module).__name__ in layers}
+
+
+def _outermost(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Without those inside another: run again with it, they need nothing of their own."""
+    inside = {id(part) for module in found.values() for part in module.modules() if part is not module}
+    kept = {name: module for name, module in found.items() if id(module) not in inside}
+    if len(kept) < len(found):
+        names = ", ".join(sorted({type(module).__name__ for module in found.values() if id(module) in inside}))
+        LOGGER.info(f"activation checkpointing: {names} inside other checkpointed layers run again with those")
+    return kept
+
+
+def _checkpoints_itself(model: nn.Module) -> str | None:
+    """The switch that says so: Hugging Face's on any module, or that of twinflow's GPT."""
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            return f"{name or type(module).__name__}.gradient_checkpointing"
+        if getattr(getattr(module, "config", None), "checkpoint_activations", False) is True:
+            return f"{name or type(module).__name__}.config.checkpoint_activations"
+    return None
+
+
+def _without_cache(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Hugging Face hands layers a cache of keys and values even in training. Written to twice, as the layer runs twice,
+    it would be wrong; empty, it can be left out, as Hugging Face's own checkpointing does."""
+
+    def kept(value: Any) -> Any:
+        length: Callable[[], int] | None = getattr(value, "get_seq_length", None)
+        if length is None or isinstance(value, (Tensor, nn.Module)):
+            return value
+        if length() > 0:
+            allowed = "an empty cache, or none"
+            remedy = "A layer that runs again would write to it twice: pass use_cache=False."
+            raise bad_value(f"past_key_values of the checkpointed layer {name}", "not empty", allowed, remedy)
+        return None
+
+    changed = {key: kept(value) for key, value in kwargs.items()}
+    if changed.get("use_cache") is True:
+        changed["use_cache"] = False
+    return tuple(kept(arg) for arg in args), changed

@@ -1,0 +1,373 @@
+"""The files of a DeepSpeed checkpoint: which there are, whether all are there, and what is in them, by stage."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from twinflow.checkpoint.deepspeed_layout import Span, Values, in_parts, in_row, of_tensor, trim
+from twinflow.checkpoint.disk import LATEST, check_tag
+from twinflow.checkpoint.restricted import load_torch_file
+from twinflow.checkpoint.torch_files import SavedTensor
+from twinflow.errors import bad_value
+
+MODEL: Final = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+OPTIM: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+FOREIGN: Final = {
+    r"layer_\d+.*model_states\.pt": "pipeline parallelism",
+    r".*expert_\d+.*": "a mixture of experts",
+    r"expp_rank_.*": "a mixture of experts",
+    r"zero": "DeepSpeed's universal format",
+}
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of one tag, by rank. Stages 0 to 2 have one model file, stage 0 no others."""
+
+    folder: Path
+    tag: str
+    model: tuple[Path, ...]
+    optim: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """A parameter group: its options, its parameters' names in the optimizer's order."""
+
+    options: Mapping[str, Any]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint holds. `states` has each updated parameter's step (under "step"), master and states."""
+
+    files: Files
+    stage: int
+    model: Mapping[str, Any]  # the first model file
+    optimizer: Mapping[str, Any]  # the first rank's optimizer
+    weights: Mapping[str, Values]
+    aliases: Mapping[str, str]
+    groups: tuple[Group, ...]
+    masters: Mapping[str, Values]
+    states: Mapping[str, Mapping[str, Any]]
+
+
+def find_files(root: Path, tag: str | None) -> Files:
+    """The files of `tag`, or of the tag that `latest` names, under `root`; which may also be one tag's folder."""
+    if not root.is_dir():
+        raise bad_value("the DeepSpeed checkpoint", str(root), "a folder that is there")
+    if tag is None and _names(root):
+        folder = root.resolve()
+    else:
+        folder = root / (_latest(root) if tag is None else check_tag(tag))
+    if not folder.is_dir():
+        raise bad_value(f"tag under {root}", folder.name, _tags(root) or "none: no DeepSpeed checkpoint is there")
+    for pattern, what in FOREIGN.items():
+        if any(re.fullmatch(pattern, path.name) for path in folder.iterdir()):
+            raise ValueError(f"{folder} was saved with {what}, which cannot be imported; its ranks hold other models")
+    model = _by_rank(folder, MODEL)
+    optim = _by_rank(folder, OPTIM)
+    if not model:
+        raise ValueError(f"{folder} holds no DeepSpeed checkpoint: there is no *mp_rank_00_model_states.pt")
+    return Files(folder, folder.name, model, optim)
+
+
+def _names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if MODEL.fullmatch(path.name)]
+
+
+def _tags(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.is_dir() and _names(path))
+
+
+def _latest(root: Path) -> str:
+    path = root / LATEST
+    if not path.is_file():
+        tags = _tags(root)
+        raise ValueError(
+            f"{root} has no file {LATEST!r}" + (f"; name a tag: {', '.join(tags)}" if tags else " and no checkpoint")
+        )
+    return check_tag(path.read_text(errors="replace").strip())
+
+
+def _by_rank(folder: Path, pattern: re.Pattern[str]) -> tuple[Path, ...]:
+    """The files of that kind, in order of rank; all ranks from 0 on must be there."""
+    found: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()):
+        match = pattern.fullmatch(path.name)
+        if match is None:
+            continue
+        rank, part = int(match[1] or 0), int(match[2])
+        if part:
+            raise ValueError(f"{path}: saved with tensor or pipeline parallelism, which cannot be imported")
+        if rank in found:
+            raise ValueError(f"{path} and {found[rank].name} are of the same rank; remove what is left of another run")
+        found[rank] = path
+    missing = sorted(set(range(max(found, default=-1) + 1)) - set(found))
+    if missing:
+        example = next(iter(found.values())).name
+        raise ValueError(f"{folder}: files like {example} are missing for rank {', '.join(map(str, missing))}")
+    return tuple(found[rank] for rank in sorted(found))
+
+
+def read_saved(files: Files, weights_only: bool = False) -> Saved:
+    """What the files hold. Only names and numbers are read; tensors are places in them."""
+    models = [_load(path, "module") for path in files.model]
+    ranks = [_load(path, "optimizer_state_dict") for path in files.optim]
+    states = [_dict(rank["optimizer_state_dict"], files.optim[i]) for i, rank in enumerate(ranks)]
+    stage = _stage(states)
+    if states:
+        _check_ranks(files, stage, states)
+    if stage == 3 and not states:
+        raise ValueError(f"{files.folder}: stage 3 keeps all weights in *_optim_states.pt, and there are none")
+    head = models[0]
+    aliases = dict(head.get("shared_params") or {})
+    if stage < 3:
+        aliases |= _same_storage(_dict(head["module"], files.model[0]))
+    masters: dict[str, Values] = {}
+    groups: tuple[Group, ...] = ()
+    found: dict[str, dict[str, Any]] = {}
+    if stage == 3:
+        groups, masters, found = _read_stage3(files, head, states)
+    elif states:
+        groups, masters, found = _read_row(files, head, states)
+    elif head.get("optimizer") and not weights_only:
+        groups, masters, found = _read_stage0(files.model[0], head, aliases)
+    aliases = {name: first for name, first in aliases.items() if name not in masters}
+    first = states[0] if states else head.get("optimizer") or {}
+    weights = _weights(files, models, masters, aliases, stage)
+    return Saved(files, stage, head, first, weights, aliases, groups, masters, found)
+
+
+def _load(path: Path, key: str) -> dict[str, Any]:
+    return _dict(load_torch_file(path), path, key)
+
+
+def _dict(value: Any, path: Path, *keys: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or any(key not in value for key in keys):
+        what = f"a dict with {', '.join(map(repr, keys))}" if keys else "a dict"
+        raise ValueError(f"{path} is not a file of a DeepSpeed checkpoint: it does not hold {what}")
+    return value
+
+
+def _stage(states: Sequence[Mapping[str, Any]]) -> int:
+    if not states:
+        return 0
+    stage = states[0].get("zero_stage", 3 if "fp32_flat_groups" in states[0] else 1)
+    if stage not in (1, 2, 3):
+        raise bad_value("zero_stage", stage, [1, 2, 3])
+    return int(stage)
+
+
+def _check_ranks(files: Files, stage: int, states: Sequence[Mapping[str, Any]]) -> None:
+    count = states[0].get("partition_count", len(states))
+    count = max(count) if isinstance(count, list) and count else count
+    if count != len(states):
+        raise ValueError(f"{files.folder}: saved by {count} ranks, but there are {len(states)} *_optim_states.pt")
+    wanted = len(states) if stage == 3 else 1
+    if len(files.model) != wanted:
+        raise ValueError(f"{files.folder}: {len(files.model)} *_model_states.pt; stage {stage} has {wanted}")
+
+
+def _shapes(head: Mapping[str, Any], path: Path) -> list[dict[str, tuple[int, ...]]]:
+    shapes = head.get("param_shapes")
+    if not isinstance(shapes, list):
+        raise ValueError(f"{path} has no list param_shapes, which says what the values in the other files belong to")
+    return [{name: tuple(shape) for name, shape in group.items()} for group in shapes]
+
+
+def _tensors(values: Any, path: Path, what: str) -> list[SavedTensor]:
+    if not isinstance(values, list) or not all(isinstance(value, SavedTensor) for value in values):
+        raise ValueError(f"{path}: {what} is not a list of tensors; the state was kept elsewhere, or is damaged")
+    return values
+
+
+def _read_row(files: Files, head: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> Any:
+    """Stages 1 and 2, and bf16 training without a stage: groups, masters, states."""
+    key = "single_partition_of_fp32_groups"
+    flats = [_tensors(state.get(key), files.optim[i], key) for i, state in enumerate(states)]
+    shapes = _shapes(head, files.model[0])
+    paddings = states[0].get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
+    if {len(flat) for flat in flats} | {len(paddings)} != {len(shapes)}:
+        raise ValueError(f"{files.folder}: param_shapes has {len(shapes)} groups, {key} other numbers of them")
+    bases = [state.get("base_optimizer_state") for state in states]
+    order = {name: at for at, name in enumerate(head["module"])}
+    zero = (head.get("ds_config") or {}).get("zero_optimization") or {}
+    shuffled = isinstance(zero, dict) and zero.get("round_robin_gradients")
+    groups: list[Group] = []
+    masters: dict[str, Values] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for g, group in enumerate(shapes):
+        what = f"{files.folder}: group {g}"
+        masters |= in_row(group, paddings[g], [flat[g] for flat in flats], what)
+        names = sorted(group, key=lambda name: order.get(name, 0)) if shuffled else list(group)
+        entries = [_base_entry(base, g) for base in bases]
+        groups.append(Group(_base_options(bases[0], g), tuple(names)))
+        step = entries[0].get("step", groups[-1].options.get("step", states[0].get("base_optimizer_state_step")))
+        for state in _state_names(entries, files.folder):
+            row = [entry[state] for entry in entries]
+            for name, values in in_row(group, paddings[g], row, f"{what} {state}").items():
+                found.setdefault(name, {"step": step})[state] = values
+    return tuple(groups), masters, found
+
+
+def _base_entry(base: Any, group: int) -> dict[str, Any]:
+    """A group's state on one rank: in torch's form, or (elastic checkpoints) as a list."""
+    if isinstance(base, list):
+        return dict(base[group])
+    if not isinstance(base, dict):
+        return {}
+    params = base["param_groups"][group]["params"]
+    return dict(base["state"].get(params[0], {})) if params else {}
+
+
+def _base_options(base: Any, group: int) -> dict[str, Any]:
+    return dict(base["param_groups"][group]) if isinstance(base, dict) else {}
+
+
+def _state_names(entries: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
+    """The states that are flat tensors; every rank must have the same ones."""
+    names = [sorted(k for k, v in entry.items() if isinstance(v, SavedTensor) and v.shape) for entry in entries]
+    if any(other != names[0] for other in names):
+        raise ValueError(f"{folder}: ranks hold other states than rank 0, which has {names[0]}; not of one run")
+    return names[0]
+
+
+def _read_stage3(files: Files, head: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> Any:
+    key = "fp32_flat_groups"
+    flats = [_tensors(state.get(key), files.optim[i], key) for i, state in enumerate(states)]
+    parts = _shapes(head, files.model[0])
+    shapes = {name: shape for part in parts for name, shape in part.items()}
+    masters = in_parts(shapes, flats, f"{files.folder}")
+    bases = [_dict(s.get("optimizer_state_dict", {}), files.optim[i]) for i, s in enumerate(states)]
+    saved = bases[0].get("param_groups") or [{"params": list(range(len(parts)))}]
+    if sum(len(group["params"]) for group in saved) == len(parts):
+        groups = [Group(group, tuple(n for at in group["params"] for n in parts[at])) for group in saved]
+    elif len(saved) == len(parts):
+        groups = [Group(group, tuple(part)) for group, part in zip(saved, parts, strict=True)]
+    else:
+        raise ValueError(f"{files.folder}: param_shapes and param_groups do not belong together")
+    numbers = [at for group in saved for at in group["params"]]
+    rows = [[base.get("state", {}).get(at, {}) for at in numbers] for base in bases]
+    found: dict[str, dict[str, Any]] = {}
+    everything = [entry for row in rows for entry in row]
+    if everything and any(everything):
+        step = rows[0][0].get("step", saved[0].get("step"))
+        for state in _state_names(everything, files.folder):
+            row = [[entry[state] for entry in rank] for rank in rows]
+            for name, values in in_parts(shapes, row, f"{files.folder}: {state}").items():
+                found.setdefault(name, {"step": step})[state] = values
+    return tuple(groups), masters, found
+
+
+def _read_stage0(path: Path, head: Mapping[str, Any], aliases: Mapping[str, str]) -> Any:
+    """No stage: torch's own state, whole parameters in the optimizer's order; half precision adds masters."""
+    optimizer = _dict(head["optimizer"], path)
+    base = _dict(optimizer.get("optimizer_state_dict", optimizer), path, "state", "param_groups")
+    masters = [tensor for group in optimizer.get("fp32_groups") or [] for tensor in group]
+    numbers = [at for group in base["param_groups"] for at in group["params"]]
+    flat = optimizer.get("fp32_groups_flat")
+    known = {n: t for n, t in head["module"].items() if isinstance(t, SavedTensor) and n not in aliases}
+    candidates = [name for name in known if name not in set(head.get("buffer_names") or [])]
+    if flat is not None:
+        return _read_fused(path, base, _tensors(flat, path, "fp32_groups_flat"), {n: known[n] for n in candidates})
+    shapes = [_entry_shape(base["state"].get(at, {}), masters[i] if masters else None) for i, at in enumerate(numbers)]
+    given = [name for group in base["param_groups"] for name in group.get("param_names") or []]
+    names = given if len(given) == len(numbers) else _match(path, shapes, known, candidates, base["param_groups"])
+    by_number = dict(zip(numbers, names, strict=True))
+    groups = tuple(Group(group, tuple(by_number[at] for at in group["params"])) for group in base["param_groups"])
+    wide = {name: of_tensor(tensor) for name, tensor in zip(names, masters, strict=False)}
+    found: dict[str, dict[str, Any]] = {}
+    for at, name in by_number.items():
+        entry = base["state"].get(at, {})
+        found[name] = {"step": entry.get("step")} | {
+            key: of_tensor(value) for key, value in entry.items() if isinstance(value, SavedTensor) and value.shape
+        }
+    return groups, wide, {name: entry for name, entry in found.items() if len(entry) > 1}
+
+
+def _entry_shape(entry: Mapping[str, Any], master: SavedTensor | None) -> tuple[int, ...] | None:
+    if master is not None:
+        return master.shape
+    return next((value.shape for value in entry.values() if isinstance(value, SavedTensor) and value.shape), None)
+
+
+def _match(
+    path: Path,
+    shapes: Sequence[tuple[int, ...] | None],
+    known: Mapping[str, SavedTensor],
+    candidates: Sequence[str],
+    groups: Sequence[Any],
+) -> list[str]:
+    """Which parameter each state belongs to. Files of stage 0 do not say: it must follow from order and shapes."""
+    if len(groups) == 1 and len(shapes) == len(candidates):
+        names = list(candidates)
+    else:  # some are frozen: the shapes may leave no choice
+        names = [name for name in candidates if known[name].shape in shapes]
+    fits = len(groups) == 1 and len(names) == len(shapes)
+    if not fits or any(s is not None and s != known[n].shape for s, n in zip(shapes, names, strict=True)):
+        raise ValueError(
+            f"{path}: stage 0 does not save which parameter an optimizer state belongs to, and with {len(groups)} "
+            "parameter groups or frozen parameters order and shapes do not tell. Import the weights alone: "
+            "--weights-only"
+        )
+    return names
+
+
+def _read_fused(path: Path, base: Mapping[str, Any], flats: list[SavedTensor], known: Mapping[str, SavedTensor]) -> Any:
+    """Half precision without a stage where each group is one flat tensor."""
+    shapes = {name: tensor.shape for name, tensor in known.items()}
+    if len(flats) != 1 or flats[0].numel != sum(tensor.numel for tensor in known.values()):
+        raise ValueError(
+            f"{path}: stage 0 does not save which parameters are in a group, and here it is not all of them in one. "
+            "Import the weights alone: --weights-only"
+        )
+    entry = base["state"].get(base["param_groups"][0]["params"][0], {})
+    masters = in_row(shapes, [0] * len(shapes), flats, f"{path}: fp32_groups_flat")
+    found: dict[str, dict[str, Any]] = {}
+    for state in _state_names([entry], path):
+        for name, values in in_row(shapes, [0] * len(shapes), [entry[state]], f"{path}: {state}").items():
+            found.setdefault(name, {"step": entry.get("step", base["param_groups"][0].get("step"))})[state] = values
+    return (Group(base["param_groups"][0], tuple(shapes)),), masters, found
+
+
+def _same_storage(module: Mapping[str, Any]) -> dict[str, str]:
+    """Names of tensors that are the same place in the file as an earlier one: tied weights."""
+    first: dict[Any, str] = {}
+    tensors = {name: value for name, value in module.items() if isinstance(value, SavedTensor) and value.numel}
+    return {name: first[t] for name, t in tensors.items() if first.setdefault(t, name) != name}
+
+
+def _weights(
+    files: Files,
+    models: Sequence[Mapping[str, Any]],
+    masters: Mapping[str, Values],
+    aliases: Mapping[str, str],
+    stage: int,
+) -> dict[str, Values]:
+    """The model's tensors: masters where there are some, since the weights are what these round to."""
+    head = models[0]
+    frozen = head.get("frozen_param_shapes") or {}
+    found: dict[str, Values] = {}
+    for name, tensor in head["module"].items():
+        if name in masters:
+            found[name] = masters[name]
+        elif name in aliases or not isinstance(tensor, SavedTensor):
+            continue
+        elif stage == 3 and name in frozen:
+            parts = [model["frozen_param_fragments"][name] for model in models]
+            spans = [Span(part, 0, part.numel) for part in parts]
+            shape = tuple(frozen[name])
+            found[name] = Values(shape, tensor.dtype, trim(spans, math.prod(shape)))
+        else:
+            found[name] = of_tensor(tensor)
+    missing = [name for name in masters if name not in found]
+    if missing:
+        raise ValueError(f"{files.model[0]}: param_shapes names {missing[0]!r}, which the module does not have")
+    return found

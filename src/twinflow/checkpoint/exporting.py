@@ -1,0 +1,199 @@
+"""A checkpoint's weights as a model folder that other libraries load: safetensors, an index, a config.json."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from twinflow.checkpoint.disk import (
+    check_name,
+    counting,
+    is_abandoned,
+    parse_side,
+    remove,
+    side_path,
+    swap_in,
+    write_durable,
+)
+from twinflow.checkpoint.export import SHARD_BYTES, export_weights
+from twinflow.checkpoint.load import Checkpoint, open_checkpoint
+from twinflow.checkpoint.manifest import MANIFEST
+from twinflow.checkpoint.plain import parse_json
+from twinflow.checkpoint.tensors import Entry
+from twinflow.checkpoint.tree import tensor_names
+from twinflow.errors import bad_value
+from twinflow.rules.formats import rounds_to
+
+CONFIG: Final = "config.json"
+DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WRITTEN: Final = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json", CONFIG)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written where."""
+
+    path: Path
+    source: Path
+    num_tensors: int
+    num_masters: int  # of these, tensors that came from an fp32 master
+    num_bytes: int
+    notes: tuple[str, ...]
+
+
+def export_checkpoint(
+    source: Path,
+    out: Path,
+    tag: str | None = None,
+    *,
+    dtype: str = "fp32",
+    shard_bytes: int = SHARD_BYTES,
+    config: Path | None = None,
+    replace: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Exported:
+    """Write the model folder `out` from the checkpoint `source`: a folder of tags, or one tag's folder.
+
+    A parameter comes from its fp32 master where it has one, as far as the master still is what the weight was rounded
+    from. Everything is written beside `out` and renamed, with one tensor in memory at a time.
+    """
+    if dtype not in DTYPES:
+        raise bad_value("dtype", dtype, DTYPES)
+    found = find_checkpoint(Path(source), tag)
+    out = Path(os.path.abspath(out))
+    check_name("the folder's name", out.name)
+    _check_out(out, replace)
+    raw_config = _read_config(config)
+    masters = _masters(found)
+    entries = [_entry(found, name, masters.get(name), DTYPES[dtype]) for name in found.names("model")]
+    num_bytes = sum(entry.num_bytes for entry in entries)
+    on_bytes = counting(on_progress, num_bytes)
+    partial = side_path(out.parent, out.name, "partial")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _clear_leftovers(out)
+    try:
+        os.mkdir(partial)
+        if raw_config is not None:
+            write_durable(partial / CONFIG, raw_config)
+        counted = [_counted(entry, on_bytes) for entry in entries]
+        export_weights(counted, partial / "model.safetensors", shard_bytes=shard_bytes)
+        swap_in(partial, out)
+    except Exception:
+        remove(partial)
+        raise
+    return Exported(out, found.path, len(entries), len(masters), num_bytes, _notes(found))
+
+
+def find_checkpoint(source: Path, tag: str | None) -> Checkpoint:
+    """The checkpoint at `source`, or the one of `tag` or the latest under it; ValueError where there is none."""
+    if tag is None and (source / MANIFEST).is_file():
+        folder = source.resolve()
+        source, tag = folder.parent, folder.name
+    found = open_checkpoint(source, tag)
+    if found is None:
+        what = "an empty folder" if source.is_dir() else "nothing"
+        raise bad_value("the checkpoint", str(source), "a folder written by save_checkpoint", f"There is {what}.")
+    if "model" not in found.files():
+        raise ValueError(f"{found.path} has no file of weights called 'model'; it holds {', '.join(found.files())}")
+    return found
+
+
+def _check_out(out: Path, replace: bool) -> None:
+    """Refuse a place that is taken; with `replace`, unless an earlier export took it."""
+    if not os.path.lexists(out):
+        return
+    if not out.is_dir() or out.is_symlink():
+        raise ValueError(f"{out} exists and is not a folder; choose another name")
+    names = sorted(path.name for path in out.iterdir())
+    if names and not replace:
+        raise ValueError(f"{out} is not empty (it holds {names[0]}); choose another folder, or --force to replace it")
+    others = [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in WRITTEN)]
+    if others:  # to replace the folder would delete them
+        raise ValueError(f"{out} holds {others[0]}, which no export wrote; move it away, or choose another folder")
+
+
+def _read_config(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    if not path.is_file():
+        raise bad_value("config", str(path), "a file that is there")
+    raw = path.read_bytes()
+    if not isinstance(parse_json(raw, path), dict):
+        raise ValueError(f"{path} does not hold a JSON object, as a model's {CONFIG} does")
+    return raw
+
+
+def _masters(found: Checkpoint) -> dict[str, str]:
+    """The weights that have an fp32 master in the checkpoint, and its name in the optimizer's file."""
+    if "optimizer" not in found.files():
+        return {}
+    stored, names = found.meta.get("optimizer_state") or {}, set(found.names("model"))
+    tensors = {name: tensor_names(entry).get("master") for name, entry in stored.items() if name in names}
+    there = set(found.names("optimizer"))
+    return {name: master for name, master in tensors.items() if master in there}
+
+
+def _entry(found: Checkpoint, name: str, master: str | None, dtype: torch.dtype) -> Entry:
+    own = found.dtype("model", name)
+    shape = found.shape("model", name)
+    if not own.is_floating_point:  # a mask, a counter
+        return Entry(name, own, shape, lambda: found.tensor("model", name))
+    return Entry(name, dtype, shape, lambda: _narrow(_value(found, name, master), dtype, name, found.path))
+
+
+def _value(found: Checkpoint, name: str, master: str | None) -> Tensor:
+    weight = found.tensor("model", name)
+    if master is None:
+        return weight
+    wide = found.tensor("optimizer", master)
+    if wide.shape != weight.shape:
+        raise ValueError(f"{found.path}: the master of {name} has shape {tuple(wide.shape)}, not {tuple(weight.shape)}")
+    if (found.meta.get("optimizer") or {}).get("has_unsent"):
+        return wide  # a delayed update is under way: the masters are ahead of the weights on purpose
+    if weight.dtype == torch.float32:
+        return weight
+    # Somebody may have written to a weight since: then the weight is the truth, as it is for load_checkpoint.
+    return torch.where(rounds_to(wide, weight), wide, weight.float())
+
+
+def _narrow(value: Tensor, dtype: torch.dtype, name: str, path: Path) -> Tensor:
+    narrow = value.to(dtype)
+    if dtype == torch.float16 and bool((narrow.isinf() & value.isfinite()).any()):
+        raise ValueError(f"{path}: values of {name} do not fit fp16, whose largest is 65504; export as bf16 or fp32")
+    return narrow
+
+
+def _counted(entry: Entry, on_bytes: Callable[[int], None]) -> Entry:
+    def read() -> Tensor:
+        tensor = entry.read()
+        on_bytes(entry.num_bytes)
+        return tensor
+
+    return Entry(entry.name, entry.dtype, entry.shape, read)
+
+
+def _clear_leftovers(out: Path) -> None:
+    """Delete what a dead process left half written beside `out`; put back what it had set aside."""
+    for path in sorted(out.parent.iterdir()):
+        side = parse_side(path.name)
+        if side is None or side.tag != out.name or not is_abandoned(side):
+            continue
+        if side.kind == "old" and not os.path.lexists(out):
+            os.rename(path, out)
+        else:
+            remove(path)
+
+
+def _notes(found: Checkpoint) -> tuple[str, ...]:
+    aliases, excluded = found.meta.get("aliases") or {}, found.meta.get("excluded") or []
+    notes = [f"{name} is tied to {first} and stored once, as {first}" for name, first in aliases.items()]
+    if excluded:
+        notes.append(f"{len(excluded)} frozen tensors are not in the checkpoint, {excluded[0]} for one; add them")
+    return tuple(notes)

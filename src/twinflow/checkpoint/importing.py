@@ -1,0 +1,312 @@
+"""A DeepSpeed checkpoint as one of ours: weights, masters, states, steps, counters, schedule and loss scale."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from twinflow.checkpoint.deepspeed_files import Group, Saved, find_files, read_saved
+from twinflow.checkpoint.deepspeed_layout import Values
+from twinflow.checkpoint.disk import check_tag
+from twinflow.checkpoint.restricted import Record
+from twinflow.checkpoint.save import save
+from twinflow.checkpoint.tensors import Entry
+from twinflow.checkpoint.torch_files import SavedTensor
+from twinflow.checkpoint.tree import Leaf, take_apart
+from twinflow.errors import bad_value
+from twinflow.optim import loss_scale
+from twinflow.optim.twin_state import KIND, VERSION
+from twinflow.rules import RULES
+
+_MODEL_KEYS: Final = ("module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments")
+_RUN_KEYS: Final = ("optimizer", "lr_scheduler", "data_sampler", "random_ltd", "ds_config", "ds_version")
+_COUNT_KEYS: Final = (
+    "skipped_steps",
+    "global_steps",
+    "global_samples",
+    "dp_world_size",
+    "mp_world_size",
+    "num_experts",
+)
+_OTHER_KEYS: Final = ("shared_params", "sparse_tensor_module_names", "csr_tensor_module_names")
+_NEW_KEYS: Final = ("checkpoint_parallel_dimensions", "universal_checkpoint_info")
+# All else in a model file is what the user handed to save_checkpoint as client_state.
+OWN_KEYS: Final = frozenset((*_MODEL_KEYS, *_RUN_KEYS, *_COUNT_KEYS, *_OTHER_KEYS, *_NEW_KEYS))
+ADAM_OPTIONS: Final = ("lr", "betas", "eps", "weight_decay", "initial_lr")
+OPTIONS: Final = (*ADAM_OPTIONS, "momentum", "dampening", "nesterov", "lr_decay", "initial_accumulator_value")
+UNLIKE: Final = {"amsgrad": False, "maximize": False, "bias_correction": True}  # what our rules always have
+BY_STATES: Final = {
+    ("exp_avg", "exp_avg_sq"): "adamw",
+    ("exp_avg",): "lion",
+    ("sum",): "adagrad",
+    ("momentum_buffer",): "sgd",
+}
+MAX_PLAIN: Final = 1_000_000  # values of a client state; more is a trap of nested references
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was written, and what was not and why."""
+
+    path: Path
+    stage: int
+    num_ranks: int
+    num_params: int  # with optimizer state
+    rule: str | None
+    global_steps: int
+    notes: tuple[str, ...]
+
+
+def import_deepspeed(
+    source: Path,
+    root: Path,
+    tag: str | None = None,
+    *,
+    rule: str | None = None,
+    weights_only: bool = False,
+    replace: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Imported:
+    """Write `root/<tag>` from the DeepSpeed checkpoint `source`, whose `latest` names the tag if it is not given.
+
+    `rule` is the update rule where the files leave it open: `Adam` and `AdamW` keep the same states. One parameter is
+    in memory at a time. Nothing that is pickled in the files is run; see `restricted`.
+    """
+    files = find_files(Path(source), tag)
+    check_tag(files.tag)
+    if (Path(root) / files.tag).exists() and not replace:
+        raise ValueError(f"{Path(root) / files.tag} exists; choose another folder, or --force to replace it")
+    try:
+        converted = _convert(read_saved(files, weights_only), rule, weights_only)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+        if isinstance(error, ValueError) and str(files.folder) in str(error):
+            raise
+        raise ValueError(f"{files.folder}: its files do not have DeepSpeed's layout ({error})") from error
+    meta = converted.meta
+    path = save(Path(root), files.tag, converted.contents, meta, on_progress=on_progress)
+    num_params = len(meta.get("optimizer_state", {}))
+    ranks = max(len(files.optim), len(files.model))
+    steps = meta["global_steps"]
+    return Imported(path, converted.stage, ranks, num_params, converted.rule, steps, converted.notes)
+
+
+@dataclass(frozen=True)
+class _Converted:
+    """A checkpoint of ours, still to be written."""
+
+    stage: int
+    rule: str | None
+    contents: Mapping[str, Sequence[Entry]]
+    meta: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def _convert(saved: Saved, rule: str | None, weights_only: bool) -> _Converted:
+    notes: list[str] = []
+    meta = _counters(saved)
+    leaves: list[Leaf] = []
+    chosen = None
+    if saved.states and not weights_only:
+        chosen = _choose_rule(rule, saved)
+        meta["optimizer"] = _head(saved, chosen, meta["global_steps"])
+        meta["optimizer_state"], leaves = _states(saved, chosen)
+    elif not weights_only:
+        notes.append("there is no optimizer state: the optimizer starts anew")
+    rest = _rest(saved, meta, notes)
+    meta |= {"aliases": dict(saved.aliases), "excluded": []}
+    model = [Entry(name, values.dtype, values.shape, values.read) for name, values in saved.weights.items()]
+    contents = {"model": model, "optimizer": [Entry(*leaf) for leaf in leaves], "rest": [Entry(*leaf) for leaf in rest]}
+    return _Converted(saved.stage, chosen, contents, meta, tuple(notes))
+
+
+def _counters(saved: Saved) -> dict[str, Any]:
+    found = {}
+    for key in ("global_steps", "global_samples"):
+        value = saved.model.get(key, 0)
+        if type(value) is not int or value < 0:
+            raise bad_value(f"{saved.files.model[0]}: {key}", value, "a count")
+        found[key] = value
+    config = saved.model.get("ds_config")
+    parts = config.get("gradient_accumulation_steps", 1) if isinstance(config, dict) else 1
+    return found | {"micro_steps": found["global_steps"] * (parts if type(parts) is int else 1)}
+
+
+def _choose_rule(given: str | None, saved: Saved) -> str:
+    """The update rule: as asked, as the saved config names it, or as the states suggest."""
+    names = tuple(sorted(key for key in next(iter(saved.states.values())) if key != "step"))
+    config = saved.model.get("ds_config")
+    section = config.get("optimizer") if isinstance(config, dict) else None
+    kind = str(section.get("type", "")).lower() if isinstance(section, dict) else ""
+    params = section.get("params") if isinstance(section, dict) else None
+    if kind == "adam" and not (isinstance(params, dict) and params.get("adam_w_mode") is False):
+        kind = "adamw"  # DeepSpeed's Adam decays weights as AdamW does unless told otherwise
+    if kind not in RULES:
+        torch_adam = any(group.options.get("decoupled_weight_decay") is False for group in saved.groups)
+        kind = "adam" if torch_adam and len(names) == 2 else BY_STATES.get(names, "")
+    chosen = given or kind
+    if chosen not in RULES:
+        raise bad_value("rule", chosen or None, RULES, f"The files hold the states {names}; --weights-only skips them.")
+    wanted = tuple(sorted(name for name in RULES[chosen].states if name))
+    if names != wanted:
+        remedy = "Name the rule they are of (--rule), or import the weights alone (--weights-only)."
+        raise bad_value(f"{saved.files.folder}: states", names, [wanted], remedy)
+    return chosen
+
+
+def _head(saved: Saved, rule: str, global_steps: int) -> dict[str, Any]:
+    """What a TwinOptimizer saves beside the state of its parameters."""
+    skipped = saved.model.get("skipped_steps", 0)
+    groups = [{**_options(group, saved), "params": list(group.names)} for group in saved.groups]
+    head = {
+        "kind": KIND,
+        "version": VERSION,
+        "rule": rule,
+        "states": "fp32",
+        "num_steps": global_steps,
+        "num_skipped": skipped if type(skipped) is int else 0,
+        "num_jobs": global_steps,
+        "has_unsent": False,
+        "loss_scale": loss_scale.to_dict(_loss_scale(saved)),
+        "param_groups": groups,
+    }
+    stripped, leaves = take_apart(head, "optimizer")
+    assert not leaves
+    return dict(stripped)
+
+
+def _options(group: Group, saved: Saved) -> dict[str, Any]:
+    for key, value in UNLIKE.items():
+        if bool(group.options.get(key, value)) is not value:
+            raise bad_value(f"{saved.files.folder}: option {key}", group.options[key], [value])
+    found = {key: group.options[key] for key in OPTIONS if group.options.get(key) is not None}
+    if "betas" in found:
+        found["betas"] = tuple(float(beta) for beta in found["betas"])
+    return {k: v.read().item() if isinstance(v, SavedTensor) and v.numel == 1 else v for k, v in found.items()}
+
+
+def _loss_scale(saved: Saved) -> loss_scale.LossScale:
+    """Where fp16's loss scale stands; 1 for bf16 and fp32."""
+    scaler = saved.optimizer.get("loss_scaler")
+    values: Mapping[Any, Any] = scaler.state if isinstance(scaler, Record) else saved.optimizer
+    scale = float(values.get("cur_scale", 1.0))
+    try:
+        if not (values.get("dynamic") or values.get("dynamic_loss_scale")):
+            return loss_scale.static(scale)
+        return loss_scale.LossScale(
+            scale=scale,
+            dynamic=True,
+            window=int(values.get("scale_window", 1000)),
+            factor=float(values.get("scale_factor", 2.0)),
+            hysteresis=int(values.get("delayed_shift", 2)),
+            min_scale=float(values.get("min_scale", 1.0)),
+            consecutive_hysteresis=bool(values.get("consecutive_hysteresis", False)),
+            raise_at_min=bool(values.get("raise_error_at_min_scale", True)),
+            iteration=int(values.get("cur_iter", 0)),
+            last_overflow=int(values.get("last_overflow_iter", -1)),
+            hysteresis_left=int(values.get("cur_hysteresis", values.get("delayed_shift", 2))),
+        )
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{saved.files.folder}: its loss scale cannot be taken over ({error})") from error
+
+
+def _states(saved: Saved, rule: str) -> tuple[dict[str, Any], list[Leaf]]:
+    """Each parameter's entry as a TwinOptimizer saves it, and the tensors of all."""
+    wanted = [name for name in RULES[rule].states if name]
+    found: dict[str, Any] = {}
+    leaves: list[Leaf] = []
+    for name, entry in saved.states.items():
+        master: Values = saved.masters.get(name) or saved.weights[name]
+        tensors = {"master": master, **{key: entry[key] for key in wanted if key in entry}}
+        if len(tensors) < 1 + len(wanted):
+            raise ValueError(f"{saved.files.folder}: {name} has the states {sorted(entry)}, needed are {wanted}")
+        for key, values in tensors.items():
+            if values.shape != saved.weights[name].shape:
+                raise ValueError(f"{saved.files.folder}: {key} of {name} has shape {values.shape}, not the weight's")
+        wide = {key: Values(v.shape, torch.float32, v.spans) for key, v in tensors.items()}
+        streams = {key: Leaf(f"{name}/{key}", v.dtype, v.shape, v.read) for key, v in wide.items()}
+        found[name], made = take_apart({"step": _step(entry["step"], name, saved), **streams}, name)
+        leaves += made
+    return found, leaves
+
+
+def _step(value: Any, name: str, saved: Saved) -> int:
+    """How many updates a parameter has had; where no file says, all steps that were not skipped."""
+    if isinstance(value, SavedTensor) and value.numel == 1:
+        value = value.read().item()
+    if value is None:
+        value = int(saved.model.get("global_steps", 0)) - int(saved.model.get("skipped_steps", 0))
+    if not isinstance(value, (int, float)) or value != int(value) or value < 0:
+        raise bad_value(f"{saved.files.folder}: step of {name}", value, "a whole number >= 0")
+    return int(value)
+
+
+def _rest(saved: Saved, meta: dict[str, Any], notes: list[str]) -> list[Leaf]:
+    """Schedule, client state and what modules add to their state dict, as far as they are plain."""
+    client = {key: value for key, value in saved.model.items() if key not in OWN_KEYS}
+    extra = {k: v for k, v in saved.model["module"].items() if not isinstance(v, SavedTensor) and v is not None}
+    parts: dict[str, Any] = {
+        "scheduler": _plain(saved.model.get("lr_scheduler"), "the scheduler's state", notes),
+        "loader": None,  # DeepSpeed does not save where the data stand
+        "random": _fresh_random(),
+        "client_state": _plain_items(client, "client state", notes),
+        "extra": _plain_items(extra, "extra state", notes),
+    }
+    leaves: list[Leaf] = []
+    for name, value in parts.items():
+        meta[name], found = take_apart(value, name)
+        leaves += found
+    return leaves
+
+
+def _plain_items(values: Mapping[Any, Any], what: str, notes: list[str]) -> dict[str, Any]:
+    found = {key: _plain(value, f"{what} {key!r}", notes) for key, value in values.items() if isinstance(key, str)}
+    return {key: value for key, value in found.items() if value is not None or values[key] is None}
+
+
+def _plain(value: Any, what: str, notes: list[str]) -> Any:
+    """A copy of `value` with tensors that are read when they are saved; None, and a note, where it is not plain."""
+    left = [MAX_PLAIN]
+
+    def copy(item: Any, depth: int) -> Any:
+        left[0] -= 1
+        if left[0] < 0 or depth > 32:
+            raise ValueError("is too large or too deep")
+        if isinstance(item, SavedTensor):
+            return item.read()
+        if isinstance(item, dict):
+            return {key: copy(one, depth + 1) for key, one in item.items()}
+        if isinstance(item, (list, tuple)):
+            made = [copy(one, depth + 1) for one in item]
+            return made if isinstance(item, list) else tuple(made)
+        return item
+
+    try:
+        plain = copy(value, 0)
+        take_apart(plain, "it")
+    except ValueError as error:
+        notes.append(f"{what} is left out: {error}")
+        return None
+    return plain
+
+
+def _fresh_random() -> dict[str, Any]:
+    """Generators as a seed of 0 leaves them, since DeepSpeed saves none; the process's own are not touched."""
+    kind, keys, *rest = np.random.RandomState(0).get_state()
+    return {
+        "python": random.Random(0).getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+        "torch": torch.Generator().manual_seed(0).get_state(),
+    }
+
+
+def describe(imported: Imported) -> Sequence[str]:
+    """Lines for a person."""
+    from_what = f"DeepSpeed ZeRO stage {imported.stage}, {imported.num_ranks} rank(s)"
+    what = f"{imported.num_params} parameters with {imported.rule} state" if imported.rule else "weights only"
+    return [f"{imported.path}: {from_what}, step {imported.global_steps}, {what}", *imported.notes]

@@ -1,0 +1,82 @@
+"""`twinflow export`: a checkpoint's weights as a model folder that other libraries load."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from twinflow.checkpoint.exporting import export_checkpoint
+from twinflow.cli.settings import parse_bytes
+
+LINE_S: Final = 10.0  # without a terminal, a line at most this often
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of checkpoints, or the folder of one.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    tag: Annotated[str | None, typer.Option(help="Which checkpoint. Default: the latest.")] = None,
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Largest file.")] = "5GB",
+    config: Annotated[Path | None, typer.Option(help="A config.json to put beside the weights.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
+) -> None:
+    """Write a checkpoint's weights as safetensors, fp32 masters where there are some."""
+    with told_errors(), progress("exporting") as on_progress:
+        shard_bytes = parse_bytes("--max-shard-size", max_shard_size)
+        assert shard_bytes is not None
+        done = export_checkpoint(
+            checkpoint,
+            out,
+            tag,
+            dtype=dtype,
+            shard_bytes=shard_bytes,
+            config=config,
+            replace=force,
+            on_progress=on_progress,
+        )
+    what = f"{done.num_tensors} tensors as {dtype}, {done.num_masters} of them from fp32 masters"
+    typer.echo(f"{done.path}: {what}, {done.num_bytes:,} bytes, from {done.source}")
+    for note in done.notes:
+        typer.echo(f"note: {note}")
+
+
+@contextmanager
+def told_errors() -> Iterator[None]:
+    """A mistake of the user's or a full disk is one line and exit code 1, not a traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, else a line now and then; takes bytes done and bytes in all."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines(what)
+        return
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _lines(what: str) -> Callable[[int, int], None]:
+    last = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= LINE_S:
+            last = time.monotonic()
+            typer.echo(f"{what}: {done / 1e9:.1f} of {total / 1e9:.1f} GB", err=True)
+
+    return tell

@@ -1,0 +1,32 @@
+"""`twinflow import`: a DeepSpeed checkpoint as one of ours, without running what is pickled in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from twinflow.checkpoint.importing import describe, import_deepspeed
+from twinflow.cli.export import progress, told_errors
+
+
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="DIR", help="DeepSpeed's folder, or the folder of one tag.")],
+    out: Annotated[Path, typer.Argument(help="Folder for engine.load_checkpoint.")],
+    tag: Annotated[str | None, typer.Option(help="Which checkpoint. Default: the latest.")] = None,
+    rule: Annotated[
+        str | None, typer.Option(help="adamw, adam, adagrad, lion or sgd. Default: what config and states say.")
+    ] = None,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave the optimizer's state out.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a checkpoint of that tag.")] = False,
+) -> None:
+    """Convert a DeepSpeed checkpoint (ZeRO 0 to 3, any number of ranks) for engine.load_checkpoint."""
+    with told_errors(), progress("importing") as on_progress:
+        done = import_deepspeed(
+            source, out, tag, rule=rule, weights_only=weights_only, replace=force, on_progress=on_progress
+        )
+    first, *notes = describe(done)
+    typer.echo(first)
+    for note in notes:
+        typer.echo(f"note: {note}")

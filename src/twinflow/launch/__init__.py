@@ -1,0 +1,1 @@
+"""Many processes as one run: `twinflow launch` starts them, `init_distributed` lets each find its rank."""

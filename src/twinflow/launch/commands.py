@@ -1,0 +1,126 @@
+"""From options to the command of each node: torchrun here, and over ssh on the other machines."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from twinflow.errors import bad_value
+from twinflow.launch.hosts import Host
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1"})
+# What a remote shell would not know. No tokens and keys: a command line can be read by everybody on the machine.
+FORWARDED = frozenset({"PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"})
+FORWARDED_PREFIXES = ("NCCL_", "TWINFLOW_", "TORCH_")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every rank runs."""
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    python: str = "python"
+    directory: str = "."
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the nodes find each other, and how often they start again after a failure."""
+
+    address: str
+    port: int
+    max_restarts: int = 0
+
+
+@dataclass(frozen=True)
+class NodeCommand:
+    """The command that starts all ranks of one host."""
+
+    host: str
+    argv: tuple[str, ...]
+
+    def shell_line(self) -> str:
+        """The command as a shell reads it."""
+        return shlex.join(self.argv)
+
+
+def master_address(hosts: Sequence[Host], asked: str | None) -> str:
+    """Where rank 0 listens: the first host, by a name that the others can reach."""
+    if asked is not None:
+        return asked
+    first = hosts[0].name
+    if first in LOOPBACK and len(hosts) > 1:
+        raise bad_value(
+            "first host", first, "a name that the other hosts can reach", "Give that name as --master_addr."
+        )
+    return first if first not in LOOPBACK else "127.0.0.1"
+
+
+def node_commands(
+    hosts: Sequence[Host], program: Program, meeting: Meeting, env: Mapping[str, str], local_names: Collection[str]
+) -> list[NodeCommand]:
+    """One command a host; the host's place in the list is its node rank."""
+    commands = []
+    for node_rank, host in enumerate(hosts):
+        argv = _torchrun(host, node_rank, len(hosts), program, meeting)
+        # Ranks that start again would read the old addresses in a store shared with torchrun (pytorch issue 135712).
+        fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if _restarts_together(len(hosts), meeting) else {}
+        if host.name in local_names:
+            variables = {**fresh, **_visible_devices(host, env.get("CUDA_VISIBLE_DEVICES", ""))}
+            full = [*_env(variables), *argv]
+        else:
+            variables = {**_forwarded(env), **fresh, **_visible_devices(host, "")}
+            remote = f"cd {shlex.quote(program.directory)} && exec {shlex.join([*_env(variables), *argv])}"
+            # With a terminal (-tt) the remote processes get a hang-up when this end of the connection goes away.
+            full = ["ssh", "-tt", "-o", "BatchMode=yes", host.name, remote]
+        commands.append(NodeCommand(host.name, tuple(full)))
+    return commands
+
+
+def _torchrun(host: Host, node_rank: int, num_nodes: int, program: Program, meeting: Meeting) -> list[str]:
+    options: dict[str, int | str] = {
+        "--nnodes": num_nodes,
+        "--nproc-per-node": len(host.slots),
+        "--max-restarts": meeting.max_restarts,
+    }
+    if _restarts_together(num_nodes, meeting):
+        # Only this rendezvous tells the other nodes to start again too; it hands out the node ranks itself.
+        options |= {
+            "--rdzv-backend": "c10d",
+            "--rdzv-endpoint": f"{meeting.address}:{meeting.port}",
+            "--rdzv-id": f"twinflow-{meeting.port}",
+        }
+    else:
+        options |= {
+            "--node-rank": node_rank,
+            "--master-addr": meeting.address,
+            "--master-port": meeting.port,
+        }
+    words = [f"{name}={value}" for name, value in options.items()]
+    worker = ["-m", "twinflow.launch.worker", *(["--module"] if program.module else []), program.script]
+    return [program.python, "-m", "torch.distributed.run", *words, *worker, *program.arguments]
+
+
+def _restarts_together(num_nodes: int, meeting: Meeting) -> bool:
+    return num_nodes > 1 and meeting.max_restarts > 0
+
+
+def _visible_devices(host: Host, visible: str) -> dict[str, str]:
+    """Nothing for the first slots, which local ranks reach by their number; else the GPUs chosen."""
+    if host.slots == tuple(range(len(host.slots))):
+        return {}
+    here = visible.split(",") if visible else [str(slot) for slot in range(host.num_slots)]
+    if len(here) < host.num_slots:
+        raise bad_value("CUDA_VISIBLE_DEVICES", visible, f"the {host.num_slots} slots of {host.name}")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(here[slot] for slot in host.slots)}
+
+
+def _forwarded(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: env[name] for name in sorted(env) if name in FORWARDED or name.startswith(FORWARDED_PREFIXES)}
+
+
+def _env(variables: Mapping[str, str]) -> list[str]:
+    return ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []

@@ -1,0 +1,203 @@
+"""Which rank this process is: under torchrun, Open MPI, MPICH or Intel MPI, and Slurm; and torch's group from that.
+
+MPI comes before Slurm: inside a Slurm job mpirun starts its daemons with srun, and each rank then sees the daemon's
+SLURM_ variables as well. PMI_RANK alone does not count as MPI there, since srun sets it too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from twinflow.errors import bad_value
+
+LOCAL_ADDRESS = "127.0.0.1"
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """This process among all: its rank, its rank on this machine, and where rank 0 listens."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+
+
+def rank_environment(env: Mapping[str, str]) -> RankEnvironment | None:
+    """What the launcher of this process said; None where there is none."""
+    if "RANK" in env or "LOCAL_RANK" in env:
+        return _torchrun(env)
+    if "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env:
+        return _open_mpi(env)
+    if "MPI_LOCALRANKID" in env:
+        return _mpich(env)
+    if "SLURM_PROCID" in env or "SLURM_STEP_NODELIST" in env:
+        return _slurm(env)
+    if "PMI_RANK" in env or "PMI_SIZE" in env:
+        return _mpich(env)
+    if "WORLD_SIZE" in env:
+        return _torchrun(env)
+    return None
+
+
+def _torchrun(env: Mapping[str, str]) -> RankEnvironment:
+    local_size = "LOCAL_SIZE" if "LOCAL_SIZE" in env and "LOCAL_WORLD_SIZE" not in env else "LOCAL_WORLD_SIZE"
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", local_size)  # DeepSpeed's launcher says LOCAL_SIZE
+    _need(env, (*names, "MASTER_ADDR", "MASTER_PORT"), "Start the script with torchrun or `twinflow launch`.")
+    return _checked(env, names, env["MASTER_ADDR"], _number(env, "MASTER_PORT"))
+
+
+def _open_mpi(env: Mapping[str, str]) -> RankEnvironment:
+    prefix = "OMPI_COMM_WORLD_"
+    names = (f"{prefix}RANK", f"{prefix}LOCAL_RANK", f"{prefix}SIZE", f"{prefix}LOCAL_SIZE")
+    _need(env, names, "Start the script with mpirun.")
+    return _checked(env, names, _mpi_address(env, names[2], names[3]), _port(env, DEFAULT_PORT))
+
+
+def _mpich(env: Mapping[str, str]) -> RankEnvironment:
+    names = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")
+    _need(env, names, "Start the script with mpiexec.")
+    return _checked(env, names, _mpi_address(env, names[2], names[3]), _port(env, DEFAULT_PORT))
+
+
+def _mpi_address(env: Mapping[str, str], size: str, local_size: str) -> str:
+    """MPI does not tell where rank 0 is; on one machine nobody has to."""
+    if "MASTER_ADDR" not in env and _number(env, size) != _number(env, local_size):
+        raise bad_value(
+            "MASTER_ADDR", None, "the address of rank 0's machine", "Hand it on with mpirun -x MASTER_ADDR=HOST."
+        )
+    return env.get("MASTER_ADDR", LOCAL_ADDRESS)
+
+
+def _slurm(env: Mapping[str, str]) -> RankEnvironment | None:
+    if "SLURM_STEP_NODELIST" not in env and env["SLURM_PROCID"] == "0" and env.get("SLURM_NTASKS", "1") == "1":
+        return None  # a batch script itself, with one task: it has a rank, but srun did not start it
+    _need(
+        env,
+        ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NODELIST"),
+        "Start the script with srun, or unset SLURM_PROCID for one process.",
+    )
+    counts = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE"))
+    if counts is None:
+        _need(env, ("SLURM_STEP_TASKS_PER_NODE",), "Start the script with srun.")
+    assert counts is not None
+    tasks = tasks_per_node(counts)
+    node = _number(env, "SLURM_NODEID") if "SLURM_NODEID" in env else 0
+    if node >= len(tasks):
+        raise bad_value("SLURM_NODEID", node, f"0 to {len(tasks) - 1}, the nodes of {counts!r}")
+    values = {**env, "tasks of this node": str(tasks[node])}
+    names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "tasks of this node")
+    address = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
+    # Two jobs on one node must not meet: the port comes from the job's number, below the ports the system hands out.
+    job = _number(env, "SLURM_JOB_ID") if "SLURM_JOB_ID" in env else 0
+    return _checked(values, names, address, _port(env, 20000 + job % 10000))
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of Slurm's list: rack1n05 for `rack[1-2]n[05-08,12],login`."""
+    match = re.match(r"(?:[^,\[\]]|\[[0-9][0-9,-]*\])+(?=,|$)", nodelist)
+    if match is None:
+        raise bad_value("SLURM_STEP_NODELIST", nodelist, "hosts as Slurm writes them, like node[01-04,07]")
+    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", match[0])
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Tasks of each node of Slurm's `4(x2),3`: 4, 4, 3."""
+    counts = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
+        if match is None:
+            raise bad_value("SLURM_STEP_TASKS_PER_NODE", text, "counts as Slurm writes them, like 4(x2),3")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _need(env: Mapping[str, str], names: Sequence[str], remedy: str) -> None:
+    missing = [name for name in names if name not in env]
+    if missing:
+        there = ", ".join(f"{name}={env[name]}" for name in names if name in env)
+        half = f"half of a launcher's variables: {there} without {', '.join(missing)}"
+        raise ValueError(f"{half}; allowed: all of them or none. {remedy}")
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    if not re.fullmatch(r"[0-9]+", env[name]):
+        raise bad_value(name, env[name], "a whole number >= 0")
+    return int(env[name])
+
+
+def _port(env: Mapping[str, str], default: int) -> int:
+    return _number(env, "MASTER_PORT") if "MASTER_PORT" in env else default
+
+
+def _checked(env: Mapping[str, str], names: Sequence[str], address: str, port: int) -> RankEnvironment:
+    """A rank below its world's size, on this machine and overall. names: rank, local rank, size, local size."""
+    rank, local_rank, world_size, local_size = (_number(env, name) for name in names)
+    for name, value, size_name, size in (
+        (names[0], rank, names[2], world_size),
+        (names[1], local_rank, names[3], local_size),
+    ):
+        if value >= size:
+            raise bad_value(name, value, f"below {size_name}, which is {size}")
+    if local_size > world_size:
+        raise bad_value(names[3], local_size, f"at most {names[2]}, which is {world_size}")
+    if not 1 <= port <= 65535:
+        raise bad_value("MASTER_PORT", port, "1 to 65535")
+    return RankEnvironment(rank, local_rank, world_size, local_size, address, port)
+
+
+def init_distributed(
+    backend: str = "auto", timeout_s: float = 600.0, env: Mapping[str, str] = os.environ
+) -> RankEnvironment:
+    """Join torch's process group as the launcher says; a process without a launcher is a world of one, with no group.
+
+    backend: "nccl", "gloo" or "auto": nccl on machines with CUDA, else gloo. With nccl this process takes the GPU of
+    its local rank. Where a group is there already it stays as it is.
+    """
+    import torch
+    from torch import distributed
+
+    if backend not in ("auto", "nccl", "gloo"):
+        raise bad_value("backend", backend, ("auto", "nccl", "gloo"))
+    if timeout_s <= 0:
+        raise bad_value("timeout_s", timeout_s, "seconds, above 0")
+    found = rank_environment(env)
+    if distributed.is_available() and distributed.is_initialized():
+        return found or _joined_otherwise(distributed.get_rank(), distributed.get_world_size())
+    if found is None:
+        return RankEnvironment(0, 0, 1, 1, LOCAL_ADDRESS, DEFAULT_PORT)
+    has_cuda = torch.cuda.is_available()
+    if backend == "nccl" and not has_cuda:
+        raise bad_value("backend", backend, ("auto", "gloo"), "There is no CUDA here.")
+    chosen = ("nccl" if has_cuda else "gloo") if backend == "auto" else backend
+    if has_cuda:
+        # Slurm may show each task its own GPU alone, as number 0.
+        torch.cuda.set_device(found.local_rank % torch.cuda.device_count())
+    os.environ.update(_torchrun_variables(found))  # torch reads some of them, and so do other libraries
+    distributed.init_process_group(
+        chosen, timeout=timedelta(seconds=timeout_s), rank=found.rank, world_size=found.world_size
+    )
+    return found
+
+
+def _joined_otherwise(rank: int, world_size: int) -> RankEnvironment:
+    """A group that the script made without a launcher's variables: all of it counts as on this machine."""
+    return RankEnvironment(rank, rank, world_size, world_size, LOCAL_ADDRESS, DEFAULT_PORT)
+
+
+def _torchrun_variables(found: RankEnvironment) -> dict[str, str]:
+    return {
+        "RANK": str(found.rank),
+        "LOCAL_RANK": str(found.local_rank),
+        "WORLD_SIZE": str(found.world_size),
+        "LOCAL_WORLD_SIZE": str(found.local_world_size),
+        "MASTER_ADDR": found.master_addr,
+        "MASTER_PORT": str(found.master_port),
+    }

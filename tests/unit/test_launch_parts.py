@@ -1,0 +1,266 @@
+"""The pure parts of `twinflow launch`: hosts, commands, a rank's environment, first causes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import distributed
+
+import twinflow
+from twinflow.cli.launch import free_port
+from twinflow.launch.commands import Meeting, Program, master_address, node_commands
+from twinflow.launch.environment import RankEnvironment, first_host, init_distributed, rank_environment, tasks_per_node
+from twinflow.launch.failure import Failure, error_of, first_failure, read_failure
+from twinflow.launch.hosts import Host, choose_hosts, parse_hostfile
+
+POOL = {"worker-0": 2, "worker-1": 4, "worker-2": 1}
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z0-9][a-z0-9.-]{0,9}", fullmatch=True), st.integers(1, 99), min_size=1))
+def test_a_hostfile_reads_back(pool: dict[str, int]) -> None:
+    lines = [f"  {host}\t slots={slots}  # a comment" for host, slots in pool.items()]
+    assert parse_hostfile("# hosts\n\n" + "\n".join(lines)) == pool
+    assert list(parse_hostfile("\n".join(lines))) == list(pool)
+
+
+@pytest.mark.parametrize("line", ["worker-1", "worker-1 slots=", "worker-1 slots=0", "a b slots=1", "-oProxy slots=1"])
+def test_a_bad_line_is_named(line: str) -> None:
+    with pytest.raises(ValueError, match=r"hostfile, line 2 is .*HOST slots=N"):
+        parse_hostfile(f"worker-0 slots=1\n{line}\n")
+
+
+def test_other_bad_hostfiles() -> None:
+    with pytest.raises(ValueError, match=r"line 2 .*a is there already"):
+        parse_hostfile("a slots=1\na slots=2")
+    with pytest.raises(ValueError, match="at least one line"):
+        parse_hostfile("# nothing\n")
+
+
+@given(st.data())
+def test_include_and_exclude_are_complements(data: st.DataObject) -> None:
+    named = {host: data.draw(st.sets(st.integers(0, slots - 1))) for host, slots in POOL.items()}
+    named = {host: slots for host, slots in named.items() if slots}
+    text = "@".join(f"{host}:{','.join(map(str, slots))}" for host, slots in named.items())
+    if not text:
+        return
+    kept = {(host.name, slot) for host in choose_hosts(POOL, include=text) for slot in host.slots}
+    assert kept == {(host, slot) for host, slots in named.items() for slot in slots}
+    everything = {(host, slot) for host, slots in POOL.items() for slot in range(slots)}
+    if kept == everything:
+        with pytest.raises(ValueError, match="at least one slot"):
+            choose_hosts(POOL, exclude=text)
+    else:
+        rest = {(host.name, slot) for host in choose_hosts(POOL, exclude=text) for slot in host.slots}
+        assert rest == everything - kept
+
+
+def test_filters_and_counts() -> None:
+    chosen = choose_hosts(POOL, include="worker-1:2,0@worker-0")
+    assert chosen == [Host("worker-0", (0, 1), 2), Host("worker-1", (0, 2), 4)]
+    assert [host.name for host in choose_hosts(POOL, exclude="worker-1")] == ["worker-0", "worker-2"]
+    assert choose_hosts(POOL, num_nodes=2, num_gpus=1) == [Host("worker-0", (0,), 2), Host("worker-1", (0,), 4)]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"include": "worker-9"}, "host in --include is 'worker-9'; allowed: 'worker-0', 'worker-1', 'worker-2'"),
+        ({"exclude": "worker-1:4"}, "slot of worker-1 in --exclude is '4'; allowed: 0 to 3"),
+        ({"include": "worker-1:"}, "slot of worker-1 in --include is ''"),
+        ({"include": "worker-1@worker-1:0"}, "worker-1 is there twice"),
+        ({"include": "worker-0", "exclude": "worker-1"}, "nothing beside --include"),
+        ({"include": "worker-0", "num_gpus": 1}, "--num_gpus is 1; allowed: nothing beside"),
+        ({"num_nodes": 4}, "--num_nodes is 4; allowed: 1 to 3"),
+        ({"num_gpus": 2}, "--num_gpus is 2; allowed: 1 to 1"),
+    ],
+)
+def test_bad_choices(options: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        choose_hosts(POOL, **options)  # type: ignore[arg-type]
+
+
+def test_the_command_of_each_node() -> None:
+    hosts = [Host("here", (0, 1), 2), Host("worker-1", (1, 3), 4)]
+    program = Program("my train.py", ("--lr", "1e-3"), python="python3", directory="/a b")
+    env = {"PYTHONPATH": "/p q", "NCCL_DEBUG": "INFO", "HF_TOKEN": "secret", "CUDA_VISIBLE_DEVICES": "6,7"}
+    here, there = node_commands(hosts, program, Meeting("here", 29500), env, {"here"})
+    torchrun = (
+        "python3 -m torch.distributed.run --nnodes=2 --nproc-per-node=2 --max-restarts=0 --node-rank={} "
+        "--master-addr=here --master-port=29500 -m twinflow.launch.worker 'my train.py' --lr 1e-3"
+    )
+    assert here.shell_line() == torchrun.format(0)
+    assert there.argv[:-1] == ("ssh", "-tt", "-o", "BatchMode=yes", "worker-1")
+    variables = "NCCL_DEBUG=INFO 'PYTHONPATH=/p q' CUDA_VISIBLE_DEVICES=1,3"
+    assert there.argv[-1] == f"cd '/a b' && exec env {variables} {torchrun.format(1)}"
+    assert shlex.split(there.shell_line()) == list(there.argv)
+
+
+def test_slots_of_what_is_visible() -> None:
+    hosts = [Host("localhost", (1,), 2)]
+    for visible, wanted in (("6,7", "7"), ("", "1")):
+        env = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+        (command,) = node_commands(hosts, Program("x"), Meeting("127.0.0.1", 1), env, {"localhost"})
+        assert command.argv[:2] == ("env", f"CUDA_VISIBLE_DEVICES={wanted}")
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES is '6'"):
+        node_commands(hosts, Program("x"), Meeting("a", 1), {"CUDA_VISIBLE_DEVICES": "6"}, {"localhost"})
+
+
+def test_nodes_that_start_again_meet_anew() -> None:
+    hosts = [Host("a", (0,), 1), Host("b", (0,), 1)]
+    for command in node_commands(hosts, Program("m", module=True), Meeting("a", 7, max_restarts=3), {}, {"a"}):
+        words = command.argv[-1] if command.host == "b" else command.shell_line()
+        assert "--rdzv-backend=c10d --rdzv-endpoint=a:7 --rdzv-id=twinflow-7" in words
+        assert "--max-restarts=3" in words
+        assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in words
+        assert words.endswith("-m twinflow.launch.worker --module m")
+
+
+def test_where_the_nodes_meet() -> None:
+    local, other = Host("localhost", (0,), 1), Host("b", (0,), 1)
+    assert master_address([local], None) == "127.0.0.1"
+    assert master_address([other, local], None) == "b"
+    assert master_address([local, other], "a") == "a"
+    with pytest.raises(ValueError, match="--master_addr"):
+        master_address([local, other], None)
+
+
+TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"} | {
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "1234",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "7",
+    "SLURM_STEP_NODELIST": "gpu[03-04,09]",
+    "SLURM_STEP_TASKS_PER_NODE": "4,2,1",
+    "SLURM_JOB_ID": "123456",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+MPICH = {"PMI_RANK": "1", "MPI_LOCALRANKID": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("env", "wanted"),
+    [
+        ({"HOME": "/"}, None),
+        (TORCHRUN, RankEnvironment(3, 1, 4, 2, "a", 1234)),
+        (SLURM, RankEnvironment(5, 1, 7, 2, "gpu03", 23456)),
+        (SLURM | {"MASTER_ADDR": "b", "MASTER_PORT": "7"}, RankEnvironment(5, 1, 7, 2, "b", 7)),
+        (OPEN_MPI, RankEnvironment(1, 1, 2, 2, "127.0.0.1", 29500)),
+        (MPICH | {"MASTER_ADDR": "c"}, RankEnvironment(1, 0, 2, 1, "c", 29500)),
+        # torchrun inside a Slurm task, mpirun inside a Slurm job, srun with PMI.
+        (SLURM | TORCHRUN, RankEnvironment(3, 1, 4, 2, "a", 1234)),
+        (SLURM | OPEN_MPI, RankEnvironment(1, 1, 2, 2, "127.0.0.1", 29500)),
+        (SLURM | {"PMI_RANK": "5", "PMI_SIZE": "7"}, RankEnvironment(5, 1, 7, 2, "gpu03", 23456)),
+        # A batch script itself, before any srun.
+        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}, None),
+    ],
+)
+def test_rank_environments(env: dict[str, str], wanted: RankEnvironment | None) -> None:
+    assert rank_environment(env) == wanted
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"RANK": "0"}, "RANK=0 without LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 without RANK"),
+        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}, "without SLURM_STEP_NODELIST.*srun"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "without OMPI_COMM_WORLD_LOCAL_RANK"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "without MPI_LOCALRANKID"),
+        (MPICH, "MASTER_ADDR is None"),
+        (TORCHRUN | {"RANK": "x"}, "RANK is 'x'; allowed: a whole number"),
+        (TORCHRUN | {"RANK": "4"}, "RANK is 4; allowed: below WORLD_SIZE, which is 4"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE is 5; allowed: at most WORLD_SIZE"),
+        (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT is 0"),
+        (SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID is 3"),
+    ],
+)
+def test_half_a_launcher_is_refused(env: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        rank_environment(env)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("n[1-4]", "n1"),
+        ("gpu[007,010-012],login", "gpu007"),
+        ("rack[1-2]n[05-08].cluster", "rack1n05.cluster"),
+    ],
+)
+def test_slurm_hosts(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host
+
+
+def test_slurm_lists_that_are_none() -> None:
+    assert tasks_per_node("4(x2),3") == [4, 4, 3]
+    for bad in ("", "n[1", "n[]", ",n1"):
+        with pytest.raises(ValueError, match="SLURM_STEP_NODELIST"):
+            first_host(bad)
+    with pytest.raises(ValueError, match="TASKS_PER_NODE"):
+        tasks_per_node("4(x")
+
+
+def test_one_process_has_no_group() -> None:
+    assert twinflow.init_distributed(env={}).world_size == 1
+    assert not distributed.is_initialized()
+    with pytest.raises(ValueError, match="backend is 'mpi'"):
+        init_distributed("mpi", env={})
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="no CUDA"):
+            init_distributed("nccl", env=TORCHRUN)
+
+
+def test_slurm_variables_make_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "1"}
+    env |= {"SLURM_STEP_TASKS_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name in TORCHRUN:
+        monkeypatch.setenv(name, "")  # so that what init_distributed sets is undone
+    found = init_distributed("gloo", env=env)
+    try:
+        assert (found.world_size, distributed.get_world_size(), distributed.get_backend()) == (1, 1, "gloo")
+        assert os.environ["LOCAL_RANK"] == "0"
+        assert init_distributed(env=env) == found
+        assert init_distributed(env={}).world_size == 1
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_a_failure_is_a_line() -> None:
+    failure = Failure(3, 12.5, 1, 0, "ValueError: two\nlines")
+    assert read_failure(f"[host] noise {failure.line()}") == Failure(3, 12.5, 1, 0, "ValueError: two lines")
+    assert read_failure("rank 3 failed") is None
+
+
+def test_the_first_cause() -> None:
+    lost = Failure(0, 1.0, 1, 0, "RuntimeError: Connection closed by peer")
+    killed = Failure(1, 1.1, 137, 0, "killed by SIGKILL")
+    later = Failure(2, 2.0, 1, 0, "ValueError: x")
+    assert first_failure([later, lost, killed]) == killed
+    assert first_failure([lost]) == lost
+    assert first_failure([killed, Failure(2, 9.0, 1, 1, "after a restart")]) == Failure(2, 9.0, 1, 1, "after a restart")
+    assert first_failure([]) is None
+
+
+def test_errors_in_what_a_rank_wrote() -> None:
+    traceback = "Traceback (most recent call last):\n  File x\n    y\nValueError: boom\n"
+    assert error_of(f"noise\n{traceback}more noise\n") == "ValueError: boom"
+    assert error_of("".join(f"[rank1]: {line}\n" for line in traceback.splitlines())) == "ValueError: boom"
+    assert error_of("KeyError: 1\n\nTraceback (most recent call last):\n  File x\nTypeError: 2\n") == "TypeError: 2"
+    assert error_of("only a line\n\n") == "only a line"
+    assert error_of("") == "it wrote nothing to stderr"
