@@ -44,7 +44,7 @@ def test_numbers_that_can_be() -> None:
     assert rate_cache.is_sane(rates, probe.FORMATS)
     assert set(rates.host_params) == set(rates.host_params_copying) == {"fp32", "bf16", "int8"}
     assert all(1e8 < rate < 1e12 for rate in (rates.out_bytes, rates.in_bytes, rates.duplex_bytes))
-    assert rates.duplex_bytes < 1.5 * min(rates.out_bytes, rates.in_bytes)
+    # How they compare says nothing where tests run beside it: tests/gpu/test_probe.py asks that of a GPU's link.
     assert all(1e5 < rate < 1e11 for host in (rates.host_params, rates.host_params_copying) for rate in host.values())
     assert 1e8 < rates.device_bytes < 1e13
     assert 1e8 < rates.flops < 1e14
