@@ -8,7 +8,7 @@ import pytest
 
 from twinflow.bench.machine import cgroup_memory, read_machine
 from twinflow.native import threads
-from twinflow.native.cgroup import cgroup_cpus, cgroup_folders, own_groups, parse_quota
+from twinflow.native.cgroup import cgroup_cpus, cgroup_folders, free_host_bytes, own_groups, parse_quota
 
 V2 = "0::/system.slice/job.scope/step\n"
 V1 = "11:pids:/\n5:cpu,cpuacct:/slurm/job_7/step_0\n4:memory:/slurm/job_7/step_0\n1:name=systemd:/init\n0::/\n"
@@ -129,3 +129,39 @@ def test_threads_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in (0, threads.MAX_THREADS + 1, "many"):
         with pytest.raises(ValueError, match=rf"a whole number from 1 to {threads.MAX_THREADS}"):
             threads.check_threads(value, "--threads")
+
+
+MEMINFO = "MemTotal:       1000 kB\nMemFree:         200 kB\nMemAvailable:    500 kB\n"
+V1_MEMORY = {"memory/memory.limit_in_bytes": "3000", "memory/memory.usage_in_bytes": "1000"}
+
+
+@pytest.mark.parametrize(
+    ("meminfo", "groups", "expected"),
+    [
+        ("", {}, 0),
+        (MEMINFO, {}, 500 * 1024),
+        (MEMINFO, {"memory.max": "max\n", "memory.current": "12345\n"}, 500 * 1024),
+        (MEMINFO, {"memory.max": "300000\n", "memory.current": "100000\n"}, 200_000),
+        (MEMINFO, {"memory.max": "9000000\n", "memory.current": "100000\n"}, 500 * 1024),
+        (MEMINFO, {"memory.max": "1000\n", "memory.current": "2000\n"}, 0),
+        (MEMINFO, {"memory.max": "1000\n"}, 500 * 1024),
+        (MEMINFO, V1_MEMORY, 2000),
+        ("nonsense\nMemAvailable: much kB\n", V1_MEMORY, 2000),
+        ("MemTotal: 5 kB\n", {}, 0),
+        (
+            MEMINFO,
+            {"job/memory.max": "3000", "job/memory.current": "2500", "job/memory.stat": "anon 5\ninactive_file 400"},
+            900,
+        ),
+    ],
+)
+def test_free_memory_is_the_least_that_a_limit_leaves(
+    tmp_path: Path, meminfo: str, groups: dict[str, str], expected: int
+) -> None:
+    files = {"proc/meminfo": meminfo, "proc/self/cgroup": "0::/job\n"}
+    write(tmp_path, files | {f"sys/fs/cgroup/{name}": text for name, text in groups.items()})
+    assert free_host_bytes(tmp_path) == expected
+
+
+def test_free_memory_here() -> None:
+    assert free_host_bytes() > 0

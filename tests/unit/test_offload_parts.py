@@ -21,7 +21,6 @@ from torch import nn
 from twinflow.device import Device, device_for, hide_from_children
 from twinflow.offload.blocks import find_blocks, num_owners, owners
 from twinflow.offload.gate import Decision, Gate, History, Limits, decide
-from twinflow.offload.memory import free_host_bytes
 from twinflow.offload.plan import ROOT, BucketPlan, ParamSpec, Slice, padded, plan_buckets
 from twinflow.offload.shadow import ShadowPool
 from twinflow.offload.slots import FlatPool, SlotPool
@@ -459,41 +458,6 @@ def test_no_bytes_no_shadows(shadows: ShadowPool) -> None:
 
 
 # Memory.
-
-
-def write(folder: Path, **files: str) -> None:
-    for name, text in files.items():
-        path = folder / name.replace("__", "/").replace("_dot_", ".")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-
-MEMINFO = "MemTotal:       1000 kB\nMemFree:         200 kB\nMemAvailable:    500 kB\n"
-V1 = {"memory__memory_dot_limit_in_bytes": "3000", "memory__memory_dot_usage_in_bytes": "1000"}
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, 0),
-        ({"meminfo": MEMINFO}, 500 * 1024),
-        ({"meminfo": MEMINFO, "memory_dot_max": "max\n", "memory_dot_current": "12345\n"}, 500 * 1024),
-        ({"meminfo": MEMINFO, "memory_dot_max": "300000\n", "memory_dot_current": "100000\n"}, 200_000),
-        ({"meminfo": MEMINFO, "memory_dot_max": "9000000\n", "memory_dot_current": "100000\n"}, 500 * 1024),
-        ({"meminfo": MEMINFO, "memory_dot_max": "1000\n", "memory_dot_current": "2000\n"}, 0),
-        ({"meminfo": MEMINFO, "memory_dot_max": "1000\n"}, 500 * 1024),
-        ({"meminfo": MEMINFO, **V1}, 2000),
-        ({"meminfo": "nonsense\nMemAvailable: much kB\n", **V1}, 2000),
-        ({"meminfo": "MemTotal: 5 kB\n"}, 0),
-    ],
-)
-def test_free_memory(tmp_path: Path, files: dict[str, str], expected: int) -> None:
-    write(tmp_path, **files)
-    assert free_host_bytes(tmp_path / "meminfo", tmp_path) == expected
-
-
-def test_free_memory_here() -> None:
-    assert free_host_bytes() > 0
 
 
 # Streams.

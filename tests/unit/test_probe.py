@@ -181,22 +181,6 @@ def test_buffers_take_a_quarter_of_the_memory() -> None:
     assert probe._fitting_part(0) == probe._SMALLEST_PART
 
 
-def test_free_memory_is_the_least_that_a_limit_leaves(tmp_path: Path) -> None:
-    def put(path: str, text: str) -> None:
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-
-    assert probe._fitting_part(probe._free_host_bytes(tmp_path)) == 1  # nothing is known
-    put("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
-    assert probe._free_host_bytes(tmp_path) == 8000 * 1024
-    put("proc/self/cgroup", "0::/job\n")
-    put("sys/fs/cgroup/job/memory.max", "3000000\n")
-    put("sys/fs/cgroup/job/memory.current", "2500000\n")
-    put("sys/fs/cgroup/job/memory.stat", "anon 5\ninactive_file 400000\n")
-    put("sys/fs/cgroup/memory.max", "max\n")
-    assert probe._free_host_bytes(tmp_path) == 900_000
-
-
 @pytest.mark.parametrize("arguments", [{"formats": ("fp32", "fp64")}, {"budget_s": 0.0}, {"budget_s": float("nan")}])
 def test_bad_arguments(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="allowed"):

@@ -19,8 +19,8 @@ from twinflow.cli.settings import parse_bytes
 from twinflow.config import load_config, resolve_batch
 from twinflow.errors import bad_value
 from twinflow.models.gpt import PRESET_BATCH, PRESETS
+from twinflow.native.cgroup import free_host_bytes
 from twinflow.offload.blocks import find_blocks, owners
-from twinflow.offload.memory import free_host_bytes
 from twinflow.planner.cases import Setting
 from twinflow.planner.costs import Memory, Run
 from twinflow.planner.formats import STATES

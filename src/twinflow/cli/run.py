@@ -29,8 +29,8 @@ from twinflow.monitor.files import write_whole
 from twinflow.monitor.metrics import MetricsWriter, StepRecord, ValidRecord, read_metrics
 from twinflow.monitor.progress import TrainProgress, duration
 from twinflow.native import set_threads
+from twinflow.native.cgroup import free_host_bytes
 from twinflow.offload.materialize import build as build_model
-from twinflow.offload.memory import free_host_bytes
 
 METRICS, SETTINGS, REPORT, CHECKPOINTS = "metrics.jsonl", "settings.json", "report.html", "checkpoints"
 TRACED_STEPS = 3

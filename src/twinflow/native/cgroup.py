@@ -8,6 +8,7 @@ is not there sets no limit.
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path, PurePosixPath
 
 
@@ -49,6 +50,20 @@ def cgroup_cpus(root: Path = Path("/")) -> int | None:
         for folder in cgroup_folders("cpu", root)
     ]
     return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def free_host_bytes(root: Path = Path("/")) -> int:
+    """What the machine has available, or the least that a control group leaves of it; 0 where nothing is known."""
+    found = re.findall(r"^MemAvailable:\s+(\d+) kB$", read_text(root / "proc/meminfo"), flags=re.MULTILINE)
+    free = [int(kib) * 1024 for kib in found]
+    for folder in cgroup_folders("memory", root):
+        limit = read_text(folder / "memory.max") or read_text(folder / "memory.limit_in_bytes")
+        used = read_text(folder / "memory.current") or read_text(folder / "memory.usage_in_bytes")
+        if limit.isdigit() and used.isdigit():
+            # File cache counts as used, but is given back under pressure.
+            cache = re.search(r"^(?:total_)?inactive_file (\d+)$", read_text(folder / "memory.stat"), re.MULTILINE)
+            free.append(max(0, int(limit) - int(used) + (int(cache.group(1)) if cache else 0)))
+    return min(free, default=0)
 
 
 def parse_quota(v2_max: str, v1_quota: str, v1_period: str) -> int | None:

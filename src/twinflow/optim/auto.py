@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from twinflow.native.cgroup import free_host_bytes
 from twinflow.offload.bucket import Bucket
-from twinflow.offload.memory import free_host_bytes
 from twinflow.offload.plan import HOST, PLACES, RESIDENT, ROOT, STREAMED, BucketPlan
 from twinflow.offload.runtime import Runtime
 from twinflow.planner.formats import StateBytes

@@ -15,13 +15,13 @@ from torch.optim.optimizer import Optimizer
 from twinflow import native
 from twinflow.device import Device, device_for
 from twinflow.errors import bad_value
+from twinflow.native.cgroup import free_host_bytes
 from twinflow.native.threads import default_threads
 from twinflow.offload.blocks import find_blocks
 from twinflow.offload.bucket import Job, Updater
 from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.gate import Limits
 from twinflow.offload.materialize import build
-from twinflow.offload.memory import free_host_bytes
 from twinflow.offload.places import place_by_ratio, stream
 from twinflow.offload.plan import HOST, RESIDENT, STREAMED, BucketPlan, ParamSpec, plan_buckets
 from twinflow.offload.recipe import Recipe

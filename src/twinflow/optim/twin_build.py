@@ -9,9 +9,9 @@ from torch import nn
 
 from twinflow.device import device_for
 from twinflow.errors import bad_value
+from twinflow.native.cgroup import free_host_bytes
 from twinflow.offload.blocks import find_blocks, num_owners, owners
 from twinflow.offload.bucket import Param
-from twinflow.offload.memory import free_host_bytes
 from twinflow.offload.plan import HOST, RESIDENT, ROOT, BucketPlan, ParamSpec
 from twinflow.offload.settings import FLAT_BYTES, Settings, Tuning
 

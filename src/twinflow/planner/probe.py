@@ -44,7 +44,7 @@ from torch.nn.functional import linear
 from twinflow import native
 from twinflow.device import Device, Event, Stream, device_for
 from twinflow.errors import bad_value
-from twinflow.native.cgroup import cgroup_folders, read_text
+from twinflow.native.cgroup import free_host_bytes
 from twinflow.planner.rate_cache import is_sane, machine_facts, rates_file, read_rates, write_rates
 from twinflow.planner.rates import Rates
 from twinflow.rules import ADAMW
@@ -108,7 +108,7 @@ def measure(device: torch.device, formats: Sequence[str] = FORMATS, budget_s: fl
         raise bad_value("budget_s", budget_s, "a number > 0")
     share_s = budget_s / (5 + 2 * len(formats))
     is_cuda = device.type == "cuda"
-    host_part = _fitting_part(_free_host_bytes())
+    host_part = _fitting_part(free_host_bytes() or 4 * _PEAK_BYTES)  # much where nothing is known
     device_part = 1 if is_cuda else host_part
     # Threads of ours write these tensors: in inference mode only the calling thread might.
     with torch.cuda.device(device) if is_cuda else nullcontext(), torch.inference_mode(False), torch.no_grad():
@@ -334,17 +334,3 @@ def _seconds_each(work: Work, share_s: float, clock: Callable[[], float] = time.
         samples.append((now - before) / count)
         before = now
     return median(samples)
-
-
-def _free_host_bytes(root: Path = Path("/")) -> int:
-    """What the machine has available, or the least that a control group leaves of it; much where nothing is known."""
-    found = re.findall(r"^MemAvailable:\s+(\d+) kB$", read_text(root / "proc/meminfo"), flags=re.MULTILINE)
-    free = [int(kib) * 1024 for kib in found]
-    for folder in cgroup_folders("memory", root):
-        limit = read_text(folder / "memory.max") or read_text(folder / "memory.limit_in_bytes")
-        used = read_text(folder / "memory.current") or read_text(folder / "memory.usage_in_bytes")
-        if limit.isdigit() and used.isdigit():
-            # File cache counts as used, but is given back under pressure.
-            cache = re.search(r"^(?:total_)?inactive_file (\d+)$", read_text(folder / "memory.stat"), re.MULTILINE)
-            free.append(max(0, int(limit) - int(used) + (int(cache.group(1)) if cache else 0)))
-    return min(free, default=4 * _PEAK_BYTES)
