@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -25,7 +26,7 @@ from torch import Tensor
 from twinflow.trace import Trace
 
 _PAGE = 4096
-_MADV_DONTFORK = 10
+_MADV_DONTFORK, _MADV_DOFORK = 10, 11
 _LARGE_BYTES = 1 << 26  # above the largest size that malloc takes from its heap: such a buffer has its pages for itself
 Work = Callable[[], Any]
 
@@ -390,8 +391,14 @@ def hide_from_children(tensor: Tensor) -> Tensor:
     if sys.platform == "linux" and nbytes >= _LARGE_BYTES:
         first = -(-tensor.data_ptr() // _PAGE) * _PAGE
         last = (tensor.data_ptr() + nbytes) // _PAGE * _PAGE
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_DONTFORK)
+        _advise(first, last - first, _MADV_DONTFORK)
+        # Some allocators keep pages that are freed: whoever gets them next must have them in its children.
+        weakref.finalize(tensor, _advise, first, last - first, _MADV_DOFORK).atexit = False
     return tensor
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)
 
 
 def device_for(device: torch.device, trace: Trace | None = None) -> Device:
