@@ -2,7 +2,7 @@
 
 Three parts, each in a process of its own: the largest GPT-2 that plain mixed-precision PyTorch trains under the cap;
 the 10 and 13 billion parameter presets under the same cap, 20 steps each; the 10 billion preset with micro-batches
-accumulated to a batch of 520, beside its forward and backward alone. Prints a table and one JSON line; needs CUDA.
+accumulated to a batch of 520, all state on the host and half of it, beside its forward and backward alone. Prints a table and one JSON line; needs CUDA.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def twin_row(preset: str, shape: GPTConfig, *options: str) -> dict[str, Any]:
     }
 
 
-def accumulated(batch: int = 520, micro: int = 10) -> dict[str, Any]:
+def accumulated(ratio: float = 1.0, batch: int = 520, micro: int = 10) -> dict[str, Any]:
     """One step of many micro-batches, beside forward and backward alone.
 
     As in a long run: the update of the step before is still under way when it starts, its own when it ends. Beside that
@@ -129,12 +129,13 @@ def accumulated(batch: int = 520, micro: int = 10) -> dict[str, Any]:
         alone.append(time.perf_counter() - start)
     for handle in handles:
         handle.remove()
+    offload = {"device": "cpu", "states": "bf16", "ratio": ratio}
     config = {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": batch // micro,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "states": "bf16"}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": offload},
     }
     engine, *_ = twinflow.initialize(model=model, config=config)
 
@@ -155,7 +156,7 @@ def accumulated(batch: int = 520, micro: int = 10) -> dict[str, Any]:
     tail = time.perf_counter() - start
     tokens, alone_s = batch * shape.context, min(alone)
     row = {
-        "name": f"gpt2-10b, batch {batch} of micro-batches of {micro}",
+        "name": f"gpt2-10b, batch {batch} of micro-batches of {micro}, ratio {ratio:g}",
         "params": count_params(shape),
         "step_s": seconds,
         "tokens_s": tokens / seconds,
@@ -201,11 +202,13 @@ def table(rows: list[dict[str, Any]], date: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="write the result to a dated file")
-    parser.add_argument("--part", choices=("plain", "chunked", "accumulated"), help=argparse.SUPPRESS)
-    parser.add_argument("--only", default="plain,chunked,10b,13b,14b,accumulated", help="parts to run")
+    parser.add_argument("--part", choices=("plain", "chunked", "accumulated", "half"), help=argparse.SUPPRESS)
+    parser.add_argument("--only", default="plain,chunked,10b,13b,14b,accumulated,half", help="parts to run")
     given = parser.parse_args()
     if given.part:
-        row = accumulated() if given.part == "accumulated" else largest_plain(4, given.part == "chunked")
+        ratios = {"accumulated": 1.0, "half": 0.5}
+        is_plain = given.part not in ratios
+        row = largest_plain(4, given.part == "chunked") if is_plain else accumulated(ratios[given.part])
         print("ROW " + json.dumps(row))
         return
     wanted, rows = given.only.split(","), []
@@ -219,8 +222,7 @@ def main() -> None:
         shape = replace(PRESETS["gpt2-13b"], num_layers=69)
         options = ("--num-layers", "69", "--hidden-size", "4096", "--num-attention-heads", "32", "--batch-size", "1")
         rows.append(twin_row("69 layers", shape, *options, "--states", "bf16", "--grad-clip", "0"))
-    if "accumulated" in wanted:
-        rows.append(part("accumulated"))
+    rows += [part(name) for name in ("accumulated", "half") if name in wanted]
     text = table(rows, datetime.date.today().isoformat())
     print(text)
     if given.save:

@@ -43,11 +43,11 @@ def gradients(
         device = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
         device.disabled = frozenset(disabled)
         if delay == STREAM:
-            device.delay(STREAM, 0.002)
+            device.delay(STREAM, 0.02)  # longer than it takes to queue a layer
         handle = checkpoint_layers(model, ["Block"], offload=offload, device=device)
         if delay == "compute":
             for block in model.blocks:
-                block.mlp.register_forward_pre_hook(lambda *_: torch.cuda._sleep(2_000_000))
+                block.mlp.register_forward_pre_hook(lambda *_: torch.cuda._sleep(20_000_000))
     found = []
     for step in range(steps):
         model.zero_grad(set_to_none=False)  # gradients of the first step stay, and are in no later peak

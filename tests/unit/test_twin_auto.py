@@ -265,8 +265,8 @@ def test_pauses_between_steps_are_not_the_hosts(gpu: Any, caplog: pytest.LogCapt
         assert auto is not None
         while not optimizer.is_placed:
             train(model, optimizer, [0])
-            time.sleep(0.1)
-        assert all(seconds < 0.09 for seconds, _ in auto._seen)
+            time.sleep(0.4)
+        assert all(seconds < 0.35 for seconds, _ in auto._seen)
 
 
 @pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
@@ -315,7 +315,7 @@ def test_a_device_that_becomes_short_gives_state_back(gpu: Any, caplog: pytest.L
     with closing(twin(model, ratio="auto", early=True)) as optimizer:
         until_placed(model, optimizer)
         assert set(places(optimizer)) == {RESIDENT}
-        on_device = sum(optimizer.state_bytes(b.plan) for b in optimizer.runtime.buckets)
+        on_device = sum(optimizer.kind.nbytes(b.plan) for b in optimizer.runtime.buckets)
         gpu(100 * GB, 100 * GB - 2_500_000_000 + on_device // 2, SLOW_HOST)  # half of the reserve is 2.5 GB
         auto = optimizer._auto
         assert auto is not None

@@ -402,7 +402,7 @@ def test_sizes_are_those_of_real_stores() -> None:
             options = {"delayed_update": delayed, "streamed": streamed}
             with closing(twin(model, states=states, ratio=ratio, **options)) as optimizer:
                 for bucket in optimizer.runtime.buckets:
-                    assert optimizer.state_bytes(bucket.plan) == pytest.approx(bucket.nbytes, abs=16)
+                    assert optimizer.kind.nbytes(bucket.plan) == pytest.approx(bucket.nbytes, abs=16)
 
 
 def test_parameters_without_gradients_are_left_alone() -> None:

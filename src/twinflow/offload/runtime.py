@@ -10,7 +10,6 @@ the rest is the same.
 from __future__ import annotations
 
 import math
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -23,16 +22,17 @@ from torch.utils.hooks import RemovableHandle
 from twinflow.device import Device
 from twinflow.offload import changes, gather
 from twinflow.offload.blocks import Block
-from twinflow.offload.board import AllSummed, Board
+from twinflow.offload.board import AllSummed
 from twinflow.offload.bucket import Bucket, Job, Options, Param, Task, Updater
 from twinflow.offload.collector import Collector
 from twinflow.offload.gate import Decision, Gate, Limits
 from twinflow.offload.hooks import Recorder, install, take_gradients
+from twinflow.offload.marks import Marks
 from twinflow.offload.plan import HOST, ROOT, BucketPlan
 from twinflow.offload.pools import fit_slots, flat_bytes, new_board
 from twinflow.offload.settings import Settings
 from twinflow.offload.sync import FORWARD, READERS, SENT
-from twinflow.offload.threads import Mover, Worker
+from twinflow.offload.threads import Mover, Worker, end
 
 
 class Runtime:
@@ -67,12 +67,9 @@ class Runtime:
         self.collector = Collector(device, self.board, self.buckets, self.settings.num_gathered, self._tensor_device)
         self.worker, self.mover = Worker(self.board, "worker"), Mover(self.board)
         # Also when this object is forgotten, and before the interpreter ends under threads that still work.
-        self._end = weakref.finalize(self, _end, self.board, (self.worker, self.mover))
+        self._end = weakref.finalize(self, end, self.board, (self.worker, self.mover))
         self.waited_s = 0.0  # by forwards, for weights
-        self.is_timed = False  # whether to mark forwards and backwards without a trace too
-        self.marks: list[Any] = []  # of the last micro-batch: where its forward began, its backward began and ended
-        self.step_start: Any = None  # where the first forward of this step began
-        self.step_marks: tuple[Any, Any] | None = None  # the same of the last step, and where its backward ended
+        self.marks = Marks(device)
 
     @property
     def updater(self) -> Updater:
@@ -120,17 +117,12 @@ class Runtime:
         """A new forward of the whole model: count the runs of its blocks from here."""
         self._close_part()
         self._runs.clear()
-        is_marked = (self.device.trace.enabled or self.is_timed) and torch.is_grad_enabled()
-        self.marks = [self.device.mark()] if is_marked else []
-        if self.marks and self.step_start is None:
-            self.step_start = self.marks[0]
+        self.marks.before_model()
 
     def after_model(self) -> None:
-        """The forward is queued; what follows until `step` counts as backward."""
+        """The forward is queued."""
         self._finish_recording()
-        if len(self.marks) == 1:
-            self.marks.append(self.device.mark())
-            self.device.add_span("forward", *self.marks)
+        self.marks.after_model()
 
     def before_forward(self, block: int) -> None:
         """Wait for one block's weights: here until they are on their way, on the device until they are there."""
@@ -271,10 +263,7 @@ class Runtime:
         job = self.job
         if job is None:
             return None
-        if len(self.marks) == 2:
-            self.marks.append(self.device.mark())
-            self.device.add_span("backward", *self.marks[1:])
-            self.step_marks, self.step_start = (self.step_start, self.marks[2]), None
+        self.marks.after_backward()
         if self.settings.early:
             self.collector.complete(job, self.params)
         else:
@@ -423,26 +412,6 @@ class Runtime:
             for param in self.params:
                 if isinstance(param.tensor.grad, gather.TakenGradient):
                     param.tensor.grad = None
-
-
-def _end(board: Board, threads: Sequence[Worker | Mover]) -> None:
-    """End the threads after what they do now, and give page-locked memory back."""
-    with board.changed:
-        board.is_closing = True
-        board.changed.notify_all()
-    if threading.current_thread().name.startswith("twinflow-"):
-        # A forgotten runtime, found by the garbage collector in a thread of ours, which must not wait for itself.
-        threading.Thread(target=_give_back, args=(board, threads), name="cleaner", daemon=True).start()
-    else:
-        _give_back(board, threads)
-
-
-def _give_back(board: Board, threads: Sequence[Worker | Mover]) -> None:
-    """Page-locked memory must be unregistered before anybody else gets it."""
-    for thread in threads:
-        thread.join()
-    board.shadows.close()
-    board.device.close()
 
 
 def _check_grad(param: Param, grad: Tensor | None) -> None:

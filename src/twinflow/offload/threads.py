@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -285,6 +285,26 @@ class Mover(_Thread):
             self.board.weight_slots.give(task.weight_slot, event)
         task.weight_slot, task.weights = None, ()
         return event
+
+
+def end(board: Board, threads: Sequence[_Thread]) -> None:
+    """End the threads after what they do now, and give page-locked memory back."""
+    with board.changed:
+        board.is_closing = True
+        board.changed.notify_all()
+    if threading.current_thread().name.startswith("twinflow-"):
+        # A forgotten runtime, found by the garbage collector in a thread of ours, which must not wait for itself.
+        threading.Thread(target=_give_back, args=(board, threads), name="cleaner", daemon=True).start()
+    else:
+        _give_back(board, threads)
+
+
+def _give_back(board: Board, threads: Sequence[_Thread]) -> None:
+    """Page-locked memory must be unregistered before anybody else gets it."""
+    for thread in threads:
+        thread.join()
+    board.shadows.close()
+    board.device.close()
 
 
 def _sum_there(task: Task, stream: Stream) -> Callable[[], None]:

@@ -60,7 +60,7 @@ class AutoPlacement:
         self._seen: list[tuple[float, tuple[str, ...]]] = []  # what steps took, with these places
         self._trouble = ""
         self.is_settled = False
-        runtime.is_timed = True
+        runtime.marks.is_wanted = True
         runtime.device.reset_peak()  # what building the model took at most says nothing about steps
 
     def after_step(self) -> None:
@@ -78,7 +78,7 @@ class AutoPlacement:
         """The first step has shown what memory steps need: all that is left is for state."""
         runtime = self._runtime
         runtime.wait()
-        if len(runtime.marks) != 3:
+        if len(runtime.marks.part) != 3:
             if self._num_steps >= _MAX_UNTIMED:
                 LOGGER.info("ratio auto: left as it is: only parts of the model are called, so no step can be timed")
                 self._settle()
@@ -96,7 +96,7 @@ class AutoPlacement:
 
     def _time(self) -> None:
         """Forward and backward alone: every update is waited for."""
-        runtime, marks = self._runtime, self._runtime.marks
+        runtime, marks = self._runtime, self._runtime.marks.part
         runtime.wait()
         if len(marks) == 3:
             forward_s, backward_s = (runtime.device.seconds(*pair) for pair in (marks[:2], marks[1:]))
@@ -112,7 +112,7 @@ class AutoPlacement:
 
     def _watch(self) -> None:
         """What a step takes, from forward to backward: not what the program does between two steps."""
-        marks = self._runtime.step_marks
+        marks = self._runtime.marks.step
         if self._since > _SETTLE and marks is not None:
             self._steps.append(marks)
         if len(self._steps) < _WATCHED:
@@ -154,7 +154,7 @@ class AutoPlacement:
 
     def _settle(self) -> None:
         """One line says where state is now, and why."""
-        self.is_settled, self._runtime.is_timed, self._since = True, False, 0
+        self.is_settled, self._runtime.marks.is_wanted, self._since = True, False, 0
         if not self._seen:
             return
         share, now = host_share(self._runtime.buckets), shares(self._places())

@@ -13,31 +13,26 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from twinflow import native
-from twinflow.device import Device, device_for
+from twinflow.device import device_for
 from twinflow.errors import bad_value
 from twinflow.native.cgroup import free_host_bytes
 from twinflow.native.threads import default_threads
 from twinflow.offload.blocks import find_blocks
-from twinflow.offload.bucket import Job, Updater
-from twinflow.offload.device_updater import DeviceUpdater
+from twinflow.offload.bucket import Job
 from twinflow.offload.gate import Limits
 from twinflow.offload.materialize import build
 from twinflow.offload.places import place_by_ratio, stream
-from twinflow.offload.plan import HOST, RESIDENT, STREAMED, BucketPlan, ParamSpec, plan_buckets
+from twinflow.offload.plan import plan_buckets
 from twinflow.offload.recipe import Recipe
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.settings import Settings, Tuning
-from twinflow.offload.sizes import state_bytes
-from twinflow.offload.streamed import StreamedUpdater
 from twinflow.offload.torch_state import host_options
-from twinflow.offload.torch_streamed import StreamedTorchUpdater
-from twinflow.offload.torch_updater import TorchUpdater
-from twinflow.offload.updater import RuleUpdater
 from twinflow.optim import twin_state
-from twinflow.optim.auto import AutoPlacement, first_ratio, host_share
+from twinflow.optim.auto import AutoPlacement, host_share
 from twinflow.optim.loss_scale import LossScale, after_step, static
 from twinflow.optim.options import with_defaults
-from twinflow.optim.twin_build import Free, check_room, find_room, fitted, gradients_on_host, params_of, with_hold
+from twinflow.optim.state_kind import StateKind
+from twinflow.optim.twin_build import check_room, find_room, first_choice, fitted, params_of
 from twinflow.optim.twin_checks import (
     check_foreign,
     check_model,
@@ -136,15 +131,17 @@ class TwinOptimizer(Optimizer):
         params, specs, order = params_of(self.model, self._named(), splits_params=self._recipe is None)
         check_params(params)
         device, room = device_for(params[0].tensor.device, self.trace), find_room(params)
-        ratio = self._first_ratio(specs, room) if isinstance(self.ratio, str) else self.ratio
+        kind, ratio = self.kind, self.ratio
+        if isinstance(ratio, str):
+            self.tuning, ratio = first_choice(kind, self._settings, self.tuning, specs, room)
         parts = place_by_ratio(specs, order, ratio, self.placement)
         plans = stream(plan_buckets(specs, self.tuning.bucket_numel, parts), self.tuning.streamed)
-        sizes = [self.state_bytes(plan) for plan in plans]
+        sizes = [kind.nbytes(plan) for plan in plans]
         check_room(plans, sizes, room, self.ratio)
         self._settings = fitted(self._settings, self.tuning, plans, sizes, room)
         runtime = Runtime(
             device,
-            self._new_updaters(device, params[0].tensor.device),
+            kind.new_updaters(device, params[0].tensor.device),
             params,
             plans,
             self._settings,
@@ -159,7 +156,7 @@ class TwinOptimizer(Optimizer):
         if isinstance(self.ratio, str) and room.device_bytes is not None:
             rates = load_or_measure(params[0].tensor.device)
             # What is spare is known only when the state is where it will stay.
-            self._auto = AutoPlacement(runtime, self.states, self.state_bytes, rates, self._make_shadows)
+            self._auto = AutoPlacement(runtime, self.states, kind.nbytes, rates, self._make_shadows)
         else:
             self._make_shadows(runtime)
         return runtime
@@ -167,38 +164,11 @@ class TwinOptimizer(Optimizer):
     def _make_shadows(self, runtime: Runtime) -> None:
         runtime.prepare_shadows(self._shadow_bytes(runtime.board.unmade_bytes))
 
-    def _first_ratio(self, specs: list[ParamSpec], room: Free) -> float:
-        """With "auto": as much on the host as fits, until more is known."""
-        if room.device_bytes is None:
-            return 1.0
-        plans = plan_buckets(specs, self.tuning.bucket_numel)
-        all_resident = sum(self.state_bytes(replace(plan, place=RESIDENT)) for plan in plans)
-        grad_bytes = sum(spec.numel * spec.dtype.itemsize for spec in specs)
-        self.tuning = with_hold(self.tuning, all_resident, grad_bytes, room)
-        needed = sum(self.state_bytes(plan) for plan in plans)
-        return first_ratio(needed + gradients_on_host(self._settings, self.tuning, specs, room), room.host_bytes)
-
-    def state_bytes(self, plan: BucketPlan) -> int:
-        """Memory of a bucket's state in its place."""
-        return state_bytes(
-            self.rule, self.states, plan, not self._is_stateless, keeps_weights=self._settings.delayed_update
-        )
-
-    def _new_updaters(self, device: Device, where: torch.device) -> dict[str, Updater]:
-        """What updates the buckets of each place."""
-        if self._recipe is not None:
-            return {
-                HOST: TorchUpdater(self._recipe, device),
-                RESIDENT: TorchUpdater(self._recipe, device, where),
-                STREAMED: StreamedTorchUpdater(self._recipe, device, where),
-            }
-        assert self.rule is not None
-        keeps_states, keeps_weights = not self._is_stateless, self._settings.delayed_update
-        return {
-            HOST: RuleUpdater(self.rule, self.states, device, keeps_states),
-            RESIDENT: DeviceUpdater(self.rule, self.states, where, keeps_states, keeps_weights),
-            STREAMED: StreamedUpdater(self.rule, self.states, device, where, keeps_states),
-        }
+    @property
+    def kind(self) -> StateKind:
+        """What is kept for each parameter."""
+        keeps_weights = self._settings.delayed_update
+        return StateKind(self.rule, self._recipe, self.states, self._is_stateless, keeps_weights)
 
     def _shadow_bytes(self, unmade_bytes: int) -> int:
         """What may be spent on running ahead: asked for, or half of what is spare once all slots are made."""

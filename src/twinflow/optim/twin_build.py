@@ -12,8 +12,10 @@ from twinflow.errors import bad_value
 from twinflow.native.cgroup import free_host_bytes
 from twinflow.offload.blocks import find_blocks, num_owners, owners
 from twinflow.offload.bucket import Param
-from twinflow.offload.plan import HOST, RESIDENT, ROOT, BucketPlan, ParamSpec
+from twinflow.offload.plan import HOST, RESIDENT, ROOT, BucketPlan, ParamSpec, plan_buckets
 from twinflow.offload.settings import FLAT_BYTES, Settings, Tuning
+from twinflow.optim.auto import first_ratio
+from twinflow.optim.state_kind import StateKind
 
 _MOSTLY = 0.85  # of the device's memory: the rest is for activations
 Named = tuple[str, nn.Parameter, int]  # name, parameter, index of its group
@@ -73,13 +75,27 @@ def fitted(
     )
 
 
-def with_hold(tuning: Tuning, all_resident: int, grad_bytes: int, room: Free) -> Tuning:
+def first_choice(
+    kind: StateKind, settings: Settings, tuning: Tuning, specs: Sequence[ParamSpec], room: Free
+) -> tuple[Tuning, float]:
+    """With ratio "auto", until more is known: where gradients wait, and as much state on the host as fits."""
+    if room.device_bytes is None:
+        return tuning, 1.0
+    plans = plan_buckets(specs, tuning.bucket_numel)
+    all_resident = sum(kind.nbytes(replace(plan, place=RESIDENT)) for plan in plans)
+    grad_bytes = sum(spec.numel * spec.dtype.itemsize for spec in specs)
+    tuning = _with_hold(tuning, all_resident, grad_bytes, room)
+    needed = sum(kind.nbytes(plan) for plan in plans) + _gradients_on_host(settings, tuning, specs, room)
+    return tuning, first_ratio(needed, room.host_bytes)
+
+
+def _with_hold(tuning: Tuning, all_resident: int, grad_bytes: int, room: Free) -> Tuning:
     """With ratio "auto": where the device cannot hold all state, gradients of buckets on the host wait there too."""
     is_short = room.device_bytes is not None and all_resident + grad_bytes > _MOSTLY * room.device_bytes
     return replace(tuning, hold="host") if tuning.hold == "auto" and is_short else tuning
 
 
-def gradients_on_host(settings: Settings, tuning: Tuning, specs: Sequence[ParamSpec], room: Free) -> int:
+def _gradients_on_host(settings: Settings, tuning: Tuning, specs: Sequence[ParamSpec], room: Free) -> int:
     """Host memory for gradients that wait there, or are summed there, with all state on the host."""
     numel, nbytes = sum(spec.numel for spec in specs), sum(spec.numel * spec.dtype.itemsize for spec in specs)
     if settings.early and settings.accumulation_steps > 1 and _keeps_on_host(tuning.sums, 4 * numel, room):

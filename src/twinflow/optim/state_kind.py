@@ -1,0 +1,50 @@
+"""What is kept for each parameter, how much memory it takes in each place, and what updates it there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from twinflow.device import Device
+from twinflow.offload.bucket import Updater
+from twinflow.offload.device_updater import DeviceUpdater
+from twinflow.offload.plan import HOST, RESIDENT, STREAMED, BucketPlan
+from twinflow.offload.recipe import Recipe
+from twinflow.offload.sizes import state_bytes
+from twinflow.offload.streamed import StreamedUpdater
+from twinflow.offload.torch_streamed import StreamedTorchUpdater
+from twinflow.offload.torch_updater import TorchUpdater
+from twinflow.offload.updater import RuleUpdater
+from twinflow.rules import Rule
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """An optimizer's rule and the format of its state."""
+
+    rule: Rule | None  # one of ours
+    recipe: Recipe | None  # or the user's
+    format: str
+    is_stateless: bool = False  # SGD without momentum
+    keeps_weights: bool = False  # new weights wait for a step, beside the state
+
+    def nbytes(self, plan: BucketPlan) -> int:
+        """Memory of a bucket's state in its place."""
+        return state_bytes(self.rule, self.format, plan, not self.is_stateless, self.keeps_weights)
+
+    def new_updaters(self, device: Device, where: torch.device) -> dict[str, Updater]:
+        """What updates the buckets of each place."""
+        if self.recipe is not None:
+            return {
+                HOST: TorchUpdater(self.recipe, device),
+                RESIDENT: TorchUpdater(self.recipe, device, where),
+                STREAMED: StreamedTorchUpdater(self.recipe, device, where),
+            }
+        assert self.rule is not None
+        keeps_states = not self.is_stateless
+        return {
+            HOST: RuleUpdater(self.rule, self.format, device, keeps_states),
+            RESIDENT: DeviceUpdater(self.rule, self.format, where, keeps_states, self.keeps_weights),
+            STREAMED: StreamedUpdater(self.rule, self.format, device, where, keeps_states),
+        }
