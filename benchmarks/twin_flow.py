@@ -58,9 +58,7 @@ def measure(model: Any, batch: int, ratio: float | str, steps: int = 6, **option
     init_s = time.perf_counter() - start
     start = time.perf_counter()
     if ratio == "auto":
-        while not optimizer.is_placed:
-            timed_steps(model, optimizer, batch, 0, 1)
-        optimizer.wait()
+        settle(model, optimizer, batch)
         if offload.CUDA:
             torch.cuda.reset_peak_memory_stats()
         watch.least = offload.free_bytes()  # what was there before it chose is not what a long run takes
@@ -78,6 +76,16 @@ def measure(model: Any, batch: int, ratio: float | str, steps: int = 6, **option
     optimizer.close()
     print(json.dumps(row), file=sys.stderr, flush=True)
     return row
+
+
+def settle(model: Any, optimizer: TwinOptimizer, batch: int) -> None:
+    """Steps until "auto" has chosen, without a barrier between them: it judges by steps as a training run has them."""
+    x = tokens(model, batch)
+    while not optimizer.is_placed:
+        model(input_ids=x, labels=x).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.wait()
 
 
 def master_row(model: Any, batch: int, steps: int = 6) -> dict[str, Any]:

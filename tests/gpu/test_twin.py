@@ -27,7 +27,9 @@ def model_of(dtype: torch.dtype) -> GPT:
     return GPT(CONFIG).to("cuda", dtype)
 
 
-def train(delay: str = "", dtype: torch.dtype = torch.bfloat16, parts: int = 1, **options: Any) -> torch.Tensor:
+def train(
+    delay: str = "", dtype: torch.dtype = torch.bfloat16, parts: int = 1, num_steps: int = 8, **options: Any
+) -> torch.Tensor:
     """Flat weights after some steps."""
     model = model_of(dtype)
     tuning = {"bucket_numel": 1 << 15, "shadow_bytes": 1 << 30, "num_slots": 3, **options.pop("tuning", {})}
@@ -36,7 +38,7 @@ def train(delay: str = "", dtype: torch.dtype = torch.bfloat16, parts: int = 1, 
     optimizer = TwinOptimizer(model, lr=1e-2, tuning=Tuning(**tuning), **options)
     if delay:
         optimizer.runtime.device.delay(delay, 0.001)
-    for step in range(8):
+    for step in range(num_steps):
         for part in range(parts):
             (model(*batch(parts * step + part)).loss / parts).backward()
         optimizer.step()
