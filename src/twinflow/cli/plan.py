@@ -14,7 +14,9 @@ from rich.console import Console
 
 from twinflow.cli.plan_input import Asked, Place, choose_model, choose_place, make_run, read_plan_config
 from twinflow.cli.plan_page import render_page
+from twinflow.cli.plan_scaling import TOTAL_BATCH, choose_cluster, show_scaling
 from twinflow.cli.plan_text import PIPE_WIDTH, print_plan
+from twinflow.errors import bad_value
 from twinflow.monitor.files import write_whole
 from twinflow.planner.cases import Case, all_cases, case_at, largest_layers, recommended
 from twinflow.planner.costs import Run
@@ -73,6 +75,15 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the tables.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page here as well.")] = None,
     write_config: Annotated[Path | None, typer.Option(help="Write the recommended config here.")] = None,
+    scaling: Annotated[
+        int | None, typer.Option(help="Instead: ZeRO-Offload and ZeRO-2 on 1 to so many GPUs, --gpus in a machine.")
+    ] = None,
+    total_batch: Annotated[
+        int, typer.Option(help="With --scaling: most sequences of a step on all GPUs.")
+    ] = TOTAL_BATCH,
+    network: Annotated[
+        str | None, typer.Option(help="With --scaling: what a machine sends in a second.  [default: as a DGX's]")
+    ] = None,
 ) -> None:
     """Say what a model needs on GPU and host, how long a step takes and what bounds it, for each way to offload.
 
@@ -83,7 +94,14 @@ def plan(
         cost, default_batch = choose_model(preset, model, params)
         file_config = read_plan_config(config)
         place = choose_place(gpu, ram, cores, dram, gpus)
-        made = make_plan(make_run(cost, default_batch, asked, file_config, place), place, file_config, states)
+        run = make_run(cost, default_batch, asked, file_config, place)
+        if scaling is not None:
+            cluster = choose_cluster(gpu, cores, dram, network, place)
+            files = [name for name, path in (("--html", html), ("--write-config", write_config)) if path is not None]
+            if files:
+                raise bad_value("--scaling", scaling, f"no {' and no '.join(files)} beside it", "Use --json.")
+            raise typer.Exit(show_scaling(run, cluster, scaling, total_batch, as_json))
+        made = make_plan(run, place, file_config, states)
         if html is not None:
             write_whole(html, render_page(made.run, made.place, made.cases, made.best, made.largest, made.config))
         if write_config is not None and made.best is not None:

@@ -1,0 +1,171 @@
+"""`twinflow plan --scaling`: a model on 1, 2, 4, ... GPUs in the terminal, with offload and without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Final
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from twinflow.cli.plan_input import CORES, DRAM_RATE, Place
+from twinflow.cli.plan_text import BOUND, PIPE_WIDTH, gb, seconds, title
+from twinflow.cli.settings import parse_bytes
+from twinflow.errors import bad_value
+from twinflow.planner.costs import Run
+from twinflow.planner.machines import GPUS, Host, Machine, gpu_named, link_rate
+from twinflow.planner.scaling import (
+    OFFLOAD,
+    PLAIN,
+    Ask,
+    Cluster,
+    Point,
+    Row,
+    crossover,
+    default_network,
+    doubling,
+    efficiency,
+    scaling,
+)
+
+TOTAL_BATCH: Final = 512  # sequences, as papers on offload have it
+
+
+def choose_cluster(gpu: str | None, cores: int | None, dram: str | None, network: str | None, place: Place) -> Cluster:
+    """Machines like the one that the flags name; only data sheets know how many cards would do together."""
+    if gpu is None:
+        raise bad_value("--gpu", None, GPUS, "--scaling is for machines by data sheet: name the card.")
+    dram_rate = _rate("--dram", dram) or DRAM_RATE
+    host = Host(place.setting.memory.host_bytes, cores or CORES, dram_rate)
+    machine = Machine(gpu_named(gpu), host, place.num_gpus)
+    return Cluster(machine, _rate("--network", network) or default_network(machine))
+
+
+def _rate(name: str, text: str | None) -> int | None:
+    return parse_bytes(name, text.lower().removesuffix("/s") if text is not None else None)
+
+
+def show_scaling(run: Run, cluster: Cluster, limit: int, total_batch: int, as_json: bool) -> int:
+    """Print the table or the object; 1 where nothing fits on any number of GPUs, as an exit code."""
+    if total_batch < 1:
+        raise bad_value("--total-batch", total_batch, "a whole number >= 1")
+    rows = scaling(run, cluster, doubling(limit), Ask(total_batch))
+    if as_json:
+        typer.echo(json.dumps(to_dict(run, cluster, rows)))
+    else:
+        console = Console(highlight=False)
+        console = console if console.is_terminal else Console(width=PIPE_WIDTH, highlight=False)
+        console.print(Text(title(run), style="bold"))
+        console.print(Text(f"{cluster_text(cluster)}\n{how(run, total_batch)}\n", style="dim"))
+        console.print(scaling_table(rows))
+        console.print(Text(f"\n{verdict(rows)}", style="bold"))
+    return 0 if any(row.offload or row.plain for row in rows) else 1
+
+
+def cluster_text(cluster: Cluster) -> str:
+    """The machines in a line."""
+    gpu, host, num = cluster.machine.gpu, cluster.machine.host, cluster.machine.num_gpus
+    links, network = (f"{rate / 1e9:.0f} GB/s" for rate in (link_rate(cluster.machine), cluster.network_rate))
+    memory = f"{host.ram_bytes / 1e9:.0f} GB RAM at {host.dram_rate / 1e9:.0f} GB/s"
+    machines = f"machines of {num} x {gpu.title}, {host.cores} cores, {memory}"
+    return f"{machines}; {links} between cards,\n{network} from machine to machine (by data sheet, not measured)"
+
+
+def how(run: Run, total_batch: int) -> str:
+    """The run in a line: batches are the table's."""
+    again = "activations computed again" if run.checkpointing else "activations kept"
+    return f"at most {total_batch} x {run.tokens} tokens a step, {run.weights} weights, {run.states} states, {again}"
+
+
+def scaling_table(rows: Sequence[Row]) -> Table:
+    """Two lines for each number of GPUs."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold", collapse_padding=True)
+    table.add_column("GPUs", justify="right", no_wrap=True)
+    table.add_column("way", no_wrap=True)
+    for name in ("batch", "GPU GB", "s/step", "TFLOPS/GPU", "total", "linear"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("bound by")
+    shares = zip(*(efficiency(points) for points in _by_way(rows)), strict=True)
+    for row, (offload_share, plain_share) in zip(rows, shares, strict=True):
+        for name, point, share in ((OFFLOAD, row.offload, offload_share), (PLAIN, row.plain, plain_share)):
+            number = str(row.world) if name == OFFLOAD else ""
+            style = "green" if row.ahead == name else "" if point is not None else "dim"
+            table.add_row(number, name, *_cells(point, share), style=style)
+    return table
+
+
+def _by_way(rows: Sequence[Row]) -> tuple[list[Point | None], list[Point | None]]:
+    return [row.offload for row in rows], [row.plain for row in rows]
+
+
+def _cells(point: Point | None, share: float | None) -> list[str]:
+    if point is None or share is None:
+        return ["-", "-", "-", "-", "-", "-", "does not fit"]
+    return [
+        f"{point.run.batch} x {point.run.micro_batches}",
+        gb(point.used.gpu_total),
+        seconds(point.step_s),
+        f"{point.tflops:.1f}",
+        f"{point.total_tflops:,.0f}",
+        f"{100 * share:.1f}%",
+        "link" if point.bound_by == "link" else BOUND[point.bound_by],
+    ]
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Where offload stops being ahead, in a line."""
+    found = crossover(rows)
+    if found is None:
+        if not any(row.offload or row.plain for row in rows):
+            return "nothing fits on any number of GPUs"
+        return f"{OFFLOAD} is ahead " + ("on all of them" if rows[-1].ahead == OFFLOAD else "nowhere")
+    last, following = found
+    return f"{OFFLOAD} is ahead up to {last} GPUs; from {following} on {PLAIN} has caught up"
+
+
+def to_dict(run: Run, cluster: Cluster, rows: Sequence[Row]) -> dict[str, Any]:
+    """Everything for JSON."""
+    offload, plain = (efficiency(points) for points in _by_way(rows))
+    return {
+        "model": {"name": run.model.name, "params": run.model.numel},
+        "cluster": {
+            "gpu": cluster.machine.gpu.title,
+            "gpus_per_machine": cluster.machine.num_gpus,
+            "network_rate": cluster.network_rate,
+            "link_rate": link_rate(cluster.machine),
+        },
+        "rows": [
+            {
+                "world": row.world,
+                OFFLOAD: _point_dict(row.offload, first),
+                PLAIN: _point_dict(row.plain, second),
+                "ahead": row.ahead,
+            }
+            for row, first, second in zip(rows, offload, plain, strict=True)
+        ],
+        "crossover": crossover(rows),
+    }
+
+
+def _point_dict(point: Point | None, share: float | None) -> dict[str, Any] | None:
+    if point is None:
+        return None
+    return {
+        "batch": point.run.batch,
+        "micro_batches": point.run.micro_batches,
+        "gpu_bytes": point.used.gpu_total,
+        "host_bytes": point.used.host_total,
+        "step_s": point.step_s,
+        "compute_s": point.compute_s,
+        "scatter_s": point.talk.scatter_s,
+        "gather_s": point.talk.gather_s,
+        "exposed_s": point.talk.exposed_s,
+        "waited_s": point.last.waited_s,
+        "tflops": point.tflops,
+        "total_tflops": point.total_tflops,
+        "linear": share,
+        "bound_by": point.bound_by,
+    }
