@@ -43,4 +43,4 @@ def test_torchrun_does_not_starve_the_pool(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, check=False)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count(f"threads {default_threads({})}") == 2, result.stdout
+    assert result.stdout.count(f"threads {max(1, default_threads({}) // 2)}") == 2, result.stdout

@@ -9,9 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from twinflow.cli.memory import Available, MemoryPlan, bytes_at, case_of, plan_memory, remedies, start_ratio
+from twinflow.cli.memory import (
+    Available,
+    MemoryPlan,
+    available_to,
+    bytes_at,
+    case_of,
+    plan_memory,
+    remedies,
+    start_ratio,
+)
 from twinflow.cli.settings import TrainSettings, choose_shape, default_lr, engine_config, parse_bytes, parse_ratio
 from twinflow.config import load_config
+from twinflow.launch.environment import RankEnvironment
 from twinflow.models.gpt import PRESET_BATCH, PRESETS, activation_bytes, count_params
 from twinflow.offload.plan import HOST, RESIDENT, BucketPlan
 from twinflow.offload.sizes import state_bytes
@@ -265,6 +275,49 @@ def test_without_a_gpu_everything_is_on_the_host() -> None:
     assert used.host["weights"] == used.host["gradients"] == 4 * numel
     assert used.host["state"] == 12 * numel
     assert used.host["activations"] > 0
+
+
+def on_ranks(num_ranks: int, gpu: int | None = CARD, host: int = 128 * GB, **changes: Any) -> MemoryPlan:
+    """The fp32 plan of gpt2-1.5b for so many ranks, where so much is free on the hosts of all."""
+    asked = settings("gpt2-1.5b", **changes)
+    return plan_memory(case_of(asked, engine_config(asked, "fp32"), num_ranks), "fp32", Available(gpu, host))
+
+
+def test_ranks_share_the_state_and_each_has_a_process() -> None:
+    numel = count_params(PRESETS["gpt2-1.5b"])
+    one, four = on_ranks(1), on_ranks(4)
+    assert four.used.host["state"] == pytest.approx(one.used.host["state"], rel=1e-6)
+    assert four.used.host["process"] == 4 * one.used.host["process"]
+    assert four.used.gpu["weights"] == one.used.gpu["weights"]
+    assert four.host_line.startswith(f"{12 * numel / 1e9:.2f} GB of fp32 state on 4 ranks, about ")
+    assert " ranks" not in one.host_line
+    here = on_ranks(4, gpu=None, precision="fp32").used.host
+    assert here["weights"] == 4 * on_ranks(1, gpu=None, precision="fp32").used.host["weights"] == 4 * 4 * numel
+    assert here["process"] == 4 * GB
+
+
+def test_ranks_that_are_too_many_for_the_host_are_refused() -> None:
+    numel = count_params(PRESETS["gpt2-1.5b"])
+    needed = (12 + 4 * (4 + 1)) * numel  # state once, weights in every rank and a fourth of the gradients
+    assert on_ranks(1, None, needed, precision="fp32").tight == ""
+    assert on_ranks(4, None, needed + GB, precision="fp32").tight  # there are activations as well
+    with pytest.raises(ValueError, match=r"host memory is .* for 1\.56 B parameters on 4 ranks \("):
+        on_ranks(4, None, needed - GB, precision="fp32")
+
+
+def test_auto_gives_every_rank_its_part_of_the_host() -> None:
+    asked = settings("gpt2-10b", ratio="auto")
+    one, four = (case_of(asked, engine_config(asked, "fp32"), num_ranks) for num_ranks in (1, 4))
+    scarce = Available(H200, 60 * GB)
+    assert start_ratio(one, scarce) == pytest.approx(60 / 123.4 * 0.94, rel=0.02)
+    assert 0.8 * start_ratio(one, scarce) < start_ratio(four, scarce) <= start_ratio(one, scarce)
+
+
+@pytest.mark.parametrize(("world", "local", "host_gb"), [(1, 1, 100), (4, 4, 100), (8, 4, 200), (3, 1, 300)])
+def test_memory_counts_once_for_a_machine(world: int, local: int, host_gb: int) -> None:
+    ranks = RankEnvironment(0, 0, world, local, "127.0.0.1", 29500)
+    assert available_to(ranks, CARD, 100 * GB) == Available(CARD, host_gb * GB)
+    assert available_to(ranks, None, 0) == Available(None, 0)  # not known
 
 
 @pytest.mark.parametrize(("text", "ratio"), [(None, None), ("auto", "auto"), ("0", 0.0), ("0.3", 0.3), ("1", 1.0)])

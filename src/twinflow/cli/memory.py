@@ -16,7 +16,9 @@ from twinflow.cli.settings import TrainSettings, is_on
 from twinflow.config import Config, load_config
 from twinflow.config.resolve import optimizer_choice
 from twinflow.errors import bad_value
+from twinflow.launch.environment import RankEnvironment
 from twinflow.models.gpt import GPTConfig, activation_bytes
+from twinflow.native.shares import share_of_memory
 from twinflow.optim.auto import first_ratio
 from twinflow.planner.costs import FLAT_BYTES, GPU_RESERVE, Bytes, Memory, Run, bytes_of, placed_at
 from twinflow.planner.formats import STATES, WEIGHT_BYTES
@@ -33,7 +35,7 @@ _MAX_REMEDIES: Final = 3
 
 @dataclass(frozen=True)
 class Available:
-    """What there is."""
+    """What there is: on one GPU, and on the host for all ranks of the run."""
 
     gpu_bytes: int | None  # None: no GPU, the model is on the host
     host_bytes: int  # 0: not known
@@ -61,6 +63,7 @@ class MemoryPlan:
     why: str
     tight: str = ""  # a warning where there is little room to spare
     is_auto: bool = False  # state moves to the GPU after some steps
+    num_ranks: int = 1  # that share the host
 
     @property
     def state_bytes(self) -> int:
@@ -74,8 +77,8 @@ class MemoryPlan:
         of_free = f" of {free / 1e9:,.1f} GB" if free else ""
         first = " at first" if self.is_auto else ""
         return (
-            f"{self.state_bytes / 1e9:,.2f} GB of {self.states} state{first}, about {_gb(self.used.host_total)} in all"
-            f"{of_free}: {self.why}"
+            f"{self.state_bytes / 1e9:,.2f} GB of {self.states} state{first}{_on_ranks(self.num_ranks)}, "
+            f"about {_gb(self.used.host_total)} in all{of_free}: {self.why}"
         )
 
     @property
@@ -91,8 +94,16 @@ class MemoryPlan:
         return f"{', '.join(parts)}, of {_gb(self.available.gpu_bytes)}{later}"
 
 
-def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
-    """The run by its settings and by the engine's config, where a file may have said more."""
+def available_to(ranks: RankEnvironment, gpu_bytes: int | None, free_bytes: int) -> Available:
+    """What a run of these ranks has, by the host memory that is free here; other machines are taken for the same."""
+    return Available(gpu_bytes, share_of_memory(free_bytes, ranks.local_world_size) * ranks.world_size)
+
+
+def case_of(settings: TrainSettings, config: Mapping[str, Any], num_ranks: int = 1) -> Case:
+    """The run by its settings and by the engine's config, where a file may have said more.
+
+    `num_ranks`, on all machines, share the optimizer state.
+    """
     shape, checked = settings.model, load_config(config)
     numbers = (shape.vocab_size, shape.context, shape.num_layers, shape.hidden, shape.num_heads, shape.tied)
     offload = checked.zero_optimization.offload_optimizer
@@ -110,6 +121,8 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
         checkpointing=shape.checkpoint_activations,
         weights=settings.precision,
         num_moments=num_moments,
+        world=num_ranks,
+        stage=checked.zero_optimization.stage if num_ranks > 1 else 0,
     )
     return Case(
         run=run,
@@ -153,6 +166,7 @@ def plan_memory(case: Case, states: str, available: Available) -> MemoryPlan:
         why=why,
         tight="" if all(most) else _tight(chosen, available),
         is_auto=case.ratio == "auto" and available.gpu_bytes is not None,
+        num_ranks=case.run.world,
     )
 
 
@@ -160,7 +174,7 @@ def start_ratio(case: Case, available: Available) -> float:
     """The share on the host that a run begins with."""
     if not isinstance(case.ratio, str):
         return case.ratio
-    return first_ratio(int(case.run.own_numel * case.run.size.host), available.host_bytes)
+    return first_ratio(int(case.run.own_numel * case.run.size.host), available.host_bytes // case.run.world)
 
 
 def bytes_at(case: Case, ratio: float, available: Available) -> Bytes:
@@ -174,8 +188,9 @@ def bytes_at(case: Case, ratio: float, available: Available) -> Bytes:
     gpu = {**found.gpu, "activations": activation_bytes(case.shape, run.batch, run.tokens, run.checkpointing, width)}
     if gpu_bytes is not None:
         return Bytes(gpu, found.host)
-    host = {kind: gpu.get(kind, 0) + found.host.get(kind, 0) for kind in dict.fromkeys((*found.host, *gpu))}
-    return Bytes({}, host | {"process": _CPU_PROCESS_BYTES})
+    kinds = dict.fromkeys((*found.host, *gpu))
+    host = {kind: gpu.get(kind, 0) * run.world + found.host.get(kind, 0) for kind in kinds}
+    return Bytes({}, host | {"process": _CPU_PROCESS_BYTES * run.world})
 
 
 def has_room(case: Case, available: Available) -> bool:
@@ -241,6 +256,7 @@ def _too_large(case: Case, available: Available) -> ValueError:
     parts, lacks = (sure.gpu, missing.gpu_bytes) if is_gpu else (sure.host, missing.host_bytes)
     names = {"state": f"{case.run.states} state"}
     text = ", ".join(f"{_gb(count)} of {names.get(kind, kind)}" for kind, count in parts.items() if count)
+    where = "" if is_gpu else _on_ranks(case.run.world)
     both = f"; the host lacks {_gb(missing.host_bytes)} as well" if is_gpu and missing.host_bytes else ""
     if available.gpu_bytes is not None and sure.gpu["weights"] > available.gpu_bytes:
         remedy = "The weights alone are too large for it: train a smaller model."
@@ -250,7 +266,7 @@ def _too_large(case: Case, available: Available) -> ValueError:
     return bad_value(
         "GPU memory" if is_gpu else "host memory",
         _gb(available.gpu_bytes or 0) if is_gpu else f"{_gb(available.host_bytes)} available",
-        f"at least {_gb(sum(parts.values()))} for {case.run.model.numel / 1e9:.2f} B parameters ({text}); "
+        f"at least {_gb(sum(parts.values()))} for {case.run.model.numel / 1e9:.2f} B parameters{where} ({text}); "
         f"{_gb(lacks)} are missing{both}",
         remedy,
     )
@@ -315,6 +331,10 @@ def _near_ratio(case: Case, available: Available) -> float | None:
 
 def _grid() -> Sequence[float]:
     return [i / _NUM_RATIOS for i in range(_NUM_RATIOS + 1)]
+
+
+def _on_ranks(num_ranks: int) -> str:
+    return f" on {num_ranks} ranks" if num_ranks > 1 else ""
 
 
 def _gb(count: float) -> str:
