@@ -19,6 +19,7 @@ from twinflow.config import Batch, Config, load_config, notes, optimizer_choice,
 from twinflow.engine import Engine, EngineSettings, ResumableLoader
 from twinflow.engine.reports import LOGGER, Profiler, Reports
 from twinflow.errors import bad_value
+from twinflow.launch.environment import RankEnvironment, init_distributed, joined
 from twinflow.monitor.flops import FlopsProfile, profile
 from twinflow.monitor.timers import Timers
 from twinflow.monitor.writers import CsvWriter, Fanout, TensorBoardWriter, WandbWriter
@@ -29,8 +30,10 @@ from twinflow.optim.loss_scale import LossScale, dynamic, static
 from twinflow.optim.schedules import build_scheduler
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.rules import RULES
+from twinflow.zero import Zero
 
 Model = nn.Module | Callable[[], nn.Module]
+_TIMEOUT_S = 600.0  # for one rank to wait for another
 _OWN_KEYS = {"states", "delayed_update", "delayed_update_start", "host_threads"}
 _OWN_KEYS |= {"hold", "sums", "shadow_bytes", "bucket_numel", "ratio", "placement"}
 
@@ -65,12 +68,14 @@ def initialize(
     parsed = load_config(source)
     for note in [*notes(parsed), *_overruled(parsed, optimizer, lr_scheduler)]:
         LOGGER.info(f"config: {note}")
-    batch = resolve_batch(parsed, world_size=1)
+    ranks = init_distributed(timeout_s=_TIMEOUT_S) if dist_init_required is not False else joined()
+    batch = resolve_batch(parsed, ranks.world_size)
     module = place(model, parsed)
-    twin = make_optimizer(parsed, batch, module, optimizer, model_parameters)
+    twin = make_optimizer(parsed, batch, module, optimizer, model_parameters, ranks)
     try:
         scheduler = _make_scheduler(parsed, twin, optimizer, lr_scheduler)
-        engine = Engine(module, twin, scheduler, None, _engine_settings(parsed, batch, source), _make_reports(parsed))
+        settings = _engine_settings(parsed, batch, source, ranks)
+        engine = Engine(module, twin, scheduler, None, settings, _make_reports(parsed, ranks.rank))
         engine.activations = checkpoint_activations(parsed, module, twin)
     except BaseException:
         if twin is not None and twin is not optimizer:
@@ -81,8 +86,10 @@ def initialize(
     return engine, twin, engine.training_dataloader, scheduler
 
 
-def _engine_settings(config: Config, batch: Batch, source: Any) -> EngineSettings:
+def _engine_settings(config: Config, batch: Batch, source: Any, ranks: RankEnvironment) -> EngineSettings:
     return EngineSettings(
+        ranks=ranks,
+        stage=config.zero_optimization.stage,
         micro_batch_size=batch.micro_batch_size,
         autocast=getattr(torch, str(config.torch_autocast.dtype)) if config.torch_autocast.enabled else None,
         input_dtype=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
@@ -136,6 +143,7 @@ def make_optimizer(
     module: nn.Module,
     given: Optimizer | Callable[..., Optimizer] | None,
     model_parameters: Iterable[Any] | None,
+    ranks: RankEnvironment | None = None,
 ) -> TwinOptimizer | None:
     """The optimizer of the config, or around the one that was given; None where neither names one."""
     if isinstance(given, TwinOptimizer):
@@ -164,6 +172,7 @@ def make_optimizer(
         loss_scale=_loss_scale(config),
         accumulation_steps=batch.accumulation_steps,
         early=True,
+        zero=make_zero(config, ranks.world_size) if ranks is not None and ranks.world_size > 1 else None,
         **own,
         **options,
     )
@@ -180,6 +189,20 @@ def make_optimizer(
         given.param_groups = twin.param_groups
         given._opt_called = True  # type: ignore[attr-defined]
     return twin
+
+
+def make_zero(config: Config, world_size: int) -> Zero:
+    """How ranks share the work."""
+    if config.zero_optimization.stage == 3:
+        remedy = "Weights are not partitioned over ranks yet."
+        raise bad_value("zero_optimization.stage", 3, f"0, 1, 2 with {world_size} ranks", remedy)
+    dtype = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return Zero(
+        config.zero_optimization.stage,
+        dtype[config.communication_data_type],
+        config.gradient_allreduce_op,
+        float(world_size) if config.prescale_gradients else config.gradient_predivide_factor,
+    )
 
 
 def _own_options(config: Config) -> dict[str, Any]:
@@ -281,8 +304,11 @@ def _naming(key: str) -> Iterator[None]:
         raise ValueError(f"{key}: {error}") from error
 
 
-def _make_reports(config: Config) -> Reports:
-    """Log lines, monitors, timers and the profiler, as far as the config asks for them."""
+def _make_reports(config: Config, rank: int) -> Reports:
+    """Log lines, monitors, timers and the profiler, as far as the config asks for them; the first rank's speak for
+    all."""
+    if rank > 0:
+        return Reports()
     writers: list[Any] = []
     if config.csv_monitor.enabled:
         with _naming("csv_monitor.output_path"):

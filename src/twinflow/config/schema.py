@@ -16,7 +16,6 @@ from twinflow.config.fields import (
     Every,
     Free,
     Names,
-    Number,
     Positive,
     Power,
     Section,
@@ -293,9 +292,11 @@ class Config(Section):
     tensor_parallel: TensorParallel = section(TensorParallel, "tensor parallelism: only off")
     compile: CompileSection = section(CompileSection, "DeepCompile: only off")
 
-    prescale_gradients: bool = unused(False, "before or after the sum over processes is the same for one process")
-    gradient_allreduce_op: Literal["mean", "sum"] = unused("mean", "one process has nothing to reduce")
-    communication_data_type: Dtype | None = unused(None, _ONE)
+    prescale_gradients: bool = honoured(
+        False, "divide gradients by the number of ranks before they are summed, not after"
+    )
+    gradient_allreduce_op: Literal["mean", "sum"] = honoured("mean", "of the gradients of all ranks")
+    communication_data_type: Dtype | None = honoured(None, "that gradients are summed over ranks in; null: their own")
     seq_parallel_communication_data_type: Dtype = unused("fp32", _ONE)
     disable_allgather: bool = unused(False, _ONE)
     comms_logger: Free | None = unused(None, _ONE)
@@ -309,7 +310,9 @@ class Config(Section):
     vocabulary_size: Positive | None = unused(None, "the model knows its vocabulary")
     aio: Free | None = unused(None, "nothing goes to NVMe")
 
-    gradient_predivide_factor: Number = refused(1.0, "bf16 and the loss scale of fp16 keep gradients in range")
+    gradient_predivide_factor: Above = honoured(
+        1.0, "without prescale_gradients: what gradients are divided by before they are summed; the rest comes after"
+    )
     sparse_gradients: bool = refused(False, "use dense gradients: build embeddings with sparse=False")
     data_parallel_size: Positive | None = refused(None, "one process trains: leave it at 1", off=(1,))
     sequence_parallel_size: Positive | None = refused(

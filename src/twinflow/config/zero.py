@@ -95,7 +95,9 @@ class LeafModule(Section):
 class ZeroOptimization(Section):
     """`zero_optimization`."""
 
-    stage: Stage = unused(0, "one process has nothing to partition: stages 0 to 3 train alike", quiet=(0, 1, 2))
+    stage: Stage = honoured(
+        0, "what ranks share: 1 the optimizer's state, 2 sums of gradients too, 3 weights too; one process: all alike"
+    )
     offload_optimizer: OffloadOptimizer | None = maybe_section("master weights, optimizer state and update on the host")
     offload_param: OffloadParam | None = maybe_section("weights on the host: only device none")
     zenflow: Free | None = refused(

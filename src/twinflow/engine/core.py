@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from twinflow.activations import Handle
 from twinflow.checkpoint import Entry, export_weights
+from twinflow.dist.agree import gather_json
 from twinflow.engine import state
 from twinflow.engine.loader import ResumableLoader
 from twinflow.engine.reports import Reports
 from twinflow.errors import bad_value
+from twinflow.launch.environment import ALONE, RankEnvironment
 from twinflow.offload.blocks import find_blocks
 from twinflow.optim.twin import TwinOptimizer
 
@@ -31,6 +33,8 @@ class EngineSettings:
     """How the engine works, every default filled in."""
 
     micro_batch_size: int
+    ranks: RankEnvironment = ALONE
+    stage: int = 0  # of ZeRO
     autocast: torch.dtype | None = None  # forwards run under torch.autocast with it
     input_dtype: torch.dtype | None = None  # floating inputs are cast to it
     keep_last: int | None = None  # checkpoints
@@ -154,13 +158,34 @@ class Engine:
         return self.train(False)
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """One process has nothing to hold back."""
+        """Around backwards whose gradients stay on this rank until the step's last: with stages 0 and 1 they do so
+        anyway. With stage 2 no rank keeps a sum of its own."""
+        if self.world_size > 1 and self.settings.stage >= 2:
+            remedy = "Leave no_sync() out, or use stage 1."
+            raise bad_value("no_sync() with zero_optimization.stage", self.settings.stage, (0, 1), remedy)
         return nullcontext()
 
-    # What it knows. One process trains the whole model.
+    # What it knows.
 
-    local_rank = global_rank = 0
-    world_size = dp_world_size = 1
+    @property
+    def global_rank(self) -> int:
+        """This process among all."""
+        return self.settings.ranks.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those on its machine."""
+        return self.settings.ranks.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Processes that train the model together."""
+        return self.settings.ranks.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Processes that each take a part of a batch: all of them."""
+        return self.world_size
 
     @property
     def basic_optimizer(self) -> TwinOptimizer | None:
@@ -201,8 +226,8 @@ class Engine:
         return self.settings.micro_batch_size
 
     def train_batch_size(self) -> int:
-        """Samples of a step."""
-        return self.settings.micro_batch_size * self.gradient_accumulation_steps()
+        """Samples of a step, on all ranks."""
+        return self.settings.micro_batch_size * self.gradient_accumulation_steps() * self.world_size
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Samples of a step, of a micro-batch, and micro-batches of a step."""
@@ -210,9 +235,11 @@ class Engine:
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Other steps from now on: the micro-batch stays, their number changes."""
-        micro = self.settings.micro_batch_size
+        micro = self.settings.micro_batch_size * self.world_size
         if train_batch_size < 1 or train_batch_size % micro:
-            raise bad_value("train_batch_size", train_batch_size, f"a multiple of the micro-batch, which is {micro}")
+            raise bad_value(
+                "train_batch_size", train_batch_size, f"a multiple of the micro-batches of all ranks, which is {micro}"
+            )
         if self.part:
             raise RuntimeError("set_train_batch_size() in the middle of a step. Call it after a boundary's step()")
         self._need_optimizer().set_accumulation_steps(train_batch_size // micro)
@@ -335,9 +362,17 @@ class Engine:
             collate_fn,
             self.settings.drop_last,
             num_local_io_workers,
+            seed=self._same_seed(),
             pin_memory=pin_memory,
             shuffle=route == "train",
+            share=(self.global_rank, self.world_size),
         )
+
+    def _same_seed(self) -> int:
+        """All ranks draw from one order of the samples."""
+        seed = torch.initial_seed() % (1 << 63)
+        team = self.optimizer.team if self.optimizer is not None else None
+        return seed if team is None else int(gather_json(team.calls, seed)[0])
 
     def destroy(self) -> None:
         """Finish what has begun and give memory and threads back; the module stays usable."""

@@ -12,7 +12,12 @@ from twinflow.errors import bad_value
 
 
 class ResumableLoader:
-    """Batches of a dataset, shuffled anew each epoch from a seed of its own: the order needs no other random state."""
+    """Batches of a dataset, shuffled anew each epoch from a seed of its own: the order needs no other random state.
+
+    `share`: this rank and the number of ranks. Of the order, which is the same for all, the first rank takes the first
+    sample, the second the second, and so on; what is left over is filled up from the start, or dropped. A stream of
+    samples (IterableDataset) is each rank's own.
+    """
 
     def __init__(
         self,
@@ -24,6 +29,7 @@ class ResumableLoader:
         seed: int | None = None,
         pin_memory: bool = False,
         shuffle: bool = True,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         if batch_size < 1:
             raise bad_value("batch_size", batch_size, "a whole number >= 1")
@@ -34,10 +40,11 @@ class ResumableLoader:
         self._is_stream = isinstance(dataset, IterableDataset)
         self._options: dict[str, Any] = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
         self._drop_last, self._shuffle = drop_last, shuffle
+        self._rank, self._world = share
 
     def __len__(self) -> int:
         """Batches of an epoch."""
-        num_samples = len(self.dataset)  # type: ignore[arg-type]
+        num_samples = self._num_samples()
         return num_samples // self.batch_size if self._drop_last else -(-num_samples // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
@@ -48,9 +55,16 @@ class ResumableLoader:
             yield batch
         self.epoch, self.position = self.epoch + 1, 0
 
+    def _num_samples(self) -> int:
+        """Of this rank, in an epoch: as many as every other has."""
+        total = len(self.dataset)  # type: ignore[arg-type]
+        return total // self._world if self._drop_last else -(-total // self._world)
+
     def _loader(self) -> DataLoader[Any]:
-        num_samples = len(self.dataset)  # type: ignore[arg-type]
-        order = _Order(num_samples, self.seed + self.epoch) if self._shuffle else range(num_samples)
+        total = len(self.dataset)  # type: ignore[arg-type]
+        order: Any = _Order(total, self.seed + self.epoch) if self._shuffle else range(total)
+        if self._world > 1:
+            order = _Turn(order, self._rank, self._world, self._num_samples())
         batches = _From(BatchSampler(order, self.batch_size, self._drop_last), self.position)
         return DataLoader(self.dataset, batch_sampler=batches, generator=self._generator(), **self._options)
 
@@ -74,13 +88,23 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, int]:
         """Where it is."""
-        return {"seed": self.seed, "epoch": self.epoch, "position": self.position, "batch_size": self.batch_size}
+        return {
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "position": self.position,
+            "batch_size": self.batch_size,
+            "world": self._world,
+        }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there; an iterator that is in use does not notice."""
-        if state["batch_size"] != self.batch_size:
+        """Go on from there, with another number of ranks too; an iterator that is in use does not notice."""
+        if state["batch_size"] != self.batch_size and state.get("world", 1) == self._world:
             raise bad_value("batch size of the data position", state["batch_size"], [self.batch_size])
-        self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
+        num_seen, each = state["position"] * state["batch_size"] * state.get("world", 1), self.batch_size * self._world
+        if num_seen % each:
+            remedy = "Choose micro-batches so that batch size x ranks divides it."
+            raise bad_value("samples of the epoch that were seen", num_seen, f"a multiple of {each}", remedy)
+        self.seed, self.epoch, self.position = state["seed"], state["epoch"], num_seen // each
 
 
 class _Order(Sampler[int]):
@@ -92,6 +116,20 @@ class _Order(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self._seed)
         return iter(torch.randperm(self._num_samples, generator=generator).tolist())
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+
+class _Turn(Sampler[int]):
+    """Every so manieth sample of an order, filled up from its start."""
+
+    def __init__(self, order: Any, rank: int, world: int, num_samples: int) -> None:
+        self._order, self._rank, self._world, self._num_samples = order, rank, world, num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        every = list(self._order)
+        return iter([every[(self._rank + i * self._world) % len(every)] for i in range(self._num_samples)])
 
     def __len__(self) -> int:
         return self._num_samples

@@ -30,6 +30,9 @@ class RankEnvironment:
     master_port: int
 
 
+ALONE = RankEnvironment(0, 0, 1, 1, LOCAL_ADDRESS, DEFAULT_PORT)  # without a launcher
+
+
 def rank_environment(env: Mapping[str, str]) -> RankEnvironment | None:
     """What the launcher of this process said; None where there is none."""
     if "RANK" in env or "LOCAL_RANK" in env:
@@ -172,7 +175,7 @@ def init_distributed(
     if distributed.is_available() and distributed.is_initialized():
         return found or _joined_otherwise(distributed.get_rank(), distributed.get_world_size())
     if found is None:
-        return RankEnvironment(0, 0, 1, 1, LOCAL_ADDRESS, DEFAULT_PORT)
+        return ALONE
     has_cuda = torch.cuda.is_available()
     if backend == "nccl" and not has_cuda:
         raise bad_value("backend", backend, ("auto", "gloo"), "There is no CUDA here.")
@@ -185,6 +188,15 @@ def init_distributed(
         chosen, timeout=timedelta(seconds=timeout_s), rank=found.rank, world_size=found.world_size
     )
     return found
+
+
+def joined(env: Mapping[str, str] = os.environ) -> RankEnvironment:
+    """This process in the group that the script has made; without one, a world of one."""
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return ALONE
+    return rank_environment(env) or _joined_otherwise(distributed.get_rank(), distributed.get_world_size())
 
 
 def _joined_otherwise(rank: int, world_size: int) -> RankEnvironment:

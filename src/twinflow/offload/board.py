@@ -134,6 +134,17 @@ class Board:
             for bucket in buckets:
                 bucket.added.clear()
 
+    def agree(self, job: Job, present: set[int]) -> None:
+        """All ranks have said which parameters got a gradient in this job."""
+        with self.changed:
+            for task in job.tasks:
+                if task.is_held:
+                    task.agreed = [i for i, piece in enumerate(task.bucket.slices) if piece.param in present]
+                    task.is_held = False
+                    if not self.sums_on_host or task.is_summed:
+                        task.present = task.agreed
+            self.changed.notify_all()
+
     def close_job(self, job: Job, norms: Tensor, event: Event) -> None:
         """All tasks of the job are submitted; `norms` holds its gradients' norms once `event` is done."""
         with self.changed:
@@ -152,10 +163,11 @@ class Board:
         with self.changed:
             for task in tasks:
                 updater = task.bucket.updater
-                if updater.needs_weight_slot(task.bucket.plan):
+                if task.present and updater.needs_weight_slot(task.bucket.plan):
                     task.weight_slot = self.weight_slots.take()
                     assert task.weight_slot is not None
-                updater.publish(task)
+                if task.present:
+                    updater.publish(task)
                 task.bucket.updated = task.job.number
                 task.bucket.sent = task.bucket.due = task.job.number - 1
                 self.outbox.append(task)
@@ -163,7 +175,7 @@ class Board:
     def publish_again(self, bucket: Bucket) -> None:
         """Its state has moved: weights of a delayed update that are still to be sent come from the new place."""
         with self.changed:
-            for task in (task for task in self.outbox if task.bucket is bucket):
+            for task in (task for task in self.outbox if task.bucket is bucket and task.present):
                 self.free_shadow(task)
                 if bucket.updater.needs_weight_slot(bucket.plan):
                     task.weight_slot = self.weight_slots.take(may_grow=True)
@@ -211,7 +223,7 @@ class Board:
     def is_allowed(self, task: Task) -> bool:
         """Whether it may be updated (or first summed) once its gradients are there."""
         is_to_sum = self.sums_on_host and not task.is_summed
-        return is_to_sum or task.job.gate.is_open or task.shadow is not None
+        return is_to_sum or (not task.is_held and (task.job.gate.is_open or task.shadow is not None))
 
     def may_update(self, task: Task) -> bool:
         """Whether it can be updated now."""
@@ -232,13 +244,14 @@ class Board:
         bucket = task.bucket
         if self.sums_on_host and not task.is_summed:
             return bucket.parts[0] is task and not bucket.is_full
-        return task.job.gate.is_open and self._is_sent(bucket)
+        return task.job.gate.is_open and not task.is_held and self._is_sent(bucket)
 
     def reserve(self, task: Task) -> bool:
         """Find a shadow for an update ahead of the gate."""
         bucket = task.bucket
-        is_whole = len(task.present) == len(bucket.slices)  # a swap of stores would lose the slices left alone
-        if not (task.job.may_run_ahead and self.updater.can_shadow and is_whole and self.history.speculates):
+        is_whole = 0 < len(task.present) == len(bucket.slices)  # a swap of stores would lose the slices left alone
+        may_run_ahead = task.job.may_run_ahead and not task.is_held
+        if not (may_run_ahead and self.updater.can_shadow and is_whole and self.history.speculates):
             return False
         task.shadow = self.shadows.take(bucket.plan, self.shadow_bytes(bucket))
         return task.shadow is not None
@@ -255,7 +268,8 @@ class Board:
             self._finish(task)
             return
         task.is_summed = bucket.is_full = True
-        task.present, task.grads = sorted(bucket.added), bucket.total
+        task.present = sorted(bucket.added) if task.agreed is None else task.agreed
+        task.grads = bucket.total
         (self.resident if bucket.is_on_device else self.flying).append(task)
 
     def updated(self, task: Task, was_ahead: bool) -> None:

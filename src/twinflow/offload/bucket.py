@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -28,17 +29,27 @@ class Param:
     group: int  # index of its param group
     is_late: bool = False  # its gradient is complete only when the outermost backward has ended
     hits: int = 0  # gradients seen since the last step
+    was_hit: bool = False  # ... in any backward of this step
     version: int = 0  # of the tensor, after our last write: another number means that somebody else wrote
     buckets: list[Bucket] = field(default_factory=list)
+    guard: threading.Lock = field(default_factory=threading.Lock)  # several streams write to it, each to a part
     taken: Tensor = field(init=False)  # what `.grad` holds when the gradient is gone
 
     def __post_init__(self) -> None:
         self.taken = TakenGradient(self.tensor)
 
+    def note_write(self) -> None:
+        """We have written to it."""
+        with self.guard:
+            self.version = self.tensor._version
+
 
 @dataclass(eq=False)
 class Bucket:
-    """Slices that travel together, their state, and what updates it."""
+    """Slices that travel together, their state, and what updates it.
+
+    Where ranks share it, the plan is this rank's part, and `whole` is all of it.
+    """
 
     plan: BucketPlan
     params: list[Param]  # of each slice
@@ -58,9 +69,41 @@ class Bucket:
     parts: list[Task] = field(default_factory=list)  # tasks still to be added to it, in order
     targets: list[Tensor] = field(default_factory=list)  # each slice's place in its parameter
     addresses: list[int] = field(default_factory=list)  # of the parameters, when the places were found
+    whole: BucketPlan | None = None
+    members: list[Param] = field(default_factory=list)  # parameters of the whole, each once
+    published: int = 0  # where it is shared: the last job whose weights are on their way from all ranks
+    published_event: Event | None = None  # when they are there
 
     def __post_init__(self) -> None:
+        self.members = self.members or list(dict.fromkeys(self.params))
         self.find_targets()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks have parts of it."""
+        return self.whole is not None
+
+    @property
+    def gathered(self) -> BucketPlan:
+        """What gradients are gathered in."""
+        return self.plan if self.whole is None else self.whole
+
+    @property
+    def shown(self) -> int:
+        """The last job whose weights are on their way into all of its parameters."""
+        return self.published if self.is_shared else self.sent
+
+    @property
+    def shown_event(self) -> Event | None:
+        """When they are there."""
+        return self.published_event if self.is_shared else self.sent_event
+
+    def forget_shown(self) -> None:
+        """They are there."""
+        if self.is_shared:
+            self.published_event = None
+        else:
+            self.sent_event = None
 
     def find_targets(self) -> None:
         """Views of the parameters as they are now; writes to them are seen by autograd."""
@@ -83,10 +126,6 @@ class Bucket:
     def is_on_device(self) -> bool:
         """Whether its gradients stay on the device."""
         return self.updater.is_on_device
-
-    def owners(self) -> list[Param]:
-        """Its parameters, each once."""
-        return list(dict.fromkeys(self.params))
 
 
 class Updater(Protocol):
@@ -176,6 +215,8 @@ class Task:
     grads: Tensor | None = None  # its view as numbers; for an update on the device, the flat buffer or the total
     arrived: Event | None = None  # they are there; on the device: they have been used
     is_summed: bool = False  # the bucket's total has taken them in
+    is_held: bool = False  # which slices have a gradient is known only when all ranks have said so
+    agreed: list[int] | None = None  # what they have said
     shadow: Store | None = None  # where the update writes before the gate is open
     weight_slot: Slot | None = None  # page-locked memory for new weights, where the state does not hold them
     weights: Sequence[Tensor] = ()  # the new weights of each slice, to go back

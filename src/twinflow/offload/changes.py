@@ -65,7 +65,7 @@ def adopt(params: Sequence[Param], keep: bool) -> None:
             for i, piece in enumerate(bucket.slices):
                 if piece.param == param.index:
                     bucket.updater.write_master(bucket, i, given[piece.start : piece.start + piece.numel], keep)
-        param.version = param.tensor._version
+        param.note_write()
 
 
 def move(bucket: Bucket, place: str, updater: Updater, options: Sequence[Options]) -> None:
@@ -83,8 +83,8 @@ def move(bucket: Bucket, place: str, updater: Updater, options: Sequence[Options
         _copy_numbers(bucket, moved, options)
     old.forget(bucket)
     bucket.plan, bucket.updater, bucket.store, bucket.total = plan, updater, store, None
-    for param in bucket.owners():  # where it is part of the state, it was written to
-        param.version = param.tensor._version
+    for param in bucket.members:  # where it is part of the state, it was written to
+        param.note_write()
 
 
 def _copy_store(old: Bucket, new: Bucket) -> None:
@@ -107,6 +107,7 @@ def _copy_numbers(old: Bucket, new: Bucket, options: Sequence[Options]) -> None:
     values = [old.updater.read(old, i) for i in range(len(old.slices))]
     for i, value in enumerate(values):  # an optimizer of the user's may look at the weights when it starts
         new.updater.write_master(new, i, value["master"], keep=False)
-    new.updater.start(new, options)
+    if new.slices:
+        new.updater.start(new, options)
     for i, value in enumerate(values):
         new.updater.write(new, i, value)

@@ -13,6 +13,7 @@ from twinflow.offload import gather
 from twinflow.offload.board import Board
 from twinflow.offload.bucket import Bucket, Job, Param, Task
 from twinflow.offload.plan import BucketPlan, Slice
+from twinflow.offload.sharing import Sharing
 from twinflow.offload.sync import FLAT_FREE
 
 
@@ -20,9 +21,15 @@ class Collector:
     """Everything here is queued on the stream that makes the gradients; nothing waits for the device."""
 
     def __init__(
-        self, device: Device, board: Board, buckets: Sequence[Bucket], num_parts: int, tensor_device: torch.device
+        self,
+        device: Device,
+        board: Board,
+        buckets: Sequence[Bucket],
+        num_parts: int,
+        tensor_device: torch.device,
+        sharing: Sharing | None,
     ) -> None:
-        self._device, self._board, self._buckets = device, board, buckets
+        self._device, self._board, self._buckets, self._sharing = device, board, buckets, sharing
         self.num_parts = num_parts  # gradients that make up one: with several, they are summed in fp32
         self._tensor_device = tensor_device
         self._sums: dict[int, Tensor] = {}  # of each bucket
@@ -69,8 +76,11 @@ class Collector:
             if param.hits and (param.is_late or param.hits < self.num_parts):
                 self._round(job, param)
                 self._finish(job, param)
+        begun = {task.bucket.plan.index for task in job.tasks}
         for bucket in self._buckets:
-            if bucket.task is not None:
+            if self._sharing is not None and bucket.plan.index not in begun:  # others may have gradients for it
+                self._submit(self._task(job, bucket))
+            elif bucket.task is not None:
                 if bucket.task.present:
                     self._submit(bucket.task)
                 bucket.task = None
@@ -80,14 +90,22 @@ class Collector:
         if self.num_parts == 1:
             return  # it is there
         for bucket in param.buckets:
-            flat, slices = self._task(job, bucket).flat, [s for s in bucket.slices if s.param == param.index]
+            flat, slices = self._task(job, bucket).flat, [s for s in bucket.gathered.slices if s.param == param.index]
             assert flat is not None
             self._gather(bucket, partial(gather.cast, flat, self._sum(bucket), slices))
 
     def take_all(self, job: Job, params: Sequence[Param]) -> None:
         """Tasks from the gradients in `.grad`, which are taken away: copies read them after this returns."""
         flat = {p: p.tensor.grad.detach().reshape(-1) for p in params if p.tensor.grad is not None}
-        for bucket in self._buckets:
+        if self._sharing is not None:
+            for param, grad in flat.items():
+                for bucket in param.buckets:
+                    into = self._task(job, bucket).flat
+                    assert into is not None
+                    self._gather(bucket, partial(gather.add, into, _pieces(bucket, param, grad), True))
+                self._finish(job, param)
+            self.complete(job, ())
+        for bucket in self._buckets if self._sharing is None else ():
             task = Task(bucket, job, [i for i, param in enumerate(bucket.params) if param in flat])
             for i in task.present:
                 piece = bucket.slices[i]
@@ -121,7 +139,7 @@ class Collector:
     def _sum(self, bucket: Bucket) -> Tensor:
         index = bucket.plan.index
         if index not in self._sums:
-            self._sums[index] = torch.zeros(bucket.plan.numel, dtype=torch.float32, device=self._tensor_device)
+            self._sums[index] = torch.zeros(bucket.gathered.numel, dtype=torch.float32, device=self._tensor_device)
         return self._sums[index]
 
     def _task(self, job: Job | None, bucket: Bucket) -> Task:
@@ -129,8 +147,8 @@ class Collector:
         if bucket.task is None:
             assert job is not None
             bucket.task = task = Task(bucket, job, [])
-            task.missing = {param.index for param in bucket.owners()}
-            task.flat = self._flat(bucket.plan)
+            task.missing = {param.index for param in bucket.members}
+            task.flat = self._flat(bucket.plan) if self._sharing is None else self._sharing.take_flat(bucket)
             task.sources = [(0, task.flat)]
         return bucket.task
 
@@ -149,6 +167,8 @@ class Collector:
 
     def _submit(self, task: Task) -> None:
         """All gradients of a task are queued: measure them, and hand the task on."""
+        if self._sharing is not None:
+            return self._share(task, self._sharing)
         task.present.sort()
         bucket, compute, flat = task.bucket, self._device.compute(), task.flat
         norm = self._norms[bucket.plan.index]
@@ -165,7 +185,20 @@ class Collector:
         task.job.tasks.append(task)
         self._board.submit(task)
 
+    def _share(self, task: Task, sharing: Sharing) -> None:
+        """The same where ranks share the bucket: zeros for what this one has nothing for."""
+        bucket, compute, flat = task.bucket, self._device.compute(), task.flat
+        assert flat is not None
+        empty = [piece for piece in bucket.gathered.slices if piece.param in task.missing]
+        if empty:
+            self._gather(bucket, partial(gather.clear, flat, empty))
+        task.is_held = not all(param.was_hit for param in bucket.members)
+        task.ready = compute.record()
+        bucket.task = None
+        task.job.tasks.append(task)
+        sharing.submit(task)
+
 
 def _pieces(bucket: Bucket, param: Param, grad: Tensor) -> list[tuple[Slice, Tensor]]:
     """The parts of a parameter's gradient that lie in this bucket."""
-    return [(s, grad[s.start : s.start + s.numel]) for s in bucket.slices if s.param == param.index]
+    return [(s, grad[s.start : s.start + s.numel]) for s in bucket.gathered.slices if s.param == param.index]

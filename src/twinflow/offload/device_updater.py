@@ -207,7 +207,7 @@ def _run(update: Callable[[], None], params: Sequence[Param]) -> None:
     update()
     for param in params:
         torch.autograd.graph.increment_version(param.tensor)
-        param.version = param.tensor._version
+        param.note_write()
 
 
 def _param_values(bucket: Bucket, index: int) -> Tensor:

@@ -40,6 +40,12 @@ def cast(flat: Tensor, total: Tensor, slices: Sequence[Slice]) -> None:
         flat[where].copy_(total[where])
 
 
+def clear(flat: Tensor, slices: Sequence[Slice]) -> None:
+    """Zeros where there is no gradient."""
+    for piece in slices:
+        flat[piece.offset : piece.offset + piece.numel].zero_()
+
+
 def measure(norm: Tensor, flat: Tensor) -> None:
     """The norm of a bucket's gradients in fp64 into `norm`; `flat` holds zeros where there is no gradient.
 

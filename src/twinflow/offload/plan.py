@@ -71,7 +71,7 @@ class BucketPlan:
     @cached_property
     def layout(self) -> tuple[object, ...]:
         """Buckets of equal layout can use each other's stores."""
-        return self.dtype, *((piece.offset, piece.numel) for piece in self.slices)
+        return self.dtype, self.numel, *((piece.offset, piece.numel) for piece in self.slices)
 
 
 def padded(numel: int) -> int:

@@ -31,8 +31,9 @@ from twinflow.offload.marks import Marks
 from twinflow.offload.plan import HOST, ROOT, BucketPlan
 from twinflow.offload.pools import fit_slots, flat_bytes, new_board
 from twinflow.offload.settings import Settings
+from twinflow.offload.sharing import Shards, Sharing
 from twinflow.offload.sync import FORWARD, READERS, SENT
-from twinflow.offload.threads import Mover, Worker, end
+from twinflow.offload.threads import BoardThread, Mover, Worker, end
 
 
 class Runtime:
@@ -47,10 +48,12 @@ class Runtime:
         settings: Settings,
         options: Callable[[], Sequence[Options]],
         loss_scale: Callable[[], float],
+        shards: Shards | None = None,
     ) -> None:
         self.device, self.updaters, self.params, self.settings = device, updaters, params, settings
         self._options, self._loss_scale = options, loss_scale
-        self.buckets = [self._new_bucket(plan) for plan in plans]
+        wholes = shards.wholes if shards is not None else [None] * len(plans)
+        self.buckets = [self._new_bucket(plan, whole) for plan, whole in zip(plans, wholes, strict=True)]
         self.job: Job | None = None  # the step whose gradients come in now
         self.last: Job | None = None  # the step before
         self.num_jobs = 0
@@ -64,10 +67,16 @@ class Runtime:
         self._handles: list[RemovableHandle] = []
         self._frozen: dict[str, nn.Parameter] = {}  # parameters that were so at the start
         self.board = new_board(device, updaters[HOST], plans, settings, self._tensor_device)
-        self.collector = Collector(device, self.board, self.buckets, self.settings.num_gathered, self._tensor_device)
         self.worker, self.mover = Worker(self.board, "worker"), Mover(self.board)
+        threads: list[BoardThread] = [self.worker, self.mover]
         # Also when this object is forgotten, and before the interpreter ends under threads that still work.
-        self._end = weakref.finalize(self, end, self.board, (self.worker, self.mover))
+        self._end = weakref.finalize(self, end, self.board, threads)
+        self.sharing: Sharing | None = None
+        where, num_gathered = self._tensor_device, self.settings.num_gathered
+        if shards is not None:
+            self.sharing = shards.start(device, self.board, self.buckets, settings, where)
+            threads += self.sharing.threads
+        self.collector = Collector(device, self.board, self.buckets, num_gathered, where, self.sharing)
         self.waited_s = 0.0  # by forwards, for weights
         self.marks = Marks(device)
 
@@ -80,11 +89,14 @@ class Runtime:
     def _tensor_device(self) -> torch.device:
         return self.params[0].tensor.device if self.params else torch.device("cpu")
 
-    def _new_bucket(self, plan: BucketPlan) -> Bucket:
+    def _new_bucket(self, plan: BucketPlan, whole: BucketPlan | None) -> Bucket:
         params = [self.params[piece.param] for piece in plan.slices]
         updater = self.updaters[plan.place]
         bucket = Bucket(plan, params, updater, updater.new_store(plan), [0] * len(plan.slices))
-        for param in bucket.owners():
+        if whole is not None:
+            bucket.whole = whole
+            bucket.members = list(dict.fromkeys(self.params[piece.param] for piece in whole.slices))
+        for param in bucket.members:
             param.buckets.append(bucket)
         return bucket
 
@@ -137,23 +149,23 @@ class Runtime:
             self._runs[block] = self._runs.get(block, 0) + 1
             if self._runs[block] > 1:
                 for bucket in self._by_block.get(block, ()):
-                    for param in bucket.owners():
+                    for param in bucket.members:
                         param.is_late = True
         for bucket in self._by_block.get(block, ()):
             self._hold(bucket)
 
     def _hold(self, bucket: Bucket) -> None:
         start = time.perf_counter()
-        if bucket.sent < bucket.due and SENT not in self.device.disabled:
-            self.board.wait_for(lambda: bucket.sent >= bucket.due)
+        if bucket.shown < bucket.due and SENT not in self.device.disabled:
+            self.board.wait_for(lambda: bucket.shown >= bucket.due)
             end = time.perf_counter()
             self.waited_s += end - start
             self.device.trace.add("wait", "main", start, end, bucket=bucket.plan.index)
-        event = bucket.sent_event
+        event = bucket.shown_event
         if event is not None:
             self.board.hold(event, FORWARD)
-            if event.done() and bucket.sent_event is event:
-                bucket.sent_event = None
+            if event.done() and bucket.shown_event is event:
+                bucket.forget_shown()
 
     # Backward.
 
@@ -166,6 +178,7 @@ class Runtime:
         _check_grad(param, grad)
         self._finish_recording()
         param.hits += 1
+        param.was_hit = True
         wanted = self.settings.num_gathered
         if param.hits > wanted and not param.is_late:
             raise RuntimeError(
@@ -208,7 +221,7 @@ class Runtime:
         self.num_jobs += 1
         settings = self.settings
         is_delayed = settings.delayed_update and self.num_jobs > settings.delayed_update_start
-        gate = Gate(settings.limits, self._loss_scale())
+        gate = Gate(settings.limits, self._loss_scale() * (self.sharing.divisor if self.sharing is not None else 1.0))
         self.job = Job(
             self.num_jobs,
             self._options(),
@@ -256,10 +269,12 @@ class Runtime:
         if not self.settings.early:
             for param in self.params:
                 param.hits = int(param.tensor.grad is not None)
+                param.was_hit = bool(param.hits)
                 _check_grad(param, param.tensor.grad)
         self._close_part()
-        if self.job is None and (self._num_parts or any(param.hits for param in self.params)):
-            self._begin()  # not early, or fewer backwards than declared: step with what came
+        has_some = bool(self._num_parts) or any(param.hits for param in self.params)
+        if self.job is None and (has_some or self.sharing is not None):
+            self._begin()  # not early, or fewer backwards than declared: step with what came, here or on other ranks
         job = self.job
         if job is None:
             return None
@@ -268,7 +283,9 @@ class Runtime:
             self.collector.complete(job, self.params)
         else:
             self.collector.take_all(job, self.params)
-        if self.settings.sums_on_host:
+        if self.sharing is not None:
+            self.sharing.close(job, [param.was_hit for param in self.params])
+        elif self.settings.sums_on_host:
             self.board.submit_sums(job, self.buckets)
             norms = job.norms if job.norms is not None else torch.full((1,), math.nan)  # no gate asks for them
             self.board.close_job(job, norms, AllSummed(job))
@@ -276,6 +293,8 @@ class Runtime:
             self.board.close_job(job, *self.collector.fetch_norms(job))
         self._make_due(job)
         self._forget_hits()
+        for param in self.params:
+            param.was_hit = False
         self._runs.clear()
         self.last, self.job, self._num_parts = job, None, 0
         return job
@@ -299,6 +318,8 @@ class Runtime:
         job = Job(number, (), gate, is_delayed=True)
         job.tasks = [Task(bucket, job, list(range(len(bucket.slices)))) for bucket in self.buckets]
         self.board.hold_back(job.tasks)
+        if self.sharing is not None:
+            self.sharing.hold_back(job)
         self.last, self.num_jobs = job, number
 
     # Outside the loop.
@@ -312,13 +333,14 @@ class Runtime:
                 "weights and state are read between backward() and step(), when some of them are already updated "
                 "(early=True). Call step() first"
             )
-        self.board.wait_for(lambda: all(bucket.sent >= bucket.due for bucket in self.buckets))
+        self.board.wait_for(lambda: all(bucket.shown >= bucket.due for bucket in self.buckets))
         last = self.last
         if last is not None:
             self.board.wait_for(lambda: last.gate.decision is not None and last.is_done)
         for bucket in self.buckets:
-            if bucket.sent_event is not None:
-                self.board.hold(bucket.sent_event, READERS)
+            for event in (bucket.sent_event, bucket.published_event):
+                if event is not None:
+                    self.board.hold(event, READERS)
             if bucket.stored is not None and READERS not in self.device.disabled:
                 bucket.stored.synchronize()
         if any(bucket.is_on_device for bucket in self.buckets):  # state that the weights do not show yet
@@ -327,8 +349,9 @@ class Runtime:
     def wait_for_copies(self) -> None:
         """After `wait`: until no stream reads the state any more, so that this thread may write to it."""
         for bucket in self.buckets:
-            if bucket.sent_event is not None:
-                bucket.sent_event.synchronize()
+            for event in (bucket.sent_event, bucket.published_event):
+                if event is not None:
+                    event.synchronize()
         if any(bucket.is_on_device for bucket in self.buckets):
             self.device.stream("update").synchronize()
 
@@ -381,6 +404,8 @@ class Runtime:
         self._close_part()
         if self.job is None:
             self._forget_hits()
+            for param in self.params:
+                param.was_hit = False
         if self.job is None and self._num_parts:
             self.board.forget_sums(self.buckets)
             self._num_parts = 0
@@ -393,7 +418,9 @@ class Runtime:
                 self.board.free_shadow(task)
             self.board.outbox.clear()
             for bucket in self.buckets:
-                bucket.due = bucket.sent = bucket.updated = num_jobs
+                bucket.due = bucket.sent = bucket.updated = bucket.published = num_jobs
+        if self.sharing is not None:
+            self.sharing.forget()
 
     def close(self) -> None:
         """Finish what has begun, then take all hooks off and end the threads. In the middle of a step: just end."""

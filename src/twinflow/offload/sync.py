@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 FLAT_FREE: Final = "grad.flat_free"  # gradients go into a flat buffer when its last copy out has ended
+REDUCE_READY: Final = "reduce.grad_ready"  # ranks sum gradients when they are complete
+PUBLISH_READY: Final = "publish.sent"  # ... and gather weights when this rank's part is in its parameters
 GRAD_READY: Final = "out.grad_ready"  # the copy out starts when the gradients are complete
 RESIDENT_READY: Final = "resident.grad_ready"  # and so does an update on the device
 STORED: Final = "streamed.stored"  # state comes to the device when it is on the host again

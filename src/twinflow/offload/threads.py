@@ -28,7 +28,7 @@ from twinflow.offload.torch_streamed import StreamedTorchUpdater
 _SENDS_AT_ONCE = 3  # copies back that are queued: one runs, two are next
 
 
-class _Thread:
+class BoardThread:
     """Calls `_turn` until the board closes; an exception goes to whoever calls the runtime next."""
 
     def __init__(self, board: Board, name: str) -> None:
@@ -60,7 +60,7 @@ class _Thread:
             self.board.changed.wait(POLL_S if has_events else None)
 
 
-class Worker(_Thread):
+class Worker(BoardThread):
     """Updates, one bucket at a time with all cores."""
 
     busy_s = 0.0  # so far
@@ -74,6 +74,10 @@ class Worker(_Thread):
                 return
             is_to_sum = board.sums_on_host and not task.is_summed
             is_ahead, factor = not task.job.gate.is_open, task.job.gate.factor
+            if not is_to_sum and not task.present:  # nobody has a gradient for this rank's part
+                board.updated(task, is_ahead)
+                board.changed.notify_all()
+                return
             if not is_to_sum and not self._prepare(task, is_ahead):
                 board.flying.append(task)
                 self._sleep(has_events=True)
@@ -108,7 +112,7 @@ class Worker(_Thread):
         return task
 
 
-class Mover(_Thread):
+class Mover(BoardThread):
     """Copies out and back, the gate's decision, and the start of updates on the device."""
 
     def __init__(self, board: Board) -> None:
@@ -148,6 +152,12 @@ class Mover(_Thread):
             if not board.may_update_there(task):  # an earlier step's task of the same bucket has just begun
                 continue
             is_to_sum = board.sums_on_host and not task.is_summed
+            if not is_to_sum and not task.present:
+                board.resident.remove(task)
+                task.arrived = task.ready
+                board.updated(task, was_ahead=False)
+                num_started += 1
+                continue
             stage = None
             if task.bucket.plan.place == STREAMED and not is_to_sum and (stage := board.stages.take()) is None:
                 continue
@@ -273,7 +283,7 @@ class Mover(_Thread):
         def copy() -> None:
             torch._foreach_copy_(targets, weights, non_blocking=True)
             for param in params:
-                param.version = param.tensor._version
+                param.note_write()
 
         if task.job.after is not None:
             stream.wait(task.job.after, OLD_WEIGHTS)
@@ -287,7 +297,7 @@ class Mover(_Thread):
         return event
 
 
-def end(board: Board, threads: Sequence[_Thread]) -> None:
+def end(board: Board, threads: Sequence[BoardThread]) -> None:
     """End the threads after what they do now, and give page-locked memory back."""
     with board.changed:
         board.is_closing = True
@@ -299,7 +309,7 @@ def end(board: Board, threads: Sequence[_Thread]) -> None:
         _give_back(board, threads)
 
 
-def _give_back(board: Board, threads: Sequence[_Thread]) -> None:
+def _give_back(board: Board, threads: Sequence[BoardThread]) -> None:
     """Page-locked memory must be unregistered before anybody else gets it."""
     for thread in threads:
         thread.join()

@@ -136,4 +136,4 @@ class StreamedTorchUpdater:
 
 
 def _seen(param: Param) -> None:
-    param.version = param.tensor._version
+    param.note_write()

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Final
 
+from twinflow.dist.agree import gather_json
 from twinflow.native.cgroup import free_host_bytes
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.plan import HOST, PLACES, RESIDENT, ROOT, STREAMED, BucketPlan
@@ -24,6 +25,7 @@ from twinflow.planner.formats import StateBytes
 from twinflow.planner.placement import Room, choose, input_side_first
 from twinflow.planner.rates import Rates
 from twinflow.planner.simulate import Gate, Item, Timing, Ways
+from twinflow.zero import Team
 
 LOGGER = logging.getLogger("twinflow")
 
@@ -49,8 +51,12 @@ class AutoPlacement:
         state_bytes: Callable[[BucketPlan], int],
         rates: Rates,
         on_placed: Callable[[Runtime], None],
+        team: Team | None = None,
     ) -> None:
         self._runtime, self._states, self._state_bytes, self._rates = runtime, states, state_bytes, rates
+        self._team = team  # ranks that choose alike
+        if team is not None:
+            self._rates = Rates.from_dict(gather_json(team.calls, asdict(rates))[0])
         self._on_placed = on_placed  # state has moved: what memory is left is free for other uses
         self._phase: Callable[[], None] = self._fill
         self._timings: list[Timing] = []
@@ -108,7 +114,8 @@ class AutoPlacement:
         """The quickest that was seen: what else ran on the machine is not the model's. The first warms up."""
         later = self._timings[1:]
         num_parts = self._runtime.settings.accumulation_steps
-        return Timing(min(t.forward_s for t in later), min(t.backward_s for t in later), num_parts)
+        forward_s, backward_s = self._first([min(t.forward_s for t in later), min(t.backward_s for t in later)])
+        return Timing(forward_s, backward_s, num_parts)
 
     def _watch(self) -> None:
         """What a step takes, from forward to backward: not what the program does between two steps."""
@@ -117,7 +124,7 @@ class AutoPlacement:
             self._steps.append(marks)
         if len(self._steps) < _WATCHED:
             return
-        step_s = sum(self._runtime.device.seconds(*marks) for marks in self._steps) / _WATCHED
+        (step_s,) = self._first([sum(self._runtime.device.seconds(*marks) for marks in self._steps) / _WATCHED])
         self._seen.append((step_s, self._places()))
         LOGGER.debug(f"ratio auto: {step_s:.3f} s a step, {shares(self._places())}")
         if len(self._seen) == 1:
@@ -218,10 +225,20 @@ class AutoPlacement:
         on_device, on_host = self._used()
         host = free_host_bytes() + on_host
         host -= max(_HOST_LEAST, int(_HOST_SHARE * host))
-        if capacity is None:  # the device is the host: nothing is gained by calling memory its own
-            return Room(0, host)
-        reserve = int(share * max(_DEVICE_LEAST, _DEVICE_SHARE * capacity))
-        return Room(capacity - runtime.device.peak_bytes() + on_device - reserve, host)
+        there = 0  # where the device is the host, nothing is gained by calling memory its own
+        if capacity is not None:
+            reserve = int(share * max(_DEVICE_LEAST, _DEVICE_SHARE * capacity))
+            there = capacity - runtime.device.peak_bytes() + on_device - reserve
+        if self._team is not None:
+            there, host = (int(value) for value in self._team.least([there, host]))
+        return Room(there, host)
+
+    def _first(self, values: list[float]) -> list[float]:
+        """What the first rank says: measured times differ, and all have to come to the same choice."""
+        if self._team is None:
+            return values
+        found: list[float] = gather_json(self._team.calls, values)[0]
+        return found
 
     def _used(self) -> tuple[int, int]:
         """Bytes of state on the device and on the host."""

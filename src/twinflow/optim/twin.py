@@ -32,7 +32,7 @@ from twinflow.optim.auto import AutoPlacement, host_share
 from twinflow.optim.loss_scale import LossScale, after_step, static
 from twinflow.optim.options import with_defaults
 from twinflow.optim.state_kind import StateKind
-from twinflow.optim.twin_build import check_room, find_room, first_choice, fitted, params_of
+from twinflow.optim.twin_build import check_room, find_room, first_choice, fitted, params_of, tensors_of
 from twinflow.optim.twin_checks import (
     check_foreign,
     check_model,
@@ -46,6 +46,7 @@ from twinflow.planner.probe import load_or_measure
 from twinflow.rules import RULES, Rule
 from twinflow.rules.segment import check_format
 from twinflow.trace import Trace, write_chrome_trace
+from twinflow.zero import Team, Zero
 
 
 class TwinOptimizer(Optimizer):
@@ -59,6 +60,9 @@ class TwinOptimizer(Optimizer):
     `ratio` is the share of the state that lives on the host and is updated there; the rest stays on the GPU and is
     updated there at the same time; "auto" chooses after the first steps. `placement` is the end of the model that stays
     there: "front", "tail", or "auto", the end that hides most.
+
+    `zero`: the ranks of torch.distributed's world train this model together, each with a batch of its own. All of them
+    have to build the same optimizer, and call `step` equally often.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class TwinOptimizer(Optimizer):
         delayed_update: bool = False,
         delayed_update_start: int = 0,
         host_threads: int | None = None,
+        zero: Zero | None = None,
         tuning: Tuning | None = None,
         **options: Any,
     ) -> None:
@@ -121,7 +126,9 @@ class TwinOptimizer(Optimizer):
             num_slots=self.tuning.num_slots,
         )
         check_settings(self._settings, self.model)
-        check_model(self.model)
+        check_model(self.model, zero)
+        self.zero = zero
+        self.team: Team | None = None  # the ranks that share the work
         if self.rule is not None:
             self._is_stateless = not any(float(group.get("momentum", 1.0)) for group in self.param_groups)
         self._runtime = self._build()
@@ -130,33 +137,42 @@ class TwinOptimizer(Optimizer):
         """Plan the buckets, take the weights over, and put hooks on the model."""
         params, specs, order = params_of(self.model, self._named(), splits_params=self._recipe is None)
         check_params(params)
-        device, room = device_for(params[0].tensor.device, self.trace), find_room(params)
+        where = params[0].tensor.device
+        if self.zero is not None:
+            self.team = Team(self.zero, where)
+            self.team.broadcast([p.tensor for p in params] if self.model is None else tensors_of(self.model))
+            if self.zero.stage >= 2:  # no rank keeps more than its part of the sums of several backwards
+                self.tuning = replace(self.tuning, sums="host")
+        device, room = device_for(where, self.trace), find_room(params, self.team)
         kind, ratio = self.kind, self.ratio
         if isinstance(ratio, str):
             self.tuning, ratio = first_choice(kind, self._settings, self.tuning, specs, room)
         parts = place_by_ratio(specs, order, ratio, self.placement)
         plans = stream(plan_buckets(specs, self.tuning.bucket_numel, parts), self.tuning.streamed)
+        plans, shards = (plans, None) if self.team is None else self.team.shards(plans, specs)
         sizes = [kind.nbytes(plan) for plan in plans]
         check_room(plans, sizes, room, self.ratio)
         self._settings = fitted(self._settings, self.tuning, plans, sizes, room)
         runtime = Runtime(
             device,
-            kind.new_updaters(device, params[0].tensor.device),
+            kind.new_updaters(device, where),
             params,
             plans,
             self._settings,
             lambda: [host_options(group) for group in self.param_groups],
             lambda: self.loss_scale,
+            shards,
         )
         runtime.adopt(params, keep=False)  # first: an optimizer of the user's may look at the weights when it starts
         for bucket in runtime.buckets:
-            bucket.updater.start(bucket, self.param_groups)
+            if bucket.slices:
+                bucket.updater.start(bucket, self.param_groups)
         if self.model is not None:
             runtime.attach(self.model, find_blocks(self.model))
         if isinstance(self.ratio, str) and room.device_bytes is not None:
-            rates = load_or_measure(params[0].tensor.device)
+            rates = load_or_measure(where)
             # What is spare is known only when the state is where it will stay.
-            self._auto = AutoPlacement(runtime, self.states, kind.nbytes, rates, self._make_shadows)
+            self._auto = AutoPlacement(runtime, self.states, kind.nbytes, rates, self._make_shadows, self.team)
         else:
             self._make_shadows(runtime)
         return runtime
@@ -341,6 +357,11 @@ class TwinOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on exactly: fp32 masters and states by parameter name, options, counters."""
+        if self.team is not None and self.team.num_parts > 1:
+            raise RuntimeError(
+                "state_dict(): this rank has only its part of the state. Save with engine.save_checkpoint(), or take "
+                "this rank's part with stream_state()"
+            )
         self.runtime.wait()
         self._read_decision()
         return twin_state.collect(self)

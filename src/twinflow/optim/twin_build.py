@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from twinflow.device import device_for
 from twinflow.errors import bad_value
@@ -16,6 +16,7 @@ from twinflow.offload.plan import HOST, RESIDENT, ROOT, BucketPlan, ParamSpec, p
 from twinflow.offload.settings import FLAT_BYTES, Settings, Tuning
 from twinflow.optim.auto import first_ratio
 from twinflow.optim.state_kind import StateKind
+from twinflow.zero import Team
 
 _MOSTLY = 0.85  # of the device's memory: the rest is for activations
 Named = tuple[str, nn.Parameter, int]  # name, parameter, index of its group
@@ -34,9 +35,18 @@ class Free:
         return Free(left, self.host_bytes)
 
 
-def find_room(params: Sequence[Param]) -> Free:
-    """As it is now."""
-    return Free(device_for(params[0].tensor.device).free_bytes(), free_host_bytes())
+def find_room(params: Sequence[Param], team: Team | None) -> Free:
+    """As it is now; of several ranks, the least that any of them has, so that all plan alike."""
+    on_device, on_host = device_for(params[0].tensor.device).free_bytes(), free_host_bytes()
+    if team is None:
+        return Free(on_device, on_host)
+    least_device, least_host = team.least([-1.0 if on_device is None else on_device, on_host])
+    return Free(None if least_device < 0 else int(least_device), int(least_host))
+
+
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    """All parameters and buffers, each once."""
+    return list(dict.fromkeys([*model.parameters(), *model.buffers()]))
 
 
 def params_of(

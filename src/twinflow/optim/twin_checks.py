@@ -16,18 +16,20 @@ from twinflow.offload.settings import Settings, Tuning
 from twinflow.rules import RULES
 from twinflow.rules.checks import FLOATS
 from twinflow.rules.formats import BLOCK
+from twinflow.zero import Zero
 
 
-def check_model(model: nn.Module | None) -> None:
+def check_model(model: nn.Module | None, zero: Zero | None) -> None:
     """Refuse what would train wrongly."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(
             "model is wrapped in DistributedDataParallel, whose gradients are not reduced yet when they are taken. "
-            "Give the module inside it, on one process"
+            "Give the module inside it, and zero=Zero(stage=0): gradients are summed over the ranks here"
         )
     dist = torch.distributed
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise bad_value("world size", dist.get_world_size(), "1: each process would train a model of its own")
+    if zero is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        remedy = "Give zero=Zero(stage=0, 1 or 2), or use twinflow.initialize()."
+        raise bad_value("world size", dist.get_world_size(), "1: each process would train a model of its own", remedy)
 
 
 def groups_of(model: Any, param_groups: Iterable[Any] | None) -> list[Any]:

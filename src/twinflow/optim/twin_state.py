@@ -201,7 +201,7 @@ def restore(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source |
         # Masters are one update ahead of the weights; where there was no update, the weights are the truth.
         runtime.adopt([param for param in runtime.params if param.name not in known], keep=False)
         for param in runtime.params:
-            param.version = param.tensor._version
+            param.note_write()
         runtime.hold_back(runtime.num_jobs)
     else:
         runtime.adopt(runtime.params, keep=True)  # the model's weights win where they are not what a master rounds to

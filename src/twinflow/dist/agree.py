@@ -1,0 +1,26 @@
+"""What all ranks have to know of each other, as JSON: over a group on the host, and never pickled."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from twinflow.dist.group import Group
+
+
+def gather_json(group: Group, value: Any) -> list[Any]:
+    """Every rank's value, in the order of the ranks."""
+    raw = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = group.gather_rows(torch.tensor([raw.numel()], dtype=torch.int64))[:, 0].tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: raw.numel()] = raw
+    rows = group.gather_rows(padded)
+    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
+
+
+def first_failure(group: Group, error: BaseException | None) -> str | None:
+    """What went wrong on the first rank on which something did; None where nothing did."""
+    said = gather_json(group, None if error is None else f"{type(error).__name__}: {error}")
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None), None)

@@ -1,0 +1,140 @@
+"""A group of ranks, and the collectives that buckets need, with the bytes they send.
+
+NCCL works on the GPU's memory, beside other streams. gloo works on the host: tensors of a GPU pass through it, and the
+calling thread waits. gloo's own reduce-scatter sends as much as an all-reduce and sums bf16 in bf16. Ours is an
+exchange of parts, summed by their owner in fp32 in the order of the ranks: fewer bytes, and the same bits every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TIMEOUT = timedelta(minutes=10)
+
+
+class Group:
+    """Ranks that call the same collectives in the same order. One thread at a time may use it."""
+
+    def __init__(self, handle: Any, ranks: Sequence[int], is_on_host: bool) -> None:
+        self.handle, self.ranks = handle, tuple(ranks)
+        self.world, self.rank = len(self.ranks), self.ranks.index(dist.get_rank())
+        self.is_on_host = is_on_host  # gloo
+        self.sent_bytes = 0  # by this rank, as the collectives are defined: what a backend adds is not in it
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor, dtype: torch.dtype) -> None:
+        """The sum over all ranks of this rank's part of `whole`, sent as `dtype`."""
+        assert whole.numel() == out.numel() * self.world
+        self._count(whole.numel() * dtype.itemsize)
+        if self.world == 1:
+            out.copy_(whole)
+        elif self.is_on_host:
+            out.copy_(self._exchange_and_sum(whole, dtype))
+        else:
+            part = out if out.dtype == dtype else torch.empty_like(out, dtype=dtype)
+            _reduce_scatter(part, whole.to(dtype), self.handle)
+            if part is not out:
+                out.copy_(part)
+
+    def _exchange_and_sum(self, whole: Tensor, dtype: torch.dtype) -> Tensor:
+        """Every rank gets the others' versions of its part, and adds them up in fp32."""
+        given = whole.to(dtype).cpu() if whole.is_cuda else whole.to(dtype)
+        taken = torch.empty_like(given)
+        dist.all_to_all_single(taken.view(torch.uint8), given.view(torch.uint8), group=self.handle)
+        parts = taken.view(self.world, -1)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        return total
+
+    def all_reduce(self, out: Tensor, whole: Tensor, dtype: torch.dtype) -> None:
+        """The sum over all ranks of `whole`, sent as `dtype`: the same bits on every rank."""
+        if self.world == 1:
+            out.copy_(whole)
+        elif not self.is_on_host:
+            self._count(2 * whole.numel() * dtype.itemsize)
+            total = whole.to(dtype, copy=True)
+            dist.all_reduce(total, group=self.handle)
+            out.copy_(total)
+        else:
+            size = -(-whole.numel() // self.world)
+            padded = torch.zeros(size * self.world, dtype=whole.dtype)
+            padded[: whole.numel()] = whole
+            self._count(padded.numel() * dtype.itemsize)
+            total = torch.empty_like(padded)
+            total[self.rank * size : (self.rank + 1) * size] = self._exchange_and_sum(padded, dtype)
+            self.all_gather(total)
+            out.copy_(total[: whole.numel()])
+
+    def all_gather(self, whole: Tensor) -> None:
+        """Every rank's part of `whole`, in place: this rank's is there."""
+        self._count(whole.numel() * whole.element_size())
+        if self.world == 1:
+            return
+        size = whole.numel() // self.world
+        if not self.is_on_host:
+            _all_gather(whole, whole[self.rank * size : (self.rank + 1) * size], self.handle)
+            return
+        host = whole.cpu() if whole.is_cuda else whole
+        raw = host.view(torch.uint8)
+        mine = raw.view(self.world, -1)[self.rank].clone()
+        _all_gather(raw, mine, self.handle)
+        if whole.is_cuda:
+            whole.copy_(host)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """The first rank's values, everywhere."""
+        if self.world == 1 or not tensor.numel():
+            return
+        if self.rank == 0:
+            self.sent_bytes += tensor.numel() * tensor.element_size()
+        flat = tensor.detach().reshape(-1)
+        if self.is_on_host and flat.is_cuda:
+            flat = flat.cpu()
+        flat = flat.contiguous()
+        dist.broadcast(flat.view(torch.uint8), src=self.ranks[0], group=self.handle)
+        if self.rank != 0:
+            tensor.detach().copy_(flat.view(tensor.shape))
+
+    def gather_rows(self, row: Tensor) -> Tensor:
+        """One row of each rank, in the order of the ranks; on the host."""
+        rows = torch.empty(self.world, row.numel(), dtype=row.dtype)
+        if self.world == 1:
+            rows[0] = row
+        else:
+            self.sent_bytes += row.numel() * row.element_size() * (self.world - 1)
+            _all_gather(rows.view(-1), row.contiguous(), self.handle)
+        return rows
+
+    def _count(self, whole_bytes: int) -> None:
+        """Of a whole, each rank sends all but its own part."""
+        self.sent_bytes += whole_bytes * (self.world - 1) // self.world
+
+
+def _all_gather(whole: Tensor, part: Tensor, handle: Any) -> None:
+    """torch 2.13 has given the call another name."""
+    call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    call(whole, part, group=handle)
+
+
+def _reduce_scatter(part: Tensor, whole: Tensor, handle: Any) -> None:
+    call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    call(part, whole, group=handle)
+
+
+def new_group(backend: str, ranks: Sequence[int] | None = None, timeout: timedelta = TIMEOUT) -> Group:
+    """A group of its own; all ranks of the world have to ask for it, in the same order."""
+    members = list(ranks) if ranks is not None else list(range(dist.get_world_size()))
+    handle = dist.new_group(members, backend=backend, timeout=timeout)
+    return Group(handle, members, is_on_host=backend == "gloo")
+
+
+def backend_for(device: torch.device) -> str:
+    """NCCL between GPUs, where the process group was made for it; else gloo."""
+    given = dist.get_backend()
+    return "nccl" if device.type == "cuda" and "nccl" in given else "gloo"

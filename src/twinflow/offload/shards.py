@@ -1,0 +1,48 @@
+"""ZeRO's partition of a bucket: every rank answers for one part of it, all of the same size. Plain arithmetic.
+
+Parts start at multiples of 128 inside their bucket, and so do slices: a cut falls on a multiple of 128 inside its
+parameter too, and every element has the bits it would have with one rank. Parameters that cannot be split are dealt out
+whole, the largest first, each to the rank that has least so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from twinflow.offload.plan import BucketPlan, ParamSpec, Slice, padded
+from twinflow.rules.formats import BLOCK
+
+
+def widen(plan: BucketPlan, params: Sequence[ParamSpec], world: int) -> BucketPlan:
+    """The bucket in an order and a size that fall into `world` parts."""
+    if world == 1:
+        return plan
+    if all(params[piece.param].can_split for piece in plan.slices):
+        unit = world * BLOCK
+        return replace(plan, numel=-(-plan.numel // unit) * unit)
+    return _deal(plan, world)
+
+
+def _deal(plan: BucketPlan, world: int) -> BucketPlan:
+    used = [0] * world
+    dealt: list[tuple[int, Slice]] = []  # the rank, and the slice at its place within that rank's part
+    for piece in sorted(plan.slices, key=lambda s: -s.numel):
+        rank = used.index(min(used))
+        dealt.append((rank, replace(piece, offset=used[rank])))
+        used[rank] += padded(piece.numel)
+    size = max(used)
+    slices = [replace(piece, offset=rank * size + piece.offset) for rank, piece in dealt]
+    return replace(plan, slices=tuple(sorted(slices, key=lambda s: s.offset)), numel=world * size)
+
+
+def part_of(whole: BucketPlan, rank: int, world: int) -> BucketPlan:
+    """What one rank answers for: offsets count from the start of its part. It may be padding alone."""
+    size = whole.numel // world
+    low, high = rank * size, (rank + 1) * size
+    slices = []
+    for piece in whole.slices:
+        start, stop = max(piece.offset, low), min(piece.offset + piece.numel, high)
+        if start < stop:
+            slices.append(Slice(piece.param, piece.start + start - piece.offset, stop - start, start - low))
+    return replace(whole, slices=tuple(slices), numel=size)

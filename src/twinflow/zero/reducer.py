@@ -1,0 +1,244 @@
+"""Gradients of all ranks into one sum, of which each rank gets its part: a thread, one stream and one order.
+
+Collectives must be called in the same order everywhere, whatever order gradients come in. So buckets are reduced in the
+order in which the first rank's first backward completed them; before that, from the last block to the first. A bucket
+that is complete too early waits, with its buffer. Every bucket is reduced in every backward that sends anything: what a
+rank has no gradient for, it sends as zeros.
+
+When a step is closed, all ranks tell each other the sum of squares of their parts and which parameters got a gradient.
+A parameter that got one anywhere is updated everywhere, as it would be in one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from twinflow.device import Device
+from twinflow.dist.group import Group
+from twinflow.offload import gather
+from twinflow.offload.board import POLL_S, AllSummed, Board, Now
+from twinflow.offload.bucket import Bucket, Job, Task
+from twinflow.offload.plan import ROOT
+from twinflow.offload.slots import FlatPool
+from twinflow.offload.sync import FLAT_FREE, REDUCE_READY
+from twinflow.offload.threads import BoardThread
+
+
+@dataclass(eq=False)
+class Round:
+    """The reductions of one backward, or of one step."""
+
+    job: Job
+    tasks: dict[int, Task] = field(default_factory=dict)  # by bucket, as far as they have come and not been reduced
+    came: list[int] = field(default_factory=list)  # in this order
+    num_done: int = 0
+    hits: Sequence[bool] | None = None  # of each parameter on this rank, once the step is closed
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How sums travel."""
+
+    group: Group
+    agree: Group  # on the host
+    dtype: torch.dtype | None  # None: the gradients' own
+    is_partitioned: bool  # each rank gets its part; else everyone gets all
+    predivide: float  # gradients are divided by it before they are summed
+
+
+class Reducer(BoardThread):
+    """Takes complete buckets, hands this rank's part of their sum to the board."""
+
+    def __init__(
+        self,
+        device: Device,
+        board: Board,
+        buckets: Sequence[Bucket],
+        wire: Wire,
+        flats: FlatPool,
+        where: torch.device,
+        on_agreed: Callable[[Job, list[int]], None],
+    ) -> None:
+        self._device, self._buckets, self._wire, self._flats = device, buckets, wire, flats
+        self._on_agreed = on_agreed  # a step is closed on all ranks: the buckets that change, in the forward's order
+        self._rounds: deque[Round] = deque()
+        self._is_busy = False
+        self._order = [b.plan.index for b in sorted(buckets, key=_last_block_first)]
+        self._forward = [b.plan.index for b in sorted(buckets, key=lambda b: (b.plan.block, b.plan.index))]
+        self._is_ordered = False  # as the first step has shown
+        self._norms = torch.zeros(len(buckets), dtype=torch.float64, device=where)
+        self._host_norms = device.pinned(len(buckets), torch.float64)
+        super().__init__(board, "reducer")
+
+    # Called by the runtime.
+
+    def take_flat(self, bucket: Bucket) -> Tensor:
+        """A buffer for a whole bucket's gradients."""
+        board = self.board
+        with board.changed:
+            # One comes back with each reduction. Where none can be made, all are held by buckets whose turn has not
+            # come, and this very thread has to bring the one whose turn it is: then one more is made.
+            while (taken := self._flats.take(bucket.gathered, may_grow=not self._gives_flats())) is None:
+                board.check()
+                board.changed.wait(1.0)
+        flat, read_until = taken
+        if read_until is not None:
+            self._device.compute().wait(read_until, FLAT_FREE)
+        return flat
+
+    def _gives_flats(self) -> bool:
+        return self._is_busy or self._next() is not None
+
+    def submit(self, task: Task) -> None:
+        """Gradients of a whole bucket, complete on this rank once `task.ready` is done."""
+        with self.board.changed:
+            found = self._round(task.job)
+            found.tasks[task.bucket.plan.index] = task
+            found.came.append(task.bucket.plan.index)
+            self.board.changed.notify_all()
+
+    def close(self, job: Job, hits: Sequence[bool]) -> None:
+        """The step's last task is submitted."""
+        with self.board.changed:
+            self._round(job).hits = hits
+            self.board.changed.notify_all()
+
+    def _round(self, job: Job) -> Round:
+        found = next((one for one in self._rounds if one.job is job), None)
+        if found is None:
+            found = Round(job)
+            self._rounds.append(found)
+        return found
+
+    # The thread.
+
+    def _turn(self) -> None:
+        board = self.board
+        with board.changed:
+            task = self._next()
+            if task is None and not self._is_over():
+                self._sleep(has_events=False)
+                return
+            self._is_busy, now = True, self._rounds[0]
+            if task is not None:
+                del now.tasks[task.bucket.plan.index]
+        try:
+            if task is not None:
+                self._reduce(task)
+                now.num_done += 1
+            elif not now.job.is_part:
+                self._agree(now)
+        finally:
+            with board.changed:
+                self._is_busy = False
+                if task is None:
+                    self._rounds.popleft()
+                board.changed.notify_all()
+
+    def _next(self) -> Task | None:
+        """The task whose turn it is, if it has come."""
+        if not self._rounds or self._rounds[0].num_done == len(self._order):
+            return None
+        now = self._rounds[0]
+        return now.tasks.get(self._order[now.num_done])
+
+    def _is_over(self) -> bool:
+        if not self._rounds or self._rounds[0].num_done < len(self._order):
+            return False
+        return self._rounds[0].job.is_part or self._rounds[0].hits is not None
+
+    def _reduce(self, task: Task) -> None:
+        """Queue the sum, and hand the task on with this rank's part of it."""
+        board, bucket, stream = self.board, task.bucket, self._device.stream("reduce")
+        whole = task.flat
+        assert whole is not None and task.ready is not None
+        part = self._take_part(bucket)
+        stream.wait(task.ready, REDUCE_READY)
+        norm = None if board.sums_on_host else self._norms[bucket.plan.index]
+        stream.run(partial(_sum_and_measure, self._wire, part, whole, norm), span="reduce", bucket=bucket.plan.index)
+        task.ready = stream.record()
+        task.flat, task.sources = part, [(0, part)]
+        task.present = list(range(len(bucket.slices)))
+        with board.changed:
+            self._flats.give(bucket.gathered, whole, task.ready)
+            board.submit(task)
+
+    def _take_part(self, bucket: Bucket) -> Tensor:
+        board = self.board
+        with board.changed:
+            while (taken := board.flats.take(bucket.plan, may_grow=not board.gives_flats())) is None:
+                board.check()
+                board.changed.wait(1.0)
+        part, read_until = taken
+        if read_until is not None:
+            self._device.stream("reduce").wait(read_until, FLAT_FREE)
+        return part
+
+    def _agree(self, closed: Round) -> None:
+        """Tell the others what this rank has, and open the way for what waits for them."""
+        job, hits = closed.job, closed.hits
+        assert hits is not None
+        if not self._is_ordered:
+            self._agree_on_orders(closed.came)
+        norms = self._own_norms(job)
+        row = torch.tensor([math.fsum(n * n for n in norms) if _are_finite(norms) else sum(norms), *hits])
+        rows = self._wire.agree.gather_rows(row.double())
+        present = {i for i, anywhere in enumerate(rows[:, 1:].any(dim=0).tolist()) if anywhere}
+        sums = rows[:, 0] if self._wire.is_partitioned else rows[:1, 0]
+        members = {b.plan.index: b.members for b in self._buckets}
+        self._on_agreed(job, [b for b in self._forward if any(p.index in present for p in members[b])])
+        self.board.agree(job, present)
+        self.board.close_job(job, sums.sqrt(), Now())
+
+    def _own_norms(self, job: Job) -> list[float]:
+        """Of this rank's parts, once they are known."""
+        board = self.board
+        if board.sums_on_host:
+            summed = AllSummed(job)
+            with board.changed:
+                while not summed.done():
+                    board.check()
+                    board.changed.wait(POLL_S)
+            return job.norms.tolist() if job.norms is not None else [math.nan]
+        stream = self._device.stream("reduce")
+        stream.run(lambda: self._host_norms.copy_(self._norms, non_blocking=True))
+        stream.record().synchronize()
+        norms: list[float] = self._host_norms.tolist()
+        return norms
+
+    def _agree_on_orders(self, came: Sequence[int]) -> None:
+        """From now on, as the first rank's first step went."""
+        forward = sorted(self._buckets, key=lambda b: (b.deadline, b.plan.index))
+        row = torch.tensor([*came, *(b.plan.index for b in forward)], dtype=torch.int64)
+        first = self._wire.agree.gather_rows(row)[0].tolist()
+        with self.board.changed:
+            self._order, self._forward = first[: len(self._buckets)], first[len(self._buckets) :]
+            self._is_ordered = True
+
+
+def _last_block_first(bucket: Bucket) -> tuple[int, int]:
+    """Backward comes from the last block; what lies outside all blocks is complete at the very end."""
+    return (0 if bucket.plan.block == ROOT else -1 - bucket.plan.block), -bucket.plan.index
+
+
+def _sum_and_measure(wire: Wire, part: Tensor, whole: Tensor, norm: Tensor | None) -> None:
+    if wire.predivide != 1.0:
+        whole.mul_(1.0 / wire.predivide)
+    dtype = wire.dtype or whole.dtype
+    if wire.is_partitioned:
+        wire.group.reduce_scatter(part, whole, dtype)
+    else:
+        wire.group.all_reduce(part, whole, dtype)
+    if norm is not None:
+        gather.measure(norm, part)
+
+
+def _are_finite(values: Sequence[float]) -> bool:
+    return all(math.isfinite(value) for value in values)

@@ -1,0 +1,124 @@
+"""ZeRO's stages 0 to 2 for a TwinOptimizer: groups of ranks, the partition of buckets, and the threads between ranks.
+
+Stage 0 sums gradients on every rank, and every rank updates everything. Stage 1 partitions the optimizer's state: a
+rank gets its part of the summed gradients when they are complete. Stage 2 partitions the sums of several backwards too:
+every backward's gradients are reduced at once, and no rank keeps more than its part of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from twinflow.device import Device
+from twinflow.dist.group import TIMEOUT, Group, backend_for, new_group
+from twinflow.errors import bad_value
+from twinflow.offload.board import Board
+from twinflow.offload.bucket import Bucket, Job, Task
+from twinflow.offload.plan import BucketPlan, ParamSpec
+from twinflow.offload.settings import Settings
+from twinflow.offload.shards import part_of, widen
+from twinflow.offload.sharing import Shards
+from twinflow.offload.slots import FlatPool
+from twinflow.zero.publisher import Publisher
+from twinflow.zero.reducer import Reducer, Wire
+
+STAGES = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Zero:
+    """How the ranks of torch.distributed's world share one model's training."""
+
+    stage: int = 2
+    dtype: torch.dtype | None = None  # that sums travel in; None: the gradients' own
+    op: str = "mean"  # of the ranks' gradients, or "sum"
+    predivide: float = 1.0  # gradients are divided by it before they are summed, and by the rest of the world after
+    timeout: timedelta = TIMEOUT
+
+    def __post_init__(self) -> None:
+        if self.stage not in STAGES:
+            raise bad_value("stage", self.stage, STAGES)
+        if self.op not in ("mean", "sum"):
+            raise bad_value("op", self.op, ("mean", "sum"))
+        if not 0.0 < self.predivide < float("inf"):
+            raise bad_value("predivide", self.predivide, "a number above 0")
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError("there is no process group: call twinflow.init_distributed() first")
+
+
+class Team:
+    """The ranks of one optimizer: groups of their own, so that reducing, publishing and the rest never mix."""
+
+    def __init__(self, zero: Zero, device: torch.device) -> None:
+        self.zero = zero
+        backend = backend_for(device)
+        self._reduce = new_group(backend, timeout=zero.timeout)
+        self._publish = new_group(backend, timeout=zero.timeout)
+        self._agree = new_group("gloo", timeout=zero.timeout)
+        self.calls: Group = new_group("gloo", timeout=zero.timeout)  # for whoever calls the optimizer
+        self.world, self.rank = self.calls.world, self.calls.rank
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        """By what they are for."""
+        return {"reduce": self._reduce, "publish": self._publish, "agree": self._agree, "calls": self.calls}
+
+    @property
+    def num_parts(self) -> int:
+        """In which a bucket's state is partitioned."""
+        return self.world if self.zero.stage >= 1 else 1
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """All start from the first rank's values."""
+        with torch.no_grad():
+            for tensor in tensors:
+                self._reduce.broadcast(tensor)
+
+    def least(self, values: Sequence[float]) -> list[float]:
+        """The least of each over all ranks."""
+        rows = self.calls.gather_rows(torch.tensor(values, dtype=torch.float64))
+        found: list[float] = rows.min(dim=0).values.tolist()
+        return found
+
+    def shards(self, plans: Sequence[BucketPlan], params: Sequence[ParamSpec]) -> tuple[list[BucketPlan], Shards]:
+        """This rank's part of each bucket, and all that the runtime needs to share them."""
+        parts = self.num_parts
+        wholes = [widen(plan, params, parts) for plan in plans]
+        own = [part_of(whole, self.rank if parts > 1 else 0, parts) for whole in wholes]
+        return own, Shards(wholes, self._start)
+
+    def _start(
+        self, device: Device, board: Board, buckets: Sequence[Bucket], settings: Settings, where: torch.device
+    ) -> _SharedWork:
+        is_partitioned = self.num_parts > 1 or self.world == 1
+        wire = Wire(self._reduce, self._agree, self.zero.dtype, is_partitioned, self.zero.predivide)
+        work = _SharedWork((self.world if self.zero.op == "mean" else 1) / self.zero.predivide)
+        flats = FlatPool(where, settings.flat_bytes)
+        publisher = Publisher(device, board, buckets, self._publish if self.num_parts > 1 else None, where)
+        reducer = Reducer(device, board, buckets, wire, flats, where, publisher.expect)
+        work.connect(reducer, publisher, [bucket.plan.index for bucket in buckets])
+        return work
+
+
+class _SharedWork:
+    """What the runtime calls."""
+
+    def __init__(self, divisor: float) -> None:
+        self.divisor = divisor
+
+    def connect(self, reducer: Reducer, publisher: Publisher, indices: list[int]) -> None:
+        self._reducer, self._publisher, self._indices = reducer, publisher, indices
+        self.threads = (reducer, publisher)
+        self.take_flat: Callable[[Bucket], Tensor] = reducer.take_flat
+        self.submit: Callable[[Task], None] = reducer.submit
+        self.close: Callable[[Job, Sequence[bool]], None] = reducer.close
+        self.forget: Callable[[], None] = publisher.forget
+
+    def hold_back(self, job: Job) -> None:
+        self._publisher.expect(job, self._indices)

@@ -1,0 +1,73 @@
+"""ZeRO through the engine: any stage, offload and accumulation trains as one process does, with its part of the state.
+
+One process with the same global batch is the truth. Sums over ranks are rounded otherwise, so losses are compared;
+replicas are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from dist_support import run_ranks
+from zero_cases import NUM_STEPS, config_of, train_all
+
+OFFLOADS: dict[str, dict[str, Any] | None] = {"none": None, "full": {}, "half": {"ratio": 0.5}}
+CASES = [(stage, name, parts) for stage in (0, 1, 2) for name in OFFLOADS for parts in (1, 4)]
+
+
+def name_of(case: tuple[int, str, int]) -> str:
+    return "stage {}, offload {}, {} micro-batches".format(*case)
+
+
+@cache
+def alone(parts: int) -> dict[str, Any]:
+    """Losses and state of one process."""
+    configs = {"alone": config_of(0, {}, parts, 1)}
+    found: dict[str, Any] = run_ranks(0, train_all, configs)[0]["alone"]
+    return found
+
+
+@cache
+def together(world: int) -> list[dict[str, Any]]:
+    """Every case, on every rank."""
+    parts = [case for case in CASES if 8 % (case[2] * world) == 0]
+    configs = {name_of(case): config_of(case[0], OFFLOADS[case[1]], case[2], world) for case in parts}
+    return run_ranks(world, train_all, configs)
+
+
+def check(world: int, case: tuple[int, str, int]) -> None:
+    stage, offload, parts = case
+    ranks = [rank[name_of(case)] for rank in together(world)]
+    truth = alone(parts)
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(truth["losses"], rel=1e-5)
+        assert rank["norm"] == pytest.approx(truth["norm"], rel=1e-4)
+        assert rank["digests"] == ranks[0]["digests"]  # replicas have the same bits after every step
+    total = sum(rank["state_bytes"] for rank in ranks)
+    assert truth["losses"][-1] != truth["losses"][0]
+    copies = world if stage == 0 else 1
+    if offload == "full":
+        per_param = 12
+        assert total / copies == per_param * ranks[0]["whole_numel"]
+        assert ranks[0]["whole_numel"] <= 1.1 * truth["numel"]
+    shares = [rank["state_bytes"] / total for rank in ranks]
+    assert max(shares) == pytest.approx(1 / world, rel=0.02)
+    sends = NUM_STEPS * (parts if stage == 2 else 1)
+    whole, share = 4 * ranks[0]["whole_numel"], (world - 1) / world
+    start = 0 if stage else NUM_STEPS * whole * share  # an all-reduce: there and back
+    for rank in ranks[1:]:  # the first has sent its weights to all at the start
+        assert rank["sent"]["reduce"] == pytest.approx(sends * whole * share + start, rel=1e-6)
+        assert rank["sent"]["publish"] == pytest.approx(NUM_STEPS * whole * share if stage else 0, rel=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_two_ranks_train_as_one_process(case: tuple[int, str, int]) -> None:
+    check(2, case)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", [case for case in CASES if case[2] == 1], ids=name_of)
+def test_four_ranks_train_as_one_process(case: tuple[int, str, int]) -> None:
+    check(4, case)

@@ -1,0 +1,84 @@
+"""What ranks do in the tests of ZeRO."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import twinflow
+from twinflow.models.gpt import GPT, GPTConfig
+
+SHAPE = GPTConfig(vocab_size=64, context=16, num_layers=3, hidden=32, num_heads=2)
+GLOBAL_BATCH = 8
+NUM_STEPS = 6
+
+
+def tokens(step: int) -> torch.Tensor:
+    """One batch of all ranks."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, SHAPE.vocab_size, (GLOBAL_BATCH, SHAPE.context + 1), generator=generator)
+
+
+def digest(model: torch.nn.Module) -> str:
+    """Of all weights' bits."""
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
+
+def config_of(stage: int, offload: dict[str, Any] | None, accumulation: int, world: int) -> dict[str, Any]:
+    """As a user would write it."""
+    zero: dict[str, Any] = {"stage": stage}
+    if offload is not None:
+        zero["offload_optimizer"] = {"device": "cpu", "bucket_numel": 8192, **offload}
+    return {
+        "train_batch_size": GLOBAL_BATCH,
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // accumulation // world,
+        "gradient_clipping": 0.5,
+        "steps_per_print": None,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": zero,
+    }
+
+
+def train(rank: int, world: int, config: dict[str, Any], num_steps: int = NUM_STEPS) -> dict[str, Any]:
+    """Losses of the global batch, and what this rank has."""
+    torch.manual_seed(rank)  # every rank has weights of its own, until the engine is built
+    engine, *_ = twinflow.initialize(model=GPT(SHAPE), config=config)
+    micro, parts = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    losses, digests = [], []
+    for step in range(num_steps):
+        total = torch.zeros(())
+        for part in range(parts):
+            start = (part * world + rank) * micro
+            batch = tokens(step)[start : start + micro]
+            loss = engine(batch[:, :-1], batch[:, 1:]).loss
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach() / parts
+        if world > 1:
+            dist.all_reduce(total)
+        losses.append(float(total) / world)
+        assert engine.optimizer is not None
+        engine.optimizer.wait()
+        digests.append(digest(engine.module))
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    found = {
+        "losses": losses,
+        "digests": digests,
+        "norm": engine.get_global_grad_norm(),
+        "state_bytes": sum(bucket.nbytes for bucket in optimizer.runtime.buckets),
+        "numel": sum(p.numel() for p in engine.module.parameters()),
+        "whole_numel": sum(bucket.gathered.numel for bucket in optimizer.runtime.buckets),
+        "sent": {name: group.sent_bytes for name, group in optimizer.team.groups.items()} if optimizer.team else {},
+    }
+    engine.destroy()
+    return found
+
+
+def train_all(rank: int, world: int, configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Several configs, one after the other."""
+    return {name: train(rank, world, config) for name, config in configs.items()}
