@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import warnings
 import weakref
 import zlib
@@ -27,10 +28,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from twinflow.checkpoint import Checkpoint, Entry, export_weights, open_checkpoint, save
+from twinflow.checkpoint import Checkpoint, Entry, export_weights, open_checkpoint, save, sides
 from twinflow.checkpoint import tensors as tensors_module
-from twinflow.checkpoint.disk import LATEST, side_path
+from twinflow.checkpoint.disk import LATEST
 from twinflow.checkpoint.manifest import MANIFEST, META, encode_manifest, read_manifest
+from twinflow.checkpoint.sides import side_path
 from twinflow.checkpoint.tensors import DTYPES, encode_header, read_header, read_tensor, split_entries
 
 
@@ -51,7 +53,7 @@ def entries(tensors: dict[str, Tensor]) -> list[Entry]:
 
 
 def bits(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def same(left: Tensor, right: Tensor) -> bool:
@@ -131,6 +133,8 @@ def test_views_are_saved_by_their_values(tmp_path: Path) -> None:
     conj = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64).conj()
     views = {"t": base.t(), "s": base[:, ::2], "e": base[:1].expand(3, 6), "conj": conj, "neg": conj.imag}
     views["p"] = torch.nn.Parameter(base[1:3])
+    views["empty"] = torch.from_numpy(np.empty(0, dtype=np.float32))  # of stride 0
+    views["single"] = base.view(-1)[5::24]  # of stride 24
     save(tmp_path, "a", {"model": entries(views)}, {})
     for name, tensor in opened(tmp_path).tensors("model"):
         assert same(tensor, views[name].detach().resolve_conj().resolve_neg()), name
@@ -339,18 +343,77 @@ def test_keep_last_keeps_the_newest_and_the_latest(tmp_path: Path) -> None:
     assert listing(tmp_path) == [LATEST, "notes", "s0", "s5"]
 
 
-def test_leftovers_of_dead_processes_are_cleared(tmp_path: Path) -> None:
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
+def side_of(pid: int, tag: str, kind: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name that the running process `pid` would give to a folder."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: pid)
+        return side_path(Path(), tag, kind).name
+
+
+def test_leftovers_of_dead_processes_are_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, "a", 1)
-    dead = [f".a.partial-{child.pid}", f".b.removed-{child.pid}", f".a.old-{child.pid}", ".c.partial-9999999999"]
-    live = [f".a.partial-{os.getppid()}", f".b.removed-{os.getppid()}"]
-    for name in [*dead, *live, ".other"]:
+    dead, live = [".c.partial-9999999999"], [".other"]
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        dead += [side_of(child.pid, *what, monkeypatch) for what in (("a", "partial"), ("b", "removed"), ("a", "old"))]
+        pointer = side_of(child.pid, LATEST, "partial", monkeypatch)
+        child.communicate(b"\n")
+    live += [side_of(os.getppid(), *what, monkeypatch) for what in (("a", "partial"), ("b", "removed"))]
+    reborn = re.sub("-[0-9]+$", "-1", live[1])  # of a process that had the same id before
+    assert reborn != live[1]
+    for name in [*dead, reborn, *live]:
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_text("x")
-    (tmp_path / f".latest.partial-{child.pid}").write_text("a")
+    (tmp_path / pointer).write_text("a")
     put(tmp_path, "b", 2, keep_last=3)
-    assert listing(tmp_path) == sorted([*live, ".other", "a", "b", LATEST])
+    assert listing(tmp_path) == sorted([*live, "a", "b", LATEST])
+
+
+def test_a_zombie_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    name = side_of(child.pid, "a", "partial", monkeypatch)
+    (tmp_path / name).mkdir()
+    put(tmp_path, "b", 1)
+    assert name in listing(tmp_path)
+    assert child.stdin is not None
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # over, and not yet buried
+    put(tmp_path, "b", 2)
+    assert name not in listing(tmp_path)
+    child.wait()
+
+
+@pytest.mark.parametrize("name", [".a.partial-77-0123456789abcdef-5", ".a.partial-77"])
+def test_what_another_machine_may_be_writing_is_left_until_it_has_been_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(os, "kill", lambda pid, number: pytest.fail("its process ids mean nothing here"))
+    other = tmp_path / name
+    other.mkdir()
+    (other / "model-r00000.safetensors").write_text("half")
+    put(tmp_path, "b", 1)
+    assert listing(tmp_path) == sorted([name, "b", LATEST])
+    monkeypatch.setattr(sides, "_idle_s", lambda path: sides.LEASE_S + 1 if path == other else 0)
+    put(tmp_path, "b", 2)
+    assert listing(tmp_path) == ["b", LATEST]
+
+
+def test_idle_is_counted_from_the_last_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "x").write_text("x")
+    time.sleep(0.5)
+    assert 0.4 < sides._idle_s(folder) < 60
+    assert listing(tmp_path) == ["folder"]
+    aside = folder.rename(tmp_path / "aside")  # its age is no reason to take away what was set aside just now
+    assert sides._idle_s(aside) <= time.time() - aside.stat().st_ctime + 0.1
+    (aside / "x").write_text("more")
+    assert sides._idle_s(aside) <= time.time() - (aside / "x").stat().st_mtime + 0.1
+    assert sides._idle_s(tmp_path / "gone") == 0
+    before = aside.stat().st_mtime_ns
+    monkeypatch.setattr(sides, "BEAT_S", 0.01)
+    with sides.kept_alive(tmp_path / "gone", aside):
+        while aside.stat().st_mtime_ns == before:  # or the test runs out of time
+            time.sleep(0.01)
 
 
 # Errors and crashes while saving
@@ -507,7 +570,7 @@ def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch:
     pointer = side_path(tmp_path, LATEST, "partial").name
     files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "optim.safetensors"]
     assert events == [
-        *(f"sync {name}" for name in (*files, META, MANIFEST, partial, pointer)),
+        *(f"sync {name}" for name in (*files, partial, META, MANIFEST, partial, pointer)),
         f"a to {old}",
         f"{partial} to a",
         f"sync {tmp_path.name}",
@@ -608,10 +671,14 @@ def test_damage_to_files(tmp_path: Path) -> None:
     refused(f"{MANIFEST} does not hold valid JSON")
 
 
+def record(name: Any, parts: Any = None) -> dict[str, Any]:
+    return {"name": name, "size": 1, "header_crc32": 1, "tensors": {}, "parts": parts or {}}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"format_version": 2, "twinflow_version": "9.9"}, "written by twinflow '9.9': upgrade"),
+        ({"format_version": 3, "twinflow_version": "9.9"}, "written by twinflow '9.9': upgrade"),
         ({"format_version": True}, "format version True"),
         ({"format": "other"}, "was not written by twinflow"),
         ({"step": "x"}, "is not a step"),
@@ -622,10 +689,13 @@ def test_damage_to_files(tmp_path: Path) -> None:
         ({"files": {"m": [{"name": "a"}]}}, "'size'"),
         ({"files": {"../m": []}}, "a file is '../m'"),
         *(
-            ({"files": {"m": [{"name": name, "size": 1, "header_crc32": 1, "tensors": {}}]}}, "a file's name is")
+            ({"files": {"m": [record(name)]}}, "a file's name is")
             for name in ("../x", "/etc/passwd", "..", "a/b", "a\0", "", 3)
         ),
-        ({"files": {"m": [{"name": "x", "size": 1, "header_crc32": 1, "tensors": {}}] * 2}}, "a file is named twice"),
+        ({"files": {"m": [record("x")] * 2}}, "a file is named twice"),
+        ({"files": {"m": [record("x", {"a@1": {"shape": [2], "start": 0}})]}}, "not what a part from 0 on is called"),
+        ({"files": {"m": [record("x", {"a@0": {"shape": [-2], "start": 0}})]}}, "-2 is not a count"),
+        ({"files": {"m": [record("x", {"a@0": [2]})]}}, "changed or damaged"),
     ],
 )
 def test_manifests_that_nobody_wrote_are_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:

@@ -1,13 +1,4 @@
-"""Durable files and the names of folders beside a checkpoint.
-
-Why a crash at any point leaves a checkpoint. A new one grows in `.<tag>.partial-<pid>`, which nobody loads. Once all of
-it is on the disk, an old folder of the tag is renamed to `.<tag>.old-<pid>` and the new one takes its place. Between
-the two renames the tag has no folder, and a reader takes the one set aside. What is to be deleted is first renamed to
-`.<tag>.removed-<pid>`, so that half a folder never carries a name that somebody loads. `latest` is a file replaced in
-one step, last of all. The next save clears away what a dead process left behind.
-
-One process at a time may save under a root; any number may read.
-"""
+"""Durable files, plain names, and the file that says which checkpoint is the latest."""
 
 from __future__ import annotations
 
@@ -17,26 +8,14 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Literal
+from typing import Final
 
 from twinflow.errors import bad_value
 
 LATEST: Final = "latest"
 MAX_NAME_BYTES: Final = 120  # with all that is put around a name it stays within the 255 bytes of a file name
-
-Kind = Literal["partial", "old", "removed"]
-
-
-@dataclass(frozen=True)
-class Side:
-    """A folder or file beside the checkpoints: which tag it belongs to, what it is, and the process that made it."""
-
-    tag: str
-    kind: str
-    pid: int
 
 
 def check_name(what: str, name: object, max_bytes: int = MAX_NAME_BYTES) -> str:
@@ -53,30 +32,6 @@ def check_tag(tag: object) -> str:
     if tag == LATEST:
         raise bad_value("tag", tag, "any name but that of the file that says which checkpoint is the latest")
     return check_name("tag", tag)
-
-
-def side_path(root: Path, tag: str, kind: Kind) -> Path:
-    """Where this process puts a folder of `tag` that is not, or no longer, a checkpoint."""
-    return root / f".{tag}.{kind}-{os.getpid()}"
-
-
-def parse_side(name: str) -> Side | None:
-    """What the name made by `side_path` says; None for any other name."""
-    match = re.fullmatch(r"\.(.+)\.(partial|old|removed)-([0-9]{1,10})", name)
-    return Side(match[1], match[2], int(match[3])) if match else None
-
-
-def is_abandoned(side: Side) -> bool:
-    """True where no other process can still be at work on it."""
-    if side.pid == os.getpid():
-        return True
-    try:
-        os.kill(side.pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return True
-    except PermissionError:
-        return False
-    return False
 
 
 class DurableFile:
@@ -162,34 +117,6 @@ def remove(path: Path) -> None:
     else:
         with suppress(OSError):
             path.unlink(missing_ok=True)
-
-
-def discard(folder: Path, tag: str) -> None:
-    """Delete the checkpoint of `tag` in `folder`, so that a crash on the way leaves no half of it under its name."""
-    removed = side_path(folder.parent, tag, "removed")
-    remove(removed)
-    try:
-        os.rename(folder, removed)
-    except OSError:
-        return  # it stays whole
-    remove(removed)
-
-
-def swap_in(new: Path, final: Path) -> None:
-    """Rename the finished folder `new` to `final`, in place of what is there."""
-    old = side_path(final.parent, final.name, "old")
-    replaces = os.path.lexists(final)
-    if replaces:
-        os.rename(final, old)
-    try:
-        os.rename(new, final)
-    except Exception:
-        if replaces:
-            os.rename(old, final)
-        raise
-    sync_folder(final.parent)
-    if replaces:
-        discard(old, final.name)
 
 
 def read_latest(root: Path) -> str | None:

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from twinflow.checkpoint.disk import check_name, is_abandoned, parse_side, remove, side_path, sync_folder, write_durable
+from twinflow.checkpoint.disk import check_name, remove, sync_folder, write_durable
 from twinflow.checkpoint.save import Part, plan_parts
+from twinflow.checkpoint.sides import is_abandoned, kept_alive, parse_side, side_path
 from twinflow.checkpoint.tensors import Entry, write_tensors
 from twinflow.errors import bad_value
 
@@ -28,14 +29,16 @@ def export_weights(entries: Iterable[Entry], path: Path, *, shard_bytes: int = S
         raise bad_value("path", str(path), "a file name that ends in .safetensors")
     check_name("the stem of path", path.stem)
     parts = plan_parts({path.stem: list(entries)}, shard_bytes)
+    assert all(entry.part is None for part in parts for entry in part.entries), "others know whole tensors only"
     index = path.with_name(f"{path.name}.index.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     partials = {side_path(path.parent, part.name, "partial"): path.with_name(part.name) for part in parts}
     index_partial = side_path(path.parent, index.name, "partial")
     _clear_leftovers(path)
     try:
-        for partial, part in zip(partials, parts, strict=True):
-            write_tensors(partial, part.entries, part.raw_header, part.header)
+        with kept_alive(*partials):
+            for partial, part in zip(partials, parts, strict=True):
+                write_tensors(partial, part.entries, part.raw_header, part.header)
         if len(parts) > 1:
             write_durable(index_partial, _encode_index(parts))
             path.unlink(missing_ok=True)  # loaders take a single file before an index
@@ -57,7 +60,7 @@ def export_weights(entries: Iterable[Entry], path: Path, *, shard_bytes: int = S
 def _clear_leftovers(path: Path) -> None:
     for other in path.parent.iterdir():
         side = parse_side(other.name)
-        if side and side.kind == "partial" and side.tag.startswith(path.stem) and is_abandoned(side):
+        if side and side.kind == "partial" and side.tag.startswith(path.stem) and is_abandoned(other, side):
             remove(other)
 
 

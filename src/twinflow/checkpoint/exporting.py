@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -12,26 +12,19 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from twinflow.checkpoint.disk import (
-    check_name,
-    counting,
-    is_abandoned,
-    parse_side,
-    remove,
-    side_path,
-    swap_in,
-    write_durable,
-)
+from twinflow.checkpoint.disk import check_name, counting, remove, write_durable
 from twinflow.checkpoint.export import SHARD_BYTES, export_weights
 from twinflow.checkpoint.load import Checkpoint, open_checkpoint
 from twinflow.checkpoint.manifest import MANIFEST
 from twinflow.checkpoint.plain import parse_json
+from twinflow.checkpoint.sides import is_abandoned, kept_alive, parse_side, side_path, swap_in
 from twinflow.checkpoint.tensors import Entry
 from twinflow.checkpoint.tree import tensor_names
 from twinflow.errors import bad_value
 from twinflow.rules.formats import rounds_to
 
 CONFIG: Final = "config.json"
+CHUNK_NUMEL: Final = 4 << 20  # of a weight and of its master in memory, beside the tensor that is written
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WRITTEN: Final = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json", CONFIG)
 
@@ -83,7 +76,8 @@ def export_checkpoint(
         if raw_config is not None:
             write_durable(partial / CONFIG, raw_config)
         counted = [_counted(entry, on_bytes) for entry in entries]
-        export_weights(counted, partial / "model.safetensors", shard_bytes=shard_bytes)
+        with kept_alive(partial):
+            export_weights(counted, partial / "model.safetensors", shard_bytes=shard_bytes)
         swap_in(partial, out)
     except Exception:
         remove(partial)
@@ -145,22 +139,35 @@ def _entry(found: Checkpoint, name: str, master: str | None, dtype: torch.dtype)
     shape = found.shape("model", name)
     if not own.is_floating_point:  # a mask, a counter
         return Entry(name, own, shape, lambda: found.tensor("model", name))
-    return Entry(name, dtype, shape, lambda: _narrow(_value(found, name, master), dtype, name, found.path))
+    if master is not None and found.shape("optimizer", master) != shape:
+        raise ValueError(
+            f"{found.path}: the master of {name} has shape {found.shape('optimizer', master)}, not {shape}"
+        )
+    return Entry(name, dtype, shape, lambda: _read(found, name, master, dtype))
 
 
-def _value(found: Checkpoint, name: str, master: str | None) -> Tensor:
-    weight = found.tensor("model", name)
+def _read(found: Checkpoint, name: str, master: str | None, dtype: torch.dtype) -> Tensor:
+    """One tensor as it is exported, filled chunk by chunk: of what it is made from no more is in memory."""
+    made = torch.empty(found.shape("model", name), dtype=dtype)
+    flat, start = made.view(-1), 0
+    for value in _values(found, name, master):
+        flat[start : start + value.numel()] = _narrow(value, dtype, name, found.path)
+        start += value.numel()
+    return made
+
+
+def _values(found: Checkpoint, name: str, master: str | None) -> Iterator[Tensor]:
+    weights = found.chunks("model", name, CHUNK_NUMEL)
     if master is None:
-        return weight
-    wide = found.tensor("optimizer", master)
-    if wide.shape != weight.shape:
-        raise ValueError(f"{found.path}: the master of {name} has shape {tuple(wide.shape)}, not {tuple(weight.shape)}")
+        return weights
+    masters = found.chunks("optimizer", master, CHUNK_NUMEL)
     if (found.meta.get("optimizer") or {}).get("has_unsent"):
-        return wide  # a delayed update is under way: the masters are ahead of the weights on purpose
-    if weight.dtype == torch.float32:
-        return weight
+        return masters  # a delayed update is under way: the masters are ahead of the weights on purpose
+    if found.dtype("model", name) == torch.float32:
+        return weights
     # Somebody may have written to a weight since: then the weight is the truth, as it is for load_checkpoint.
-    return torch.where(rounds_to(wide, weight), wide, weight.float())
+    pairs = zip(weights, masters, strict=True)
+    return (torch.where(rounds_to(wide, weight), wide, weight.float()) for weight, wide in pairs)
 
 
 def _narrow(value: Tensor, dtype: torch.dtype, name: str, path: Path) -> Tensor:
@@ -183,7 +190,7 @@ def _clear_leftovers(out: Path) -> None:
     """Delete what a dead process left half written beside `out`; put back what it had set aside."""
     for path in sorted(out.parent.iterdir()):
         side = parse_side(path.name)
-        if side is None or side.tag != out.name or not is_abandoned(side):
+        if side is None or side.tag != out.name or not is_abandoned(path, side):
             continue
         if side.kind == "old" and not os.path.lexists(out):
             os.rename(path, out)

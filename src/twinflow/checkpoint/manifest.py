@@ -1,6 +1,7 @@
 """manifest.json: written last, it says what a checkpoint consists of, and by that that it is complete.
 
-It carries a checksum of itself, so that a changed byte is found even where it would still make sense.
+It carries a checksum of itself, so that a changed byte is found even where it would still make sense. Version 1 of the
+format has whole tensors only.
 """
 
 from __future__ import annotations
@@ -12,26 +13,37 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from twinflow.checkpoint.disk import MAX_NAME_BYTES, check_name, file_status, parse_side
+from twinflow.checkpoint.disk import MAX_NAME_BYTES, check_name, file_status
 from twinflow.checkpoint.plain import parse_json
+from twinflow.checkpoint.sides import parse_side
+from twinflow.checkpoint.tensors import PartOf
 from twinflow.version import __version__
 
 MANIFEST: Final = "manifest.json"
 META: Final = "meta.json"
 FORMAT: Final = "twinflow checkpoint"
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 PICKLED: Final = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".distcp")
 NEVER: Final = "Pickled checkpoints are never loaded: they can run code"
 
 
 @dataclass(frozen=True)
 class PartRecord:
-    """One file of tensors: its name, its bytes, and the checksums of its header and of each tensor."""
+    """One file of tensors: its name, its bytes, the checksums of its header and of each tensor.
+
+    `parts` says of those that are parts of a tensor what the whole is.
+    """
 
     name: str
     size: int
     header_crc32: int
     tensors: dict[str, int]
+    parts: dict[str, PartOf]
+
+    def of(self, key: str) -> tuple[str, PartOf | None]:
+        """The tensor that the file calls `key` or that this is a part of, and which part it is."""
+        part = self.parts.get(key)
+        return (key, None) if part is None else (key.removesuffix(part.key("")), part)
 
 
 @dataclass(frozen=True)
@@ -88,19 +100,32 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"{path} was changed or damaged ({error}); use another checkpoint") from error
 
 
-def _parse(body: dict[str, Any]) -> Manifest:
-    files = {
+def parse_files(files: dict[str, Any], version: int = FORMAT_VERSION) -> dict[str, tuple[PartRecord, ...]]:
+    """Records from their JSON; a ValueError, or what else Python raises, where they are none."""
+    return {
         check_name("a file", file): tuple(
             PartRecord(
                 check_name("a file's name", part["name"], 2 * MAX_NAME_BYTES),
                 _count(part["size"]),
                 _count(part["header_crc32"]),
                 {name: _count(crc32) for name, crc32 in part["tensors"].items()},
+                {key: _parse_part(key, one) for key, one in part["parts"].items()} if version > 1 else {},
             )
             for part in parts
         )
-        for file, parts in body["files"].items()
+        for file, parts in files.items()
     }
+
+
+def _parse_part(key: str, one: dict[str, Any]) -> PartOf:
+    part = PartOf(tuple(_count(size) for size in one["shape"]), _count(one["start"]))
+    if not key.endswith(part.key("")):
+        raise ValueError(f"{key!r} is not what a part from {part.start} on is called")
+    return part
+
+
+def _parse(body: dict[str, Any]) -> Manifest:
+    files = parse_files(body["files"], body["format_version"])
     names = [part.name for parts in files.values() for part in parts]
     if len(set(names)) < len(names):
         raise ValueError("a file is named twice")

@@ -1,4 +1,9 @@
-"""Write a checkpoint: everything beside its place and onto the disk, then in with one rename; `disk` says why."""
+"""Write a checkpoint: everything beside its place and onto the disk, then in with one rename; `sides` says why.
+
+Several ranks write one together. Rank 0 makes the folder, every rank writes its own files into it, and rank 0 finishes
+it once all have said that theirs are on the disk. After each of these steps all ranks tell each other how it went, so
+that they go on, or fail, together; whatever fails or dies before the rename leaves a folder that nobody loads.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +11,19 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from twinflow.checkpoint.cover import Span, check_cover
 from twinflow.checkpoint.disk import (
     LATEST,
     check_name,
     check_tag,
     counting,
-    discard,
-    is_abandoned,
-    parse_side,
     read_latest,
     remove,
-    side_path,
-    swap_in,
     sync_folder,
     write_durable,
 )
@@ -30,14 +32,18 @@ from twinflow.checkpoint.manifest import (
     META,
     Manifest,
     PartRecord,
+    check_files,
     describe,
     encode_manifest,
     find_all,
     find_asides,
     may_replace,
+    parse_files,
 )
 from twinflow.checkpoint.plain import JSON, encode_meta
+from twinflow.checkpoint.sides import discard, is_abandoned, kept_alive, parse_side, side_path, swap_in
 from twinflow.checkpoint.tensors import (
+    DTYPE_NAMES,
     Entry,
     Header,
     check_entries,
@@ -46,9 +52,12 @@ from twinflow.checkpoint.tensors import (
     split_entries,
     write_tensors,
 )
+from twinflow.checkpoint.together import Alone, Together, agree
 from twinflow.errors import bad_value
 
 PART_BYTES: Final = 4 << 30
+SEEN_S: Final = 10.0  # in which a folder made by one machine can be seen by all, on a file system that they share
+SHARED: Final = "save_dir must be on a file system that all ranks share"
 
 Progress = Callable[[int, int], None]
 
@@ -64,6 +73,19 @@ class Part:
     header: Header
 
 
+@dataclass(frozen=True)
+class Job:
+    """What one rank saves, after every check that one rank can make; `raw_meta` is rank 0's."""
+
+    root: Path
+    tag: str
+    parts: tuple[Part, ...]
+    raw_meta: bytes
+    step: int | None
+    is_latest: bool
+    on_progress: Progress | None
+
+
 def save(
     root: Path,
     tag: str,
@@ -74,6 +96,7 @@ def save(
     keep_last: int | None = None,
     on_progress: Progress | None = None,
     part_bytes: int = PART_BYTES,
+    together: Together | None = None,
 ) -> Path:
     """Write the checkpoint `root/<tag>` in place of one of that tag, and return its folder.
 
@@ -82,59 +105,64 @@ def save(
     that is opened by default. `keep_last` deletes the oldest checkpoints beyond that number, but never the latest one.
     `on_progress` is told the bytes written and all bytes to be written.
 
-    On an error, and on a crash at any point, the checkpoints that were there still are. One process at a time may save
-    under a root.
+    Ranks that save `together` all call this, each with its own tensors and parts of tensors in `files`; every element
+    must be with exactly one of them. `meta`, `save_latest` and `keep_last` are rank 0's. `on_progress` counts the
+    rank's own bytes.
+
+    On an error, which all ranks raise, and on a crash of any rank at any point, the checkpoints that were there still
+    are. One save at a time may go on under a root.
     """
+    together = together or Alone()
     root = Path(root)
-    check_tag(tag)
-    if keep_last is not None and keep_last < 1:
-        raise bad_value("keep_last", keep_last, "None or at least 1")
-    raw_meta = encode_meta(meta)
-    parts = plan_parts(files, part_bytes)
-    final = root / tag
+    rank = together.rank if together.world > 1 else None
+
+    def prepare() -> tuple[Job, JSON]:
+        check_tag(tag)
+        if keep_last is not None and keep_last < 1:
+            raise bad_value("keep_last", keep_last, "None or at least 1")
+        raw_meta = encode_meta(meta)
+        step = meta.get("step")
+        step = step if isinstance(step, int) and not isinstance(step, bool) else None
+        parts = plan_parts(files, part_bytes, rank)
+        if not rank:
+            _check_place(root / tag)
+        job = Job(root, tag, tuple(parts), raw_meta, step, save_latest, on_progress)
+        return job, {"tag": tag, "files": list(files), "spans": _spans(files)}
+
+    job, plans = agree(together, prepare)
+    _check_plans(plans)
+    if together.rank:
+        _save_beside(job, together)
+    else:
+        _save_first(job, together, [file for plan in plans for file in plan["files"]], keep_last)
+    return root / tag
+
+
+def _check_place(final: Path) -> None:
     if not may_replace(final):
         raise ValueError(
             f"{final} exists and is not a twinflow checkpoint, so it is not replaced; found {describe(final)}. "
             "Choose another tag or folder"
         )
-    root.mkdir(parents=True, exist_ok=True)
-    clear_leftovers(root)
-
-    partial, pointer = side_path(root, tag, "partial"), side_path(root, LATEST, "partial")
-    try:
-        os.mkdir(partial)
-        records = _write_parts(partial, parts, on_progress)
-        write_durable(partial / META, raw_meta)
-        step = meta.get("step")
-        step = step if isinstance(step, int) and not isinstance(step, bool) else None
-        manifest = Manifest(time.time_ns(), step, save_latest, len(raw_meta), zlib.crc32(raw_meta), records)
-        write_durable(partial / MANIFEST, encode_manifest(manifest))  # last: it says that the rest is there
-        sync_folder(partial)
-        if save_latest:  # written while a full disk can still be backed out of
-            write_durable(pointer, f"{tag}\n".encode())
-        swap_in(partial, final)
-        if save_latest:
-            os.replace(pointer, root / LATEST)
-            sync_folder(root)
-    except Exception:  # not BaseException: whoever stops the process does not wait for gigabytes to be deleted
-        remove(partial)
-        remove(pointer)
-        raise
-    if keep_last is not None:
-        _prune(root, keep_last)
-    return final
 
 
-def plan_parts(files: Mapping[str, Sequence[Entry]], part_bytes: int) -> list[Part]:
-    """The files to be written; a ValueError where a name or a dtype does not go into one."""
+def plan_parts(files: Mapping[str, Sequence[Entry]], part_bytes: int, rank: int | None = None) -> list[Part]:
+    """The files to be written, with `rank` in their names if there is one.
+
+    A ValueError where a name or a dtype does not go into one.
+    """
     if part_bytes < 1:
         raise bad_value("part_bytes", part_bytes, "at least 1")
     parts = []
     for file, entries in files.items():
         check_name("a key of files", file)
+        entries = [entry for entry in entries if not entry.is_nothing]
         check_entries(entries, f"files[{file!r}]")
         runs = split_entries(entries, part_bytes)
-        for name, run in zip(part_names(file, len(runs)), runs, strict=True):
+        if rank is not None:
+            runs = [run for run in runs if run]  # of all ranks' files, many would be empty
+        stem = file if rank is None else f"{file}-r{rank:05}"
+        for name, run in zip(part_names(stem, len(runs)), runs, strict=True):
             parts.append(Part(file, name, tuple(run), *encode_header(run, {"format": "pt"})))
     if len({part.name for part in parts}) < len(parts):
         raise ValueError(
@@ -143,23 +171,129 @@ def plan_parts(files: Mapping[str, Sequence[Entry]], part_bytes: int) -> list[Pa
     return parts
 
 
-def _write_parts(
-    folder: Path, parts: Sequence[Part], on_progress: Progress | None
-) -> dict[str, tuple[PartRecord, ...]]:
-    on_bytes = counting(on_progress, sum(entry.num_bytes for part in parts for entry in part.entries))
-    records: dict[str, tuple[PartRecord, ...]] = {}
-    for part in parts:
+def _spans(files: Mapping[str, Sequence[Entry]]) -> JSON:
+    """What a rank is going to write, for the others."""
+    spans: list[JSON] = []
+    for file, entries in files.items():
+        for entry in entries:
+            start, shape = (entry.part.start, entry.part.shape) if entry.part else (0, entry.shape)
+            spans.append([file, entry.name, DTYPE_NAMES[entry.dtype], list(shape), start, entry.numel])
+    return spans
+
+
+def _check_plans(plans: Sequence[Any]) -> None:
+    """Refuse ranks that do not write one checkpoint; each rank comes to the same answer, and nothing is written yet."""
+    tags = [plan["tag"] for plan in plans]
+    if len(set(tags)) > 1:
+        other = next(rank for rank, tag in enumerate(tags) if tag != tags[0])
+        raise bad_value(f"tag on rank {other}", tags[other], [tags[0]], "All ranks must give the tag of rank 0.")
+    spans: dict[tuple[str, str], list[Span]] = {}
+    for rank, plan in enumerate(plans):
+        for file, name, dtype, shape, start, numel in plan["spans"]:
+            spans.setdefault((file, name), []).append(Span(dtype, tuple(shape), start, numel, f"rank {rank}"))
+    for (file, name), found in spans.items():
+        check_cover(f"tensor {name!r} of files[{file!r}]", found)
+
+
+def _save_first(job: Job, together: Together, files: Sequence[str], keep_last: int | None) -> None:
+    """Rank 0's way, and that of a process alone."""
+    partial = side_path(job.root, job.tag, "partial", fresh=together.world > 1)
+    pointer = side_path(job.root, LATEST, "partial")
+
+    def make() -> tuple[None, JSON]:
+        job.root.mkdir(parents=True, exist_ok=True)
+        clear_leftovers(job.root)
+        os.mkdir(partial)
+        return None, partial.name
+
+    def finish() -> tuple[None, JSON]:
+        _finish(job, partial, pointer, _merge(files, written))
+        if keep_last is not None:
+            _prune(job.root, keep_last)
+        return None, None
+
+    try:
+        with kept_alive(partial):
+            agree(together, make)
+            agree(together, _nothing)  # the others look whether they see it
+            _, written = agree(together, lambda: (None, _write_parts(partial, job)))
+            agree(together, finish)
+    except Exception:  # not BaseException: whoever stops the process does not wait for gigabytes to be deleted
+        remove(partial)
+        remove(pointer)
+        raise
+
+
+def _save_beside(job: Job, together: Together) -> None:
+    """The way of the other ranks, step by step with rank 0's."""
+    _, said = agree(together, _nothing)
+    partial = job.root / said[0]
+    agree(together, lambda: _wait_until_seen(partial))
+    agree(together, lambda: (None, _write_parts(partial, job)))
+    agree(together, _nothing)
+
+
+def _nothing() -> tuple[None, JSON]:
+    return None, None
+
+
+def _wait_until_seen(partial: Path) -> tuple[None, JSON]:
+    """Network file systems may show a new folder to other machines a little later."""
+    end = time.monotonic() + SEEN_S
+    while not partial.is_dir():
+        if time.monotonic() > end:
+            raise ValueError(f"{partial} is not there, but rank 0 has made it; {SHARED}")
+        with suppress(OSError):
+            os.listdir(partial.parent)  # so that it is asked for anew
+        time.sleep(0.05)
+    return None, None
+
+
+def _write_parts(folder: Path, job: Job) -> JSON:
+    """Write this rank's files onto the disk; returns the records of them."""
+    on_bytes = counting(job.on_progress, sum(entry.num_bytes for part in job.parts for entry in part.entries))
+    records: dict[str, list[JSON]] = {}
+    for part in job.parts:
         crc32s = write_tensors(folder / part.name, part.entries, part.raw_header, part.header, on_bytes)
-        record = PartRecord(part.name, part.header.size, part.header.crc32, crc32s)
-        records[part.file] = (*records.get(part.file, ()), record)
+        parts = {entry.key: entry.part for entry in part.entries if entry.part}
+        record = PartRecord(part.name, part.header.size, part.header.crc32, crc32s, parts)
+        records.setdefault(part.file, []).append(asdict(record))
+    sync_folder(folder)
     return records
+
+
+def _merge(files: Sequence[str], written: Sequence[Any]) -> dict[str, tuple[PartRecord, ...]]:
+    """All ranks' records, by rank; a file without tensors stays one."""
+    merged: dict[str, tuple[PartRecord, ...]] = dict.fromkeys(files, ())
+    for records in written:
+        for file, found in parse_files(records).items():
+            merged[file] = (*merged.get(file, ()), *found)
+    return merged
+
+
+def _finish(job: Job, partial: Path, pointer: Path, records: dict[str, tuple[PartRecord, ...]]) -> None:
+    """Give the folder, in which all ranks' files are, what makes it a checkpoint, and its place."""
+    write_durable(partial / META, job.raw_meta)
+    manifest = Manifest(time.time_ns(), job.step, job.is_latest, len(job.raw_meta), zlib.crc32(job.raw_meta), records)
+    try:
+        check_files(partial, manifest)
+    except ValueError as error:
+        raise ValueError(f"what a rank has written is not there ({error}); {SHARED}") from error
+    write_durable(partial / MANIFEST, encode_manifest(manifest))  # last: it says that the rest is there
+    sync_folder(partial)
+    if job.is_latest:  # written while a full disk can still be backed out of
+        write_durable(pointer, f"{job.tag}\n".encode())
+    swap_in(partial, job.root / job.tag)
+    if job.is_latest:
+        os.replace(pointer, job.root / LATEST)
+        sync_folder(job.root)
 
 
 def clear_leftovers(root: Path) -> None:
     """Delete what dead processes left half written or half deleted; put back what they had set aside."""
     for path in sorted(root.iterdir()):
         side = parse_side(path.name)
-        if side is None or not is_abandoned(side):
+        if side is None or not is_abandoned(path, side):
             continue
         if side.kind != "old":
             remove(path)

@@ -2,7 +2,8 @@
 
 Written here rather than with the `safetensors` package because that wants every tensor of a file in memory at once.
 Tensors of wide dtypes come first in a file, so that each begins at a multiple of its item size; the header keeps the
-order in which they were given.
+order in which they were given. A part of a tensor is stored as a flat tensor called `<name>@<start>`; `manifest` says
+which tensor of which shape it belongs to.
 """
 
 from __future__ import annotations
@@ -56,18 +57,49 @@ DTYPE_NAMES: Final[Mapping[torch.dtype, str]] = {dtype: name for name, dtype in 
 
 
 @dataclass(frozen=True)
+class PartOf:
+    """Says of flat values that they are the elements from `start` on of a flattened tensor of `shape`."""
+
+    shape: tuple[int, ...]
+    start: int
+
+    def key(self, name: str) -> str:
+        """What a file calls this part of the tensor `name`."""
+        return f"{name}@{self.start}"
+
+
+@dataclass(frozen=True)
 class Entry:
-    """A tensor to be saved; `read` makes its values, and is called only when they are written."""
+    """A tensor to be saved, or a part of one; `read` makes its values, and is called only when they are written.
+
+    `shape` is that of what `read` makes: flat for a part, whose whole is described by `part`.
+    """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    part: PartOf | None = None
+
+    @property
+    def key(self) -> str:
+        """What the file calls it."""
+        return self.part.key(self.name) if self.part else self.name
+
+    @property
+    def numel(self) -> int:
+        """Number of its values."""
+        return math.prod(self.shape)
+
+    @property
+    def is_nothing(self) -> bool:
+        """True for an empty part of a tensor that is not empty: there is nothing to keep of it."""
+        return self.part is not None and not self.numel and math.prod(self.part.shape) > 0
 
     @property
     def num_bytes(self) -> int:
         """Bytes of its values."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -97,11 +129,16 @@ def check_entries(entries: Sequence[Entry], where: str) -> None:
     for entry in entries:
         if not isinstance(entry.name, str) or entry.name == METADATA:
             raise bad_value(f"the name of a tensor in {where}", entry.name, f"strings other than {METADATA!r}")
-        if entry.name in seen:
-            raise ValueError(f"{where} has two tensors called {entry.name!r}; give each its own name")
+        if entry.key in seen:
+            raise ValueError(f"{where} has two tensors called {entry.key!r}; give each its own name")
         if entry.dtype not in DTYPE_NAMES:
             raise bad_value(f"the dtype of {entry.name!r} in {where}", entry.dtype, DTYPE_NAMES)
-        seen.add(entry.name)
+        if entry.part is not None:
+            whole = math.prod(entry.part.shape)
+            if len(entry.shape) != 1 or not 0 <= entry.part.start <= whole - entry.numel:
+                given = f"{list(entry.shape)} from {entry.part.start} on"
+                raise bad_value(f"the part of {entry.name!r} in {where}", given, f"flat, within its {whole} elements")
+        seen.add(entry.key)
 
 
 def split_entries(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
@@ -130,8 +167,8 @@ def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tupl
     stop = 0
     for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
         start, stop = stop, stop + entry.num_bytes
-        spans[entry.name] = start, stop
-    infos = tuple(TensorInfo(entry.name, entry.dtype, tuple(entry.shape), *spans[entry.name]) for entry in entries)
+        spans[entry.key] = start, stop
+    infos = tuple(TensorInfo(entry.key, entry.dtype, tuple(entry.shape), *spans[entry.key]) for entry in entries)
     fields: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     for info in infos:
         span = [info.start, info.stop]
@@ -189,13 +226,18 @@ def _parse_info(name: str, field: object, path: Path) -> TensorInfo:
     if dtype is None:
         raise bad_value(f"{where}: its dtype", field["dtype"], DTYPES)
     shape, offsets = field["shape"], field["data_offsets"]
-    # Zeros count as one: such a shape has no bytes, but torch still multiplies the other sizes.
-    if not _are_sizes(shape) or math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 1 << 63:
+    if not _are_sizes(shape) or not is_possible(shape, dtype):
         raise ValueError(f"{where} has the impossible shape {shape!r}; the file is damaged")
     num_bytes = math.prod(shape) * dtype.itemsize
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes:
         raise ValueError(f"{where} has data_offsets {offsets!r} for {num_bytes} bytes; the file is damaged")
     return TensorInfo(name, dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def is_possible(shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """True where torch can count the bytes of such a tensor."""
+    # Zeros count as one: such a shape has no bytes, but torch still multiplies the other sizes.
+    return math.prod(max(size, 1) for size in shape) * dtype.itemsize < 1 << 63
 
 
 def _are_sizes(value: object) -> bool:
@@ -208,10 +250,10 @@ class Checksum:
     A chunk must stay as it is until the next `add` or `take`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, crc32: int = 0) -> None:
         self._pool = ThreadPoolExecutor(1, "checksum")
         self._pending: Future[int] | None = None
-        self._crc32 = 0
+        self._crc32 = crc32
 
     def __enter__(self) -> Checksum:
         return self
@@ -241,17 +283,17 @@ class Checksum:
 def write_tensors(
     path: Path, entries: Iterable[Entry], raw: bytes, header: Header, on_bytes: Callable[[int], None] | None = None
 ) -> dict[str, int]:
-    """Write the new file `path` onto the disk and return each tensor's crc32; one tensor is in memory at a time.
+    """Write the new file `path` onto the disk and return the crc32 by key; one tensor is in memory at a time.
 
     `raw` and `header` are what `encode_header` made of `entries`. `on_bytes` is told of each chunk's bytes.
     """
-    by_name = {entry.name: entry for entry in entries}
-    crc32s = dict.fromkeys(by_name, 0)
+    by_key = {entry.key: entry for entry in entries}
+    crc32s = dict.fromkeys(by_key, 0)
     with DurableFile(path) as file, Checksum() as checksum:
         file.write(raw)
         # A tensor without bytes may share its start with the next one: it comes first.
         for info in sorted(header.infos, key=lambda info: (info.start, info.stop)):
-            crc32s[info.name] = _write_one(file, checksum, by_name[info.name], on_bytes)
+            crc32s[info.name] = _write_one(file, checksum, by_key[info.name], on_bytes)
     return crc32s
 
 
@@ -276,7 +318,8 @@ def _on_host(entry: Entry) -> Tensor:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.view(-1).view(torch.uint8).numpy().data
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # of one element or none, contiguous may be of any stride
+    return flat.view(torch.uint8).numpy().data
 
 
 def _chunks(view: memoryview) -> Iterator[memoryview]:
@@ -287,8 +330,21 @@ def _chunks(view: memoryview) -> Iterator[memoryview]:
 def read_tensor(path: Path, header: Header, info: TensorInfo, crc32: int | None = None) -> Tensor:
     """One tensor of a file in memory of its own; a ValueError where it does not match `crc32`."""
     tensor = torch.empty(info.shape, dtype=info.dtype)
-    with _open_data(path, header, info) as file, Checksum() as checksum:
-        for chunk in _chunks(_bytes_of(tensor)):
+    found = read_range(path, header, info, 0, tensor, None if crc32 is None else 0)
+    if crc32 is not None and found is not None:
+        check_crc32(path, info, crc32, found)
+    return tensor
+
+
+def read_range(
+    path: Path, header: Header, info: TensorInfo, start: int, into: Tensor, crc32: int | None = None
+) -> int | None:
+    """Fill `into` with the elements of one tensor of a file from `start` on.
+
+    `crc32` is that of the elements before; returned is what it is with these. Without it nothing is summed up.
+    """
+    with _open_data(path, header, info, start) as file, Checksum(crc32 or 0) as checksum:
+        for chunk in _chunks(_bytes_of(into)):
             filled = 0
             while filled < len(chunk):
                 count = file.readinto(chunk[filled:])
@@ -297,9 +353,7 @@ def read_tensor(path: Path, header: Header, info: TensorInfo, crc32: int | None 
                 filled += count
             if crc32 is not None:
                 checksum.add(chunk)
-        found = checksum.take()
-    _check_crc32(path, info, crc32, found)
-    return tensor
+        return checksum.take() if crc32 is not None else None
 
 
 def verify_tensor(
@@ -317,14 +371,14 @@ def verify_tensor(
             if on_bytes:
                 on_bytes(len(chunk))
         found = checksum.take()
-    _check_crc32(path, info, crc32, found)
+    check_crc32(path, info, crc32, found)
 
 
 @contextmanager
-def _open_data(path: Path, header: Header, info: TensorInfo) -> Iterator[FileIO]:
+def _open_data(path: Path, header: Header, info: TensorInfo, start: int = 0) -> Iterator[FileIO]:
     try:
         with open(path, "rb", buffering=0) as file:
-            file.seek(header.data_start + info.start)
+            file.seek(header.data_start + info.start + start * info.dtype.itemsize)
             yield file
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing; it was there when the checkpoint was opened") from error
@@ -334,8 +388,9 @@ def _cut_off(path: Path, info: TensorInfo) -> ValueError:
     return ValueError(f"{path} is cut off: it ends within tensor {info.name!r}. Use another checkpoint")
 
 
-def _check_crc32(path: Path, info: TensorInfo, expected: int | None, found: int) -> None:
-    if expected is not None and found != expected:
+def check_crc32(path: Path, info: TensorInfo, expected: int, found: int) -> None:
+    """Refuse a tensor of a file that is not what was saved."""
+    if found != expected:
         raise ValueError(
             f"{path}: tensor {info.name!r} does not match its checksum; the file was changed or damaged after it was "
             "saved. Use another checkpoint"

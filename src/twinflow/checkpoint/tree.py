@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from twinflow.checkpoint.tensors import PartOf
 from twinflow.errors import bad_value
 
 _TENSOR, _TUPLE, _FLOAT, _ITEMS = "__tensor__", "__tuple__", "__float__", "__items__"
@@ -21,16 +22,20 @@ _MARKS = (_TENSOR, _TUPLE, _FLOAT, _ITEMS)
 
 
 class Leaf(NamedTuple):
-    """A tensor that was set apart."""
+    """A tensor, or a part of one, that was set apart: what an `Entry` is made of."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    part: PartOf | None = None
 
 
 def take_apart(value: Any, path: str) -> tuple[Any, list[Leaf]]:
-    """`value` as JSON, and the tensors in it; a value with `name, dtype, shape, read` counts as a tensor."""
+    """`value` as JSON, and the tensors in it; a tuple `name, dtype, shape, read` with these names counts as a tensor.
+
+    A fifth item that is not None makes it a part of a tensor: a PartOf, or the plain tuple of what one is made of.
+    """
     leaves: list[Leaf] = []
     return _strip(value, path, leaves), leaves
 
@@ -40,7 +45,9 @@ def _strip(value: Any, path: str, leaves: list[Leaf]) -> Any:
         leaves.append(Leaf(path, value.dtype, tuple(value.shape), value.detach))
         return {_TENSOR: path}
     if isinstance(value, tuple) and hasattr(value, "read"):
-        leaves.append(Leaf(*value))
+        name, dtype, shape, read, *rest = value
+        part = rest[0] if rest else None
+        leaves.append(Leaf(name, dtype, shape, read, PartOf(*part) if isinstance(part, tuple) else part))
         return {_TENSOR: leaves[-1].name}
     if isinstance(value, tuple):
         return {_TUPLE: [_strip(item, f"{path}/{i}", leaves) for i, item in enumerate(value)]}
