@@ -2,7 +2,8 @@
 
 Three parts, each in a process of its own: the largest GPT-2 that plain mixed-precision PyTorch trains under the cap;
 the 10 and 13 billion parameter presets under the same cap, 20 steps each; the 10 billion preset with micro-batches
-accumulated to a batch of 520, all state on the host and half of it, beside its forward and backward alone. Prints a table and one JSON line; needs CUDA.
+accumulated to a batch of 520, all state on the host and half of it, beside its forward and backward alone. Prints a
+table and one JSON line; needs CUDA.
 """
 
 from __future__ import annotations

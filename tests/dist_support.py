@@ -18,14 +18,16 @@ import torch.multiprocessing as mp
 TIMEOUT_S = 240.0
 
 
-def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+def run_ranks(
+    world: int, work: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S, backend: str = "gloo"
+) -> list[Any]:
     """What `work(rank, world, *args)` returns on each rank, as JSON; with its traceback where one fails.
 
     `work` is a function of a module in tests/. Without a group for a world of 0: one process that knows of no others.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
-        given = (max(world, 1), world > 0, folder, work, args)
+        given = (max(world, 1), backend if world > 0 else "", folder, work, args)
         ranks = [context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(max(world, 1))]
         for process in ranks:
             process.start()
@@ -40,15 +42,15 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout_s: float
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(max(world, 1))]
 
 
-def _rank(rank: int, world: int, has_group: bool, folder: str, work: Callable[..., Any], args: Any) -> None:
+def _rank(rank: int, world: int, backend: str, folder: str, work: Callable[..., Any], args: Any) -> None:
     torch.set_num_threads(1)
     os.environ["TWINFLOW_THREADS"] = "1"
     try:
-        if has_group:
-            dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world)
+        if backend:
+            dist.init_process_group(backend, f"file://{folder}/rendezvous", rank=rank, world_size=world)
         result = work(rank, world, *args)
         (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
-        if has_group:
+        if backend:
             dist.destroy_process_group()
     except BaseException:
         (Path(folder) / f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")

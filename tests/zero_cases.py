@@ -24,7 +24,7 @@ def tokens(step: int) -> torch.Tensor:
 
 def digest(model: torch.nn.Module) -> str:
     """Of all weights' bits."""
-    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    flat = torch.cat([p.detach().reshape(-1).cpu() for p in model.parameters()])
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
@@ -53,11 +53,11 @@ def train(rank: int, world: int, config: dict[str, Any], num_steps: int = NUM_ST
         total = torch.zeros(())
         for part in range(parts):
             start = (part * world + rank) * micro
-            batch = tokens(step)[start : start + micro]
+            batch = tokens(step)[start : start + micro].to(engine.device)
             loss = engine(batch[:, :-1], batch[:, 1:]).loss
             engine.backward(loss)
             engine.step()
-            total += loss.detach() / parts
+            total += loss.detach().cpu() / parts
         if world > 1:
             dist.all_reduce(total)
         losses.append(float(total) / world)
@@ -82,3 +82,25 @@ def train(rank: int, world: int, config: dict[str, Any], num_steps: int = NUM_ST
 def train_all(rank: int, world: int, configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Several configs, one after the other."""
     return {name: train(rank, world, config) for name, config in configs.items()}
+
+
+def digest_alone(rank: int, world: int, stage: int | None) -> str:
+    """Weights after some steps of one process; with a stage, by way of the ranks' threads and collectives."""
+    from twinflow.optim.twin import Tuning, TwinOptimizer
+    from twinflow.zero import Zero
+
+    torch.manual_seed(0)
+    model = GPT(SHAPE).to("cuda" if torch.cuda.is_available() else "cpu")
+    zero = Zero(stage) if stage is not None else None
+    options: dict[str, Any] = {"accumulation_steps": 2, "max_grad_norm": 0.5, "ratio": 0.5}
+    optimizer = TwinOptimizer(model, lr=1e-2, early=True, zero=zero, tuning=Tuning(bucket_numel=8192), **options)
+    for step in range(2 * NUM_STEPS):
+        batch = tokens(step).to(next(model.parameters()).device)
+        (model(batch[:, :-1], batch[:, 1:]).loss / 2).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.wait()
+    found = digest(model)
+    optimizer.close()
+    return found

@@ -31,6 +31,7 @@ from twinflow.optim.schedules import build_scheduler
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.rules import RULES
 from twinflow.zero import Zero
+from twinflow.zero.start import share_machine
 
 Model = nn.Module | Callable[[], nn.Module]
 _TIMEOUT_S = 600.0  # for one rank to wait for another
@@ -71,6 +72,7 @@ def initialize(
     ranks = init_distributed(timeout_s=_TIMEOUT_S) if dist_init_required is not False else joined()
     batch = resolve_batch(parsed, ranks.world_size)
     module = place(model, parsed)
+    share_machine(ranks, next((p.device for p in module.parameters()), torch.device("cpu")))
     twin = make_optimizer(parsed, batch, module, optimizer, model_parameters, ranks)
     try:
         scheduler = _make_scheduler(parsed, twin, optimizer, lr_scheduler)

@@ -273,7 +273,7 @@ if rank == 1:
     time.sleep(1)
     watch.close()
 if rank == 2:
-    for part in range(11):  # longer than dead_after_s after the end of rank 0 and its store
+    for part in range(12):  # longer than dead_after_s after the end of rank 0 and its store
         watch.beat(5)
         time.sleep(0.5)
     watch.close()
@@ -282,7 +282,7 @@ print("end")
     ends = ranks.run(body)
     assert [end.code for end in ends] == [0, 0, 0]
     assert all("twinflow:" not in end.text and "end\n" in end.text for end in ends)
-    assert ends[0].seconds < ends[2].seconds - 4
+    assert ends[0].seconds < ends[2].seconds - 2
 
 
 def test_attempts_with_the_same_store(ranks: Ranks) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from dist_support import run_ranks
-from zero_cases import NUM_STEPS, config_of, train_all
+from zero_cases import NUM_STEPS, config_of, digest_alone, train_all
 
 OFFLOADS: dict[str, dict[str, Any] | None] = {"none": None, "full": {}, "half": {"ratio": 0.5}}
 CASES = [(stage, name, parts) for stage in (0, 1, 2) for name in OFFLOADS for parts in (1, 4)]
@@ -71,3 +71,9 @@ def test_two_ranks_train_as_one_process(case: tuple[int, str, int]) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if case[2] == 1], ids=name_of)
 def test_four_ranks_train_as_one_process(case: tuple[int, str, int]) -> None:
     check(4, case)
+
+
+def test_a_world_of_one_changes_no_bit() -> None:
+    (alone,) = run_ranks(0, digest_alone, None)
+    for stage in (0, 1, 2):
+        assert run_ranks(1, digest_alone, stage) == [alone], stage

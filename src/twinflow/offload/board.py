@@ -145,11 +145,12 @@ class Board:
                         task.present = task.agreed
             self.changed.notify_all()
 
-    def close_job(self, job: Job, norms: Tensor, event: Event) -> None:
-        """All tasks of the job are submitted; `norms` holds its gradients' norms once `event` is done."""
+    def close_job(self, job: Job, norms: Tensor, event: Event, are_squares: bool = False) -> None:
+        """All tasks of the job are submitted; `norms` holds its gradients' norms, or their squares, once `event` is
+        done."""
         with self.changed:
             self._know(job)
-            job.gate.arm(norms, event)
+            job.gate.arm(norms, event, are_squares)
             self.changed.notify_all()
 
     def release(self, job: Job, after: Event) -> None:

@@ -63,6 +63,7 @@ class Gate:
         self.limits = limits
         self.scale = scale
         self.norms: tuple[Tensor, Event] | None = None  # the norms' host copy, and when it is there
+        self.are_squares = False  # ... or the squares of them
         self.decision: Decision | None = None
         self.counts = {"speculated": 0, "dropped": 0, "held": 0}  # buckets
 
@@ -76,15 +77,16 @@ class Gate:
         """The factor to update with: the decided one, before that the one of an unclipped step."""
         return self.decision.factor if self.decision is not None else 1.0 / self.scale
 
-    def arm(self, norms: Tensor, event: Event) -> None:
-        """All norms are on their way: `norms` holds them once `event` is done."""
-        self.norms = (norms, event)
+    def arm(self, norms: Tensor, event: Event, are_squares: bool = False) -> None:
+        """All norms are on their way: `norms` holds them, or their squares, once `event` is done."""
+        self.norms, self.are_squares = (norms, event), are_squares
 
     def resolve(self) -> Decision:
         """Decide from the norms, which have arrived."""
         assert self.norms is not None and self.decision is None
         norms, self.norms = self.norms[0], None
-        self.decision = decide([n * n for n in norms.tolist()], self.scale, self.limits)
+        squares = norms.tolist() if self.are_squares else [n * n for n in norms.tolist()]
+        self.decision = decide(squares, self.scale, self.limits)
         return self.decision
 
 

@@ -17,7 +17,6 @@ from dataclasses import asdict, replace
 from typing import Any, Final
 
 from twinflow.dist.agree import gather_json
-from twinflow.native.cgroup import free_host_bytes
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.plan import HOST, PLACES, RESIDENT, ROOT, STREAMED, BucketPlan
 from twinflow.offload.runtime import Runtime
@@ -26,6 +25,7 @@ from twinflow.planner.placement import Room, choose, input_side_first
 from twinflow.planner.rates import Rates
 from twinflow.planner.simulate import Gate, Item, Timing, Ways
 from twinflow.zero import Team
+from twinflow.zero.start import own_host_bytes
 
 LOGGER = logging.getLogger("twinflow")
 
@@ -223,7 +223,7 @@ class AutoPlacement:
         runtime = self._runtime
         capacity = runtime.device.capacity_bytes()
         on_device, on_host = self._used()
-        host = free_host_bytes() + on_host
+        host = own_host_bytes() + on_host
         host -= max(_HOST_LEAST, int(_HOST_SHARE * host))
         there = 0  # where the device is the host, nothing is gained by calling memory its own
         if capacity is not None:

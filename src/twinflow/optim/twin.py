@@ -15,7 +15,6 @@ from torch.optim.optimizer import Optimizer
 from twinflow import native
 from twinflow.device import device_for
 from twinflow.errors import bad_value
-from twinflow.native.cgroup import free_host_bytes
 from twinflow.native.threads import default_threads
 from twinflow.offload.blocks import find_blocks
 from twinflow.offload.bucket import Job
@@ -47,6 +46,7 @@ from twinflow.rules import RULES, Rule
 from twinflow.rules.segment import check_format
 from twinflow.trace import Trace, write_chrome_trace
 from twinflow.zero import Team, Zero
+from twinflow.zero.start import own_host_bytes
 
 
 class TwinOptimizer(Optimizer):
@@ -190,7 +190,7 @@ class TwinOptimizer(Optimizer):
         """What may be spent on running ahead: asked for, or half of what is spare once all slots are made."""
         if self.tuning.shadow_bytes is not None:
             return self.tuning.shadow_bytes
-        return max(0, free_host_bytes() - unmade_bytes) // 2
+        return max(0, own_host_bytes() - unmade_bytes) // 2
 
     def _named(self) -> Iterable[tuple[str, nn.Parameter, int]]:
         names = {p: name for name, p in self.model.named_parameters()} if self.model is not None else {}

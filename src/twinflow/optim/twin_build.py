@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from twinflow.device import device_for
 from twinflow.errors import bad_value
-from twinflow.native.cgroup import free_host_bytes
 from twinflow.offload.blocks import find_blocks, num_owners, owners
 from twinflow.offload.bucket import Param
 from twinflow.offload.plan import HOST, RESIDENT, ROOT, BucketPlan, ParamSpec, plan_buckets
@@ -17,6 +16,7 @@ from twinflow.offload.settings import FLAT_BYTES, Settings, Tuning
 from twinflow.optim.auto import first_ratio
 from twinflow.optim.state_kind import StateKind
 from twinflow.zero import Team
+from twinflow.zero.start import own_host_bytes
 
 _MOSTLY = 0.85  # of the device's memory: the rest is for activations
 Named = tuple[str, nn.Parameter, int]  # name, parameter, index of its group
@@ -37,7 +37,7 @@ class Free:
 
 def find_room(params: Sequence[Param], team: Team | None) -> Free:
     """As it is now; of several ranks, the least that any of them has, so that all plan alike."""
-    on_device, on_host = device_for(params[0].tensor.device).free_bytes(), free_host_bytes()
+    on_device, on_host = device_for(params[0].tensor.device).free_bytes(), own_host_bytes()
     if team is None:
         return Free(on_device, on_host)
     least_device, least_host = team.least([-1.0 if on_device is None else on_device, on_host])

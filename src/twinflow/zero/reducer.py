@@ -188,14 +188,14 @@ class Reducer(BoardThread):
         if not self._is_ordered:
             self._agree_on_orders(closed.came)
         norms = self._own_norms(job)
-        row = torch.tensor([math.fsum(n * n for n in norms) if _are_finite(norms) else sum(norms), *hits])
-        rows = self._wire.agree.gather_rows(row.double())
+        row = torch.tensor([sum_of_squares(norms), *hits], dtype=torch.float64)
+        rows = self._wire.agree.gather_rows(row)
         present = {i for i, anywhere in enumerate(rows[:, 1:].any(dim=0).tolist()) if anywhere}
         sums = rows[:, 0] if self._wire.is_partitioned else rows[:1, 0]
         members = {b.plan.index: b.members for b in self._buckets}
         self._on_agreed(job, [b for b in self._forward if any(p.index in present for p in members[b])])
         self.board.agree(job, present)
-        self.board.close_job(job, sums.sqrt(), Now())
+        self.board.close_job(job, sums, Now(), are_squares=True)
 
     def _own_norms(self, job: Job) -> list[float]:
         """Of this rank's parts, once they are known."""
@@ -240,5 +240,7 @@ def _sum_and_measure(wire: Wire, part: Tensor, whole: Tensor, norm: Tensor | Non
         gather.measure(norm, part)
 
 
-def _are_finite(values: Sequence[float]) -> bool:
-    return all(math.isfinite(value) for value in values)
+def sum_of_squares(norms: Sequence[float]) -> float:
+    """As the gate adds them up; not finite where one is not."""
+    squares = [norm * norm for norm in norms]
+    return math.fsum(squares) if all(map(math.isfinite, squares)) else sum(squares)

@@ -1,0 +1,577 @@
+"""A watch on every rank, inside the training process: no rank waits for ever for one that failed, died or hangs.
+
+How it works. Ranks talk through a store of torch.distributed, each over a connection of its own. The poller thread is
+alone on that connection: it writes this rank's pulse, reads whether a cause of failure is known, and looks at the
+pulse of the next rank in the ring. The judge thread never touches the store: it keeps the time, finds that the store
+itself is gone (a read from a machine without power never returns), and ends the process. The main thread may sit in a
+collective that nobody can interrupt, so the end is os._exit, some seconds after the cause was told.
+
+The first cause wins (compare_set). "Connection closed" is not a first cause: such a rank lost another one, so it waits
+until the ring has found the dead one, and tells its own error only when nobody did.
+
+Rank 0 may keep the store in its process. So it leaves last: it waits, some seconds at most, until every other rank has
+read what it has to know.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
+from typing import Any, cast
+
+from torch import Tensor, distributed
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+
+from twinflow.errors import bad_value
+from twinflow.launch.failure import _LOST_PEER, Failure
+from twinflow.launch.worker import write_all
+
+TICK_S = 0.2
+LONGEST_TICK_S = 2.0
+PUBLISH_S = 5.0  # for the poller to tell of this rank's failure
+PAUSE_TIMES = 6.0  # how much longer than a step a pause may take
+RUNNING, PAUSED, CLOSED, LEFT = "running", "paused", "closed", "left"
+STDERR = 2
+LINE_CHARS = 160
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds. Together they keep the end of a run within 30 s of a death that nobody noticed otherwise."""
+
+    poll_s: float = 1.0  # between two looks at the store
+    dead_after_s: float = 20.0  # a rank without a pulse for so long is dead
+    suspect_after_s: float = 6.0  # the same, once some rank has lost its connection to another
+    grace_s: float = 3.0  # for the main thread to end by itself
+    hold_s: float = 5.0  # for which rank 0 keeps the store for others
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why the run ends: the first failure."""
+
+    rank: int
+    step: int
+    kind: str  # "error", "death" or "hang"
+    error: str
+    time_s: float
+    attempt: int
+
+    def __str__(self) -> str:
+        how = "hung" if self.kind == "hang" else f"failed in step {self.step}"
+        return f"rank {self.rank} {how}: {self.error}"
+
+    def failure(self) -> Failure:
+        """The same for `twinflow launch`, which reads it from the output."""
+        how = "hung" if self.kind == "hang" else f"in step {self.step}"
+        return Failure(self.rank, self.time_s, 1, self.attempt, f"{how}: {self.error}")
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """Where a rank is, as it tells the others each second."""
+
+    rank: int
+    life: int  # grows with each pulse
+    beats: int  # grows with each sign of progress
+    step: int
+    doing: str
+    stalled_s: float  # since the last sign of progress
+    limit_s: float  # how long that may be; 0: for ever
+    state: str
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it stands still for longer than it may. Nothing is timed before the first beat."""
+        return self.beats > 0 and 0 < self.limit_s <= self.stalled_s
+
+
+def hung_rank(me: Pulse, others: Sequence[Pulse]) -> Pulse | None:
+    """Whom to blame when this rank stands still for too long; None while it may be waiting for one that is at work.
+
+    At work is a rank in a pause, and one that is not ahead and has moved lately. To blame is the rank in the lowest
+    step, and among equals the one that stands still for longest: the others came further and wait for it.
+    """
+    for other in others:
+        waiting_for = other.state == RUNNING and other.beats > 0 and other.step <= me.step
+        if waiting_for and other.stalled_s < me.limit_s / 2:
+            return None
+        if other.state == PAUSED and not other.is_over:
+            return None
+    here = [pulse for pulse in (me, *others) if pulse.state != CLOSED]
+    return min(here, key=lambda pulse: (pulse.step, -pulse.stalled_s))
+
+
+class AwakeClock:
+    """Seconds in which this process ran. A stop (SIGSTOP, a debugger, a machine asleep) hardly counts."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._last_s = time.monotonic()
+
+    def tick(self) -> None:
+        """Go on; called several times a second."""
+        now_s = time.monotonic()
+        self.now_s += min(now_s - self._last_s, LONGEST_TICK_S)
+        self._last_s = now_s
+
+
+@dataclass(frozen=True)
+class _Place:
+    step: int
+    doing: str
+    beats: int
+    limit_s: float
+    state: str = RUNNING
+
+
+class Watch:
+    """Ends this rank when another one fails, and the others when this one does. See the note at the top.
+
+    Create it on every rank, `beat` in each step, `close` at the end. `store` may be the process group's
+    (`group_store`). `on_failure` is called once with the cause, from a thread, before the process ends.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        hang_timeout_s: float = 600.0,
+        on_failure: Callable[[Cause], None] | None = None,
+        timing: Timing | None = None,
+    ) -> None:
+        if not 0 <= hang_timeout_s < float("inf"):
+            raise bad_value("hang_timeout_s", hang_timeout_s, "seconds, 0 for no limit")
+        if not 0 <= rank < world_size:
+            raise bad_value("rank", rank, f"0 to {world_size - 1}")
+        self.rank, self.world_size = rank, world_size
+        self.cause: Cause | None = None
+        self._timing = timing or Timing()
+        self._on_failure = on_failure
+        self._store = store  # a clone alone does not keep rank 0's server alive
+        self._attempt = _attempt()
+        self._keys = _own_keys(store, "watch", rank)
+        self._pid = os.getpid()
+        self._clock = AwakeClock()
+        self._place = _Place(0, "start", 0, float(hang_timeout_s))
+        self._moved = (0, 0.0)  # beats, and when the judge saw them
+        self._life = 0
+        self._contact_s = self._next_age_s = self._looked_s = self._hang_look_s = 0.0
+        self._next_life: tuple[int, int] | None = None
+        self._gone: dict[int, Pulse] = {}  # ranks seen to have ended in order
+        self._draft: Cause | None = None  # what this rank has to tell
+        self._has_lost_peer = self._is_alone = self._has_said = False
+        self._lock = threading.Lock()
+        self._wake, self._known, self._released, self._closed = (threading.Event() for _ in range(4))
+        self._hook()
+        self._poller = threading.Thread(target=self._poll, name="twinflow-watch-poll", daemon=True)
+        self._judge = threading.Thread(target=self._keep_time, name="twinflow-watch", daemon=True)
+        self._poller.start()
+        self._judge.start()
+
+    # What the training loop calls.
+
+    def beat(self, step: int, doing: str = "step") -> None:
+        """This rank makes progress: it begins to do this, in this step. Only a note; the poller tells the others."""
+        self._place = replace(self._place, step=step, doing=doing, beats=self._place.beats + 1)
+
+    @contextmanager
+    def pause(self, doing: str = "pause", limit_s: float | None = None) -> Iterator[None]:
+        """Inside, no rank counts as hanging for `limit_s` (0: for ever; default: six times the limit for a step).
+
+        For what takes long without a beat: checkpoints, evaluation, downloads. It is enough on the rank that works:
+        those that wait for it in a collective are covered.
+        """
+        before = self._place
+        limit_s = PAUSE_TIMES * before.limit_s if limit_s is None else limit_s
+        self._place = replace(before, doing=doing, beats=before.beats + 1, limit_s=limit_s, state=PAUSED)
+        try:
+            yield
+        finally:
+            now = self._place
+            self._place = replace(before, step=now.step, beats=now.beats + 1)
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """An exception that leaves the block is told to all ranks."""
+        try:
+            yield
+        except BaseException as error:
+            if _is_failure(error):
+                self.report(error)
+            raise
+
+    def report(self, error: BaseException) -> None:
+        """This rank failed. Returns when the first cause is known, which may be another rank's, and was written."""
+        if os.getpid() != self._pid or self._closed.is_set():  # a forked child has the hooks, but no threads
+            return
+        own = self._cause("error", _one_line(f"{type(error).__name__}: {error}"))
+        if not self._released.is_set() and _LOST_PEER.search(own.error):
+            self._has_lost_peer = True
+            self._wake.set()
+            self._known.wait(self._timing.suspect_after_s + 6 * self._timing.poll_s)
+        self._draft = own
+        self._wake.set()
+        if self._released.is_set() or not self._known.wait(PUBLISH_S):
+            self._learn(own)
+        self._say()
+
+    def close(self) -> None:
+        """This rank is done. Where an exception is on its way (in a `finally`), that is told instead."""
+        error = sys.exc_info()[1]
+        if error is not None and _is_failure(error):
+            self.report(error)
+        if not self._known.is_set() and not self._closed.is_set():
+            self._leave(CLOSED)
+
+    # The poller: alone on the connection to the store.
+
+    def _poll(self) -> None:
+        keys = self._keys
+        try:
+            while not self._closed.is_set() and not self._known.is_set():
+                self._round()
+                self._contact_s = self._clock.now_s
+                self._wake.wait(self._timing.poll_s)
+                self._wake.clear()
+            self._tell_pulse()
+            keys.set(f"done/{self.rank}", "1")
+            if self.rank == 0:
+                dead = {self.cause.rank} if self.cause is not None and self.cause.kind == "death" else set()
+                others = set(range(1, self.world_size)) - dead
+                _wait_for(keys, [f"done/{rank}" for rank in sorted(others)], self._timing.hold_s)
+        except (RuntimeError, OSError) as error:
+            self._lose_store(f"{type(error).__name__}: {error}")
+        finally:
+            self._released.set()
+
+    def _round(self) -> None:
+        keys = self._keys
+        self._tell_pulse()
+        if self._has_lost_peer:
+            keys.set("suspect", "1")
+        if self._draft is not None:
+            keys.compare_set("cause", "", json.dumps(asdict(self._draft)))
+        if keys.check(["cause"]):
+            self._learn(Cause(**json.loads(keys.get("cause"))))
+            return
+        host = self._read(0)
+        if host is not None and host.state in (CLOSED, LEFT):
+            keys.set(f"done/{self.rank}", "1")  # rank 0 may take the store with it
+        draft = self._look_at_next() or self._look_for_hang()
+        if draft is not None:
+            self._draft = draft
+            self._wake.set()
+
+    def _tell_pulse(self) -> None:
+        self._life += 1
+        self._keys.set(f"pulse/{self.rank}", json.dumps(asdict(self._pulse())))
+
+    def _read(self, rank: int) -> Pulse | None:
+        if rank not in self._gone:
+            key = f"pulse/{rank}"
+            if not self._keys.check([key]):
+                return None
+            pulse = Pulse(**json.loads(self._keys.get(key)))
+            if pulse.state not in (CLOSED, LEFT):
+                return pulse
+            self._gone[rank] = pulse
+        return self._gone[rank]
+
+    def _look_at_next(self) -> Cause | None:
+        """The next rank that has not ended in order: is it alive? Each rank has one that looks at it."""
+        is_suspect = self._keys.check(["suspect"])
+        for distance in range(1, self.world_size):
+            pulse = self._read((self.rank + distance) % self.world_size)
+            if pulse is None:
+                return None  # not there yet
+            if pulse.state == LEFT and is_suspect:
+                return self._cause("death", "it ended before the others, without Watch.close()", pulse)
+            if pulse.state not in (CLOSED, LEFT):
+                return self._age(pulse, is_suspect)
+        return None
+
+    def _age(self, pulse: Pulse, is_suspect: bool) -> Cause | None:
+        now_s, looked_s = self._clock.now_s, self._looked_s
+        self._looked_s = now_s
+        if self._next_life != (pulse.rank, pulse.life):
+            self._next_life, self._next_age_s = (pulse.rank, pulse.life), 0.0
+            return None
+        # Only time between two looks counts: a store that answered late is no sign of a death.
+        self._next_age_s += min(now_s - looked_s, 2 * self._timing.poll_s)
+        limit_s = self._timing.suspect_after_s if is_suspect else self._timing.dead_after_s
+        if self._next_age_s < limit_s:
+            return None
+        text = f"no sign of life for {self._next_age_s:.0f} s: it was killed or stopped, or its machine is gone"
+        return self._cause("death", text, pulse)
+
+    def _look_for_hang(self) -> Cause | None:
+        me = self._pulse()
+        if not me.is_over or self._clock.now_s < self._hang_look_s:
+            return None
+        self._hang_look_s = self._clock.now_s + me.limit_s / 20  # the look below reads from every rank
+        found = (self._read(rank) for rank in range(self.world_size) if rank != self.rank)
+        return self._hang(hung_rank(me, [pulse for pulse in found if pulse is not None]))
+
+    def _hang(self, pulse: Pulse | None) -> Cause | None:
+        if pulse is None:
+            return None
+        where = f"in step {pulse.step} ({pulse.doing})" + (", then it ended" if pulse.state == LEFT else "")
+        return self._cause("hang", f"no step for {pulse.stalled_s:.0f} s, {where}", pulse)
+
+    # The judge: keeps the time, ends the process.
+
+    def _keep_time(self) -> None:
+        while not self._closed.is_set():
+            if self._known.wait(TICK_S):
+                self._end()
+            self._clock.tick()
+            if self._place.beats != self._moved[0]:
+                self._moved = (self._place.beats, self._clock.now_s)
+            if self._clock.now_s - self._contact_s > self._timing.dead_after_s and not self._released.is_set():
+                self._lose_store("no answer")
+            if self._is_alone and self._pulse().is_over:
+                self._learn(cast(Cause, self._hang(self._pulse())))
+
+    def _lose_store(self, why: str) -> None:
+        if self._known.is_set() or self._closed.is_set():
+            return
+        self._is_alone = 0 in self._gone
+        if not self._is_alone:
+            text = _one_line(f"the store that it or its launcher keeps is gone ({why})")
+            self._learn(replace(self._cause("death", text), rank=0))
+
+    def _end(self) -> None:
+        """Give the main thread some seconds to end by itself, then end the process."""
+        timing = self._timing
+        # From C, should the interpreter stop in its own end.
+        faulthandler.dump_traceback_later(timing.grace_s + timing.hold_s + PUBLISH_S, exit=True, file=STDERR)
+        self._say()
+        with suppress(RuntimeError):  # no new threads where the interpreter is about to end
+            threading.Thread(target=self._tidy, daemon=True).start()
+        time.sleep(timing.grace_s)
+        self._released.wait(timing.hold_s)
+        os._exit(1)
+
+    def _tidy(self) -> None:
+        """In a thread of its own: the main thread may hold the lock of stdout."""
+        assert self.cause is not None
+        try:
+            if self._on_failure is not None:
+                self._on_failure(self.cause)
+        finally:
+            sys.stdout.flush()
+
+    def _say(self) -> None:
+        """Write the cause, once; after a hang with the stacks. Only the failed rank's own line is for the launcher."""
+        with self._lock:
+            if self._has_said:
+                return
+            self._has_said = True
+            cause = self.cause
+            assert cause is not None
+            text = self._stacks() if cause.kind == "hang" else ""
+            text += cause.failure().line() if cause.rank == self.rank else ""
+            write_all(STDERR, f"{text}twinflow: rank {self.rank} ends: {cause}\n".encode())
+
+    def _stacks(self) -> str:
+        place = self._place
+        text = f"stacks of all threads of rank {self.rank}, in step {place.step} ({place.doing}):\n"
+        try:
+            with tempfile.TemporaryFile() as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+                file.seek(0)
+                text += file.read().decode(errors="replace")
+        except OSError:  # no room for the file
+            faulthandler.dump_traceback(STDERR, all_threads=True)
+        return "".join(f"[rank {self.rank}] {line}\n" for line in text.splitlines())  # ranks may share one stderr
+
+    # Small parts.
+
+    def _pulse(self) -> Pulse:
+        place, (beats, moved_s) = self._place, self._moved
+        stalled_s = self._clock.now_s - moved_s if place.beats == beats else 0.0
+        return Pulse(self.rank, self._life, place.beats, place.step, place.doing, stalled_s, place.limit_s, place.state)
+
+    def _cause(self, kind: str, text: str, of: Pulse | None = None) -> Cause:
+        rank, step = (self.rank, self._place.step) if of is None else (of.rank, of.step)
+        if kind == "death":  # its last pulse is some steps old; this rank waits in the step in which it died
+            step = max(step, self._place.step)
+        return Cause(rank, step, kind, text, time.time(), self._attempt)
+
+    def _learn(self, cause: Cause) -> None:
+        with self._lock:
+            if self.cause is None:
+                self.cause = cause
+        self._known.set()
+        self._wake.set()
+
+    def _leave(self, state: str) -> None:
+        self._place = replace(self._place, state=state)
+        self._closed.set()
+        self._wake.set()
+        self._poller.join(self._timing.hold_s + PUBLISH_S)
+        self._judge.join(1.0)
+        self._unhook()
+
+    def _hook(self) -> None:
+        self._old_hooks = (sys.excepthook, threading.excepthook)
+        self._hooks = (self._on_exception, self._on_thread_exception)
+        sys.excepthook, threading.excepthook = self._hooks
+        atexit.register(self._at_exit)
+
+    def _unhook(self) -> None:
+        atexit.unregister(self._at_exit)
+        if sys.excepthook is self._hooks[0]:  # else somebody put one over it, which calls it still
+            sys.excepthook = self._old_hooks[0]
+        if threading.excepthook is self._hooks[1]:
+            threading.excepthook = self._old_hooks[1]
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        self.report(error)
+        self._old_hooks[0](kind, error, trace)
+
+    def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+            self.report(args.exc_value)
+        self._old_hooks[1](args)
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid or self._closed.is_set():
+            return
+        if self._known.is_set():
+            self._say()
+            self._released.wait(self._timing.hold_s)
+        else:
+            self._leave(LEFT)
+
+
+def group_store() -> Store:
+    """The store of torch's process group; one of this process alone where there is no group."""
+    if not distributed.is_initialized():
+        return HashStore()
+    return distributed.distributed_c10d._get_default_store()
+
+
+def param_lines(named_params: Iterable[tuple[str, Tensor]]) -> str:
+    """Order, names, shapes and dtypes as a fact for `check_same`, a line each."""
+    return "\n".join(f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named_params)
+
+
+def check_same(store: Store, rank: int, world_size: int, facts: Mapping[str, str], timeout_s: float = 60.0) -> None:
+    """Refuse a start where a rank's facts (text by name) are not rank 0's. All ranks call it, and all raise.
+
+    Only digests are compared; a rank that differs reads rank 0's text to name the first difference.
+    """
+    keys = _own_keys(store, "same", rank)
+    everybody = range(1, world_size)
+    if rank == 0:
+        for name, text in facts.items():
+            keys.set(f"text/{name}", text)
+        keys.set("facts", json.dumps({name: _digest(text) for name, text in facts.items()}))
+        missing = _wait_for(keys, [f"verdict/{other}" for other in everybody], timeout_s)
+        verdicts = {key: json.loads(keys.get(key)) for key in (f"verdict/{r}" for r in everybody) if key not in missing}
+        keys.set("result", json.dumps({"missing": missing, "different": {k: v for k, v in verdicts.items() if v}}))
+    else:
+        if _wait_for(keys, ["facts"], timeout_s):
+            raise TimeoutError(f"rank 0 did not come to check_same within {timeout_s:g} s")
+        keys.set(f"verdict/{rank}", json.dumps(_difference(facts, keys)))
+        if _wait_for(keys, ["result"], timeout_s + PUBLISH_S):
+            raise TimeoutError(f"rank 0 did not answer in check_same within {timeout_s:g} s")
+    result = json.loads(keys.get("result"))
+    if result["missing"] or result["different"]:
+        keys.set(f"read/{rank}", "1")
+        if rank == 0:  # it may take the store with it
+            read = [f"read/{other}" for other in everybody if f"verdict/{other}" not in result["missing"]]
+            _wait_for(keys, read, PUBLISH_S)
+        raise _refusal(rank, result["missing"], result["different"], timeout_s)
+
+
+def _refusal(rank: int, missing: list[str], different: dict[str, list[str]], timeout_s: float) -> Exception:
+    ranks = {int(key.split("/")[1]): value for key, value in different.items()}
+    if not ranks:
+        late = ", ".join(key.split("/")[1] for key in missing)
+        return TimeoutError(f"rank {late} did not come to check_same within {timeout_s:g} s")
+    who = rank if rank in ranks else min(ranks)
+    name, here, there = ranks[who]
+    remedy = "Start every rank with the same script, config and versions."
+    error = bad_value(f"{name} of rank {who}", here, f"{there!r}, as on rank 0", remedy)
+    return error if who == rank else ValueError(f"rank {who} differs: {error}")
+
+
+def _difference(facts: Mapping[str, str], keys: Store) -> list[str]:
+    """Name of the first fact that differs, what it is here, what on rank 0; nothing where all are the same."""
+    theirs = json.loads(keys.get("facts"))
+    for name in [*theirs, *(name for name in facts if name not in theirs)]:
+        if name not in theirs or name not in facts:
+            return [name, *("given" if name in side else "not given" for side in (facts, theirs))]
+        if theirs[name] != _digest(facts[name]):
+            return [name, *first_difference(facts[name], keys.get(f"text/{name}").decode())]
+    return []
+
+
+def first_difference(here: str, there: str) -> tuple[str, str]:
+    """The first line in which two texts differ, as `line N: ...` of each; of a long line the part around it."""
+    for number, (a, b) in enumerate(zip_longest(here.splitlines(), there.splitlines()), 1):
+        if a != b:
+            pairs = enumerate(zip_longest(a or "", b or ""))
+            start = next((place for place, (x, y) in pairs if x != y), 0)
+            cut = max(0, start - 60) if max(len(a or ""), len(b or "")) > LINE_CHARS else 0
+            return _line(number, a, cut), _line(number, b, cut)
+    return "other line ends", "other line ends"
+
+
+def _line(number: int, text: str | None, cut: int) -> str:
+    if text is None:
+        return f"{number - 1} lines"
+    end = cut + LINE_CHARS
+    return f"line {number}: {'...' if cut else ''}{text[cut:end]}{'...' if end < len(text) else ''}"
+
+
+def _attempt() -> int:
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(count) if re.fullmatch("[0-9]+", count) else 0
+
+
+def _own_keys(store: Store, kind: str, rank: int) -> Store:
+    """A connection of its own, and keys that neither an earlier attempt nor an earlier call on this rank has used."""
+    own = cast(Store, cast(Any, store).clone())  # torch's types do not know it
+    prefix = f"twinflow/{kind}/{_attempt()}"
+    count = own.add(f"{prefix}/count/{rank}", 1)  # every rank makes as many of them
+    return PrefixStore(f"{prefix}/{count}", own)
+
+
+def _wait_for(keys: Store, names: list[str], timeout_s: float) -> list[str]:
+    """Wait until all are there; those that are not in time."""
+    end_s = time.monotonic() + timeout_s
+    while names and not keys.check(names):
+        if time.monotonic() > end_s:
+            return [name for name in names if not keys.check([name])]
+        time.sleep(0.05)
+    return []
+
+
+def _is_failure(error: BaseException) -> bool:
+    clean = isinstance(error, SystemExit) and error.code in (None, 0)
+    return not clean and not isinstance(error, GeneratorExit)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:500]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,57 @@
+"""What ranks do before they train together: each takes its share of the machine it is on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from twinflow import native
+from twinflow.dist.agree import gather_json
+from twinflow.dist.group import Group, new_group
+from twinflow.launch.environment import RankEnvironment, joined
+from twinflow.native.cgroup import free_host_bytes
+from twinflow.native.shares import gpu_node_of, share_host, share_of_memory
+
+LOGGER = logging.getLogger("twinflow")
+
+
+def share_machine(ranks: RankEnvironment, device: torch.device) -> None:
+    """Bind this rank to its part of the CPUs, near its GPU where that can be, and size the pool of threads to it."""
+    if ranks.world_size == 1:
+        return
+    group = new_group("gloo")
+    nodes = _local_nodes(group, ranks, device)
+    share = share_host(ranks.local_rank, ranks.local_world_size, nodes)
+    native.set_threads(share.num_threads)
+    LOGGER.debug(f"rank {ranks.rank}: {share.note}")
+    dist.destroy_process_group(group.handle)
+
+
+def _local_nodes(group: Group, ranks: RankEnvironment, device: torch.device) -> list[int | None]:
+    """NUMA nodes of the GPUs of this machine's ranks, in their order; nothing where that cannot be told for all."""
+    said = gather_json(group, {"host": socket.gethostname(), "local_rank": ranks.local_rank, "node": _node_of(device)})
+    here = {one["local_rank"]: one["node"] for one in said if one["host"] == socket.gethostname()}
+    if sorted(here) != list(range(ranks.local_world_size)):  # machines of one name
+        return []
+    return [here[rank] for rank in range(ranks.local_world_size)]
+
+
+def _node_of(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    found: Any = torch.cuda.get_device_properties(device)
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    if not all(hasattr(found, name) for name in names):
+        return None
+    domain, bus, number = (getattr(found, name) for name in names)
+    return gpu_node_of(f"{domain:04x}:{bus:02x}:{number:02x}.0")
+
+
+def own_host_bytes() -> int:
+    """What the host has available for this rank; 0 where nothing is known."""
+    return share_of_memory(free_host_bytes(), joined(os.environ).local_world_size)
