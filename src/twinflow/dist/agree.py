@@ -12,12 +12,12 @@ from twinflow.dist.group import Group
 
 def gather_json(group: Group, value: Any) -> list[Any]:
     """Every rank's value, in the order of the ranks."""
-    raw = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+    raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = group.gather_rows(torch.tensor([raw.numel()], dtype=torch.int64))[:, 0].tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: raw.numel()] = raw
     rows = group.gather_rows(padded)
-    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
+    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def first_failure(group: Group, error: BaseException | None) -> str | None:
