@@ -183,7 +183,7 @@ def at_three():
         time.sleep(600)  # as deaf as a collective of NCCL
 """
     # Polls are so far apart that rank 0 would be gone with its store before the others look.
-    options = "{'poll_s': 1.5, 'grace_s': 3.0}, on_failure=lambda cause: print('told of', cause.rank)"
+    options = "{'poll_s': 1.0}, on_failure=lambda cause: print('told of', cause.rank)"
     ends = ranks.run(body + LOOP.format(options=options))
     check_ends(ends, f"rank {failing} failed in step 3: ValueError: a shape that does not fit")
     assert "Traceback" in ends[failing].text
@@ -255,7 +255,7 @@ for step in range(1, 100):
 
 def test_no_false_alarms(ranks: Ranks) -> None:
     body = """
-watch = watching({'poll_s': 1.5}, hang_timeout_s=2)
+watch = watching({'poll_s': 1.0}, hang_timeout_s=2)
 for step in range(1, 4):
     watch.beat(step)
     total()
@@ -301,7 +301,7 @@ watch.close()
 if attempt == 2:  # a second watch does not take the end of the first for its own, nor an early end for a death
     watch = watching({"dead_after_s": 3.0})
     watch.beat(2)
-    time.sleep(0 if rank == 1 else 5)
+    time.sleep(0 if rank == 1 else 4.5)
     watch.close()
 """
     env = {"OUTER_STORE": str(store.port)}

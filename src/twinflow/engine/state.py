@@ -7,8 +7,9 @@ included, before it changes anything.
 from __future__ import annotations
 
 import copy
+import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,12 @@ from torch import Tensor, nn
 
 from twinflow.checkpoint import Checkpoint, Entry, open_checkpoint
 from twinflow.checkpoint import save as save_files
+from twinflow.checkpoint.together import Alone, agree
 from twinflow.checkpoint.tree import Leaf, put_together, take_apart, tensor_names
+from twinflow.dist.agree import gather_json
+from twinflow.dist.group import Group
 from twinflow.errors import bad_value
+from twinflow.rules.formats import BLOCK
 
 if TYPE_CHECKING:
     from twinflow.engine.core import Engine
@@ -55,17 +60,74 @@ def save(
             f"save_checkpoint() after {engine.part} of {engine.gradient_accumulation_steps()} micro-batches of a step. "
             "Call it after a boundary's step()"
         )
-    meta, states, others = _collect(engine, client_state)
+    ranks = ranks_of(engine)
+    if ranks is None and engine.global_rank > 0:
+        return  # all ranks have the same, and no part of anything: the first saves it
+    meta, states, others = _collect(engine, client_state, ranks)
     if engine.optimizer is not None:
         engine.optimizer.wait()
     leaves, meta["aliases"], meta["excluded"] = weights(engine.module, exclude_frozen)
+    if ranks is not None:
+        leaves = _deal(leaves, ranks)
     files = {"model": leaves, "optimizer": states, "rest": others}
     entries = {name: [Entry(*leaf) for leaf in found] for name, found in files.items()}
-    keep_last = engine.settings.keep_last
-    save_files(root, tag, entries, meta, save_latest=save_latest, keep_last=keep_last, on_progress=on_progress)
+    save_files(
+        root,
+        tag,
+        entries,
+        meta,
+        save_latest=save_latest,
+        keep_last=engine.settings.keep_last,
+        on_progress=on_progress,
+        together=ranks,
+    )
 
 
-def _collect(engine: Engine, client_state: dict[str, Any]) -> tuple[dict[str, Any], list[Leaf], list[Leaf]]:
+@dataclass(frozen=True)
+class Ranks:
+    """Those that save and load together."""
+
+    group: Group
+
+    @property
+    def rank(self) -> int:
+        """Which one this is."""
+        return self.group.rank
+
+    @property
+    def world(self) -> int:
+        """How many there are."""
+        return self.group.world
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        return gather_json(self.group, value)
+
+
+def ranks_of(engine: Engine) -> Ranks | None:
+    """The ranks that train with this one; None where nobody has a part of anything."""
+    team = engine.optimizer.team if engine.optimizer is not None else None
+    return Ranks(team.calls) if team is not None and team.world > 1 else None
+
+
+def _deal(leaves: Sequence[Leaf], ranks: Ranks) -> list[Leaf]:
+    """This rank's part of what all have: the largest first, each to the rank that has least so far."""
+    used, own = [0] * ranks.world, []
+    for leaf in sorted(leaves, key=lambda leaf: -_num_bytes(leaf)):
+        rank = used.index(min(used))
+        used[rank] += _num_bytes(leaf)
+        if rank == ranks.rank:
+            own.append(leaf)
+    return own
+
+
+def _num_bytes(leaf: Leaf) -> int:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+def _collect(
+    engine: Engine, client_state: dict[str, Any], ranks: Ranks | None
+) -> tuple[dict[str, Any], list[Leaf], list[Leaf]]:
     """All but the weights: as JSON, and the tensors of the optimizer and of the rest."""
     meta: dict[str, Any] = {name: getattr(engine, name) for name in _COUNTERS}
     states: list[Leaf] = []
@@ -88,7 +150,13 @@ def _collect(engine: Engine, client_state: dict[str, Any]) -> tuple[dict[str, An
     for name, value in parts.items():
         meta[name], found = take_apart(value, name)
         others += found
-    return meta, states, others
+    if ranks is None:
+        return meta, states, others
+    own, found = take_apart(random_states(), f"ranks/{ranks.rank}/random")
+    meta["ranks"] = ranks.gather(own)
+    named = ranks.gather(meta.get("optimizer_state", {}))
+    meta["optimizer_state"] = {name: entry for one in named for name, entry in one.items()}
+    return meta, states, [*found, *(others if ranks.rank == 0 else ())]  # the first speaks for all
 
 
 def _state_of(part: Any) -> Any:
@@ -158,14 +226,10 @@ def load(engine: Engine, root: Path, tag: str | None, what: What) -> tuple[str |
     missing = [name for name in (*_COUNTERS, *_PARTS, "aliases", "excluded") if name not in found.meta]
     if missing:
         raise ValueError(f"{found.path}: not a checkpoint of an engine: meta.json has no {', '.join(missing)}")
-    found.verify()
-    meta, rest = found.meta, _reader(found, "rest")
-    names = _check_model(engine.module, found, what)
-    source, head = _FileSource(found), None
-    if what.optimizer and engine.optimizer is not None and "optimizer" in meta:
-        head = put_together(meta["optimizer"], rest)
-        engine.optimizer.check_state(head, source)
-    others = {key: put_together(meta[key], rest) for key in _PARTS}
+    ranks = ranks_of(engine)
+    checked, _ = agree(ranks or Alone(), lambda: (_check(engine, found, what, ranks), None))
+    names, source, head, others = checked
+    meta = found.meta
     before = copy.copy(_state_of(engine.lr_scheduler))
     if what.scheduler and others["scheduler"] is not None and engine.lr_scheduler is not None:
         _load_scheduler(engine.lr_scheduler, others["scheduler"], found.path)
@@ -186,8 +250,34 @@ def load(engine: Engine, root: Path, tag: str | None, what: What) -> tuple[str |
     if what.everything_else:
         for name in _COUNTERS:
             setattr(engine, name, meta[name])
-        set_random_states(others["random"])
+        set_random_states(_own_random(found, others["random"], ranks))
     return str(found.path), others["client_state"]
+
+
+def _check(
+    engine: Engine, found: Checkpoint, what: What, ranks: Ranks | None
+) -> tuple[dict[str, str], _FileSource, Any, dict[str, Any]]:
+    """All that can be wrong, before anything changes: names of weights, the optimizer's entries and head, the rest."""
+    found.verify(share=None if ranks is None else (ranks.rank, ranks.world))
+    meta, rest = found.meta, _reader(found, "rest")
+    names = _check_model(engine.module, found, what)
+    source, head = _FileSource(found), None
+    if what.optimizer and engine.optimizer is not None and "optimizer" in meta:
+        head = put_together(meta["optimizer"], rest)
+        engine.optimizer.check_state(head, source)
+    return names, source, head, {key: put_together(meta[key], rest) for key in _PARTS}
+
+
+def _own_random(found: Checkpoint, first: Any, ranks: Ranks | None) -> Any:
+    """This rank's random states; a rank that was not there then begins with the first one's, moved on by its number."""
+    saved, rank = found.meta.get("ranks"), 0 if ranks is None else ranks.rank
+    if saved is None:
+        return first
+    if rank < len(saved):
+        return put_together(saved[rank], _reader(found, "rest"))
+    generator = torch.Generator()
+    generator.set_state(first["torch"])
+    return {**first, "torch": generator.manual_seed(generator.initial_seed() + rank).get_state()}
 
 
 def _load_scheduler(scheduler: Any, saved: Any, path: Path) -> None:
@@ -220,9 +310,19 @@ class _FileSource:
         tensors = tensor_names(self._entries[name])
         return {key: self._found.shape("optimizer", path) for key, path in tensors.items()}
 
-    def entry(self, name: str) -> Mapping[str, Any]:
-        entry: dict[str, Any] = put_together(self._entries[name], _reader(self._found, "optimizer"))
-        return entry
+    def step(self, name: str) -> int:
+        return int(self._entries[name]["step"])
+
+    def cut(self, name: str, start: int, numel: int) -> Mapping[str, Any]:
+        entry, read = self._entries[name], _reader(self._found, "optimizer")
+        tensors = tensor_names(entry)
+        cut: dict[str, Any] = {}
+        for key, path in tensors.items():
+            unit = BLOCK if key.endswith("_scale") else 1
+            end = -(-(start + numel) // unit)
+            cut[key] = self._found.cut("optimizer", path, start // unit, end - start // unit)
+        others = {key: value for key, value in entry.items() if key not in tensors and isinstance(value, dict)}
+        return cut | {key: put_together(value, read) for key, value in others.items()}
 
 
 def _check_model(module: nn.Module, found: Checkpoint, what: What) -> dict[str, str]:

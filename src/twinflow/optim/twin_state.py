@@ -19,6 +19,7 @@ from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.streamed import StreamedUpdater
 from twinflow.offload.updater import RuleUpdater
 from twinflow.optim import loss_scale
+from twinflow.rules import Rule
 from twinflow.rules.formats import BLOCK
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class StreamedTensor(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    part: tuple[tuple[int, ...], int] | None = None  # of a tensor of that shape, flattened: where it starts
 
 
 class Source(Protocol):
@@ -48,8 +50,12 @@ class Source(Protocol):
         """Of the tensors of one entry, without reading them."""
         ...
 
-    def entry(self, name: str) -> Mapping[str, Any]:
-        """What was kept for one parameter."""
+    def step(self, name: str) -> int:
+        """Updates so far of one parameter."""
+        ...
+
+    def cut(self, name: str, start: int, numel: int) -> Mapping[str, Any]:
+        """What was kept for some elements of one parameter, flat; what has no elements, whole."""
         ...
 
 
@@ -65,8 +71,11 @@ class _DictSource:
     def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         return {key: tuple(value.shape) for key, value in self._state[name].items() if isinstance(value, Tensor)}
 
-    def entry(self, name: str) -> Mapping[str, Any]:
-        return self._state[name]
+    def step(self, name: str) -> int:
+        return int(self._state[name]["step"])
+
+    def cut(self, name: str, start: int, numel: int) -> Mapping[str, Any]:
+        return _cut(self._state[name], start, numel)
 
 
 def collect(optimizer: TwinOptimizer) -> dict[str, Any]:
@@ -98,19 +107,26 @@ def head(optimizer: TwinOptimizer) -> dict[str, Any]:
 
 
 def stream(optimizer: TwinOptimizer) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each updated parameter's entry as in `collect`, with a StreamedTensor in the place of each tensor."""
+    """Each updated parameter's entry as in `collect`, with a StreamedTensor in the place of each tensor.
+
+    Where ranks have parts of it, an entry for each part that this one has.
+    """
     for param in optimizer.runtime.params:
         pieces = _pieces(param)
-        if pieces and pieces[0][0].steps[pieces[0][1]]:
-            yield param.name, _streamed(optimizer, param)
+        if not pieces or not pieces[0][0].steps[pieces[0][1]]:
+            continue
+        if optimizer.rule is None:  # what an optimizer of the user's keeps are its own tensors, not copies
+            entry = _read_param(optimizer, param)
+            yield param.name, {key: _as_streams(f"{param.name}/{key}", value) for key, value in entry.items()}
+        elif any(bucket.is_shared for bucket, _ in pieces):
+            for bucket, index in pieces:
+                yield param.name, _streamed_part(optimizer.rule, param, bucket, index)
+        else:
+            yield param.name, _streamed(optimizer.rule, param)
 
 
-def _streamed(optimizer: TwinOptimizer, param: Param) -> dict[str, Any]:
-    rule = optimizer.rule
-    if rule is None:  # what an optimizer of the user's keeps are its own tensors, not copies
-        entry = _read_param(optimizer, param)
-        return {key: _as_streams(f"{param.name}/{key}", value) for key, value in entry.items()}
-    bucket, index = _pieces(param)[0]
+def _specs(rule: Rule, param: Param, bucket: Bucket) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """What is kept for a parameter: dtype and shape of each tensor."""
     store, shape = bucket.store, tuple(param.tensor.shape)
     specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"master": (torch.float32, shape)}
     for name, state, scale in zip(rule.states, store.states, store.scales, strict=True):
@@ -118,11 +134,30 @@ def _streamed(optimizer: TwinOptimizer, param: Param) -> dict[str, Any]:
             specs[name] = (torch.float32 if scale is not None else state.dtype, shape)
             if scale is not None:
                 specs[f"{name}_scale"] = (torch.float32, (-(-param.tensor.numel() // BLOCK),))
+    return specs
+
+
+def _streamed(rule: Rule, param: Param) -> dict[str, Any]:
+    bucket, index = _pieces(param)[0]
     streams = {
         key: StreamedTensor(f"{param.name}/{key}", dtype, dims, partial(_read_one, param, key, dtype, dims))
-        for key, (dtype, dims) in specs.items()
+        for key, (dtype, dims) in _specs(rule, param, bucket).items()
     }
     return {"step": bucket.steps[index], **streams}
+
+
+def _streamed_part(rule: Rule, param: Param, bucket: Bucket, index: int) -> dict[str, Any]:
+    """The same of one slice."""
+    piece, streams = bucket.slices[index], {}
+    for key, (dtype, dims) in _specs(rule, param, bucket).items():
+        unit = BLOCK if key.endswith("_scale") else 1
+        numel, read = -(-piece.numel // unit), partial(_read_flat, bucket, index, key)
+        streams[key] = StreamedTensor(f"{param.name}/{key}", dtype, (numel,), read, (dims, piece.start // unit))
+    return {"step": bucket.steps[index], **streams}
+
+
+def _read_flat(bucket: Bucket, index: int, key: str) -> Tensor:
+    return _read_piece(bucket, index, key).reshape(-1)
 
 
 def _read_one(param: Param, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -183,12 +218,12 @@ def restore(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source |
     check(optimizer, saved, source)
     known = set(source.names())
     for param in runtime.params:
-        entry = source.entry(param.name) if param.name in known else None
         for bucket, i in _pieces(param):
-            bucket.steps[i] = int(entry["step"]) if entry else 0
-            if entry:
+            is_known = param.name in known
+            bucket.steps[i] = source.step(param.name) if is_known else 0
+            if is_known:
                 piece = bucket.slices[i]
-                bucket.updater.write(bucket, i, _cut(entry, piece.start, piece.numel))
+                bucket.updater.write(bucket, i, source.cut(param.name, piece.start, piece.numel))
             else:
                 bucket.updater.clear(bucket, i, optimizer.param_groups)
     for group, new in zip(optimizer.param_groups, saved["param_groups"], strict=True):

@@ -29,6 +29,7 @@ from twinflow.zero.publisher import Publisher
 from twinflow.zero.reducer import Reducer, Wire
 
 STAGES = (0, 1, 2)
+_LONG = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Team:
         self._reduce = new_group(backend, timeout=zero.timeout)
         self._publish = new_group(backend, timeout=zero.timeout)
         self._agree = new_group("gloo", timeout=zero.timeout)
-        self.calls: Group = new_group("gloo", timeout=zero.timeout)  # for whoever calls the optimizer
+        # For whoever calls the optimizer: ranks that save wait here for the slowest.
+        self.calls: Group = new_group("gloo", timeout=max(zero.timeout, _LONG))
         self.world, self.rank = self.calls.world, self.calls.rank
 
     @property
