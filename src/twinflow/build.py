@@ -31,10 +31,10 @@ from twinflow.optim.schedules import build_scheduler
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.rules import RULES
 from twinflow.zero import Zero
-from twinflow.zero.start import share_machine
+from twinflow.zero.start import meet, start_watch
 
 Model = nn.Module | Callable[[], nn.Module]
-_TIMEOUT_S = 600.0  # for one rank to wait for another
+_TIMEOUT_S = 1800.0  # for one rank to wait for another: long after the watch has seen that it hangs
 _OWN_KEYS = {"states", "delayed_update", "delayed_update_start", "host_threads"}
 _OWN_KEYS |= {"hold", "sums", "shadow_bytes", "bucket_numel", "ratio", "placement"}
 
@@ -71,17 +71,21 @@ def initialize(
         LOGGER.info(f"config: {note}")
     ranks = init_distributed(timeout_s=_TIMEOUT_S) if dist_init_required is not False else joined()
     batch = resolve_batch(parsed, ranks.world_size)
-    module = place(model, parsed)
-    share_machine(ranks, next((p.device for p in module.parameters()), torch.device("cpu")))
-    twin = make_optimizer(parsed, batch, module, optimizer, model_parameters, ranks)
+    watch = start_watch(ranks, parsed.hang_timeout_s)
+    twin = None
     try:
+        module = place(model, parsed)
+        meet(ranks, module, parsed.model_dump_json(indent=1))
+        twin = make_optimizer(parsed, batch, module, optimizer, model_parameters, ranks)
         scheduler = _make_scheduler(parsed, twin, optimizer, lr_scheduler)
         settings = _engine_settings(parsed, batch, source, ranks)
         engine = Engine(module, twin, scheduler, None, settings, _make_reports(parsed, ranks.rank))
-        engine.activations = checkpoint_activations(parsed, module, twin)
+        engine.activations, engine.watch = checkpoint_activations(parsed, module, twin), watch
     except BaseException:
         if twin is not None and twin is not optimizer:
             twin.close()  # else the model would still have an optimizer, and no other could be built over it
+        if watch is not None:
+            watch.close()
         raise
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)

@@ -20,7 +20,8 @@ from torch import distributed
 import twinflow
 from twinflow.launch import watch as watch_module
 from twinflow.launch.failure import Failure, read_failure
-from twinflow.launch.watch import AwakeClock, Cause, Pulse, Watch, first_difference, hung_rank, param_lines
+from twinflow.launch.same import first_difference, param_lines
+from twinflow.launch.watch import AwakeClock, Cause, Pulse, Watch, hung_rank
 
 LIMIT_S = 30.0  # in which all ranks have to end
 SOURCE = Path(twinflow.__file__).parents[1]
@@ -31,7 +32,9 @@ import dataclasses, json, os, signal, socket, sys, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from twinflow.launch.watch import Timing, Watch, check_same, group_store, param_lines
+from twinflow.launch.same import check_same, param_lines
+from twinflow.launch.store import group_store
+from twinflow.launch.watch import Timing, Watch
 
 def wait_for_all(pids, kill_last, limit_s):
     found, began = {}, time.monotonic()
@@ -383,7 +386,9 @@ import torch
 import torch.distributed as dist
 import twinflow
 from twinflow.checkpoint import Entry, open_checkpoint, save
-from twinflow.launch.watch import Watch, check_same, group_store
+from twinflow.launch.same import check_same
+from twinflow.launch.store import group_store
+from twinflow.launch.watch import Watch
 
 root = Path(sys.argv[1])
 me = twinflow.init_distributed("gloo")
@@ -394,7 +399,7 @@ if (root / "latest").exists():
     found = open_checkpoint(root)
     begin = found.meta["step"]
     weight.fill_(found.meta["weight"])
-print("begins after", begin, flush=True)
+os.write(1, f"begins after {begin}\\n".encode())
 for step in range(begin + 1, 7):
     watch.beat(step)
     if step == 4 and me.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -408,7 +413,7 @@ for step in range(begin + 1, 7):
         dist.barrier()
 watch.close()
 dist.destroy_process_group()
-print("weight", weight.item(), flush=True)
+os.write(1, f"weight {weight.item()}\\n".encode())
 """
 
 
@@ -417,8 +422,7 @@ def test_a_restart_by_torchrun_goes_on_from_the_last_checkpoint(tmp_path: Path) 
     script = tmp_path / "training.py"
     script.write_text(TRAINING)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    # Else gloo reads the first attempt's addresses in the store that torchrun keeps (pytorch issue 135712).
-    env = environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    env = environment()
     result = subprocess.run(
         [*command, str(script), str(tmp_path / "run")], capture_output=True, text=True, timeout=180, env=env
     )

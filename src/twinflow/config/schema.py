@@ -270,6 +270,9 @@ class Config(Section):
     gradient_accumulation_steps: Positive | None = honoured(None, "forwards and backwards a step")
     managed_gradient_accumulation: bool = refused(True, "set gradient_accumulation_steps and let the engine count")
     steps_per_print: Every = honoured(None, "print progress every so many steps")
+    hang_timeout_s: Amount = honoured(
+        600.0, "seconds without a step after which all ranks end and show where they were; 0: never", ours=True
+    )
     gradient_clipping: Amount = honoured(1.0, "largest norm of all gradients together; 0: no clipping")
     wall_clock_breakdown: bool = honoured(False, "print where the time of a step goes")
     dataloader_drop_last: bool = honoured(False, "drop the last batch if it is not full")

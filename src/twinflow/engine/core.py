@@ -8,7 +8,7 @@ moment where somebody looks at them or the next backward needs the loss scale. B
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from twinflow.engine.loader import ResumableLoader
 from twinflow.engine.reports import Reports
 from twinflow.errors import bad_value
 from twinflow.launch.environment import ALONE, RankEnvironment
+from twinflow.launch.watch import Watch
 from twinflow.offload.blocks import find_blocks
 from twinflow.optim.twin import TwinOptimizer
 
@@ -57,6 +58,7 @@ class Engine:
         self.module, self.optimizer, self.lr_scheduler, self.training_dataloader = module, optimizer, scheduler, loader
         self.settings, self.reports = settings, reports
         self.activations: Handle | None = None  # checkpointed layers
+        self.watch: Watch | None = None  # over the other ranks
         self.global_steps = 0  # steps at an accumulation boundary, skipped ones included
         self.micro_steps = 0
         self.global_samples = 0
@@ -81,6 +83,7 @@ class Engine:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, under autocast and with inputs cast where the config says so."""
+        self._beat("forward")
         if self.settings.input_dtype is not None:
             args, kwargs = _cast((args, kwargs), self.settings.input_dtype)
         with self.reports.forward(self), self._autocast():
@@ -94,6 +97,7 @@ class Engine:
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Gradients of a micro-batch's loss, which counts for its share of the step; returns that share."""
         optimizer = self._need_optimizer()
+        self._beat("backward")
         self._settle()
         steps = self.gradient_accumulation_steps()
         if scale_wrt_gas and steps > 1:
@@ -113,6 +117,7 @@ class Engine:
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """After every micro-batch: at the last of a step the optimizer steps, else this only counts."""
         optimizer = self._need_optimizer()
+        self._beat("step")
         self._was_boundary = self.is_gradient_accumulation_boundary()
         lr = float(optimizer.param_groups[0]["lr"])  # of this step
         if self._was_boundary:
@@ -137,6 +142,15 @@ class Engine:
         is_applied = self.optimizer is not None and (not self.optimizer.can_skip or self.optimizer.was_applied)
         if is_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**self._lr_kwargs)
+
+    def _beat(self, doing: str) -> None:
+        """Other ranks know that this one goes on."""
+        if self.watch is not None:
+            self.watch.beat(self.global_steps + 1, doing)
+
+    def _pause(self, doing: str) -> AbstractContextManager[Any]:
+        """Something that takes longer than a step."""
+        return self.watch.pause(doing) if self.watch is not None else nullcontext()
 
     def _need_optimizer(self) -> TwinOptimizer:
         if self.optimizer is None:
@@ -282,9 +296,9 @@ class Engine:
         """Write everything needed to go on exactly as if nothing had happened, into `save_dir`/`tag`."""
         self._settle()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        state.save(
-            self, Path(save_dir), tag, dict(client_state or {}), save_latest, exclude_frozen_parameters, on_progress
-        )
+        client = dict(client_state or {})
+        with self._pause("saving"):
+            state.save(self, Path(save_dir), tag, client, save_latest, exclude_frozen_parameters, on_progress)
         return True
 
     def load_checkpoint(
@@ -309,7 +323,8 @@ class Engine:
             everything_else=not load_module_only,
             custom_load_fn=custom_load_fn,
         )
-        return state.load(self, Path(load_dir), tag, what)
+        with self._pause("loading"):
+            return state.load(self, Path(load_dir), tag, what)
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
@@ -317,6 +332,8 @@ class Engine:
         """Write the weights as they are on the device, as safetensors that other libraries read."""
         if self.optimizer is not None:
             self.optimizer.wait()
+        if self.global_rank > 0:
+            return True  # all ranks have the same weights, and the first one writes them
         folder = Path(save_dir)
         folder.mkdir(parents=True, exist_ok=True)
         entries = [Entry(*leaf) for leaf in state.weights(self.module, exclude_frozen_parameters)[0]]
@@ -376,19 +393,16 @@ class Engine:
 
     def destroy(self) -> None:
         """Finish what has begun and give memory and threads back; the module stays usable."""
-        try:
+        with ExitStack() as last_first:
+            if self.watch is not None:
+                last_first.callback(self.watch.close)
+            if self.optimizer is not None:
+                last_first.callback(self.optimizer.close)
+            if self.activations is not None:
+                last_first.callback(self.activations.remove)
+            last_first.callback(self.reports.close)
             self._settle()
-        finally:
-            try:
-                self.reports.close()
-            finally:
-                try:
-                    if self.activations is not None:
-                        self.activations.remove()
-                finally:
-                    if self.optimizer is not None:
-                        self.optimizer.close()
-                    self.optimizer = self.activations = None
+            self.optimizer = self.activations = None
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

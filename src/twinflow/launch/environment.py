@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from twinflow.errors import bad_value
 
@@ -184,10 +185,28 @@ def init_distributed(
         # Slurm may show each task its own GPU alone, as number 0.
         torch.cuda.set_device(found.local_rank % torch.cuda.device_count())
     os.environ.update(_torchrun_variables(found))  # torch reads some of them, and so do other libraries
+    timeout = timedelta(seconds=timeout_s)
     distributed.init_process_group(
-        chosen, timeout=timedelta(seconds=timeout_s), rank=found.rank, world_size=found.world_size
+        chosen, store=_attempts_store(found, timeout), timeout=timeout, rank=found.rank, world_size=found.world_size
     )
     return found
+
+
+def attempt() -> int:
+    """How often torchrun has started the run again."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(count) if re.fullmatch("[0-9]+", count) else 0
+
+
+def _attempts_store(found: RankEnvironment, timeout: timedelta) -> Any:
+    """torchrun keeps one store over all its restarts, and gloo would find the addresses of processes that are gone:
+    each attempt gets keys of its own. Without torchrun's store torch makes one."""
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    kept = TCPStore(found.master_addr, found.master_port, is_master=False, timeout=timeout)
+    return PrefixStore(f"twinflow/group/{attempt()}", kept)
 
 
 def joined(env: Mapping[str, str] = os.environ) -> RankEnvironment:

@@ -11,8 +11,10 @@ _LINE = re.compile(r"twinflow: rank ([0-9]+) failed at ([0-9.]+) with exit code 
 _RANK_PREFIX = re.compile(r"^\[rank[0-9]+\]: ?")  # torch puts it before each line once there is a process group
 TRACEBACK = "Traceback (most recent call last)"
 # What a rank says when it lost another one: never the first cause where there is a second report.
-_LOST_PEER = re.compile(
-    r"connection (was )?(closed|reset)|broken pipe|socket closed|DistBackendError|DistNetworkError|Gloo", re.I
+LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset)|broken pipe|socket closed|DistBackendError|DistNetworkError|Gloo"
+    r"|ends: rank [0-9]+ (failed|hung)",
+    re.I,
 )
 
 
@@ -43,7 +45,7 @@ def read_failure(line: str) -> Failure | None:
 
 def first_failure(failures: Iterable[Failure]) -> Failure | None:
     """Of the last attempt, the earliest that is not the loss of another rank; else the earliest."""
-    return min(failures, key=lambda f: (-f.attempt, bool(_LOST_PEER.search(f.error)), f.time_s), default=None)
+    return min(failures, key=lambda f: (-f.attempt, bool(LOST_PEER.search(f.error)), f.time_s), default=None)
 
 
 def error_of(tail: str) -> str:

@@ -17,25 +17,23 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import hashlib
 import json
 import os
-import re
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import zip_longest
 from typing import Any, cast
 
-from torch import Tensor, distributed
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from twinflow.errors import bad_value
-from twinflow.launch.failure import _LOST_PEER, Failure
+from twinflow.launch.environment import attempt
+from twinflow.launch.failure import LOST_PEER, Failure
+from twinflow.launch.store import own_keys, wait_for
 from twinflow.launch.worker import write_all
 
 TICK_S = 0.2
@@ -44,7 +42,6 @@ PUBLISH_S = 5.0  # for the poller to tell of this rank's failure
 PAUSE_TIMES = 6.0  # how much longer than a step a pause may take
 RUNNING, PAUSED, CLOSED, LEFT = "running", "paused", "closed", "left"
 STDERR = 2
-LINE_CHARS = 160
 
 
 @dataclass(frozen=True)
@@ -162,8 +159,8 @@ class Watch:
         self._timing = timing or Timing()
         self._on_failure = on_failure
         self._store = store  # a clone alone does not keep rank 0's server alive
-        self._attempt = _attempt()
-        self._keys = _own_keys(store, "watch", rank)
+        self._attempt = attempt()
+        self._keys = own_keys(store, "watch", rank)
         self._pid = os.getpid()
         self._clock = AwakeClock()
         self._place = _Place(0, "start", 0, float(hang_timeout_s))
@@ -219,7 +216,7 @@ class Watch:
         if os.getpid() != self._pid or self._closed.is_set():  # a forked child has the hooks, but no threads
             return
         own = self._cause("error", _one_line(f"{type(error).__name__}: {error}"))
-        if not self._released.is_set() and _LOST_PEER.search(own.error):
+        if not self._released.is_set() and LOST_PEER.search(own.error):
             self._has_lost_peer = True
             self._wake.set()
             self._known.wait(self._timing.suspect_after_s + 6 * self._timing.poll_s)
@@ -252,7 +249,7 @@ class Watch:
             if self.rank == 0:
                 dead = {self.cause.rank} if self.cause is not None and self.cause.kind == "death" else set()
                 others = set(range(1, self.world_size)) - dead
-                _wait_for(keys, [f"done/{rank}" for rank in sorted(others)], self._timing.hold_s)
+                wait_for(keys, [f"done/{rank}" for rank in sorted(others)], self._timing.hold_s)
         except (RuntimeError, OSError) as error:
             self._lose_store(f"{type(error).__name__}: {error}")
         finally:
@@ -459,111 +456,6 @@ class Watch:
             self._leave(LEFT)
 
 
-def group_store() -> Store:
-    """The store of torch's process group; one of this process alone where there is no group."""
-    if not distributed.is_initialized():
-        return HashStore()
-    return distributed.distributed_c10d._get_default_store()
-
-
-def param_lines(named_params: Iterable[tuple[str, Tensor]]) -> str:
-    """Order, names, shapes and dtypes as a fact for `check_same`, a line each."""
-    return "\n".join(f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named_params)
-
-
-def check_same(store: Store, rank: int, world_size: int, facts: Mapping[str, str], timeout_s: float = 60.0) -> None:
-    """Refuse a start where a rank's facts (text by name) are not rank 0's. All ranks call it, and all raise.
-
-    Only digests are compared; a rank that differs reads rank 0's text to name the first difference.
-    """
-    keys = _own_keys(store, "same", rank)
-    everybody = range(1, world_size)
-    if rank == 0:
-        for name, text in facts.items():
-            keys.set(f"text/{name}", text)
-        keys.set("facts", json.dumps({name: _digest(text) for name, text in facts.items()}))
-        missing = _wait_for(keys, [f"verdict/{other}" for other in everybody], timeout_s)
-        verdicts = {key: json.loads(keys.get(key)) for key in (f"verdict/{r}" for r in everybody) if key not in missing}
-        keys.set("result", json.dumps({"missing": missing, "different": {k: v for k, v in verdicts.items() if v}}))
-    else:
-        if _wait_for(keys, ["facts"], timeout_s):
-            raise TimeoutError(f"rank 0 did not come to check_same within {timeout_s:g} s")
-        keys.set(f"verdict/{rank}", json.dumps(_difference(facts, keys)))
-        if _wait_for(keys, ["result"], timeout_s + PUBLISH_S):
-            raise TimeoutError(f"rank 0 did not answer in check_same within {timeout_s:g} s")
-    result = json.loads(keys.get("result"))
-    if result["missing"] or result["different"]:
-        keys.set(f"read/{rank}", "1")
-        if rank == 0:  # it may take the store with it
-            read = [f"read/{other}" for other in everybody if f"verdict/{other}" not in result["missing"]]
-            _wait_for(keys, read, PUBLISH_S)
-        raise _refusal(rank, result["missing"], result["different"], timeout_s)
-
-
-def _refusal(rank: int, missing: list[str], different: dict[str, list[str]], timeout_s: float) -> Exception:
-    ranks = {int(key.split("/")[1]): value for key, value in different.items()}
-    if not ranks:
-        late = ", ".join(key.split("/")[1] for key in missing)
-        return TimeoutError(f"rank {late} did not come to check_same within {timeout_s:g} s")
-    who = rank if rank in ranks else min(ranks)
-    name, here, there = ranks[who]
-    remedy = "Start every rank with the same script, config and versions."
-    error = bad_value(f"{name} of rank {who}", here, f"{there!r}, as on rank 0", remedy)
-    return error if who == rank else ValueError(f"rank {who} differs: {error}")
-
-
-def _difference(facts: Mapping[str, str], keys: Store) -> list[str]:
-    """Name of the first fact that differs, what it is here, what on rank 0; nothing where all are the same."""
-    theirs = json.loads(keys.get("facts"))
-    for name in [*theirs, *(name for name in facts if name not in theirs)]:
-        if name not in theirs or name not in facts:
-            return [name, *("given" if name in side else "not given" for side in (facts, theirs))]
-        if theirs[name] != _digest(facts[name]):
-            return [name, *first_difference(facts[name], keys.get(f"text/{name}").decode())]
-    return []
-
-
-def first_difference(here: str, there: str) -> tuple[str, str]:
-    """The first line in which two texts differ, as `line N: ...` of each; of a long line the part around it."""
-    for number, (a, b) in enumerate(zip_longest(here.splitlines(), there.splitlines()), 1):
-        if a != b:
-            pairs = enumerate(zip_longest(a or "", b or ""))
-            start = next((place for place, (x, y) in pairs if x != y), 0)
-            cut = max(0, start - 60) if max(len(a or ""), len(b or "")) > LINE_CHARS else 0
-            return _line(number, a, cut), _line(number, b, cut)
-    return "other line ends", "other line ends"
-
-
-def _line(number: int, text: str | None, cut: int) -> str:
-    if text is None:
-        return f"{number - 1} lines"
-    end = cut + LINE_CHARS
-    return f"line {number}: {'...' if cut else ''}{text[cut:end]}{'...' if end < len(text) else ''}"
-
-
-def _attempt() -> int:
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return int(count) if re.fullmatch("[0-9]+", count) else 0
-
-
-def _own_keys(store: Store, kind: str, rank: int) -> Store:
-    """A connection of its own, and keys that neither an earlier attempt nor an earlier call on this rank has used."""
-    own = cast(Store, cast(Any, store).clone())  # torch's types do not know it
-    prefix = f"twinflow/{kind}/{_attempt()}"
-    count = own.add(f"{prefix}/count/{rank}", 1)  # every rank makes as many of them
-    return PrefixStore(f"{prefix}/{count}", own)
-
-
-def _wait_for(keys: Store, names: list[str], timeout_s: float) -> list[str]:
-    """Wait until all are there; those that are not in time."""
-    end_s = time.monotonic() + timeout_s
-    while names and not keys.check(names):
-        if time.monotonic() > end_s:
-            return [name for name in names if not keys.check([name])]
-        time.sleep(0.05)
-    return []
-
-
 def _is_failure(error: BaseException) -> bool:
     clean = isinstance(error, SystemExit) and error.code in (None, 0)
     return not clean and not isinstance(error, GeneratorExit)
@@ -571,7 +463,3 @@ def _is_failure(error: BaseException) -> bool:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())[:500]
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What ranks do before they train together: each takes its share of the machine it is on."""
+"""What ranks do before they train together: watch each other, compare notes, and share the machines they are on."""
 
 from __future__ import annotations
 
@@ -9,21 +9,45 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from twinflow import native
 from twinflow.dist.agree import gather_json
 from twinflow.dist.group import Group, new_group
 from twinflow.launch.environment import RankEnvironment, joined
+from twinflow.launch.same import check_same, param_lines
+from twinflow.launch.store import group_store
+from twinflow.launch.watch import Watch
 from twinflow.native.cgroup import free_host_bytes
 from twinflow.native.shares import gpu_node_of, share_host, share_of_memory
+from twinflow.version import __version__
 
 LOGGER = logging.getLogger("twinflow")
 
 
-def share_machine(ranks: RankEnvironment, device: torch.device) -> None:
-    """Bind this rank to its part of the CPUs, near its GPU where that can be, and size the pool of threads to it."""
+def start_watch(ranks: RankEnvironment, hang_timeout_s: float) -> Watch | None:
+    """A watch over all ranks; none over a process that is alone, which may well sit idle."""
+    if ranks.world_size == 1:
+        return None
+    store = group_store()
+    if not hasattr(store, "clone"):  # torch 2.8 has stores that have no connection to spare
+        LOGGER.warning("this process group's store cannot be watched: a rank that fails may leave others waiting")
+        return None
+    return Watch(store, ranks.rank, ranks.world_size, hang_timeout_s)
+
+
+def meet(ranks: RankEnvironment, module: nn.Module, config: str) -> None:
+    """Refuse ranks that differ, and bind each to its part of its machine."""
     if ranks.world_size == 1:
         return
+    facts = {"twinflow": __version__, "torch": torch.__version__, "config": config}
+    facts["parameters"] = param_lines(module.named_parameters())
+    check_same(group_store(), ranks.rank, ranks.world_size, facts)
+    share_machine(ranks, next((p.device for p in module.parameters()), torch.device("cpu")))
+
+
+def share_machine(ranks: RankEnvironment, device: torch.device) -> None:
+    """Bind this rank to its part of the CPUs, near its GPU where that can be, and size the pool of threads to it."""
     group = new_group("gloo")
     nodes = _local_nodes(group, ranks, device)
     share = share_host(ranks.local_rank, ranks.local_world_size, nodes)
