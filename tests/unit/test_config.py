@@ -335,7 +335,6 @@ def test_notes() -> None:
     lines = notes(config)
     assert [line.split(":")[0] for line in lines] == [
         "data_types.grad_accum_dtype",
-        "zero_optimization.stage",
         "optimizer.params.set_grad_none",
         "zero_optimization.offload_optimizer.ratio",
     ]
