@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from zero_cases import SHAPE, config_of, tokens
+from zero_cases import SHAPE, config_of, full, tokens
 
 import twinflow
 from twinflow.models.gpt import GPT
@@ -43,10 +43,11 @@ def state_of(engine: Any) -> dict[str, Any]:
     for param in engine.optimizer.runtime.params:
         for bucket, i in _pieces(param):
             piece = bucket.slices[i]
-            found[f"{param.name} {piece.start}"] = [piece.numel, bucket.steps[i]]
+            name = f"{param.name} {param.first + piece.start}"
+            found[name] = [piece.numel, bucket.steps[i]]
             for key, value in bucket.updater.read(bucket, i).items():
                 if not key.endswith("_scale"):
-                    found[f"{param.name} {piece.start}"].append([key, value.float().tolist()])
+                    found[name].append([key, value.float().tolist()])
     return found
 
 
@@ -77,7 +78,7 @@ def load(
 
 def weights_of(engine: Any) -> str:
     engine.optimizer.wait()
-    flat = torch.cat([p.detach().reshape(-1) for p in engine.module.parameters()])
+    flat = torch.cat([full(p).reshape(-1) for p in engine.module.parameters()])
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 

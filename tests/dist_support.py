@@ -26,7 +26,8 @@ def run_ranks(
     `work` is a function of a module in tests/. Without a group for a world of 0: one process that knows of no others.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")  # which has torch already: importing it takes longer than most tests
+        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "twinflow.build", "twinflow.models.gpt"])
         given = (max(world, 1), backend if world > 0 else "", folder, work, args)
         ranks = [context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(max(world, 1))]
         for process in ranks:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import twinflow
 from twinflow.models.gpt import GPT, GPTConfig
@@ -24,8 +25,14 @@ def tokens(step: int) -> torch.Tensor:
 
 def digest(model: torch.nn.Module) -> str:
     """Of all weights' bits."""
-    flat = torch.cat([p.detach().reshape(-1).cpu() for p in model.parameters()])
+    flat = torch.cat([full(p).reshape(-1).cpu() for p in model.parameters()])
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
+
+def full(param: torch.Tensor) -> torch.Tensor:
+    """All of it, where ranks have rows."""
+    found: torch.Tensor = param.detach().full_tensor() if isinstance(param, DTensor) else param.detach()  # type: ignore[no-untyped-call]
+    return found
 
 
 def config_of(stage: int, offload: dict[str, Any] | None, accumulation: int, world: int) -> dict[str, Any]:

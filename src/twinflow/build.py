@@ -31,6 +31,7 @@ from twinflow.optim.schedules import build_scheduler
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.rules import RULES
 from twinflow.zero import Zero
+from twinflow.zero.partitioned import partition
 from twinflow.zero.start import meet, start_watch
 
 Model = nn.Module | Callable[[], nn.Module]
@@ -76,6 +77,8 @@ def initialize(
     try:
         module = place(model, parsed)
         meet(ranks, module, parsed.model_dump_json(indent=1))
+        if ranks.world_size > 1 and parsed.zero_optimization.stage == 3:
+            partition(module, make_zero(parsed, ranks.world_size))
         twin = make_optimizer(parsed, batch, module, optimizer, model_parameters, ranks)
         scheduler = _make_scheduler(parsed, twin, optimizer, lr_scheduler)
         settings = _engine_settings(parsed, batch, source, ranks)
@@ -199,9 +202,6 @@ def make_optimizer(
 
 def make_zero(config: Config, world_size: int) -> Zero:
     """How ranks share the work."""
-    if config.zero_optimization.stage == 3:
-        remedy = "Weights are not partitioned over ranks yet."
-        raise bad_value("zero_optimization.stage", 3, f"0, 1, 2 with {world_size} ranks", remedy)
     dtype = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     return Zero(
         config.zero_optimization.stage,

@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -79,6 +79,7 @@ class Device:
         self.trace = trace or Trace()
         self.disabled: frozenset[str] = frozenset()
         self.error: BaseException | None = None  # the first that work on a stream has raised
+        self.followers: Callable[[], Sequence[Any]] = tuple  # streams of others that wait where the model does
         self._delays: dict[str, float] = {}
         self._streams: dict[str, Any] = {}
         self._lock = threading.Lock()  # several threads ask for streams
@@ -254,6 +255,8 @@ class CudaDevice(Device):
     def hold_compute(self, event: Event, point: str) -> None:
         """The GPU waits; the calling thread does not."""
         self.compute().wait(event, point)
+        for stream in self.followers():
+            _CudaStream("follower", self, stream).wait(event, point)
 
     def mark(self) -> Any:
         """A timed event in the current stream."""

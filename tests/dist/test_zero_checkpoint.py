@@ -33,7 +33,9 @@ def whole(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("stage", "states"), [(2, "fp32"), (1, "int8")])
+@pytest.mark.parametrize(
+    ("stage", "states"), [(2, "fp32"), pytest.param(1, "int8", marks=pytest.mark.matrix), (3, "fp32")]
+)
 def test_saved_by_four_ranks_loads_on_any_number_and_back(tmp_path: Path, stage: int, states: str) -> None:
     offload = {"states": states, **HALF}
     saved = run_ranks(4, save, str(tmp_path / "four"), stage, offload)
@@ -51,7 +53,7 @@ def test_saved_by_four_ranks_loads_on_any_number_and_back(tmp_path: Path, stage:
 def test_another_stage_ratio_or_process_loads_it(tmp_path: Path) -> None:
     saved = run_ranks(2, save, str(tmp_path), 2, {})
     truth = whole(saved)
-    for stage, offload in ((0, {}), (1, HALF), (2, None)):
+    for stage, offload in ((0, {}), (1, HALF), (2, None), (3, HALF)):
         loaded = run_ranks(2, load, str(tmp_path), stage, offload)
         assert whole(loaded[:1] if stage == 0 else loaded) == truth, stage
     assert whole(run_ranks(0, load, str(tmp_path), 0, HALF)) == truth

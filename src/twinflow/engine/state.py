@@ -20,11 +20,14 @@ from torch import Tensor, nn
 
 from twinflow.checkpoint import Checkpoint, Entry, open_checkpoint
 from twinflow.checkpoint import save as save_files
+from twinflow.checkpoint.tensors import PartOf
 from twinflow.checkpoint.together import Alone, agree
 from twinflow.checkpoint.tree import Leaf, put_together, take_apart, tensor_names
 from twinflow.dist.agree import gather_json
 from twinflow.dist.group import Group
 from twinflow.errors import bad_value
+from twinflow.offload.bucket import local_of
+from twinflow.optim.twin_build import first_of
 from twinflow.rules.formats import BLOCK
 
 if TYPE_CHECKING:
@@ -111,9 +114,10 @@ def ranks_of(engine: Engine) -> Ranks | None:
 
 
 def _deal(leaves: Sequence[Leaf], ranks: Ranks) -> list[Leaf]:
-    """This rank's part of what all have: the largest first, each to the rank that has least so far."""
-    used, own = [0] * ranks.world, []
-    for leaf in sorted(leaves, key=lambda leaf: -_num_bytes(leaf)):
+    """This rank's part of what all have: the largest first, each to the rank that has least so far. Rows of a parameter
+    are its own."""
+    used, own = [0] * ranks.world, [leaf for leaf in leaves if leaf.part is not None]
+    for leaf in sorted((leaf for leaf in leaves if leaf.part is None), key=lambda leaf: -_num_bytes(leaf)):
         rank = used.index(min(used))
         used[rank] += _num_bytes(leaf)
         if rank == ranks.rank:
@@ -168,18 +172,23 @@ def _state_of(part: Any) -> Any:
 def weights(module: nn.Module, exclude_frozen: bool) -> tuple[list[Leaf], dict[str, str], list[str]]:
     """A model's tensors, each once; names of those that are the same tensor as another; names that were left out."""
     leaves: list[Leaf] = []
-    first: dict[tuple[Any, ...], str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
     aliases: dict[str, str] = {}
     frozen = {name for name, param in module.named_parameters(remove_duplicate=False) if not param.requires_grad}
     excluded = []
     for name, tensor in _tensors(module).items():
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        local, first = local_of(tensor), first_of(tensor)
+        key = (local.data_ptr(), tensor.shape, local.stride(), tensor.dtype)
         if exclude_frozen and name in frozen:
             excluded.append(name)
-        elif tensor.numel() and first.setdefault(key, name) != name:
-            aliases[name] = first[key]
-        else:
+        elif tensor.numel() and seen.setdefault(key, name) != name:
+            aliases[name] = seen[key]
+        elif local is tensor:
             leaves.append(Leaf(name, tensor.dtype, tuple(tensor.shape), tensor.detach))
+        else:
+            rows = local.detach().reshape(-1)
+            part = PartOf(tuple(tensor.shape), first)
+            leaves.append(Leaf(name, tensor.dtype, (rows.numel(),), rows.detach, part))
     return leaves, aliases, excluded
 
 
@@ -363,15 +372,19 @@ def _load_weights(engine: Engine, found: Checkpoint, names: Mapping[str, str], w
         everything = {name: found.tensor("model", path) for name, path in names.items()}
         what.custom_load_fn(src=everything, dst=module)
         return
-    own, memory = _tensors(module), {t.data_ptr() for t in (*module.parameters(), *module.buffers())}
+    own, memory = _tensors(module), {local_of(t).data_ptr() for t in (*module.parameters(), *module.buffers())}
     written: set[tuple[Any, ...]] = set()
     foreign: dict[str, Any] = dict(extra or {})
     for name, path in names.items():
-        key = (own[name].data_ptr(), own[name].shape)
-        if own[name].numel() and own[name].data_ptr() not in memory:
+        local = local_of(own[name])
+        key = (local.data_ptr(), own[name].shape)
+        if own[name].numel() and local.data_ptr() not in memory:
             foreign[name] = found.tensor("model", path)  # made for the state dict alone: its module knows what it is
         elif key not in written:  # a tied weight is written once
             written.add(key)
-            own[name].copy_(found.tensor("model", path))
+            if local is own[name]:
+                local.copy_(found.tensor("model", path))
+            else:
+                local.copy_(found.cut("model", path, first_of(own[name]), local.numel()).view(local.shape))
     if foreign:
         module.load_state_dict(foreign, strict=False)

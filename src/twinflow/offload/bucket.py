@@ -32,16 +32,27 @@ class Param:
     was_hit: bool = False  # ... in any backward of this step
     version: int = 0  # of the tensor, after our last write: another number means that somebody else wrote
     buckets: list[Bucket] = field(default_factory=list)
+    first: int = 0  # where this rank's part starts in the whole, flattened; 0 where it has all of it
     guard: threading.Lock = field(default_factory=threading.Lock)  # several streams write to it, each to a part
     taken: Tensor = field(init=False)  # what `.grad` holds when the gradient is gone
 
     def __post_init__(self) -> None:
         self.taken = TakenGradient(self.tensor)
 
+    @property
+    def local(self) -> Tensor:
+        """What this rank has of it."""
+        return local_of(self.tensor)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether that is not all."""
+        return self.local is not self.tensor
+
     def note_write(self) -> None:
         """We have written to it."""
         with self.guard:
-            self.version = self.tensor._version
+            self.version = self.local._version
 
 
 @dataclass(eq=False)
@@ -107,8 +118,8 @@ class Bucket:
 
     def find_targets(self) -> None:
         """Views of the parameters as they are now; writes to them are seen by autograd."""
-        self.targets = [target(p.tensor, piece) for p, piece in zip(self.params, self.slices, strict=True)]
-        self.addresses = [param.tensor.data_ptr() for param in self.params]
+        self.targets = [target(p.local, piece) for p, piece in zip(self.params, self.slices, strict=True)]
+        self.addresses = [param.local.data_ptr() for param in self.params]
 
     @property
     def slices(self) -> Sequence[Slice]:
@@ -225,6 +236,12 @@ class Task:
     def deadline(self) -> tuple[int, int]:
         """Earlier jobs first, then what the next forward needs first."""
         return self.job.number, self.bucket.deadline
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """A rank's part of a tensor that ranks have in parts; any other as it is."""
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
 
 
 def target(tensor: Tensor, piece: Slice) -> Tensor:

@@ -28,13 +28,13 @@ def find_moved(buckets: Iterable[Bucket]) -> list[Param]:
     """
     moved: list[Param] = []
     for bucket in buckets:
-        addresses = [param.tensor.data_ptr() for param in bucket.params]
+        addresses = [param.local.data_ptr() for param in bucket.params]
         if addresses == bucket.addresses:
             continue
         pairs = zip(bucket.params, addresses, bucket.addresses, strict=True)
         found = [param for param, new, old in pairs if new != old]
         for param in found:
-            before, now = bucket.targets[bucket.params.index(param)], param.tensor
+            before, now = bucket.targets[bucket.params.index(param)], param.local
             if (now.dtype, now.device) != (before.dtype, before.device):
                 raise RuntimeError(
                     f"{param.name} was moved from {before.dtype} on {before.device} to {now.dtype} on {now.device}. "
@@ -52,13 +52,13 @@ def find_moved(buckets: Iterable[Bucket]) -> list[Param]:
 
 def written(params: Iterable[Param]) -> list[Param]:
     """Parameters that were written to since our last write."""
-    return [param for param in params if param.version != param.tensor._version]
+    return [param for param in params if param.version != param.local._version]
 
 
 def adopt(params: Sequence[Param], keep: bool) -> None:
     """Masters from the parameters' values; with `keep`, a master that rounds to its parameter stays as it is."""
     for param in params:
-        values = param.tensor.detach().reshape(-1)
+        values = param.local.detach().reshape(-1)
         on_host = values if all(bucket.is_on_device for bucket in param.buckets) else values.cpu()
         for bucket in param.buckets:
             given = values if bucket.is_on_device else on_host

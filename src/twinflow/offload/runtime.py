@@ -23,7 +23,7 @@ from twinflow.device import Device
 from twinflow.offload import changes, gather
 from twinflow.offload.blocks import Block
 from twinflow.offload.board import AllSummed
-from twinflow.offload.bucket import Bucket, Job, Options, Param, Task, Updater
+from twinflow.offload.bucket import Bucket, Job, Options, Param, Task, Updater, local_of
 from twinflow.offload.collector import Collector
 from twinflow.offload.gate import Decision, Gate, Limits
 from twinflow.offload.hooks import Recorder, install, take_gradients
@@ -52,7 +52,7 @@ class Runtime:
     ) -> None:
         self.device, self.updaters, self.params, self.settings = device, updaters, params, settings
         self._options, self._loss_scale = options, loss_scale
-        wholes = shards.wholes if shards is not None else [None] * len(plans)
+        wholes = shards.wholes if shards is not None and shards.wholes is not None else [None] * len(plans)
         self.buckets = [self._new_bucket(plan, whole) for plan, whole in zip(plans, wholes, strict=True)]
         self.job: Job | None = None  # the step whose gradients come in now
         self.last: Job | None = None  # the step before
@@ -72,10 +72,15 @@ class Runtime:
         # Also when this object is forgotten, and before the interpreter ends under threads that still work.
         self._end = weakref.finalize(self, end, self.board, threads)
         self.sharing: Sharing | None = None
+        self._close_job = self.board.close_job
         where, num_gathered = self._tensor_device, self.settings.num_gathered
         if shards is not None:
-            self.sharing = shards.start(device, self.board, self.buckets, settings, where)
-            threads += self.sharing.threads
+            work = shards.start(device, self.board, self.buckets, settings, where)
+            threads += work.threads
+            if work.reduces:
+                self.sharing = work
+            else:
+                self._close_job = work.close_job
         self.collector = Collector(device, self.board, self.buckets, num_gathered, where, self.sharing)
         self.waited_s = 0.0  # by forwards, for weights
         self.marks = Marks(device)
@@ -176,6 +181,7 @@ class Runtime:
         if grad is None:
             return
         _check_grad(param, grad)
+        grad = local_of(grad)
         self._finish_recording()
         param.hits += 1
         param.was_hit = True
@@ -189,15 +195,25 @@ class Runtime:
         is_last = param.hits == wanted and not param.is_late  # pieces for a late parameter say nothing about backwards
         if self.job is None and (is_last or wanted == 1):
             if self.settings.sums_on_host and self._num_parts + 1 < self.settings.accumulation_steps:
-                self.job = Job(self.num_jobs + 1, (), Gate(Limits(), 1.0), is_part=True, is_released=True)
+                self.job = self._new_part()
             else:
                 self._begin()
         param.tensor.grad = None  # its memory is free again as soon as it is in the bucket
         if is_last and self.job is not None:
             self.collector.add_last(self.job, param, grad.detach().reshape(-1))
-            param.tensor.grad = param.taken
+            param.tensor.grad = None if param.is_sharded else param.taken  # torch adds to what it finds there
         else:
             self.collector.add(self.job, param, grad.detach().reshape(-1))
+
+    def _new_part(self) -> Job:
+        return Job(self.num_jobs + 1, (), Gate(Limits(), 1.0), is_part=True, is_released=True)
+
+    def _fill_parts(self) -> None:
+        """Other ranks may have had more backwards: zeros for those that this one had not."""
+        if self.sharing is not None and self.settings.sums_on_host and self.job is None:
+            while self._num_parts + 1 < self.settings.accumulation_steps:
+                self.job = self._new_part()
+                self._close_part()
 
     def _close_part(self) -> None:
         """One of several backwards is over, where their gradients are summed on the host."""
@@ -272,6 +288,7 @@ class Runtime:
                 param.was_hit = bool(param.hits)
                 _check_grad(param, param.tensor.grad)
         self._close_part()
+        self._fill_parts()
         has_some = bool(self._num_parts) or any(param.hits for param in self.params)
         if self.job is None and (has_some or self.sharing is not None):
             self._begin()  # not early, or fewer backwards than declared: step with what came, here or on other ranks
@@ -288,9 +305,9 @@ class Runtime:
         elif self.settings.sums_on_host:
             self.board.submit_sums(job, self.buckets)
             norms = job.norms if job.norms is not None else torch.full((1,), math.nan)  # no gate asks for them
-            self.board.close_job(job, norms, AllSummed(job))
+            self._close_job(job, norms, AllSummed(job))
         else:
-            self.board.close_job(job, *self.collector.fetch_norms(job))
+            self._close_job(job, *self.collector.fetch_norms(job))
         self._make_due(job)
         self._forget_hits()
         for param in self.params:
@@ -407,6 +424,8 @@ class Runtime:
             for param in self.params:
                 param.was_hit = False
         if self.job is None and self._num_parts:
+            if self.sharing is not None:
+                self.sharing.wait_for_sums()
             self.board.forget_sums(self.buckets)
             self._num_parts = 0
 
@@ -414,13 +433,13 @@ class Runtime:
         """Start counting anew: the state and the weights are now somebody else's."""
         self.num_jobs, self.last = num_jobs, None
         with self.board.changed:
+            if self.sharing is not None:
+                self.sharing.forget()  # before buckets look as if they had been sent
             for task in self.board.outbox:  # a delayed update that was still to be sent
                 self.board.free_shadow(task)
             self.board.outbox.clear()
             for bucket in self.buckets:
                 bucket.due = bucket.sent = bucket.updated = bucket.published = num_jobs
-        if self.sharing is not None:
-            self.sharing.forget()
 
     def close(self) -> None:
         """Finish what has begun, then take all hooks off and end the threads. In the middle of a step: just end."""

@@ -23,6 +23,7 @@ class Sharing(Protocol):
     """Gradients of a whole bucket go in; this rank's part of the sum goes to the board as a task. New weights of this
     rank's part are in its parameters; the others' come."""
 
+    reduces: bool  # whether gradients come here to be summed; else only `close_job` is called, in place of the board's
     divisor: float  # the sum over ranks is so many times the mean
     threads: Sequence[BoardThread]
 
@@ -38,6 +39,10 @@ class Sharing(Protocol):
         """All tasks of the job are submitted; `hits` says which parameters got a gradient on this rank."""
         ...
 
+    def wait_for_sums(self) -> None:
+        """Until all that was submitted has been summed over the ranks, and is on the board."""
+        ...
+
     def hold_back(self, job: Job) -> None:
         """A delayed update is in the state of every rank, to be sent with the next step."""
         ...
@@ -49,7 +54,7 @@ class Sharing(Protocol):
 
 @dataclass(frozen=True)
 class Shards:
-    """The buckets as all ranks together have them, and what makes this rank's share in the work."""
+    """The buckets as all ranks together have them (None: each rank has its own), and what works between ranks."""
 
-    wholes: Sequence[BucketPlan]
+    wholes: Sequence[BucketPlan] | None
     start: Callable[[Device, Board, Sequence[Bucket], Settings, torch.device], Any]

@@ -102,7 +102,7 @@ class TorchUpdater:
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
         """Make the bucket's optimizer. The master must hold the weights by now: some optimizers look at them here."""
         flats = [bucket.store.master.narrow(0, piece.offset, piece.numel) for piece in bucket.slices]
-        params = [nn.Parameter(flat.view(p.tensor.shape)) for flat, p in zip(flats, bucket.params, strict=True)]
+        params = [nn.Parameter(flat.view(p.local.shape)) for flat, p in zip(flats, bucket.params, strict=True)]
         hosts: Hosts = {param.tensor: host for param, host in zip(bucket.params, params, strict=True)}
         optimizer = self.recipe.build(hosts)
         outer_of = {host: param.group for param, host in zip(bucket.params, params, strict=True)}

@@ -28,6 +28,7 @@ class StateKind:
     format: str
     is_stateless: bool = False  # SGD without momentum
     keeps_weights: bool = False  # new weights wait for a step, beside the state
+    update_programs: int | None = None  # as Tuning has it
 
     def nbytes(self, plan: BucketPlan) -> int:
         """Memory of a bucket's state in its place."""
@@ -45,6 +46,8 @@ class StateKind:
         keeps_states = not self.is_stateless
         return {
             HOST: RuleUpdater(self.rule, self.format, device, keeps_states),
-            RESIDENT: DeviceUpdater(self.rule, self.format, where, keeps_states, self.keeps_weights),
+            RESIDENT: DeviceUpdater(
+                self.rule, self.format, where, keeps_states, self.keeps_weights, self.update_programs
+            ),
             STREAMED: StreamedUpdater(self.rule, self.format, device, where, keeps_states),
         }

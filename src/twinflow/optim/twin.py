@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from twinflow.optim.options import with_defaults
 from twinflow.optim.state_kind import StateKind
 from twinflow.optim.twin_build import check_room, find_room, first_choice, fitted, params_of, tensors_of
 from twinflow.optim.twin_checks import (
+    check_elementwise,
     check_foreign,
     check_model,
     check_params,
@@ -46,6 +48,7 @@ from twinflow.rules import RULES, Rule
 from twinflow.rules.segment import check_format
 from twinflow.trace import Trace, write_chrome_trace
 from twinflow.zero import Team, Zero
+from twinflow.zero.partitioned import gathering_streams
 from twinflow.zero.start import own_host_bytes
 
 
@@ -136,12 +139,15 @@ class TwinOptimizer(Optimizer):
     def _build(self) -> Runtime:
         """Plan the buckets, take the weights over, and put hooks on the model."""
         params, specs, order = params_of(self.model, self._named(), splits_params=self._recipe is None)
-        check_params(params)
+        check_params(params, self.zero)
+        if self._recipe is not None:
+            check_elementwise(params, self._recipe.name)
         where = params[0].tensor.device
         if self.zero is not None:
             self.team = Team(self.zero, where)
-            self.team.broadcast([p.tensor for p in params] if self.model is None else tensors_of(self.model))
-            if self.zero.stage >= 2:  # no rank keeps more than its part of the sums of several backwards
+            if self.zero.stage < 3:
+                self.team.broadcast([p.tensor for p in params] if self.model is None else tensors_of(self.model))
+            if self.zero.stage == 2:  # no rank keeps more than its part of the sums of several backwards
                 self.tuning = replace(self.tuning, sums="host")
         device, room = device_for(where, self.trace), find_room(params, self.team)
         kind, ratio = self.kind, self.ratio
@@ -169,6 +175,7 @@ class TwinOptimizer(Optimizer):
                 bucket.updater.start(bucket, self.param_groups)
         if self.model is not None:
             runtime.attach(self.model, find_blocks(self.model))
+            device.followers = partial(gathering_streams, self.model)
         if isinstance(self.ratio, str) and room.device_bytes is not None:
             rates = load_or_measure(where)
             # What is spare is known only when the state is where it will stay.
@@ -357,7 +364,7 @@ class TwinOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on exactly: fp32 masters and states by parameter name, options, counters."""
-        if self.team is not None and self.team.num_parts > 1:
+        if self.team is not None and self.team.is_partitioned:
             raise RuntimeError(
                 "state_dict(): this rank has only its part of the state. Save with engine.save_checkpoint(), or take "
                 "this rank's part with stream_state()"

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from twinflow.device import device_for
 from twinflow.errors import bad_value
@@ -44,6 +46,15 @@ def find_room(params: Sequence[Param], team: Team | None) -> Free:
     return Free(None if least_device < 0 else int(least_device), int(least_host))
 
 
+def first_of(tensor: Tensor) -> int:
+    """Where a rank's rows of a parameter start in it, flattened."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    rows_end = tensor.shape[0] if tensor.dim() else 1
+    return min(offsets[0] if offsets else 0, rows_end) * (tensor.numel() // max(1, rows_end))
+
+
 def tensors_of(model: nn.Module) -> list[Tensor]:
     """All parameters and buffers, each once."""
     return list(dict.fromkeys([*model.parameters(), *model.buffers()]))
@@ -60,10 +71,11 @@ def params_of(
     params: list[Param] = []
     specs: list[ParamSpec] = []
     for name, tensor, group in named:
-        params.append(Param(len(params), name, tensor, group, is_late=ties.get(tensor, 1) > 1, version=-1))
-        is_flat = tensor.is_contiguous()
-        block = block_of.get(tensor, ROOT)
-        specs.append(ParamSpec(name, tensor.numel(), block, tensor.dtype, is_flat and splits_params, is_flat))
+        is_late, first = ties.get(tensor, 1) > 1, first_of(tensor)
+        params.append(Param(len(params), name, tensor, group, is_late=is_late, version=-1, first=first))
+        local = params[-1].local
+        is_flat, block = local.is_contiguous(), block_of.get(tensor, ROOT)
+        specs.append(ParamSpec(name, local.numel(), block, tensor.dtype, is_flat and splits_params, is_flat))
     order = sorted(range(len(params)), key=lambda i: position.get(params[i].tensor, i))
     return params, specs, order
 

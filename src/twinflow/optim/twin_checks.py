@@ -18,6 +18,9 @@ from twinflow.rules.checks import FLOATS
 from twinflow.rules.formats import BLOCK
 from twinflow.zero import Zero
 
+# Of torch's optimizers those whose update of an element needs that element alone.
+_ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+
 
 def check_model(model: nn.Module | None, zero: Zero | None) -> None:
     """Refuse what would train wrongly."""
@@ -53,6 +56,17 @@ def _trainable(groups: list[Any]) -> list[Any]:
         if found := _trainable(members):
             kept.append({**group, "params": found})
     return kept
+
+
+def _has_rows(tensor: Any) -> bool:
+    return len(tensor.placements) == 1 and tensor.placements[0].is_shard(0)
+
+
+def check_elementwise(params: Sequence[Param], name: str) -> None:
+    """Refuse an optimizer that has to see whole parameters where ranks have rows of them."""
+    if any(param.is_sharded for param in params) and name not in _ELEMENTWISE:
+        remedy = "Use stage 1 or 2, which give each rank whole parameters."
+        raise bad_value("optimizer with zero_optimization.stage 3", name, _ELEMENTWISE, remedy)
 
 
 def check_foreign(rule: object, states: str, param_groups: Iterable[Any] | None) -> None:
@@ -110,13 +124,19 @@ def check_settings(settings: Settings, model: nn.Module | None) -> None:
         raise bad_value("delayed_update", True, [False], "Give the model as the first argument.")
 
 
-def check_params(params: Sequence[Param]) -> None:
-    """Parameters as the runtime can take them: whole, of our dtypes, all on one device."""
+def check_params(params: Sequence[Param], zero: Zero | None) -> None:
+    """Parameters as the runtime can take them: whole, or with stage 3 their rows; of our dtypes, all on one device."""
     if not params:
         raise ValueError("there is no parameter to train: none requires a gradient")
+    is_partitioned = zero is not None and zero.stage == 3
     for param in params:
-        if type(param.tensor) is not nn.Parameter and hasattr(param.tensor, "device_mesh"):
-            raise ValueError(f"{param.name} is sharded over processes (DTensor), which is not supported")
+        if param.is_sharded != is_partitioned:
+            has = "rows of it (DTensor)" if param.is_sharded else "all of it"
+            remedy = "With stage 3, and with it alone, call twinflow.zero.partition(model, zero) before."
+            raise bad_value(f"{param.name}: this rank has", has, "what the stage says", remedy)
+        if param.is_sharded and not _has_rows(param.tensor):
+            placements = getattr(param.tensor, "placements", ())
+            raise bad_value(f"{param.name} placements", placements, "Shard(0) on a mesh of one dimension")
         if param.tensor.dtype not in FLOATS:
             raise bad_value(f"{param.name} dtype", param.tensor.dtype, FLOATS)
         if param.tensor.device != params[0].tensor.device:

@@ -118,7 +118,7 @@ def stream(optimizer: TwinOptimizer) -> Iterator[tuple[str, dict[str, Any]]]:
         if optimizer.rule is None:  # what an optimizer of the user's keeps are its own tensors, not copies
             entry = _read_param(optimizer, param)
             yield param.name, {key: _as_streams(f"{param.name}/{key}", value) for key, value in entry.items()}
-        elif any(bucket.is_shared for bucket, _ in pieces):
+        elif param.is_sharded or any(bucket.is_shared for bucket, _ in pieces):
             for bucket, index in pieces:
                 yield param.name, _streamed_part(optimizer.rule, param, bucket, index)
         else:
@@ -132,7 +132,7 @@ def _specs(rule: Rule, param: Param, bucket: Bucket) -> dict[str, tuple[torch.dt
     for name, state, scale in zip(rule.states, store.states, store.scales, strict=True):
         if name is not None and state is not None:
             specs[name] = (torch.float32 if scale is not None else state.dtype, shape)
-            if scale is not None:
+            if scale is not None and not param.is_sharded:  # blocks of rows are not blocks of the whole
                 specs[f"{name}_scale"] = (torch.float32, (-(-param.tensor.numel() // BLOCK),))
     return specs
 
@@ -152,7 +152,8 @@ def _streamed_part(rule: Rule, param: Param, bucket: Bucket, index: int) -> dict
     for key, (dtype, dims) in _specs(rule, param, bucket).items():
         unit = BLOCK if key.endswith("_scale") else 1
         numel, read = -(-piece.numel // unit), partial(_read_flat, bucket, index, key)
-        streams[key] = StreamedTensor(f"{param.name}/{key}", dtype, (numel,), read, (dims, piece.start // unit))
+        start = (param.first + piece.start) // unit
+        streams[key] = StreamedTensor(f"{param.name}/{key}", dtype, (numel,), read, (dims, start))
     return {"step": bucket.steps[index], **streams}
 
 
@@ -223,7 +224,10 @@ def restore(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source |
             bucket.steps[i] = source.step(param.name) if is_known else 0
             if is_known:
                 piece = bucket.slices[i]
-                bucket.updater.write(bucket, i, source.cut(param.name, piece.start, piece.numel))
+                values = source.cut(param.name, param.first + piece.start, piece.numel)
+                if param.is_sharded:
+                    values = {key: value for key, value in values.items() if not key.endswith("_scale")}
+                bucket.updater.write(bucket, i, values)
             else:
                 bucket.updater.clear(bucket, i, optimizer.param_groups)
     for group, new in zip(optimizer.param_groups, saved["param_groups"], strict=True):

@@ -110,6 +110,10 @@ class Reducer(BoardThread):
             self._round(job).hits = hits
             self.board.changed.notify_all()
 
+    def wait_for_sums(self) -> None:
+        """Until every task that was submitted is on the board."""
+        self.board.wait_for(lambda: not self._rounds)
+
     def _round(self, job: Job) -> Round:
         found = next((one for one in self._rounds if one.job is job), None)
         if found is None:
@@ -171,14 +175,14 @@ class Reducer(BoardThread):
             board.submit(task)
 
     def _take_part(self, bucket: Bucket) -> Tensor:
-        board = self.board
+        board, stream = self.board, self._device.stream("reduce")
         with board.changed:
-            while (taken := board.flats.take(bucket.plan, may_grow=not board.gives_flats())) is None:
+            while (taken := board.flats.take(bucket.plan, not board.gives_flats(), stream)) is None:
                 board.check()
                 board.changed.wait(1.0)
         part, read_until = taken
         if read_until is not None:
-            self._device.stream("reduce").wait(read_until, FLAT_FREE)
+            stream.wait(read_until, FLAT_FREE)
         return part
 
     def _agree(self, closed: Round) -> None:

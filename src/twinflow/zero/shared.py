@@ -1,8 +1,9 @@
-"""ZeRO's stages 0 to 2 for a TwinOptimizer: groups of ranks, the partition of buckets, and the threads between ranks.
+"""ZeRO for a TwinOptimizer: groups of ranks, the partition of buckets, and the threads between ranks.
 
 Stage 0 sums gradients on every rank, and every rank updates everything. Stage 1 partitions the optimizer's state: a
 rank gets its part of the summed gradients when they are complete. Stage 2 partitions the sums of several backwards too:
-every backward's gradients are reduced at once, and no rank keeps more than its part of them.
+every backward's gradients are reduced at once, and no rank keeps more than its part of them. Stage 3 partitions the
+weights, and all else with them (partitioned.py).
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from twinflow.offload.settings import Settings
 from twinflow.offload.shards import part_of, widen
 from twinflow.offload.sharing import Shards
 from twinflow.offload.slots import FlatPool
+from twinflow.zero.agreer import Agreer
 from twinflow.zero.publisher import Publisher
 from twinflow.zero.reducer import Reducer, Wire
 
-STAGES = (0, 1, 2)
+STAGES = (0, 1, 2, 3)
 _LONG = timedelta(hours=2)
 
 
@@ -58,7 +60,7 @@ class Team:
 
     def __init__(self, zero: Zero, device: torch.device) -> None:
         self.zero = zero
-        backend = backend_for(device)
+        backend = backend_for(device) if zero.stage < 3 else "gloo"  # with stage 3 nothing large travels here
         self._reduce = new_group(backend, timeout=zero.timeout)
         self._publish = new_group(backend, timeout=zero.timeout)
         self._agree = new_group("gloo", timeout=zero.timeout)
@@ -73,8 +75,13 @@ class Team:
 
     @property
     def num_parts(self) -> int:
-        """In which a bucket's state is partitioned."""
-        return self.world if self.zero.stage >= 1 else 1
+        """In which each bucket is partitioned. With stage 3 it is the parameters that are."""
+        return self.world if self.zero.stage in (1, 2) else 1
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether this rank has only a part of the state."""
+        return self.zero.stage >= 1 and self.world > 1
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """All start from the first rank's values."""
@@ -90,6 +97,8 @@ class Team:
 
     def shards(self, plans: Sequence[BucketPlan], params: Sequence[ParamSpec]) -> tuple[list[BucketPlan], Shards]:
         """This rank's part of each bucket, and all that the runtime needs to share them."""
+        if self.zero.stage == 3:
+            return list(plans), Shards(None, lambda device, board, *_: Agreer(board, self._agree))
         parts = self.num_parts
         wholes = [widen(plan, params, parts) for plan in plans]
         own = [part_of(whole, self.rank if parts > 1 else 0, parts) for whole in wholes]
@@ -100,6 +109,8 @@ class Team:
     ) -> _SharedWork:
         is_partitioned = self.num_parts > 1 or self.world == 1
         wire = Wire(self._reduce, self._agree, self.zero.dtype, is_partitioned, self.zero.predivide)
+        for group in self.groups.values():
+            group.gives_up = lambda: board.is_closing or board.error is not None
         work = _SharedWork((self.world if self.zero.op == "mean" else 1) / self.zero.predivide)
         flats = FlatPool(where, settings.flat_bytes)
         publisher = Publisher(device, board, buckets, self._publish if self.num_parts > 1 else None, where)
@@ -111,6 +122,8 @@ class Team:
 class _SharedWork:
     """What the runtime calls."""
 
+    reduces = True
+
     def __init__(self, divisor: float) -> None:
         self.divisor = divisor
 
@@ -120,6 +133,7 @@ class _SharedWork:
         self.take_flat: Callable[[Bucket], Tensor] = reducer.take_flat
         self.submit: Callable[[Task], None] = reducer.submit
         self.close: Callable[[Job, Sequence[bool]], None] = reducer.close
+        self.wait_for_sums: Callable[[], None] = reducer.wait_for_sums
         self.forget: Callable[[], None] = publisher.forget
 
     def hold_back(self, job: Job) -> None:

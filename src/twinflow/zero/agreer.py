@@ -1,0 +1,51 @@
+"""The norm of gradients of which every rank has a part: a thread that adds up what all ranks have measured.
+
+This is all that ranks have to agree on where somebody else has summed and partitioned the gradients (stage 3).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from twinflow.device import Event
+from twinflow.dist.group import Group
+from twinflow.offload.board import POLL_S, Board, Now
+from twinflow.offload.bucket import Job
+from twinflow.offload.threads import BoardThread
+from twinflow.zero.reducer import sum_of_squares
+
+
+class Agreer(BoardThread):
+    """Closes a step's job when all ranks have said what their gradients come to."""
+
+    reduces = False
+    divisor = 1.0  # gradients come as the mean
+
+    def __init__(self, board: Board, group: Group) -> None:
+        self._group = group
+        self._closed: deque[tuple[Job, Tensor, Event]] = deque()
+        self.threads = (self,)
+        super().__init__(board, "agreer")
+
+    def close_job(self, job: Job, norms: Tensor, event: Event) -> None:
+        """All tasks of the job are submitted; `norms` holds this rank's norms once `event` is done."""
+        with self.board.changed:
+            self._closed.append((job, norms, event))
+            self.board.changed.notify_all()
+
+    def _turn(self) -> None:
+        board = self.board
+        with board.changed:
+            if not self._closed:
+                self._sleep(has_events=False)
+                return
+            job, norms, event = self._closed.popleft()
+            while not event.done():
+                if board.is_closing or board.error is not None:
+                    return
+                board.changed.wait(POLL_S)
+        row = torch.tensor([sum_of_squares(norms.tolist())], dtype=torch.float64)
+        board.close_job(job, self._group.gather_rows(row)[:, 0], Now(), are_squares=True)
