@@ -431,7 +431,7 @@ def soon(condition: Any) -> Any:
 
 @pytest.fixture
 def shadows() -> Iterator[ShadowPool]:
-    pool = ShadowPool(lambda plan: Store("fp32", torch.empty(plan.numel)), 1000)
+    pool = ShadowPool(lambda plan: Store("fp32", torch.empty(plan.numel)), lambda store: None, 1000)
     yield pool
     pool.close()
 
@@ -447,6 +447,20 @@ def test_shadows_stay_within_their_bytes(shadows: ShadowPool) -> None:
     shadows.give(plan, a)
     assert shadows.take(plan_of(300), 400) is None  # of another layout
     assert shadows.take(plan_of(100), 400) is a
+
+
+def test_shadows_that_no_bucket_would_use_are_given_back() -> None:
+    freed: list[Store] = []
+    pool = ShadowPool(lambda plan: Store("fp32", torch.empty(plan.numel)), freed.append, 2000)
+    small, large = plan_of(100), plan_of(300)
+    assert pool.prepare([(small, 400), (small, 400), (large, 1200)]) == 3
+    assert pool.num_bytes == 2000
+    assert pool.prepare([(small, 400)]) == 0  # the others have moved to the device
+    assert pool.num_bytes == 400
+    assert sorted(store.master.numel() for store in freed) == [128, 384]  # padded
+    assert pool.prepare([]) == 0
+    assert pool.num_bytes == 0
+    pool.close()
 
 
 def test_no_bytes_no_shadows(shadows: ShadowPool) -> None:

@@ -14,6 +14,7 @@ from twinflow.offload.settings import Settings
 from twinflow.offload.shadow import ShadowPool
 from twinflow.offload.slots import FlatPool, SlotPool
 from twinflow.offload.sync import ARRIVED, WEIGHT_SLOT
+from twinflow.offload.updater import RuleUpdater
 
 
 def new_board(
@@ -28,7 +29,7 @@ def new_board(
         SlotPool(device, num_gradient_slots(settings, len(hosted)), slot_bytes, ARRIVED),
         SlotPool(device, num_weight_slots(settings, len(hosted)), slot_bytes, WEIGHT_SLOT),
         FlatPool(tensor_device, flat_bytes(settings, plans)),
-        ShadowPool(updater.new_store),
+        ShadowPool(updater.new_store, updater.release if isinstance(updater, RuleUpdater) else lambda store: None),
         settings.hold_on_host,
         settings.sums_on_host,
     )

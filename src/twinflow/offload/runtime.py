@@ -110,7 +110,7 @@ class Runtime:
         shadows, settings = self.board.shadows, self.settings
         shadows.max_bytes = max_bytes
         hosted = [bucket for bucket in self.buckets if not bucket.is_on_device]
-        if not (settings.may_run_ahead and settings.limits.any and self.updater.can_shadow and hosted):
+        if not (settings.may_run_ahead and settings.limits.any and self.updater.can_shadow):
             return
         num_made = shadows.prepare((bucket.plan, self.board.shadow_bytes(bucket)) for bucket in hosted)
         if any(self.updater.needs_weight_slot(bucket.plan) for bucket in hosted):

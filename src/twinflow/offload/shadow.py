@@ -22,10 +22,13 @@ _MAX_QUEUED = 4
 class ShadowPool:
     """Spare stores within `max_bytes` of host memory, made by `make`."""
 
-    def __init__(self, make: Callable[[BucketPlan], Store], max_bytes: int = 0) -> None:
+    def __init__(
+        self, make: Callable[[BucketPlan], Store], free: Callable[[Store], None], max_bytes: int = 0
+    ) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._make = make
+        self._make, self._free = make, free
+        self._sizes: dict[Layout, int] = {}  # bytes of one
         self._spare: dict[Layout, list[Store]] = {}
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="twinflow-shadow")
         self._lock = threading.Lock()
@@ -48,6 +51,8 @@ class ShadowPool:
 
         Between steps, when all that there are lie here.
         """
+        plans = list(plans)
+        self._trim([plan.layout for plan, _ in plans])
         num_made, there = 0, {layout: len(spare) for layout, spare in self._spare.items()}
         for plan, nbytes in plans:
             if there.get(plan.layout, 0) > 0:
@@ -60,8 +65,16 @@ class ShadowPool:
                 num_made += 1
         return num_made
 
+    def _trim(self, wanted: list[Layout]) -> None:
+        """Give back what no bucket on the host would use any more."""
+        for layout, spare in self._spare.items():
+            while len(spare) > wanted.count(layout):
+                self._free(spare.pop())
+                self.num_bytes -= self._sizes.get(layout, 0)
+
     def _add(self, plan: BucketPlan, nbytes: int) -> None:
         try:
+            self._sizes[plan.layout] = nbytes
             store = self._make(plan)
         except (MemoryError, RuntimeError):  # there was less than it seemed: do with what there is
             with self._lock:

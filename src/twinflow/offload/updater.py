@@ -168,8 +168,12 @@ class RuleUpdater:
 
     def forget(self, bucket: Bucket) -> None:
         """Give page-locked memory back, and the views of its store."""
-        self._kept.pop(id(bucket.store), None)
-        for tensor in (bucket.store.weight, bucket.store.master):
+        self.release(bucket.store)
+
+    def release(self, store: Store) -> None:
+        """The same for a store that no bucket has."""
+        self._kept.pop(id(store), None)
+        for tensor in (store.weight, store.master):
             if tensor is not None:
                 self._device.release(tensor)
 
