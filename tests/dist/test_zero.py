@@ -80,3 +80,12 @@ def test_a_world_of_one_changes_no_bit() -> None:
     (alone,) = run_ranks(0, digest_alone, None)
     for stage in (0, 1, 2):
         assert run_ranks(1, digest_alone, stage) == [alone], stage
+
+
+def test_layers_that_run_again_see_the_same_weights() -> None:
+    extra = {"activation_checkpointing": {"layers": ["Block"], "cpu_checkpointing": True}}
+    configs = {str(stage): {**config_of(stage, {}, 1, 2), **extra} for stage in (2, 3)}
+    truth = alone(1)["losses"]
+    for rank in run_ranks(2, train_all, configs):
+        for stage in configs:
+            assert rank[stage]["losses"] == pytest.approx(truth, rel=1e-5), stage

@@ -330,6 +330,9 @@ class Engine:
         self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write the weights as they are on the device, as safetensors that other libraries read."""
+        if self.settings.stage == 3 and self.world_size > 1:
+            remedy = "Save a checkpoint, and make files of it with `twinflow export`."
+            raise bad_value("save_16bit_model() with zero_optimization.stage", 3, (0, 1, 2), remedy)
         if self.optimizer is not None:
             self.optimizer.wait()
         if self.global_rank > 0:
