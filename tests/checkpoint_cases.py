@@ -14,7 +14,7 @@ from twinflow.models.gpt import GPT
 from twinflow.optim.twin_state import _pieces
 
 
-def engine_of(world: int, stage: int, offload: dict[str, Any] | None, seed: int) -> Any:
+def engine_of(world: int, stage: int, offload: dict[str, Any] | None, seed: int, is_background: bool = False) -> Any:
     """An engine whose ranks draw the same samples as one process would."""
     torch.manual_seed(seed)
     config = {
@@ -51,11 +51,16 @@ def state_of(engine: Any) -> dict[str, Any]:
     return found
 
 
-def save(rank: int, world: int, folder: str, stage: int, offload: dict[str, Any] | None) -> dict[str, Any]:
+def save(
+    rank: int, world: int, folder: str, stage: int, offload: dict[str, Any] | None, is_background: bool = False
+) -> dict[str, Any]:
     """Three steps, a checkpoint, and the state in it."""
-    engine = engine_of(world, stage, offload, rank)
+    engine = engine_of(world, stage, offload, rank, is_background)
     steps(engine, 0, 3)
     engine.save_checkpoint(folder, client_state={"note": "saved", "rank": rank})
+    if is_background:
+        steps(engine, 3, 5)
+        engine.wait_for_checkpoint()
     found = {"state": state_of(engine), "weights": weights_of(engine), "steps": engine.global_steps}
     engine.destroy()
     return found

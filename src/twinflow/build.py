@@ -32,7 +32,7 @@ from twinflow.optim.twin import TwinOptimizer
 from twinflow.rules import RULES
 from twinflow.zero import Zero
 from twinflow.zero.partitioned import partition
-from twinflow.zero.start import meet, start_watch
+from twinflow.zero.start import meet, own_host_bytes, start_watch
 
 Model = nn.Module | Callable[[], nn.Module]
 _TIMEOUT_S = 1800.0  # for one rank to wait for another: long after the watch has seen that it hangs
@@ -103,9 +103,18 @@ def _engine_settings(config: Config, batch: Batch, source: Any, ranks: RankEnvir
         autocast=getattr(torch, str(config.torch_autocast.dtype)) if config.torch_autocast.enabled else None,
         input_dtype=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
         keep_last=config.checkpoint.keep_last,
+        background_bytes=_background_bytes(config),
         drop_last=config.dataloader_drop_last,
         config=dict(source) if isinstance(source, Mapping) else {"file": str(source)},
     )
+
+
+def _background_bytes(config: Config) -> int | None:
+    """Host memory for checkpoints in the background; None where they are not."""
+    if not config.checkpoint.background:
+        return None
+    given = config.checkpoint.background_bytes
+    return own_host_bytes() // 4 if given is None else given
 
 
 def _overruled(config: Config, optimizer: Any, lr_scheduler: Any) -> Iterator[str]:

@@ -18,6 +18,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -101,6 +102,10 @@ class Device:
     def compute(self) -> Stream:
         """Where gradients are produced, for the calling thread."""
         return self.stream("compute")
+
+    def beside(self, name: str) -> AbstractContextManager[Any]:
+        """What the calling thread queues inside runs beside the model's work."""
+        return nullcontext()
 
     def hold_compute(self, event: Event, point: str) -> None:
         """Let the model's work from now on wait for the event."""
@@ -251,6 +256,12 @@ class CudaDevice(Device):
     def compute(self) -> Stream:
         """The calling thread's current stream: in a hook, the one that produced the gradient."""
         return _CudaStream("compute", self, torch.cuda.current_stream(self.device))
+
+    def beside(self, name: str) -> AbstractContextManager[Any]:
+        """On a stream of this name."""
+        stream = self.stream(name)
+        assert isinstance(stream, _CudaStream)
+        return torch.cuda.stream(stream._stream)
 
     def hold_compute(self, event: Event, point: str) -> None:
         """The GPU waits; the calling thread does not."""

@@ -66,3 +66,13 @@ def test_going_on_is_bit_identical(tmp_path: Path) -> None:
         r["weights"] for r in straight
     ]
     assert straight[0]["weights"] == straight[1]["weights"]
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.matrix)])
+def test_written_while_all_ranks_train_on(tmp_path: Path, stage: int) -> None:
+    truth = run_ranks(2, save, str(tmp_path / "plain"), stage, HALF)
+    later = run_ranks(2, save, str(tmp_path / "beside"), stage, HALF, True)
+    assert later[0]["weights"] != truth[0]["weights"]
+    loaded = run_ranks(2, load, str(tmp_path / "beside"), stage, HALF)
+    assert [rank["state"] for rank in loaded] == [rank["state"] for rank in truth]
+    assert loaded[0]["weights"] == truth[0]["weights"]

@@ -157,6 +157,12 @@ class Checkpoint(Section):
     checkpoint_serialization: bool = unused(True, _WRITER)
     writer: Free | None = unused(None, _WRITER)
     keep_last: Positive | None = honoured(None, "how many checkpoints to keep; null: all", ours=True)
+    background: bool = honoured(False, "write checkpoints beside the steps that follow", ours=True)
+    background_bytes: Whole | None = honoured(
+        None,
+        "host memory of a rank for state that is updated before it is written; null: a quarter of what is free",
+        ours=True,
+    )
 
 
 class Files(Section):

@@ -20,6 +20,7 @@ from twinflow.activations import Handle
 from twinflow.checkpoint import Entry, export_weights
 from twinflow.dist.agree import gather_json
 from twinflow.engine import state
+from twinflow.engine.background import BackgroundSave
 from twinflow.engine.loader import ResumableLoader
 from twinflow.engine.reports import Reports
 from twinflow.errors import bad_value
@@ -39,6 +40,7 @@ class EngineSettings:
     autocast: torch.dtype | None = None  # forwards run under torch.autocast with it
     input_dtype: torch.dtype | None = None  # floating inputs are cast to it
     keep_last: int | None = None  # checkpoints
+    background_bytes: int | None = None  # they are written beside training, with so much host memory; None: at once
     drop_last: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)  # as given
 
@@ -59,6 +61,7 @@ class Engine:
         self.settings, self.reports = settings, reports
         self.activations: Handle | None = None  # checkpointed layers
         self.watch: Watch | None = None  # over the other ranks
+        self.background: BackgroundSave | None = None  # the checkpoint that is being written
         self.global_steps = 0  # steps at an accumulation boundary, skipped ones included
         self.micro_steps = 0
         self.global_samples = 0
@@ -293,13 +296,27 @@ class Engine:
         exclude_frozen_parameters: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> bool:
-        """Write everything needed to go on exactly as if nothing had happened, into `save_dir`/`tag`."""
+        """Write everything needed to go on exactly as if nothing had happened, into `save_dir`/`tag`.
+
+        With `checkpoint.background` in the config it is written beside the steps that follow, after the one before;
+        what went wrong then is raised by the next call of this, of `wait_for_checkpoint` or of `destroy`.
+        """
+        self.wait_for_checkpoint()
         self._settle()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         client = dict(client_state or {})
         with self._pause("saving"):
-            state.save(self, Path(save_dir), tag, client, save_latest, exclude_frozen_parameters, on_progress)
+            self.background = state.save(
+                self, Path(save_dir), tag, client, save_latest, exclude_frozen_parameters, on_progress
+            )
         return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Until the checkpoint that is being written in the background, if there is one, is complete."""
+        background, self.background = self.background, None
+        if background is not None:
+            with self._pause("saving"):
+                background.wait()
 
     def load_checkpoint(
         self,
@@ -315,6 +332,7 @@ class Engine:
 
         All of it is checked before anything changes.
         """
+        self.wait_for_checkpoint()
         self._settle()
         what = state.What(
             strict=load_module_strict,
@@ -404,6 +422,7 @@ class Engine:
             if self.activations is not None:
                 last_first.callback(self.activations.remove)
             last_first.callback(self.reports.close)
+            last_first.callback(self.wait_for_checkpoint)
             self._settle()
             self.optimizer = self.activations = None
 

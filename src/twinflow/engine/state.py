@@ -7,7 +7,6 @@ included, before it changes anything.
 from __future__ import annotations
 
 import copy
-import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +24,10 @@ from twinflow.checkpoint.together import Alone, agree
 from twinflow.checkpoint.tree import Leaf, put_together, take_apart, tensor_names
 from twinflow.dist.agree import gather_json
 from twinflow.dist.group import Group
+from twinflow.engine.background import BackgroundSave, freeze, num_bytes
 from twinflow.errors import bad_value
 from twinflow.offload.bucket import local_of
+from twinflow.offload.frozen import Frozen
 from twinflow.optim.twin_build import first_of
 from twinflow.rules.formats import BLOCK
 
@@ -56,8 +57,8 @@ def save(
     save_latest: bool,
     exclude_frozen: bool,
     on_progress: Callable[[int, int], None] | None,
-) -> None:
-    """Write `root`/`tag`."""
+) -> BackgroundSave | None:
+    """Write `root`/`tag`; where the engine saves in the background, begin to."""
     if engine.part:
         raise RuntimeError(
             f"save_checkpoint() after {engine.part} of {engine.gradient_accumulation_steps()} micro-batches of a step. "
@@ -65,7 +66,7 @@ def save(
         )
     ranks = ranks_of(engine)
     if ranks is None and engine.global_rank > 0:
-        return  # all ranks have the same, and no part of anything: the first saves it
+        return None  # all ranks have the same, and no part of anything: the first saves it
     meta, states, others = _collect(engine, client_state, ranks)
     if engine.optimizer is not None:
         engine.optimizer.wait()
@@ -73,17 +74,59 @@ def save(
     if ranks is not None:
         leaves = _deal(leaves, ranks)
     files = {"model": leaves, "optimizer": states, "rest": others}
-    entries = {name: [Entry(*leaf) for leaf in found] for name, found in files.items()}
-    save_files(
-        root,
-        tag,
-        entries,
-        meta,
-        save_latest=save_latest,
-        keep_last=engine.settings.keep_last,
-        on_progress=on_progress,
-        together=ranks,
-    )
+    frozen = _freeze(engine) if engine.settings.background_bytes is not None else None
+    if frozen is not None:
+        files = freeze(files, frozen, _buckets_of(engine))
+
+    def write(together: Ranks | None) -> None:
+        entries = {name: [Entry(*leaf) for leaf in found] for name, found in files.items()}
+        save_files(
+            root,
+            tag,
+            entries,
+            meta,
+            save_latest=save_latest,
+            keep_last=engine.settings.keep_last,
+            on_progress=on_progress,
+            together=together,
+        )
+
+    if frozen is None:
+        write(ranks)
+        return None
+    team = engine.optimizer.team if engine.optimizer is not None else None
+    background = BackgroundSave(lambda: write(Ranks(team.saves) if ranks is not None and team else None), frozen)
+    background.start()
+    return background
+
+
+def _freeze(engine: Engine) -> Frozen | None:
+    """A moment at which nothing is under way."""
+    if engine.optimizer is None:
+        return None
+    runtime, limit = engine.optimizer.runtime, engine.settings.background_bytes
+    assert limit is not None
+    runtime.wait()
+    runtime.wait_for_copies()
+    return Frozen(runtime.board, runtime.device, limit)
+
+
+def _buckets_of(engine: Engine) -> Callable[[Leaf], Sequence[int] | None]:
+    """The buckets whose updates would change a leaf: those of its parameter, by the name of either."""
+    assert engine.optimizer is not None
+    params = engine.optimizer.runtime.params
+    by_tensor = {param.tensor: [bucket.plan.index for bucket in param.buckets] for param in params}
+    found: dict[str, list[int] | None] = {param.name: by_tensor[param.tensor] for param in params}
+    for name, tensor in engine.module.named_parameters(remove_duplicate=False):
+        found[name] = by_tensor.get(tensor)  # a frozen one does not change
+
+    def buckets(leaf: Leaf) -> Sequence[int] | None:
+        name = leaf.name
+        while name not in found and "/" in name:  # parameter/key, with more keys below
+            name = name.rpartition("/")[0]
+        return found.get(name, [])
+
+    return buckets
 
 
 @dataclass(frozen=True)
@@ -117,16 +160,12 @@ def _deal(leaves: Sequence[Leaf], ranks: Ranks) -> list[Leaf]:
     """This rank's part of what all have: the largest first, each to the rank that has least so far. Rows of a parameter
     are its own."""
     used, own = [0] * ranks.world, [leaf for leaf in leaves if leaf.part is not None]
-    for leaf in sorted((leaf for leaf in leaves if leaf.part is None), key=lambda leaf: -_num_bytes(leaf)):
+    for leaf in sorted((leaf for leaf in leaves if leaf.part is None), key=lambda leaf: -num_bytes(leaf)):
         rank = used.index(min(used))
-        used[rank] += _num_bytes(leaf)
+        used[rank] += num_bytes(leaf)
         if rank == ranks.rank:
             own.append(leaf)
     return own
-
-
-def _num_bytes(leaf: Leaf) -> int:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
 def _collect(

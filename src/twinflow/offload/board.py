@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -24,6 +25,9 @@ from twinflow.offload.shadow import ShadowPool
 from twinflow.offload.slots import FlatPool, SlotPool
 from twinflow.offload.stages import Stages
 from twinflow.offload.sync import ARRIVED, WEIGHT_SENT
+
+if TYPE_CHECKING:
+    from twinflow.offload.frozen import Frozen
 
 POLL_S = 2e-4  # how often a thread looks again that waits for an event: a small part of any copy or update
 
@@ -86,6 +90,7 @@ class Board:
         self.ahead: list[Task] = []
         self.outbox: list[Task] = []
         self.current: Task | None = None  # what the worker updates now, ahead of the gate
+        self.frozen: Frozen | None = None  # what somebody still reads of the state as it was
         self.error: BaseException | None = None
         self.is_closing = False
 
@@ -170,7 +175,7 @@ class Board:
                 if task.present:
                     updater.publish(task)
                 task.bucket.updated = task.job.number
-                task.bucket.sent = task.bucket.due = task.job.number - 1
+                task.bucket.sent = task.bucket.published = task.bucket.due = task.job.number - 1
                 self.outbox.append(task)
 
     def publish_again(self, bucket: Bucket) -> None:
@@ -209,7 +214,12 @@ class Board:
         """Whether a flat buffer will come back whatever the runtime does."""
         # The others wait for the rest of the gradients, or for a step that sends what was updated before.
         begun = (t for t in self.resident if t.job.gate.is_open and t.bucket.sent >= t.bucket.updated)
-        return any(task.flat is not None for task in (*self.waiting, *self.flying, *self.ahead, *begun))
+        tasks = (*self.waiting, *self.flying, *self.ahead, *begun)
+        return any(task.flat is not None and not self._is_stuck(task) for task in tasks)
+
+    def _is_stuck(self, task: Task) -> bool:
+        """Whether it waits for the ranks to agree, which they do when all buckets of the step have come."""
+        return task.is_held and not self.sums_on_host
 
     def _know(self, job: Job) -> None:
         if job not in self.jobs:
@@ -233,19 +243,20 @@ class Board:
             return False
         if self.sums_on_host and not task.is_summed:  # one after the other, so that the sum is always the same
             return bucket.parts[0] is task and not bucket.is_full
-        return self._is_sent(bucket)
+        return self._may_change(bucket)
 
-    def _is_sent(self, bucket: Bucket) -> bool:
-        """Weights may be sent from the state itself: it must not change before they are."""
+    def _may_change(self, bucket: Bucket) -> bool:
+        """Weights may be sent from the state itself: it must not change before they are, nor before somebody has read
+        it who was promised that it would not."""
         is_there = bucket.sent_event is None or self.is_there(bucket.sent_event, WEIGHT_SENT)
-        return bucket.sent >= bucket.updated and is_there
+        return bucket.sent >= bucket.updated and is_there and (self.frozen is None or self.frozen.allows(bucket))
 
     def may_update_there(self, task: Task) -> bool:
         """The same for a task whose update is on the device, where the stream waits for the gradients."""
         bucket = task.bucket
         if self.sums_on_host and not task.is_summed:
             return bucket.parts[0] is task and not bucket.is_full
-        return task.job.gate.is_open and not task.is_held and self._is_sent(bucket)
+        return task.job.gate.is_open and not task.is_held and self._may_change(bucket)
 
     def reserve(self, task: Task) -> bool:
         """Find a shadow for an update ahead of the gate."""

@@ -387,6 +387,7 @@ class Runtime:
     def move(self, bucket: Bucket, place: str) -> None:
         """Let a bucket's state live in another place from now on. MemoryError, and nothing has changed, where that is
         full. Only after `wait` and `wait_for_copies`, when nothing of it is under way."""
+        self.board.wait_for(lambda: self.board.frozen is None)
         if place != bucket.plan.place:
             changes.move(bucket, place, self.updaters[place], self._options())
             self.board.publish_again(bucket)

@@ -66,6 +66,7 @@ class Team:
         self._agree = new_group("gloo", timeout=zero.timeout)
         # For whoever calls the optimizer: ranks that save wait here for the slowest.
         self.calls: Group = new_group("gloo", timeout=max(zero.timeout, _LONG))
+        self.saves: Group = new_group("gloo", timeout=max(zero.timeout, _LONG))  # for checkpoints in the background
         self.world, self.rank = self.calls.world, self.calls.rank
 
     @property
