@@ -1,13 +1,19 @@
-"""The fused update on a GPU: the bits of the references there and of the host kernels here."""
+"""The fused update on a GPU: the bits of the references there and of the host kernels here; and the fused gathering."""
 
 from __future__ import annotations
+
+import runpy
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import gpu_update_support as support
 import pytest
 import torch
 from support import OPTIONS
 
-from twinflow.gpu import FusedUpdate, Numbers, Piece, is_available
+from twinflow.gpu import FusedUpdate, Numbers, Piece, collect, is_available
+from twinflow.offload import gather
 from twinflow.rules import RULES, reference
 from twinflow.rules.formats import rounding_key
 from twinflow.rules.segment import Segment, Store
@@ -34,6 +40,37 @@ def test_a_bucket_of_large_pieces(rule: str, format: str) -> None:
 )
 def test_any_bit_pattern_in_large_pieces(rule: str, format: str) -> None:
     support.run_case(support.Case(rule, format, torch.float32, torch.float32, "bits"), "cuda", LARGE)
+
+
+@pytest.mark.parametrize("options", [{"max_programs": 7}, {"max_programs": 33, "tile": 1024}, {"tile": 4096}], ids=str)
+@pytest.mark.parametrize(("rule", "format"), support.RULE_FORMATS)
+def test_a_bounded_grid_changes_no_bit(
+    rule: str, format: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(support, "FusedUpdate", partial(FusedUpdate, **options))
+    support.run_case(support.Case(rule, format, torch.bfloat16, torch.bfloat16), "cuda", LARGE)
+
+
+COLLECTED = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "test_gpu_collect.py"))["CASES"]
+
+
+@pytest.mark.parametrize("name", COLLECTED)
+def test_gathered_and_measured_in_one_pass(name: str) -> None:
+    """One norm to the last bit however gradients came, within 1e-6 of float64's."""
+    COLLECTED[name]("cuda")
+
+
+def test_rows_of_a_large_bucket() -> None:
+    """The kernel's rows have the truth's bits, and the whole norm is that of float64."""
+    flat, values = torch.zeros(1 << 26, device="cuda"), torch.randn((1 << 26) - 77, device="cuda") * 1e-3
+    rows = collect.new_rows(flat.numel(), flat.device)
+    collect.put(flat, rows, 0, values)
+    assert torch.equal(rows, collect.row_norms(flat))
+    norms = torch.zeros(2, dtype=torch.float64, device="cuda")
+    collect.norm_of(norms[0], rows)
+    gather.measure(norms[1], flat)
+    assert norms[0] == norms[1]
+    torch.testing.assert_close(norms[0], values.double().norm(), rtol=1e-6, atol=0)
 
 
 def test_an_offset_that_32_bits_do_not_hold() -> None:

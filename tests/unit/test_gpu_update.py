@@ -9,7 +9,9 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import gpu_update_support as support
 import pytest
@@ -17,8 +19,12 @@ import torch
 from support import OPTIONS, make_store
 
 from twinflow import gpu
+from twinflow.device import Device
 from twinflow.gpu import FusedUpdate, Piece
 from twinflow.gpu.update import _tile_table
+from twinflow.offload.device_updater import DeviceUpdater
+from twinflow.offload.plan import RESIDENT
+from twinflow.optim.state_kind import StateKind
 from twinflow.rules import RULES, formats, reference
 from twinflow.rules.segment import Segment, new_store
 
@@ -33,10 +39,14 @@ def interpreted(request: pytest.FixtureRequest) -> dict[str, str]:
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.path == request.path and "interpreted" in item.fixturenames
     ]
+    return in_the_interpreter(support.__file__, *wanted)
+
+
+def in_the_interpreter(*command: str) -> dict[str, str]:
+    """What went wrong in each case."""
     paths = [str(Path(support.__file__).parent), *sys.path]
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, support.__file__, *wanted]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env, timeout=280)
     found = dict(json.loads(line) for line in done.stdout.splitlines())
     assert done.returncode == 0, done.stderr[-3000:]
     return found
@@ -55,12 +65,47 @@ def test_the_kernel_has_the_bits_of_the_truth_everywhere(name: str, interpreted:
     assert not interpreted[name], interpreted[name]
 
 
+@needs_triton
+@pytest.mark.parametrize("options", [{"max_programs": 2}, {"max_programs": 3, "tile": 1024}, {"tile": 2048}], ids=str)
+def test_a_bounded_grid_changes_no_bit(options: dict[str, Any]) -> None:
+    """Fewer programs than tiles, more than one tile in all: every rule and format, pieces left out in a step."""
+    names = [case.name for case in {(case.rule, case.format): case for case in support.DEFAULT}.values()]
+    found = in_the_interpreter(__file__, json.dumps(options), *names)
+    assert found == dict.fromkeys(names, "")
+
+
+def run_bounded(options: str, *names: str) -> None:
+    """In a process of its own: the same cases with an update that is built so."""
+    support.FusedUpdate = partial(FusedUpdate, **json.loads(options))  # type: ignore[misc,assignment]
+    sys.argv[1:] = names
+    support.main()
+
+
+@needs_triton
+def test_programs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.update, "is_interpreting", lambda: True)  # or weights on the host would be refused
+    pieces = [Piece(torch.zeros(n), offset, n, 0) for n, offset in ((10_000, 0), (5000, 10_240))]
+    programs = {n: FusedUpdate(RULES["adamw"], pieces, n)._num_programs for n in (None, 1, 3, 100)}
+    assert programs == {None: 15, 1: 1, 3: 3, 100: 5}  # of 1024 elements each, or of up to 4096
+    with pytest.raises(AssertionError):
+        FusedUpdate(RULES["adamw"], pieces, 0)
+
+
+def test_the_bound_reaches_the_update() -> None:
+    kind = StateKind(RULES["adamw"], None, "fp32", update_programs=33)
+    updater = kind.new_updaters(Device(), torch.device("cpu"))[RESIDENT]
+    assert isinstance(updater, DeviceUpdater)
+    assert updater.max_programs == 33
+
+
 def test_cases_hold_every_rule_and_format() -> None:
     assert {(case.rule, case.format) for case in support.DEFAULT} == set(support.RULE_FORMATS)
     assert len(support.CASES) == len(support.DEFAULT) + len(support.REST)
 
 
-def compiled(rule: str, format: str, weight: str, monkeypatch: pytest.MonkeyPatch, cache: Path) -> str:
+def compiled(
+    rule: str, format: str, weight: str, monkeypatch: pytest.MonkeyPatch, cache: Path, is_bounded: bool = False
+) -> str:
     """The PTX for an H100 or H200 of a bf16 gradient's update. No GPU is needed for that."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
     import triton
@@ -72,17 +117,17 @@ def compiled(rule: str, format: str, weight: str, monkeypatch: pytest.MonkeyPatc
     state = {"fp32": "*fp32", "bf16": "*i16", "int8": "*u8"}[format]
     master = {"split": "*i16", "fp16": "*fp32", "fp32": None}[weight]
     states = [state if name else None for name in RULES[rule].states]
-    types = ["*i64", "*i32", "*i16", master, *states, *["*fp32" if format == "int8" else None] * 2]
-    constants = [rule, format, weight, 16, 1024]
+    types = ["*i64", "*i32", "*i16", master, *states, *["*fp32" if format == "int8" else None] * 2, "i32"]
+    constants = [rule, format, weight, 16, 4096 if is_bounded else 1024, is_bounded]
     signature = {
         name: kind or "constexpr"
         for name, kind in zip(kernel.update.arg_names, types + [None] * len(constants), strict=True)
     }
     values = [*([None] * len(types)), *constants]
     constexprs = {(i,): values[i] for i, kind in enumerate(signature.values()) if kind == "constexpr"}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types[:-1]) if kind}
     source = ASTSource(kernel.update, signature, constexprs, aligned)
-    options = {"num_warps": 8, "enable_fp_fusion": False}
+    options = {"num_warps": 32 if is_bounded else 8, "enable_fp_fusion": False}
     return str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 
 
@@ -102,9 +147,12 @@ def test_compiled_it_neither_fuses_nor_flushes(
 
 
 @needs_triton
-def test_compiled_it_reads_and_writes_wide_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_bounded", [False, True])
+def test_compiled_it_reads_and_writes_wide_words(
+    is_bounded: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Four elements at a time for each thread, and no value crosses to another one."""
-    text = compiled("adamw", "fp32", "split", monkeypatch, tmp_path)
+    text = compiled("adamw", "fp32", "split", monkeypatch, tmp_path, is_bounded)
     assert (text.count("ld.global.v4.b32"), text.count("st.global.v4.b32")) == (2, 2)  # the states
     assert (text.count("ld.global.v2.b32"), text.count("st.global.v2.b32")) == (3, 2)  # gradient and both halves
     assert "shared" not in re.sub(r"//.*|\.extern.*", "", text)
@@ -153,3 +201,7 @@ def test_the_truth_asks_for_no_device() -> None:
             grad = torch.empty(300, dtype=torch.bfloat16, device="meta")
             reference.update([Segment(RULES[rule], RULES[rule].hyper(OPTIONS, 1), grad, there)])
     assert formats.random_bits(0, 8, (1, 2), torch.device("meta")).is_meta
+
+
+if __name__ == "__main__":
+    run_bounded(*sys.argv[1:])

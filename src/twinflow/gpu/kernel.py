@@ -2,6 +2,10 @@
 
 Four elements for each thread: every buffer is then read and written in the same layout (16 bytes of fp32, 8 of bf16, 4
 of int8 at a time), no value moves to another thread, and a block of 128 is one warp's.
+
+Where the model is to run beside it, a few large programs take one tile after the other: they leave the other
+multiprocessors alone. Nothing is shared between their warps, so that some load while others compute. The next tile's
+row of the table, without which nothing can be loaded, is read while this tile is updated.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ KEY = tl.constexpr(2)
 HYPER = tl.constexpr(4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def update(
     tiles: tl.tensor,
     numbers: tl.tensor,
@@ -42,33 +46,55 @@ def update(
     second: tl.tensor | None,
     first_scales: tl.tensor | None,
     second_scales: tl.tensor | None,
+    num_tiles: tl.tensor,
     RULE: tl.constexpr,
     FORMAT: tl.constexpr,
     WEIGHT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
+    LOOPS: tl.constexpr,
 ) -> None:
     """One step of every tile whose piece has numbers. A state that is None is not there.
+
+    A program for each tile; with LOOPS any number of programs takes the tiles in turn.
 
     RULE: its name. FORMAT: of the states. WEIGHT: "split" (bf16, the upper halves), "fp16" or "fp32" (the master
     itself). ALIGNMENT: of the weights' addresses. Tensors of bf16 come as int16.
     """
-    tile = tiles + tl.program_id(0).to(tl.int64) * TILE_COLUMNS
-    own = numbers + tl.load(tile + 4) * NUMBER_COLUMNS
-    if tl.load(own) != 0:
-        count = tl.load(tile + 3)
-        # A mask would keep whole tiles from wide loads and stores.
-        if count == TILE:
-            _update_tile(tile, own, grads, master, first, second, first_scales, second_scales, count, RULE, FORMAT,
-                         WEIGHT, ALIGNMENT, TILE, False)  # fmt: skip
-        else:
-            _update_tile(tile, own, grads, master, first, second, first_scales, second_scales, count, RULE, FORMAT,
-                         WEIGHT, ALIGNMENT, TILE, True)  # fmt: skip
+    program = tl.program_id(0)
+    if LOOPS:
+        step = tl.num_programs(0)
+        weight, at, first_block, count, piece = _read_tile(tiles, program)
+        is_wanted = tl.load(numbers + piece * NUMBER_COLUMNS)
+        for number in range(program, num_tiles, step):
+            # The last one reads its own row again.
+            following = _read_tile(tiles, tl.where(number + step < num_tiles, number + step, number))
+            if is_wanted != 0:
+                _update_tile(weight, at, first_block, count, numbers + piece * NUMBER_COLUMNS, grads, master, first,
+                             second, first_scales, second_scales, RULE, FORMAT, WEIGHT, ALIGNMENT, TILE)  # fmt: skip
+            weight, at, first_block, count, piece = following
+            is_wanted = tl.load(numbers + piece * NUMBER_COLUMNS)
+    else:
+        weight, at, first_block, count, piece = _read_tile(tiles, program)
+        own = numbers + piece * NUMBER_COLUMNS
+        if tl.load(own) != 0:
+            _update_tile(weight, at, first_block, count, own, grads, master, first, second, first_scales, second_scales,
+                         RULE, FORMAT, WEIGHT, ALIGNMENT, TILE)  # fmt: skip
+
+
+@triton.jit
+def _read_tile(tiles: tl.tensor, number: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """A row of the table."""
+    row = tiles + number.to(tl.int64) * TILE_COLUMNS
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
 
 
 @triton.jit
 def _update_tile(
-    tile: tl.tensor,
+    weight: tl.tensor,
+    at: tl.tensor,
+    first_block: tl.tensor,
+    count: tl.tensor,
     own: tl.tensor,
     grads: tl.tensor,
     master: tl.tensor | None,
@@ -76,7 +102,35 @@ def _update_tile(
     second: tl.tensor | None,
     first_scales: tl.tensor | None,
     second_scales: tl.tensor | None,
+    RULE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """A tile, given by its row."""
+    # A mask would keep whole tiles from wide loads and stores.
+    if count == TILE:
+        _update_elements(weight, at, first_block, count, own, grads, master, first, second, first_scales,
+                         second_scales, RULE, FORMAT, WEIGHT, ALIGNMENT, TILE, False)  # fmt: skip
+    else:
+        _update_elements(weight, at, first_block, count, own, grads, master, first, second, first_scales,
+                         second_scales, RULE, FORMAT, WEIGHT, ALIGNMENT, TILE, True)  # fmt: skip
+
+
+@triton.jit
+def _update_elements(
+    weight: tl.tensor,
+    at: tl.tensor,
+    first_block: tl.tensor,
     count: tl.tensor,
+    own: tl.tensor,
+    grads: tl.tensor,
+    master: tl.tensor | None,
+    first: tl.tensor | None,
+    second: tl.tensor | None,
+    first_scales: tl.tensor | None,
+    second_scales: tl.tensor | None,
     RULE: tl.constexpr,
     FORMAT: tl.constexpr,
     WEIGHT: tl.constexpr,
@@ -85,8 +139,7 @@ def _update_tile(
     MASKED: tl.constexpr,
 ) -> None:
     BLOCKS: tl.constexpr = TILE // BLOCK
-    at = tl.multiple_of(tl.load(tile + 1), BLOCK)  # int64: a bucket may be larger than 2**31
-    first_block = tl.load(tile + 2)
+    at = at // BLOCK * BLOCK  # it is a multiple: the product tells the compiler so, a hint for an argument would not
     block = tl.arange(0, BLOCKS)[:, None]  # [blocks, 1]
     index = block * BLOCK + tl.arange(0, BLOCK)[None, :]  # [blocks, 128]
     mask = index < count if MASKED else tl.full([BLOCKS, BLOCK], True, tl.int1)
@@ -94,7 +147,7 @@ def _update_tile(
     scales_at = at // BLOCK + block
     ELEMENT: tl.constexpr = tl.int16 if WEIGHT == "split" else tl.float16 if WEIGHT == "fp16" else tl.float32
     # The hint is for the pointer: from the integer it would not reach it.
-    weight = tl.multiple_of(tl.load(tile).to(tl.pointer_type(ELEMENT)), ALIGNMENT) + index
+    weight = tl.multiple_of(weight.to(tl.pointer_type(ELEMENT)), ALIGNMENT) + index
 
     # All [blocks, 128]. What the mask leaves out is zero, and its states stay zero: no block's scale sees them.
     g = _load_gradient(grads + at + index, mask) * scalar(own, FACTOR)

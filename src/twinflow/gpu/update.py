@@ -17,8 +17,9 @@ from twinflow.rules.formats import BLOCK, Key
 from twinflow.rules.rule import Hyper, Rule
 from twinflow.rules.segment import Store, check_format
 
-TILE = 1024  # elements of one program
-_WARPS = 8  # of 32 threads: four elements for each thread, as the note in kernel.py wants it
+TILE = 1024  # elements of one program, where each has one tile
+LARGE_TILE = 4096  # ... where a few programs have them all: as many threads as a program can have
+_WARP_NUMEL = 128  # elements of 32 threads: four for each thread, as the note in kernel.py wants it
 _NUMBER_COLUMNS = 12  # as kernel.py has it
 _VECTOR_BYTES = 16  # the widest load of a thread
 _WEIGHTS = {torch.bfloat16: "split", torch.float16: "fp16", torch.float32: "fp32"}
@@ -44,10 +45,11 @@ class Numbers(NamedTuple):
 
 def is_available() -> bool:
     """Whether Triton can be imported, and CUDA is there or Triton's interpreter is on."""
-    return importlib.util.find_spec("triton") is not None and (_is_interpreting() or torch.cuda.is_available())
+    return importlib.util.find_spec("triton") is not None and (is_interpreting() or torch.cuda.is_available())
 
 
-def _is_interpreting() -> bool:
+def is_interpreting() -> bool:
+    """Whether Triton runs kernels on the host, for tests."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
@@ -56,12 +58,19 @@ class FusedUpdate:
 
     The kernel knows the weights by address: they must stay where they are. All launches share one buffer of numbers:
     the previous one must have finished before the next call.
+
+    With `max_programs` no more than so many programs run, and leave the rest of the device to others; without, there is
+    one for each tile. Neither that nor the `tile` changes a bit.
     """
 
-    def __init__(self, rule: Rule, pieces: Sequence[Piece]) -> None:
+    def __init__(
+        self, rule: Rule, pieces: Sequence[Piece], max_programs: int | None = None, tile: int | None = None
+    ) -> None:
         from twinflow.gpu import kernel
 
         weight = _check_pieces(pieces)
+        assert max_programs is None or max_programs > 0, max_programs
+        self._tile = tile or (TILE if max_programs is None else LARGE_TILE)
         self._kernel = kernel.update
         self._rule = rule
         self._pieces = tuple(pieces)  # keeps the weights alive
@@ -70,7 +79,10 @@ class FusedUpdate:
         self._weight = _WEIGHTS[weight.dtype]
         is_aligned = all(piece.weight.data_ptr() % _VECTOR_BYTES == 0 for piece in pieces)
         self._alignment = _VECTOR_BYTES if is_aligned else weight.element_size()
-        self._tiles = _tile_table(pieces).to(self._device)
+        table = _tile_table(pieces, self._tile)
+        self._is_bounded = max_programs is not None
+        self._num_programs = min(len(table), max_programs) if max_programs is not None else len(table)
+        self._tiles = table.to(self._device)
         shape = (len(pieces), _NUMBER_COLUMNS)
         self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         self._numbers = torch.empty(shape, dtype=torch.int32, device=self._device)
@@ -89,16 +101,18 @@ class FusedUpdate:
         buffers = [_without_bf16(tensor) for tensor in (grads, master, *store.states, *store.scales)]
         with torch.cuda.device(self._device if self._device.type == "cuda" else -1):  # -1 changes nothing
             self._numbers.copy_(self._host, non_blocking=True)
-            self._kernel[(len(self._tiles),)](
+            self._kernel[(self._num_programs,)](
                 self._tiles,
                 self._numbers,
                 *buffers,
+                len(self._tiles),
                 RULE=self._rule.name,
                 FORMAT=store.format,
                 WEIGHT=self._weight,
                 ALIGNMENT=self._alignment,
-                TILE=TILE,
-                num_warps=_WARPS,
+                TILE=self._tile,
+                LOOPS=self._is_bounded,
+                num_warps=self._tile // _WARP_NUMEL,
                 enable_fp_fusion=False,  # each product is rounded before it is added, as on the host
             )
 
@@ -143,7 +157,7 @@ def _check_pieces(pieces: Sequence[Piece]) -> Tensor:
     assert pieces
     first = pieces[0].weight
     # The interpreter follows addresses on the host, a compiled kernel on the device.
-    assert first.is_cuda != _is_interpreting(), (first.device, _is_interpreting())
+    assert first.is_cuda != is_interpreting(), (first.device, is_interpreting())
     assert first.dtype in _WEIGHTS, first.dtype
     for weight, offset, numel, first_index in pieces:
         assert (weight.dtype, weight.device) == (first.dtype, first.device), weight.dtype
@@ -152,16 +166,16 @@ def _check_pieces(pieces: Sequence[Piece]) -> Tensor:
     return first
 
 
-def _tile_table(pieces: Sequence[Piece]) -> Tensor:
+def _tile_table(pieces: Sequence[Piece], tile: int = TILE) -> Tensor:
     """For each tile: the weight's address, offset in the bucket, first block in the parameter, elements, piece."""
     parts = []
     for number, (weight, offset, numel, first_index) in enumerate(pieces):
-        start = torch.arange(0, numel, TILE, dtype=torch.int64)
+        start = torch.arange(0, numel, tile, dtype=torch.int64)
         columns = (
             weight.data_ptr() + start * weight.element_size(),
             offset + start,
             (first_index + start) // BLOCK,
-            (numel - start).clamp(max=TILE),
+            (numel - start).clamp(max=tile),
             torch.full_like(start, number),
         )
         parts.append(torch.stack(columns, dim=1))

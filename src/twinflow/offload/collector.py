@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from twinflow.device import Device, Event
+from twinflow.gpu import collect
 from twinflow.offload import gather
 from twinflow.offload.board import Board
-from twinflow.offload.bucket import Bucket, Job, Param, Task
+from twinflow.offload.bucket import Bucket, Job, Param, Task, local_of
 from twinflow.offload.plan import BucketPlan, Slice
 from twinflow.offload.sharing import Sharing
+from twinflow.offload.slots import RowPool
 from twinflow.offload.sync import FLAT_FREE
 
 
@@ -33,6 +35,9 @@ class Collector:
         self.num_parts = num_parts  # gradients that make up one: with several, they are summed in fp32
         self._tensor_device = tensor_device
         self._sums: dict[int, Tensor] = {}  # of each bucket
+        self._rows: dict[int, Tensor] = {}  # norms of blocks, of buckets whose gradients come in
+        self._free_rows = RowPool(tensor_device)
+        self._measures_at_once = sharing is None and collect.is_usable(tensor_device)  # as they come in
         self._norms = torch.zeros(len(buckets), dtype=torch.float64, device=tensor_device)  # of each bucket
         self._host_norms = [device.pinned(len(buckets), torch.float64) for _ in range(2)]  # this job's and the last's
 
@@ -41,9 +46,11 @@ class Collector:
     def add(self, job: Job | None, param: Param, grad: Tensor) -> None:
         """Add a gradient to what its buckets hold, on the stream that made it."""
         for bucket in param.buckets:
-            into = self._sum(bucket) if self.num_parts > 1 else self._task(job, bucket).flat
+            is_sum = self.num_parts > 1
+            into = self._sum(bucket) if is_sum else self._task(job, bucket).flat
+            rows = None if is_sum else self._rows_of(bucket)
             assert into is not None
-            self._gather(bucket, partial(gather.add, into, _pieces(bucket, param, grad), param.hits == 1))
+            self._gather(bucket, partial(gather.add, into, _pieces(bucket, param, grad), param.hits == 1, rows))
 
     def add_last(self, job: Job, param: Param, grad: Tensor) -> None:
         """The same for the last gradient of a parameter: with it, the parameter is complete."""
@@ -51,9 +58,9 @@ class Collector:
             self.add(job, param, grad)
         else:
             for bucket in param.buckets:
-                flat = self._task(job, bucket).flat
+                flat, total, rows = self._task(job, bucket).flat, self._sum(bucket), self._rows_of(bucket)
                 assert flat is not None
-                self._gather(bucket, partial(gather.add_last, flat, self._sum(bucket), _pieces(bucket, param, grad)))
+                self._gather(bucket, partial(gather.add_last, flat, total, _pieces(bucket, param, grad), rows))
         self._finish(job, param)
 
     def _gather(self, bucket: Bucket, what: Callable[[], None]) -> None:
@@ -92,11 +99,11 @@ class Collector:
         for bucket in param.buckets:
             flat, slices = self._task(job, bucket).flat, [s for s in bucket.gathered.slices if s.param == param.index]
             assert flat is not None
-            self._gather(bucket, partial(gather.cast, flat, self._sum(bucket), slices))
+            self._gather(bucket, partial(gather.cast, flat, self._sum(bucket), slices, self._rows_of(bucket)))
 
     def take_all(self, job: Job, params: Sequence[Param]) -> None:
         """Tasks from the gradients in `.grad`, which are taken away: copies read them after this returns."""
-        flat = {p: p.tensor.grad.detach().reshape(-1) for p in params if p.tensor.grad is not None}
+        flat = {p: local_of(p.tensor.grad).detach().reshape(-1) for p in params if p.tensor.grad is not None}
         if self._sharing is not None:
             for param, grad in flat.items():
                 for bucket in param.buckets:
@@ -113,7 +120,7 @@ class Collector:
             if task.present and bucket.is_on_device:  # the update there wants them side by side
                 task.flat = self._flat(bucket.plan)
                 pieces = [(bucket.slices[i], source) for i, (_, source) in zip(task.present, task.sources, strict=True)]
-                self._gather(bucket, partial(gather.add, task.flat, pieces, True))
+                self._gather(bucket, partial(gather.add, task.flat, pieces, True, self._rows_of(bucket)))
                 task.sources = [(0, task.flat)]
             if task.present:
                 self._submit(task)
@@ -165,6 +172,17 @@ class Collector:
             self._device.compute().wait(read_until, FLAT_FREE)
         return flat
 
+    def _rows_of(self, bucket: Bucket) -> Tensor | None:
+        """Where norms of blocks go as gradients are gathered in a flat buffer; None where they are measured later."""
+        if not self._measures_at_once or self._board.sums_on_host:
+            return None
+        index = bucket.plan.index
+        if index not in self._rows:
+            self._rows[index], read_until = self._free_rows.take(bucket.plan)
+            if read_until is not None:
+                self._device.compute().wait(read_until, FLAT_FREE)
+        return self._rows[index]
+
     def _submit(self, task: Task) -> None:
         """All gradients of a task are queued: measure them, and hand the task on."""
         if self._sharing is not None:
@@ -172,8 +190,12 @@ class Collector:
         task.present.sort()
         bucket, compute, flat = task.bucket, self._device.compute(), task.flat
         norm = self._norms[bucket.plan.index]
+        rows = self._rows.pop(bucket.plan.index, None) if flat is not None else None
         if self._board.sums_on_host:
             pass  # the host measures the sum
+        elif rows is not None:
+            empty = [piece for i, piece in enumerate(bucket.slices) if i not in task.present]
+            compute.run(partial(gather.measure_rows, norm, rows, empty))
         elif flat is not None and len(task.present) == len(bucket.slices):
             compute.run(partial(gather.measure, norm, flat))
         else:
@@ -181,6 +203,8 @@ class Collector:
             parts = task.sources if flat is None else [(c.offset, flat[c.offset : c.offset + c.numel]) for c in cuts]
             compute.run(partial(gather.measure_parts, norm, list(parts), bucket.plan.numel))
         task.ready = compute.record()
+        if rows is not None:
+            self._free_rows.give(bucket.plan, rows, task.ready)
         bucket.task = None
         task.job.tasks.append(task)
         self._board.submit(task)

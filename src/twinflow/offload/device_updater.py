@@ -42,10 +42,12 @@ class DeviceUpdater:
         device: torch.device,
         keeps_states: bool = True,
         keeps_weights: bool = False,
+        max_programs: int | None = None,
     ) -> None:
         self.rule, self.format = rule, format
         self.keeps_states = keeps_states  # SGD without momentum keeps none
         self.keeps_weights = keeps_weights  # apart from the parameters
+        self.max_programs = max_programs  # of an update; None: as many as fill the device
         self._device = device
         self._hypers = Hypers(rule)
         self._is_fused, self._has_run = gpu.is_available(), False
@@ -116,7 +118,8 @@ class DeviceUpdater:
 
     def _new_fused(self, bucket: Bucket) -> FusedUpdate:
         weights = zip(self._weights(bucket), bucket.slices, strict=True)
-        return FusedUpdate(self.rule, [Piece(weight, s.offset, s.numel, s.start) for weight, s in weights])
+        pieces = [Piece(weight, s.offset, s.numel, s.start) for weight, s in weights]
+        return FusedUpdate(self.rule, pieces, self.max_programs)
 
     def _update_plainly(self, bucket: Bucket, store: Store, grads: Tensor, numbers: Mapping[int, Numbers]) -> None:
         """By the host's kernels, or by the reference where there is no Triton."""
@@ -206,7 +209,7 @@ def _run(update: Callable[[], None], params: Sequence[Param]) -> None:
     """The update; autograd and we ourselves get to know that it has written to the parameters."""
     update()
     for param in params:
-        torch.autograd.graph.increment_version(param.tensor)
+        torch.autograd.graph.increment_version(param.local)
         param.note_write()
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from twinflow import native
 from twinflow.device import hide_from_children
-from twinflow.offload.plan import Slice
+from twinflow.gpu import collect
+from twinflow.offload.plan import Slice, padded
 from twinflow.rules.formats import BLOCK
 
 if TYPE_CHECKING:
@@ -19,23 +20,35 @@ if TYPE_CHECKING:
 Pieces = Sequence[tuple[Slice, Tensor]]
 
 
-def add(into: Tensor, pieces: Pieces, is_first: bool) -> None:
-    """Put (the first) or add (the others) pieces of a gradient into a bucket's buffer."""
+def add(into: Tensor, pieces: Pieces, is_first: bool, rows: Tensor | None = None) -> None:
+    """Put (the first) or add (the others) pieces of a gradient into a bucket's buffer.
+
+    Where there are `rows`, here and below, the norms of what is written go there in the same pass (gpu/collect.py).
+    """
     for piece, values in pieces:
+        if rows is not None:
+            collect.put(into, rows, piece.offset, values, None if is_first else into)
+            continue
         target = into[piece.offset : piece.offset + piece.numel]
         target.copy_(values) if is_first else target.add_(values)
 
 
-def add_last(flat: Tensor, total: Tensor, pieces: Pieces) -> None:
+def add_last(flat: Tensor, total: Tensor, pieces: Pieces, rows: Tensor | None = None) -> None:
     """The last of several gradients: the sum goes straight to the buffer that travels, rounded once, in one pass."""
     for piece, values in pieces:
+        if rows is not None:
+            collect.put(flat, rows, piece.offset, values, total)
+            continue
         where = slice(piece.offset, piece.offset + piece.numel)
         torch.add(total[where], values, out=flat[where])
 
 
-def cast(flat: Tensor, total: Tensor, slices: Sequence[Slice]) -> None:
+def cast(flat: Tensor, total: Tensor, slices: Sequence[Slice], rows: Tensor | None = None) -> None:
     """Slices of an fp32 sum into the flat buffer that travels, rounded to its dtype."""
     for piece in slices:
+        if rows is not None:
+            collect.put_total(flat, rows, piece.offset, piece.numel, total)
+            continue
         where = slice(piece.offset, piece.offset + piece.numel)
         flat[where].copy_(total[where])
 
@@ -51,6 +64,8 @@ def measure(norm: Tensor, flat: Tensor) -> None:
 
     Always of a whole bucket, so that it is the same to the last bit however the gradients came together.
     """
+    if collect.is_usable(norm.device):
+        return measure_parts(norm, [(0, flat)], flat.numel())
     if norm.device.type == "cpu":
         norm.copy_(torch.tensor(native.sum_squares([flat])[0], dtype=torch.float64).sqrt())
         return
@@ -60,10 +75,22 @@ def measure(norm: Tensor, flat: Tensor) -> None:
 
 def measure_parts(norm: Tensor, sources: Sequence[tuple[int, Tensor]], numel: int) -> None:
     """The same for gradients that lie in tensors of their own, or only in parts of a flat buffer."""
+    if collect.is_usable(norm.device):
+        rows = collect.new_rows(numel, norm.device)
+        for offset, source in sources:
+            collect.put_norms(rows, offset, source)
+        return collect.norm_of(norm, rows)
     flat = torch.zeros(numel, dtype=sources[0][1].dtype, device=norm.device)
     for offset, source in sources:
         flat[offset : offset + source.numel()] = source
     measure(norm, flat)
+
+
+def measure_rows(norm: Tensor, rows: Tensor, empty: Sequence[Slice]) -> None:
+    """The same where the norms of all blocks are known, but for slices without a gradient."""
+    for piece in empty:
+        rows[piece.offset // BLOCK : (piece.offset + padded(piece.numel)) // BLOCK].zero_()
+    collect.norm_of(norm, rows)
 
 
 def add_on_device(total: Tensor, grads: Tensor, new: Sequence[Slice], known: Sequence[Slice]) -> None:

@@ -50,4 +50,5 @@ class Tuning:
     hold: str = "auto"  # where gradients wait for the clipping decision: "device", "host", or what fits
     sums: str = "auto"  # where gradients of several backwards are summed in fp32: "device", "host", or what fits
     shadow_bytes: int | None = None  # host memory for updates ahead of that decision; None: what is spare
+    update_programs: int | None = None  # programs of an update on the device; fewer leave it room for the model
     streamed: float = 0.0  # share of the buckets on the host whose state passes through the device to be updated

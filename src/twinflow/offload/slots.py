@@ -7,7 +7,8 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from twinflow.device import Device, Event
+from twinflow.device import Device, Event, Stream
+from twinflow.gpu.collect import new_rows
 from twinflow.offload.plan import BucketPlan
 
 
@@ -105,8 +106,13 @@ class FlatPool:
         self._device = device
         self._free: dict[object, deque[tuple[Tensor, Event | None]]] = {}
 
-    def take(self, plan: BucketPlan, may_grow: bool = False) -> tuple[Tensor, Event | None] | None:
-        """A buffer and the event its last copy ends with; None where all are in use and no more may be made."""
+    def take(
+        self, plan: BucketPlan, may_grow: bool = False, stream: Stream | None = None
+    ) -> tuple[Tensor, Event | None] | None:
+        """A buffer and the event its last copy ends with; None where all are in use and no more may be made.
+
+        It will be written on `stream`, or on the calling thread's current one.
+        """
         free = self._free.setdefault(plan.layout, deque())
         if free:
             return free.popleft()
@@ -116,6 +122,8 @@ class FlatPool:
             if self.num_bytes and self.num_bytes + nbytes > self.max_bytes and not may_grow:
                 return None
         self.num_bytes += nbytes
+        if stream is not None:
+            return stream.zeros(plan.numel, plan.dtype, self._device), None
         return torch.zeros(plan.numel, dtype=plan.dtype, device=self._device), None
 
     def _forget_free(self) -> None:
@@ -130,3 +138,23 @@ class FlatPool:
     def give(self, plan: BucketPlan, flat: Tensor, read_until: Event | None) -> None:
         """Hand a buffer back; whoever takes it next has to wait for the event."""
         self._free.setdefault(plan.layout, deque()).append((flat, read_until))
+
+
+class RowPool:
+    """Buffers for the norms of a bucket's blocks of 128, which are needed only while its gradients come in.
+
+    A buffer serves buckets of one layout: what lies between slices is zero, and stays so.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[object, deque[tuple[Tensor, Event]]] = {}
+
+    def take(self, plan: BucketPlan) -> tuple[Tensor, Event | None]:
+        """A buffer and the event after which nobody reads it any more."""
+        free = self._free.setdefault(plan.layout, deque())
+        return free.popleft() if free else (new_rows(plan.numel, self._device), None)
+
+    def give(self, plan: BucketPlan, rows: Tensor, read_until: Event) -> None:
+        """Hand a buffer back; whoever takes it next has to wait for the event."""
+        self._free.setdefault(plan.layout, deque()).append((rows, read_until))

@@ -191,7 +191,8 @@ class TwinOptimizer(Optimizer):
     def kind(self) -> StateKind:
         """What is kept for each parameter."""
         keeps_weights = self._settings.delayed_update
-        return StateKind(self.rule, self._recipe, self.states, self._is_stateless, keeps_weights)
+        programs = self.tuning.update_programs
+        return StateKind(self.rule, self._recipe, self.states, self._is_stateless, keeps_weights, programs)
 
     def _shadow_bytes(self, unmade_bytes: int) -> int:
         """What may be spent on running ahead: asked for, or half of what is spare once all slots are made."""

@@ -91,6 +91,8 @@ def check_tuning(tuning: Tuning, delayed_update: bool) -> None:
     if tuning.streamed and delayed_update:
         remedy = "Weights of streamed state are written at once; a delayed update would have to keep them apart."
         raise bad_value("tuning.streamed", tuning.streamed, "0 with delayed_update", remedy)
+    if tuning.update_programs is not None and tuning.update_programs < 1:
+        raise bad_value("tuning.update_programs", tuning.update_programs, "None or a whole number >= 1")
     if tuning.num_slots < 1:
         raise bad_value("tuning.num_slots", tuning.num_slots, "a whole number >= 1")
 

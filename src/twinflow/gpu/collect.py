@@ -1,0 +1,106 @@
+"""Gradients into a bucket's flat buffer on the GPU, and their norm, with one pass over them.
+
+A kernel that moves a slice also writes the norm of each of its blocks of 128 in fp32 to the bucket's `rows`; the
+bucket's norm is the fp64 norm of all rows. Every way a gradient can come uses the same function for a row and the same
+reduction over all rows, so that the norm is the same to the last bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+from torch import Tensor
+
+from twinflow.gpu.update import is_available, is_interpreting
+from twinflow.rules.formats import BLOCK
+
+TILE = 4096  # elements of one program
+_WARPS = 8  # of 32 threads: sixteen elements for each thread, two wide loads of bf16
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@functools.cache
+def is_usable(device: torch.device) -> bool:
+    """Whether the kernel runs on this device: tried once, since to compile it takes more than Triton."""
+    if not is_available() or (device.type == "cuda") == is_interpreting():
+        return False
+    try:
+        put_norms(new_rows(BLOCK, device), 0, torch.zeros(BLOCK, device=device))
+    except Exception as error:
+        warnings.warn(f"gradients are gathered and measured by slower torch kernels ({error})", stacklevel=2)
+        return False
+    return True
+
+
+def new_rows(numel: int, device: torch.device) -> Tensor:
+    """Norms of a bucket's blocks, zeros so far."""
+    assert numel % BLOCK == 0, numel
+    return torch.zeros(numel // BLOCK, dtype=torch.float32, device=device)
+
+
+def put(flat: Tensor, rows: Tensor, offset: int, values: Tensor, total: Tensor | None = None) -> None:
+    """A slice of gradients to `offset` of the flat buffer, added to `total` there where that is given.
+
+    The sum is rounded once. `total` has the layout of `flat`, and may be it.
+    """
+    if values.is_contiguous() and values.dtype in _DTYPES:
+        return _launch(flat, total, values, rows, offset, values.numel())
+    part = flat.narrow(0, offset, values.numel())
+    if total is None:
+        part.copy_(values)
+    else:
+        torch.add(total.narrow(0, offset, values.numel()), values, out=part)
+    put_norms(rows, offset, part)
+
+
+def put_total(flat: Tensor, rows: Tensor, offset: int, numel: int, total: Tensor) -> None:
+    """The same for a slice of `total` alone."""
+    _launch(flat, total, None, rows, offset, numel)
+
+
+def put_norms(rows: Tensor, offset: int, values: Tensor) -> None:
+    """The norms alone, of gradients that lie anywhere."""
+    _launch(None, None, values.contiguous(), rows, offset, values.numel())
+
+
+def norm_of(norm: Tensor, rows: Tensor) -> None:
+    """The bucket's norm from those of its blocks, into a scalar in fp64."""
+    torch.linalg.vector_norm(rows, dtype=torch.float64, out=norm)
+
+
+def row_norms(flat: Tensor) -> Tensor:
+    """What the kernel writes to `rows`, in torch: the truth it is tested against."""
+    squares = flat.float().view(-1, BLOCK).square()
+    while squares.shape[1] > 1:
+        squares = squares[:, 0::2] + squares[:, 1::2]
+    return squares.sqrt().view(-1)
+
+
+def _launch(
+    flat: Tensor | None, total: Tensor | None, values: Tensor | None, rows: Tensor, offset: int, numel: int
+) -> None:
+    from twinflow.gpu.collect_kernel import collect
+
+    # The kernel writes wherever it is told to: our mistakes have to end here.
+    assert offset % BLOCK == 0 and -(-(offset + numel) // BLOCK) <= rows.numel(), (offset, numel, rows.shape)
+    assert rows.dtype == torch.float32
+    for tensor, end in ((flat, offset + numel), (total, offset + numel), (values, numel)):
+        if tensor is not None:
+            assert tensor.device == rows.device and tensor.is_contiguous() and tensor.numel() >= end, tensor.shape
+            assert tensor.dtype in _DTYPES, tensor.dtype
+    if numel == 0:
+        return
+    with torch.cuda.device(rows.device if rows.is_cuda else -1):  # -1 changes nothing
+        collect[(-(-numel // TILE),)](
+            flat,
+            total,
+            values,
+            rows,
+            offset,
+            numel,
+            TILE=TILE,
+            num_warps=_WARPS,
+            enable_fp_fusion=False,  # each square is rounded before it is added
+        )

@@ -1,0 +1,350 @@
+"""Gradients gathered and measured in one pass: the bits of torch, and one norm to the last bit however they came.
+
+The kernel runs in Triton's interpreter, which is chosen when Triton is first imported: so it gets a process of its own,
+`TRITON_INTERPRET=1 python tests/unit/test_gpu_collect.py CASE ...`. Without the variable the same runs on CUDA.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from twinflow.gpu import collect
+from twinflow.offload import gather
+from twinflow.offload.plan import BucketPlan, ParamSpec, Slice, plan_buckets
+from twinflow.optim.twin import Tuning, TwinOptimizer
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+NUMELS = (1, 1500, 128, 127, 5000, 4096)  # below, at and above a block; below, at and above a tile
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+
+
+# What runs in the other process, or on a GPU.
+
+
+def plan_of(dtype: torch.dtype, numels: tuple[int, ...] = NUMELS) -> BucketPlan:
+    plan = plan_buckets([ParamSpec(str(i), numel, 0, dtype) for i, numel in enumerate(numels)])
+    assert len(plan) == 1
+    return plan[0]
+
+
+def make_grads(plan: BucketPlan, dtype: torch.dtype, device: str, seed: int = 0) -> list[Tensor]:
+    """One for each slice, of all sizes: from fp16's subnormal numbers to some thousands."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(s.numel, generator=generator) * 2.0 ** torch.randint(-16, 10, (s.numel,), generator=generator))
+        .to(dtype)
+        .to(device)
+        for s in plan.slices
+    ]
+
+
+def fresh(plan: BucketPlan, device: str) -> tuple[Tensor, Tensor]:
+    """A flat buffer as pools give it out, with old gradients but zeros between slices, and rows of an older step."""
+    flat = torch.zeros(plan.numel, dtype=plan.dtype, device=device)
+    for s in plan.slices:
+        flat[s.offset : s.offset + s.numel] = math.nan
+    return flat, torch.full((plan.numel // 128,), math.nan, device=device)
+
+
+def in_parts(plan: BucketPlan, grads: list[Tensor]) -> list[tuple[Slice, Tensor]]:
+    """Every gradient cut in two where it is longer than a block, the second half as a piece of its own."""
+    found = []
+    for s, grad in zip(plan.slices, grads, strict=True):
+        cut = min(s.numel, (s.numel // 2 + 127) // 128 * 128)
+        parts = [(0, cut), (cut, s.numel - cut)] if cut < s.numel else [(0, s.numel)]
+        found += [(Slice(s.param, at, numel, s.offset + at), grad[at : at + numel]) for at, numel in parts]
+    return found
+
+
+def totals(plan: BucketPlan, grads: list[Tensor] | None, device: str) -> Tensor:
+    """An fp32 sum; NaN between slices, where nothing may be read."""
+    total = torch.full((plan.numel,), math.nan, device=device)
+    for i, s in enumerate(plan.slices):
+        total[s.offset : s.offset + s.numel] = grads[i].float() if grads is not None else 0.0
+    return total
+
+
+def strided(grad: Tensor) -> Tensor:
+    """The same numbers, not side by side."""
+    room = torch.full((grad.numel(), 2), math.nan, dtype=grad.dtype, device=grad.device)
+    room[:, 0] = grad
+    return room[:, 0]
+
+
+def ways(plan: BucketPlan, grads: list[Tensor], device: str) -> dict[str, Callable[[Tensor, Tensor], None]]:
+    """All that end in the same flat buffer."""
+    whole, parts = list(zip(plan.slices, grads, strict=True)), in_parts(plan, grads)
+    apart = [(s, strided(grad)) for s, grad in whole]
+    zeros = [(s, torch.zeros_like(grad)) for s, grad in whole]
+
+    def twice(flat: Tensor, rows: Tensor) -> None:
+        gather.add(flat, zeros, True, rows)
+        gather.add(flat, whole, False, rows)
+
+    def twice_apart(flat: Tensor, rows: Tensor) -> None:
+        gather.add(flat, zeros, True, rows)
+        gather.add(flat, apart, False, rows)
+
+    return {
+        "whole": lambda flat, rows: gather.add(flat, whole, True, rows),
+        "in parts": lambda flat, rows: gather.add(flat, parts, True, rows),
+        "strided": lambda flat, rows: gather.add(flat, apart, True, rows),
+        "added": twice,
+        "added, strided": twice_apart,
+        "last": lambda flat, rows: gather.add_last(flat, totals(plan, None, device), whole, rows),
+        "last, in parts": lambda flat, rows: gather.add_last(flat, totals(plan, None, device), parts, rows),
+        "cast": lambda flat, rows: gather.cast(flat, totals(plan, grads, device), plan.slices, rows),
+    }
+
+
+def same(a: Tensor, b: Tensor, note: str) -> None:
+    """Numbers that are the same; zeros may differ in their sign."""
+    differs = ((a != b) & ~(a.isnan() & b.isnan())).nonzero().flatten()
+    assert not len(differs), (note, differs[:3].tolist(), a[differs[:3]], b[differs[:3]])
+
+
+def check_ways(device: str, flat_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+    """Each way: the flat buffer torch would make, the rows of the truth, and one and the same norm."""
+    plan = plan_of(flat_dtype)
+    grads = make_grads(plan, grad_dtype, device)
+    expected = torch.zeros(plan.numel, dtype=flat_dtype, device=device)
+    gather.add(expected, list(zip(plan.slices, grads, strict=True)), True)
+    norms = {}
+    for name, run in ways(plan, grads, device).items():
+        flat, rows = fresh(plan, device)
+        run(flat, rows)
+        same(flat, expected, f"{name}: flat")
+        same(rows, collect.row_norms(flat), f"{name}: rows")
+        norms[name] = torch.full((), math.nan, dtype=torch.float64, device=device)
+        gather.measure_rows(norms[name], rows, [])
+    sources = [(s.offset, expected[s.offset : s.offset + s.numel]) for s in plan.slices]
+    for name, measure in {
+        "measured": partial(gather.measure, flat=expected),
+        "measured in parts": partial(gather.measure_parts, sources=sources, numel=plan.numel),
+        "measured apart": partial(
+            gather.measure_parts, sources=[(at, strided(x)) for at, x in sources], numel=plan.numel
+        ),
+    }.items():
+        norms[name] = torch.full((), math.nan, dtype=torch.float64, device=device)
+        measure(norms[name])
+    found = {name: norm.item() for name, norm in norms.items()}
+    assert len(set(found.values())) == 1, found
+    truth = expected.double().norm().item()
+    assert math.isclose(found["whole"], truth, rel_tol=1e-6), (found["whole"], truth)
+
+
+def check_sums(device: str, flat_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+    """Sums have torch's rounding: of a total and the last gradient, and of two gradients in the flat buffer."""
+    plan = plan_of(flat_dtype)
+    first, second = (make_grads(plan, grad_dtype, device, seed) for seed in (1, 2))
+    whole = [list(zip(plan.slices, grads, strict=True)) for grads in (first, second)]
+    for name in ("last", "added"):
+        (flat, rows), (expected, _) = fresh(plan, device), fresh(plan, device)
+        for into, own_rows in ((flat, rows), (expected, None)):
+            if name == "last":
+                gather.add_last(into, totals(plan, first, device), whole[1], own_rows)
+            else:
+                gather.add(into, whole[0], True, own_rows)
+                gather.add(into, whole[1], False, own_rows)
+        same(flat, expected, f"{name}: flat")
+        same(rows, collect.row_norms(flat), f"{name}: rows")
+
+
+def check_missing(device: str) -> None:
+    """Slices without a gradient have no part in the norm, whatever their flat buffer and rows hold."""
+    plan = plan_of(BF16)
+    grads, present = make_grads(plan, BF16, device), (1, 3, 4)
+    flat, rows = fresh(plan, device)
+    gather.add(flat, [(plan.slices[i], grads[i]) for i in present], True, rows)
+    first, second = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
+    gather.measure_rows(first, rows, [s for i, s in enumerate(plan.slices) if i not in present])
+    gather.measure_parts(second, [(plan.slices[i].offset, grads[i]) for i in present], plan.numel)
+    assert first.item() == second.item()
+    truth = math.sqrt(sum(grads[i].double().square().sum().item() for i in present))
+    assert math.isclose(first.item(), truth, rel_tol=1e-6)
+
+
+def check_bad_numbers(device: str) -> None:
+    """One gradient that is not finite makes the norm so: the gate needs to know."""
+    plan = plan_of(BF16)
+    for value in (math.inf, -math.inf, math.nan):
+        grads = make_grads(plan, BF16, device)
+        grads[4][4999] = value
+        flat, rows = fresh(plan, device)
+        gather.add(flat, list(zip(plan.slices, grads, strict=True)), True, rows)
+        norm = torch.zeros((), dtype=torch.float64, device=device)
+        gather.measure_rows(norm, rows, [])
+        assert math.isnan(norm.item()) if math.isnan(value) else norm.item() == math.inf, (value, norm)
+
+
+class Branches(nn.Module):
+    """A parameter that some steps do not use, one that is used twice, and sizes that fill no block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.twice, self.rare = nn.Linear(9, 37), nn.Linear(37, 37), nn.Linear(37, 37)
+
+    def forward(self, x: Tensor, is_rare: bool) -> Tensor:
+        x = self.twice(self.twice(self.first(x)).tanh())
+        return (self.rare(x) if is_rare else x).square().mean()
+
+
+def train(device: str, parts: int, **options: Any) -> tuple[Tensor, list[float]]:
+    """Weights and norms after some steps; every one of them is clipped."""
+    model = Branches().to(device)
+    if options.get("early"):
+        options["accumulation_steps"] = parts
+    optimizer = TwinOptimizer(model, lr=1e-2, max_grad_norm=1e-3, tuning=Tuning(bucket_numel=1024), **options)
+    norms = []
+    for step in range(3):
+        for part in range(parts):
+            generator = torch.Generator().manual_seed(10 * step + part)
+            loss = model(torch.randn(4, 9, generator=generator).to(device), is_rare=(step + part) % 2 == 0)
+            (loss / parts).backward()
+        optimizer.step()
+        norms.append(optimizer.grad_norm or 0.0)
+        optimizer.zero_grad()
+    optimizer.wait()
+    weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).cpu()
+    optimizer.close()
+    return weights, norms
+
+
+def check_runtime(device: str, parts: int) -> None:
+    """Through the whole runtime: gathered as they come or taken at the end, state on the host or on the device."""
+    assert collect.is_usable(torch.device(device))
+    weights, norms = train(device, parts, ratio=1.0)
+    for ratio, early in itertools.product((1.0, 0.5, 0.0), (False, True)):
+        other, other_norms = train(device, parts, ratio=ratio, early=early)
+        assert torch.equal(weights, other), (ratio, early)
+        assert len(set(norms)) == 3
+        # The places are buckets of their own: sums of other buckets' norms differ in the last bits.
+        assert (
+            other_norms == norms if ratio == 1.0 else all(map(partial(math.isclose, rel_tol=1e-6), norms, other_norms))
+        )
+
+
+PAIRS = list(itertools.product((BF16, FP16, FP32), repeat=2))
+CASES: dict[str, Callable[[str], None]] = {
+    **{f"ways-{str(f)[6:]}-{str(g)[6:]}": partial(check_ways, flat_dtype=f, grad_dtype=g) for f, g in PAIRS},
+    **{f"sums-{str(f)[6:]}-{str(g)[6:]}": partial(check_sums, flat_dtype=f, grad_dtype=g) for f, g in PAIRS},
+    "missing": check_missing,
+    "bad numbers": check_bad_numbers,
+    "runtime": partial(check_runtime, parts=1),
+    "runtime, accumulated": partial(check_runtime, parts=3),
+}
+
+
+def main() -> None:
+    device = "cpu" if "TRITON_INTERPRET" in os.environ else "cuda"
+    for name in sys.argv[1:] or CASES:
+        try:
+            CASES[name](device)
+            problem = ""
+        except Exception:
+            problem = traceback.format_exc()
+        print(json.dumps([name, problem]), flush=True)
+
+
+# The tests.
+
+
+@pytest.fixture(scope="module")
+def interpreted(request: pytest.FixtureRequest) -> dict[str, str]:
+    """What went wrong in each case that this session runs, all of them in one process with the interpreter on."""
+    wanted = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path and "interpreted" in item.fixturenames
+    ]
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, __file__, *wanted]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(line) for line in done.stdout.splitlines())
+
+
+@needs_triton
+@pytest.mark.parametrize("name", CASES)
+def test_one_pass(name: str, interpreted: dict[str, str]) -> None:
+    assert not interpreted[name], interpreted[name]
+
+
+def test_without_triton_or_a_gpu_nothing_is_fused() -> None:
+    assert not collect.is_usable(torch.device("cpu"))
+
+
+def test_rows_are_checked() -> None:
+    """The kernel writes wherever it is told to."""
+    rows, flat = collect.new_rows(256, torch.device("cpu")), torch.zeros(256)
+    for offset, numel in ((64, 100), (128, 129), (256, 1)):
+        with pytest.raises(AssertionError):
+            collect.put(flat, rows, offset, torch.zeros(numel))
+    with pytest.raises(AssertionError):
+        collect.put(flat, rows, 0, torch.zeros(128, device="meta"))
+
+
+def compiled(flat: str | None, total: str | None, values: str | None, monkeypatch: pytest.MonkeyPatch, to: Path) -> str:
+    """The PTX for an H100 or H200."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(to))
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from twinflow.gpu import collect_kernel
+
+    types = [flat, total, values, "*fp32", "i32", "i32"]
+    names = collect_kernel.collect.arg_names
+    signature = {name: kind or "constexpr" for name, kind in zip(names, [*types, None], strict=True)}
+    constexprs = {(i,): None for i, kind in enumerate(types) if kind is None} | {(len(types),): collect.TILE}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types[:5]) if kind}
+    source = ASTSource(collect_kernel.collect, signature, constexprs, aligned)
+    options = {"num_warps": 8, "enable_fp_fusion": False}
+    return str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("types", "loads", "stores"),
+    [
+        (("*bf16", None, "*bf16"), 2, 2),
+        (("*bf16", "*fp32", "*bf16"), 6, 2),
+        (("*bf16", "*fp32", None), 4, 2),
+        ((None, None, "*bf16"), 2, 0),
+        (("*fp32", None, "*fp32"), 4, 4),
+    ],
+    ids=str,
+)
+def test_compiled_it_reads_and_writes_wide_words(
+    types: tuple[str | None, str | None, str | None],
+    loads: int,
+    stores: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Whole tiles 16 bytes at a time, sixteen elements for each thread; squares are rounded before they are added."""
+    text = compiled(*types, monkeypatch, tmp_path)
+    assert (text.count("ld.global.v4.b32"), text.count("st.global.v4.b32")) == (loads, stores)
+    assert not re.search(r"\bfma\.|\.ftz|\.approx", text)
+    assert "sqrt.rn.f32" in text
+
+
+if __name__ == "__main__":
+    main()
