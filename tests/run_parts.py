@@ -31,6 +31,7 @@ PARTS = {
     **{f"twin-{rule}": ["-m", "matrix", TWIN[0], "-k", f"every_combination and {rule}-"] for rule in RULES},
     "twin-others": ["-m", "matrix", *TWIN, "-k", "not every_combination"],
     "ratio": ["-m", "matrix", "tests/unit/test_twin_ratio.py"],
+    "dist": ["-m", "matrix", "tests/dist"],
     "gpu-update": ["-m", "matrix", "tests/unit/test_gpu_update.py"],
 }
 

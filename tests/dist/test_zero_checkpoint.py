@@ -76,3 +76,9 @@ def test_written_while_all_ranks_train_on(tmp_path: Path, stage: int) -> None:
     loaded = run_ranks(2, load, str(tmp_path / "beside"), stage, HALF)
     assert [rank["state"] for rank in loaded] == [rank["state"] for rank in truth]
     assert loaded[0]["weights"] == truth[0]["weights"]
+
+
+def test_ranks_that_all_have_everything_save_it_once(tmp_path: Path) -> None:
+    saved = run_ranks(2, save, str(tmp_path), 0, HALF)
+    assert saved[0]["state"] == saved[1]["state"]
+    assert whole(run_ranks(0, load, str(tmp_path), 0, HALF)) == whole(saved[:1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import replace
 
 import pytest
 import torch
@@ -110,14 +111,17 @@ def test_slots_of_what_is_visible() -> None:
         node_commands(hosts, Program("x"), Meeting("a", 1), {"CUDA_VISIBLE_DEVICES": "6"}, {"localhost"})
 
 
-def test_nodes_that_start_again_meet_anew() -> None:
+def test_who_starts_ranks_again() -> None:
+    """torchrun on one node, the launcher over several: a torchrun whose machine is gone cannot."""
     hosts = [Host("a", (0,), 1), Host("b", (0,), 1)]
-    for command in node_commands(hosts, Program("m", module=True), Meeting("a", 7, max_restarts=3), {}, {"a"}):
+    program, meeting = Program("m", module=True), Meeting("a", 7, max_restarts=3)
+    (alone,) = node_commands(hosts[:1], program, meeting, {}, {"a"})
+    assert "--max-restarts=3" in alone.argv
+    for command in node_commands(hosts, program, replace(meeting, attempt=2), {}, {"a"}):
         words = command.argv[-1] if command.host == "b" else command.shell_line()
-        assert "--rdzv-backend=c10d --rdzv-endpoint=a:7 --rdzv-id=twinflow-7" in words
-        assert "--max-restarts=3" in words
-        assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in words
-        assert words.endswith("-m twinflow.launch.worker --module m")
+        assert "--max-restarts=0" in words
+        assert words.endswith("-m twinflow.launch.worker --attempt=2 --module m")
+        assert command.is_remote == (command.host == "b")
 
 
 def test_where_the_nodes_meet() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from twinflow.errors import bad_value
 from twinflow.launch.commands import LOOPBACK, Meeting, NodeCommand, Program, master_address, node_commands
 from twinflow.launch.environment import DEFAULT_PORT
 from twinflow.launch.hosts import Host, choose_hosts, parse_hostfile
-from twinflow.launch.run import run_nodes
+from twinflow.launch.run import run_and_restart
 
 # Options end at the script: what follows is the script's own, whatever it looks like.
 CONTEXT = {"allow_interspersed_args": False}
@@ -67,7 +68,12 @@ def launch(
             pool = read_hostfile(hostfile)
         hosts = choose_hosts(pool, include, exclude, num_nodes, num_gpus)
         meeting = make_meeting(hosts, master_addr, master_port, max_restarts)
-        commands = node_commands(hosts, program, meeting, os.environ, local_names())
+        names = local_names()
+
+        def commands_of(attempt: int) -> list[NodeCommand]:
+            return node_commands(hosts, program, replace(meeting, attempt=attempt), os.environ, names)
+
+        commands = commands_of(0)
     except (ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
@@ -75,12 +81,12 @@ def launch(
         for command in commands:
             typer.echo(command.shell_line())
         return
-    run(commands)
+    run(commands_of, max_restarts if len(hosts) > 1 else 0)
 
 
-def run(commands: list[NodeCommand]) -> None:
-    """Run the nodes and leave with the code of the first failure."""
-    outcome = run_nodes(commands)
+def run(commands_of: Callable[[int], list[NodeCommand]], max_restarts: int) -> None:
+    """Run the nodes, again where they may, and leave with the code of the first failure."""
+    outcome = run_and_restart(commands_of, max_restarts)
     if outcome.message:
         typer.echo(f"error: {outcome.message}", err=True)
     raise typer.Exit(outcome.exit_code)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final
 
-from twinflow.cli.settings import TrainSettings, is_on
+from twinflow.cli.settings import RANKS_STAGE, TrainSettings, is_on
 from twinflow.config import Config, load_config
 from twinflow.config.resolve import optimizer_choice
 from twinflow.errors import bad_value
@@ -51,6 +51,12 @@ class Case:
     formats: tuple[str, ...]  # that the rule comes in
     only_clips: bool  # without clipping no gradient would wait for a norm
     is_told: bool = False  # the config file says where gradients wait, not the memory
+    num_copies: int = 1  # of all the state: with stage 0 every rank has one, and `run` is one of them
+
+    @property
+    def num_ranks(self) -> int:
+        """That share the host."""
+        return self.run.world * self.num_copies
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ def available_to(ranks: RankEnvironment, gpu_bytes: int | None, free_bytes: int)
 def case_of(settings: TrainSettings, config: Mapping[str, Any], num_ranks: int = 1) -> Case:
     """The run by its settings and by the engine's config, where a file may have said more.
 
-    `num_ranks`, on all machines, share the optimizer state.
+    `num_ranks`, on all machines, share the optimizer state, unless the config names stage 0.
     """
     shape, checked = settings.model, load_config(config)
     numbers = (shape.vocab_size, shape.context, shape.num_layers, shape.hidden, shape.num_heads, shape.tied)
@@ -110,6 +116,8 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any], num_ranks: int =
     assert offload is not None
     formats, num_moments = _rule(checked)
     overflow = checked.bf16.check_grad_overflow if checked.bf16.enabled else True
+    named = "stage" in checked.zero_optimization.model_fields_set
+    stage = (checked.zero_optimization.stage if named else RANKS_STAGE) if num_ranks > 1 else 0
     is_in_file = any(is_on(settings.file_config, name) for name in ("bf16", "bfloat16"))
     run = Run(
         model=gpt_cost(settings.preset, *numbers),
@@ -121,8 +129,8 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any], num_ranks: int =
         checkpointing=shape.checkpoint_activations,
         weights=settings.precision,
         num_moments=num_moments,
-        world=num_ranks,
-        stage=checked.zero_optimization.stage if num_ranks > 1 else 0,
+        world=num_ranks if stage else 1,
+        stage=stage,
     )
     return Case(
         run=run,
@@ -131,6 +139,7 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any], num_ranks: int =
         formats=formats,
         only_clips=bool(checked.gradient_clipping) and checked.bf16.enabled and not (is_in_file and overflow),
         is_told=(offload.hold, offload.sums) != ("auto", "auto"),
+        num_copies=1 if stage else num_ranks,
     )
 
 
@@ -166,7 +175,7 @@ def plan_memory(case: Case, states: str, available: Available) -> MemoryPlan:
         why=why,
         tight="" if all(most) else _tight(chosen, available),
         is_auto=case.ratio == "auto" and available.gpu_bytes is not None,
-        num_ranks=case.run.world,
+        num_ranks=case.num_ranks,
     )
 
 
@@ -174,7 +183,7 @@ def start_ratio(case: Case, available: Available) -> float:
     """The share on the host that a run begins with."""
     if not isinstance(case.ratio, str):
         return case.ratio
-    return first_ratio(int(case.run.own_numel * case.run.size.host), available.host_bytes // case.run.world)
+    return first_ratio(int(case.run.own_numel * case.run.size.host), available.host_bytes // case.num_ranks)
 
 
 def bytes_at(case: Case, ratio: float, available: Available) -> Bytes:
@@ -183,14 +192,15 @@ def bytes_at(case: Case, ratio: float, available: Available) -> Bytes:
     placed = placed_at(run, ratio)
     # What resident state leaves decides where gradients wait.
     left = _NO_LIMIT if gpu_bytes is None else gpu_bytes - int(placed.resident * run.size.resident)
-    found = bytes_of(run, placed, Memory(left, available.host_bytes))
+    found = bytes_of(run, placed, Memory(left, available.host_bytes // case.num_copies))
+    host = {kind: count * case.num_copies for kind, count in found.host.items()}
     width = WEIGHT_BYTES[run.weights]
     gpu = {**found.gpu, "activations": activation_bytes(case.shape, run.batch, run.tokens, run.checkpointing, width)}
     if gpu_bytes is not None:
-        return Bytes(gpu, found.host)
-    kinds = dict.fromkeys((*found.host, *gpu))
-    host = {kind: gpu.get(kind, 0) * run.world + found.host.get(kind, 0) for kind in kinds}
-    return Bytes({}, host | {"process": _CPU_PROCESS_BYTES * run.world})
+        return Bytes(gpu, host)
+    kinds = dict.fromkeys((*host, *gpu))
+    host = {kind: gpu.get(kind, 0) * case.num_ranks + host.get(kind, 0) for kind in kinds}
+    return Bytes({}, host | {"process": _CPU_PROCESS_BYTES * case.num_ranks})
 
 
 def has_room(case: Case, available: Available) -> bool:
@@ -256,7 +266,7 @@ def _too_large(case: Case, available: Available) -> ValueError:
     parts, lacks = (sure.gpu, missing.gpu_bytes) if is_gpu else (sure.host, missing.host_bytes)
     names = {"state": f"{case.run.states} state"}
     text = ", ".join(f"{_gb(count)} of {names.get(kind, kind)}" for kind, count in parts.items() if count)
-    where = "" if is_gpu else _on_ranks(case.run.world)
+    where = "" if is_gpu else _on_ranks(case.num_ranks)
     both = f"; the host lacks {_gb(missing.host_bytes)} as well" if is_gpu and missing.host_bytes else ""
     if available.gpu_bytes is not None and sure.gpu["weights"] > available.gpu_bytes:
         remedy = "The weights alone are too large for it: train a smaller model."

@@ -18,15 +18,16 @@ from rich.console import Console
 from torch.optim.lr_scheduler import LambdaLR
 
 from twinflow.build import initialize
-from twinflow.cli.memory import Available, MemoryPlan, case_of, plan_memory
+from twinflow.cli.memory import MemoryPlan, available_to, case_of, plan_memory
+from twinflow.cli.ranks import ONE_SIGNAL_S, RankLoop, Ranks, SharedError, Talk, watched
 from twinflow.cli.settings import TrainSettings, as_json, check_same_run, check_settings, engine_config, lr_factor
-from twinflow.cli.training import Loop, is_bad
+from twinflow.cli.training import VALID_BATCHES, is_bad
 from twinflow.data.tokens import TokenData, load_data
 from twinflow.engine import Engine
 from twinflow.errors import bad_value
 from twinflow.models.gpt import GPT
 from twinflow.monitor.files import write_whole
-from twinflow.monitor.metrics import MetricsWriter, StepRecord, ValidRecord, read_metrics
+from twinflow.monitor.metrics import MetricsWriter, Record, StepRecord, ValidRecord, read_metrics
 from twinflow.monitor.progress import TrainProgress, duration
 from twinflow.native import set_threads
 from twinflow.native.cgroup import free_host_bytes
@@ -42,16 +43,23 @@ class Run:
     """A run that is ready to start, or to go on."""
 
     settings: TrainSettings
+    ranks: Ranks
     data: TokenData
     engine: Engine
     config: dict[str, Any]
     memory: MemoryPlan
     first_step: int  # steps that were done before
+    num_valid: int  # sequences of a validation
 
     @property
     def checkpoints(self) -> Path:
         """The folder of its checkpoints."""
         return self.settings.out / CHECKPOINTS
+
+    @property
+    def stage(self) -> int:
+        """Of ZeRO."""
+        return int(self.config["zero_optimization"].get("stage", 0))
 
 
 @dataclass
@@ -67,57 +75,94 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
 
 
-def prepare(settings: TrainSettings, console: Console) -> Run:
+def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
     """Check everything, read the data, build the parts. ValueError or OSError: the user's to mend."""
-    check_settings(settings)
-    is_new = not (settings.out / METRICS).exists()
-    if not is_new and not settings.resume:
-        remedy = "Name another one, remove it, or go on with --resume."
-        raise bad_value("--out", str(settings.out), "a folder that holds no run yet", remedy)
-    gpu_bytes = _cap_gpu(settings)
-    set_threads(settings.threads)
-    torch.set_num_threads(settings.threads)
-    data = load_data(
-        settings.data,
-        settings.tokenizer,
-        settings.seed,
-        json_key=settings.json_key,
-        vocab_size=settings.vocab_size,
-        progress=_tokenizing(console),
-    )
+    with ranks.together():
+        check_settings(settings)
+        saved = _saved(settings) if ranks.is_first else {}  # its folder is the first rank's to look at
+        gpu_bytes = _cap_gpu(settings)
+        set_threads(settings.threads)
+        torch.set_num_threads(settings.threads)
+    saved = ranks.first(saved)
+    data = _load(settings, ranks, console)
     vocab_size = settings.vocab_size or max(settings.model.vocab_size, data.vocab_size)
     settings = replace(settings, model=replace(settings.model, vocab_size=vocab_size))
-    data.check_context(settings.context)
-    saved = _saved(settings, data)
-    states = saved.get("chosen_states", "auto") if settings.states == "auto" else settings.states
-    case = case_of(settings, engine_config(settings, "fp32"))
-    plan = plan_memory(case, states, Available(gpu_bytes, free_host_bytes()))
-    config = engine_config(settings, plan.states)
-    engine = build_engine(settings, config)
-    settings.out.mkdir(parents=True, exist_ok=True)
-    if settings.trace is not None:
-        settings.trace.parent.mkdir(parents=True, exist_ok=True)
-    values = as_json(settings) | {"fingerprint": data.fingerprint, "chosen_states": plan.states}
-    write_whole(settings.out / SETTINGS, json.dumps(values, default=str, indent=2) + "\n")
+    free_bytes = ranks.least(free_host_bytes())
+    gpu_bytes = None if gpu_bytes is None else ranks.least(gpu_bytes)
+    with ranks.together():
+        data.check_context(settings.context)
+        _check_saved(saved, settings, data)
+        states = saved.get("chosen_states", "auto") if settings.states == "auto" else settings.states
+        case = case_of(settings, engine_config(settings, "fp32", ranks.world), ranks.world)
+        plan = plan_memory(case, states, available_to(ranks.here, gpu_bytes, free_bytes))
+    config = engine_config(settings, plan.states, ranks.world)
+    engine = build_engine(settings, config, ranks)
+    num_valid = saved.get("num_valid") or _num_valid(saved or {**as_json(settings), "world": ranks.world})
+    with ranks.together():
+        if ranks.is_first:
+            chosen = {"fingerprint": data.fingerprint, "chosen_states": plan.states, "num_valid": num_valid}
+            _write_settings(settings, {**chosen, "world": ranks.world})
     if settings.resume:
-        found, _ = engine.load_checkpoint(settings.out / CHECKPOINTS)
+        with watched(engine):
+            found, _ = engine.load_checkpoint(settings.out / CHECKPOINTS)
         _set_rates(engine)
         console.print(f"resuming from {found}" if found else "no checkpoint yet: starting anew", soft_wrap=True)
-    return Run(settings, data, engine, config, plan, engine.global_steps)
+    return Run(settings, ranks, data, engine, config, plan, engine.global_steps, num_valid)
 
 
-def _saved(settings: TrainSettings, data: TokenData) -> dict[str, Any]:
-    """The settings of the run that is to be resumed, which must be the same; nothing where there is none."""
+def _saved(settings: TrainSettings) -> dict[str, Any]:
+    """The settings of the run that is to be resumed; nothing where there is none."""
+    if (settings.out / METRICS).exists() and not settings.resume:
+        remedy = "Name another one, remove it, or go on with --resume."
+        raise bad_value("--out", str(settings.out), "a folder that holds no run yet", remedy)
     path = settings.out / SETTINGS
     if not settings.resume or not path.exists():
         return {}
     saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return saved
+
+
+def _load(settings: TrainSettings, ranks: Ranks, console: Console) -> TokenData:
+    """The data, the same on all ranks."""
+    data: TokenData = ranks.in_turns(
+        lambda: load_data(
+            settings.data,
+            settings.tokenizer,
+            settings.seed,
+            json_key=settings.json_key,
+            vocab_size=settings.vocab_size,
+            progress=_tokenizing(console),
+        )
+    )
+    for rank, fingerprint in enumerate(prints := ranks.gather(data.fingerprint)):
+        if fingerprint != prints[0]:  # the standard library of another Python, a file of another day
+            remedy = "Put the same data on all machines."
+            raise SharedError(str(bad_value(f"fingerprint of --data on rank {rank}", fingerprint, prints[:1], remedy)))
+    return data
+
+
+def _check_saved(saved: dict[str, Any], settings: TrainSettings, data: TokenData) -> None:
+    """A run that is resumed must be the same."""
+    if not saved:
+        return
     check_same_run(saved, settings)
     if (before := saved.get("fingerprint", data.fingerprint)) != data.fingerprint:
         now = f"{settings.data}, fingerprint {data.fingerprint}"
         remedy = "Bring it back, or take another --out."
         raise bad_value("--data", now, f"what it was, fingerprint {before}", remedy)
-    return saved
+
+
+def _num_valid(started: dict[str, Any]) -> int:
+    """Sequences of a validation, by the settings that the run began with: other ranks measure the same."""
+    return VALID_BATCHES * int(started["batch_size"]) * int(started.get("world", 1))
+
+
+def _write_settings(settings: TrainSettings, chosen: dict[str, Any]) -> None:
+    settings.out.mkdir(parents=True, exist_ok=True)
+    if settings.trace is not None:
+        settings.trace.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(as_json(settings) | chosen, default=str, indent=2)
+    write_whole(settings.out / SETTINGS, text + "\n")
 
 
 def _tokenizing(console: Console) -> Callable[[int, int], None]:
@@ -137,7 +182,7 @@ def _cap_gpu(settings: TrainSettings) -> int | None:
     """Bytes of the GPU that this run may use; None without one."""
     if not torch.cuda.is_available():
         return None
-    total = torch.cuda.get_device_properties(0).total_memory
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     if settings.gpu_memory is None:
         return int(total)
     if settings.gpu_memory > total:
@@ -146,14 +191,15 @@ def _cap_gpu(settings: TrainSettings) -> int | None:
     return settings.gpu_memory
 
 
-def build_engine(settings: TrainSettings, config: dict[str, Any]) -> Engine:
-    """The model, its weights drawn from the seed, and the engine around it.
+def build_engine(settings: TrainSettings, config: dict[str, Any], ranks: Ranks) -> Engine:
+    """The model, its weights drawn from the seed, and the engine around it, over all ranks.
 
     Weight decay pulls on matrices only, never on norms and biases.
     """
     torch.manual_seed(settings.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = build_model(lambda: GPT(settings.model), device, DTYPES[settings.precision])
+    with ranks.together():
+        model = build_model(lambda: GPT(settings.model), device, DTYPES[settings.precision])
     params = list(model.parameters())
     groups = [
         {"params": [p for p in params if p.dim() >= 2]},
@@ -176,34 +222,10 @@ def _set_rates(engine: Engine) -> None:
 
 def run_training(run: Run, console: Console) -> Outcome:
     """The run itself. It always has an outcome: finished, interrupted by the user, or stopped by bad numbers."""
-    settings, outcome, start = run.settings, Outcome(), time.perf_counter()
-    plain_every = max(1, settings.steps // 20)
+    outcome, start = Outcome(), time.perf_counter()
     try:
-        with (
-            MetricsWriter(settings.out / METRICS, resume_after=run.first_step or -1) as metrics,
-            TrainProgress(console, settings.steps, plain_every, first_step=run.first_step + 1) as progress,
-            _stop_signals(console) as stop,
-        ):
-            earlier = read_metrics(settings.out / METRICS)  # of the run that is resumed
-            outcome.steps += [record for record in earlier if isinstance(record, StepRecord)]
-            outcome.valids += [record for record in earlier if isinstance(record, ValidRecord)]
-            measured = {record.step for record in outcome.valids}
-            for record in Loop(settings, run.engine, run.data).records(lambda: bool(stop), measured):
-                metrics.write(record)
-                if isinstance(record, ValidRecord):
-                    outcome.valids.append(record)
-                    progress.note(f"validation loss {record.loss:.4f} after {record.step} steps")
-                    continue
-                progress.step(record)
-                _note_move(outcome, progress, record)
-                outcome.steps.append(record)
-                _after_step(run, outcome, progress, record.step)
-            if stop:
-                outcome.status = "interrupted"
-            _finish(run, outcome, progress)
-    except FloatingPointError as error:  # the loss scale of fp16 has reached its end
-        outcome.status = "stopped"
-        outcome.notes.append(str(error))
+        with watched(run.engine):
+            _train(run, outcome, console)
     except KeyboardInterrupt:
         outcome.status = "interrupted"
         outcome.notes.append("Interrupted twice: the steps since the last checkpoint are lost.")
@@ -212,6 +234,50 @@ def run_training(run: Run, console: Console) -> Outcome:
     outcome.wall_s = time.perf_counter() - start
     outcome.message = describe(outcome, run)
     return outcome
+
+
+def _train(run: Run, outcome: Outcome, console: Console) -> None:
+    """All steps, and what comes after each of them."""
+    settings, ranks = run.settings, run.ranks
+    plain_every = max(1, settings.steps // 20)
+    with (
+        _metrics(run) as write,
+        TrainProgress(console, settings.steps, plain_every, first_step=run.first_step + 1) as progress,
+        _stop_signals(console, ONE_SIGNAL_S if ranks.world > 1 else 0.0) as stop,
+    ):
+        earlier = read_metrics(settings.out / METRICS) if ranks.is_first else []  # of the run that is resumed
+        outcome.steps += [record for record in earlier if isinstance(record, StepRecord)]
+        outcome.valids += [record for record in earlier if isinstance(record, ValidRecord)]
+        measured = ranks.first([record.step for record in outcome.valids])
+        talk = Talk(ranks, lambda: bool(stop), run.engine.device)
+        loop = RankLoop(settings, run.engine, run.data, talk, run.num_valid)
+        try:
+            for record in loop.records(talk.should_stop, measured):
+                write(record)
+                if isinstance(record, ValidRecord):
+                    outcome.valids.append(record)
+                    progress.note(f"validation loss {record.loss:.4f} after {record.step} steps")
+                    continue
+                progress.step(record)
+                _note_move(outcome, progress, record)
+                outcome.steps.append(record)
+                _after_step(run, outcome, progress, record.step)
+            if talk.should_stop():
+                outcome.status = "interrupted"
+            _finish(run, outcome, progress)
+        except FloatingPointError as error:  # the loss scale of fp16 has reached its end, on all ranks
+            outcome.status = "stopped"
+            outcome.notes.append(str(error))
+
+
+@contextmanager
+def _metrics(run: Run) -> Iterator[Callable[[Record], None]]:
+    """Writes a record; only the first rank does."""
+    if not run.ranks.is_first:
+        yield lambda record: None
+        return
+    with MetricsWriter(run.settings.out / METRICS, resume_after=run.first_step or -1) as metrics:
+        yield metrics.write
 
 
 def _note_move(outcome: Outcome, progress: TrainProgress, record: StepRecord) -> None:
@@ -226,7 +292,7 @@ def _after_step(run: Run, outcome: Outcome, progress: TrainProgress, step: int) 
     settings, optimizer = run.settings, run.engine.optimizer
     if settings.save_every and step % settings.save_every == 0 and step < settings.steps:
         _save(run, outcome, progress)
-    if settings.trace is not None and optimizer is not None:
+    if settings.trace is not None and optimizer is not None and run.ranks.is_first:
         first = min(run.first_step + 2, settings.steps - 1)
         if step == first:
             optimizer.trace.start()
@@ -277,14 +343,19 @@ def _save(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
 
 
 @contextmanager
-def _stop_signals(console: Console) -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM end the run after the step under way, in which weights and state agree; twice: at once."""
-    seen: list[int] = []
+def _stop_signals(console: Console, one_s: float) -> Iterator[list[float]]:
+    """Ctrl-C and SIGTERM end the run after the step under way, in which weights and state agree; twice: at once.
+
+    What comes within `one_s` seconds is one signal that came by two ways.
+    """
+    seen: list[float] = []
 
     def stop(number: int, frame: Any) -> None:
-        if seen:
+        if seen and time.monotonic() - seen[0] >= one_s:
             raise KeyboardInterrupt
-        seen.append(number)
+        seen.append(time.monotonic())
+        if len(seen) > 1:
+            return
         console.print("stopping after this step; once more ends at once", highlight=False)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}

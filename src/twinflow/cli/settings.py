@@ -20,6 +20,8 @@ from twinflow.rules import RULES
 MIN_LR_SHARE: Final = 0.1  # where the cosine ends, as a share of the peak
 PRECISIONS: Final = ("bf16", "fp16", "fp32")
 STATES: Final = ("auto", "fp32", "bf16", "int8")
+RANKS_STAGE: Final = 2  # of ZeRO, for several ranks, where the config file names none
+BATCH_KEYS: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 GPT2: Final = "gpt2-1.5b"  # a shape given by hand takes vocabulary and context from here
 # What must be the same for a run to go on where it was.
 KEPT: Final = (
@@ -37,6 +39,7 @@ KEPT: Final = (
     "file_config",
 )
 
+SEQUENCES: Final = "sequences of a step (--batch-size x --accumulation x ranks)"
 SHAPE_OPTIONS: Final = {"hidden": "--hidden-size", "num_heads": "--num-attention-heads", "context": "--seq-length"}
 
 
@@ -66,7 +69,7 @@ class TrainSettings:
     preset: str
     model: GPTConfig
     steps: int
-    batch_size: int  # sequences of a micro-batch
+    batch_size: int  # sequences of a micro-batch, on each rank
     accumulation: int  # micro-batches of a step
     lr: float
     warmup: int
@@ -93,6 +96,7 @@ class TrainSettings:
     resume: bool
     trace: Path | None
     file_config: Mapping[str, Any]  # of --deepspeed_config
+    world: int = 1  # ranks that train together
 
     @property
     def context(self) -> int:
@@ -100,9 +104,14 @@ class TrainSettings:
         return self.model.context
 
     @property
+    def sequences(self) -> int:
+        """Sequences of a step, on all ranks."""
+        return self.batch_size * self.accumulation * self.world
+
+    @property
     def tokens(self) -> int:
-        """Tokens of a step."""
-        return self.batch_size * self.accumulation * self.context
+        """Tokens of a step, on all ranks."""
+        return self.sequences * self.context
 
 
 def option(name: str) -> str:
@@ -211,12 +220,12 @@ def parse_ratio(text: str | None) -> float | str | None:
 
 
 def parallel_size(name: str, value: int | None) -> None:
-    """Megatron's parallel sizes: one GPU knows only 1."""
+    """Megatron's parallel sizes: every rank has the whole model."""
     if value not in (None, 1):
-        raise bad_value(option(name), value, [1], "This command trains on one GPU.")
+        raise bad_value(option(name), value, [1], "Every rank has the whole model on one GPU.")
 
 
-def engine_config(settings: TrainSettings, states: str) -> dict[str, Any]:
+def engine_config(settings: TrainSettings, states: str, num_ranks: int = 1) -> dict[str, Any]:
     """The run as a config for the engine: the file's own words first, what it leaves open from the command line."""
     config: dict[str, Any] = deepcopy(dict(settings.file_config))
     config["train_micro_batch_size_per_gpu"] = settings.batch_size
@@ -234,6 +243,8 @@ def engine_config(settings: TrainSettings, states: str) -> dict[str, Any]:
     zero = config.setdefault("zero_optimization", {})
     if not isinstance(zero, dict):
         return config  # the reader knows what to say about it
+    if num_ranks > 1:
+        zero.setdefault("stage", RANKS_STAGE)
     offload = zero.get("offload_optimizer")
     offload = zero["offload_optimizer"] = dict(offload) if isinstance(offload, dict) else {}
     offload.setdefault("device", "cpu")
@@ -263,24 +274,34 @@ def lr_factor(step: int, warmup: int, steps: int) -> float:
 
 
 def as_json(settings: TrainSettings) -> dict[str, Any]:
-    """Everything as plain values, for the run's folder."""
+    """Every option as a plain value, for the run's folder; the number of ranks is none."""
     return {
         name: str(value) if isinstance(value, Path) else dict(value) if isinstance(value, Mapping) else value
         for name, value in asdict(settings).items()
+        if name != "world"
     }
 
 
 def check_same_run(saved: Mapping[str, Any], settings: TrainSettings) -> None:
-    """Raise a ValueError that names what differs from the run that is to be resumed."""
-    new, old = _kept(as_json(settings)), _kept(saved)
+    """Raise a ValueError that names what differs from the run that is to be resumed.
+
+    Other ranks may go on with it where they take as many sequences a step as the ranks before, in whatever parts.
+    """
+    world = saved.get("world", 1)
+    new, old = (_kept(values, world == settings.world) for values in (as_json(settings), saved))
+    new[SEQUENCES], old[SEQUENCES] = settings.sequences, saved["batch_size"] * saved["accumulation"] * world
     for name, value in new.items():
         if old.get(name) != value:
             remedy = "--resume goes on with the same run; start another one in another --out."
             raise bad_value(name, value, [old.get(name)], remedy)
 
 
-def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
+def _kept(values: Mapping[str, Any], with_batch: bool) -> dict[str, Any]:
     """What must stay, each under the option it is typed as."""
     shape = {SHAPE_OPTIONS.get(name, option(name)): value for name, value in (values.get("model") or {}).items()}
-    rest = {option(name): values.get(name) for name in KEPT if name not in ("model", "file_config")}
-    return {**shape, **rest, "--deepspeed_config": values.get("file_config")}
+    dropped = () if with_batch else ("batch_size", "accumulation")
+    rest = {option(name): values.get(name) for name in KEPT if name not in ("model", "file_config", *dropped)}
+    file = dict(values.get("file_config") or {})
+    for key in () if with_batch else BATCH_KEYS:
+        file.pop(key, None)
+    return {**shape, **rest, "--deepspeed_config": file}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,8 +13,10 @@ import typer
 from rich.console import Console
 
 from twinflow.cli.outcome import EXIT_CODES, header_rows, make_report, print_rows, where
-from twinflow.cli.run import REPORT, prepare, run_training
+from twinflow.cli.ranks import Ranks, join
+from twinflow.cli.run import REPORT, Outcome, Run, prepare, run_training
 from twinflow.cli.settings import (
+    BATCH_KEYS,
     TrainSettings,
     choose_rule,
     choose_shape,
@@ -57,7 +60,7 @@ def train(
     steps: Annotated[int, _option("--steps", "--train-iters", help="Training steps.")] = 800,
     batch_size: Annotated[
         int | None,
-        _option("--batch-size", "--micro-batch-size", help="Sequences a forward. Default: the preset's."),
+        _option("--batch-size", "--micro-batch-size", help="Sequences a forward, on each rank. Default: the preset's."),
     ] = None,
     accumulation: Annotated[
         int | None, _option("--accumulation", help="Forwards and backwards that make a step.  [default: 1]")
@@ -113,7 +116,9 @@ def train(
     gpu_memory: Annotated[
         str | None, _option("--gpu-memory", help="Use no more of the GPU than this, like 32GB.")
     ] = None,
-    threads: Annotated[int | None, _option(help="CPU threads. Default: all this process may use.")] = None,
+    threads: Annotated[
+        int | None, _option(help="CPU threads, of each rank. Default: all this process may use.")
+    ] = None,
     out: Annotated[Path | None, _option(help="Folder of the run. Default: a new one in runs.")] = None,
     trace: Annotated[
         Path | None, _option("--trace", help="Write the timeline of some steps here, for Perfetto.")
@@ -136,76 +141,94 @@ def train(
     fp16: Annotated[bool, _option("--fp16", help="--precision fp16.")] = False,
     bf16: Annotated[bool, _option("--bf16", help="--precision bf16.")] = False,
 ) -> None:
-    """Pretrain a GPT with the optimizer on the host, on a GPU where there is one, and write a report page."""
-    console = Console()
+    """Pretrain a GPT with the optimizer on the host, on a GPU where there is one, and write a report page.
+
+    Under `twinflow launch --module twinflow train`, torchrun or srun all ranks train it together.
+    """
+    console, ranks = Console(), Ranks()
     try:
-        parallel_size("model_parallel_size", model_parallel_size)
-        parallel_size("pipeline_model_parallel_size", pipeline_parallel_size)
-        file_config = read_config(config)
-        name, shape = choose_shape(
-            preset, num_layers, hidden, num_heads, _context(context, max_positions), checkpoint_activations
-        )
-        chosen_rule = _only_one("--rule", rule, file_config, "optimizer") or "adamw"
-        micro, parts = _batch(batch_size, accumulation, file_config, default_batch_size(name))
-        choice = choose_rule(chosen_rule)
-        chosen_lr = _only_one("--lr", lr, file_config, "optimizer")
-        decay = _only_one("--weight-decay", weight_decay, file_config, "optimizer")
-        clip = _only_one("--grad-clip", grad_clip, file_config, "gradient_clipping")
-        offload = (file_config.get("zero_optimization") or {}).get("offload_optimizer") or {}
-        chosen_states = _only_one("--states", states, offload, "states") or offload.get("states", "auto")
-        chosen_ratio, chosen_placement = _ratio(ratio, placement, offload)
-        delayed = _only_one("--delayed-update", delayed_update or None, offload, "delayed_update")
-        settings = TrainSettings(
-            preset=name,
-            model=shape,
-            steps=steps,
-            batch_size=micro,
-            accumulation=parts,
-            lr=default_lr(chosen_rule, shape) if chosen_lr is None else chosen_lr,
-            warmup=steps // 20 if warmup is None else warmup,
-            weight_decay=choice.weight_decay if decay is None else decay,
-            grad_clip=1.0 if clip is None else clip,
-            rule=chosen_rule,
-            states=chosen_states,
-            ratio=chosen_ratio,
-            placement=chosen_placement,
-            delayed_update=bool(delayed or offload.get("delayed_update")),
-            precision=_precision(precision, fp16, bf16, file_config),
-            data=data,
-            json_key=json_key,
-            vocab_size=vocab_size,
-            tokenizer=tokenizer,
-            seed=seed,
-            valid_every=valid_every,
-            save=save,
-            save_every=save_every,
-            keep_last=2 if keep_last is None else keep_last,
-            gpu_memory=parse_bytes("--gpu-memory", gpu_memory),
-            threads=get_threads() if threads is None else threads,
-            out=default_out(name, chosen_rule) if out is None else out,
-            resume=resume,
-            trace=trace,
-            file_config=file_config,
-        )
-        run = prepare(settings, console)
-    except (ValueError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
-    print_rows(console, f"twinflow {__version__}: training a GPT ({name}) on {where()}", header_rows(run))
-    try:
+        ranks = join()
+        console = ranks.console(console)
+        with ranks.together():
+            parallel_size("model_parallel_size", model_parallel_size)
+            parallel_size("pipeline_model_parallel_size", pipeline_parallel_size)
+            file_config = read_config(config)
+            name, shape = choose_shape(
+                preset, num_layers, hidden, num_heads, _context(context, max_positions), checkpoint_activations
+            )
+            chosen_rule = _only_one("--rule", rule, file_config, "optimizer") or "adamw"
+            micro, parts = _batch(batch_size, accumulation, file_config, default_batch_size(name), ranks.world)
+            choice = choose_rule(chosen_rule)
+            chosen_lr = _only_one("--lr", lr, file_config, "optimizer")
+            decay = _only_one("--weight-decay", weight_decay, file_config, "optimizer")
+            clip = _only_one("--grad-clip", grad_clip, file_config, "gradient_clipping")
+            offload = (file_config.get("zero_optimization") or {}).get("offload_optimizer") or {}
+            chosen_states = _only_one("--states", states, offload, "states") or offload.get("states", "auto")
+            chosen_ratio, chosen_placement = _ratio(ratio, placement, offload)
+            delayed = _only_one("--delayed-update", delayed_update or None, offload, "delayed_update")
+            settings = TrainSettings(
+                preset=name,
+                model=shape,
+                steps=steps,
+                batch_size=micro,
+                accumulation=parts,
+                lr=default_lr(chosen_rule, shape) if chosen_lr is None else chosen_lr,
+                warmup=steps // 20 if warmup is None else warmup,
+                weight_decay=choice.weight_decay if decay is None else decay,
+                grad_clip=1.0 if clip is None else clip,
+                rule=chosen_rule,
+                states=chosen_states,
+                ratio=chosen_ratio,
+                placement=chosen_placement,
+                delayed_update=bool(delayed or offload.get("delayed_update")),
+                precision=_precision(precision, fp16, bf16, file_config),
+                data=data,
+                json_key=json_key,
+                vocab_size=vocab_size,
+                tokenizer=tokenizer,
+                seed=seed,
+                valid_every=valid_every,
+                save=save,
+                save_every=save_every,
+                keep_last=2 if keep_last is None else keep_last,
+                gpu_memory=parse_bytes("--gpu-memory", gpu_memory),
+                threads=get_threads() if threads is None else threads,
+                out=default_out(name, chosen_rule) if out is None else out,
+                resume=resume,
+                trace=trace,
+                file_config=file_config,
+                world=ranks.world,
+            )
+        settings = replace(settings, out=Path(ranks.first(str(settings.out))), threads=ranks.least(settings.threads))
+        run = prepare(settings, ranks, console)
+        rows = [*header_rows(run), *ranks.rows_of_report(run.stage)]
+        print_rows(console, f"twinflow {__version__}: training a GPT ({name}) on {where()}", rows)
         outcome = run_training(run, console)
-    except (ValueError, OSError) as error:  # a token outside the vocabulary, a disk without room for a line
-        typer.echo(f"error: {error}", err=True)
+    except (ValueError, OSError) as error:  # later on: a token outside the vocabulary, a disk without room for a line
+        if (text := ranks.message(error)) is not None:
+            typer.echo(text, err=True)
+        else:
+            ranks.after_first()
         raise typer.Exit(1) from None
+    if ranks.is_first:
+        show(run, outcome, console)
+    ranks.leave(outcome.status == "stopped")
+    raise typer.Exit(EXIT_CODES[outcome.status])
+
+
+def show(run: Run, outcome: Outcome, console: Console) -> None:
+    """The page, and the last lines."""
     report = make_report(run, outcome)
-    rows = outcome.numbers
+    report = replace(report, settings=[*run.ranks.rows_of_report(run.stage), *report.settings])
+    rows, path = outcome.numbers, run.settings.out / REPORT
     try:
-        write_report(settings.out / REPORT, report)
-        rows.append(("report", str(settings.out / REPORT)))
+        write_report(path, report)
+        rows.append(("report", str(path)))
     except OSError as error:  # a disk that is full
         typer.echo(f"warning: no report: {error}", err=True)
     print_rows(console, outcome.message, rows)
-    raise typer.Exit(EXIT_CODES[outcome.status])
+    if outcome.status == "stopped" and run.ranks.world > 1:
+        typer.echo(f"error: {outcome.message}", err=True)  # what the launcher names as the cause
 
 
 def read_config(path: Path | None) -> dict[str, Any]:
@@ -245,10 +268,10 @@ def _ratio(ratio: str | None, placement: str | None, offload: Mapping[str, Any])
 
 
 def _batch(
-    batch_size: int | None, accumulation: int | None, file_config: Mapping[str, Any], default: int
+    batch_size: int | None, accumulation: int | None, file_config: Mapping[str, Any], default: int, world: int
 ) -> tuple[int, int]:
-    """Sequences of a micro-batch and micro-batches of a step, from the command line or from the file."""
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    """Sequences of a rank's micro-batch and micro-batches of a step, from the command line or from the file."""
+    keys = BATCH_KEYS
     named = {key: file_config[key] for key in keys if file_config.get(key) not in (None, "auto")}
     for option, value, key in (("--batch-size", batch_size, keys[1]), ("--accumulation", accumulation, keys[2])):
         if value is not None and value < 1:
@@ -258,9 +281,9 @@ def _batch(
     if keys[0] not in named:
         named.setdefault(keys[1], default)
         named.setdefault(keys[2], 1)
-    elif len(named) == 1 and named[keys[0]] % default == 0:
+    elif len(named) == 1 and named[keys[0]] % (default * world) == 0:
         named[keys[1]] = default  # a large batch is made of micro-batches that fit
-    batch = resolve_batch(load_config(named), world_size=1)
+    batch = resolve_batch(load_config(named), world_size=world)
     return batch.micro_batch_size, batch.accumulation_steps
 
 

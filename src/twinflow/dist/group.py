@@ -7,7 +7,9 @@ exchange of parts, summed by their owner in fp32 in the order of the ranks: fewe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 TIMEOUT = timedelta(minutes=10)
+_PATIENCE = timedelta(seconds=0.5)  # between two looks whether anybody still wants what is waited for
 
 
 class Group:
@@ -26,6 +29,8 @@ class Group:
         self.world, self.rank = len(self.ranks), self.ranks.index(dist.get_rank())
         self.is_on_host = is_on_host  # gloo
         self.sent_bytes = 0  # by this rank, as the collectives are defined: what a backend adds is not in it
+        # gloo: a thread that waits for other ranks goes on without them when this says so. They may never come.
+        self.gives_up: Callable[[], bool] = lambda: False
 
     def reduce_scatter(self, out: Tensor, whole: Tensor, dtype: torch.dtype) -> None:
         """The sum over all ranks of this rank's part of `whole`, sent as `dtype`."""
@@ -45,7 +50,8 @@ class Group:
         """Every rank gets the others' versions of its part, and adds them up in fp32."""
         given = whole.to(dtype).cpu() if whole.is_cuda else whole.to(dtype)
         taken = torch.empty_like(given)
-        dist.all_to_all_single(taken.view(torch.uint8), given.view(torch.uint8), group=self.handle)
+        raw = taken.view(torch.uint8), given.view(torch.uint8)
+        self._wait(dist.all_to_all_single(*raw, group=self.handle, async_op=True))
         parts = taken.view(self.world, -1)
         total = parts[0].float()
         for part in parts[1:]:
@@ -83,7 +89,7 @@ class Group:
         host = whole.cpu() if whole.is_cuda else whole
         raw = host.view(torch.uint8)
         mine = raw.view(self.world, -1)[self.rank].clone()
-        _all_gather(raw, mine, self.handle)
+        self._wait(_all_gather(raw, mine, self.handle, is_async=True))
         if whole.is_cuda:
             whole.copy_(host)
 
@@ -94,10 +100,12 @@ class Group:
         if self.rank == 0:
             self.sent_bytes += tensor.numel() * tensor.element_size()
         flat = tensor.detach().reshape(-1)
-        if self.is_on_host and flat.is_cuda:
-            flat = flat.cpu()
+        if self.is_on_host != (flat.device.type == "cpu"):  # a buffer on the host beside a model on the GPU, or so
+            flat = flat.to("cpu" if self.is_on_host else "cuda")
         flat = flat.contiguous()
-        dist.broadcast(flat.view(torch.uint8), src=self.ranks[0], group=self.handle)
+        work = dist.broadcast(flat.view(torch.uint8), src=self.ranks[0], group=self.handle, async_op=self.is_on_host)
+        if self.is_on_host:
+            self._wait(work)
         if self.rank != 0:
             tensor.detach().copy_(flat.view(tensor.shape))
 
@@ -108,18 +116,29 @@ class Group:
             rows[0] = row
         else:
             self.sent_bytes += row.numel() * row.element_size() * (self.world - 1)
-            _all_gather(rows.view(-1), row.contiguous(), self.handle)
+            self._wait(_all_gather(rows.view(-1), row.contiguous(), self.handle, is_async=True))
         return rows
+
+    def _wait(self, work: Any) -> None:
+        """Until all ranks have come."""
+        while not work.is_completed():
+            if self.gives_up():
+                # torch waits for a group's work where it destroys the group, at the interpreter's end at the latest.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.handle))  # so this one stays
+                raise RuntimeError("other ranks are no longer waited for: the optimizer is closed, or has failed")
+            with suppress(RuntimeError):  # they have not come yet; what went wrong is raised below
+                work.wait(_PATIENCE)
+        work.wait()
 
     def _count(self, whole_bytes: int) -> None:
         """Of a whole, each rank sends all but its own part."""
         self.sent_bytes += whole_bytes * (self.world - 1) // self.world
 
 
-def _all_gather(whole: Tensor, part: Tensor, handle: Any) -> None:
+def _all_gather(whole: Tensor, part: Tensor, handle: Any, is_async: bool = False) -> Any:
     """torch 2.13 has given the call another name."""
     call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    call(whole, part, group=handle)
+    return call(whole, part, group=handle, async_op=is_async)
 
 
 def _reduce_scatter(part: Tensor, whole: Tensor, handle: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,8 @@ def save(
     leaves, meta["aliases"], meta["excluded"] = weights(engine.module, exclude_frozen)
     if ranks is not None:
         leaves = _deal(leaves, ranks)
+        if not ranks.are_partitioned:
+            states = _deal(states, ranks)
     files = {"model": leaves, "optimizer": states, "rest": others}
     frozen = _freeze(engine) if engine.settings.background_bytes is not None else None
     if frozen is not None:
@@ -95,7 +97,9 @@ def save(
         write(ranks)
         return None
     team = engine.optimizer.team if engine.optimizer is not None else None
-    background = BackgroundSave(lambda: write(Ranks(team.saves) if ranks is not None and team else None), frozen)
+    background = BackgroundSave(
+        lambda: write(replace(ranks, group=team.saves) if ranks is not None and team else None), frozen
+    )
     background.start()
     return background
 
@@ -134,6 +138,7 @@ class Ranks:
     """Those that save and load together."""
 
     group: Group
+    are_partitioned: bool  # each has its own part of the state; else all have all of it
 
     @property
     def rank(self) -> int:
@@ -153,14 +158,15 @@ class Ranks:
 def ranks_of(engine: Engine) -> Ranks | None:
     """The ranks that train with this one; None where nobody has a part of anything."""
     team = engine.optimizer.team if engine.optimizer is not None else None
-    return Ranks(team.calls) if team is not None and team.world > 1 else None
+    return Ranks(team.calls, team.is_partitioned) if team is not None and team.world > 1 else None
 
 
 def _deal(leaves: Sequence[Leaf], ranks: Ranks) -> list[Leaf]:
-    """This rank's part of what all have: the largest first, each to the rank that has least so far. Rows of a parameter
-    are its own."""
-    used, own = [0] * ranks.world, [leaf for leaf in leaves if leaf.part is not None]
-    for leaf in sorted((leaf for leaf in leaves if leaf.part is None), key=lambda leaf: -num_bytes(leaf)):
+    """This rank's share of what all have: the largest first, each to the rank that has least so far. What a rank has a
+    part of is its own."""
+    is_own = {id(leaf): leaf.part is not None and ranks.are_partitioned for leaf in leaves}
+    used, own = [0] * ranks.world, [leaf for leaf in leaves if is_own[id(leaf)]]
+    for leaf in sorted((leaf for leaf in leaves if not is_own[id(leaf)]), key=lambda leaf: -num_bytes(leaf)):
         rank = used.index(min(used))
         used[rank] += num_bytes(leaf)
         if rank == ranks.rank:

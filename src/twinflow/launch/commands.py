@@ -28,11 +28,16 @@ class Program:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the nodes find each other, and how often they start again after a failure."""
+    """Where the nodes find each other, and how often they start again after a failure.
+
+    On one node torchrun starts its ranks again. Over several the launcher starts all of them again: torchrun cannot
+    where the machine of its own rendezvous is the one that is gone.
+    """
 
     address: str
     port: int
     max_restarts: int = 0
+    attempt: int = 0  # how often the launcher has started all nodes again
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class NodeCommand:
 
     host: str
     argv: tuple[str, ...]
+    is_remote: bool = False  # over ssh
 
     def shell_line(self) -> str:
         """The command as a shell reads it."""
@@ -66,17 +72,14 @@ def node_commands(
     commands = []
     for node_rank, host in enumerate(hosts):
         argv = _torchrun(host, node_rank, len(hosts), program, meeting)
-        # Ranks that start again would read the old addresses in a store shared with torchrun (pytorch issue 135712).
-        fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if _restarts_together(len(hosts), meeting) else {}
         if host.name in local_names:
-            variables = {**fresh, **_visible_devices(host, env.get("CUDA_VISIBLE_DEVICES", ""))}
-            full = [*_env(variables), *argv]
+            full = [*_env(_visible_devices(host, env.get("CUDA_VISIBLE_DEVICES", ""))), *argv]
         else:
-            variables = {**_forwarded(env), **fresh, **_visible_devices(host, "")}
+            variables = {**_forwarded(env), **_visible_devices(host, "")}
             remote = f"cd {shlex.quote(program.directory)} && exec {shlex.join([*_env(variables), *argv])}"
             # With a terminal (-tt) the remote processes get a hang-up when this end of the connection goes away.
             full = ["ssh", "-tt", "-o", "BatchMode=yes", host.name, remote]
-        commands.append(NodeCommand(host.name, tuple(full)))
+        commands.append(NodeCommand(host.name, tuple(full), host.name not in local_names))
     return commands
 
 
@@ -84,28 +87,15 @@ def _torchrun(host: Host, node_rank: int, num_nodes: int, program: Program, meet
     options: dict[str, int | str] = {
         "--nnodes": num_nodes,
         "--nproc-per-node": len(host.slots),
-        "--max-restarts": meeting.max_restarts,
+        "--max-restarts": meeting.max_restarts if num_nodes == 1 else 0,
+        "--node-rank": node_rank,
+        "--master-addr": meeting.address,
+        "--master-port": meeting.port,
     }
-    if _restarts_together(num_nodes, meeting):
-        # Only this rendezvous tells the other nodes to start again too; it hands out the node ranks itself.
-        options |= {
-            "--rdzv-backend": "c10d",
-            "--rdzv-endpoint": f"{meeting.address}:{meeting.port}",
-            "--rdzv-id": f"twinflow-{meeting.port}",
-        }
-    else:
-        options |= {
-            "--node-rank": node_rank,
-            "--master-addr": meeting.address,
-            "--master-port": meeting.port,
-        }
     words = [f"{name}={value}" for name, value in options.items()]
-    worker = ["-m", "twinflow.launch.worker", *(["--module"] if program.module else []), program.script]
+    worker = ["-m", "twinflow.launch.worker", *([f"--attempt={meeting.attempt}"] if meeting.attempt else [])]
+    worker += [*(["--module"] if program.module else []), program.script]
     return [program.python, "-m", "torch.distributed.run", *words, *worker, *program.arguments]
-
-
-def _restarts_together(num_nodes: int, meeting: Meeting) -> bool:
-    return num_nodes > 1 and meeting.max_restarts > 0
 
 
 def _visible_devices(host: Host, visible: str) -> dict[str, str]:

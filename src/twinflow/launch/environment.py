@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+import struct
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,6 +21,9 @@ from twinflow.errors import bad_value
 
 LOCAL_ADDRESS = "127.0.0.1"
 DEFAULT_PORT = 29500
+# Of nobody (RFC 5737): the way to it is the way out of this machine.
+OUTSIDE = "192.0.2.1"
+_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
@@ -185,11 +192,46 @@ def init_distributed(
         # Slurm may show each task its own GPU alone, as number 0.
         torch.cuda.set_device(found.local_rank % torch.cuda.device_count())
     os.environ.update(_torchrun_variables(found))  # torch reads some of them, and so do other libraries
+    os.environ.update(gloo_variables(found, env))
     timeout = timedelta(seconds=timeout_s)
     distributed.init_process_group(
         chosen, store=_attempts_store(found, timeout), timeout=timeout, rank=found.rank, world_size=found.world_size
     )
     return found
+
+
+def gloo_variables(found: RankEnvironment, env: Mapping[str, str]) -> dict[str, str]:
+    """Over several machines, the interface for gloo; nothing where the user names one.
+
+    gloo by itself takes the address to which this machine's name resolves. Often that is none, or loopback, which the
+    other machines cannot reach. Groups of NCCL need it too: what they agree on goes over gloo.
+    """
+    if found.world_size == found.local_world_size or "GLOO_SOCKET_IFNAME" in env:
+        return {}
+    for address in (found.master_addr, OUTSIDE):
+        name = interface_towards(address)
+        if name is not None:
+            return {"GLOO_SOCKET_IFNAME": name}
+    return {}
+
+
+def interface_towards(address: str) -> str | None:
+    """The network interface on the way to an address, or that has it; None for loopback, and where that is unknown."""
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing: it chooses the way
+        own = socket.inet_aton(probe.getsockname()[0])
+        if own[0] == 127:
+            return None
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # one without an address
+                asked = struct.pack("256s", name.encode()[:15])
+                if fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)[20:24] == own:
+                    return name
+    return None
 
 
 def attempt() -> int:

@@ -9,9 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, TextIO
 
 from twinflow.launch.commands import NodeCommand
@@ -20,6 +20,8 @@ from twinflow.launch.worker import end_with_parent
 
 TERMINATE_GRACE_S = 12.0  # longer than a worker's own grace, so that nodes end in order
 DRAIN_S = 2.0
+SETTLE_S = TERMINATE_GRACE_S  # in which ranks end whose connection is gone: nobody tells that they have
+SSH_LOST = 255  # ssh's exit code where it is the connection that failed
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Outcome:
 
     exit_code: int
     message: str = ""
+    is_final: bool = True  # no use to start again
+    settle_s: float = 0.0  # before all ranks are surely gone
 
 
 class Stopped(Exception):
@@ -77,6 +81,22 @@ class Node:
             os.killpg(self.process.pid, number)
 
 
+def run_and_restart(commands_of: Callable[[int], Sequence[NodeCommand]], max_restarts: int) -> Outcome:
+    """Run all nodes; after a failure all of them again, by the commands of the next attempt."""
+    attempt = 0
+    while True:
+        outcome = run_nodes(commands_of(attempt))
+        if outcome.exit_code == 0 or outcome.is_final or attempt == max_restarts:
+            return outcome
+        attempt += 1
+        print(f"twinflow: {outcome.message}; restart {attempt} of {max_restarts}", file=sys.stderr, flush=True)
+        with _signals_raise():
+            try:
+                time.sleep(outcome.settle_s)
+            except Stopped as stopped:
+                return _stopped(stopped)
+
+
 def run_nodes(commands: Sequence[NodeCommand]) -> Outcome:
     """Run all nodes to their end, or to the end of the first that fails."""
     nodes: list[Node] = []
@@ -87,14 +107,20 @@ def run_nodes(commands: Sequence[NodeCommand]) -> Outcome:
             for node in nodes:  # after the last fork: threads and forks do not mix
                 node.stream(f"[{node.command.host}] " if len(nodes) > 1 else "")
             failed = _wait_for_first_failure(nodes)
+            lost = [node for node in nodes if node.process.poll() in (None, SSH_LOST)]
             _end(nodes)
         except Stopped as stopped:
             _end(nodes)
-            return Outcome(128 + stopped.number, f"stopped by {signal.Signals(stopped.number).name}; all ranks ended")
+            return _stopped(stopped)
         except OSError as error:
             _end(nodes)
             return Outcome(1, f"cannot start {commands[len(nodes)].argv[0]}: {error}")
-    return _failure(failed, nodes) if failed is not None else Outcome(0)
+    settle_s = SETTLE_S if any(node.command.is_remote for node in lost) else 0.0
+    return replace(_failure(failed, nodes), is_final=False, settle_s=settle_s) if failed is not None else Outcome(0)
+
+
+def _stopped(stopped: Stopped) -> Outcome:
+    return Outcome(128 + stopped.number, f"stopped by {signal.Signals(stopped.number).name}; all ranks ended")
 
 
 def _start(command: NodeCommand) -> subprocess.Popen[bytes]:

@@ -246,7 +246,7 @@ class Runtime:
             may_run_ahead=settings.may_run_ahead and not is_delayed,
             is_released=not is_delayed,
         )
-        if self.settings.sums_on_host and settings.limits.any:
+        if self.settings.sums_on_host:
             self.job.norms = self.collector.new_norms(self.job)
         self.collector.zero_norms()
 
@@ -304,8 +304,8 @@ class Runtime:
             self.sharing.close(job, [param.was_hit for param in self.params])
         elif self.settings.sums_on_host:
             self.board.submit_sums(job, self.buckets)
-            norms = job.norms if job.norms is not None else torch.full((1,), math.nan)  # no gate asks for them
-            self._close_job(job, norms, AllSummed(job))
+            assert job.norms is not None
+            self._close_job(job, job.norms, AllSummed(job))
         else:
             self._close_job(job, *self.collector.fetch_norms(job))
         self._make_due(job)

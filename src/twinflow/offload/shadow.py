@@ -22,9 +22,7 @@ _MAX_QUEUED = 4
 class ShadowPool:
     """Spare stores within `max_bytes` of host memory, made by `make`."""
 
-    def __init__(
-        self, make: Callable[[BucketPlan], Store], free: Callable[[Store], None], max_bytes: int = 0
-    ) -> None:
+    def __init__(self, make: Callable[[BucketPlan], Store], free: Callable[[Store], None], max_bytes: int = 0) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._make, self._free = make, free

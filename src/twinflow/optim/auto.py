@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, Final
 
@@ -65,6 +66,7 @@ class AutoPlacement:
         self._steps: list[tuple[Any, Any]] = []  # the steps that are watched: where each began and ended
         self._seen: list[tuple[float, tuple[str, ...]]] = []  # what steps took, with these places
         self._trouble = ""
+        self._wanted = self._places()  # what was chosen: memory may have been short for some of it
         self.is_settled = False
         runtime.marks.is_wanted = True
         runtime.device.reset_peak()  # what building the model took at most says nothing about steps
@@ -97,7 +99,7 @@ class AutoPlacement:
             if left < 0:
                 break
             places[i] = RESIDENT
-        self._move(places)
+        self._move(self._agreed(places))
         self._phase = self._time
 
     def _time(self) -> None:
@@ -114,7 +116,7 @@ class AutoPlacement:
         """The quickest that was seen: what else ran on the machine is not the model's. The first warms up."""
         later = self._timings[1:]
         num_parts = self._runtime.settings.accumulation_steps
-        forward_s, backward_s = self._first([min(t.forward_s for t in later), min(t.backward_s for t in later)])
+        forward_s, backward_s = self._agreed([min(t.forward_s for t in later), min(t.backward_s for t in later)])
         return Timing(forward_s, backward_s, num_parts)
 
     def _watch(self) -> None:
@@ -124,8 +126,8 @@ class AutoPlacement:
             self._steps.append(marks)
         if len(self._steps) < _WATCHED:
             return
-        (step_s,) = self._first([sum(self._runtime.device.seconds(*marks) for marks in self._steps) / _WATCHED])
-        self._seen.append((step_s, self._places()))
+        step_s = self._agreed(sum(self._runtime.device.seconds(*marks) for marks in self._steps) / _WATCHED)
+        self._seen.append((step_s, self._wanted))
         LOGGER.debug(f"ratio auto: {step_s:.3f} s a step, {shares(self._places())}")
         if len(self._seen) == 1:
             self._choose(step_s)
@@ -143,14 +145,14 @@ class AutoPlacement:
         items = items_of(runtime.buckets, timing, is_early=runtime.settings.early)
         gate = Gate(runtime.settings.limits.any, self._ahead_numel(items, size, room))
         careful = _scaled(self._rates, _HOST_COMFORT, _LINK_COMFORT)
-        try:
+        places: Sequence[str] | None = None
+        with suppress(ValueError):  # it fits as it is, with less to spare than the planner wants
             choice = choose(items, timing, careful, self._states, gate, room, size, ways)
-        except ValueError:  # it fits as it is, with less to spare than the planner wants
-            return self._settle()
-        LOGGER.debug(f"ratio auto: {choice.why}; trying it")
-        if choice.places == self._places() or choice.prediction.step_s > (1.0 + _WORSE) * step_s:
-            return self._settle()
-        self._move(choice.places)
+            LOGGER.debug(f"ratio auto: {choice.why}; trying it where that is not what is there")
+            if choice.places != self._wanted and choice.prediction.step_s <= (1.0 + _WORSE) * step_s:
+                places = choice.places
+        places = self._agreed(places)
+        self._settle() if places is None else self._move(places)
 
     def _keep_best(self, step_s: float) -> None:
         """What was there before may have been the better one."""
@@ -176,7 +178,7 @@ class AutoPlacement:
 
     def _move(self, places: Sequence[str]) -> int:
         """Move buckets, those that free the device first; how many. From the next step on, it is another placement."""
-        runtime = self._runtime
+        runtime, self._wanted = self._runtime, tuple(places)
         runtime.wait()
         runtime.wait_for_copies()
         pairs = zip(runtime.buckets, places, strict=True)
@@ -233,12 +235,9 @@ class AutoPlacement:
             there, host = (int(value) for value in self._team.least([there, host]))
         return Room(there, host)
 
-    def _first(self, values: list[float]) -> list[float]:
+    def _agreed(self, value: Any) -> Any:
         """What the first rank says: measured times differ, and all have to come to the same choice."""
-        if self._team is None:
-            return values
-        found: list[float] = gather_json(self._team.calls, values)[0]
-        return found
+        return value if self._team is None else gather_json(self._team.calls, value)[0]
 
     def _used(self) -> tuple[int, int]:
         """Bytes of state on the device and on the host."""
@@ -264,8 +263,6 @@ class AutoPlacement:
         resident = [b for b in runtime.buckets if b.plan.place == RESIDENT]
         on_device, on_host = self._used()
         over = on_device - room.gpu_bytes
-        if over <= 0 or not resident:
-            return
         places, spare = list(self._places()), room.host_bytes - on_host
         for bucket in sorted(resident, key=lambda b: -b.deadline):
             needed = self._state_bytes(replace(bucket.plan, place=HOST))
@@ -273,7 +270,8 @@ class AutoPlacement:
                 break
             places[bucket.plan.index] = HOST
             over, spare = over - self._state_bytes(bucket.plan), spare - needed
-        if num_moved := self._move(places):
+        places = self._agreed(places if tuple(places) != self._places() else None)
+        if places is not None and (num_moved := self._move(places)):
             LOGGER.info(
                 f"ratio auto: the device's memory has become short: {num_moved} buckets go back to the host, which has "
                 f"{host_share(runtime.buckets):.2f} of the state now{self._trouble}"

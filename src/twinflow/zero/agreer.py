@@ -26,6 +26,7 @@ class Agreer(BoardThread):
 
     def __init__(self, board: Board, group: Group) -> None:
         self._group = group
+        group.gives_up = lambda: board.is_closing or board.error is not None
         self._closed: deque[tuple[Job, Tensor, Event]] = deque()
         self.threads = (self,)
         super().__init__(board, "agreer")
