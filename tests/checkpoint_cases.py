@@ -21,6 +21,7 @@ def engine_of(world: int, stage: int, offload: dict[str, Any] | None, seed: int,
         **config_of(stage, offload, 1, world),
         "train_batch_size": 12,
         "train_micro_batch_size_per_gpu": 12 // world,
+        "checkpoint": {"background": is_background},
     }
     engine, *_ = twinflow.initialize(model=GPT(SHAPE), config=config)
     return engine
@@ -59,6 +60,7 @@ def save(
     steps(engine, 0, 3)
     engine.save_checkpoint(folder, client_state={"note": "saved", "rank": rank})
     if is_background:
+        assert engine.background is not None
         steps(engine, 3, 5)
         engine.wait_for_checkpoint()
     found = {"state": state_of(engine), "weights": weights_of(engine), "steps": engine.global_steps}

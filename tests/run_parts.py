@@ -32,6 +32,7 @@ PARTS = {
     "twin-others": ["-m", "matrix", *TWIN, "-k", "not every_combination"],
     "ratio": ["-m", "matrix", "tests/unit/test_twin_ratio.py"],
     "dist": ["-m", "matrix", "tests/dist"],
+    "background": ["-m", "matrix", "tests/unit/test_background_save.py"],
     "gpu-update": ["-m", "matrix", "tests/unit/test_gpu_update.py"],
 }
 

@@ -13,7 +13,7 @@ import twinflow
 from twinflow.models.gpt import GPT, GPTConfig
 
 SHAPE = GPTConfig(vocab_size=64, context=16, num_layers=3, hidden=32, num_heads=2)
-GLOBAL_BATCH = 8
+GLOBAL_BATCH = 16
 NUM_STEPS = 6
 
 

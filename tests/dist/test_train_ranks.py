@@ -239,6 +239,7 @@ def wait_for_step(process: subprocess.Popen[bytes], out: Path, step: int, log: P
         time.sleep(0.01)
 
 
+@pytest.mark.matrix
 def test_the_launcher_s_sigterm_saves_and_a_second_start_ends_the_same(text: Path, tmp_path: Path) -> None:
     out, plain, log, config = (tmp_path / name for name in ("run", "plain", "log", "config.json"))
     # A rate that does not follow from the number of steps, which nobody knows before.

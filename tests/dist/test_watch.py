@@ -256,6 +256,7 @@ for step in range(1, 100):
     assert failure.error.startswith("hung: no step for ")
 
 
+@pytest.mark.matrix
 def test_no_false_alarms(ranks: Ranks) -> None:
     body = """
 watch = watching({'poll_s': 1.0}, hang_timeout_s=2)
@@ -288,6 +289,7 @@ print("end")
     assert ends[0].seconds < ends[2].seconds - 2
 
 
+@pytest.mark.matrix
 def test_attempts_with_the_same_store(ranks: Ranks) -> None:
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
     body = """

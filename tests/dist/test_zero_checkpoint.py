@@ -34,7 +34,7 @@ def whole(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "states"), [(2, "fp32"), pytest.param(1, "int8", marks=pytest.mark.matrix), (3, "fp32")]
+    ("stage", "states"), [(2, "fp32"), *(pytest.param(*case, marks=pytest.mark.matrix) for case in ((1, "int8"), (3, "fp32")))]
 )
 def test_saved_by_four_ranks_loads_on_any_number_and_back(tmp_path: Path, stage: int, states: str) -> None:
     offload = {"states": states, **HALF}
@@ -50,6 +50,7 @@ def test_saved_by_four_ranks_loads_on_any_number_and_back(tmp_path: Path, stage:
     assert [rank["state"] for rank in back] == [rank["state"] for rank in saved]
 
 
+@pytest.mark.matrix
 def test_another_stage_ratio_or_process_loads_it(tmp_path: Path) -> None:
     saved = run_ranks(2, save, str(tmp_path), 2, {})
     truth = whole(saved)
@@ -59,6 +60,7 @@ def test_another_stage_ratio_or_process_loads_it(tmp_path: Path) -> None:
     assert whole(run_ranks(0, load, str(tmp_path), 0, HALF)) == truth
 
 
+@pytest.mark.matrix
 def test_going_on_is_bit_identical(tmp_path: Path) -> None:
     straight = run_ranks(2, resume, str(tmp_path / "a"), 2, HALF, 5)
     run_ranks(2, resume, str(tmp_path / "b"), 2, HALF, 2)
@@ -68,7 +70,8 @@ def test_going_on_is_bit_identical(tmp_path: Path) -> None:
     assert straight[0]["weights"] == straight[1]["weights"]
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("stage", [2, 3])
 def test_written_while_all_ranks_train_on(tmp_path: Path, stage: int) -> None:
     truth = run_ranks(2, save, str(tmp_path / "plain"), stage, HALF)
     later = run_ranks(2, save, str(tmp_path / "beside"), stage, HALF, True)

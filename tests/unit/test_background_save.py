@@ -72,7 +72,9 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("slow_disk")
 @pytest.mark.parametrize("offload", [{}, {"ratio": 0.4}, {"states": "int8"}, {"delayed_update": True}], ids=str)
-@pytest.mark.parametrize("limit", [0, 3 * LARGEST, 1 << 30])
+@pytest.mark.parametrize(
+    "limit", [3 * LARGEST, *(pytest.param(limit, marks=pytest.mark.matrix) for limit in (0, 1 << 30))]
+)
 def test_it_holds_the_state_at_the_call(tmp_path: Path, limit: int, offload: dict[str, Any]) -> None:
     plain = engine_of(None, **offload)
     train(plain, 0, 3)

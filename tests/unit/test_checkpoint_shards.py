@@ -877,7 +877,7 @@ def kills(root: Path) -> None:
     assert _one_save(root, 1, {}, None) == [0, 0, 0]
     usual_s = time.monotonic() - began
     value, counts = 1, {"old": 0, "new": 0}
-    for trial in range(60):
+    for trial in range(24):
         victim = trial % 4
         die_at = {victim: rng.randint(1, 60 if victim == 0 else 20)} if victim < 3 else {}
         codes = _one_save(root, value + 1, die_at, None if die_at else rng.uniform(0, 1.5 * usual_s))

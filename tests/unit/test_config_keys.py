@@ -90,8 +90,17 @@ def test_old_spellings_are_known() -> None:
 def test_our_own_keys() -> None:
     ours = [name.split(".")[-1] for name, key in zip(NAMES, FOUND, strict=True) if key.rule.ours]
     assert ours == [
-        *("states", "placement", "delayed_update", "delayed_update_start", "host_threads", "hold", "sums"),
-        *("bucket_numel", "shadow_bytes", "layers", "keep_last"),
+        *(
+            "hang_timeout_s",
+            "states",
+            "placement",
+            "delayed_update",
+            "delayed_update_start",
+            "host_threads",
+            "hold",
+            "sums",
+        ),
+        *("bucket_numel", "shadow_bytes", "layers", "keep_last", "background", "background_bytes"),
     ]
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fork_support import run_script
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -20,9 +19,10 @@ BLOCKS = [
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block_runs(block: str, tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
+    script, cwd = tmp_path / "block.py", tmp_path / "cwd"
+    script.write_text(block)
+    cwd.mkdir()
+    result = run_script(script, cwd, tmp_path, timeout_s=120)
     assert result.returncode == 0, result.stderr
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fork_support import run_script
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 PROMISES = {
@@ -23,7 +22,9 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.name)
 def test_example_runs(script: Path, tmp_path: Path) -> None:
-    result = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    cwd = tmp_path / "cwd"
+    cwd.mkdir()
+    result = run_script(script, cwd, tmp_path)
     assert result.returncode == 0, result.stderr
     assert PROMISES.get(script.name, "") in result.stdout
-    assert not list(tmp_path.iterdir()), "an example leaves nothing behind"
+    assert not list(cwd.iterdir()), "an example leaves nothing behind"
