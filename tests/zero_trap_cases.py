@@ -289,6 +289,17 @@ def ties(rank: int, world: int, folder: str, stage: int, is_saved: bool) -> dict
     return found
 
 
+def load_elsewhere(rank: int, world: int, folder: str) -> str:
+    """A checkpoint that only the first rank sees."""
+    engine: Any = twinflow.initialize(model=Tied(), config=config_of(1, "AdamW"))[0]
+    steps(engine, 0, 1)
+    engine.save_checkpoint(folder)
+    said = _said(lambda: engine.load_checkpoint(Path(folder, "none") if rank else folder))
+    steps(engine, 1, 2)
+    engine.destroy()
+    return said
+
+
 def look_between(rank: int, world: int, stage: int) -> list[float]:
     """Evaluations between steps, before and after a delayed update is put into the weights."""
     torch.manual_seed(0)
@@ -311,7 +322,7 @@ def copier_fails(rank: int, world: int, folder: str) -> list[Any]:
     config = config_of(0, "AdamW", checkpoint={"background": True, "background_bytes": 1 << 20})
     engine: Any = twinflow.initialize(model=Tied(), config=config)[0]
     steps(engine, 0, 1)
-    slow_disk(0.2)
+    slow_disk(0.05)
     value = Frozen._value
 
     def no_room(self: Frozen, reading: Any) -> torch.Tensor:

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from twinflow.optim.schedules import build_scheduler
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.rules import RULES
 from twinflow.zero import Zero
-from twinflow.zero.partitioned import partition
+from twinflow.zero.partitioned import partition, regroup
 from twinflow.zero.start import meet, own_host_bytes, start_watch
 
 Model = nn.Module | Callable[[], nn.Module]
@@ -77,22 +78,29 @@ def initialize(
     try:
         module = place(model, parsed)
         meet(ranks, module, parsed.model_dump_json(indent=1))
-        if ranks.world_size > 1 and parsed.zero_optimization.stage == 3:
-            partition(module, make_zero(parsed, ranks.world_size))
+        if _is_to_partition(parsed, ranks, optimizer):
+            replaced = partition(module, make_zero(parsed, ranks.world_size))
+            model_parameters = None if model_parameters is None else regroup(model_parameters, replaced)
         twin = make_optimizer(parsed, batch, module, optimizer, model_parameters, ranks)
         scheduler = _make_scheduler(parsed, twin, optimizer, lr_scheduler)
         settings = _engine_settings(parsed, batch, source, ranks)
         engine = Engine(module, twin, scheduler, None, settings, _make_reports(parsed, ranks.rank))
         engine.activations, engine.watch = checkpoint_activations(parsed, module, twin), watch
+        if training_data is not None:
+            engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     except BaseException:
         if twin is not None and twin is not optimizer:
             twin.close()  # else the model would still have an optimizer, and no other could be built over it
         if watch is not None:
             watch.close()
         raise
-    if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     return engine, twin, engine.training_dataloader, scheduler
+
+
+def _is_to_partition(config: Config, ranks: RankEnvironment, optimizer: Any) -> bool:
+    """Whether this is where ranks part with what is not theirs: a TwinOptimizer that is given has its model so."""
+    is_asked_for = ranks.world_size > 1 and config.zero_optimization.stage == 3
+    return is_asked_for and not isinstance(optimizer, TwinOptimizer)
 
 
 def _engine_settings(config: Config, batch: Batch, source: Any, ranks: RankEnvironment) -> EngineSettings:
@@ -165,7 +173,7 @@ def make_optimizer(
 ) -> TwinOptimizer | None:
     """The optimizer of the config, or around the one that was given; None where neither names one."""
     if isinstance(given, TwinOptimizer):
-        return _as_given(given, config, batch, module)
+        return _as_given(given, config, batch, module, ranks)
     rule: Any = given
     options: dict[str, Any] = {}
     if given is None:
@@ -217,6 +225,7 @@ def make_zero(config: Config, world_size: int) -> Zero:
         dtype[config.communication_data_type],
         config.gradient_allreduce_op,
         float(world_size) if config.prescale_gradients else config.gradient_predivide_factor,
+        timedelta(seconds=_TIMEOUT_S),
     )
 
 
@@ -253,7 +262,9 @@ def _loss_scale(config: Config) -> LossScale | None:
     )
 
 
-def _as_given(given: TwinOptimizer, config: Config, batch: Batch, module: nn.Module) -> TwinOptimizer:
+def _as_given(
+    given: TwinOptimizer, config: Config, batch: Batch, module: nn.Module, ranks: RankEnvironment | None
+) -> TwinOptimizer:
     """A TwinOptimizer keeps what it was built with; a config that says otherwise is refused."""
     if given.model is not module:
         raise bad_value("optimizer", "a TwinOptimizer over another model", "one built over the model given here")
@@ -261,6 +272,10 @@ def _as_given(given: TwinOptimizer, config: Config, batch: Batch, module: nn.Mod
     if "gradient_clipping" in config.model_fields_set and config.gradient_clipping != max_norm:
         remedy = "The TwinOptimizer that is given was built with this max_grad_norm."
         raise bad_value("gradient_clipping", config.gradient_clipping, [max_norm], remedy)
+    stage, own = config.zero_optimization.stage, given.zero.stage if given.zero is not None else 0
+    if ranks is not None and ranks.world_size > 1 and stage != own:
+        remedy = "The TwinOptimizer that is given was built with this stage."
+        raise bad_value("zero_optimization.stage", stage, [own], remedy)
     offload = config.zero_optimization.offload_optimizer
     said = sorted(_OWN_KEYS & offload.model_fields_set) if offload is not None else []
     keys = [f"zero_optimization.offload_optimizer.{name}" for name in said] + ["fp16.enabled"] * config.fp16.enabled
@@ -277,7 +292,7 @@ def checkpoint_activations(config: Config, module: nn.Module, twin: TwinOptimize
     if not options.is_asked_for:
         return None
     if options.partition_activations:
-        LOGGER.info("config: activation_checkpointing.partition_activations: one process has nobody to share with")
+        LOGGER.info("config: activation_checkpointing.partition_activations: there are no tensor ranks to share with")
     layers: Any = options.layers
     if layers is None:
         layers = [block.module for block in find_blocks(module)]

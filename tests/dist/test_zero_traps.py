@@ -21,6 +21,7 @@ from zero_trap_cases import (
     failing,
     hang_beside,
     in_between,
+    load_elsewhere,
     look_between,
     mistakes,
     own_sharding,
@@ -148,6 +149,11 @@ def test_a_tied_weight_is_saved_once_and_loaded_anywhere(
         assert loaded["next"] == pytest.approx(saved["next"], rel=1e-5)
 
 
+def test_a_checkpoint_that_not_all_ranks_see_is_refused_by_all(tmp_path: Path) -> None:
+    for said in run_ranks(2, load_elsewhere, str(tmp_path)):
+        assert "what rank 1 finds is None; allowed: 'global_step1'" in said
+
+
 def test_weights_are_seen_that_come_between_two_looks() -> None:
     (truth,) = run_ranks(0, look_between, 0)
     assert truth[1] != truth[2]
@@ -156,7 +162,7 @@ def test_weights_are_seen_that_come_between_two_looks() -> None:
 
 
 def test_a_copy_that_fails_leaves_nobody_waiting(tmp_path: Path) -> None:
-    ((said, is_done, files),) = run_ranks(0, copier_fails, str(tmp_path))
+    ((said, is_done, files),) = run_ranks(0, copier_fails, str(tmp_path), timeout_s=90)
     assert "no room for a copy" in said
     assert is_done
     assert files == ["global_step1", "latest"]

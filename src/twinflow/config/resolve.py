@@ -30,6 +30,9 @@ def resolve_batch(config: Config, world_size: int) -> Batch:
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise bad_value("world_size", world_size, "a whole number >= 1")
+    if config.data_parallel_size not in (None, world_size):
+        remedy = "Leave it out, or start so many processes."
+        raise bad_value("data_parallel_size", config.data_parallel_size, [world_size], remedy)
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     steps = config.gradient_accumulation_steps
     given = (

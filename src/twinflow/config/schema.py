@@ -32,7 +32,6 @@ from twinflow.config.fields import (
 )
 from twinflow.config.zero import ZeroOptimization
 
-_ONE = "one process has nobody to talk to"
 _TP = "the model is not split over GPUs"
 _TURNS_ON = "; like any key here that is true, it turns checkpointing on"
 _PIPELINE = "pipeline parallelism is not supported: leave it out"
@@ -87,7 +86,7 @@ class TorchAutocast(Section):
 
     enabled: bool = honoured(False, "run the forward under torch.autocast")
     dtype: AutocastDtype | None = honoured(None, "bfloat16 or float16; must be given where enabled")
-    lower_precision_safe_modules: Names | None = unused(None, "it chooses what is sent in low precision; " + _ONE)
+    lower_precision_safe_modules: Names | None = unused(None, "communication_data_type says what gradients are sent in")
 
 
 class Optimizer(Section):
@@ -120,7 +119,7 @@ class ActivationCheckpointing(Section):
     """`activation_checkpointing`: on where a key is true or `layers` is given."""
 
     partition_activations: bool = honoured(
-        False, "checkpoint; share what is kept among tensor ranks, of which one process has none"
+        False, "checkpoint; share what is kept among tensor ranks, of which there are none yet"
     )
     cpu_checkpointing: bool = honoured(False, "checkpoint; inputs of the layers wait for backward on the host")
     contiguous_memory_optimization: bool = unused(False, "buffers on the host are pooled and used again" + _TURNS_ON)
@@ -150,9 +149,9 @@ class ParallelWrite(Section):
 class Checkpoint(Section):
     """`checkpoint`."""
 
-    tag_validation: Tags = unused("Warn", "one process cannot disagree with itself about a tag")
+    tag_validation: Tags = unused("Warn", "ranks that give other tags than the first are always refused")
     load_universal: bool = refused(False, "a checkpoint of twinflow loads as it is: leave it out")
-    use_node_local_storage: bool = unused(False, "one process writes the whole checkpoint")
+    use_node_local_storage: bool = unused(False, "all ranks write into one folder, on a file system that they share")
     parallel_write: ParallelWrite = section(ParallelWrite, "who writes: none of its keys has an effect")
     checkpoint_serialization: bool = unused(True, _WRITER)
     writer: Free | None = unused(None, _WRITER)
@@ -306,9 +305,9 @@ class Config(Section):
     )
     gradient_allreduce_op: Literal["mean", "sum"] = honoured("mean", "of the gradients of all ranks")
     communication_data_type: Dtype | None = honoured(None, "that gradients are summed over ranks in; null: their own")
-    seq_parallel_communication_data_type: Dtype = unused("fp32", _ONE)
-    disable_allgather: bool = unused(False, _ONE)
-    comms_logger: Free | None = unused(None, _ONE)
+    seq_parallel_communication_data_type: Dtype = unused("fp32", "there is no sequence parallelism")
+    disable_allgather: bool = unused(False, "new weights are always all-gathered, bucket by bucket")
+    comms_logger: Free | None = unused(None, "optimizer.team.groups count the bytes that they send")
     dump_state: bool = unused(False, "the config is a value: print it")
     memory_breakdown: bool = unused(False, "torch.cuda.memory_summary() tells more")
     log_level: str | None = unused(None, "levels are set with Python's logging")
@@ -323,7 +322,7 @@ class Config(Section):
         1.0, "without prescale_gradients: what gradients are divided by before they are summed; the rest comes after"
     )
     sparse_gradients: bool = refused(False, "use dense gradients: build embeddings with sparse=False")
-    data_parallel_size: Positive | None = refused(None, "one process trains: leave it at 1", off=(1,))
+    data_parallel_size: Positive | None = honoured(None, "processes that train together: has to be their number")
     sequence_parallel_size: Positive | None = refused(
         None, "sequence parallelism is not supported: leave it at 1", off=(1,)
     )

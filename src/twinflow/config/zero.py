@@ -24,8 +24,9 @@ from twinflow.config.fields import (
     unused,
 )
 
-_ONE = "one process holds everything: there is nothing to send"
-_WHOLE_WEIGHTS = "weights are not partitioned: each stays whole on the GPU"
+_STAGE_CHOOSES = "the stage says what is sent: parts of sums and of weights (1, 2), or whole sums (0)"
+_FULLY_SHARD = "with stage 3 torch's fully_shard gathers and frees weights block by block; else they stay whole"
+_NOT_ON_HOST = "weights do not go to the host"
 _NVME = "nothing goes to NVMe"
 _BUCKETS = "transfers have buckets of their own: offload_optimizer.bucket_numel"
 
@@ -63,7 +64,9 @@ class OffloadOptimizer(Section):
         "auto", "where gradients wait for the clipping decision", ours=True
     )
     sums: Literal["auto", "device", "host"] = honoured(
-        "auto", "where gradients of several micro-batches are summed", ours=True
+        "auto",
+        "where gradients of several micro-batches are summed; stage 2 on many ranks: parts, as they come",
+        ours=True,
     )
     bucket_numel: Buckets | None = honoured(
         None, "elements that travel together; null: twinflow's own choice", ours=True
@@ -80,16 +83,16 @@ class OffloadParam(Section):
     nvme_path: str | None = unused(None, _NVME)
     buffer_count: Whole = unused(5, _NVME)
     buffer_size: Whole = unused(100_000_000, _NVME)
-    max_in_cpu: Whole = unused(1_000_000_000, _WHOLE_WEIGHTS)
-    pin_memory: bool = unused(True, _WHOLE_WEIGHTS)
+    max_in_cpu: Whole = unused(1_000_000_000, _NOT_ON_HOST)
+    pin_memory: bool = unused(True, _NOT_ON_HOST)
 
 
 class LeafModule(Section):
     """`zero_optimization.leaf_module`."""
 
-    classes: Names = unused((), _WHOLE_WEIGHTS)
-    names: Names = unused((), _WHOLE_WEIGHTS)
-    name_suffixes: Names = unused((), _WHOLE_WEIGHTS)
+    classes: Names = unused((), _FULLY_SHARD)
+    names: Names = unused((), _FULLY_SHARD)
+    name_suffixes: Names = unused((), _FULLY_SHARD)
 
 
 class ZeroOptimization(Section):
@@ -107,41 +110,43 @@ class ZeroOptimization(Section):
     cpu_offload_use_pin_memory: bool = unused(False, "buffers that the GPU copies from and to are always page-locked")
 
     contiguous_gradients: bool = unused(True, "gradients always travel in contiguous buckets")
-    reduce_scatter: bool = unused(True, _ONE)
+    reduce_scatter: bool = unused(True, _STAGE_CHOOSES)
     reduce_bucket_size: Positive = unused(500_000_000, _BUCKETS)
-    use_multi_rank_bucket_allreduce: bool = unused(True, _ONE)
-    allgather_partitions: bool = unused(True, _ONE)
+    use_multi_rank_bucket_allreduce: bool = unused(True, _STAGE_CHOOSES)
+    allgather_partitions: bool = unused(True, _STAGE_CHOOSES)
     allgather_bucket_size: Whole = unused(500_000_000, _BUCKETS)
     overlap_comm: bool | None = unused(None, "transfers always overlap with the computation")
     sub_group_size: Whole = unused(1_000_000_000, _BUCKETS)
-    round_robin_gradients: bool = unused(False, _ONE)
+    round_robin_gradients: bool = unused(False, "every rank has an equal part of each bucket")
     compute_grad_norm: bool = unused(True, "the norm is taken as gradients pass by")
     ignore_unused_parameters: bool = unused(True, "a parameter without a gradient is left as it is")
     parameter_alignment: bool = unused(False, "buckets are always aligned")
     elastic_checkpoint: bool = unused(False, "a checkpoint does not depend on the number of processes")
-    pipeline_loading_checkpoint: bool = unused(False, "one process has nobody to take turns with")
+    pipeline_loading_checkpoint: bool = unused(False, "each rank reads only what it needs, with no turns")
     load_from_fp32_weights: bool = refused(True, "masters are always loaded in full: leave it true")
     legacy_stage1: bool = refused(False, "the old stage 1 is gone: leave it out")
 
-    stage3_prefetch_bucket_size: Whole = unused(50_000_000, _WHOLE_WEIGHTS)
-    stage3_param_persistence_threshold: Whole = unused(100_000, _WHOLE_WEIGHTS)
-    stage3_model_persistence_threshold: Whole = unused(2**63 - 1, _WHOLE_WEIGHTS)
-    stage3_max_live_parameters: Whole = unused(1_000_000_000, _WHOLE_WEIGHTS)
-    stage3_max_reuse_distance: Whole = unused(1_000_000_000, _WHOLE_WEIGHTS)
-    stage3_gather_16bit_weights_on_model_save: bool = unused(False, _WHOLE_WEIGHTS)
-    stage3_module_granularity_threshold: AnyWhole = unused(0, _WHOLE_WEIGHTS)
-    stage3_use_all_reduce_for_fetch_params: bool = unused(False, _WHOLE_WEIGHTS)
-    stage3_allgather_sequential: bool = unused(False, _WHOLE_WEIGHTS)
-    memory_efficient_linear: bool = unused(True, _WHOLE_WEIGHTS)
-    override_module_apply: bool = unused(True, _WHOLE_WEIGHTS)
+    stage3_prefetch_bucket_size: Whole = unused(50_000_000, _FULLY_SHARD)
+    stage3_param_persistence_threshold: Whole = unused(100_000, _FULLY_SHARD)
+    stage3_model_persistence_threshold: Whole = unused(2**63 - 1, _FULLY_SHARD)
+    stage3_max_live_parameters: Whole = unused(1_000_000_000, _FULLY_SHARD)
+    stage3_max_reuse_distance: Whole = unused(1_000_000_000, _FULLY_SHARD)
+    stage3_gather_16bit_weights_on_model_save: bool = unused(
+        False, "with stage 3 on many ranks save_16bit_model is refused: `twinflow export` makes files of a checkpoint"
+    )
+    stage3_module_granularity_threshold: AnyWhole = unused(0, _FULLY_SHARD)
+    stage3_use_all_reduce_for_fetch_params: bool = unused(False, _FULLY_SHARD)
+    stage3_allgather_sequential: bool = unused(False, _FULLY_SHARD)
+    memory_efficient_linear: bool = unused(True, _FULLY_SHARD)
+    override_module_apply: bool = unused(True, _FULLY_SHARD)
     leaf_module: LeafModule = section(LeafModule, "modules that stage 3 treats as one: none of its keys has an effect")
-    enable_sanity_checks: bool = unused(False, _WHOLE_WEIGHTS)
-    log_trace_cache_warnings: bool = unused(False, _WHOLE_WEIGHTS)
+    enable_sanity_checks: bool = unused(False, _FULLY_SHARD)
+    log_trace_cache_warnings: bool = unused(False, _FULLY_SHARD)
     save_muon_momentum_buffer_in_memory: bool = unused(False, "there is no Muon of twinflow's own")
 
-    mics_shard_size: AnyWhole = refused(-1, "one process has nothing to shard: leave it out", off=(0, 1))
-    mics_hierarchical_params_gather: bool = refused(False, "one process has nothing to gather: leave it out")
-    zero_hpz_partition_size: Whole = refused(1, "one process has nothing to partition: leave it at 1", off=(0,))
+    mics_shard_size: AnyWhole = refused(-1, "stage 3 partitions over all ranks: leave it out", off=(0, 1))
+    mics_hierarchical_params_gather: bool = refused(False, "weights are gathered from all ranks at once: leave it out")
+    zero_hpz_partition_size: Whole = refused(1, "there is no partition inside a machine: leave it at 1", off=(0,))
     zero_quantized_weights: bool = refused(False, "weights are not sent quantized: leave it out")
     zero_quantized_nontrainable_weights: bool = refused(False, "quantize frozen weights in the model: leave it out")
     zero_quantized_gradients: bool = refused(False, "gradients are not sent quantized: leave it out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from twinflow.checkpoint.tree import Leaf
 from twinflow.offload.frozen import Frozen
 
+LOGGER = logging.getLogger("twinflow")
 Buckets = Callable[[Leaf], Sequence[int] | None]  # that a leaf's value depends on; None: it does not change
 
 
@@ -24,13 +26,20 @@ class BackgroundSave:
         """From here on it happens beside what the caller does."""
         if self._frozen is not None:
             self._frozen.begin()
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads: nobody will read, so nothing may wait for it
+            if self._frozen is not None:
+                self._frozen.end()
+            raise
 
     def _run(self) -> None:
         try:
             self._write()
         except BaseException as error:
             self._error = error
+            # A script may end without another call that would raise it.
+            LOGGER.error(f"a checkpoint in the background was not written: {error!r}")
         finally:
             if self._frozen is not None:
                 self._frozen.end()

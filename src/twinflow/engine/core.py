@@ -400,7 +400,7 @@ class Engine:
             collate_fn,
             self.settings.drop_last,
             num_local_io_workers,
-            seed=self._same_seed(),
+            seed=self._same_seed() if route == "train" else None,  # others have no order to agree on
             pin_memory=pin_memory,
             shuffle=route == "train",
             share=(self.global_rank, self.world_size),

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from twinflow.engine.core import Engine
 
 _COUNTERS = ("global_steps", "micro_steps", "global_samples")
+Progress = Callable[[int, int], None]  # told the bytes that are written, and all there are
 _PARTS = ("scheduler", "loader", "random", "client_state", "extra")
 
 
@@ -56,7 +57,7 @@ def save(
     client_state: dict[str, Any],
     save_latest: bool,
     exclude_frozen: bool,
-    on_progress: Callable[[int, int], None] | None,
+    on_progress: Progress | None,
 ) -> BackgroundSave | None:
     """Write `root`/`tag`; where the engine saves in the background, begin to."""
     if engine.part:
@@ -89,7 +90,7 @@ def save(
             meta,
             save_latest=save_latest,
             keep_last=engine.settings.keep_last,
-            on_progress=on_progress,
+            on_progress=_telling(engine, on_progress),
             together=together,
         )
 
@@ -104,12 +105,26 @@ def save(
     return background
 
 
+def _telling(engine: Engine, on_progress: Progress | None) -> Progress:
+    """The watch is told too, however long a disk takes."""
+
+    def told(done: int, total: int) -> None:
+        if engine.watch is not None:
+            engine.watch.go_on()
+        if on_progress is not None:
+            on_progress(done, total)
+
+    return told
+
+
 def _freeze(engine: Engine) -> Frozen | None:
     """A moment at which nothing is under way."""
     if engine.optimizer is None:
         return None
     runtime, limit = engine.optimizer.runtime, engine.settings.background_bytes
     assert limit is not None
+    if runtime.job is not None:  # updates of it may have begun, and would go on while it is written
+        raise RuntimeError("save_checkpoint() in the background between backward() and step(). Call step() first")
     runtime.wait()
     runtime.wait_for_copies()
     return Frozen(runtime.board, runtime.device, limit)
@@ -274,13 +289,14 @@ def load(engine: Engine, root: Path, tag: str | None, what: What) -> tuple[str |
     """Take over `root`/`tag`, or the latest; its path and the client state."""
     if engine.optimizer is not None and engine.optimizer.runtime.job is not None:
         raise RuntimeError("load_checkpoint() between backward() and step(). Call step() first")
-    found = open_checkpoint(root, tag)
+    ranks = ranks_of(engine)
+    found, tags = agree(ranks or Alone(), lambda: _open(root, tag))
+    other = next((rank for rank, other in enumerate(tags) if other != tags[0]), None)
+    if other is not None:
+        remedy = "load_dir must be on a file system that all ranks share."
+        raise bad_value(f"{root}: what rank {other} finds", tags[other], [tags[0]], remedy)
     if found is None:
         return None, {}
-    missing = [name for name in (*_COUNTERS, *_PARTS, "aliases", "excluded") if name not in found.meta]
-    if missing:
-        raise ValueError(f"{found.path}: not a checkpoint of an engine: meta.json has no {', '.join(missing)}")
-    ranks = ranks_of(engine)
     checked, _ = agree(ranks or Alone(), lambda: (_check(engine, found, what, ranks), None))
     names, source, head, others = checked
     meta = found.meta
@@ -306,6 +322,17 @@ def load(engine: Engine, root: Path, tag: str | None, what: What) -> tuple[str |
             setattr(engine, name, meta[name])
         set_random_states(_own_random(found, others["random"], ranks))
     return str(found.path), others["client_state"]
+
+
+def _open(root: Path, tag: str | None) -> tuple[Checkpoint | None, str | None]:
+    """A checkpoint of an engine, if there is one, and its tag."""
+    found = open_checkpoint(root, tag)
+    if found is None:
+        return None, None
+    missing = [name for name in (*_COUNTERS, *_PARTS, "aliases", "excluded") if name not in found.meta]
+    if missing:
+        raise ValueError(f"{found.path}: not a checkpoint of an engine: meta.json has no {', '.join(missing)}")
+    return found, found.path.name
 
 
 def _check(

@@ -179,9 +179,9 @@ def init_distributed(
         raise bad_value("backend", backend, ("auto", "nccl", "gloo"))
     if timeout_s <= 0:
         raise bad_value("timeout_s", timeout_s, "seconds, above 0")
-    found = rank_environment(env)
     if distributed.is_available() and distributed.is_initialized():
-        return found or _joined_otherwise(distributed.get_rank(), distributed.get_world_size())
+        return joined(env)
+    found = rank_environment(env)
     if found is None:
         return ALONE
     has_cuda = torch.cuda.is_available()
@@ -257,11 +257,11 @@ def joined(env: Mapping[str, str] = os.environ) -> RankEnvironment:
 
     if not (distributed.is_available() and distributed.is_initialized()):
         return ALONE
-    return rank_environment(env) or _joined_otherwise(distributed.get_rank(), distributed.get_world_size())
-
-
-def _joined_otherwise(rank: int, world_size: int) -> RankEnvironment:
-    """A group that the script made without a launcher's variables: all of it counts as on this machine."""
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    found = rank_environment(env)
+    if found is not None and (found.rank, found.world_size) == (rank, world_size):
+        return found
+    # The script made it without a launcher, or inside one rank of a launcher: all of it counts as on this machine.
     return RankEnvironment(rank, rank, world_size, world_size, LOCAL_ADDRESS, DEFAULT_PORT)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, cast
+from typing import cast
 
 from torch import distributed
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
@@ -19,8 +19,10 @@ def group_store() -> Store:
 
 
 def own_keys(store: Store, kind: str, rank: int) -> Store:
-    """A connection of its own, and keys that neither an earlier attempt nor an earlier call on this rank has used."""
-    own = cast(Store, cast(Any, store).clone())  # torch's types do not know it
+    """Keys that neither an earlier attempt nor an earlier call on this rank has used, over a connection of their own
+    where there can be one."""
+    clone = getattr(store, "clone", None)  # torch's types do not know it, and of torch 2.8 not all stores have it
+    own = cast(Store, clone()) if clone is not None else store
     prefix = f"twinflow/{kind}/{attempt()}"
     count = own.add(f"{prefix}/count/{rank}", 1)  # every rank makes as many of them
     return PrefixStore(f"{prefix}/{count}", own)

@@ -164,6 +164,7 @@ class Watch:
         self._pid = os.getpid()
         self._clock = AwakeClock()
         self._place = _Place(0, "start", 0, float(hang_timeout_s))
+        self._num_aside = 0
         self._moved = (0, 0.0)  # beats, and when the judge saw them
         self._life = 0
         self._contact_s = self._next_age_s = self._looked_s = self._hang_look_s = 0.0
@@ -184,6 +185,10 @@ class Watch:
     def beat(self, step: int, doing: str = "step") -> None:
         """This rank makes progress: it begins to do this, in this step. Only a note; the poller tells the others."""
         self._place = replace(self._place, step=step, doing=doing, beats=self._place.beats + 1)
+
+    def go_on(self) -> None:
+        """Work beside the steps gets on, a checkpoint in the background say: steps that wait for it do not hang."""
+        self._num_aside += 1
 
     @contextmanager
     def pause(self, doing: str = "pause", limit_s: float | None = None) -> Iterator[None]:
@@ -336,8 +341,8 @@ class Watch:
             if self._known.wait(TICK_S):
                 self._end()
             self._clock.tick()
-            if self._place.beats != self._moved[0]:
-                self._moved = (self._place.beats, self._clock.now_s)
+            if (beats := self._place.beats + self._num_aside) != self._moved[0]:
+                self._moved = (beats, self._clock.now_s)
             if self._clock.now_s - self._contact_s > self._timing.dead_after_s and not self._released.is_set():
                 self._lose_store("no answer")
             if self._is_alone and self._pulse().is_over:
@@ -400,7 +405,7 @@ class Watch:
 
     def _pulse(self) -> Pulse:
         place, (beats, moved_s) = self._place, self._moved
-        stalled_s = self._clock.now_s - moved_s if place.beats == beats else 0.0
+        stalled_s = self._clock.now_s - moved_s if place.beats + self._num_aside == beats else 0.0
         return Pulse(self.rank, self._life, place.beats, place.step, place.doing, stalled_s, place.limit_s, place.state)
 
     def _cause(self, kind: str, text: str, of: Pulse | None = None) -> Cause:

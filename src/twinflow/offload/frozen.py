@@ -38,7 +38,6 @@ class Frozen:
         self.max_bytes = max_bytes
         self.num_bytes = self.peak_bytes = 0  # of copies
         self._board, self._device = board, device
-        self._readings: list[_Reading] = []
         self._unread: dict[int, list[_Reading]] = {}  # by bucket
         self._wanted: list[int] = []  # buckets whose updates wait
         self._is_over = False
@@ -47,7 +46,6 @@ class Frozen:
     def add(self, read: Callable[[], Tensor], buckets: Iterable[int], nbytes: int) -> Callable[[], Tensor]:
         """What to call in the place of `read`, once, at any time: the value as it is now, in memory of its own."""
         reading = _Reading(read, frozenset(buckets), nbytes)
-        self._readings.append(reading)
         for index in reading.buckets:
             self._unread.setdefault(index, []).append(reading)
         return lambda: self._read(reading)
@@ -97,12 +95,15 @@ class Frozen:
     # The copier's.
 
     def _copy_wanted(self) -> None:
+        reading: _Reading | None = None
         try:
             while (reading := self._next()) is not None:
                 reading.copy = self._value(reading)
                 self._make_safe(reading)
         except BaseException as error:
             with self._board.changed:
+                if reading is not None:
+                    reading.is_taken = False  # the reader, which may be waiting for this copy, reads it itself
                 self._board.error = self._board.error or error
                 self._board.changed.notify_all()
 

@@ -72,11 +72,12 @@ class Runtime:
         # Also when this object is forgotten, and before the interpreter ends under threads that still work.
         self._end = weakref.finalize(self, end, self.board, threads)
         self.sharing: Sharing | None = None
-        self._close_job = self.board.close_job
+        self._close_job, self._divisor = self.board.close_job, 1.0
         where, num_gathered = self._tensor_device, self.settings.num_gathered
         if shards is not None:
             work = shards.start(device, self.board, self.buckets, settings, where)
             threads += work.threads
+            self._divisor = work.divisor
             if work.reduces:
                 self.sharing = work
             else:
@@ -84,6 +85,7 @@ class Runtime:
         self.collector = Collector(device, self.board, self.buckets, num_gathered, where, self.sharing)
         self.waited_s = 0.0  # by forwards, for weights
         self.marks = Marks(device)
+        self.before_gathering: Callable[[], None] = lambda: None  # of weights that ranks have rows of
 
     @property
     def updater(self) -> Updater:
@@ -132,6 +134,7 @@ class Runtime:
 
     def before_model(self) -> None:
         """A new forward of the whole model: count the runs of its blocks from here."""
+        self.before_gathering()
         self._close_part()
         self._runs.clear()
         self.marks.before_model()
@@ -237,7 +240,7 @@ class Runtime:
         self.num_jobs += 1
         settings = self.settings
         is_delayed = settings.delayed_update and self.num_jobs > settings.delayed_update_start
-        gate = Gate(settings.limits, self._loss_scale() * (self.sharing.divisor if self.sharing is not None else 1.0))
+        gate = Gate(settings.limits, self._loss_scale() * self._divisor)
         self.job = Job(
             self.num_jobs,
             self._options(),
@@ -372,6 +375,10 @@ class Runtime:
         if any(bucket.is_on_device for bucket in self.buckets):
             self.device.stream("update").synchronize()
 
+    def wait_for_readers(self) -> None:
+        """Until nobody reads the state as it was (frozen.py), so that it may be written to."""
+        self.board.wait_for(lambda: self.board.frozen is None)
+
     @property
     def has_unsent(self) -> bool:
         """Whether a delayed update is in the state and not yet in the weights."""
@@ -387,7 +394,7 @@ class Runtime:
     def move(self, bucket: Bucket, place: str) -> None:
         """Let a bucket's state live in another place from now on. MemoryError, and nothing has changed, where that is
         full. Only after `wait` and `wait_for_copies`, when nothing of it is under way."""
-        self.board.wait_for(lambda: self.board.frozen is None)
+        self.wait_for_readers()
         if place != bucket.plan.place:
             changes.move(bucket, place, self.updaters[place], self._options())
             self.board.publish_again(bucket)

@@ -24,7 +24,7 @@ class Sharing(Protocol):
     rank's part are in its parameters; the others' come."""
 
     reduces: bool  # whether gradients come here to be summed; else only `close_job` is called, in place of the board's
-    divisor: float  # the sum over ranks is so many times the mean
+    divisor: float  # gradients as they come to the board are so many times what was asked for: the mean, or the sum
     threads: Sequence[BoardThread]
 
     def take_flat(self, bucket: Bucket) -> Tensor:

@@ -265,7 +265,8 @@ class Mover(BoardThread):
             has_weights = bool(task.weights and task.present)  # a dropped task has none
             if has_weights and len(self._sends) >= _SENDS_AT_ONCE:
                 break
-            if has_weights and self.board.frozen is not None and not self.board.frozen.allows(task.bucket):
+            writes = has_weights or (task.bucket.is_shared and task.job.is_delayed)  # here, or then what others send
+            if writes and self.board.frozen is not None and not self.board.frozen.allows(task.bucket):
                 continue  # a delayed update's: its parameters are still to be read as they are
             self.board.outbox.remove(task)
             if has_weights:

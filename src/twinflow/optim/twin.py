@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from twinflow import native
 from twinflow.device import device_for
 from twinflow.errors import bad_value
 from twinflow.native.threads import default_threads
-from twinflow.offload.blocks import find_blocks
 from twinflow.offload.bucket import Job
 from twinflow.offload.gate import Limits
 from twinflow.offload.materialize import build
@@ -34,7 +33,6 @@ from twinflow.optim.options import with_defaults
 from twinflow.optim.state_kind import StateKind
 from twinflow.optim.twin_build import check_room, find_room, first_choice, fitted, params_of, tensors_of
 from twinflow.optim.twin_checks import (
-    check_elementwise,
     check_foreign,
     check_model,
     check_params,
@@ -48,7 +46,7 @@ from twinflow.rules import RULES, Rule
 from twinflow.rules.segment import check_format
 from twinflow.trace import Trace, write_chrome_trace
 from twinflow.zero import Team, Zero
-from twinflow.zero.partitioned import gathering_streams
+from twinflow.zero.partitioned import forget_gathered, gathered_blocks, gathering_streams
 from twinflow.zero.start import own_host_bytes
 
 
@@ -103,7 +101,7 @@ class TwinOptimizer(Optimizer):
             defaults = with_defaults(rule, options)
             self.rule.check(defaults)
         else:
-            check_foreign(rule, states, param_groups)
+            check_foreign(rule, states, param_groups, zero)
             self._recipe = Recipe(rule, groups, options)
             groups, defaults, self.rule_name = self._recipe.groups, self._recipe.defaults, self._recipe.name
         super().__init__(groups, defaults)
@@ -140,8 +138,6 @@ class TwinOptimizer(Optimizer):
         """Plan the buckets, take the weights over, and put hooks on the model."""
         params, specs, order = params_of(self.model, self._named(), splits_params=self._recipe is None)
         check_params(params, self.zero)
-        if self._recipe is not None:
-            check_elementwise(params, self._recipe.name)
         where = params[0].tensor.device
         if self.zero is not None:
             self.team = Team(self.zero, where)
@@ -174,8 +170,10 @@ class TwinOptimizer(Optimizer):
             if bucket.slices:
                 bucket.updater.start(bucket, self.param_groups)
         if self.model is not None:
-            runtime.attach(self.model, find_blocks(self.model))
-            device.followers = partial(gathering_streams, self.model)
+            runtime.attach(self.model, gathered_blocks(self.model))
+            reference = weakref.ref(self.model)  # the threads know the device, and must not keep the model alive
+            device.followers = lambda: gathering_streams(reference())
+            runtime.before_gathering = lambda: forget_gathered(reference())
         if isinstance(self.ratio, str) and room.device_bytes is not None:
             rates = load_or_measure(where)
             # What is spare is known only when the state is where it will stay.
@@ -384,6 +382,7 @@ class TwinOptimizer(Optimizer):
             raise RuntimeError("load_state_dict() between backward() and step(). Call step() first")
         self.runtime.wait()
         self.runtime.wait_for_copies()
+        self.runtime.wait_for_readers()
         self.runtime.forget_gradients()
         twin_state.restore(self, state_dict, source)
 

@@ -11,13 +11,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from twinflow.device import device_for
 from twinflow.errors import bad_value
-from twinflow.offload.blocks import find_blocks, num_owners, owners
+from twinflow.offload.blocks import num_owners, owners
 from twinflow.offload.bucket import Param
 from twinflow.offload.plan import HOST, RESIDENT, ROOT, BucketPlan, ParamSpec, plan_buckets
 from twinflow.offload.settings import FLAT_BYTES, Settings, Tuning
 from twinflow.optim.auto import first_ratio
 from twinflow.optim.state_kind import StateKind
 from twinflow.zero import Team
+from twinflow.zero.partitioned import gathered_blocks
 from twinflow.zero.start import own_host_bytes
 
 _MOSTLY = 0.85  # of the device's memory: the rest is for activations
@@ -64,7 +65,7 @@ def params_of(
     model: nn.Module | None, named: Iterable[Named], splits_params: bool
 ) -> tuple[list[Param], list[ParamSpec], list[int]]:
     """The parameters, what the plan needs to know of them, and their order in the model."""
-    blocks = find_blocks(model) if model is not None else []
+    blocks = gathered_blocks(model) if model is not None else []
     block_of = owners(model, blocks) if model is not None else {}
     ties = num_owners(model) if model is not None else {}
     position = {p: i for i, p in enumerate(model.parameters())} if model is not None else {}

@@ -18,9 +18,6 @@ from twinflow.rules.checks import FLOATS
 from twinflow.rules.formats import BLOCK
 from twinflow.zero import Zero
 
-# Of torch's optimizers those whose update of an element needs that element alone.
-_ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-
 
 def check_model(model: nn.Module | None, zero: Zero | None) -> None:
     """Refuse what would train wrongly."""
@@ -31,7 +28,7 @@ def check_model(model: nn.Module | None, zero: Zero | None) -> None:
         )
     dist = torch.distributed
     if zero is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        remedy = "Give zero=Zero(stage=0, 1 or 2), or use twinflow.initialize()."
+        remedy = "Give zero=Zero(stage=...), or use twinflow.initialize()."
         raise bad_value("world size", dist.get_world_size(), "1: each process would train a model of its own", remedy)
 
 
@@ -62,17 +59,14 @@ def _has_rows(tensor: Any) -> bool:
     return len(tensor.placements) == 1 and tensor.placements[0].is_shard(0)
 
 
-def check_elementwise(params: Sequence[Param], name: str) -> None:
-    """Refuse an optimizer that has to see whole parameters where ranks have rows of them."""
-    if any(param.is_sharded for param in params) and name not in _ELEMENTWISE:
-        remedy = "Use stage 1 or 2, which give each rank whole parameters."
-        raise bad_value("optimizer with zero_optimization.stage 3", name, _ELEMENTWISE, remedy)
-
-
-def check_foreign(rule: object, states: str, param_groups: Iterable[Any] | None) -> None:
+def check_foreign(rule: object, states: str, param_groups: Iterable[Any] | None, zero: Zero | None) -> None:
     """What is allowed beside an optimizer of the user's."""
     if not isinstance(rule, Optimizer) and not callable(rule):
         raise bad_value("rule", rule, [*RULES, "a torch.optim.Optimizer class or instance, or a function making one"])
+    if zero is not None and zero.stage == 3:
+        name = getattr(rule, "__name__", type(rule).__name__)
+        remedy = "Ranks have rows of parameters only: use stage 1 or 2, which give each rank whole ones."
+        raise bad_value("optimizer with zero_optimization.stage 3", name, RULES, remedy)
     if states != "fp32":
         raise bad_value("states", states, ["fp32"], "A torch.optim.Optimizer given as rule keeps its own states.")
     if isinstance(rule, Optimizer) and param_groups is not None:

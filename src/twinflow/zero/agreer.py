@@ -22,11 +22,10 @@ class Agreer(BoardThread):
     """Closes a step's job when all ranks have said what their gradients come to."""
 
     reduces = False
-    divisor = 1.0  # gradients come as the mean
 
-    def __init__(self, board: Board, group: Group) -> None:
+    def __init__(self, board: Board, group: Group, divisor: float) -> None:
         self._group = group
-        group.gives_up = lambda: board.is_closing or board.error is not None
+        self.divisor = divisor  # what comes, the mean, is so many times what is wanted
         self._closed: deque[tuple[Job, Tensor, Event]] = deque()
         self.threads = (self,)
         super().__init__(board, "agreer")

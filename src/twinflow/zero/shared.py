@@ -72,7 +72,8 @@ class Team:
     @property
     def groups(self) -> dict[str, Group]:
         """By what they are for."""
-        return {"reduce": self._reduce, "publish": self._publish, "agree": self._agree, "calls": self.calls}
+        between_threads = {"reduce": self._reduce, "publish": self._publish, "agree": self._agree}
+        return {**between_threads, "calls": self.calls, "saves": self.saves}
 
     @property
     def num_parts(self) -> int:
@@ -99,19 +100,27 @@ class Team:
     def shards(self, plans: Sequence[BucketPlan], params: Sequence[ParamSpec]) -> tuple[list[BucketPlan], Shards]:
         """This rank's part of each bucket, and all that the runtime needs to share them."""
         if self.zero.stage == 3:
-            return list(plans), Shards(None, lambda device, board, *_: Agreer(board, self._agree))
+            return list(plans), Shards(None, lambda device, board, *_: self._start_agreer(board))
         parts = self.num_parts
         wholes = [widen(plan, params, parts) for plan in plans]
         own = [part_of(whole, self.rank if parts > 1 else 0, parts) for whole in wholes]
         return own, Shards(wholes, self._start)
+
+    def _start_agreer(self, board: Board) -> Agreer:
+        self._give_up_with(board)
+        return Agreer(board, self._agree, 1.0 if self.zero.op == "mean" else 1 / self.world)
+
+    def _give_up_with(self, board: Board) -> None:
+        """No thread waits for other ranks when this one has failed, or is done."""
+        for group in self.groups.values():
+            group.gives_up = lambda: board.is_closing or board.error is not None
 
     def _start(
         self, device: Device, board: Board, buckets: Sequence[Bucket], settings: Settings, where: torch.device
     ) -> _SharedWork:
         is_partitioned = self.num_parts > 1 or self.world == 1
         wire = Wire(self._reduce, self._agree, self.zero.dtype, is_partitioned, self.zero.predivide)
-        for group in self.groups.values():
-            group.gives_up = lambda: board.is_closing or board.error is not None
+        self._give_up_with(board)
         work = _SharedWork((self.world if self.zero.op == "mean" else 1) / self.zero.predivide)
         flats = FlatPool(where, settings.flat_bytes)
         publisher = Publisher(device, board, buckets, self._publish if self.num_parts > 1 else None, where)

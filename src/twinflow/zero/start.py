@@ -42,6 +42,7 @@ def meet(ranks: RankEnvironment, module: nn.Module, config: str) -> None:
         return
     facts = {"twinflow": __version__, "torch": torch.__version__, "config": config}
     facts["parameters"] = param_lines(module.named_parameters())
+    facts["frozen parameters"] = "\n".join(name for name, p in module.named_parameters() if not p.requires_grad)
     check_same(group_store(), ranks.rank, ranks.world_size, facts)
     share_machine(ranks, next((p.device for p in module.parameters()), torch.device("cpu")))
 
