@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch.optim.lr_scheduler import LambdaLR
@@ -197,6 +199,8 @@ def build_engine(settings: TrainSettings, config: dict[str, Any], ranks: Ranks) 
     Weight decay pulls on matrices only, never on norms and biases.
     """
     torch.manual_seed(settings.seed)
+    random.seed(settings.seed)  # checkpoints keep these two as well
+    np.random.seed(settings.seed)  # noqa: NPY002
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with ranks.together():
         model = build_model(lambda: GPT(settings.model), device, DTYPES[settings.precision])
