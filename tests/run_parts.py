@@ -33,7 +33,7 @@ PARTS = {
     "ratio": ["-m", "matrix", "tests/unit/test_twin_ratio.py"],
     "dist": ["-m", "matrix", "tests/dist"],
     "background": ["-m", "matrix", "tests/unit/test_background_save.py"],
-    "gpu-update": ["-m", "matrix", "tests/unit/test_gpu_update.py"],
+    "gpu-update": ["-m", "matrix", "tests/unit/test_gpu_update.py", "tests/unit/test_gpu_collect.py"],
 }
 
 

@@ -66,7 +66,15 @@ def test_the_kernel_has_the_bits_of_the_truth_everywhere(name: str, interpreted:
 
 
 @needs_triton
-@pytest.mark.parametrize("options", [{"max_programs": 2}, {"max_programs": 3, "tile": 1024}, {"tile": 2048}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_programs": 3, "tile": 1024},
+        pytest.param({"max_programs": 2}, marks=pytest.mark.matrix),
+        pytest.param({"tile": 2048}, marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
 def test_a_bounded_grid_changes_no_bit(options: dict[str, Any]) -> None:
     """Fewer programs than tiles, more than one tile in all: every rule and format, pieces left out in a step."""
     names = [case.name for case in {(case.rule, case.format): case for case in support.DEFAULT}.values()]
