@@ -108,6 +108,7 @@ def test_mistakes_are_named() -> None:
             assert said[name].startswith("ValueError"), name
 
 
+@pytest.mark.matrix
 def test_a_model_gathered_as_one_waits_for_all_its_weights() -> None:
     (truth,) = run_ranks(0, own_sharding)
     for found in run_ranks(2, own_sharding):
@@ -161,6 +162,7 @@ def test_weights_are_seen_that_come_between_two_looks() -> None:
         assert found == pytest.approx(truth, rel=1e-5)
 
 
+@pytest.mark.matrix
 def test_a_copy_that_fails_leaves_nobody_waiting(tmp_path: Path) -> None:
     ((said, is_done, files),) = run_ranks(0, copier_fails, str(tmp_path), timeout_s=90)
     assert "no room for a copy" in said

@@ -7,13 +7,11 @@ included, before it changes anything.
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,9 +20,9 @@ from twinflow.checkpoint import save as save_files
 from twinflow.checkpoint.tensors import PartOf
 from twinflow.checkpoint.together import Alone, agree
 from twinflow.checkpoint.tree import Leaf, put_together, take_apart, tensor_names
-from twinflow.dist.agree import gather_json
-from twinflow.dist.group import Group
-from twinflow.engine.background import BackgroundSave, freeze, num_bytes
+from twinflow.engine.background import BackgroundSave, freeze
+from twinflow.engine.randoms import random_states, set_random_states
+from twinflow.engine.ranks import Ranks, deal, ranks_of
 from twinflow.errors import bad_value
 from twinflow.offload.bucket import local_of
 from twinflow.offload.frozen import Frozen
@@ -73,9 +71,9 @@ def save(
         engine.optimizer.wait()
     leaves, meta["aliases"], meta["excluded"] = weights(engine.module, exclude_frozen)
     if ranks is not None:
-        leaves = _deal(leaves, ranks)
+        leaves = deal(leaves, ranks)
         if not ranks.are_partitioned:
-            states = _deal(states, ranks)
+            states = deal(states, ranks)
     files = {"model": leaves, "optimizer": states, "rest": others}
     frozen = _freeze(engine) if engine.settings.background_bytes is not None else None
     if frozen is not None:
@@ -148,47 +146,6 @@ def _buckets_of(engine: Engine) -> Callable[[Leaf], Sequence[int] | None]:
     return buckets
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """Those that save and load together."""
-
-    group: Group
-    are_partitioned: bool  # each has its own part of the state; else all have all of it
-
-    @property
-    def rank(self) -> int:
-        """Which one this is."""
-        return self.group.rank
-
-    @property
-    def world(self) -> int:
-        """How many there are."""
-        return self.group.world
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
-        return gather_json(self.group, value)
-
-
-def ranks_of(engine: Engine) -> Ranks | None:
-    """The ranks that train with this one; None where nobody has a part of anything."""
-    team = engine.optimizer.team if engine.optimizer is not None else None
-    return Ranks(team.calls, team.is_partitioned) if team is not None and team.world > 1 else None
-
-
-def _deal(leaves: Sequence[Leaf], ranks: Ranks) -> list[Leaf]:
-    """This rank's share of what all have: the largest first, each to the rank that has least so far. What a rank has a
-    part of is its own."""
-    is_own = {id(leaf): leaf.part is not None and ranks.are_partitioned for leaf in leaves}
-    used, own = [0] * ranks.world, [leaf for leaf in leaves if is_own[id(leaf)]]
-    for leaf in sorted((leaf for leaf in leaves if not is_own[id(leaf)]), key=lambda leaf: -num_bytes(leaf)):
-        rank = used.index(min(used))
-        used[rank] += num_bytes(leaf)
-        if rank == ranks.rank:
-            own.append(leaf)
-    return own
-
-
 def _collect(
     engine: Engine, client_state: dict[str, Any], ranks: Ranks | None
 ) -> tuple[dict[str, Any], list[Leaf], list[Leaf]]:
@@ -259,30 +216,6 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 def _extra(module: nn.Module) -> dict[str, Any]:
     """What modules add to their state dict that is not a tensor."""
     return {name: value for name, value in module.state_dict().items() if not isinstance(value, Tensor)}
-
-
-def random_states() -> dict[str, Any]:
-    """Every generator that training may draw from."""
-    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
-    states: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.uint32).astype(np.int64)), *rest),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    return states
-
-
-def set_random_states(states: Mapping[str, Any]) -> None:
-    """Put them back. A GPU that was not there then keeps its own."""
-    random.setstate(states["python"])
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
-    torch.set_rng_state(states["torch"])
-    for device, value in enumerate(states.get("cuda", ())):
-        if device < torch.cuda.device_count():
-            torch.cuda.set_rng_state(value, device)
 
 
 def load(engine: Engine, root: Path, tag: str | None, what: What) -> tuple[str | None, dict[str, Any]]:
