@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +23,11 @@ from twinflow.engine import state
 from twinflow.engine.background import BackgroundSave
 from twinflow.engine.loader import ResumableLoader
 from twinflow.engine.reports import Reports
+from twinflow.engine.settings import EngineSettings
 from twinflow.errors import bad_value
-from twinflow.launch.environment import ALONE, RankEnvironment
 from twinflow.launch.watch import Watch
 from twinflow.offload.blocks import find_blocks
 from twinflow.optim.twin import TwinOptimizer
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """How the engine works, every default filled in."""
-
-    micro_batch_size: int
-    ranks: RankEnvironment = ALONE
-    stage: int = 0  # of ZeRO
-    autocast: torch.dtype | None = None  # forwards run under torch.autocast with it
-    input_dtype: torch.dtype | None = None  # floating inputs are cast to it
-    keep_last: int | None = None  # checkpoints
-    background_bytes: int | None = None  # they are written beside training, with so much host memory; None: at once
-    drop_last: bool = False
-    config: Mapping[str, Any] = field(default_factory=dict)  # as given
 
 
 class Engine:

@@ -238,6 +238,18 @@ class Task:
         return self.job.number, self.bucket.deadline
 
 
+def new_bucket(params: Sequence[Param], plan: BucketPlan, whole: BucketPlan | None, updater: Updater) -> Bucket:
+    """A bucket with empty state, known to its parameters; `whole`: with the other ranks' parts."""
+    own = [params[piece.param] for piece in plan.slices]
+    bucket = Bucket(plan, own, updater, updater.new_store(plan), [0] * len(plan.slices))
+    if whole is not None:
+        bucket.whole = whole
+        bucket.members = list(dict.fromkeys(params[piece.param] for piece in whole.slices))
+    for param in bucket.members:
+        param.buckets.append(bucket)
+    return bucket
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """A rank's part of a tensor that ranks have in parts; any other as it is."""
     found: Tensor = getattr(tensor, "_local_tensor", tensor)

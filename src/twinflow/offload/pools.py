@@ -8,7 +8,7 @@ import torch
 
 from twinflow.device import Device
 from twinflow.offload.board import Board
-from twinflow.offload.bucket import Updater
+from twinflow.offload.bucket import Bucket, Updater
 from twinflow.offload.plan import HOST, BucketPlan
 from twinflow.offload.settings import Settings
 from twinflow.offload.shadow import ShadowPool
@@ -65,3 +65,14 @@ def num_gradient_slots(settings: Settings, num_buckets: int) -> int:
     a sum takes gradients in at once."""
     holds_on_host = settings.hold_on_host and settings.limits.any and not settings.sums_on_host
     return num_buckets if settings.delayed_update or holds_on_host else min(settings.num_slots, num_buckets)
+
+
+def prepare_shadows(board: Board, settings: Settings, buckets: Sequence[Bucket], max_bytes: int) -> None:
+    """Let updates run ahead of the gate within this much host memory, and make the shadows now."""
+    board.shadows.max_bytes = max_bytes
+    hosted = [bucket for bucket in buckets if not bucket.is_on_device]
+    if not (settings.may_run_ahead and settings.limits.any and board.updater.can_shadow):
+        return
+    num_made = board.shadows.prepare((bucket.plan, board.shadow_bytes(bucket)) for bucket in hosted)
+    if any(board.updater.needs_weight_slot(bucket.plan) for bucket in hosted):
+        board.weight_slots.prepare(num_made)

@@ -10,7 +10,6 @@ the rest is the same.
 from __future__ import annotations
 
 import math
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from twinflow.device import Device
-from twinflow.offload import changes, gather
+from twinflow.offload import changes, gather, waits
 from twinflow.offload.blocks import Block
 from twinflow.offload.board import AllSummed
-from twinflow.offload.bucket import Bucket, Job, Options, Param, Task, Updater, local_of
+from twinflow.offload.bucket import Bucket, Job, Options, Param, Task, Updater, local_of, new_bucket
 from twinflow.offload.collector import Collector
 from twinflow.offload.gate import Decision, Gate, Limits
 from twinflow.offload.hooks import Recorder, install, take_gradients
@@ -32,7 +31,6 @@ from twinflow.offload.plan import HOST, ROOT, BucketPlan
 from twinflow.offload.pools import fit_slots, flat_bytes, new_board
 from twinflow.offload.settings import Settings
 from twinflow.offload.sharing import Shards, Sharing
-from twinflow.offload.sync import FORWARD, READERS, SENT
 from twinflow.offload.threads import BoardThread, Mover, Worker, end
 
 
@@ -53,7 +51,8 @@ class Runtime:
         self.device, self.updaters, self.params, self.settings = device, updaters, params, settings
         self._options, self._loss_scale = options, loss_scale
         wholes = shards.wholes if shards is not None and shards.wholes is not None else [None] * len(plans)
-        self.buckets = [self._new_bucket(plan, whole) for plan, whole in zip(plans, wholes, strict=True)]
+        pairs = zip(plans, wholes, strict=True)
+        self.buckets = [new_bucket(params, plan, whole, updaters[plan.place]) for plan, whole in pairs]
         self.job: Job | None = None  # the step whose gradients come in now
         self.last: Job | None = None  # the step before
         self.num_jobs = 0
@@ -95,28 +94,6 @@ class Runtime:
     @property
     def _tensor_device(self) -> torch.device:
         return self.params[0].tensor.device if self.params else torch.device("cpu")
-
-    def _new_bucket(self, plan: BucketPlan, whole: BucketPlan | None) -> Bucket:
-        params = [self.params[piece.param] for piece in plan.slices]
-        updater = self.updaters[plan.place]
-        bucket = Bucket(plan, params, updater, updater.new_store(plan), [0] * len(plan.slices))
-        if whole is not None:
-            bucket.whole = whole
-            bucket.members = list(dict.fromkeys(self.params[piece.param] for piece in whole.slices))
-        for param in bucket.members:
-            param.buckets.append(bucket)
-        return bucket
-
-    def prepare_shadows(self, max_bytes: int) -> None:
-        """Let updates run ahead of the gate within this much host memory, and make the shadows now."""
-        shadows, settings = self.board.shadows, self.settings
-        shadows.max_bytes = max_bytes
-        hosted = [bucket for bucket in self.buckets if not bucket.is_on_device]
-        if not (settings.may_run_ahead and settings.limits.any and self.updater.can_shadow):
-            return
-        num_made = shadows.prepare((bucket.plan, self.board.shadow_bytes(bucket)) for bucket in hosted)
-        if any(self.updater.needs_weight_slot(bucket.plan) for bucket in hosted):
-            self.board.weight_slots.prepare(num_made)
 
     def attach(self, model: nn.Module, blocks: list[Block]) -> None:
         """Put the hooks on the model, and watch its first forward."""
@@ -160,20 +137,7 @@ class Runtime:
                     for param in bucket.members:
                         param.is_late = True
         for bucket in self._by_block.get(block, ()):
-            self._hold(bucket)
-
-    def _hold(self, bucket: Bucket) -> None:
-        start = time.perf_counter()
-        if bucket.shown < bucket.due and SENT not in self.device.disabled:
-            self.board.wait_for(lambda: bucket.shown >= bucket.due)
-            end = time.perf_counter()
-            self.waited_s += end - start
-            self.device.trace.add("wait", "main", start, end, bucket=bucket.plan.index)
-        event = bucket.shown_event
-        if event is not None:
-            self.board.hold(event, FORWARD)
-            if event.done() and bucket.shown_event is event:
-                bucket.forget_shown()
+            self.waited_s += waits.hold_forward(self.device, self.board, bucket)
 
     # Backward.
 
@@ -357,23 +321,11 @@ class Runtime:
         last = self.last
         if last is not None:
             self.board.wait_for(lambda: last.gate.decision is not None and last.is_done)
-        for bucket in self.buckets:
-            for event in (bucket.sent_event, bucket.published_event):
-                if event is not None:
-                    self.board.hold(event, READERS)
-            if bucket.stored is not None and READERS not in self.device.disabled:
-                bucket.stored.synchronize()
-        if any(bucket.is_on_device for bucket in self.buckets):  # state that the weights do not show yet
-            self.board.hold(self.device.stream("update").record(), READERS)
+        waits.hold_readers(self.device, self.board, self.buckets)
 
     def wait_for_copies(self) -> None:
         """After `wait`: until no stream reads the state any more, so that this thread may write to it."""
-        for bucket in self.buckets:
-            for event in (bucket.sent_event, bucket.published_event):
-                if event is not None:
-                    event.synchronize()
-        if any(bucket.is_on_device for bucket in self.buckets):
-            self.device.stream("update").synchronize()
+        waits.finish_copies(self.device, self.buckets)
 
     def wait_for_readers(self) -> None:
         """Until nobody reads the state as it was (frozen.py), so that it may be written to."""

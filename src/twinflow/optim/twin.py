@@ -19,9 +19,9 @@ from twinflow.errors import bad_value
 from twinflow.native.threads import default_threads
 from twinflow.offload.bucket import Job
 from twinflow.offload.gate import Limits
-from twinflow.offload.materialize import build
 from twinflow.offload.places import place_by_ratio, stream
 from twinflow.offload.plan import plan_buckets
+from twinflow.offload.pools import prepare_shadows
 from twinflow.offload.recipe import Recipe
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.settings import Settings, Tuning
@@ -31,7 +31,16 @@ from twinflow.optim.auto import AutoPlacement, host_share
 from twinflow.optim.loss_scale import LossScale, after_step, static
 from twinflow.optim.options import with_defaults
 from twinflow.optim.state_kind import StateKind
-from twinflow.optim.twin_build import check_room, find_room, first_choice, fitted, params_of, tensors_of
+from twinflow.optim.twin_build import (
+    check_room,
+    find_room,
+    first_choice,
+    fitted,
+    materialised,
+    own_threads,
+    params_of,
+    tensors_of,
+)
 from twinflow.optim.twin_checks import (
     check_foreign,
     check_model,
@@ -88,7 +97,7 @@ class TwinOptimizer(Optimizer):
         **options: Any,
     ) -> None:
         self._runtime: Runtime | None = None
-        model = _materialised(model)
+        model = materialised(model)
         self.model = model if isinstance(model, nn.Module) else None
         groups = groups_of(model, param_groups)
         self.rule: Rule | None = None  # one of ours
@@ -105,7 +114,7 @@ class TwinOptimizer(Optimizer):
             self._recipe = Recipe(rule, groups, options)
             groups, defaults, self.rule_name = self._recipe.groups, self._recipe.defaults, self._recipe.name
         super().__init__(groups, defaults)
-        native.set_threads(host_threads if host_threads is not None else _host_threads(default_threads(os.environ)))
+        native.set_threads(host_threads if host_threads is not None else own_threads(default_threads(os.environ)))
         self.states, self.tuning = states, tuning or Tuning()
         check_tuning(self.tuning, delayed_update)
         check_ratio(ratio, placement, self.model)
@@ -183,7 +192,8 @@ class TwinOptimizer(Optimizer):
         return runtime
 
     def _make_shadows(self, runtime: Runtime) -> None:
-        runtime.prepare_shadows(self._shadow_bytes(runtime.board.unmade_bytes))
+        max_bytes = self._shadow_bytes(runtime.board.unmade_bytes)
+        prepare_shadows(runtime.board, runtime.settings, runtime.buckets, max_bytes)
 
     @property
     def kind(self) -> StateKind:
@@ -399,17 +409,3 @@ class TwinOptimizer(Optimizer):
     def export_trace(self, path: str | Path) -> None:
         """Write the spans recorded since `optimizer.trace.start()` as a Chrome/Perfetto timeline."""
         write_chrome_trace(self.trace.spans(), Path(path))
-
-
-def _materialised(model: Any) -> Any:
-    """A model with memory: what was given, unless that is a function or lies on the meta device."""
-    is_function = callable(model) and not isinstance(model, nn.Module)
-    is_meta = isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters())
-    if not (is_function or is_meta):
-        return model
-    return build(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _host_threads(num_threads: int) -> int:
-    """Of many cores one is left to the threads that start the GPU's work: they decide how busy it is."""
-    return num_threads - 1 if num_threads >= 8 and "TWINFLOW_THREADS" not in os.environ else num_threads

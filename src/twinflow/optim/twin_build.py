@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -13,6 +16,7 @@ from twinflow.device import device_for
 from twinflow.errors import bad_value
 from twinflow.offload.blocks import num_owners, owners
 from twinflow.offload.bucket import Param
+from twinflow.offload.materialize import build
 from twinflow.offload.plan import HOST, RESIDENT, ROOT, BucketPlan, ParamSpec, plan_buckets
 from twinflow.offload.settings import FLAT_BYTES, Settings, Tuning
 from twinflow.optim.auto import first_ratio
@@ -161,3 +165,17 @@ def check_room(plans: Sequence[BucketPlan], sizes: Sequence[int], room: Free, ra
 
 def _size(nbytes: float) -> str:
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
+
+
+def materialised(model: Any) -> Any:
+    """A model with memory: what was given, unless that is a function or lies on the meta device."""
+    is_function = callable(model) and not isinstance(model, nn.Module)
+    is_meta = isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters())
+    if not (is_function or is_meta):
+        return model
+    return build(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def own_threads(num_threads: int) -> int:
+    """Of many cores one is left to the threads that start the GPU's work: they decide how busy it is."""
+    return num_threads - 1 if num_threads >= 8 and "TWINFLOW_THREADS" not in os.environ else num_threads

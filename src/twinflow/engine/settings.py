@@ -1,0 +1,26 @@
+"""How an engine works, every default filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from twinflow.launch.environment import ALONE, RankEnvironment
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How the engine works, every default filled in."""
+
+    micro_batch_size: int
+    ranks: RankEnvironment = ALONE
+    stage: int = 0  # of ZeRO
+    autocast: torch.dtype | None = None  # forwards run under torch.autocast with it
+    input_dtype: torch.dtype | None = None  # floating inputs are cast to it
+    keep_last: int | None = None  # checkpoints
+    background_bytes: int | None = None  # they are written beside training, with so much host memory; None: at once
+    drop_last: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)  # as given
