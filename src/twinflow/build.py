@@ -219,6 +219,11 @@ def make_optimizer(
 
 def make_zero(config: Config, world_size: int) -> Zero:
     """How ranks share the work."""
+    divides = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}
+    for key, allowed in divides.items():
+        if config.zero_optimization.stage == 3 and getattr(config, key) != allowed:
+            remedy = "fully_shard divides gradients itself, in part before and in part after their sum."
+            raise bad_value(f"{key} with zero_optimization.stage 3", getattr(config, key), [allowed], remedy)
     dtype = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     return Zero(
         config.zero_optimization.stage,

@@ -16,6 +16,8 @@ from torch import nn
 from twin_support import quick_torch
 
 import twinflow
+from twinflow.build import make_zero
+from twinflow.config import load_config
 
 # Each of these works alone. `mutated` spoils them; together some do not fit, and then one of them is named.
 GOOD: dict[str, tuple[Any, ...]] = {
@@ -201,3 +203,11 @@ def test_no_optimizer_is_said_when_it_is_needed() -> None:
     with pytest.raises(RuntimeError, match="no optimizer"):
         engine.backward(engine(torch.ones(1, 2)).sum())
     engine.destroy()
+
+
+@pytest.mark.parametrize("key", ["prescale_gradients", "gradient_predivide_factor"])
+def test_what_fully_shard_does_itself_is_refused(key: str) -> None:
+    value = {"prescale_gradients": True, "gradient_predivide_factor": 2.0}[key]
+    config = load_config({"train_batch_size": 2, "zero_optimization": {"stage": 3}, key: value})
+    with pytest.raises(ValueError, match=f"{key} with zero_optimization.stage 3"):
+        make_zero(config, 2)

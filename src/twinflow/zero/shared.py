@@ -51,6 +51,8 @@ class Zero:
             raise bad_value("op", self.op, ("mean", "sum"))
         if not 0.0 < self.predivide < float("inf"):
             raise bad_value("predivide", self.predivide, "a number above 0")
+        if self.stage == 3 and self.predivide != 1.0:
+            raise bad_value("predivide with stage 3", self.predivide, [1.0], "fully_shard divides gradients itself.")
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError("there is no process group: call twinflow.init_distributed() first")
 
