@@ -1,7 +1,8 @@
-"""What the path of many ranks costs where there is only one: with a process group of one rank, and without.
+"""What the path of many ranks costs where there is only one: without a process group, and with stages 2 and 3.
 
-The same Llama shape twice on one GPU, each with an optimizer of its own, in alternating windows of steps; half of the
-state on the host. Prints the machine, a table and one JSON line; `--save` writes a dated file in benchmarks/results.
+The same Llama shape for each way on one GPU, each with an optimizer of its own, in alternating windows of steps; half
+of the state on the host. Prints the machine, a table and one JSON line; `--save` writes a dated file in
+benchmarks/results.
 Needs CUDA and transformers; on a machine without CUDA `--size tiny` shows that it works, nothing more.
 """
 
@@ -21,41 +22,39 @@ from offload import CUDA, NEVER, build, timed_steps
 
 from twinflow.bench.machine import read_machine
 from twinflow.optim.twin import Tuning, TwinOptimizer
-from twinflow.zero import Zero
+from twinflow.zero import Zero, partition
 
 
-def measure(size: str, stage: int, steps: int, windows: int) -> dict[str, Any]:
-    """Seconds a step of every window, both ways."""
+def measure(size: str, stages: list[int], steps: int, windows: int) -> dict[str, Any]:
+    """Seconds a step of every window, each way; what each stage costs over one process, and over the stage before."""
     tuning = Tuning(shadow_bytes=4 << 30)
     options: dict[str, Any] = {"lr": 1e-6, "early": True, "ratio": 0.5, "max_grad_norm": NEVER, "tuning": tuning}
-    ways = {"one process": build(size), "one rank": build(size)}
-    optimizers = {
-        name: TwinOptimizer(model, zero=Zero(stage) if name == "one rank" else None, **options)
-        for name, model in ways.items()
-    }
+    ways: dict[str, Any] = {"one process": None} | {f"stage {stage}": Zero(stage) for stage in stages}
+    models = {name: build(size) for name in ways}
+    for name, zero in ways.items():
+        if zero is not None and zero.stage == 3:
+            partition(models[name], zero)
+    optimizers = {name: TwinOptimizer(models[name], zero=zero, **options) for name, zero in ways.items()}
     found: dict[str, list[float]] = {name: [] for name in ways}
     for window in range(windows):
         for name in ways if window % 2 else reversed(ways):
-            found[name].append(timed_steps(ways[name], optimizers[name], 4, 2, steps))
-    row: dict[str, Any] = {"stage": stage, "windows": found}
-    row |= {name: statistics.median(times) for name, times in found.items()}
-    row["cost"] = row["one rank"] / row["one process"] - 1.0
+            found[name].append(timed_steps(models[name], optimizers[name], 4, 2, steps))
     for optimizer in optimizers.values():
         optimizer.close()
-    return row
+    return {"windows": found, "s": {name: statistics.median(times) for name, times in found.items()}}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", default="3b" if CUDA else "tiny")
-    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--steps", type=int, default=20 if CUDA else 2, help="of a window")
     parser.add_argument("--windows", type=int, default=2)
     parser.add_argument("--save", action="store_true", help="write the result to a dated file")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("nccl" if CUDA else "gloo", f"file://{folder}/ranks", rank=0, world_size=1)
-        row = measure(given.size, given.stage, given.steps, given.windows)
+        row = measure(given.size, given.stages, given.steps, given.windows)
         dist.destroy_process_group()
     machine, date = read_machine(), datetime.date.today().isoformat()
     gpu = torch.cuda.get_device_name() if CUDA else "no GPU"
@@ -63,8 +62,9 @@ def main() -> None:
     lines += [f"- {gpu}; {machine.cpu}, {machine.usable_cores} cores; torch {torch.__version__}"]
     lines += [f"- {given.size}, 4 sequences, half of the state on the host, clipping on; {given.windows} windows of"]
     lines += [f"  {given.steps} steps each way, in turn", ""]
-    lines += ["| stage | one process, s | one rank, s | cost |", "|---|---|---|---|"]
-    lines += [f"| {row['stage']} | {row['one process']:.4f} | {row['one rank']:.4f} | {row['cost']:+.1%} |", ""]
+    lines += ["| way | s/step | over one process |", "|---|---|---|"]
+    alone = row["s"]["one process"]
+    lines += [f"| {name} | {s:.4f} | {s / alone - 1.0:+.1%} |" for name, s in row["s"].items()] + [""]
     text = "\n".join([*lines, "```json", json.dumps({"date": date, "size": given.size, "rows": [row]}), "```", ""])
     print(text)
     if given.save:

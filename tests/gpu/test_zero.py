@@ -17,9 +17,9 @@ OFFLOADS: dict[str, dict[str, Any] | None] = {"none": None, "full": {}, "half": 
 def test_ranks_that_share_a_card_train_as_one_process(world: int) -> None:
     parts = 2 if world == 2 else 1
     truth = run_ranks(0, train_all, {"alone": config_of(0, {}, parts, 1)})[0]["alone"]
-    cases = [(stage, name) for stage in (0, 1, 2) for name in OFFLOADS]
+    cases = [(stage, name) for stage in (0, 1, 2, 3) for name in OFFLOADS]
     configs = {f"{stage} {name}": config_of(stage, OFFLOADS[name], parts, world) for stage, name in cases}
-    ranks = run_ranks(world, train_all, configs, timeout_s=120)
+    ranks = run_ranks(world, train_all, configs, timeout_s=180)
     for name in configs:
         for rank in ranks:
             assert rank[name]["losses"] == pytest.approx(truth["losses"], rel=1e-5), name
