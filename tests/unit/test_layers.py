@@ -12,7 +12,7 @@ LAYERS = [
     ("errors", "version"),
     ("config", "trace", "launch"),
     ("device",),
-    ("rules", "activations"),
+    ("rules", "activations", "attention"),
     ("native", "gpu", "dist"),
     ("planner",),
     ("offload",),
