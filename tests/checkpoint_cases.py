@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import torch
-from zero_cases import SHAPE, config_of, full, tokens
+from zero_cases import SHAPE, config_of, digest, tokens
 
 import twinflow
 from twinflow.models.gpt import GPT
@@ -85,8 +84,7 @@ def load(
 
 def weights_of(engine: Any) -> str:
     engine.optimizer.wait()
-    flat = torch.cat([full(p).reshape(-1) for p in engine.module.parameters()])
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+    return digest(engine.module, engine.optimizer.runtime.parking)
 
 
 def resume(rank: int, world: int, folder: str, stage: int, offload: dict[str, Any] | None, num_steps: int) -> Any:

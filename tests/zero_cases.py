@@ -23,10 +23,21 @@ def tokens(step: int) -> torch.Tensor:
     return torch.randint(0, SHAPE.vocab_size, (GLOBAL_BATCH, SHAPE.context + 1), generator=generator)
 
 
-def digest(model: torch.nn.Module) -> str:
+def digest(model: torch.nn.Module, parking: Any = None) -> str:
     """Of all weights' bits."""
-    flat = torch.cat([full(p).reshape(-1).cpu() for p in model.parameters()])
+    is_parked = parking.holds if parking is not None else lambda _: False
+    flat = torch.cat([_gathered(p, parking) if is_parked(p) else full(p).reshape(-1).cpu() for p in model.parameters()])
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
+
+def _gathered(param: Any, parking: Any) -> torch.Tensor:
+    """Weights that live on the hosts, put together from what the ranks have."""
+    whole = torch.zeros(param.numel(), dtype=param.dtype)
+    for piece in parking.pieces(param):
+        whole[piece.start : piece.start + piece.numel] = piece.read()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(whole)
+    return whole
 
 
 def full(param: torch.Tensor) -> torch.Tensor:
@@ -36,10 +47,13 @@ def full(param: torch.Tensor) -> torch.Tensor:
 
 
 def config_of(stage: int, offload: dict[str, Any] | None, accumulation: int, world: int) -> dict[str, Any]:
-    """As a user would write it."""
+    """As a user would write it; `offload` with "params" for weights on the host too."""
     zero: dict[str, Any] = {"stage": stage}
     if offload is not None:
-        zero["offload_optimizer"] = {"device": "cpu", "bucket_numel": 8192, **offload}
+        others = {key: value for key, value in offload.items() if key != "params"}
+        zero["offload_optimizer"] = {"device": "cpu", "bucket_numel": 8192, **others}
+        if offload.get("params"):
+            zero["offload_param"] = {"device": "cpu"}
     return {
         "train_batch_size": GLOBAL_BATCH,
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // accumulation // world,
@@ -70,7 +84,7 @@ def train(rank: int, world: int, config: dict[str, Any], num_steps: int = NUM_ST
         losses.append(float(total) / world)
         assert engine.optimizer is not None
         engine.optimizer.wait()
-        digests.append(digest(engine.module))
+        digests.append(digest(engine.module, engine.optimizer.runtime.parking))
     optimizer = engine.optimizer
     assert optimizer is not None
     found = {
@@ -80,6 +94,8 @@ def train(rank: int, world: int, config: dict[str, Any], num_steps: int = NUM_ST
         "state_bytes": sum(bucket.nbytes for bucket in optimizer.runtime.buckets),
         "numel": sum(p.numel() for p in engine.module.parameters()),
         "whole_numel": sum(bucket.gathered.numel for bucket in optimizer.runtime.buckets),
+        "parked_numel": sum(b.gathered.numel for b in optimizer.runtime.buckets if b.is_parked),
+        "last_numel": sum(b.gathered.numel for b in optimizer.runtime.buckets if b.plan.block == SHAPE.num_layers - 1),
         "sent": {name: group.sent_bytes for name, group in optimizer.team.groups.items()} if optimizer.team else {},
     }
     engine.destroy()

@@ -30,6 +30,7 @@ from twinflow.offload.settings import Tuning
 from twinflow.optim.loss_scale import LossScale, dynamic, static
 from twinflow.optim.schedules import build_scheduler
 from twinflow.optim.twin import TwinOptimizer
+from twinflow.optim.twin_build import to_host
 from twinflow.rules import RULES
 from twinflow.zero import Zero
 from twinflow.zero.partitioned import partition, regroup
@@ -78,7 +79,7 @@ def initialize(
     try:
         module = place(model, parsed)
         meet(ranks, module, parsed.model_dump_json(indent=1))
-        if _is_to_partition(parsed, ranks, optimizer):
+        if not parks(parsed) and _is_to_partition(parsed, ranks, optimizer):
             replaced = partition(module, make_zero(parsed, ranks.world_size))
             model_parameters = None if model_parameters is None else regroup(model_parameters, replaced)
         twin = make_optimizer(parsed, batch, module, optimizer, model_parameters, ranks)
@@ -158,9 +159,31 @@ def place(model: Model, config: Config) -> nn.Module:
     """The model in the precision of the config, on the GPU where there is one."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     dtype = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None
+    is_for_host = parks(config)
     if not isinstance(model, nn.Module) or any(p.is_meta for p in model.parameters()):
-        return build_model(model, device, dtype)
-    return model.to(device=device, dtype=dtype)
+        return build_model(model, device, dtype, each=to_host if is_for_host else None)
+    return model.to(dtype=dtype) if is_for_host else model.to(device=device, dtype=dtype)
+
+
+def parks(config: Config) -> bool:
+    """Whether weights live on the host; what that does not go with is refused."""
+    zero, name = config.zero_optimization, "zero_optimization.offload_param.device"
+    if zero.offload_param is None or zero.offload_param.device != "cpu":
+        return False
+    if zero.stage != 3:
+        raise bad_value(f"zero_optimization.stage with {name}", zero.stage, [3], "Or leave offload_param out.")
+    optimizer = zero.offload_optimizer
+    if optimizer is None or optimizer.device != "cpu":
+        given = optimizer.device if optimizer is not None else None
+        remedy = "Weights are fetched from the optimizer's state, which must be on the host as well."
+        raise bad_value(f"zero_optimization.offload_optimizer.device with {name}", given, ["cpu"], remedy)
+    for key, allowed in (("ratio", 1.0), ("delayed_update", False)):
+        if getattr(optimizer, key) != allowed:
+            remedy = "Weights are fetched from the optimizer's state on the host, as it is."
+            raise bad_value(
+                f"zero_optimization.offload_optimizer.{key} with {name}", getattr(optimizer, key), [allowed], remedy
+            )
+    return True
 
 
 def make_optimizer(
@@ -221,7 +244,7 @@ def make_zero(config: Config, world_size: int) -> Zero:
     """How ranks share the work."""
     divides = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}
     for key, allowed in divides.items():
-        if config.zero_optimization.stage == 3 and getattr(config, key) != allowed:
+        if config.zero_optimization.stage == 3 and not parks(config) and getattr(config, key) != allowed:
             remedy = "fully_shard divides gradients itself, in part before and in part after their sum."
             raise bad_value(f"{key} with zero_optimization.stage 3", getattr(config, key), [allowed], remedy)
     dtype = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -231,6 +254,7 @@ def make_zero(config: Config, world_size: int) -> Zero:
         config.gradient_allreduce_op,
         float(world_size) if config.prescale_gradients else config.gradient_predivide_factor,
         timedelta(seconds=_TIMEOUT_S),
+        parks(config),
     )
 
 
@@ -248,6 +272,7 @@ def _own_options(config: Config) -> dict[str, Any]:
         "delayed_update": offload.delayed_update,
         "delayed_update_start": offload.delayed_update_start,
         "host_threads": offload.host_threads,
+        "offload_params": parks(config),
         "tuning": Tuning(**tuning),
     }
 

@@ -20,8 +20,8 @@ from torch import distributed
 import twinflow
 from twinflow.launch import pulse as pulse_module
 from twinflow.launch.failure import Failure, read_failure
-from twinflow.launch.same import first_difference, param_lines
 from twinflow.launch.pulse import AwakeClock, Cause, Pulse, hung_rank
+from twinflow.launch.same import first_difference, param_lines
 from twinflow.launch.watch import Watch
 
 LIMIT_S = 30.0  # in which all ranks have to end

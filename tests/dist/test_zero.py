@@ -15,10 +15,12 @@ from zero_cases import NUM_STEPS, config_of, digest_alone, train_all
 
 OFFLOADS: dict[str, dict[str, Any] | None] = {"none": None, "full": {}, "half": {"ratio": 0.5}}
 CASES = [(stage, name, parts) for stage in (0, 1, 2, 3) for name in OFFLOADS for parts in (1, 4)]
+OFFLOADS["params"] = {"params": True}
+CASES += [(3, "params", 1), (3, "params", 4)]
 
 # Every stage with each offload and each number of micro-batches at least once.
 QUICK = [(0, "none", 1), (0, "full", 4), (1, "half", 1), (1, "none", 4), (2, "full", 1), (2, "half", 4)]
-QUICK += [(2, "none", 1), (3, "half", 1), (3, "full", 4)]
+QUICK += [(2, "none", 1), (3, "half", 1), (3, "full", 4), (3, "params", 1), (3, "params", 4)]
 
 
 def name_of(case: tuple[int, str, int]) -> str:
@@ -52,21 +54,29 @@ def check(world: int, case: tuple[int, str, int]) -> None:
     total = sum(rank["state_bytes"] for rank in ranks)
     assert truth["losses"][-1] != truth["losses"][0]
     copies = world if stage == 0 else 1
-    if offload == "full" and stage < 3:
+    if offload == "params" or (offload == "full" and stage < 3):
         assert total / copies == 12 * ranks[0]["whole_numel"]
-        assert ranks[0]["whole_numel"] <= 1.1 * truth["numel"]
+        padding = 1.15 if offload == "params" else 1.1  # parameters stay whole there: more and smaller buckets
+        assert ranks[0]["whole_numel"] <= padding * truth["numel"]
     if offload == "full" and stage == 3:  # each parameter's rows are padded to blocks
         assert 12 * truth["numel"] <= total <= 1.3 * 12 * truth["numel"]
     shares = [rank["state_bytes"] / total for rank in ranks]
     assert max(shares) == pytest.approx(1 / world, rel=0.02)
-    if stage == 3:
+    if stage == 3 and offload != "params":
         return  # torch's own collectives
-    sends = NUM_STEPS * (parts if stage == 2 else 1)
+    sends = NUM_STEPS * (parts if stage >= 2 else 1)
     whole, share = 4 * ranks[0]["whole_numel"], (world - 1) / world
     start = 0 if stage else NUM_STEPS * whole * share  # an all-reduce: there and back
     for rank in ranks[1:]:  # the first has sent its weights to all at the start
         assert rank["sent"]["reduce"] == pytest.approx(sends * whole * share + start, rel=1e-6)
-        assert rank["sent"]["publish"] == pytest.approx(NUM_STEPS * whole * share if stage else 0, rel=1e-6)
+        shown = NUM_STEPS * whole * share if stage else 0
+        if offload == "params":  # what belongs to no block is published; blocks fetch theirs, forwards and backwards
+            blocks = 4 * rank["parked_numel"] * share
+            last = 4 * rank["last_numel"] * share  # the last block stays until its backward
+            fetched = NUM_STEPS * parts * (2 * blocks - last)
+            assert rank["sent"]["fetch"] == pytest.approx(fetched, rel=1e-6)
+            shown -= NUM_STEPS * blocks
+        assert rank["sent"]["publish"] == pytest.approx(shown, rel=1e-6)
 
 
 @pytest.mark.parametrize("case", QUICK, ids=name_of)

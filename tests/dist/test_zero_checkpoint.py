@@ -10,6 +10,7 @@ from checkpoint_cases import load, resume, save
 from dist_support import run_ranks
 
 HALF: dict[str, Any] = {"ratio": 0.5}
+PARAMS: dict[str, Any] = {"params": True}  # weights on the hosts
 
 
 def whole(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -34,10 +35,17 @@ def whole(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "states"), [(2, "fp32"), *(pytest.param(*case, marks=pytest.mark.matrix) for case in ((1, "int8"), (3, "fp32")))]
+    ("stage", "states", "more"),
+    [
+        (2, "fp32", HALF),
+        *(pytest.param(*case, HALF, marks=pytest.mark.matrix) for case in ((1, "int8"), (3, "fp32"))),
+        pytest.param(3, "bf16", PARAMS, marks=pytest.mark.matrix),
+    ],
 )
-def test_saved_by_four_ranks_loads_on_any_number_and_back(tmp_path: Path, stage: int, states: str) -> None:
-    offload = {"states": states, **HALF}
+def test_saved_by_four_ranks_loads_on_any_number_and_back(
+    tmp_path: Path, stage: int, states: str, more: dict[str, Any]
+) -> None:
+    offload = {"states": states, **more}
     saved = run_ranks(4, save, str(tmp_path / "four"), stage, offload)
     truth = whole(saved)
     for world in (1, 2, 3):
@@ -54,7 +62,7 @@ def test_saved_by_four_ranks_loads_on_any_number_and_back(tmp_path: Path, stage:
 def test_another_stage_ratio_or_process_loads_it(tmp_path: Path) -> None:
     saved = run_ranks(2, save, str(tmp_path), 2, {})
     truth = whole(saved)
-    for stage, offload in ((0, {}), (1, HALF), (2, None), (3, HALF)):
+    for stage, offload in ((0, {}), (1, HALF), (2, None), (3, HALF), (3, PARAMS)):
         loaded = run_ranks(2, load, str(tmp_path), stage, offload)
         assert whole(loaded[:1] if stage == 0 else loaded) == truth, stage
     assert whole(run_ranks(0, load, str(tmp_path), 0, HALF)) == truth
@@ -71,12 +79,12 @@ def test_going_on_is_bit_identical(tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("stage", [2, 3])
-def test_written_while_all_ranks_train_on(tmp_path: Path, stage: int) -> None:
-    truth = run_ranks(2, save, str(tmp_path / "plain"), stage, HALF)
-    later = run_ranks(2, save, str(tmp_path / "beside"), stage, HALF, True)
+@pytest.mark.parametrize(("stage", "offload"), [(2, HALF), (3, HALF), (3, PARAMS)])
+def test_written_while_all_ranks_train_on(tmp_path: Path, stage: int, offload: dict[str, Any]) -> None:
+    truth = run_ranks(2, save, str(tmp_path / "plain"), stage, offload)
+    later = run_ranks(2, save, str(tmp_path / "beside"), stage, offload, True)
     assert later[0]["weights"] != truth[0]["weights"]
-    loaded = run_ranks(2, load, str(tmp_path / "beside"), stage, HALF)
+    loaded = run_ranks(2, load, str(tmp_path / "beside"), stage, offload)
     assert [rank["state"] for rank in loaded] == [rank["state"] for rank in truth]
     assert loaded[0]["weights"] == truth[0]["weights"]
 

@@ -19,6 +19,7 @@ def test_ranks_that_share_a_card_train_as_one_process(world: int) -> None:
     truth = run_ranks(0, train_all, {"alone": config_of(0, {}, parts, 1)})[0]["alone"]
     cases = [(stage, name) for stage in (0, 1, 2, 3) for name in OFFLOADS]
     configs = {f"{stage} {name}": config_of(stage, OFFLOADS[name], parts, world) for stage, name in cases}
+    configs["3 params"] = config_of(3, {"params": True}, parts, world)
     ranks = run_ranks(world, train_all, configs, timeout_s=180)
     for name in configs:
         for rank in ranks:

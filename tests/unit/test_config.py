@@ -161,8 +161,11 @@ def test_a_config_of_hugging_face_loads() -> None:
         (offload(ratio=1.5), ["zero_optimization.offload_optimizer.ratio", "1.5"]),
         (offload(bucket_numel=100), ["bucket_numel", "100", "128"]),
         (offload(super_offload=True), ["zero_optimization.offload_optimizer.super_offload"]),
-        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, ["zero_optimization.offload_param.device"]),
-        ({"zero_optimization": {"cpu_offload_param": True}}, ["zero_optimization.cpu_offload_param"]),
+        (
+            {"zero_optimization": {"offload_param": {"device": "nvme"}}},
+            ["zero_optimization.offload_param.device", "NVMe"],
+        ),
+        ({"zero_optimization": {"cpu_offload_param": 1}}, ["zero_optimization.cpu_offload_param", "true"]),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, ["zero_optimization.zenflow", "delayed_update"]),
         ({"zero_optimization": {"zero_quantized_weights": True}}, ["zero_quantized_weights"]),
         ({"zero_optimization": {"prefetch_bucket_size": -4}}, ["zero_optimization.prefetch_bucket_size", "-4"]),

@@ -45,7 +45,7 @@ SECTIONS = {
     "ignore_unused_parameters round_robin_gradients legacy_stage1 mics_shard_size mics_hierarchical_params_gather "
     "zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients "
     "zeropp_loco_param memory_efficient_linear override_module_apply enable_sanity_checks log_trace_cache_warnings "
-    "cpu_offload_param cpu_offload_use_pin_memory stage3_prefetch_bucket_size stage3_param_persistence_threshold "
+    "cpu_offload_use_pin_memory stage3_prefetch_bucket_size stage3_param_persistence_threshold "
     "stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance "
     "stage3_gather_16bit_weights_on_model_save stage3_module_granularity_threshold "
     "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential",
@@ -71,7 +71,13 @@ SECTIONS = {
 }
 EXPECTED = [*FREE.split(), "zero_optimization.zenflow"]
 EXPECTED += [f"{section}.{name}".lstrip(".") for section, names in SECTIONS.items() for name in names.split()]
-RENAMED = ["cpu_offload", "stage3_gather_fp16_weights_on_model_save", "prefetch_bucket_size", "max_live_parameters"]
+RENAMED = [
+    "cpu_offload",
+    "cpu_offload_param",
+    "stage3_gather_fp16_weights_on_model_save",
+    "prefetch_bucket_size",
+    "max_live_parameters",
+]
 
 
 @pytest.mark.parametrize("name", EXPECTED)

@@ -59,6 +59,7 @@ RENAMES: Final = (
     Rename(("offload_optimizer",), (_ZERO, "offload_optimizer")),
     Rename(("offload_param",), (_ZERO, "offload_param")),
     Rename((_ZERO, "cpu_offload"), (_ZERO, "offload_optimizer"), convert=_offload),
+    Rename((_ZERO, "cpu_offload_param"), (_ZERO, "offload_param"), convert=_offload),
     Rename((_ZERO, "stage3_gather_fp16_weights_on_model_save"), (_ZERO, "stage3_gather_16bit_weights_on_model_save")),
     *(Rename((_ZERO, name), (_ZERO, f"stage3_{name}"), note=False) for name in _BARE),
     Rename(("tensor_parallel", "tensor_parallel"), ("tensor_parallel", "tp"), note=False),

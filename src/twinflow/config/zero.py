@@ -26,7 +26,7 @@ from twinflow.config.fields import (
 
 _STAGE_CHOOSES = "the stage says what is sent: parts of sums and of weights (1, 2), or whole sums (0)"
 _FULLY_SHARD = "with stage 3 torch's fully_shard gathers and frees weights block by block; else they stay whole"
-_NOT_ON_HOST = "weights do not go to the host"
+_ALL_ON_HOST = "with device cpu all weights of blocks are on the host, page-locked, as part of the optimizer's state"
 _NVME = "nothing goes to NVMe"
 _BUCKETS = "transfers have buckets of their own: offload_optimizer.bucket_numel"
 
@@ -79,12 +79,16 @@ class OffloadOptimizer(Section):
 class OffloadParam(Section):
     """`zero_optimization.offload_param`."""
 
-    device: Literal["cpu", "nvme", "none"] = refused("none", "weights stay on the GPU: leave offload_param out")
+    device: Literal["cpu", "none"] = honoured(
+        "none",
+        "with stage 3 and offload_optimizer: weights live on the host (cpu), and each block fetches its own to run",
+        hints={"nvme": 'Weights on NVMe are not supported. Use "cpu"'},
+    )
     nvme_path: str | None = unused(None, _NVME)
     buffer_count: Whole = unused(5, _NVME)
     buffer_size: Whole = unused(100_000_000, _NVME)
-    max_in_cpu: Whole = unused(1_000_000_000, _NOT_ON_HOST)
-    pin_memory: bool = unused(True, _NOT_ON_HOST)
+    max_in_cpu: Whole = unused(1_000_000_000, _ALL_ON_HOST)
+    pin_memory: bool = unused(True, _ALL_ON_HOST)
 
 
 class LeafModule(Section):
@@ -102,11 +106,10 @@ class ZeroOptimization(Section):
         0, "what ranks share: 1 the optimizer's state, 2 sums of gradients too, 3 weights too; one process: all alike"
     )
     offload_optimizer: OffloadOptimizer | None = maybe_section("master weights, optimizer state and update on the host")
-    offload_param: OffloadParam | None = maybe_section("weights on the host: only device none")
+    offload_param: OffloadParam | None = maybe_section("weights on the host, beside the optimizer's state")
     zenflow: Free | None = refused(
         None, "offload_optimizer with delayed_update also hides the whole update", switch=is_given
     )
-    cpu_offload_param: bool = refused(False, "weights stay on the GPU: leave it out")
     cpu_offload_use_pin_memory: bool = unused(False, "buffers that the GPU copies from and to are always page-locked")
 
     contiguous_gradients: bool = unused(True, "gradients always travel in contiguous buckets")

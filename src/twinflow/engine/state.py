@@ -26,6 +26,7 @@ from twinflow.engine.ranks import Ranks, deal, ranks_of
 from twinflow.errors import bad_value
 from twinflow.offload.bucket import local_of
 from twinflow.offload.frozen import Frozen
+from twinflow.offload.parking import Parking
 from twinflow.optim.twin_build import first_of
 from twinflow.rules.formats import BLOCK
 
@@ -69,7 +70,7 @@ def save(
     meta, states, others = _collect(engine, client_state, ranks)
     if engine.optimizer is not None:
         engine.optimizer.wait()
-    leaves, meta["aliases"], meta["excluded"] = weights(engine.module, exclude_frozen)
+    leaves, meta["aliases"], meta["excluded"] = weights(engine.module, exclude_frozen, _parking(engine))
     if ranks is not None:
         leaves = deal(leaves, ranks)
         if not ranks.are_partitioned:
@@ -186,20 +187,34 @@ def _state_of(part: Any) -> Any:
     return part.state_dict()
 
 
-def weights(module: nn.Module, exclude_frozen: bool) -> tuple[list[Leaf], dict[str, str], list[str]]:
+def _parking(engine: Engine) -> Parking | None:
+    return engine.optimizer.runtime.parking if engine.optimizer is not None else None
+
+
+def weights(
+    module: nn.Module, exclude_frozen: bool, parking: Parking | None = None
+) -> tuple[list[Leaf], dict[str, str], list[str]]:
     """A model's tensors, each once; names of those that are the same tensor as another; names that were left out."""
     leaves: list[Leaf] = []
     seen: dict[tuple[Any, ...], str] = {}
     aliases: dict[str, str] = {}
     frozen = {name for name, param in module.named_parameters(remove_duplicate=False) if not param.requires_grad}
     excluded = []
+    parked = _parked(module, parking)
     for name, tensor in _tensors(module).items():
         local, first = local_of(tensor), first_of(tensor)
-        key = (local.data_ptr(), tensor.shape, local.stride(), tensor.dtype)
+        key: tuple[Any, ...] = (local.data_ptr(), tensor.shape, local.stride(), tensor.dtype)
+        if name in parked:
+            key = (id(parked[name]),)
         if exclude_frozen and name in frozen:
             excluded.append(name)
         elif tensor.numel() and seen.setdefault(key, name) != name:
             aliases[name] = seen[key]
+        elif name in parked:
+            assert parking is not None
+            for piece in parking.pieces(parked[name]):
+                part = PartOf(tuple(tensor.shape), piece.start)
+                leaves.append(Leaf(name, tensor.dtype, (piece.numel,), piece.read, part))
         elif local is tensor:
             leaves.append(Leaf(name, tensor.dtype, tuple(tensor.shape), tensor.detach))
         else:
@@ -207,6 +222,13 @@ def weights(module: nn.Module, exclude_frozen: bool) -> tuple[list[Leaf], dict[s
             part = PartOf(tuple(tensor.shape), first)
             leaves.append(Leaf(name, tensor.dtype, (rows.numel(),), rows.detach, part))
     return leaves, aliases, excluded
+
+
+def _parked(module: nn.Module, parking: Parking | None) -> dict[str, nn.Parameter]:
+    """Parameters whose weights live on the host, by every name they have."""
+    if parking is None:
+        return {}
+    return {name: param for name, param in module.named_parameters(remove_duplicate=False) if parking.holds(param)}
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -380,7 +402,14 @@ def _load_weights(engine: Engine, found: Checkpoint, names: Mapping[str, str], w
     own, memory = _tensors(module), {local_of(t).data_ptr() for t in (*module.parameters(), *module.buffers())}
     written: set[tuple[Any, ...]] = set()
     foreign: dict[str, Any] = dict(extra or {})
+    parking = _parking(engine)
+    parked = _parked(module, parking)
     for name, path in names.items():
+        if name in parked:
+            assert parking is not None
+            for piece in parking.pieces(parked[name]):
+                piece.write(found.cut("model", path, piece.start, piece.numel))
+            continue
         local = local_of(own[name])
         key = (local.data_ptr(), own[name].shape)
         if own[name].numel() and local.data_ptr() not in memory:

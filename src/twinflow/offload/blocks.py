@@ -43,8 +43,8 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _walk(child, f"{prefix}{name}.")
 
 
-def owners(model: nn.Module, blocks: list[Block]) -> dict[nn.Parameter, int]:
-    """The block of each trainable parameter; ROOT where it has none or several."""
+def owners(model: nn.Module, blocks: list[Block], frozen: bool = False) -> dict[nn.Parameter, int]:
+    """The block of each trainable parameter, or of each frozen one; ROOT where it has none or several."""
     found: dict[nn.Parameter, set[int]] = {}
     for block in blocks:
         for param in block.module.parameters():
@@ -54,7 +54,8 @@ def owners(model: nn.Module, blocks: list[Block]) -> dict[nn.Parameter, int]:
         if id(module) not in inside:
             for param in module.parameters(recurse=False):
                 found.setdefault(param, set()).add(ROOT)
-    return {p: found[p].copy().pop() if len(found[p]) == 1 else ROOT for p in model.parameters() if p.requires_grad}
+    wanted = [param for param in model.parameters() if param.requires_grad != frozen]
+    return {p: found[p].copy().pop() if len(found[p]) == 1 else ROOT for p in wanted}
 
 
 def num_owners(model: nn.Module) -> dict[nn.Parameter, int]:

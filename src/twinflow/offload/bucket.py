@@ -67,6 +67,7 @@ class Bucket:
     updater: Updater
     store: Store
     steps: list[int]  # updates so far, of each slice
+    is_parked: bool = False  # its weights live in the state alone: blocks fetch them (parking.py)
     deadline: int = 0  # the forward's order
     due: int = 0  # the last job whose weights the next forward has to see
     sent: int = 0  # the last job whose weights are on their way into the parameters
@@ -118,6 +119,8 @@ class Bucket:
 
     def find_targets(self) -> None:
         """Views of the parameters as they are now; writes to them are seen by autograd."""
+        if self.is_parked:
+            return
         self.targets = [target(p.local, piece) for p, piece in zip(self.params, self.slices, strict=True)]
         self.addresses = [param.local.data_ptr() for param in self.params]
 
@@ -238,10 +241,12 @@ class Task:
         return self.job.number, self.bucket.deadline
 
 
-def new_bucket(params: Sequence[Param], plan: BucketPlan, whole: BucketPlan | None, updater: Updater) -> Bucket:
+def new_bucket(
+    params: Sequence[Param], plan: BucketPlan, whole: BucketPlan | None, updater: Updater, is_parked: bool
+) -> Bucket:
     """A bucket with empty state, known to its parameters; `whole`: with the other ranks' parts."""
     own = [params[piece.param] for piece in plan.slices]
-    bucket = Bucket(plan, own, updater, updater.new_store(plan), [0] * len(plan.slices))
+    bucket = Bucket(plan, own, updater, updater.new_store(plan), [0] * len(plan.slices), is_parked)
     if whole is not None:
         bucket.whole = whole
         bucket.members = list(dict.fromkeys(params[piece.param] for piece in whole.slices))

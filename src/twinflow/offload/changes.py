@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from twinflow.offload.bucket import Bucket, Options, Param, Updater
 from twinflow.offload.plan import HOST
@@ -28,7 +28,7 @@ def find_moved(buckets: Iterable[Bucket]) -> list[Param]:
     """
     moved: list[Param] = []
     for bucket in buckets:
-        addresses = [param.local.data_ptr() for param in bucket.params]
+        addresses = [] if bucket.is_parked else [param.local.data_ptr() for param in bucket.params]
         if addresses == bucket.addresses:
             continue
         pairs = zip(bucket.params, addresses, bucket.addresses, strict=True)
@@ -55,16 +55,31 @@ def written(params: Iterable[Param]) -> list[Param]:
     return [param for param in params if param.version != param.local._version]
 
 
-def adopt(params: Sequence[Param], keep: bool) -> None:
-    """Masters from the parameters' values; with `keep`, a master that rounds to its parameter stays as it is."""
+def check_parked(params: Iterable[Param]) -> None:
+    """Refuse to go on after somebody has written to weights that were not there."""
     for param in params:
-        values = param.local.detach().reshape(-1)
+        if any(bucket.is_parked for bucket in param.buckets):
+            raise RuntimeError(
+                f"{param.name} was written to, but its weights live in the optimizer's state on the host "
+                "(offload_param). Change weights before the optimizer is built, or load a checkpoint"
+            )
+
+
+def adopt(params: Sequence[Param], keep: bool, given: Mapping[nn.Parameter, Tensor]) -> None:
+    """Masters from the parameters' values; with `keep`, a master that rounds to its parameter stays as it is.
+
+    `given` has the values of parked parameters, which have none themselves; those without are left alone.
+    """
+    for param in params:
+        if param.tensor not in given and any(bucket.is_parked for bucket in param.buckets):
+            continue
+        values = given.get(param.tensor, param.local).detach().reshape(-1)
         on_host = values if all(bucket.is_on_device for bucket in param.buckets) else values.cpu()
         for bucket in param.buckets:
-            given = values if bucket.is_on_device else on_host
+            source = values if bucket.is_on_device else on_host
             for i, piece in enumerate(bucket.slices):
                 if piece.param == param.index:
-                    bucket.updater.write_master(bucket, i, given[piece.start : piece.start + piece.numel], keep)
+                    bucket.updater.write_master(bucket, i, source[piece.start : piece.start + piece.numel], keep)
         param.note_write()
 
 

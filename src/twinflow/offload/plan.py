@@ -85,12 +85,15 @@ def on_host(params: Sequence[ParamSpec]) -> list[list[Part]]:
 
 
 def plan_buckets(
-    params: Sequence[ParamSpec], max_numel: int = BUCKET_NUMEL, parts: Sequence[Sequence[Part]] | None = None
+    params: Sequence[ParamSpec],
+    max_numel: int = BUCKET_NUMEL,
+    parts: Sequence[Sequence[Part]] | None = None,
+    keeps_whole: bool = False,
 ) -> list[BucketPlan]:
     """Pack all parameters: in their order within a block, blocks in their order, no bucket larger than `max_numel`.
 
     Only a parameter that cannot be split may make a larger one, its own. `parts` says where the state of each
-    parameter's elements lives; without it, on the host.
+    parameter's elements lives; without it, on the host. `keeps_whole`: no part of a parameter is cut.
     """
     assert max_numel % BLOCK == 0 and max_numel > 0
     buckets: list[BucketPlan] = []
@@ -100,7 +103,7 @@ def plan_buckets(
             kind = _Kind(param.block, param.dtype, part.place, param.is_contiguous)
             kinds.setdefault(kind, []).append((i, part))
     for kind, members in kinds.items():
-        for slices in _pack(params, members, _even(members, max_numel)):
+        for slices in _pack(params, members, _even(members, max_numel), keeps_whole):
             numel = slices[-1].offset + padded(slices[-1].numel)
             plan = BucketPlan(len(buckets), kind.block, kind.dtype, tuple(slices), numel, kind.place, kind.can_alias)
             buckets.append(plan)
@@ -123,19 +126,21 @@ def _even(members: Sequence[tuple[int, Part]], max_numel: int) -> int:
     return min(max_numel, padded(-(-total // num_buckets)))
 
 
-def _pack(params: Sequence[ParamSpec], members: Iterable[tuple[int, Part]], max_numel: int) -> Iterable[list[Slice]]:
+def _pack(
+    params: Sequence[ParamSpec], members: Iterable[tuple[int, Part]], max_numel: int, keeps_whole: bool
+) -> Iterable[list[Slice]]:
     slices: list[Slice] = []
     used = 0
     for index, part in members:
-        start, left = part.start, part.numel
+        start, left, can_split = part.start, part.numel, params[index].can_split and not keeps_whole
         while left:
             room = max_numel - used
-            if not params[index].can_split and left > room and slices:
+            if not can_split and left > room and slices:
                 room = 0
             if room == 0:
                 yield slices
                 slices, used, room = [], 0, max_numel
-            numel = min(left, room) if params[index].can_split else left
+            numel = min(left, room) if can_split else left
             slices.append(Slice(index, start, numel, used))
             used, start, left = used + padded(numel), start + numel, left - numel
             if used >= max_numel:

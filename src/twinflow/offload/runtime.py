@@ -24,9 +24,11 @@ from twinflow.offload.blocks import Block
 from twinflow.offload.board import AllSummed
 from twinflow.offload.bucket import Bucket, Job, Options, Param, Task, Updater, local_of, new_bucket
 from twinflow.offload.collector import Collector
+from twinflow.offload.fetcher import Gather
 from twinflow.offload.gate import Decision, Gate, Limits
 from twinflow.offload.hooks import Recorder, install, take_gradients
 from twinflow.offload.marks import Marks
+from twinflow.offload.parking import Parking
 from twinflow.offload.plan import HOST, ROOT, BucketPlan
 from twinflow.offload.pools import fit_slots, flat_bytes, new_board
 from twinflow.offload.settings import Settings
@@ -52,7 +54,9 @@ class Runtime:
         self._options, self._loss_scale = options, loss_scale
         wholes = shards.wholes if shards is not None and shards.wholes is not None else [None] * len(plans)
         pairs = zip(plans, wholes, strict=True)
-        self.buckets = [new_bucket(params, plan, whole, updaters[plan.place]) for plan, whole in pairs]
+        self.buckets = [
+            new_bucket(params, plan, whole, updaters[plan.place], self._parks(plan)) for plan, whole in pairs
+        ]
         self.job: Job | None = None  # the step whose gradients come in now
         self.last: Job | None = None  # the step before
         self.num_jobs = 0
@@ -67,7 +71,7 @@ class Runtime:
         self._frozen: dict[str, nn.Parameter] = {}  # parameters that were so at the start
         self.board = new_board(device, updaters[HOST], plans, settings, self._tensor_device)
         self.worker, self.mover = Worker(self.board, "worker"), Mover(self.board)
-        threads: list[BoardThread] = [self.worker, self.mover]
+        self._threads = threads = list[BoardThread]([self.worker, self.mover])
         # Also when this object is forgotten, and before the interpreter ends under threads that still work.
         self._end = weakref.finalize(self, end, self.board, threads)
         self.sharing: Sharing | None = None
@@ -84,6 +88,7 @@ class Runtime:
         self.collector = Collector(device, self.board, self.buckets, num_gathered, where, self.sharing)
         self.waited_s = 0.0  # by forwards, for weights
         self.marks = Marks(device)
+        self.parking: Parking | None = None  # of weights that live on the host
         self.before_gathering: Callable[[], None] = lambda: None  # of weights that ranks have rows of
 
     @property
@@ -95,12 +100,28 @@ class Runtime:
     def _tensor_device(self) -> torch.device:
         return self.params[0].tensor.device if self.params else torch.device("cpu")
 
+    def _parks(self, plan: BucketPlan) -> bool:
+        return self.settings.parks and plan.block != ROOT
+
+    def park(
+        self,
+        frozen: Mapping[int, Sequence[nn.Parameter]],
+        values: Mapping[nn.Parameter, Tensor],
+        gather: Gather | None,
+    ) -> None:
+        """Let the weights of blocks live on the host: once, before anything else."""
+        where = self._tensor_device
+        self.parking = Parking(self.device, self.board, self.buckets, frozen, values, gather, where)
+        self._threads.append(self.parking.fetcher)
+
     def attach(self, model: nn.Module, blocks: list[Block]) -> None:
         """Put the hooks on the model, and watch its first forward."""
         if model.__dict__.get("_twinflow_owner") == id(model):  # a deep copy has another id
             raise ValueError("the model already has a TwinOptimizer. Call its close() before building another")
         self.model_owner = model.__dict__
         self.model_owner["_twinflow_owner"] = id(model)
+        if self.parking is not None:
+            self._handles += self.parking.attach(model, blocks)
         self._handles += install(model, blocks, self)
         self._recorder = Recorder(model, blocks)
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
@@ -114,6 +135,8 @@ class Runtime:
         self.before_gathering()
         self._close_part()
         self._runs.clear()
+        if self.parking is not None:
+            self.parking.before_model()
         self.marks.before_model()
 
     def after_model(self) -> None:
@@ -137,7 +160,8 @@ class Runtime:
                     for param in bucket.members:
                         param.is_late = True
         for bucket in self._by_block.get(block, ()):
-            self.waited_s += waits.hold_forward(self.device, self.board, bucket)
+            if not bucket.is_parked:
+                self.waited_s += waits.hold_forward(self.device, self.board, bucket)
 
     # Backward.
 
@@ -224,6 +248,8 @@ class Runtime:
         repeated = self._recorder.finish()
         for param in self.params:
             param.is_late |= param.tensor in repeated
+        if self.parking is not None:
+            self.parking.set_order(self._recorder.order)
         order = {block: i + 1 for i, block in reversed(list(enumerate(self._recorder.order)))}
         for bucket in self.buckets:
             bucket.deadline = order.get(bucket.plan.block, 0)
@@ -239,6 +265,7 @@ class Runtime:
             self.wait()  # it may have been us: weights that no forward has waited for
         changed = list(dict.fromkeys([*moved, *changes.written(self.params)]))
         if changed:
+            changes.check_parked(changed)
             if self.has_unsent:
                 raise RuntimeError(
                     f"{changed[0].name} was written to while a delayed update of it was still to come. Load the model "
@@ -336,12 +363,12 @@ class Runtime:
         """Whether a delayed update is in the state and not yet in the weights."""
         return self.last is not None and not self.last.is_released
 
-    def adopt(self, params: Sequence[Param], keep: bool) -> None:
+    def adopt(self, params: Sequence[Param], keep: bool, values: Mapping[nn.Parameter, Tensor] | None = None) -> None:
         """Take over values that somebody else wrote into parameters: a checkpoint loaded into the model, say.
 
-        `keep`: where a master rounds to its parameter, it stays as it is.
+        `keep`: where a master rounds to its parameter, it stays as it is. `values`: of parked parameters.
         """
-        changes.adopt(params, keep)
+        changes.adopt(params, keep, values or {})
 
     def move(self, bucket: Bucket, place: str) -> None:
         """Let a bucket's state live in another place from now on. MemoryError, and nothing has changed, where that is
@@ -408,6 +435,8 @@ class Runtime:
         try:
             if self.job is None:
                 self.flush()
+                if self.parking is not None:
+                    self.parking.close()
         finally:
             for handle in self._handles:
                 handle.remove()

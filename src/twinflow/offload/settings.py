@@ -23,6 +23,7 @@ class Settings:
     sum_on_host: bool = False  # where the gradients of several backwards are summed
     flat_bytes: int = FLAT_BYTES  # device memory for gradients on their way out, where they need not wait for the gate
     num_slots: int = 4  # page-locked buckets each way
+    parks: bool = False  # weights of blocks live on the host (parking.py)
 
     @property
     def sums_on_host(self) -> bool:

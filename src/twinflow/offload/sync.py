@@ -15,6 +15,7 @@ NORMS: Final = "gate.norms"  # the decision is made when all norms are on the ho
 WEIGHT_SLOT: Final = "update.weight_slot"  # a weight slot is written again when its weights are sent
 WEIGHT_SENT: Final = "update.weight_sent"  # ... and so is state that weights are sent from
 OLD_WEIGHTS: Final = "back.old_weights"  # delayed weights go back when nobody needs the old ones any more
+FETCH_ROOM: Final = "fetch.room"  # parked weights come to the device when nobody uses the memory they go to
 SENT: Final = "forward.sent"  # a block runs when its weights are on their way
 FORWARD: Final = "forward.weights"  # ... and there
 READERS: Final = "wait.weights"  # whoever asked for all weights gets them when they are there

@@ -262,6 +262,8 @@ class Mover(BoardThread):
         num_sent = 0
         ready = sorted((t for t in self.board.outbox if t.job.is_released), key=lambda t: t.deadline)
         for task in ready:
+            if task.bucket.is_parked:
+                task.weights = ()  # blocks fetch them from the state
             has_weights = bool(task.weights and task.present)  # a dropped task has none
             if has_weights and len(self._sends) >= _SENDS_AT_ONCE:
                 break

@@ -38,10 +38,11 @@ class RuleUpdater:
     is_on_device = False
     is_all_in_store = True
 
-    def __init__(self, rule: Rule, format: str, device: Device, keeps_states: bool = True) -> None:
+    def __init__(self, rule: Rule, format: str, device: Device, keeps_states: bool = True, parks: bool = False) -> None:
         self.rule = rule
         self.format = format
         self.keeps_states = keeps_states  # SGD without momentum keeps none
+        self.parks = parks  # weights live here, and nowhere else
         self._device = device
         self._kept: dict[int, _Cuts] = {}
         self._hypers = Hypers(rule)
@@ -57,7 +58,8 @@ class RuleUpdater:
         if plan.dtype == torch.bfloat16:
             weight = self._device.pinned(plan.numel, torch.bfloat16).zero_()
             return Store(self.format, hidden_zeros(plan.numel, dtype=torch.int16), weight, *states)
-        return Store(self.format, hidden_zeros(plan.numel, dtype=torch.float32), None, *states)
+        kept = self._device.pinned(plan.numel, plan.dtype).zero_() if self.parks else None
+        return Store(self.format, hidden_zeros(plan.numel, dtype=torch.float32), kept, *states)
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
         """Fresh states are zeros; only Adagrad may start from something else."""
@@ -71,7 +73,7 @@ class RuleUpdater:
 
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
         """Half precision beside an fp32 master: not bf16, which is half of its master."""
-        return plan.dtype not in (torch.float32, torch.bfloat16)
+        return plan.dtype not in (torch.float32, torch.bfloat16) and not self.parks
 
     def prepare(self, task: Task, factor: float) -> Callable[[], None]:
         """The update, to be run by the worker."""
@@ -154,10 +156,18 @@ class RuleUpdater:
     def write(self, bucket: Bucket, index: int, values: Mapping[str, Tensor]) -> None:
         """Take over what `read` gave, from any format."""
         slices.write(self.rule, self._slice(bucket, index), values)
+        self._round(bucket, index)
 
     def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
         """A new master from the parameter's values; with `keep`, only where the old one is not what they round from."""
         slices.write_master(self._slice(bucket, index), values, keep)
+        self._round(bucket, index)
+
+    def _round(self, bucket: Bucket, index: int) -> None:
+        """Weights that are kept beside their fp32 master follow it."""
+        store = self._slice(bucket, index)
+        if store.weight is not None and not store.is_split:
+            native.cast(store.weight, store.master)
 
     def publish(self, task: Task) -> None:
         """Weights as they follow from the master: rounded into the slot, or straight from the state."""

@@ -29,10 +29,12 @@ class StateKind:
     is_stateless: bool = False  # SGD without momentum
     keeps_weights: bool = False  # new weights wait for a step, beside the state
     update_programs: int | None = None  # as Tuning has it
+    parks: bool = False  # the state holds the weights too, in their own precision
 
     def nbytes(self, plan: BucketPlan) -> int:
         """Memory of a bucket's state in its place."""
-        return state_bytes(self.rule, self.format, plan, not self.is_stateless, self.keeps_weights)
+        extra = 2 * plan.numel if self.parks and plan.dtype == torch.float16 else 0
+        return state_bytes(self.rule, self.format, plan, not self.is_stateless, self.keeps_weights) + extra
 
     def new_updaters(self, device: Device, where: torch.device) -> dict[str, Updater]:
         """What updates the buckets of each place."""
@@ -45,7 +47,7 @@ class StateKind:
         assert self.rule is not None
         keeps_states = not self.is_stateless
         return {
-            HOST: RuleUpdater(self.rule, self.format, device, keeps_states),
+            HOST: RuleUpdater(self.rule, self.format, device, keeps_states, self.parks),
             RESIDENT: DeviceUpdater(
                 self.rule, self.format, where, keeps_states, self.keeps_weights, self.update_programs
             ),

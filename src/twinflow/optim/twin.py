@@ -39,12 +39,14 @@ from twinflow.optim.twin_build import (
     materialised,
     own_threads,
     params_of,
+    set_aside,
     tensors_of,
 )
 from twinflow.optim.twin_checks import (
     check_foreign,
     check_model,
     check_params,
+    check_parking,
     check_ratio,
     check_settings,
     check_tuning,
@@ -71,6 +73,9 @@ class TwinOptimizer(Optimizer):
     updated there at the same time; "auto" chooses after the first steps. `placement` is the end of the model that stays
     there: "front", "tail", or "auto", the end that hides most.
 
+    `offload_params`: weights live on the host too, and blocks fetch theirs when they run. The model may come on the
+    host; it computes on the GPU, where there is one.
+
     `zero`: the ranks of torch.distributed's world train this model together, each with a batch of its own. All of them
     have to build the same optimizer, and call `step` equally often.
     """
@@ -93,11 +98,12 @@ class TwinOptimizer(Optimizer):
         delayed_update_start: int = 0,
         host_threads: int | None = None,
         zero: Zero | None = None,
+        offload_params: bool = False,
         tuning: Tuning | None = None,
         **options: Any,
     ) -> None:
         self._runtime: Runtime | None = None
-        model = materialised(model)
+        model = materialised(model, offload_params)
         self.model = model if isinstance(model, nn.Module) else None
         groups = groups_of(model, param_groups)
         self.rule: Rule | None = None  # one of ours
@@ -134,9 +140,11 @@ class TwinOptimizer(Optimizer):
             delayed_update=delayed_update,
             delayed_update_start=delayed_update_start,
             num_slots=self.tuning.num_slots,
+            parks=offload_params,
         )
         check_settings(self._settings, self.model)
         check_model(self.model, zero)
+        check_parking(self._settings, self.model, ratio, self.tuning, zero, self.rule)
         self.zero = zero
         self.team: Team | None = None  # the ranks that share the work
         if self.rule is not None:
@@ -145,21 +153,25 @@ class TwinOptimizer(Optimizer):
 
     def _build(self) -> Runtime:
         """Plan the buckets, take the weights over, and put hooks on the model."""
-        params, specs, order = params_of(self.model, self._named(), splits_params=self._recipe is None)
+        aside = set_aside(self.model) if self.model is not None and self._settings.parks else None
+        params, specs, order = params_of(self.model, self._named(), self._recipe is None, aside)
         check_params(params, self.zero)
         where = params[0].tensor.device
         if self.zero is not None:
             self.team = Team(self.zero, where)
-            if self.zero.stage < 3:
-                self.team.broadcast([p.tensor for p in params] if self.model is None else tensors_of(self.model))
-            if self.zero.stage == 2:  # no rank keeps more than its part of the sums of several backwards
+            if self.zero.shares_buckets:
+                given = [p.tensor for p in params] if self.model is None else tensors_of(self.model, aside)
+                self.team.broadcast(given)
+            if (
+                self.zero.stage >= 2 and self.zero.shares_buckets
+            ):  # no rank keeps more than its part of the sums of several backwards
                 self.tuning = replace(self.tuning, sums="host")
         device, room = device_for(where, self.trace), find_room(params, self.team)
         kind, ratio = self.kind, self.ratio
         if isinstance(ratio, str):
             self.tuning, ratio = first_choice(kind, self._settings, self.tuning, specs, room)
         parts = place_by_ratio(specs, order, ratio, self.placement)
-        plans = stream(plan_buckets(specs, self.tuning.bucket_numel, parts), self.tuning.streamed)
+        plans = stream(plan_buckets(specs, self.tuning.bucket_numel, parts, aside is not None), self.tuning.streamed)
         plans, shards = (plans, None) if self.team is None else self.team.shards(plans, specs)
         sizes = [kind.nbytes(plan) for plan in plans]
         check_room(plans, sizes, room, self.ratio)
@@ -174,7 +186,10 @@ class TwinOptimizer(Optimizer):
             lambda: self.loss_scale,
             shards,
         )
-        runtime.adopt(params, keep=False)  # first: an optimizer of the user's may look at the weights when it starts
+        if aside is not None:
+            runtime.park(aside.frozen, aside.values, self.team.fetch if self.team and self.team.world > 1 else None)
+        # First: an optimizer of the user's may look at the weights when it starts.
+        runtime.adopt(params, keep=False, values=aside.values if aside is not None else None)
         for bucket in runtime.buckets:
             if bucket.slices:
                 bucket.updater.start(bucket, self.param_groups)
@@ -200,7 +215,8 @@ class TwinOptimizer(Optimizer):
         """What is kept for each parameter."""
         keeps_weights = self._settings.delayed_update
         programs = self.tuning.update_programs
-        return StateKind(self.rule, self._recipe, self.states, self._is_stateless, keeps_weights, programs)
+        parks = self._settings.parks
+        return StateKind(self.rule, self._recipe, self.states, self._is_stateless, keeps_weights, programs, parks)
 
     def _shadow_bytes(self, unmade_bytes: int) -> int:
         """What may be spent on running ahead: asked for, or half of what is spare once all slots are made."""

@@ -14,9 +14,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from twinflow.device import device_for
 from twinflow.errors import bad_value
-from twinflow.offload.blocks import num_owners, owners
+from twinflow.offload.blocks import find_blocks, num_owners, owners
 from twinflow.offload.bucket import Param
 from twinflow.offload.materialize import build
+from twinflow.offload.parking import take_aside
 from twinflow.offload.plan import HOST, RESIDENT, ROOT, BucketPlan, ParamSpec, plan_buckets
 from twinflow.offload.settings import FLAT_BYTES, Settings, Tuning
 from twinflow.optim.auto import first_ratio
@@ -60,13 +61,35 @@ def first_of(tensor: Tensor) -> int:
     return min(offsets[0] if offsets else 0, rows_end) * (tensor.numel() // max(1, rows_end))
 
 
-def tensors_of(model: nn.Module) -> list[Tensor]:
-    """All parameters and buffers, each once."""
-    return list(dict.fromkeys([*model.parameters(), *model.buffers()]))
+def tensors_of(model: nn.Module, aside: Aside | None = None) -> list[Tensor]:
+    """All parameters and buffers, each once; of weights that were taken aside, their values."""
+    found = dict.fromkeys([*model.parameters(), *model.buffers()])
+    values: Any = aside.values if aside is not None else {}
+    return [values.get(tensor, tensor) for tensor in found]
+
+
+@dataclass(frozen=True)
+class Aside:
+    """Weights that are to live on the host, taken from the model before anything is planned."""
+
+    values: dict[nn.Parameter, Tensor]
+    frozen: dict[int, list[nn.Parameter]]  # by block
+
+
+def set_aside(model: nn.Module) -> Aside:
+    """Those that belong to one block. All else of the model goes where it computes."""
+    where = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    blocks, frozen = find_blocks(model), dict[int, list[nn.Parameter]]()
+    found = [param for param, block in owners(model, blocks).items() if block != ROOT]
+    for param, block in owners(model, blocks, frozen=True).items():
+        if block != ROOT:
+            frozen.setdefault(block, []).append(param)
+    every = [*found, *(param for params in frozen.values() for param in params)]
+    return Aside(take_aside(model, every, where), frozen)
 
 
 def params_of(
-    model: nn.Module | None, named: Iterable[Named], splits_params: bool
+    model: nn.Module | None, named: Iterable[Named], splits_params: bool, aside: Aside | None = None
 ) -> tuple[list[Param], list[ParamSpec], list[int]]:
     """The parameters, what the plan needs to know of them, and their order in the model."""
     blocks = gathered_blocks(model) if model is not None else []
@@ -79,7 +102,8 @@ def params_of(
         is_late, first = ties.get(tensor, 1) > 1, first_of(tensor)
         params.append(Param(len(params), name, tensor, group, is_late=is_late, version=-1, first=first))
         local = params[-1].local
-        is_flat, block = local.is_contiguous(), block_of.get(tensor, ROOT)
+        is_flat = local.is_contiguous() or (aside is not None and tensor in aside.values)
+        block = block_of.get(tensor, ROOT)
         specs.append(ParamSpec(name, local.numel(), block, tensor.dtype, is_flat and splits_params, is_flat))
     order = sorted(range(len(params)), key=lambda i: position.get(params[i].tensor, i))
     return params, specs, order
@@ -167,13 +191,21 @@ def _size(nbytes: float) -> str:
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
 
 
-def materialised(model: Any) -> Any:
-    """A model with memory: what was given, unless that is a function or lies on the meta device."""
+def materialised(model: Any, is_for_host: bool = False) -> Any:
+    """A model with memory: what was given, unless that is a function or lies on the meta device. `is_for_host`: each
+    module is made where it is quick, and goes to the host."""
     is_function = callable(model) and not isinstance(model, nn.Module)
     is_meta = isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters())
     if not (is_function or is_meta):
         return model
-    return build(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    each = to_host if is_for_host else None
+    return build(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"), each=each)
+
+
+def to_host(_: nn.Module, params: list[nn.Parameter]) -> None:
+    """Take a module's parameters to host memory."""
+    for param in params:
+        param.data = param.data.cpu()
 
 
 def own_threads(num_threads: int) -> int:

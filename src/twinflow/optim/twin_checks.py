@@ -13,7 +13,7 @@ from twinflow.errors import bad_value
 from twinflow.offload.bucket import Param
 from twinflow.offload.places import PLACEMENTS
 from twinflow.offload.settings import Settings, Tuning
-from twinflow.rules import RULES
+from twinflow.rules import RULES, Rule
 from twinflow.rules.checks import FLOATS
 from twinflow.rules.formats import BLOCK
 from twinflow.zero import Zero
@@ -63,7 +63,7 @@ def check_foreign(rule: object, states: str, param_groups: Iterable[Any] | None,
     """What is allowed beside an optimizer of the user's."""
     if not isinstance(rule, Optimizer) and not callable(rule):
         raise bad_value("rule", rule, [*RULES, "a torch.optim.Optimizer class or instance, or a function making one"])
-    if zero is not None and zero.stage == 3:
+    if zero is not None and zero.stage == 3 and not zero.parks:
         name = getattr(rule, "__name__", type(rule).__name__)
         remedy = "Ranks have rows of parameters only: use stage 1 or 2, which give each rank whole ones."
         raise bad_value("optimizer with zero_optimization.stage 3", name, RULES, remedy)
@@ -107,6 +107,35 @@ def check_ratio(ratio: float | str, placement: str, model: nn.Module | None) -> 
         )
 
 
+def check_parking(
+    settings: Settings,
+    model: nn.Module | None,
+    ratio: float | str,
+    tuning: Tuning,
+    zero: Zero | None,
+    rule: Rule | None,
+) -> None:
+    """What weights on the host go with: state on the host, updated there by one of our rules, at once."""
+    if not settings.parks:
+        if zero is not None and zero.parks:
+            raise bad_value("offload_params", False, [True], "The Zero that is given says that weights are so.")
+        return
+    name = "offload_params"
+    if model is None:
+        raise bad_value(name, True, [False], "Give the model as the first argument: its blocks fetch their weights.")
+    if zero is not None and not zero.parks:
+        raise bad_value(name, True, [False], "Give zero=Zero(stage=3, parks=True).")
+    if rule is None:
+        raise bad_value(f"rule with {name}", "an optimizer of your own", RULES, "Weights live in our rules' state.")
+    if ratio != 1.0:
+        raise bad_value(f"ratio with {name}", ratio, [1.0], "Weights are fetched from the state on the host.")
+    if tuning.streamed:
+        raise bad_value(f"tuning.streamed with {name}", tuning.streamed, [0.0])
+    if settings.delayed_update:
+        remedy = "The state holds the new weights at once, and no others."
+        raise bad_value(f"delayed_update with {name}", True, [False], remedy)
+
+
 def check_settings(settings: Settings, model: nn.Module | None) -> None:
     """Numbers, and what needs the model."""
     max_norm = settings.limits.max_norm
@@ -124,7 +153,7 @@ def check_params(params: Sequence[Param], zero: Zero | None) -> None:
     """Parameters as the runtime can take them: whole, or with stage 3 their rows; of our dtypes, all on one device."""
     if not params:
         raise ValueError("there is no parameter to train: none requires a gradient")
-    is_partitioned = zero is not None and zero.stage == 3
+    is_partitioned = zero is not None and not zero.shares_buckets
     for param in params:
         if param.is_sharded != is_partitioned:
             has = "rows of it (DTensor)" if param.is_sharded else "all of it"

@@ -24,6 +24,7 @@ from twinflow.dist.group import backend_for, new_group
 from twinflow.errors import bad_value
 from twinflow.offload.blocks import Block, find_blocks, owners
 from twinflow.offload.plan import ROOT
+from twinflow.zero.over_gloo import use_host
 from twinflow.zero.shared import Zero
 
 Replaced = dict[nn.Parameter, nn.Parameter]  # by what was there before
@@ -51,6 +52,8 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
         if not any(owner.get(param) == ROOT for param in block.module.parameters()):
             fully_shard(block.module, **options)
     fully_shard(model, **options)
+    if device.type == "cuda" and backend_for(device) == "gloo":
+        use_host([module for module in model.modules() if isinstance(module, FSDPModule)])
     return {before[name]: param for name, param in model.named_parameters(remove_duplicate=False)}
 
 

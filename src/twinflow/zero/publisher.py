@@ -54,7 +54,7 @@ class Publisher(BoardThread):
         self._buckets = {bucket.plan.index: bucket for bucket in buckets}
         self._editions: deque[Edition] = deque()
         self._kept: dict[int, Copies] = {}
-        nbytes = max((b.gathered.numel * b.plan.dtype.itemsize for b in buckets), default=0)
+        nbytes = max((b.gathered.numel * b.plan.dtype.itemsize for b in buckets if not b.is_parked), default=0)
         # One for all: the stream takes turns.
         self._raw = torch.empty(nbytes if group is not None else 0, dtype=torch.uint8, device=where)
         super().__init__(board, "publisher")
@@ -104,6 +104,8 @@ class Publisher(BoardThread):
     def _publish(self, bucket: Bucket) -> None:
         """Queue the exchange of a bucket whose own part is on its way into the parameters."""
         group = self._group
+        if bucket.is_parked:
+            return  # blocks gather its weights when they run
         if group is None:
             bucket.published_event = bucket.sent_event
             return

@@ -3,7 +3,8 @@
 Stage 0 sums gradients on every rank, and every rank updates everything. Stage 1 partitions the optimizer's state: a
 rank gets its part of the summed gradients when they are complete. Stage 2 partitions the sums of several backwards too:
 every backward's gradients are reduced at once, and no rank keeps more than its part of them. Stage 3 partitions the
-weights, and all else with them (partitioned.py).
+weights, and all else with them (partitioned.py); where weights live on the hosts, as stage 2 does, and blocks gather
+theirs when they run (offload/parking.py).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Zero:
     op: str = "mean"  # of the ranks' gradients, or "sum"
     predivide: float = 1.0  # gradients are divided by it before they are summed, and by the rest of the world after
     timeout: timedelta = TIMEOUT
+    parks: bool = False  # with stage 3: weights live on the hosts, in parts, and blocks gather them (offload_param)
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
@@ -51,10 +53,17 @@ class Zero:
             raise bad_value("op", self.op, ("mean", "sum"))
         if not 0.0 < self.predivide < float("inf"):
             raise bad_value("predivide", self.predivide, "a number above 0")
-        if self.stage == 3 and self.predivide != 1.0:
+        if self.stage == 3 and self.predivide != 1.0 and not self.parks:
             raise bad_value("predivide with stage 3", self.predivide, [1.0], "fully_shard divides gradients itself.")
+        if self.parks and self.stage != 3:
+            raise bad_value("stage where weights live on the host", self.stage, [3])
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError("there is no process group: call twinflow.init_distributed() first")
+
+    @property
+    def shares_buckets(self) -> bool:
+        """Whether ranks share our buckets; else `fully_shard` gives each its rows of every parameter."""
+        return self.stage < 3 or self.parks
 
 
 class Team:
@@ -62,10 +71,11 @@ class Team:
 
     def __init__(self, zero: Zero, device: torch.device) -> None:
         self.zero = zero
-        backend = backend_for(device) if zero.stage < 3 else "gloo"  # with stage 3 nothing large travels here
+        backend = backend_for(device) if zero.shares_buckets else "gloo"  # else nothing large travels here
         self._reduce = new_group(backend, timeout=zero.timeout)
         self._publish = new_group(backend, timeout=zero.timeout)
         self._agree = new_group("gloo", timeout=zero.timeout)
+        self.fetch = new_group(backend, timeout=zero.timeout) if zero.parks else None  # of weights on the hosts
         # For whoever calls the optimizer: ranks that save wait here for the slowest.
         self.calls: Group = new_group("gloo", timeout=max(zero.timeout, _LONG))
         self.saves: Group = new_group("gloo", timeout=max(zero.timeout, _LONG))  # for checkpoints in the background
@@ -75,12 +85,14 @@ class Team:
     def groups(self) -> dict[str, Group]:
         """By what they are for."""
         between_threads = {"reduce": self._reduce, "publish": self._publish, "agree": self._agree}
+        if self.fetch is not None:
+            between_threads["fetch"] = self.fetch
         return {**between_threads, "calls": self.calls, "saves": self.saves}
 
     @property
     def num_parts(self) -> int:
-        """In which each bucket is partitioned. With stage 3 it is the parameters that are."""
-        return self.world if self.zero.stage in (1, 2) else 1
+        """In which each bucket is partitioned. With `fully_shard` it is the parameters that are."""
+        return self.world if self.zero.stage and self.zero.shares_buckets else 1
 
     @property
     def is_partitioned(self) -> bool:
@@ -101,7 +113,7 @@ class Team:
 
     def shards(self, plans: Sequence[BucketPlan], params: Sequence[ParamSpec]) -> tuple[list[BucketPlan], Shards]:
         """This rank's part of each bucket, and all that the runtime needs to share them."""
-        if self.zero.stage == 3:
+        if not self.zero.shares_buckets:
             return list(plans), Shards(None, lambda device, board, *_: self._start_agreer(board))
         parts = self.num_parts
         wholes = [widen(plan, params, parts) for plan in plans]

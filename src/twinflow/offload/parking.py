@@ -1,0 +1,355 @@
+"""Weights that live on the host and come to the device block by block: `offload_param`.
+
+A block's trainable weights are what its buckets' state on the host holds anyway; its frozen ones lie beside them. On
+the device a block has a buffer for each bucket whose memory is there only while the block runs: the buffer's storage is
+given back and taken again, so that what autograd has saved of it is right again when the block's backward begins.
+Meanwhile the parameters themselves show one NaN in their shape: whoever reads them outside their block sees that.
+
+A fetch is asked for by the thread that runs the model, in the order of the blocks, some blocks ahead. It takes the
+memory at once, on the model's own stream; a thread (fetcher.py) waits for the block's update, and copies on a stream of
+its own, after what the model's stream had to do before. Where ranks share the buckets, each copies its part, and they
+gather the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from twinflow.device import Device, Event
+from twinflow.offload.blocks import Block
+from twinflow.offload.board import Board
+from twinflow.offload.bucket import Bucket
+from twinflow.offload.fetch_hooks import put_hooks
+from twinflow.offload.fetcher import Fetch, Fetcher, Gather, Parcel
+from twinflow.offload.hooks import in_backward
+from twinflow.offload.plan import padded
+from twinflow.offload.sync import FORWARD
+
+_AHEAD = 2  # blocks that are fetched while one runs
+
+
+@dataclass(eq=False)
+class Lot:
+    """A block's weights."""
+
+    parcels: list[Parcel] = field(default_factory=list)
+    is_here: bool = False  # it has memory on the device
+    fetch: Fetch | None = None  # on its way, and not yet waited for
+    due: int = 0  # the job whose weights are here
+
+
+class Piece(NamedTuple):
+    """Elements [start, start + numel) of a parameter."""
+
+    start: int
+    numel: int
+    read: Callable[[], Tensor]  # as they are now, flat
+    write: Callable[[Tensor], None]
+
+
+class Parking:
+    """All blocks' weights. Everything here is called by the thread that runs the model, or its backward."""
+
+    def __init__(
+        self,
+        device: Device,
+        board: Board,
+        buckets: Sequence[Bucket],
+        frozen: Mapping[int, Sequence[nn.Parameter]],
+        values: Mapping[nn.Parameter, Tensor],
+        gather: Gather | None,
+        where: torch.device,
+    ) -> None:
+        self._device, self._board = device, board
+        self._lots: dict[int, Lot] = {}
+        self._places: dict[Any, tuple[Parcel, Tensor]] = {}
+        self._nothing: dict[torch.dtype, Tensor] = {}
+        self._order: list[int] = []  # of the blocks, in a forward
+        self._trail: list[int] = []  # blocks whose backward is to come
+        self._is_in_backward = False
+        for bucket in buckets:
+            if bucket.is_parked:
+                parcel = Parcel(_host_of(bucket), _empty(bucket.gathered.numel, bucket.plan.dtype, where), [], bucket)
+                for piece in bucket.gathered.slices:
+                    param = next(p for p in bucket.members if p.index == piece.param)
+                    self._put(parcel, param.tensor, piece.offset)
+                self._lots.setdefault(bucket.plan.block, Lot()).parcels.append(parcel)
+        world, rank = (gather.world, gather.rank) if gather is not None else (1, 0)
+        self._rank = rank
+        for block, params in frozen.items():
+            for dtype in dict.fromkeys(param.dtype for param in params):
+                same = [param for param in params if param.dtype == dtype]
+                self._lots.setdefault(block, Lot()).parcels.append(self._park_frozen(same, values, where, world, rank))
+        for lot in self._lots.values():
+            self._give_back(lot)
+        self._order = sorted(self._lots)
+        self.fetcher = Fetcher(board, device, gather)
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory of weights that are part of no state."""
+        hosts = [parcel.host() for lot in self._lots.values() for parcel in lot.parcels if parcel.bucket is None]
+        return sum(host.numel() * host.element_size() for host in hosts)
+
+    def _put(self, parcel: Parcel, param: nn.Parameter, offset: int) -> None:
+        view = parcel.flat.as_strided(param.shape, _strides(param.shape), offset)
+        parcel.views.append((param, view))
+        self._places[param] = (parcel, view)
+
+    def _park_frozen(
+        self,
+        params: Sequence[nn.Parameter],
+        values: Mapping[nn.Parameter, Tensor],
+        where: torch.device,
+        world: int,
+        rank: int,
+    ) -> Parcel:
+        """Weights that nothing updates: this rank's part of them, page-locked."""
+        dtype, starts, used = params[0].dtype, [], 0
+        for param in params:
+            starts.append(used)
+            used += padded(param.numel())
+        size = -(-used // world)
+        whole = torch.zeros(size * world, dtype=dtype)
+        for param, start in zip(params, starts, strict=True):
+            whole[start : start + param.numel()] = values[param].reshape(-1)
+        host = self._device.pinned(size, dtype)
+        host.copy_(whole[rank * size : (rank + 1) * size])
+        parcel = Parcel(lambda: host, _empty(size * world, dtype, where), [], None)
+        for param, start in zip(params, starts, strict=True):
+            self._put(parcel, param, start)
+        return parcel
+
+    # What the weights are.
+
+    def holds(self, param: Tensor) -> bool:
+        """Whether a parameter's weights live here."""
+        return param in self._places
+
+    def pieces(self, param: nn.Parameter) -> list[Piece]:
+        """What this process has of a parameter's weights."""
+        parcel, view = self._places[param]
+        host, at, bucket = parcel.host, int(view.storage_offset()), parcel.bucket
+        size = host().numel()
+        if bucket is not None:
+            own = [(i, p) for i, p in enumerate(bucket.slices) if bucket.params[i].tensor is param]
+            return [Piece(p.start, p.numel, _reader(host, p.offset, p.numel), _writer(bucket, i)) for i, p in own]
+        low = self._rank * size if parcel.flat.numel() > size else 0
+        start, stop = max(at, low), min(at + param.numel(), low + size)
+        if start >= stop:
+            return []
+        read = _reader(host, start - low, stop - start)
+        return [Piece(start - at, stop - start, read, _copier(read))]
+
+    def show(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """In a state dict, the weights where they live. Of those that ranks have in parts, nobody can read any."""
+        for name, param in module._parameters.items():
+            if param is None or param not in self._places or prefix + name not in state:
+                continue
+            parcel, view = self._places[param]
+            is_whole = parcel.host().numel() == parcel.flat.numel()
+            state[prefix + name] = host_view(parcel, view) if is_whole else torch.empty_like(view, device="meta")
+
+    # What hangs on the model.
+
+    def attach(self, model: nn.Module, blocks: Sequence[Block]) -> list[RemovableHandle]:
+        """Hooks on the blocks; they come after the runtime's own, which are put before them later."""
+        owners: list[Any] = [m for m in model.modules() if any(p in self._places for p in m._parameters.values())]
+        handles: list[RemovableHandle] = []
+        for module in owners:
+            handles.append(module.register_state_dict_post_hook(_showing(self)))
+            handles.append(module.register_load_state_dict_pre_hook(_refuse))
+        for block in blocks:
+            if block.index in self._lots:
+                handles += put_hooks(self, block)
+        return handles
+
+    def set_order(self, order: Sequence[int]) -> None:
+        """As the first forward has shown."""
+        self._order = [block for block in dict.fromkeys(order) if block in self._lots]
+
+    def before_model(self) -> None:
+        """A forward of the whole model begins: nothing is left of the last one, and the first blocks come."""
+        self._leave_all()
+        for block in self._order[:_AHEAD]:
+            self._ask_for(block)
+
+    def before_block(self, block: int) -> None:
+        """A block is about to run, forwards or again in a backward."""
+        if in_backward():
+            self.before_backward(block)
+            return
+        if torch.is_grad_enabled():
+            self._trail.append(block)
+        self._enter(block)
+        at = self._order.index(block) if block in self._order else len(self._order)
+        for other in self._order[at + 1 : at + 1 + _AHEAD]:
+            self._ask_for(other)
+
+    def after_block(self, block: int) -> None:
+        """A block has run; the last one's backward comes next."""
+        is_last = bool(self._order) and block == self._order[-1]
+        if not in_backward() and not (is_last and torch.is_grad_enabled()):
+            self._leave(block)
+
+    def before_backward(self, block: int) -> None:
+        """A block's backward begins."""
+        self._enter(block)
+        while self._trail and self._trail[-1] != block:
+            self._trail.pop()
+        for other in reversed(self._trail[-1 - _AHEAD : -1]):
+            self._ask_for(other)
+
+    def at_first_gradient(self) -> None:
+        """Called by autograd: see to it that nothing stays when this backward has ended."""
+        if not self._is_in_backward:
+            self._is_in_backward = True
+            engine: Any = torch.autograd.Variable._execution_engine  # torch has no public name for it
+            engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._is_in_backward = False
+        self._leave_all()
+
+    def after_backward(self, block: int) -> None:
+        """The gradients of a block's inputs are there."""
+        self._leave(block)
+
+    # A block's memory.
+
+    def _enter(self, block: int) -> None:
+        """Wait for its weights: here until they are on their way, on the device until they are there."""
+        lot = self._lots[block]
+        if lot.is_here and lot.due != _due(lot):  # from before a step
+            self._leave(block)
+        self._ask_for(block)
+        if lot.fetch is not None:
+            self._board.hold(self._event(lot.fetch), FORWARD)
+            lot.fetch = None
+            for parcel in lot.parcels:
+                for param, view in parcel.views:
+                    param.data = view
+
+    def _event(self, fetch: Fetch) -> Event:
+        self._board.wait_for(lambda: fetch.event is not None)
+        assert fetch.event is not None
+        return fetch.event
+
+    def _ask_for(self, block: int) -> None:
+        lot = self._lots[block]
+        if lot.is_here:
+            return
+        for parcel in lot.parcels:
+            parcel.flat.untyped_storage().resize_(parcel.flat.numel() * parcel.flat.element_size())
+        lot.is_here, lot.due = True, _due(lot)
+        lot.fetch = self.fetcher.ask(lot.parcels, self._device.compute().record())
+
+    def _leave(self, block: int) -> None:
+        lot = self._lots[block]
+        if not lot.is_here:
+            return
+        if lot.fetch is not None:  # it never ran, and a copy may still write there
+            self._board.hold(self._event(lot.fetch), FORWARD)
+            lot.fetch = None
+        self._give_back(lot)
+
+    def _leave_all(self) -> None:
+        self._trail.clear()
+        for block in self._lots:
+            self._leave(block)
+
+    def _give_back(self, lot: Lot) -> None:
+        for parcel in lot.parcels:
+            for param, view in parcel.views:
+                param.data = self._nan(view)
+            parcel.flat.untyped_storage().resize_(0)
+        lot.is_here = False
+
+    def _nan(self, view: Tensor) -> Tensor:
+        if view.dtype not in self._nothing:
+            self._nothing[view.dtype] = torch.full((), float("nan"), dtype=view.dtype, device=view.device)
+        return self._nothing[view.dtype].expand(view.shape)
+
+    def close(self) -> None:
+        """Give the parameters their weights again, on the host; where ranks have parts, they have none."""
+        self._leave_all()
+        for lot in self._lots.values():
+            for parcel in lot.parcels:
+                if parcel.host().numel() == parcel.flat.numel():
+                    for param, view in parcel.views:
+                        param.data = host_view(parcel, view).clone()
+
+
+def host_view(parcel: Parcel, view: Tensor) -> Tensor:
+    """A parameter's weights where they live, where this process has all of them."""
+    return parcel.host().as_strided(view.shape, view.stride(), view.storage_offset())
+
+
+def take_aside(model: nn.Module, params: Sequence[nn.Parameter], where: torch.device) -> dict[nn.Parameter, Tensor]:
+    """The values of these parameters, on the host; they stay behind with no memory on the device. All else of the model
+    goes there."""
+    values = {param: param.detach().to("cpu").contiguous() for param in params}
+    for param in params:
+        param.data = torch.zeros((), dtype=param.dtype, device=where).expand(param.shape)
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for tensor in table.values():
+                if tensor is not None and tensor not in values and tensor.device != where:
+                    tensor.data = tensor.data.to(where)
+    return values
+
+
+def _reader(host: Callable[[], Tensor], start: int, numel: int) -> Callable[[], Tensor]:
+    return lambda: host()[start : start + numel]
+
+
+def _copier(read: Callable[[], Tensor]) -> Callable[[Tensor], None]:
+    def write(values: Tensor) -> None:
+        read().copy_(values.reshape(-1))
+
+    return write
+
+
+def _writer(bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+    return lambda values: bucket.updater.write_master(bucket, index, values.reshape(-1), keep=False)
+
+
+def _showing(parking: Parking) -> Callable[..., None]:
+    return lambda module, state, prefix, _: parking.show(module, state, prefix)
+
+
+def _refuse(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    if any(prefix + name in state for name in module._parameters):
+        raise RuntimeError(
+            f"load_state_dict(): weights of {prefix.rstrip('.')} live in the optimizer's state on the host "
+            "(offload_param). Load them before the optimizer is built, or use engine.load_checkpoint()"
+        )
+
+
+def _due(lot: Lot) -> int:
+    return sum(parcel.bucket.due for parcel in lot.parcels if parcel.bucket is not None)
+
+
+def _host_of(bucket: Bucket) -> Callable[[], Tensor]:
+    """What the state holds at that moment: stores are swapped."""
+
+    def host() -> Tensor:
+        store = bucket.store
+        return store.weight if store.weight is not None else store.master
+
+    return host
+
+
+def _empty(numel: int, dtype: torch.dtype, where: torch.device) -> Tensor:
+    """A buffer; its memory is given back before anything uses it."""
+    return torch.empty(numel, dtype=dtype, device=where)
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()

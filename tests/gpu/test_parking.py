@@ -1,0 +1,82 @@
+"""Weights on the host, blocks on a GPU: no bit changes whatever the streams' timing; waits are needed; memory falls."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from parking_support import check_same, gpt, loss_of, train
+
+from twinflow.offload.sync import FETCH_ROOM, FORWARD
+from twinflow.optim.twin import TwinOptimizer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+LARGE = {"hidden": 256, "num_heads": 4, "num_layers": 12}
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)  # also fills fresh memory with NaN
+
+
+@pytest.mark.parametrize("stream", ["", "fetch", "out", "in"])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_no_bit_changes(stream: str, is_checkpointed: bool) -> None:
+    def slow(optimizer: TwinOptimizer) -> None:
+        if stream:
+            optimizer.runtime.device.delay(stream, 0.01)
+
+    make = gpt(torch.bfloat16, checkpoint_activations=is_checkpointed, **LARGE)
+    check_same(make, watch=slow, accumulation_steps=2, states="bf16")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    check_same(gpt(dtype, **LARGE), steps=3)
+
+
+@pytest.mark.parametrize("point", [FETCH_ROOM, FORWARD])
+def test_a_result_changes_without_this_sync_point(point: str) -> None:
+    """With the model's stream, or the copies, held up by as much."""
+
+    def hasty(optimizer: TwinOptimizer) -> None:
+        device = optimizer.runtime.device
+        device.disabled = frozenset({point})
+        if point == FORWARD:
+            device.delay("fetch", 0.01)
+
+    def loss(model: Any, step: int) -> torch.Tensor:
+        if point == FETCH_ROOM and not hasattr(model, "is_slow"):
+            model.is_slow = True
+            for block in model.blocks:
+                block.mlp.register_forward_pre_hook(lambda *_: torch.cuda._sleep(20_000_000))
+        return loss_of(model, step)
+
+    make = gpt(torch.bfloat16, **LARGE)
+    calm, _ = train(make, True, steps=3, loss=loss)
+    found, _ = train(make, True, steps=3, loss=loss, watch=hasty)
+    assert found != calm
+
+
+def test_memory_is_that_of_a_few_blocks() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    make = gpt(torch.bfloat16, hidden=1024, num_heads=8, num_layers=16, checkpoint_activations=True)
+    model: Any = make()
+    block_bytes = sum(p.numel() for p in model.blocks[0].parameters()) * 2
+    root_bytes = sum(p.numel() for p in model.parameters()) * 2 - 16 * block_bytes
+    before = torch.cuda.memory_allocated()
+    optimizer = TwinOptimizer(model, lr=1e-3, early=True, offload_params=True)
+    torch.cuda.reset_peak_memory_stats()
+    for step in range(3):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    gradients = optimizer.runtime.board.flats.num_bytes
+    assert peak < root_bytes + 6 * block_bytes + gradients + (64 << 20)
+    assert peak < 12 * block_bytes + gradients
+    optimizer.close()

@@ -1,0 +1,74 @@
+"""Training with weights on the host and with weights on the device, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twinflow.models.gpt import GPT, GPTConfig
+from twinflow.optim.twin import Tuning, TwinOptimizer
+
+SHAPE = GPTConfig(vocab_size=64, context=16, num_layers=4, hidden=32, num_heads=2)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def tokens(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, 64, (4, 17), generator=generator).to(DEVICE)
+
+
+def gpt(dtype: torch.dtype = torch.float32, **changes: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return GPT(GPTConfig(**{**vars(SHAPE), **changes})).to(dtype)
+
+    return make
+
+
+def loss_of(model: Any, step: int) -> Tensor:
+    found: Tensor = model(tokens(step)[:, :-1], tokens(step)[:, 1:]).loss
+    return found
+
+
+def train(
+    make: Callable[[], nn.Module],
+    is_parked: bool,
+    steps: int = 5,
+    loss: Callable[[Any, int], Tensor] = loss_of,
+    watch: Callable[[TwinOptimizer], None] = lambda _: None,
+    **options: Any,
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of some steps, one without gradients among them, and the weights after that."""
+    model = make() if is_parked else make().to(DEVICE)
+    given = {"lr": 1e-2, "early": True, "max_grad_norm": 0.5, "tuning": Tuning(bucket_numel=4096), **options}
+    optimizer = TwinOptimizer(model, offload_params=is_parked, **given)
+    watch(optimizer)
+    parts, losses = given.get("accumulation_steps", 1), []
+    for step in range(steps * parts):
+        found = loss(model, step)
+        (found / parts).backward()
+        losses.append(found.detach().item())
+        if (step + 1) % parts == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 2 * parts - 1:
+            with torch.no_grad():
+                losses.append(loss(model, 0).item())
+    optimizer.wait()
+    weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+    optimizer.close()
+    return losses, weights
+
+
+def check_same(make: Callable[[], nn.Module], **options: Any) -> None:
+    """Weights on the host change no bit."""
+    losses, weights = train(make, False, **options)
+    found, others = train(make, True, **options)
+    assert found == losses
+    assert len(set(losses)) > 2
+    assert weights.keys() == others.keys()
+    for name, value in weights.items():
+        assert torch.equal(value, others[name]), name
