@@ -190,6 +190,8 @@ class TwinOptimizer(Optimizer):
             runtime.park(aside.frozen, aside.values, self.team.fetch if self.team and self.team.world > 1 else None)
         # First: an optimizer of the user's may look at the weights when it starts.
         runtime.adopt(params, keep=False, values=aside.values if aside is not None else None)
+        if aside is not None:
+            aside.values.clear()  # they are in the state: what they took is spare
         for bucket in runtime.buckets:
             if bucket.slices:
                 bucket.updater.start(bucket, self.param_groups)
