@@ -30,6 +30,7 @@ from twinflow.activations import Handle, checkpoint_layers
 from twinflow.bench.machine import read_machine
 from twinflow.models.gpt import GPT, PRESETS
 from twinflow.models.loss import chunked_cross_entropy
+from twinflow.offload import materialize
 from twinflow.offload.blocks import find_blocks
 from twinflow.optim.twin import TwinOptimizer
 
@@ -45,8 +46,7 @@ def make(size: str, length: int) -> nn.Module:
         return model  # type: ignore[no-any-return]
     torch.manual_seed(0)
     config = dataclasses.replace(PRESETS[size], context=length)
-    with torch.device(DEVICE):
-        return GPT(config).to(torch.bfloat16 if CUDA else torch.float32)
+    return materialize.build(lambda: GPT(config), DEVICE, torch.bfloat16 if CUDA else torch.float32)
 
 
 def loss_of(model: Any, tokens: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write the result to a dated file")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.cap and CUDA:
+    if given.cap and CUDA and given.part:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, given.cap * 1e9 / total))
     if given.part:

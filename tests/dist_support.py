@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -35,17 +36,22 @@ def run_ranks(
         for process in ranks:
             process.join(timeout_s)
         stuck = [rank for rank, process in enumerate(ranks) if process.is_alive()]
-        for process in ranks:
-            process.kill()
-        errors = [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
-        assert not errors, "\n".join(errors)
-        assert not stuck, f"ranks {stuck} did not end"
+        for rank, process in enumerate(ranks):
+            if rank in stuck:
+                process.kill()
+        errors = [path.read_text() for path in sorted(Path(folder).glob("*.error")) if path.stat().st_size]
+        assert not stuck or errors, f"ranks {stuck} did not end"
+        silent = {rank: p.exitcode for rank, p in enumerate(ranks) if not (Path(folder) / f"{rank}.json").exists()}
+        failed = bool(errors or silent)
+        assert not failed, f"no result, but exit codes, of ranks {silent}\n" + "\n".join(errors)
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(max(world, 1))]
 
 
 def _rank(rank: int, world: int, backend: str, folder: str, work: Callable[..., Any], args: Any) -> None:
     torch.set_num_threads(1)
     os.environ["TWINFLOW_THREADS"] = "1"
+    fault = (Path(folder) / f"{rank}.error").open("w")  # of a signal, say
+    faulthandler.enable(fault)
     try:
         if backend:
             dist.init_process_group(backend, f"file://{folder}/rendezvous", rank=rank, world_size=world)
@@ -53,6 +59,7 @@ def _rank(rank: int, world: int, backend: str, folder: str, work: Callable[..., 
         (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
         if backend:
             dist.destroy_process_group()
+        faulthandler.disable()
     except BaseException:
         (Path(folder) / f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
         sys.stderr.flush()

@@ -67,8 +67,7 @@ def check_same(make: Callable[[], nn.Module], **options: Any) -> None:
     """Weights on the host change no bit."""
     losses, weights = train(make, False, **options)
     found, others = train(make, True, **options)
-    assert found == losses
+    assert found == losses, f"once more with weights on the device: {train(make, False, **options)[0]}"
     assert len(set(losses)) > 2
     assert weights.keys() == others.keys()
-    for name, value in weights.items():
-        assert torch.equal(value, others[name]), name
+    assert [name for name, value in weights.items() if not torch.equal(value, others[name])] == []

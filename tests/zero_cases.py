@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 import twinflow
 from twinflow.models.gpt import GPT, GPTConfig
+from twinflow.offload.bucket import local_of
+from twinflow.optim.twin_build import first_of
 
 SHAPE = GPTConfig(vocab_size=64, context=16, num_layers=3, hidden=32, num_heads=2)
 GLOBAL_BATCH = 16
@@ -42,8 +44,12 @@ def _gathered(param: Any, parking: Any) -> torch.Tensor:
 
 def full(param: torch.Tensor) -> torch.Tensor:
     """All of it, where ranks have rows."""
-    found: torch.Tensor = param.detach().full_tensor() if isinstance(param, DTensor) else param.detach()  # type: ignore[no-untyped-call]
-    return found
+    if not isinstance(param, DTensor):
+        return param.detach()
+    local, whole, first = local_of(param.detach()), torch.zeros(param.numel(), dtype=param.dtype), first_of(param)
+    whole[first : first + local.numel()] = local.reshape(-1).cpu()
+    dist.all_reduce(whole)
+    return whole.view(param.shape)
 
 
 def config_of(stage: int, offload: dict[str, Any] | None, accumulation: int, world: int) -> dict[str, Any]:

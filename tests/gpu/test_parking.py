@@ -10,7 +10,7 @@ import torch
 from parking_support import check_same, gpt, loss_of, train
 
 from twinflow.offload.sync import FETCH_ROOM, FORWARD
-from twinflow.optim.twin import TwinOptimizer
+from twinflow.optim.twin import Tuning, TwinOptimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 LARGE = {"hidden": 256, "num_heads": 4, "num_layers": 12}
@@ -26,10 +26,11 @@ def _poisoned() -> None:
 def test_no_bit_changes(stream: str, is_checkpointed: bool) -> None:
     def slow(optimizer: TwinOptimizer) -> None:
         if stream:
-            optimizer.runtime.device.delay(stream, 0.01)
+            optimizer.runtime.device.delay(stream, 0.002)
 
     make = gpt(torch.bfloat16, checkpoint_activations=is_checkpointed, **LARGE)
-    check_same(make, watch=slow, accumulation_steps=2, states="bf16")
+    tuning = Tuning(bucket_numel=1 << 20)  # a block is one bucket
+    check_same(make, watch=slow, steps=3, accumulation_steps=2, states="bf16", tuning=tuning)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -45,7 +46,7 @@ def test_a_result_changes_without_this_sync_point(point: str) -> None:
         device = optimizer.runtime.device
         device.disabled = frozenset({point})
         if point == FORWARD:
-            device.delay("fetch", 0.01)
+            device.delay("fetch", 0.005)
 
     def loss(model: Any, step: int) -> torch.Tensor:
         if point == FETCH_ROOM and not hasattr(model, "is_slow"):

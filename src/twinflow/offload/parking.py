@@ -75,19 +75,19 @@ class Parking:
         self._is_in_backward = False
         for bucket in buckets:
             if bucket.is_parked:
-                parcel = Parcel(_host_of(bucket), _empty(bucket.gathered.numel, bucket.plan.dtype, where), [], bucket)
+                parcel = Parcel(
+                    _host_of(bucket), _new_flat(bucket.gathered.numel, bucket.plan.dtype, where), [], bucket
+                )
                 for piece in bucket.gathered.slices:
                     param = next(p for p in bucket.members if p.index == piece.param)
                     self._put(parcel, param.tensor, piece.offset)
-                self._lots.setdefault(bucket.plan.block, Lot()).parcels.append(parcel)
+                self._add(bucket.plan.block, parcel)
         world, rank = (gather.world, gather.rank) if gather is not None else (1, 0)
         self._rank = rank
         for block, params in frozen.items():
             for dtype in dict.fromkeys(param.dtype for param in params):
                 same = [param for param in params if param.dtype == dtype]
-                self._lots.setdefault(block, Lot()).parcels.append(self._park_frozen(same, values, where, world, rank))
-        for lot in self._lots.values():
-            self._give_back(lot)
+                self._add(block, self._park_frozen(same, values, where, world, rank))
         self._order = sorted(self._lots)
         self.fetcher = Fetcher(board, device, gather)
 
@@ -96,6 +96,11 @@ class Parking:
         """Host memory of weights that are part of no state."""
         hosts = [parcel.host() for lot in self._lots.values() for parcel in lot.parcels if parcel.bucket is None]
         return sum(host.numel() * host.element_size() for host in hosts)
+
+    def _add(self, block: int, parcel: Parcel) -> None:
+        """To a block's lot; the memory it was made with is given back at once, as there is none for all of them."""
+        self._lots.setdefault(block, Lot()).parcels.append(parcel)
+        self._empty(parcel)
 
     def _put(self, parcel: Parcel, param: nn.Parameter, offset: int) -> None:
         view = parcel.flat.as_strided(param.shape, _strides(param.shape), offset)
@@ -121,7 +126,7 @@ class Parking:
             whole[start : start + param.numel()] = values[param].reshape(-1)
         host = self._device.pinned(size, dtype)
         host.copy_(whole[rank * size : (rank + 1) * size])
-        parcel = Parcel(lambda: host, _empty(size * world, dtype, where), [], None)
+        parcel = Parcel(lambda: host, _new_flat(size * world, dtype, where), [], None)
         for param, start in zip(params, starts, strict=True):
             self._put(parcel, param, start)
         return parcel
@@ -266,10 +271,13 @@ class Parking:
 
     def _give_back(self, lot: Lot) -> None:
         for parcel in lot.parcels:
-            for param, view in parcel.views:
-                param.data = self._nan(view)
-            parcel.flat.untyped_storage().resize_(0)
+            self._empty(parcel)
         lot.is_here = False
+
+    def _empty(self, parcel: Parcel) -> None:
+        for param, view in parcel.views:
+            param.data = self._nan(view)
+        parcel.flat.untyped_storage().resize_(0)
 
     def _nan(self, view: Tensor) -> Tensor:
         if view.dtype not in self._nothing:
@@ -346,7 +354,7 @@ def _host_of(bucket: Bucket) -> Callable[[], Tensor]:
     return host
 
 
-def _empty(numel: int, dtype: torch.dtype, where: torch.device) -> Tensor:
+def _new_flat(numel: int, dtype: torch.dtype, where: torch.device) -> Tensor:
     """A buffer; its memory is given back before anything uses it."""
     return torch.empty(numel, dtype=dtype, device=where)
 
