@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from twinflow.activations import Handle
 from twinflow.checkpoint import Entry, export_weights
 from twinflow.dist.agree import gather_json
-from twinflow.engine import state
+from twinflow.engine import restore, state
 from twinflow.engine.background import BackgroundSave
 from twinflow.engine.loader import ResumableLoader
 from twinflow.engine.reports import Reports
@@ -319,7 +319,7 @@ class Engine:
         """
         self.wait_for_checkpoint()
         self._settle()
-        what = state.What(
+        what = restore.What(
             strict=load_module_strict,
             optimizer=load_optimizer_states and not load_module_only,
             scheduler=load_lr_scheduler_states and not load_module_only,
@@ -327,7 +327,7 @@ class Engine:
             custom_load_fn=custom_load_fn,
         )
         with self._pause("loading"):
-            return state.load(self, Path(load_dir), tag, what)
+            return restore.load(self, Path(load_dir), tag, what)
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from twinflow.device import Event
 from twinflow.offload.gate import Gate
 from twinflow.offload.gather import TakenGradient
-from twinflow.offload.plan import BucketPlan, Slice
+from twinflow.offload.plan import ROOT, BucketPlan, Slice
 from twinflow.offload.slots import Slot
 from twinflow.rules.segment import Store
 
@@ -253,6 +253,14 @@ def new_bucket(
     for param in bucket.members:
         param.buckets.append(bucket)
     return bucket
+
+
+def set_deadlines(buckets: Sequence[Bucket], order: Sequence[int]) -> list[Bucket]:
+    """By the order of the blocks in a forward; those of blocks whose forward is never called are returned."""
+    first = {block: i + 1 for i, block in reversed(list(enumerate(order)))}
+    for bucket in buckets:
+        bucket.deadline = first.get(bucket.plan.block, 0)
+    return [bucket for bucket in buckets if bucket.plan.block not in (ROOT, *first)]
 
 
 def local_of(tensor: Tensor) -> Tensor:

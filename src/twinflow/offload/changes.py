@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -55,14 +55,27 @@ def written(params: Iterable[Param]) -> list[Param]:
     return [param for param in params if param.version != param.local._version]
 
 
-def check_parked(params: Iterable[Param]) -> None:
-    """Refuse to go on after somebody has written to weights that were not there."""
+def find_changed(params: Sequence[Param], buckets: Iterable[Bucket], wait: Callable[[], None]) -> list[Param]:
+    """Parameters with other values, or other memory, than we left them with."""
+    moved = find_moved(buckets)
+    if moved or written(params):
+        wait()  # it may have been us: weights that no forward has waited for
+    return list(dict.fromkeys([*moved, *written(params)]))
+
+
+def check_changed(params: Sequence[Param], has_unsent: bool) -> None:
+    """Refuse to go on after somebody has written to weights that were not there, or will be written over."""
     for param in params:
         if any(bucket.is_parked for bucket in param.buckets):
             raise RuntimeError(
                 f"{param.name} was written to, but its weights live in the optimizer's state on the host "
                 "(offload_param). Change weights before the optimizer is built, or load a checkpoint"
             )
+    if has_unsent:
+        raise RuntimeError(
+            f"{params[0].name} was written to while a delayed update of it was still to come. Load the model before "
+            "the optimizer's state, and change weights only before the first step"
+        )
 
 
 def adopt(params: Sequence[Param], keep: bool, given: Mapping[nn.Parameter, Tensor]) -> None:

@@ -22,7 +22,7 @@ from twinflow.device import Device
 from twinflow.offload import changes, gather, waits
 from twinflow.offload.blocks import Block
 from twinflow.offload.board import AllSummed
-from twinflow.offload.bucket import Bucket, Job, Options, Param, Task, Updater, local_of, new_bucket
+from twinflow.offload.bucket import Bucket, Job, Options, Param, Task, Updater, local_of, new_bucket, set_deadlines
 from twinflow.offload.collector import Collector
 from twinflow.offload.fetcher import Gather
 from twinflow.offload.gate import Decision, Gate, Limits
@@ -250,27 +250,15 @@ class Runtime:
             param.is_late |= param.tensor in repeated
         if self.parking is not None:
             self.parking.set_order(self._recorder.order)
-        order = {block: i + 1 for i, block in reversed(list(enumerate(self._recorder.order)))}
-        for bucket in self.buckets:
-            bucket.deadline = order.get(bucket.plan.block, 0)
-            if bucket.plan.block != ROOT and bucket.plan.block not in order:  # its forward is never called
-                self._by_block.setdefault(ROOT, []).append(bucket)
+        self._by_block.setdefault(ROOT, []).extend(set_deadlines(self.buckets, self._recorder.order))
         self._recorder = None
 
     def _check_params(self) -> None:
         """Refuse what was frozen or moved since the start; take over weights that somebody else has written."""
         changes.check_flags(self.params, self._frozen)
-        moved = changes.find_moved(self.buckets)
-        if moved or changes.written(self.params):
-            self.wait()  # it may have been us: weights that no forward has waited for
-        changed = list(dict.fromkeys([*moved, *changes.written(self.params)]))
+        changed = changes.find_changed(self.params, self.buckets, self.wait)
         if changed:
-            changes.check_parked(changed)
-            if self.has_unsent:
-                raise RuntimeError(
-                    f"{changed[0].name} was written to while a delayed update of it was still to come. Load the model "
-                    "before the optimizer's state, and change weights only before the first step"
-                )
+            changes.check_changed(changed, self.has_unsent)
             self.adopt(changed, keep=True)
 
     def step(self) -> Job | None:

@@ -18,6 +18,7 @@ from twinflow.device import device_for
 from twinflow.errors import bad_value
 from twinflow.native.threads import default_threads
 from twinflow.offload.bucket import Job
+from twinflow.offload.figures import figures
 from twinflow.offload.gate import Limits
 from twinflow.offload.places import place_by_ratio, stream
 from twinflow.offload.plan import plan_buckets
@@ -326,21 +327,13 @@ class TwinOptimizer(Optimizer):
 
     def metrics(self) -> dict[str, float]:
         """Figures of the last step: norm, clipping, what the gate did, bytes moved so far."""
-        norm, job, mover = self.grad_norm, self.runtime.last, self.runtime.mover
-        counts = job.gate.counts if job is not None else {}
-        decision = job.gate.decision if job is not None else None
+        norm = self.grad_norm
         self._read_decision()
         return {
             "grad_norm": norm if norm is not None else float("nan"),
-            "clip_factor": decision.factor * job.gate.scale if decision is not None and job is not None else 1.0,
             "skipped_steps": self.num_skipped,
             "loss_scale": self._loss_scale.scale,
-            **{f"gate_{name}": count for name, count in counts.items()},
-            "host_busy_s": self.runtime.worker.busy_s,
-            "waited_s": self.runtime.waited_s,
-            "bytes_out": mover.bytes_out,
-            "bytes_back": mover.bytes_back,
-            "shadow_bytes": self.runtime.board.shadows.num_bytes,
+            **figures(self.runtime),
         }
 
     def zero_grad(self, set_to_none: bool = True) -> None:
