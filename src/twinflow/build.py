@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from twinflow.activations import Handle, checkpoint_layers
+from twinflow.attention.patch import apply_section
 from twinflow.config import Batch, Config, load_config, notes, optimizer_choice, resolve_batch
 from twinflow.engine import Engine, EngineSettings, ResumableLoader
 from twinflow.engine.reports import LOGGER, Profiler, Reports
@@ -78,6 +79,8 @@ def initialize(
     twin = None
     try:
         module = place(model, parsed)
+        if parsed.sparse_attention is not None:
+            apply_section(module, parsed.sparse_attention.given())
         meet(ranks, module, parsed.model_dump_json(indent=1))
         if not parks(parsed) and _is_to_partition(parsed, ranks, optimizer):
             replaced = partition(module, make_zero(parsed, ranks.world_size))

@@ -25,7 +25,7 @@ NAMES = [".".join(key.path) for key in FOUND]
 # Sections whose own keys are not looked into: the whole section has one rule.
 FREE = (
     "aio amp autotuning comms_logger compression_training curriculum_learning data_efficiency datastates eigenvalue "
-    "elasticity expert_parallel hybrid_engine nebula progressive_layer_drop sparse_attention timers"
+    "elasticity expert_parallel hybrid_engine nebula progressive_layer_drop timers"
 )
 SECTIONS = {
     "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation "
@@ -55,6 +55,9 @@ SECTIONS = {
     "zero_optimization.offload_param": "device nvme_path buffer_count buffer_size max_in_cpu pin_memory",
     "activation_checkpointing": "partition_activations cpu_checkpointing contiguous_memory_optimization "
     "number_checkpoints synchronize_checkpoint_boundary profile",
+    "sparse_attention": "mode block different_layout_per_head num_local_blocks num_global_blocks attention "
+    "horizontal_global_attention num_different_global_patterns num_random_blocks local_window_blocks "
+    "global_block_indices global_block_end_indices num_sliding_window_blocks",
     "pipeline": "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned "
     "use_reentrant",
     "tensor_parallel": "autotp_size tp_overlap_comm partition_config preset_model dtype keep_module_on_host "
@@ -106,7 +109,7 @@ def test_our_own_keys() -> None:
             "hold",
             "sums",
         ),
-        *("bucket_numel", "shadow_bytes", "layers", "keep_last", "background", "background_bytes"),
+        *("bucket_numel", "shadow_bytes", "layers", "seed", "keep_last", "background", "background_bytes"),
     ]
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from twinflow.cli.attention import attention_app
 from twinflow.cli.bench import bench_app
 from twinflow.cli.doctor import doctor
 from twinflow.cli.export import export
@@ -48,6 +49,7 @@ app.command(context_settings=CONTEXT)(launch)
 app.command()(export)
 app.command(name="import")(import_)
 app.add_typer(bench_app, name="bench")
+app.add_typer(attention_app, name="attention")
 
 
 def main() -> None:

@@ -133,9 +133,7 @@ def _shown(key: Key) -> str:
 def _off(key: Key) -> str:
     if key.rule.switch is None:
         return ", ".join(json.dumps(value) for value in (key.default, *key.rule.off))
-    if key.rule.switch is is_on:
-        return "`enabled` false"
-    return '`mode` "dense"' if key.path == ("sparse_attention",) else "left out"
+    return "`enabled` false" if key.rule.switch is is_on else "left out"
 
 
 def _cell(text: str) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PrivateAttr
 
+from twinflow.config.attention import SparseAttention
 from twinflow.config.fields import (
     Above,
     Allowed,
@@ -46,11 +47,6 @@ ScheduleName = Annotated[
     str,
     Allowed("LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a class of torch.optim.lr_scheduler"),
 ]
-
-
-def _is_sparse(value: Any) -> bool:
-    """Dense attention is what the model has anyway."""
-    return is_given(value) and value.get("mode", "fixed") != "dense"
 
 
 class Fp16(Section):
@@ -290,6 +286,7 @@ class Config(Section):
     scheduler: Scheduler | None = maybe_section("the learning rate's schedule")
     zero_optimization: ZeroOptimization = section(ZeroOptimization, "where things live")
     activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing, "recomputed activations")
+    sparse_attention: SparseAttention | None = maybe_section("the pattern that layers attend with")
     checkpoint: Checkpoint = section(Checkpoint, "how checkpoints are written")
     tensorboard: Files = section(Files, "metrics as TensorBoard files")
     csv_monitor: Files = section(Files, "metrics as CSV files")
@@ -329,9 +326,6 @@ class Config(Section):
     use_data_before_expert_parallelism: bool = refused(False, "expert parallelism is not supported: leave it out")
     expert_parallel: Free | None = refused(None, "expert parallelism is not supported: leave it out", switch=is_on)
     amp: Free | None = refused(None, "Apex is not supported: use bf16, fp16 or torch_autocast", switch=is_on)
-    sparse_attention: Free | None = refused(
-        None, "build the model with its sparse attention; the config cannot add it", switch=_is_sparse
-    )
     graph_harvesting: bool = refused(False, "use torch.compile or CUDA graphs in the model")
     elasticity: Free | None = refused(None, "set train_batch_size and train_micro_batch_size_per_gpu", switch=is_on)
     autotuning: Free | None = refused(

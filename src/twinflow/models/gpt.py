@@ -8,7 +8,7 @@ its `reset_parameters`, so that a model made on the meta device can be given its
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -171,15 +171,29 @@ def residual_std(config: GPTConfig) -> float:
     return INIT_STD / math.sqrt(2 * config.num_layers)
 
 
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # q, k, v [batch, heads, tokens, width], dropout
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """Torch's own attention over everything up to each token."""
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+
+
 class Attention(nn.Module):
     """Causal multi-head self-attention."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
+        self.max_tokens = config.context
         self.dropout = config.dropout
+        self.attend: Attend = causal_attention
         self.qkv = Linear(config.hidden, 3 * config.hidden)
         self.out = Linear(config.hidden, config.hidden, residual_std(config))
+
+    def set_attention(self, attend: Attend | None) -> None:
+        """Use another causal attention from now on, as `twinflow.attention.sparsify` does; None: torch's own."""
+        self.attend = causal_attention if attend is None else attend
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix each position with the ones before it; `x` is [batch, tokens, hidden]."""
@@ -187,7 +201,7 @@ class Attention(nn.Module):
         heads = (batch, tokens, self.num_heads, hidden // self.num_heads)
         q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(x).split(hidden, dim=-1))
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        y = self.attend(q, k, v, dropout)
         mixed: Tensor = self.out(y.transpose(1, 2).reshape(batch, tokens, hidden))
         return mixed
 

@@ -1,0 +1,198 @@
+"""Gradients of a bias and of relative positions: which cells are summed for which entry, and the sums themselves.
+
+No entry is written by two programs, and each sum has one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from twinflow.attention.extras import as_4d
+from twinflow.attention.launch import Call, Strides, launch, strides_of
+from twinflow.attention.tiles import TileSize, cells
+
+CELL = {torch.float32: 32}  # tokens of a cell's side at most, else 64
+LIST_CELLS = 64  # cells of a list at most: more programs for long diagonals
+
+
+class SumStrides(NamedTuple):
+    """Of batch, head and token."""
+
+    q: Strides
+    k: Strides
+    v: Strides
+    grad: Strides
+
+
+class CellArgs(NamedTuple):
+    """Lists of cells, and which (batch, head) pairs are summed."""
+
+    starts: Tensor
+    rows: Tensor
+    cols: Tensor
+    members: Tensor  # int32 [sets, pairs]: batch * num_heads + head
+    offsets: Tensor  # int64 [sets], into the sums
+
+
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, lse, grad, delta
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """Cells in lists of one entry each; `rank` tells lists of one entry apart."""
+
+    rows: Tensor
+    cols: Tensor
+    starts: Tensor
+    entry: Tensor
+    rank: Tensor
+
+
+def bias_gradient(tensors: Tensors, call: Call) -> Tensor:
+    """Of a bias, in its shape and dtype."""
+    bias = call.extras.bias
+    assert bias is not None
+    shape = as_4d(bias).shape
+    sizes = call.sizes
+    sums = torch.zeros(shape, dtype=torch.float32, device=bias.device)
+    if shape[3] == 1 and sizes.num_keys > 1:
+        # One number for a whole row of scores changes no softmax: its gradient is exactly zero.
+        return sums.view(bias.shape).to(bias.dtype)
+    for pattern in range(call.layout.num_patterns):
+        sets = _sets(call, pattern, shape[0] > 1, shape[1] > 1)
+        rows, cols = cells(call.layout, pattern, call.span, _cell(call))
+        if not len(rows):
+            continue
+        if shape[2] > 1 or sizes.num_queries == 1:
+            lists = _lists(rows, cols, torch.arange(len(rows)))
+            places = torch.tensor([b * shape[1] + h for b, h in sets.targets]) * shape[2] * shape[3]
+            _launch(tensors, call, lists, sets, places, sums)
+        else:
+            lists = _lists(rows, cols, cols)
+            squares = _squares(tensors, call, lists, sets).sum(2)  # [sets, lists, cell]
+            flat = _added(squares, lists, -(-sizes.num_keys // _cell(call)), 1)[:, : sizes.num_keys]
+            for number, (b, h) in enumerate(sets.targets):
+                sums[b, h, 0] += flat[number]
+    return sums.view(bias.shape).to(bias.dtype)
+
+
+def relative_gradient(tensors: Tensors, call: Call) -> Tensor:
+    """Of relative positions, in their shape and dtype."""
+    relative = call.extras.relative
+    assert relative is not None
+    sizes, cell = call.sizes, _cell(call)
+    sums = torch.zeros(relative.shape, dtype=torch.float32, device=relative.device)
+    start = call.extras.q_start
+    for pattern in range(call.layout.num_patterns):
+        sets = _sets(call, pattern, False, relative.shape[0] > 1)
+        rows, cols = cells(call.layout, pattern, call.span, cell)
+        if not len(rows):
+            continue
+        # Entry: key cell less query cell, from the lowest there can be; a diagonal of cells has 2 * cell - 1 offsets.
+        lowest = -((start + sizes.num_queries - 1) // cell)
+        lists = _lists(rows, cols, cols - rows - lowest)
+        diagonals = _diagonal_sums(_squares(tensors, call, lists, sets))  # [sets, lists, 2 * cell - 1]
+        diagonals = torch.nn.functional.pad(diagonals, (0, 1))
+        num_entries = int(lists.entry.max()) + 1
+        flat = _added(diagonals, lists, num_entries, 2)
+        # The first number is key - query position = lowest * cell - (cell - 1), in `relative` at that + start + nq - 1.
+        first = lowest * cell - (cell - 1) + start + sizes.num_queries - 1
+        low, high = max(0, first), min(sums.shape[1], first + flat.shape[1])
+        for number, (_, h) in enumerate(sets.targets):
+            sums[h, low:high] += flat[number, low - first : high - first]
+    return sums.to(relative.dtype)
+
+
+@dataclass(frozen=True)
+class _Sets:
+    """(batch, head) pairs that are summed into one target (batch, head) of a gradient, which may have only one."""
+
+    targets: list[tuple[int, int]]
+    members: list[list[int]]
+
+
+def _sets(call: Call, pattern: int, has_batch: bool, has_heads: bool) -> _Sets:
+    heads = [h for h, own in enumerate(call.layout.head_to_pattern) if own == pattern]
+    found: dict[tuple[int, int], list[int]] = {}
+    for b in range(call.sizes.batch):
+        for h in heads:
+            target = (b if has_batch else 0, h if has_heads else 0)
+            found.setdefault(target, []).append(b * call.sizes.num_heads + h)
+    return _Sets(list(found), list(found.values()))
+
+
+def _lists(rows: Tensor, cols: Tensor, entry: Tensor) -> _Lists:
+    """Cells sorted by entry, in lists of at most LIST_CELLS."""
+    order = torch.argsort(entry, stable=True)
+    values, counts = torch.unique_consecutive(entry[order], return_counts=True)
+    pieces = -(-counts // LIST_CELLS)
+    rank = torch.arange(int(pieces.sum())) - torch.repeat_interleave(pieces.cumsum(0) - pieces, pieces)
+    first = torch.repeat_interleave(counts.cumsum(0) - counts, pieces)
+    starts = torch.cat([first + rank * LIST_CELLS, torch.tensor([len(rows)])])
+    return _Lists(rows[order], cols[order], starts, torch.repeat_interleave(values, pieces), rank)
+
+
+def _squares(tensors: Tensors, call: Call, lists: _Lists, sets: _Sets) -> Tensor:
+    """Sums [sets, lists, cell, cell]."""
+    cell, num_lists = _cell(call), len(lists.entry)
+    squares = torch.empty((len(sets.targets), num_lists, cell, cell), dtype=torch.float32, device=call.device)
+    offsets = torch.arange(len(sets.targets)) * (num_lists * cell * cell)
+    _launch(tensors, call, lists, sets, offsets, squares, is_dense=False)
+    return squares
+
+
+def _launch(
+    tensors: Tensors, call: Call, lists: _Lists, sets: _Sets, offsets: Tensor, sums: Tensor, is_dense: bool = True
+) -> None:
+    from twinflow.attention import kernels_bias as kernels
+
+    q, k, v, lse, grad, delta = tensors
+    cell = _cell(call)
+    tables = [table.to(torch.int32) for table in (lists.starts, lists.rows, lists.cols, torch.tensor(sets.members))]
+    args = CellArgs(*(table.to(call.device) for table in (*tables, offsets)))
+    num_lists = len(lists.entry)
+    strides = SumStrides(*(strides_of(tensor) for tensor in (q, k, v, grad)))
+    shape = call.shape(TileSize(cell, cell), None)
+    numbers = (call.extra_args(), call.drop(), call.size_args(num_lists), len(sets.members[0]))
+    launch(
+        kernels.score_sums,
+        num_lists * len(sets.targets),
+        (q, k, v, lse, grad, delta, sums, strides, args, *numbers, is_dense, shape),
+        {"num_warps": 4, "num_stages": 1},
+    )
+
+
+def _cell(call: Call) -> int:
+    return min(call.layout.block, CELL.get(call.dtype, 64))
+
+
+def _diagonal_sums(squares: Tensor) -> Tensor:
+    """[..., n, n] to [..., 2 * n - 1]: entry j - i + n - 1."""
+    n = squares.shape[-1]
+    flipped = torch.nn.functional.pad(squares.flip(-2), (0, n)).flatten(-2)  # entry n - 1 - i + j of a row, padded
+    return flipped[..., : n * (2 * n - 1)].reshape(*squares.shape[:-2], n, 2 * n - 1).sum(-2)
+
+
+def _added(values: Tensor, lists: _Lists, num_entries: int, num_parts: int) -> Tensor:
+    """Values [sets, lists, parts * cell] added up, part p of entry e at place e + p: [sets, places * cell].
+
+    All entries of one rank are distinct, so that no addition meets another.
+    """
+    num_sets, _, width = values.shape
+    cell = width // num_parts
+    out = values.new_zeros((num_sets, num_entries + num_parts - 1, cell))
+    entry = lists.entry.to(values.device)
+    for chosen in _by_rank(lists.rank):
+        chosen = chosen.to(values.device)
+        for part in range(num_parts):
+            out[:, entry[chosen] + part] += values[:, chosen, part * cell : (part + 1) * cell]
+    return out.flatten(1)
+
+
+def _by_rank(rank: Tensor) -> Sequence[Tensor]:
+    return [(rank == number).nonzero()[:, 0] for number in range(int(rank.max()) + 1)]

@@ -1,0 +1,140 @@
+"""The same attention by torch's flex_attention, compiled: to compare with, and where its score functions are wanted.
+
+Its index of blocks is dense, so memory grows with the square of the length, and it cannot do all that layouts and
+Extras can: what it cannot do is refused with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from twinflow.attention.extras import Extras, Sizes, as_4d, check_call
+from twinflow.attention.layout import Layout
+from twinflow.errors import bad_value
+
+BLOCK = 128
+REMEDY = 'Use backend="triton".'
+CACHED_MASKS = 8
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) -> Tensor:
+    """Attention by flex_attention."""
+    sizes = check_call(q, k, v, layout, extras)
+    _refuse(layout, extras, sizes)
+    if not q.is_cuda:
+        raise bad_value("q.device", str(q.device), "a CUDA device", 'Or use backend="torch".')
+    out: Tensor = _compiled()(
+        q,
+        k,
+        v,
+        score_mod=score_mod(extras, sizes),
+        block_mask=block_mask(layout, extras, sizes, q.device),
+        scale=extras.scale,
+        enable_gqa=sizes.group > 1,
+    )
+    return out
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
+    return compiled
+
+
+def _refuse(layout: Layout, extras: Extras, sizes: Sizes) -> None:
+    if layout.block != BLOCK:
+        raise bad_value("block", layout.block, [BLOCK], f"Flex kernels work on tiles of {BLOCK}. {REMEDY}")
+    if sizes.num_queries % BLOCK or sizes.num_keys % BLOCK:
+        lengths = (sizes.num_queries, sizes.num_keys)
+        raise bad_value("queries and keys", lengths, f"multiples of {BLOCK} with flex", REMEDY)
+    if extras.q_start:
+        raise bad_value("q_start", extras.q_start, "0 with flex", REMEDY)
+    if extras.dropout:
+        raise bad_value("dropout", extras.dropout, "0.0 with flex, which has none", REMEDY)
+    for name in ("bias", "relative"):
+        tensor = getattr(extras, name)
+        if tensor is not None and tensor.requires_grad:
+            raise bad_value(name, "a tensor that requires a gradient", "one that does not, with flex", REMEDY)
+
+
+def score_mod(extras: Extras, sizes: Sizes) -> Callable[..., Tensor] | None:
+    """What is added to a score, as flex_attention asks for it."""
+    bias = as_4d(extras.bias).expand(sizes.scores) if extras.bias is not None else None
+    relative = extras.relative.expand(sizes.num_heads, -1) if extras.relative is not None else None
+    if bias is None and relative is None:
+        return None
+    last = sizes.num_queries - 1
+
+    def added(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if bias is not None:
+            score = score + bias[b, h, query, key]
+        if relative is not None:
+            score = score + relative[h, key - query + last]
+        return score
+
+    return added
+
+
+def block_mask(layout: Layout, extras: Extras, sizes: Sizes, device: torch.device) -> BlockMask:
+    """Which blocks are kept, and which of their scores in blocks that are not kept whole."""
+    padding, mask = extras.key_padding, extras.mask
+    if padding is None and mask is None:
+        return _plain_mask(layout, sizes.num_queries, sizes.num_keys, device)
+    mask = as_4d(mask).expand(sizes.scores) if mask is not None else None
+    is_causal = layout.is_causal
+
+    def kept(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        keep = query >= key if is_causal else query >= 0
+        if padding is not None:
+            keep = keep & padding[b, key]
+        if mask is not None:
+            keep = keep & mask[b, h, query, key]
+        return keep
+
+    grid = _grid(layout, sizes.num_queries, sizes.num_keys).to(device)
+    counts, indices = _ordered(grid)
+    lengths = (sizes.num_queries, sizes.num_keys)
+    return BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=BLOCK, mask_mod=kept, seq_lengths=lengths)
+
+
+@lru_cache(maxsize=CACHED_MASKS)
+def _plain_mask(layout: Layout, num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
+    """The layout alone: only diagonal blocks of a causal one need a look at tokens."""
+    grid = _grid(layout, num_queries, num_keys)
+    partial = torch.zeros_like(grid)
+    if layout.is_causal:
+        partial = grid & torch.eye(*grid.shape[-2:], dtype=torch.bool)
+    counts, indices, full_counts, full_indices = (
+        tensor.to(device) for part in (partial, grid & ~partial) for tensor in _ordered(part)
+    )
+    return BlockMask.from_kv_blocks(
+        counts,
+        indices,
+        full_counts,
+        full_indices,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_up_to_itself if layout.is_causal else None,
+        seq_lengths=(num_queries, num_keys),
+    )
+
+
+def _up_to_itself(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
+
+
+def _grid(layout: Layout, num_queries: int, num_keys: int) -> Tensor:
+    """Blocks [1, heads, rows, cols] that the call reaches."""
+    return layout.to_dense()[None, :, : num_queries // BLOCK, : num_keys // BLOCK]
+
+
+def _ordered(grid: Tensor) -> tuple[Tensor, Tensor]:
+    """How many columns each row keeps, and the columns, kept ones first."""
+    counts = grid.sum(-1, dtype=torch.int32)
+    order = torch.argsort(grid.to(torch.int8), dim=-1, descending=True, stable=True)
+    return counts, order.to(torch.int32).contiguous()

@@ -1,0 +1,223 @@
+"""Our attention behind the attention interface of transformers.
+
+transformers looks up two functions under the name of an implementation: the attention itself, and one that makes the
+mask of a whole forward. Ours gives padding as [B, keys], which a layer needs, instead of a square; causality is in the
+layout. transformers is never imported here unless a model of it is there already.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twinflow.attention.pattern_attention import PatternAttention, not_causal
+from twinflow.attention.patterns import DenseSparsityConfig, SparsityConfig
+from twinflow.errors import bad_value
+
+_BEFORE = "_twinflow_attention_before"  # on a model: the implementation that it had, and the handle of our hook
+_NEEDS = ("AttentionInterface", "AttentionMaskInterface")
+# Arguments of an attention that change its result, and that there is nothing for here.
+_REFUSED = {
+    "output_attentions": "Probabilities are never stored. To look at them use unsparsify() and eager attention.",
+    "softcap": "Scores are not capped here.",
+    "s_aux": "There are no attention sinks here.",
+    "position_bias": "A bias that the model adds itself is not passed on here.",
+    "sliding_window": "The pattern says what is seen: set the model's sliding_window to None.",
+}
+
+
+def transformers_models(model: nn.Module) -> list[Any]:
+    """The models of transformers in a model, outermost ones only."""
+    transformers = sys.modules.get("transformers")
+    kind = getattr(transformers, "PreTrainedModel", None)
+    if kind is None:
+        return []
+    found: list[Any] = []
+    inside: set[int] = set()
+    for part in model.modules():
+        if isinstance(part, kind) and id(part) not in inside:
+            found.append(part)
+            inside |= {id(module) for module in part.modules()}
+    return found
+
+
+def num_heads_of(model: Any) -> int:
+    """Heads of the queries of a model of transformers."""
+    count = getattr(model.config, "num_attention_heads", None)
+    if not isinstance(count, int):
+        remedy = "Give it to the part of the model that has layers of text."
+        raise bad_value(f"{type(model).__name__}.config.num_attention_heads", count, "a whole number", remedy)
+    return count
+
+
+def sparse_transformers(
+    model: Any, patterns: Sequence[SparsityConfig], backend: str, heads: tuple[int, int] | None
+) -> None:
+    """Route a model's attention to ours, with one pattern a layer."""
+    _check_model(model, patterns)
+    max_tokens = getattr(model.config, "max_position_embeddings", None) or 1
+    made = {its: PatternAttention(its, int(max_tokens), backend=backend, heads=heads) for its in patterns}
+    attention = TransformersAttention(tuple(made[its] for its in patterns))
+    said = repr((patterns, backend, heads, max_tokens))
+    name = f"twinflow_{hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}"
+    transformers = sys.modules["transformers"]
+    uncompiled = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
+    transformers.AttentionInterface.register(name, uncompiled)
+    transformers.AttentionMaskInterface.register(name, padding_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise bad_value(
+            "model", type(model).__name__, "one that lets its attention be set", "transformers left it as it was."
+        )
+    if not hasattr(model, _BEFORE):
+        setattr(model, _BEFORE, (before, model.register_forward_pre_hook(_refuse_outputs, with_kwargs=True)))
+
+
+def dense_transformers(model: Any) -> None:
+    """Give a model the implementation back that it had."""
+    if hasattr(model, _BEFORE):
+        before, handle = getattr(model, _BEFORE)
+        model.set_attn_implementation(before)
+        handle.remove()
+        delattr(model, _BEFORE)
+
+
+def _refuse_outputs(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Not all models tell their layers that probabilities are wanted."""
+    if kwargs.get("output_attentions"):
+        raise _refusal("output_attentions", True)
+
+
+def _refusal(name: str, value: object) -> ValueError:
+    shown = "a tensor" if isinstance(value, Tensor) else value
+    return bad_value(name, shown, "left out with sparse attention", _REFUSED[name])
+
+
+def _check_model(model: Any, patterns: Sequence[SparsityConfig]) -> None:
+    """Refuses a model whose attention is not all ours to change."""
+    name, config = type(model).__name__, model.config
+    transformers = sys.modules["transformers"]
+    if not all(hasattr(transformers, part) for part in _NEEDS) or not hasattr(model, "set_attn_implementation"):
+        version = getattr(transformers, "__version__", "unknown")
+        raise bad_value("transformers", version, f"a version with {' and '.join(_NEEDS)}", "Install version 5.")
+    if not model._can_set_attn_implementation():
+        remedy = "Its layers compute attention themselves: build it with twinflow.attention.SparseSelfAttention."
+        raise bad_value("model", name, "one whose layers use transformers' attention interface", remedy)
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        remedy = "Attention from a decoder to an encoder is not self-attention, which patterns are for."
+        raise bad_value("model", name, "an encoder, or a decoder alone", remedy)
+    if getattr(config, "output_attentions", False):
+        raise _refusal("output_attentions", True)
+    kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
+    window = getattr(config, "sliding_window", None)
+    is_windowed = window is not None and getattr(config, "use_sliding_window", True)
+    if kinds or (is_windowed and not getattr(config, "layer_types", None)):
+        what = f"{name} with {', '.join(sorted(kinds)) or f'sliding_window {window}'}"
+        remedy = "It has a pattern of its own: set sliding_window to None, and use LocalSlidingWindowSparsityConfig."
+        raise bad_value("model", what, "one whose layers all see everything", remedy)
+    is_causal = any(getattr(part, "is_causal", False) is True for part in model.modules())
+    for pattern in patterns:
+        if is_causal and not pattern.is_causal and not isinstance(pattern, DenseSparsityConfig):
+            raise not_causal(pattern)
+
+
+class TransformersAttention:
+    """What transformers calls for each layer."""
+
+    def __init__(self, layers: Sequence[PatternAttention]) -> None:
+        self.layers = tuple(layers)
+        self.is_one = len(set(self.layers)) == 1
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """query [B, H, nq, D], key and value [B, Hkv, nk, D]; gives [B, nq, H, D] and no probabilities."""
+        for name in _REFUSED:
+            if kwargs.get(name) is not None and kwargs[name] is not False:
+                raise _refusal(name, kwargs[name])
+        causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+        extras = mask_extras(attention_mask, causal, query.shape[2], key.shape[2])
+        attend = self._attend_of(module)
+        out = attend(query, key, value, is_causal=causal, dropout=dropout, scale=scaling, **extras)
+        return out.transpose(1, 2).contiguous(), None
+
+    def _attend_of(self, module: nn.Module) -> PatternAttention:
+        if self.is_one:
+            return self.layers[0]
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int) or layer >= len(self.layers):
+            remedy = "Use one pattern for all layers."
+            raise bad_value(f"{type(module).__name__}.layer_idx", layer, f"0 to {len(self.layers) - 1}", remedy)
+        return self.layers[layer]
+
+
+def padding_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """What transformers calls once a forward: padding as bool [B, keys], True = takes part, or None.
+
+    What is more than causality and padding (packed sequences, for instance) is made a square mask by transformers'.
+    """
+    masking = sys.modules["transformers.masking_utils"]
+    if isinstance(q_offset, Tensor) or kv_offset or q_offset + q_length != kv_length:
+        what = f"a cache of {kv_length} keys from {kv_offset}, queries from {q_offset}"
+        remedy = "Leave cache_implementation out: the dynamic cache holds what was seen and no more."
+        raise bad_value("cache with sparse attention", what, "one that ends with the queries", remedy)
+    if mask_function not in (masking.causal_mask_function, masking.bidirectional_mask_function):
+        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        square: Tensor = masking.sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs
+        )
+        return square
+    if attention_mask is None or bool(attention_mask.all()):
+        return None
+    return attention_mask[:, :kv_length].to(torch.bool)
+
+
+def mask_extras(mask: Tensor | None, is_causal: bool, num_queries: int, num_keys: int) -> dict[str, Tensor]:
+    """A mask of transformers as options of ours; one that is causality and padding becomes padding."""
+    if mask is None:
+        return {}
+    if mask.dim() == 2:
+        return {"key_padding": mask[:, :num_keys] != 0}
+    if mask.dim() != 4:
+        raise bad_value("attention_mask.shape", tuple(mask.shape), "[B, keys] or [B, heads or 1, queries, keys]")
+    mask = mask[..., :num_keys]
+    if mask.is_floating_point():
+        removed = mask <= torch.finfo(mask.dtype).min / 2
+        if bool((mask.masked_fill(removed, 0.0) != 0).any()):
+            return {"bias": mask.masked_fill(removed, 0.0), "mask": ~removed}
+        mask = ~removed
+    kept = mask != 0
+    if kept.shape[1] == 1:
+        last = kept[:, 0, -1]  # the last query sees all keys but padding
+        if kept.shape[2] == 1:
+            return {"key_padding": last}
+        seen = last[:, None].expand(-1, num_queries, -1)
+        if is_causal:
+            seen = seen.tril(num_keys - num_queries)
+        if torch.equal(kept[:, 0], seen):
+            return {"key_padding": last}
+    return {"mask": kept}

@@ -1,0 +1,344 @@
+# mypy: disallow-untyped-decorators=False
+"""Backward: probabilities are computed again from the log-sum-exp that forward has kept.
+
+`query_gradients` owns tiles of queries, `key_gradients` tiles of keys: no two programs write to one place, and every
+sum has one order. Pieces of rows and columns that tiles.py has cut are summed by `reduce`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from twinflow.attention.kernels_common import (
+    CUT_COLUMNS,
+    ITEM_COLUMNS,
+    LOG2E,
+    code_positions,
+    dropout_factor,
+    extra_bias,
+    extra_mask,
+    head_base,
+    layout_mask,
+    load_rows,
+    load_tile,
+    own_item,
+    product,
+    read_code,
+    scratch_rows,
+    store_rows,
+)
+
+
+@triton.jit
+def probabilities(
+    scores: tl.tensor,
+    keep: tl.tensor,
+    query: tl.tensor,
+    key: tl.tensor,
+    lse: tl.tensor,
+    where: tl.tuple,
+    extras: tl.tuple,
+    sizes: tl.tuple,
+    MASKED: tl.constexpr,
+    S: tl.constexpr,
+) -> tl.tensor:
+    """Of products of queries and keys; lse broadcasts, and is infinite for queries that are not there."""
+    scores = scores * (sizes.scale * LOG2E)
+    if S.HAS_BIAS:
+        scores = extra_bias(scores, query, key, where[0], where[1], extras, sizes)
+    p = tl.exp2(scores - lse)
+    if S.HAS_MASKS:
+        keep = extra_mask(keep, query, key, where[0], where[1], extras, sizes)
+    if MASKED or S.HAS_MASKS:
+        p = tl.where(keep, p, 0.0)
+    return p
+
+
+@triton.jit(do_not_specialize=["drop", "sizes"])
+def query_gradients(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    grad: tl.tensor,
+    delta: tl.tensor,
+    dq: tl.tensor,
+    strides: tl.tuple,
+    plan: tl.tuple,
+    scratch: tl.tuple,
+    extras: tl.tuple,
+    drop: tl.tuple,
+    sizes: tl.tuple,
+    S: tl.constexpr,
+) -> None:
+    """One item of one head; also writes delta, the sum of out * grad of each query, for the other kernels."""
+    item, batch_head = own_item(sizes)
+    batch = (batch_head // sizes.num_heads).to(tl.int64)
+    head = (batch_head % sizes.num_heads).to(tl.int64)
+    first = 0
+    if not S.ONE_PATTERN:  # else there are as many items for each head, and reading so would only cost time
+        pattern = tl.load(plan.heads + head * 2)
+        first = tl.load(plan.item_starts + pattern)
+        if item >= tl.load(plan.item_starts + pattern + 1) - first:
+            return
+    row = plan.items + (first + item) * ITEM_COLUMNS
+    tile = tl.load(row)
+    start = tl.load(row + 1)
+    mid = tl.load(row + 2)
+    stop = tl.load(row + 3)
+
+    own = tl.arange(0, S.OWN)
+    query = tile * S.OWN - sizes.q_start + own
+    is_there = (query >= 0) & (query < sizes.num_queries)
+    q_tile = load_rows(head_base(q, strides.q, batch, head), query, is_there, strides.q[2], S)
+    grad_tile = load_rows(head_base(grad, strides.grad, batch, head), query, is_there, strides.grad[2], S)
+    out_tile = load_rows(head_base(out, strides.out, batch, head), query, is_there, strides.out[2], S)
+    row_delta = tl.sum(out_tile.to(tl.float32) * grad_tile.to(tl.float32), 1)  # [own]
+    at = batch_head.to(tl.int64) * sizes.num_queries + query
+    tl.store(delta + at, row_delta, mask=is_there)  # pieces of a row that is cut write the same
+    lines = (tl.load(lse + at, mask=is_there, other=float("inf")), row_delta)
+
+    keys = (head_base(k, strides.k, batch, head // S.GROUP), strides.k[2])
+    values = (head_base(v, strides.v, batch, head // S.GROUP), strides.v[2])
+    tiles = (q_tile, grad_tile)
+    where = (batch, head)
+    acc = tl.full([S.OWN, S.PADDED_DIM], 0.0, tl.float32)
+    if S.HAS_FULL:
+        acc = _walk_keys(acc, tiles, lines, query, keys, values, plan.codes, start, mid, where, extras, drop, sizes,
+                         False, S)  # fmt: skip
+    if S.HAS_PARTIAL:
+        acc = _walk_keys(acc, tiles, lines, query, keys, values, plan.codes, mid, stop, where, extras, drop, sizes,
+                         True, S)  # fmt: skip
+
+    base = head_base(dq, strides.dq, batch, head)
+    if S.HAS_CUTS:
+        slot = tl.load(row + 4)
+        if slot < 0:
+            store_rows(base, query, is_there, strides.dq[2], acc * sizes.scale, S)
+        else:
+            place = batch * sizes.num_slots + tl.load(plan.heads + head * 2 + 1) + slot  # int64
+            tl.store(scratch_rows(scratch.first, place, own, S), acc * sizes.scale)
+    else:
+        store_rows(base, query, is_there, strides.dq[2], acc * sizes.scale, S)
+
+
+@triton.jit
+def _walk_keys(
+    acc: tl.tensor,
+    tiles: tl.tuple,
+    lines: tl.tuple,
+    query: tl.tensor,
+    keys: tl.tuple,
+    values: tl.tuple,
+    codes: tl.tensor,
+    start: tl.tensor,
+    stop: tl.tensor,
+    where: tl.tuple,
+    extras: tl.tuple,
+    drop: tl.tuple,
+    sizes: tl.tuple,
+    MASKED: tl.constexpr,
+    S: tl.constexpr,
+) -> tl.tensor:
+    """Adds what tiles start to stop of keys give to the gradient of queries, but for the scale."""
+    q_tile, grad_tile = tiles
+    lse, delta = lines
+    rows = query[:, None]
+    next_code = read_code(codes, start, S)
+    for tile in tl.range(start, stop):
+        code = next_code
+        next_code = read_code(codes, tile + 1, S)
+        cols = code_positions(code, S)[None, :]
+        k_tile = load_tile(keys[0], code, 0, sizes.num_keys, keys[1], MASKED, S)
+        scores = product(q_tile, tl.trans(k_tile), None, S)  # [own, other]
+        v_tile = load_tile(values[0], code, 0, sizes.num_keys, values[1], MASKED, S)
+        dp = product(grad_tile, tl.trans(v_tile), None, S)
+        keep = cols >= 0
+        if MASKED:
+            keep = layout_mask(code, tl.arange(0, S.OWN)[:, None], rows, cols, sizes, S)
+        p = probabilities(scores, keep, rows, cols, lse[:, None], where, extras, sizes, MASKED, S)
+        if S.DROPOUT:
+            dp = dp * dropout_factor(rows, cols, where[0], where[1], drop, sizes)
+        ds = p * (dp - delta[:, None])
+        acc = product(ds.to(k_tile.dtype), k_tile, acc, S)
+    return acc
+
+
+@triton.jit(do_not_specialize=["drop", "sizes"])
+def key_gradients(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    lse: tl.tensor,
+    grad: tl.tensor,
+    delta: tl.tensor,
+    dk: tl.tensor,
+    dv: tl.tensor,
+    strides: tl.tuple,
+    plan: tl.tuple,
+    scratch: tl.tuple,
+    extras: tl.tuple,
+    drop: tl.tuple,
+    sizes: tl.tuple,
+    S: tl.constexpr,
+) -> None:
+    """One item of one head of dk and dv.
+
+    GROUP query heads share a head of keys; IN_PROGRAM of them are summed here, so that dk and dv have
+    num_heads // IN_PROGRAM heads.
+    """
+    item, batch_output = own_item(sizes)
+    num_outputs = sizes.num_heads // S.IN_PROGRAM
+    batch = (batch_output // num_outputs).to(tl.int64)
+    output = (batch_output % num_outputs).to(tl.int64)
+    first = 0
+    if not S.ONE_PATTERN:  # else there are as many items for each head, and reading so would only cost time
+        pattern = tl.load(plan.heads + output * 2)
+        first = tl.load(plan.item_starts + pattern)
+        if item >= tl.load(plan.item_starts + pattern + 1) - first:
+            return
+    row = plan.items + (first + item) * ITEM_COLUMNS
+    tile = tl.load(row)
+    start = tl.load(row + 1)
+    mid = tl.load(row + 2)
+    stop = tl.load(row + 3)
+
+    own = tl.arange(0, S.OWN)
+    key = tile * S.OWN + own
+    is_there = key < sizes.num_keys
+    source = output * S.IN_PROGRAM // S.GROUP
+    tiles = (
+        load_rows(head_base(k, strides.k, batch, source), key, is_there, strides.k[2], S),
+        load_rows(head_base(v, strides.v, batch, source), key, is_there, strides.v[2], S),
+    )
+    dk_acc = tl.full([S.OWN, S.PADDED_DIM], 0.0, tl.float32)
+    dv_acc = tl.full([S.OWN, S.PADDED_DIM], 0.0, tl.float32)
+    for member in range(S.IN_PROGRAM):
+        head = output * S.IN_PROGRAM + member
+        where = (batch, head)
+        queries = (head_base(q, strides.q, batch, head), strides.q[2])
+        grads = (head_base(grad, strides.grad, batch, head), strides.grad[2])
+        line = (batch * sizes.num_heads + head) * sizes.num_queries
+        lines = (lse + line, delta + line)
+        if S.HAS_FULL:
+            dk_acc, dv_acc = _walk_queries(dk_acc, dv_acc, tiles, key, queries, grads, lines, plan.codes, start, mid,
+                                           where, extras, drop, sizes, False, S)  # fmt: skip
+        if S.HAS_PARTIAL:
+            dk_acc, dv_acc = _walk_queries(dk_acc, dv_acc, tiles, key, queries, grads, lines, plan.codes, mid, stop,
+                                           where, extras, drop, sizes, True, S)  # fmt: skip
+
+    dk_base = head_base(dk, strides.dk, batch, output)
+    dv_base = head_base(dv, strides.dv, batch, output)
+    if S.HAS_CUTS:
+        slot = tl.load(row + 4)
+        if slot < 0:
+            store_rows(dk_base, key, is_there, strides.dk[2], dk_acc * sizes.scale, S)
+            store_rows(dv_base, key, is_there, strides.dv[2], dv_acc, S)
+        else:
+            place = batch * sizes.num_slots + tl.load(plan.heads + output * 2 + 1) + slot  # int64
+            tl.store(scratch_rows(scratch.first, place, own, S), dk_acc * sizes.scale)
+            tl.store(scratch_rows(scratch.second, place, own, S), dv_acc)
+    else:
+        store_rows(dk_base, key, is_there, strides.dk[2], dk_acc * sizes.scale, S)
+        store_rows(dv_base, key, is_there, strides.dv[2], dv_acc, S)
+
+
+@triton.jit
+def _walk_queries(
+    dk_acc: tl.tensor,
+    dv_acc: tl.tensor,
+    tiles: tl.tuple,
+    key: tl.tensor,
+    queries: tl.tuple,
+    grads: tl.tuple,
+    lines: tl.tuple,
+    codes: tl.tensor,
+    start: tl.tensor,
+    stop: tl.tensor,
+    where: tl.tuple,
+    extras: tl.tuple,
+    drop: tl.tuple,
+    sizes: tl.tuple,
+    MASKED: tl.constexpr,
+    S: tl.constexpr,
+) -> tl.tuple:
+    """Adds what tiles start to stop of queries give to the gradients of keys (but for the scale) and values."""
+    k_tile, v_tile = tiles
+    rows = key[:, None]
+    next_code = read_code(codes, start, S)
+    for tile in tl.range(start, stop):
+        code = next_code
+        next_code = read_code(codes, tile + 1, S)
+        query = code_positions(code, S) - sizes.q_start
+        cols = query[None, :]
+        q_tile = load_tile(queries[0], code, sizes.q_start, sizes.num_queries, queries[1], MASKED, S)
+        scores = product(k_tile, tl.trans(q_tile), None, S)  # [own, other]
+        grad_tile = load_tile(grads[0], code, sizes.q_start, sizes.num_queries, grads[1], MASKED, S)
+        dp = product(v_tile, tl.trans(grad_tile), None, S)
+        keep = cols >= 0
+        at = query
+        if MASKED:
+            at = tl.minimum(tl.maximum(query, 0), sizes.num_queries - 1)
+            keep = layout_mask(code, tl.arange(0, S.OWN)[:, None], cols, rows, sizes, S)
+        row_lse = tl.load(lines[0] + at)[None, :]
+        p = probabilities(scores, keep, cols, rows, row_lse, where, extras, sizes, MASKED, S)
+        kept = p
+        if S.DROPOUT:
+            factor = dropout_factor(cols, rows, where[0], where[1], drop, sizes)
+            kept = p * factor
+            dp = dp * factor
+        dv_acc = product(kept.to(grad_tile.dtype), grad_tile, dv_acc, S)
+        ds = p * (dp - tl.load(lines[1] + at)[None, :])
+        dk_acc = product(ds.to(q_tile.dtype), q_tile, dk_acc, S)
+    return dk_acc, dv_acc
+
+
+@triton.jit(do_not_specialize=["sizes", "count", "start"])
+def reduce(
+    first: tl.tensor,
+    second: tl.tensor | None,
+    strides: tl.tuple,
+    plan: tl.tuple,
+    scratch: tl.tuple,
+    sizes: tl.tuple,
+    count: tl.tensor,
+    start: tl.tensor,
+    ROWS: tl.constexpr,
+    S: tl.constexpr,
+) -> None:
+    """Some rows of a tile that was cut: the sum of its pieces, of one gradient or of two.
+
+    A gradient has `count` rows from position `start` on.
+    """
+    part = tl.program_id(0) % (S.OWN // ROWS)
+    cut = tl.program_id(0) // (S.OWN // ROWS) % sizes.num_items
+    batch = (tl.program_id(0) // (S.OWN // ROWS) // sizes.num_items // sizes.num_heads).to(tl.int64)
+    head = (tl.program_id(0) // (S.OWN // ROWS) // sizes.num_items % sizes.num_heads).to(tl.int64)
+    pattern = tl.load(plan.heads + head * 2)
+    cuts = tl.load(plan.cut_starts + pattern)
+    if cut >= tl.load(plan.cut_starts + pattern + 1) - cuts:
+        return
+    row = plan.cuts + (cuts + cut) * CUT_COLUMNS
+    place = batch * sizes.num_slots + tl.load(plan.heads + head * 2 + 1) + tl.load(row + 1)  # int64
+    stop = place + tl.load(row + 2)
+    own = part * ROWS + tl.arange(0, ROWS)
+    index = tl.load(row) * S.OWN - start + own
+    is_there = (index >= 0) & (index < count)
+    acc = _sum_pieces(scratch.first, place, stop, own, ROWS, S)
+    store_rows(head_base(first, strides.first, batch, head), index, is_there, strides.first[2], acc, S)
+    if second is not None:
+        acc = _sum_pieces(scratch.second, place, stop, own, ROWS, S)
+        store_rows(head_base(second, strides.second, batch, head), index, is_there, strides.second[2], acc, S)
+
+
+@triton.jit
+def _sum_pieces(
+    scratch: tl.tensor, start: tl.tensor, stop: tl.tensor, own: tl.tensor, ROWS: tl.constexpr, S: tl.constexpr
+) -> tl.tensor:
+    """Rows of pieces start to stop, in their order."""
+    acc = tl.full([ROWS, S.PADDED_DIM], 0.0, tl.float32)
+    for place in tl.range(start, stop):
+        acc += tl.load(scratch_rows(scratch, place, own, S))
+    return acc

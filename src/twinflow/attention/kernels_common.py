@@ -1,0 +1,208 @@
+# mypy: disallow-untyped-decorators=False
+"""What all kernels of attention share: where a tile's tokens are, which scores are kept, and what is added to them.
+
+Scores are in base 2: scaled by log2(e), so that the softmax takes exp2. Kernels that own queries hold scores as
+[queries, keys], those that own keys as [keys, queries]; the functions here take indices that broadcast to either.
+
+The tuples `plan`, `extras`, `drop`, `sizes` and `scratch`, and the constants S, are those of launch.py. A tensor in
+`extras` that is None costs nothing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BITS = tl.constexpr(8)  # as tiles.py has it
+ITEM_COLUMNS = tl.constexpr(5)
+CUT_COLUMNS = tl.constexpr(3)
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1e30)  # below any score that counts, and finite: no difference with it is NaN
+
+# The hash of extras.py.
+MIX_1 = tl.constexpr(0x7FEB352D)
+MIX_2 = tl.constexpr(0x846CA68B)
+HEAD = tl.constexpr(0x9E3779B1)
+QUERY = tl.constexpr(0x85EBCA77)
+KEY = tl.constexpr(0xC2B2AE3D)
+
+
+@triton.jit
+def own_item(sizes: tl.tuple) -> tl.tuple:
+    """Which item of which head (of all the batch's) this program has.
+
+    Long items of all heads come first, so that none is left to the end. The rest goes head by head, so that programs
+    that run beside each other read the same keys.
+    """
+    number = tl.program_id(0)
+    num_heads = tl.num_programs(0) // sizes.num_items
+    is_long = number < sizes.num_long * num_heads
+    first = tl.where(is_long, 0, sizes.num_long)
+    width = tl.where(is_long, sizes.num_long, sizes.num_items - sizes.num_long)
+    number -= first * num_heads
+    return first + number % width, number // width
+
+
+@triton.jit
+def read_code(codes: tl.tensor, tile: tl.tensor, S: tl.constexpr) -> tl.tensor:
+    """The code of a tile's unit, or of the unit of each of its tokens [OTHER] where it has several.
+
+    A loop reads the next tile's code while it works on this one: loads whose addresses depend on it can then be
+    pipelined as far ahead as any others.
+    """
+    if S.UNIT == S.OTHER:
+        return tl.load(codes + tile)
+    else:
+        return tl.load(codes + tile * (S.OTHER // S.UNIT) + tl.arange(0, S.OTHER) // S.UNIT)
+
+
+@triton.jit
+def code_positions(code: tl.tensor, S: tl.constexpr) -> tl.tensor:
+    """Positions [OTHER] of a tile's tokens."""
+    return (code >> BITS) * S.UNIT + tl.arange(0, S.OTHER) % S.UNIT
+
+
+@triton.jit
+def load_tile(
+    base: tl.tensor,
+    code: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    stride: tl.tensor,
+    MASKED: tl.constexpr,
+    S: tl.constexpr,
+) -> tl.tensor:
+    """Rows [OTHER, PADDED_DIM] of a matrix that has `count`, from position `first` on.
+
+    For rows that are not there others are read (their scores are masked): a mask here would cost more.
+    """
+    d = tl.arange(0, S.PADDED_DIM)
+    if S.UNIT == S.OTHER and not MASKED:
+        start = ((code >> BITS) * S.OTHER - first).to(tl.int64) * stride
+        pointers = (base + start) + (tl.arange(0, S.OTHER)[:, None] * stride + d[None, :])
+    else:
+        index = code_positions(code, S) - first
+        if MASKED:
+            index = tl.minimum(tl.maximum(index, 0), count - 1)
+        pointers = base + (index.to(tl.int64)[:, None] * stride + d[None, :])
+    if S.HEAD_DIM == S.PADDED_DIM:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=d[None, :] < S.HEAD_DIM, other=0.0)
+
+
+@triton.jit
+def product(a: tl.tensor, b: tl.tensor, acc: tl.tensor | None, S: tl.constexpr) -> tl.tensor:
+    """a @ b + acc in fp32. Triton's interpreter knows no products of bf16."""
+    if S.UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision=S.PRECISION)
+
+
+@triton.jit
+def head_base(base: tl.tensor, strides: tl.tuple, batch: tl.tensor, head: tl.tensor) -> tl.tensor:
+    """Where the matrix of one head starts; batch and head are int64."""
+    return base + batch * strides[0] + head * strides[1]
+
+
+@triton.jit
+def load_rows(base: tl.tensor, index: tl.tensor, is_there: tl.tensor, stride: tl.tensor, S: tl.constexpr) -> tl.tensor:
+    """Rows [n, PADDED_DIM] of a matrix, zeros for those that are not there."""
+    d = tl.arange(0, S.PADDED_DIM)
+    pointers = base + (index.to(tl.int64)[:, None] * stride + d[None, :])
+    return tl.load(pointers, mask=is_there[:, None] & (d[None, :] < S.HEAD_DIM), other=0.0)
+
+
+@triton.jit
+def store_rows(
+    base: tl.tensor, index: tl.tensor, is_there: tl.tensor, stride: tl.tensor, x: tl.tensor, S: tl.constexpr
+) -> None:
+    """Writes rows that are there, in the dtype of the memory."""
+    d = tl.arange(0, S.PADDED_DIM)
+    pointers = base + (index.to(tl.int64)[:, None] * stride + d[None, :])
+    tl.store(pointers, x.to(base.dtype.element_ty), mask=is_there[:, None] & (d[None, :] < S.HEAD_DIM))
+
+
+@triton.jit
+def scratch_rows(base: tl.tensor, slot: tl.tensor, own: tl.tensor, S: tl.constexpr) -> tl.tensor:
+    """Pointers [n, PADDED_DIM] to rows of a slot, an int64."""
+    return base + (slot * S.OWN + own)[:, None] * S.PADDED_DIM + tl.arange(0, S.PADDED_DIM)[None, :]
+
+
+@triton.jit
+def layout_mask(
+    code: tl.tensor, own: tl.tensor, query: tl.tensor, key: tl.tensor, sizes: tl.tuple, S: tl.constexpr
+) -> tl.tensor:
+    """Which scores the layout keeps. `own` [n, 1] counts from the tile's start; query and key broadcast."""
+    bits = code if S.UNIT == S.OTHER else code[None, :]
+    keep = ((bits >> (own // S.SUB)) & 1) != 0
+    keep = keep & (query >= 0) & (query < sizes.num_queries) & (key < sizes.num_keys)
+    if S.CAUSAL:
+        keep = keep & (key <= query + sizes.q_start)
+    return keep
+
+
+@triton.jit
+def extra_mask(
+    keep: tl.tensor,
+    query: tl.tensor,
+    key: tl.tensor,
+    batch: tl.tensor,
+    head: tl.tensor,
+    extras: tl.tuple,
+    sizes: tl.tuple,
+) -> tl.tensor:
+    """Leaves out keys that are padding, and what the mask says."""
+    if extras.padding is not None:
+        has_key = key < sizes.num_keys
+        keep = keep & (tl.load(extras.padding + batch * sizes.num_keys + key, mask=has_key, other=0) != 0)
+    if extras.mask is not None:
+        strides = extras.mask_strides
+        at = batch * strides[0] + head * strides[1] + query.to(tl.int64) * strides[2] + key.to(tl.int64) * strides[3]
+        is_there = (query >= 0) & (query < sizes.num_queries) & (key < sizes.num_keys)
+        keep = keep & (tl.load(extras.mask + at, mask=is_there, other=0) != 0)
+    return keep
+
+
+@triton.jit
+def extra_bias(
+    scores: tl.tensor,
+    query: tl.tensor,
+    key: tl.tensor,
+    batch: tl.tensor,
+    head: tl.tensor,
+    extras: tl.tuple,
+    sizes: tl.tuple,
+) -> tl.tensor:
+    """Adds what is added to scores, in base 2."""
+    is_there = (query >= 0) & (query < sizes.num_queries) & (key < sizes.num_keys)
+    if extras.bias is not None:
+        strides = extras.bias_strides
+        at = batch * strides[0] + head * strides[1] + query.to(tl.int64) * strides[2] + key.to(tl.int64) * strides[3]
+        scores += tl.load(extras.bias + at, mask=is_there, other=0.0).to(tl.float32) * LOG2E
+    if extras.relative is not None:
+        at = head * extras.relative_stride + (key - query + sizes.num_queries - 1)
+        scores += tl.load(extras.relative + at, mask=is_there, other=0.0).to(tl.float32) * LOG2E
+    return scores
+
+
+@triton.jit
+def dropout_factor(
+    query: tl.tensor, key: tl.tensor, batch: tl.tensor, head: tl.tensor, drop: tl.tuple, sizes: tl.tuple
+) -> tl.tensor:
+    """What dropout multiplies each probability with."""
+    number = (batch * sizes.num_heads + head).to(tl.uint32)
+    x = _mix(drop.seed.to(tl.uint32, bitcast=True) ^ (number * HEAD))
+    x = _mix(x ^ ((query + sizes.q_start).to(tl.uint32) * QUERY))
+    x = _mix(x ^ (key.to(tl.uint32) * KEY))
+    return tl.where(x >= drop.threshold.to(tl.uint32, bitcast=True), drop.kept_factor, 0.0)
+
+
+@triton.jit
+def _mix(x: tl.tensor) -> tl.tensor:
+    x = x ^ (x >> 16)
+    x = x * MIX_1
+    x = x ^ (x >> 15)
+    x = x * MIX_2
+    return x ^ (x >> 16)

@@ -1,0 +1,233 @@
+"""What kernels are called with: tuples of tensors, numbers that compiled kernels do not depend on, and constants."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from twinflow.attention.extras import Extras, Sizes, as_4d, scale_of, seed_word, threshold
+from twinflow.attention.layout import Layout
+from twinflow.attention.tiles import Span, TilePlan, TileSize, Work, device_plan
+from twinflow.attention.tuning import Tunings, padded_dim
+
+REDUCE_ROWS = 16  # of a program that puts pieces together: small, since there are few tiles to spread
+
+Strides = tuple[int, int, int]
+
+
+class PlanArgs(NamedTuple):
+    """A TilePlan's tensors."""
+
+    codes: Tensor
+    items: Tensor
+    item_starts: Tensor
+    cuts: Tensor
+    cut_starts: Tensor
+    heads: Tensor
+
+
+class ExtraArgs(NamedTuple):
+    """Tensors of Extras, expanded to all scores by strides of zero."""
+
+    padding: Tensor | None
+    mask: Tensor | None
+    mask_strides: tuple[int, ...] | None
+    bias: Tensor | None
+    bias_strides: tuple[int, ...] | None
+    relative: Tensor | None
+    relative_stride: int | None
+
+
+class Drop(NamedTuple):
+    """Dropout; both words are uint32 as int32."""
+
+    seed: int
+    threshold: int
+    kept_factor: float
+
+
+class SizeArgs(NamedTuple):
+    """Numbers of a call."""
+
+    num_items: int  # of a grid, for each head
+    num_long: int  # of those, which come first
+    num_heads: int
+    num_queries: int
+    num_keys: int
+    q_start: int
+    num_slots: int
+    scale: float
+
+
+class Shape(NamedTuple):
+    """Constants of a compiled kernel."""
+
+    GROUP: int  # query heads for each head of keys
+    IN_PROGRAM: int  # query heads whose gradients of keys one program sums
+    HEAD_DIM: int
+    PADDED_DIM: int
+    OWN: int
+    OTHER: int
+    SUB: int  # own tokens for each bit of a code
+    UNIT: int  # other tokens for each code
+    CAUSAL: bool
+    ONE_PATTERN: bool  # for all heads
+    HAS_CUTS: bool
+    HAS_FULL: bool  # tiles without a mask
+    HAS_PARTIAL: bool  # tiles with one
+    HAS_BIAS: bool  # or a scale that is not positive: then scores, not products, have the maximum
+    HAS_MASKS: bool
+    DROPOUT: bool
+    PRECISION: str
+    UPCAST: bool
+
+
+class ForwardStrides(NamedTuple):
+    """Of batch, head and token."""
+
+    q: Strides
+    k: Strides
+    v: Strides
+    out: Strides
+
+
+class ForwardScratch(NamedTuple):
+    """Of rows that are cut, for each slot."""
+
+    sums: Tensor
+    tops: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """All that one call of attention is, but for its main tensors."""
+
+    layout: Layout
+    extras: Extras
+    sizes: Sizes
+    dtype: torch.dtype
+    device: torch.device
+    tunings: Tunings
+
+    @property
+    def span(self) -> Span:
+        """Positions of queries and keys."""
+        start = self.extras.q_start
+        return Span((start, start + self.sizes.num_queries), (0, self.sizes.num_keys))
+
+    @property
+    def in_program(self) -> int:
+        """Query heads of a group that one program can sum: all, where they have one pattern."""
+        group, patterns = self.sizes.group, self.layout.head_to_pattern
+        is_shared = all(pattern == patterns[i // group * group] for i, pattern in enumerate(patterns))
+        return group if is_shared else 1
+
+    def plan(self, size: TileSize, by_keys: bool) -> TilePlan:
+        """The plan of a kernel, on the device."""
+        in_program = self.in_program if by_keys else 1
+        heads = self.layout.head_to_pattern[::in_program]
+        work = Work(heads, self.sizes.batch, in_program, self.tunings.min_piece)
+        return device_plan(self.layout, self.span, size, by_keys, work, self.device)
+
+    def size_args(self, num_items: int, num_slots: int = 0, num_long: int = 0) -> SizeArgs:
+        """Numbers for a grid of so many items a head."""
+        sizes = self.sizes
+        scale = float(scale_of(self.extras, sizes.head_dim))
+        start = self.extras.q_start
+        counts = (num_items, num_long, sizes.num_heads, sizes.num_queries, sizes.num_keys)
+        return SizeArgs(*counts, start, num_slots, scale)
+
+    def shape(self, size: TileSize, plan: TilePlan | None, in_program: int = 1) -> Shape:
+        """Constants for tiles of a size, and for a plan of them."""
+        sizes, extras, block = self.sizes, self.extras, self.layout.block
+        has_bias = extras.bias is not None or extras.relative is not None or scale_of(extras, sizes.head_dim) <= 0.0
+        return Shape(
+            GROUP=sizes.group,
+            IN_PROGRAM=in_program,
+            HEAD_DIM=sizes.head_dim,
+            PADDED_DIM=padded_dim(sizes.head_dim),
+            OWN=size.own,
+            OTHER=size.other,
+            SUB=min(block, size.own),
+            UNIT=min(block, size.other),
+            CAUSAL=self.layout.is_causal,
+            ONE_PATTERN=self.layout.num_patterns == 1,
+            HAS_CUTS=plan is not None and plan.num_slots > 0,
+            HAS_FULL=plan is not None and plan.has_full,
+            HAS_PARTIAL=plan is None or plan.has_partial,
+            HAS_BIAS=has_bias,
+            HAS_MASKS=extras.key_padding is not None or extras.mask is not None,
+            DROPOUT=extras.dropout > 0.0,
+            PRECISION="ieee" if self.dtype == torch.float32 else "tf32",
+            UPCAST=is_interpreting() and self.dtype == torch.bfloat16,
+        )
+
+    def extra_args(self) -> ExtraArgs:
+        """Tensors of the extras."""
+        extras = self.extras
+        mask, mask_strides = _expanded(extras.mask, self.sizes)
+        bias, bias_strides = _expanded(extras.bias, self.sizes)
+        padding = extras.key_padding.contiguous().view(torch.uint8) if extras.key_padding is not None else None
+        relative, stride = extras.relative, None
+        if relative is not None:
+            relative = relative.detach().contiguous()
+            stride = relative.shape[1] if relative.shape[0] > 1 else 0
+        return ExtraArgs(
+            padding, mask.view(torch.uint8) if mask is not None else None, mask_strides, bias, bias_strides, relative,
+            stride,
+        )  # fmt: skip
+
+    def drop(self) -> Drop:
+        """Numbers of dropout."""
+        p = self.extras.dropout
+        return Drop(_as_int32(seed_word(self.extras.seed)), _as_int32(threshold(p)), 1.0 / (1.0 - p))
+
+
+def is_interpreting() -> bool:
+    """Whether Triton runs kernels on the host, for tests."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
+def plan_args(plan: TilePlan) -> PlanArgs:
+    """The tensors of a plan."""
+    return PlanArgs(plan.codes, plan.items, plan.item_starts, plan.cuts, plan.cut_starts, plan.heads)
+
+
+def strides_of(tensor: Tensor) -> Strides:
+    """Of batch, head and token; the elements of a token lie side by side."""
+    assert tensor.stride(3) == 1 or tensor.shape[3] == 1, tensor.stride()
+    return tensor.stride(0), tensor.stride(1), tensor.stride(2)
+
+
+def with_dense_rows(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy whose tokens' elements lie side by side; a stride of a token must also fit a 24-bit word,
+    since kernels multiply it with a place in a tile."""
+    return tensor if tensor.stride(3) == 1 and 0 < tensor.stride(2) < 2**24 else tensor.contiguous()
+
+
+def launch(kernel: Any, num_programs: int, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Runs a kernel on the current stream."""
+    assert 0 < num_programs < 2**31, num_programs
+    kernel[(num_programs,)](*args, **options)
+
+
+def scratch(call: Call, plan: TilePlan, size: TileSize, count: int) -> list[Tensor]:
+    """Fp32 memory for the pieces of rows that are cut, so many times."""
+    shape = (call.sizes.batch * plan.num_slots, size.own, padded_dim(call.sizes.head_dim))
+    return [torch.empty(shape, dtype=torch.float32, device=call.device) for _ in range(count)]
+
+
+def _expanded(tensor: Tensor | None, sizes: Sizes) -> tuple[Tensor | None, tuple[int, ...] | None]:
+    if tensor is None:
+        return None, None
+    tensor = as_4d(tensor.detach()).expand(sizes.scores)
+    return tensor, tensor.stride()
+
+
+def _as_int32(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word

@@ -1,0 +1,316 @@
+"""Which blocks of an attention matrix are kept, as compressed rows.
+
+A `Layout` holds one list of columns for each block row of each distinct pattern; heads name the pattern that they use.
+Its memory is proportional to the blocks kept, so a million tokens in blocks of 16 take megabytes, where a grid of
+65536 x 65536 entries a head would take gigabytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twinflow.errors import bad_value
+
+BLOCKS = (16, 32, 64, 128)
+DENSE_LIMIT = 2**28
+CHUNK_PAIRS = 2**22
+
+PairTest = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Which blocks of scores are kept. Rows are blocks of queries, columns blocks of keys.
+
+    The tensors are never changed after they are built. Both axes count positions from zero: row r holds the queries at
+    positions r * block and on, column c the keys at c * block and on.
+    """
+
+    block: int
+    num_rows: int
+    num_cols: int
+    is_causal: bool  # exact to the token; blocks wholly above the diagonal are not kept
+    head_to_pattern: tuple[int, ...]
+    row_starts: Tensor  # int64 [num_patterns, num_rows + 1], offsets into all of `cols`
+    cols: Tensor  # int32 [kept], ascending within a row, no duplicates
+
+    def __post_init__(self) -> None:
+        _check_shape(self.block, self.num_rows, self.num_cols)
+        assert self.row_starts.shape == (self.row_starts.shape[0], self.num_rows + 1)
+        assert self.row_starts.dtype == torch.int64
+        assert self.cols.dtype == torch.int32
+        assert int(self.row_starts[-1, -1]) == self.cols.numel()
+        assert set(self.head_to_pattern) == set(range(self.num_patterns))
+
+    @property
+    def num_heads(self) -> int:
+        """Heads that the layout is for."""
+        return len(self.head_to_pattern)
+
+    @property
+    def num_patterns(self) -> int:
+        """Distinct patterns, at most one a head."""
+        return self.row_starts.shape[0]
+
+    @property
+    def num_kept(self) -> int:
+        """Blocks kept, each pattern counted once."""
+        return self.cols.numel()
+
+    @property
+    def density(self) -> float:
+        """Blocks kept of the whole grid, each head counted."""
+        kept = self.row_starts[:, -1] - self.row_starts[:, 0]
+        total = sum(int(kept[pattern]) for pattern in self.head_to_pattern)
+        return total / (self.num_heads * self.num_rows * self.num_cols)
+
+    @cached_property
+    def _digest(self) -> bytes:
+        shape = (self.block, self.num_rows, self.num_cols, self.is_causal, self.head_to_pattern)
+        digest = hashlib.blake2b(repr(shape).encode(), digest_size=16)
+        for tensor in (self.row_starts, self.cols):
+            digest.update(tensor.contiguous().numpy().data)
+        return digest.digest()
+
+    def key(self) -> bytes:
+        """An identity for caches: layouts with equal keys keep the same blocks."""
+        return self._digest
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self.key() == other.key()
+
+    def __hash__(self) -> int:
+        return hash(self.key())
+
+    def cols_of(self, pattern: int) -> Tensor:
+        """Columns of the kept blocks of a pattern, row after row, as int32."""
+        return self.cols[int(self.row_starts[pattern, 0]) : int(self.row_starts[pattern, -1])]
+
+    def rows_of(self, pattern: int) -> Tensor:
+        """Rows of the kept blocks of a pattern, in the order of `cols_of`, as int32."""
+        lengths = self.row_starts[pattern].diff()
+        return torch.repeat_interleave(torch.arange(self.num_rows, dtype=torch.int32), lengths)
+
+    def transposed(self) -> tuple[Tensor, Tensor]:
+        """The same blocks by columns: col_starts int64 [num_patterns, num_cols + 1], rows int32 [kept], ascending."""
+        counts = torch.zeros(self.num_patterns, self.num_cols, dtype=torch.int64)
+        rows = torch.empty_like(self.cols)
+        for pattern in range(self.num_patterns):
+            cols = self.cols_of(pattern)
+            order = torch.argsort(cols, stable=True)
+            start = int(self.row_starts[pattern, 0])
+            rows[start : start + cols.numel()] = self.rows_of(pattern)[order]
+            counts[pattern] = torch.bincount(cols, minlength=self.num_cols)
+        return _starts(counts), rows
+
+    def to_dense(self) -> Tensor:
+        """The grid as bool [heads, rows, cols]; for small layouts."""
+        numel = self.num_heads * self.num_rows * self.num_cols
+        if numel > DENSE_LIMIT:
+            shape = (self.num_heads, self.num_rows, self.num_cols)
+            raise bad_value("layout", shape, f"at most {DENSE_LIMIT} entries as a grid", "Use rows_of() and cols_of().")
+        patterns = torch.zeros(self.num_patterns, self.num_rows, self.num_cols, dtype=torch.bool)
+        for pattern in range(self.num_patterns):
+            patterns[pattern, self.rows_of(pattern).long(), self.cols_of(pattern).long()] = True
+        return patterns[list(self.head_to_pattern)]
+
+    def for_heads(self, start: int, stop: int) -> Layout:
+        """The layout of heads start to stop, for a rank that has only those."""
+        if not 0 <= start < stop <= self.num_heads:
+            raise bad_value("heads", (start, stop), f"a range within 0 to {self.num_heads} that is not empty")
+        wanted = self.head_to_pattern[start:stop]
+        patterns = list(dict.fromkeys(wanted))
+        counts = self.row_starts.diff(dim=1)[patterns]
+        return Layout(
+            self.block,
+            self.num_rows,
+            self.num_cols,
+            self.is_causal,
+            tuple(patterns.index(pattern) for pattern in wanted),
+            _starts(counts),
+            torch.cat([self.cols_of(pattern) for pattern in patterns]),
+        )
+
+
+def from_flat(
+    flats: Sequence[Tensor],
+    num_rows: int,
+    num_cols: int,
+    block: int,
+    *,
+    is_causal: bool = False,
+    head_to_pattern: Sequence[int] | None = None,
+) -> Layout:
+    """A layout from one int64 tensor a pattern of row * num_cols + col, in any order, duplicates allowed.
+
+    With `is_causal`, what lies wholly above the diagonal is dropped. Without `head_to_pattern`, each pattern is a head.
+    Equal patterns become one.
+    """
+    _check_shape(block, num_rows, num_cols)
+    heads = tuple(range(len(flats))) if head_to_pattern is None else tuple(int(p) for p in head_to_pattern)
+    if not heads or any(not 0 <= pattern < len(flats) for pattern in heads):
+        raise bad_value("head_to_pattern", heads, f"at least one head, each a pattern below {len(flats)}")
+    found: dict[bytes, int] = {}
+    kept: list[Tensor] = []
+    counts: list[Tensor] = []
+    merged: dict[int, int] = {}
+    for pattern in dict.fromkeys(heads):
+        flat = _sorted_unique(flats[pattern].reshape(-1).to(torch.int64), num_rows * num_cols)
+        rows, cols = flat // num_cols, flat % num_cols
+        if is_causal:
+            below = cols <= rows
+            rows, cols, flat = rows[below], cols[below], flat[below]
+        digest = hashlib.blake2b(flat.numpy().data, digest_size=32).digest()
+        merged[pattern] = found.setdefault(digest, len(kept))
+        if merged[pattern] == len(kept):
+            kept.append(cols.to(torch.int32))
+            counts.append(torch.bincount(rows, minlength=num_rows))
+    return Layout(
+        block,
+        num_rows,
+        num_cols,
+        bool(is_causal),
+        tuple(merged[pattern] for pattern in heads),
+        _starts(torch.stack(counts)),
+        torch.cat(kept),
+    )
+
+
+def from_dense(grid: Tensor, block: int, is_causal: bool = False, num_heads: int | None = None) -> Layout:
+    """A layout from a bool or integer grid [heads, rows, cols] or [rows, cols]; one grid may serve `num_heads`."""
+    if grid.dim() == 2:
+        grid = grid[None]
+    if grid.dim() != 3:
+        raise bad_value("grid", tuple(grid.shape), "two or three dimensions: [heads, rows, cols] or [rows, cols]")
+    if grid.is_floating_point() or grid.is_complex():
+        raise bad_value("grid.dtype", grid.dtype, "bool or an integer dtype")
+    if num_heads is not None and grid.shape[0] not in (1, num_heads):
+        raise bad_value("grid", tuple(grid.shape), f"one grid or {num_heads}")
+    flats = [head.detach().cpu().reshape(-1).nonzero()[:, 0] for head in grid]
+    heads = [0] * num_heads if num_heads is not None and len(flats) == 1 else None
+    return from_flat(flats, grid.shape[1], grid.shape[2], block, is_causal=is_causal, head_to_pattern=heads)
+
+
+def from_csr(
+    row_starts: Tensor,
+    cols: Tensor,
+    num_cols: int,
+    block: int,
+    *,
+    is_causal: bool = False,
+    head_to_pattern: Sequence[int] | None = None,
+) -> Layout:
+    """A layout from offsets [patterns, rows + 1] (or [rows + 1]) into the columns of all patterns.
+
+    The columns of a row need no order. Offsets are absolute: the second pattern starts where the first ends.
+    """
+    starts = row_starts.cpu().to(torch.int64)
+    starts = starts[None] if starts.dim() == 1 else starts
+    cols = cols.cpu().to(torch.int64)
+    if starts.dim() != 2 or starts.shape[0] == 0 or starts.shape[1] < 2:
+        raise bad_value("row_starts", tuple(row_starts.shape), "[patterns, rows + 1] with at least one row")
+    joined = bool((starts[1:, 0] == starts[:-1, -1]).all()) and int(starts[0, 0]) == 0
+    if not joined or int(starts[-1, -1]) != cols.numel() or bool((starts.diff(dim=1) < 0).any()):
+        raise bad_value("row_starts", "offsets", f"ascending from 0 to the {cols.numel()} columns, patterns in a row")
+    _check_range("cols", cols, num_cols)
+    num_rows = starts.shape[1] - 1
+    rows = torch.arange(num_rows).repeat(starts.shape[0])
+    flat = torch.repeat_interleave(rows, starts.diff(dim=1).reshape(-1)) * num_cols + cols
+    flats = [flat[int(start) : int(stop)] for start, stop in zip(starts[:, 0], starts[:, -1], strict=True)]
+    return from_flat(flats, num_rows, num_cols, block, is_causal=is_causal, head_to_pattern=head_to_pattern)
+
+
+def from_rows(
+    patterns: Sequence[Sequence[Tensor]],
+    num_cols: int,
+    block: int,
+    *,
+    is_causal: bool = False,
+    head_to_pattern: Sequence[int] | None = None,
+) -> Layout:
+    """A layout from lists: one a pattern, in it one tensor of columns a row."""
+    sizes = {len(rows) for rows in patterns}
+    if len(sizes) != 1 or 0 in sizes:
+        raise bad_value("patterns", f"lists of {sorted(sizes)} rows", "the same number of rows, at least one, in each")
+    counts = torch.tensor([[row.numel() for row in rows] for rows in patterns], dtype=torch.int64)
+    cols = torch.cat([row.reshape(-1).to(torch.int64) for rows in patterns for row in rows])
+    return from_csr(_starts(counts), cols, num_cols, block, is_causal=is_causal, head_to_pattern=head_to_pattern)
+
+
+def from_function(
+    keeps: PairTest | Sequence[PairTest],
+    num_rows: int,
+    num_cols: int,
+    block: int,
+    *,
+    is_causal: bool = False,
+    num_heads: int = 1,
+) -> Layout:
+    """A layout from a test of pairs: keeps(rows, cols) -> bool, on int64 tensors of blocks that broadcast.
+
+    One test serves `num_heads`; a list of them is one a head. Every pair is asked, so the time is that of the grid; the
+    memory is that of what is kept, as rows are asked a few at a time.
+    """
+    _check_shape(block, num_rows, num_cols)
+    tests = [keeps] if callable(keeps) else list(keeps)
+    cols = torch.arange(num_cols)[None]
+    flats = []
+    for test in tests:
+        parts = []
+        for start, stop in _chunks(num_rows, max(1, CHUNK_PAIRS // num_cols)):
+            rows = torch.arange(start, stop)[:, None]
+            answer = test(rows, cols)
+            if answer.dtype != torch.bool:
+                raise bad_value("keeps(rows, cols).dtype", answer.dtype, [torch.bool])
+            parts.append(answer.expand(stop - start, num_cols).reshape(-1).nonzero()[:, 0] + start * num_cols)
+        flats.append(torch.cat(parts))
+    heads = [0] * num_heads if callable(keeps) else None
+    return from_flat(flats, num_rows, num_cols, block, is_causal=is_causal, head_to_pattern=heads)
+
+
+def _chunks(total: int, size: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, total, size):
+        yield start, min(start + size, total)
+
+
+def _starts(counts: Tensor) -> Tensor:
+    """Absolute offsets [patterns, n + 1] from counts [patterns, n]."""
+    ends = counts.reshape(-1).cumsum(0).reshape(counts.shape)
+    first = torch.cat([ends.new_zeros(1), ends[:-1, -1]])
+    return torch.cat([first[:, None], ends], dim=1)
+
+
+def _sorted_unique(flat: Tensor, size: int) -> Tensor:
+    _check_range("block index", flat, size)
+    flat = torch.from_numpy(np.sort(flat.cpu().numpy()))  # torch's sort would make an index besides
+    is_first = torch.ones_like(flat, dtype=torch.bool)
+    is_first[1:] = flat[1:] != flat[:-1]
+    return flat[is_first]
+
+
+def _check_range(name: str, values: Tensor, size: int) -> None:
+    if values.numel():
+        low, high = int(values.min()), int(values.max())
+        if low < 0 or high >= size:
+            raise bad_value(name, low if low < 0 else high, f"0 to {size - 1}")
+
+
+def check_block(block: object) -> None:
+    """Refuses a block size that there is no layout for."""
+    if not isinstance(block, int) or block not in BLOCKS:
+        raise bad_value("block", block, BLOCKS)
+
+
+def _check_shape(block: int, num_rows: int, num_cols: int) -> None:
+    check_block(block)
+    if num_rows < 1 or num_cols < 1:
+        raise bad_value("rows and columns of the layout", (num_rows, num_cols), "at least one of each")
+    if num_cols >= 2**31 or num_rows >= 2**31:
+        raise bad_value("rows and columns of the layout", (num_rows, num_cols), "less than 2**31 of each")

@@ -1,0 +1,197 @@
+"""Inputs and position tables of other lengths than a model was made for."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twinflow.attention.patch import sparsify
+from twinflow.attention.patterns import FixedSparsityConfig, SparsityConfig
+from twinflow.errors import bad_value
+
+
+class Padded(NamedTuple):
+    """What `pad_to_block_size` gives, in DeepSpeed's order."""
+
+    pad_len: int
+    input_ids: Tensor | None
+    attention_mask: Tensor | None
+    token_type_ids: Tensor | None
+    position_ids: Tensor | None
+    inputs_embeds: Tensor | None
+
+
+def pad_to_block_size(
+    block_size: int,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    token_type_ids: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    pad_token_id: int = 0,
+    model_embeddings: Any = None,
+) -> Padded:
+    """Inputs of a model, filled on the right to a multiple of a block; padding gets 0 in the mask.
+
+    Where there is padding and no mask, one is made. Embeddings are filled with those of the padding token, if
+    `model_embeddings` is given to look them up, and with zeros otherwise. Attention here takes any length: this is for
+    models and kernels that do not.
+    """
+    given = input_ids if input_ids is not None else inputs_embeds
+    if given is None:
+        raise bad_value("input_ids and inputs_embeds", (None, None), "one of the two, at least")
+    if block_size < 1:
+        raise bad_value("block_size", block_size, "a whole number from 1")
+    batch, tokens = given.shape[:2]
+    pad_len = -tokens % block_size
+    if not pad_len:
+        return Padded(0, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+    if inputs_embeds is not None:
+        inputs_embeds = torch.cat(
+            [inputs_embeds, _pad_embeds(inputs_embeds, pad_len, pad_token_id, model_embeddings)], 1
+        )
+    if attention_mask is None:
+        attention_mask = torch.ones(batch, tokens, dtype=torch.int64, device=given.device)
+    if position_ids is not None:  # any position will do for what nobody looks at; a table surely has this one
+        position_ids = F.pad(position_ids, (0, pad_len), value=int(pad_token_id))
+    return Padded(
+        pad_len,
+        None if input_ids is None else F.pad(input_ids, (0, pad_len), value=pad_token_id),
+        F.pad(attention_mask, (0, pad_len), value=0),
+        None if token_type_ids is None else F.pad(token_type_ids, (0, pad_len), value=0),
+        position_ids,
+        inputs_embeds,
+    )
+
+
+def _pad_embeds(embeds: Tensor, pad_len: int, pad_token_id: int, model_embeddings: Any) -> Tensor:
+    if model_embeddings is None:
+        return embeds.new_zeros(embeds.shape[0], pad_len, embeds.shape[2])
+    ids = torch.full((embeds.shape[0], pad_len), pad_token_id, dtype=torch.int64, device=embeds.device)
+    padding: Tensor = model_embeddings(ids)
+    return padding.to(embeds.dtype)
+
+
+def unpad_sequence_output(pad_len: int, sequence_output: Tensor) -> Tensor:
+    """An output [B, tokens, ...] without the padding."""
+    return sequence_output[:, :-pad_len] if pad_len else sequence_output
+
+
+def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
+    """Let a model of transformers take sequences of `max_position` tokens; returns the model itself.
+
+    A learned table (BERT, RoBERTa, GPT-2) is tiled, so that what was learned locally holds everywhere; the rows that
+    RoBERTa keeps for padding are kept. A rotary model has no table: only its config changes. Call it before `sparsify`
+    and before an optimizer is built.
+    """
+    if isinstance(max_position, bool) or not isinstance(max_position, int) or max_position < 1:
+        raise bad_value("max_position", max_position, "a whole number from 1")
+    config: Any = getattr(model, "config", None)
+    known = getattr(config, "max_position_embeddings", None)
+    if not isinstance(known, int):
+        name = f"{type(model).__name__}.config.max_position_embeddings"
+        raise bad_value(name, known, "a whole number", "Extend the model's table of positions yourself.")
+    holders = [part for part in model.modules() if _table(part) is not None]
+    offset = 0
+    for holder in holders:
+        table = _table(holder)
+        assert table is not None
+        offset = 0 if table.padding_idx is None else table.padding_idx + 1
+        _extend_table(table, max_position, offset)
+        _extend_buffers(holder, max_position + offset)
+    if not holders:
+        if not any("rotary" in type(part).__name__.lower() for part in model.modules()):
+            allowed = "one with position_embeddings (BERT, RoBERTa), wpe (GPT-2) or rotary positions"
+            raise bad_value("model", type(model).__name__, allowed, "Extend its table of positions yourself.")
+        if max_position < known:
+            raise bad_value("max_position", max_position, f"at least {known}, what the model takes already")
+    config.max_position_embeddings = max_position + offset
+    return model
+
+
+def _table(part: nn.Module) -> nn.Embedding | None:
+    """The table of positions of a module, if it is one of a kind that is known."""
+    for name in ("position_embeddings", "wpe"):
+        table = getattr(part, name, None)
+        if type(table) is nn.Embedding:
+            return table
+    return None
+
+
+@torch.no_grad()
+def _extend_table(table: nn.Embedding, max_position: int, offset: int) -> None:
+    weight = table.weight
+    num_old = weight.shape[0] - offset
+    if max_position < num_old:
+        raise bad_value("max_position", max_position, f"at least {num_old}, what the model takes already")
+    rows = offset + torch.arange(max_position, device=weight.device) % num_old
+    rows = torch.cat([torch.arange(offset, device=weight.device), rows])
+    table.weight = nn.Parameter(weight[rows], requires_grad=weight.requires_grad)
+    table.num_embeddings = offset + max_position
+
+
+def _extend_buffers(holder: nn.Module, num_rows: int) -> None:
+    """BERT's and RoBERTa's counted positions and zeros, as long as the table."""
+    for name, is_counted in (("position_ids", True), ("token_type_ids", False)):
+        old = getattr(holder, name, None)
+        if isinstance(old, Tensor):
+            new = torch.arange(num_rows, device=old.device) if is_counted else torch.zeros(num_rows, device=old.device)
+            setattr(holder, name, new.to(old.dtype)[None])
+
+
+class SparseAttentionUtils:
+    """DeepSpeed's names for what this package does with functions."""
+
+    @staticmethod
+    def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
+        """See the function of this name."""
+        return extend_position_embedding(model, max_position)
+
+    @staticmethod
+    def update_tokenizer_model_max_length(tokenizer: Any, max_position: int) -> Any:
+        """Let a tokenizer of transformers make sequences so long; returns it."""
+        tokenizer.model_max_length = max_position
+        tokenizer.init_kwargs["model_max_length"] = max_position
+        return tokenizer
+
+    @staticmethod
+    def replace_model_self_attention_with_sparse_self_attention(
+        model: nn.Module, max_position: int, sparsity_config: SparsityConfig | None = None
+    ) -> nn.Module:
+        """`extend_position_embedding`, where it is needed, and `sparsify`; without a pattern the fixed one is used."""
+        config: Any = model.config
+        if config.max_position_embeddings < max_position:
+            extend_position_embedding(model, max_position)
+        pattern = sparsity_config or FixedSparsityConfig(num_heads=config.num_attention_heads)
+        return sparsify(model, pattern)
+
+    @staticmethod
+    def pad_to_block_size(
+        block_size: int,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        pad_token_id: int,
+        model_embeddings: Any,
+    ) -> Padded:
+        """See the function of this name."""
+        return pad_to_block_size(
+            block_size,
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            pad_token_id,
+            model_embeddings,
+        )
+
+    @staticmethod
+    def unpad_sequence_output(pad_len: int, sequence_output: Tensor) -> Tensor:
+        """See the function of this name."""
+        return unpad_sequence_output(pad_len, sequence_output)

@@ -1,0 +1,180 @@
+"""Layers with sparse attention, under DeepSpeed's names and with its arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twinflow.attention.layout import Layout
+from twinflow.attention.pattern_attention import PatternAttention
+from twinflow.attention.patterns import FixedSparsityConfig, SparsityConfig
+from twinflow.errors import bad_value
+
+MASK_MODES = ("add", "mul")
+REMOVED = -1e4  # what is this low in an additive mask takes no part
+
+
+class SparseSelfAttention(nn.Module):
+    """Self-attention over the blocks that a pattern keeps.
+
+    Layouts are kept per instance: two layers with different patterns never share one. A sequence shorter than
+    `max_seq_length` uses the corner of the layout for that length.
+    """
+
+    def __init__(
+        self,
+        sparsity_config: SparsityConfig | None = None,
+        key_padding_mask_mode: str = "add",
+        attn_mask_mode: str = "mul",
+        max_seq_length: int = 2048,
+        *,
+        backend: str = "auto",
+        heads: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__()
+        for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
+            if mode not in MASK_MODES:
+                raise bad_value(name, mode, MASK_MODES)
+        if isinstance(max_seq_length, bool) or not isinstance(max_seq_length, int) or max_seq_length < 1:
+            raise bad_value("max_seq_length", max_seq_length, "a whole number from 1")
+        pattern = FixedSparsityConfig(num_heads=4) if sparsity_config is None else sparsity_config
+        self.key_padding_mask_mode = key_padding_mask_mode
+        self.attn_mask_mode = attn_mask_mode
+        self.max_seq_length = max_seq_length
+        self.attend = PatternAttention(pattern, max_seq_length, backend=backend, heads=heads)
+
+    @property
+    def sparsity_config(self) -> SparsityConfig:
+        """The pattern."""
+        return self.attend.pattern
+
+    def set_pattern(self, pattern: SparsityConfig) -> None:
+        """Another pattern from now on."""
+        old = self.attend
+        self.attend = PatternAttention(pattern, self.max_seq_length, backend=old.backend, heads=old.heads)
+
+    def get_layout(self, seq_len: int) -> Layout:
+        """The layout for so many tokens."""
+        return self.attend.layout(self._length(seq_len), self._num_heads())
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rpe: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of query, key and value [B, H, L, D], in any float dtype; the same shape comes back.
+
+        `rpe` is added to the scaled scores, broadcast to [B, H, L, L], and gets a gradient if it needs one.
+        `key_padding_mask` is [B, L] (dimensions of one between are dropped), `attn_mask` [L, L]. A mask is added
+        ("add": 0 for what takes part) or says 1 for what takes part and 0 for the rest ("mul").
+        """
+        num_tokens = self._length(query.shape[2])
+        if key.shape != query.shape and key.shape == query.transpose(-1, -2).shape:
+            key = key.transpose(-1, -2)  # DeepSpeed takes a key that is transposed already
+        if key.shape != query.shape or value.shape != query.shape:
+            shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
+            raise bad_value("shapes of query, key and value", shapes, "the same three times: it is self-attention")
+        extras: dict[str, Any] = {}
+        biases = [] if rpe is None else [rpe]
+        if attn_mask is not None:
+            mask = attn_mask.reshape(_no_ones(attn_mask, 2, "attn_mask", (num_tokens, num_tokens)))
+            if self.attn_mask_mode == "mul":
+                extras["mask"] = mask != 0
+            else:
+                biases.append(_additive("attn_mask", mask))
+        if key_padding_mask is not None:
+            mask = key_padding_mask.reshape(
+                _no_ones(key_padding_mask, 2, "key_padding_mask", (query.shape[0], num_tokens))
+            )
+            if self.key_padding_mask_mode == "mul":
+                extras["key_padding"] = mask != 0
+            else:
+                _add_padding(extras, biases, _additive("key_padding_mask", mask))
+        if biases:
+            extras["bias"] = sum(biases[1:], biases[0])
+        return self.attend(query, key, value, **extras)
+
+    def extra_repr(self) -> str:
+        """The pattern, for print(model)."""
+        return f"{self.sparsity_config}, max_seq_length={self.max_seq_length}"
+
+    def _num_heads(self) -> int:
+        heads = self.attend.heads
+        return self.sparsity_config.num_heads if heads is None else heads[1] - heads[0]
+
+    def _length(self, seq_len: int) -> int:
+        if seq_len > self.max_seq_length:
+            remedy = "Build SparseSelfAttention with a larger max_seq_length."
+            raise bad_value("sequence length", seq_len, f"at most max_seq_length {self.max_seq_length}", remedy)
+        return seq_len
+
+
+class BertSparseSelfAttention(nn.Module):
+    """The self-attention of a BERT layer, sparse: query, key and value from the hidden states, heads merged again.
+
+    `config` needs hidden_size and num_attention_heads; max_position_embeddings if it has one. Without a pattern the
+    fixed one is used.
+    """
+
+    def __init__(self, config: Any, sparsity_config: SparsityConfig | None = None, *, backend: str = "auto") -> None:
+        super().__init__()
+        heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
+        if hidden % heads:
+            raise bad_value("hidden_size", hidden, f"a multiple of num_attention_heads, which is {heads}")
+        pattern = FixedSparsityConfig(num_heads=heads) if sparsity_config is None else sparsity_config
+        if pattern.num_heads != heads:
+            raise bad_value("sparsity_config.num_heads", pattern.num_heads, [heads], "It is num_attention_heads.")
+        self.num_attention_heads = heads
+        self.attention_head_size = hidden // heads
+        self.query = nn.Linear(hidden, hidden)
+        self.key = nn.Linear(hidden, hidden)
+        self.value = nn.Linear(hidden, hidden)
+        longest = int(getattr(config, "max_position_embeddings", 2048))
+        self.sparse_self_attention = SparseSelfAttention(pattern, max_seq_length=longest, backend=backend)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """[B, L, hidden] in and out; the mask is additive [B, 1, 1, L] as BERT makes it, or bool or whole numbers
+        [B, L] with 1 for what takes part."""
+        batch, tokens, hidden = hidden_states.shape
+        heads = batch, tokens, self.num_attention_heads, self.attention_head_size
+        parts = (layer(hidden_states).view(heads).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        q, k, v = parts
+        if attention_mask is not None and not attention_mask.is_floating_point():
+            removed = attention_mask.reshape(batch, tokens) == 0
+            attention_mask = torch.zeros(removed.shape, dtype=q.dtype, device=q.device).masked_fill(removed, -torch.inf)
+        out: Tensor = self.sparse_self_attention(q, k, v, key_padding_mask=attention_mask)
+        return out.transpose(1, 2).reshape(batch, tokens, hidden)
+
+
+def _no_ones(mask: Tensor, num_dims: int, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape without dimensions of one that are too many."""
+    found = tuple(size for size in mask.shape if size != 1)
+    wanted = tuple(size for size in shape if size != 1)
+    if found != wanted or mask.dim() < num_dims:
+        raise bad_value(f"{name}.shape", tuple(mask.shape), f"{list(shape)}, with dimensions of one between if need be")
+    return shape
+
+
+def _additive(name: str, mask: Tensor) -> Tensor:
+    if not mask.is_floating_point():
+        remedy = f'A mask of 0 and 1 needs {name}_mode="mul".'
+        raise bad_value(f"{name}.dtype", mask.dtype, "a float dtype: it is added to the scores", remedy)
+    return mask
+
+
+def _add_padding(extras: dict[str, Any], biases: list[Tensor], mask: Tensor) -> None:
+    """An additive mask of keys: a bias of its own, or, beside another bias, removed keys if it says no more than that.
+
+    The sum of two biases would have every batch, head, query and key.
+    """
+    removed = mask <= REMOVED
+    if biases and not mask.requires_grad and bool((removed | (mask == 0)).all()):
+        extras["key_padding"] = ~removed
+    else:
+        biases.append(mask[:, None, None, :])

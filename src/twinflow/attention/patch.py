@@ -1,0 +1,145 @@
+"""`sparsify`: sparse attention for a model that is there already, in one line, and back again.
+
+Three kinds of layers are known. Models of transformers have their attention routed through its attention interface,
+where ours is registered under a name of its own. Layers with `num_heads` and `set_attention(fn)`, as our GPT's, are
+given ours. And a `SparseSelfAttention` gets the pattern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from twinflow.attention.huggingface import dense_transformers, num_heads_of, sparse_transformers, transformers_models
+from twinflow.attention.module import SparseSelfAttention
+from twinflow.attention.pattern_attention import PatternAttention, not_causal
+from twinflow.attention.patterns import DenseSparsityConfig, SparsityConfig, pattern_from_config
+from twinflow.errors import bad_value
+
+Pattern = SparsityConfig | Sequence[SparsityConfig] | Mapping[int, SparsityConfig]
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # q, k, v [B, H, n, D] and dropout
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def sparsify(model: Model, pattern: Pattern, *, backend: str = "auto", heads: tuple[int, int] | None = None) -> Model:
+    """Give a model the attention of a pattern, for training and for generating; returns the model itself.
+
+    `pattern` is one for all layers, a list with one a layer, or a dict from layer to pattern, whose other layers are
+    dense. `heads` says which of the pattern's heads this rank has, where tensor parallelism splits them.
+    """
+    found, hooks, own = transformers_models(model), _hooks(model), _own(model)
+    if not found and not hooks and not own:
+        raise _nothing_to_change(model)
+    for_hooks = _by_layer(pattern, [int(layer.num_heads) for layer in hooks])
+    made = [_for_hook(layer, its, backend, heads) for layer, its in zip(hooks, for_hooks, strict=True)]
+    for_own = _by_layer(pattern, [_num_heads(layer) for layer in own])
+    for part in found:
+        counts = [num_heads_of(part)] * part.config.num_hidden_layers
+        sparse_transformers(part, _by_layer(pattern, counts), backend, heads)
+    for layer, attend in zip(hooks, made, strict=True):
+        layer.set_attention(attend)
+    for layer, its in zip(own, for_own, strict=True):
+        layer.set_pattern(its)
+    return model
+
+
+def unsparsify(model: Model) -> Model:
+    """Give a model the attention back that it had before `sparsify`; a SparseSelfAttention keeps its pattern."""
+    for part in transformers_models(model):
+        dense_transformers(part)
+    for layer in _hooks(model):
+        layer.set_attention(None)
+    return model
+
+
+def apply_section(model: nn.Module, section: Mapping[str, Any]) -> None:
+    """Apply a config's `sparse_attention` section. Dense is what a model has anyway, unless it was built sparse."""
+    is_dense = section.get("mode", "fixed") == "dense"
+    own = _own(model)
+    counts = {_num_heads(layer) for layer in own}
+    if not is_dense:
+        counts |= {num_heads_of(part) for part in transformers_models(model)}
+        counts |= {int(layer.num_heads) for layer in _hooks(model)}
+    if len(counts) > 1:
+        remedy = "Leave sparse_attention out, and call twinflow.attention.sparsify with a pattern for each."
+        raise bad_value("heads of the model's layers", sorted(counts), "the same number in all", remedy)
+    if not counts and not is_dense:
+        raise _nothing_to_change(model)
+    pattern = pattern_from_config(section, counts.pop() if counts else 1)
+    if not is_dense:
+        sparsify(model, pattern)
+        return
+    for layer in own:
+        layer.set_pattern(pattern)
+
+
+def _hooks(model: nn.Module) -> list[Any]:
+    """Layers that take another attention."""
+    return [part for part in model.modules() if hasattr(part, "set_attention") and hasattr(part, "num_heads")]
+
+
+def _own(model: nn.Module) -> list[SparseSelfAttention]:
+    return [part for part in model.modules() if isinstance(part, SparseSelfAttention)]
+
+
+def _num_heads(layer: SparseSelfAttention) -> int:
+    return layer.sparsity_config.num_heads
+
+
+def _for_hook(layer: Any, pattern: SparsityConfig, backend: str, heads: tuple[int, int] | None) -> Attend:
+    is_causal = bool(getattr(layer, "is_causal", True))
+    if is_causal and not pattern.is_causal and not isinstance(pattern, DenseSparsityConfig):
+        raise not_causal(pattern)
+    attend = PatternAttention(pattern, getattr(layer, "max_tokens", 1), backend=backend, heads=heads)
+    return partial(_attend, attend, is_causal)
+
+
+def _attend(attend: PatternAttention, is_causal: bool, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    return attend(q, k, v, is_causal=is_causal, dropout=dropout)
+
+
+def _by_layer(pattern: Pattern, num_heads: Sequence[int]) -> list[SparsityConfig]:
+    """One pattern a layer, each for the layer's number of heads."""
+    num_layers = len(num_heads)
+    if isinstance(pattern, SparsityConfig):
+        patterns = [pattern] * num_layers
+    elif isinstance(pattern, Mapping):
+        patterns = _filled(pattern, num_layers)
+    elif isinstance(pattern, Sequence) and not isinstance(pattern, str):
+        if num_layers and len(pattern) != num_layers:
+            raise bad_value("patterns", len(pattern), f"one for each of the model's {num_layers} layers")
+        patterns = list(pattern)[:num_layers]
+    else:
+        allowed = "a SparsityConfig, a list of them, or a dict from layer to SparsityConfig"
+        raise bad_value("pattern", type(pattern).__name__, allowed)
+    for its, count in zip(patterns, num_heads, strict=True):
+        if not isinstance(its, SparsityConfig):
+            raise bad_value("pattern of a layer", type(its).__name__, "a SparsityConfig")
+        if its.num_heads != count:
+            raise bad_value("pattern.num_heads", its.num_heads, [count], "Build the pattern for the model's heads.")
+    return patterns
+
+
+def _filled(patterns: Mapping[int, SparsityConfig], num_layers: int) -> list[SparsityConfig]:
+    for layer in patterns:
+        if num_layers and layer not in range(num_layers):
+            raise bad_value("layer of a pattern", layer, f"0 to {num_layers - 1}")
+    if not patterns:
+        raise bad_value("pattern", patterns, "a pattern for one layer at least")
+    some = next(iter(patterns.values()))
+    dense = DenseSparsityConfig(some.num_heads, some.block)
+    return [patterns.get(layer, dense) for layer in range(num_layers)]
+
+
+def _nothing_to_change(model: nn.Module) -> ValueError:
+    allowed = (
+        "a model of transformers, one with layers that have num_heads and set_attention(fn), or one with "
+        "SparseSelfAttention in it"
+    )
+    remedy = (
+        "No other layer can be told to attend sparsely: build the model with twinflow.attention.SparseSelfAttention."
+    )
+    return bad_value("model for sparse attention", type(model).__name__, allowed, remedy)

@@ -1,0 +1,365 @@
+"""The known patterns of block-sparse attention, under DeepSpeed's names, arguments and defaults.
+
+Two things differ on purpose. "unidirectional" is exact to the token, and nothing above the diagonal is kept. Random
+blocks come from a generator with a seed of its own, so all ranks draw the same ones and nothing else is disturbed; in a
+unidirectional pattern they are drawn from the columns that a row may see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinflow.attention.layout import DENSE_LIMIT, Layout, check_block, from_flat
+from twinflow.errors import bad_value
+
+ATTENTIONS = ("unidirectional", "bidirectional")
+KEPT_LIMIT = 2**30
+
+
+@dataclass(frozen=True)
+class SparsityConfig:
+    """What all patterns share: heads, block size, whether heads differ, and the seed of random blocks."""
+
+    num_heads: int
+    block: int = 16
+    different_layout_per_head: bool = False
+    seed: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check_count("num_heads", self.num_heads, 1)
+        check_block(self.block)
+        if not isinstance(self.different_layout_per_head, bool):
+            raise bad_value("different_layout_per_head", self.different_layout_per_head, [True, False])
+        _check_count("seed", self.seed, 0)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a query sees only keys up to its own position."""
+        return getattr(self, "attention", "bidirectional") == "unidirectional"
+
+    def layout(self, seq_len: int) -> Layout:
+        """The layout for so many tokens; the last block may be filled in part."""
+        _check_count("seq_len", seq_len, 1)
+        num_blocks = -(-seq_len // self.block)
+        generator = torch.Generator().manual_seed(self.seed)
+        num_variants = self._num_variants()
+        flats = [self._flat(num_blocks, variant, generator) for variant in range(num_variants)]
+        heads = [head % num_variants for head in range(self.num_heads)]
+        return from_flat(flats, num_blocks, num_blocks, self.block, is_causal=self.is_causal, head_to_pattern=heads)
+
+    def make_layout(self, seq_len: int) -> Tensor:
+        """The grid as int64 [heads, blocks, blocks], 1 = kept, for whole blocks and lengths where a grid fits."""
+        _check_count("seq_len", seq_len, 1)
+        if seq_len % self.block:
+            raise bad_value("seq_len", seq_len, f"a multiple of block {self.block}", "layout() takes any length.")
+        if self.num_heads * (seq_len // self.block) ** 2 > DENSE_LIMIT:
+            raise bad_value("seq_len", seq_len, f"a grid of at most {DENSE_LIMIT} entries", "Use layout().")
+        return self.layout(seq_len).to_dense().to(torch.int64)
+
+    def _num_variants(self) -> int:
+        """How many patterns the heads take in turn."""
+        return 1
+
+    def _flat(self, num_blocks: int, variant: int, generator: torch.Generator) -> Tensor:
+        """Blocks kept, as row * num_blocks + col, in any order, duplicates allowed."""
+        raise NotImplementedError(f"{type(self).__name__} is no pattern; use one of the classes made from it")
+
+
+@dataclass(frozen=True)
+class DenseSparsityConfig(SparsityConfig):
+    """Every block is kept."""
+
+    def _flat(self, num_blocks: int, variant: int, generator: torch.Generator) -> Tensor:
+        return _rows(_all(num_blocks), num_blocks)
+
+
+@dataclass(frozen=True)
+class FixedSparsityConfig(SparsityConfig):
+    """Local windows, and the last blocks of each window seen from everywhere (from later rows if unidirectional).
+
+    With `num_different_global_patterns`, heads take turns: the next one uses the blocks before those of the last one.
+    """
+
+    num_local_blocks: int = 4
+    num_global_blocks: int = 1
+    attention: str = "bidirectional"
+    horizontal_global_attention: bool = False
+    num_different_global_patterns: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_count("num_local_blocks", self.num_local_blocks, 1)
+        _check_count("num_global_blocks", self.num_global_blocks, 1)
+        _check_count("num_different_global_patterns", self.num_different_global_patterns, 1)
+        _check_attention(self.attention, self.horizontal_global_attention)
+        if self.num_local_blocks % self.num_global_blocks:
+            allowed = f"a divisor of num_local_blocks {self.num_local_blocks}"
+            raise bad_value("num_global_blocks", self.num_global_blocks, allowed)
+        num_different = self.num_different_global_patterns
+        if num_different > 1 and not self.different_layout_per_head:
+            remedy = "Set different_layout_per_head to true."
+            raise bad_value("num_different_global_patterns", num_different, "1 where all heads are alike", remedy)
+        most = self.num_local_blocks // self.num_global_blocks
+        if num_different > most:
+            raise bad_value("num_different_global_patterns", num_different, f"at most {most}, what a window holds")
+
+    def _num_variants(self) -> int:
+        return self.num_different_global_patterns
+
+    def _flat(self, num_blocks: int, variant: int, generator: torch.Generator) -> Tensor:
+        width, num_global = self.num_local_blocks, self.num_global_blocks
+        rows = _all(num_blocks)
+        first = rows // width * width
+        local = _spans(rows, first, (first + width).clamp(max=num_blocks), num_blocks, self.is_causal)
+        offset = width - (1 + variant) * num_global
+        whole = num_blocks - num_blocks % width
+        starts = torch.arange(offset, whole, width) if whole else rows[:0]
+        if whole < num_blocks:  # a short last window: its blocks must end within the sequence
+            last = max(0, min(whole + offset, num_blocks - num_global))
+            starts = torch.cat([starts, torch.tensor([last])])
+        chosen = (starts[:, None] + torch.arange(num_global)).reshape(-1)
+        chosen = chosen[chosen < num_blocks]
+        return torch.cat([local, *_globals(chosen, num_blocks, self.is_causal, self.horizontal_global_attention)])
+
+
+@dataclass(frozen=True)
+class VariableSparsityConfig(SparsityConfig):
+    """Local windows of given widths (the last one repeats), given global blocks, and random blocks."""
+
+    num_random_blocks: int = 0
+    local_window_blocks: Sequence[int] = (4,)
+    global_block_indices: Sequence[int] = (0,)
+    global_block_end_indices: Sequence[int] | None = None
+    attention: str = "bidirectional"
+    horizontal_global_attention: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_count("num_random_blocks", self.num_random_blocks, 0)
+        _freeze(self, "local_window_blocks", least=1)
+        if not self.local_window_blocks:
+            raise bad_value("local_window_blocks", self.local_window_blocks, "at least one width")
+        _freeze_globals(self)
+        _check_attention(self.attention, self.horizontal_global_attention)
+
+    def _num_variants(self) -> int:
+        return self.num_heads if self.different_layout_per_head and self.num_random_blocks else 1
+
+    def _flat(self, num_blocks: int, variant: int, generator: torch.Generator) -> Tensor:
+        widths = torch.tensor(self.local_window_blocks)
+        ends = widths.cumsum(0)
+        rest = max(0, num_blocks - int(ends[-1]))
+        more = torch.arange(1, -(-rest // int(widths[-1])) + 1) * widths[-1] + ends[-1]
+        ends = torch.cat([ends, more])
+        starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+        rows = _all(num_blocks)
+        window = torch.searchsorted(ends, rows, right=True)
+        local = _spans(rows, starts[window], ends[window].clamp(max=num_blocks), num_blocks, self.is_causal)
+        chosen = _chosen(self.global_block_indices, self.global_block_end_indices, num_blocks)
+        parts = _globals(chosen, num_blocks, self.is_causal, self.horizontal_global_attention)
+        drawn = _random(num_blocks, self.num_random_blocks, self.is_causal, generator)
+        return torch.cat([local, drawn, *parts])
+
+
+@dataclass(frozen=True)
+class BigBirdSparsityConfig(SparsityConfig):
+    """Random blocks, a sliding window, and the first blocks global, as rows and as columns."""
+
+    num_random_blocks: int = 1
+    num_sliding_window_blocks: int = 3
+    num_global_blocks: int = 1
+    attention: str = "bidirectional"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_count("num_random_blocks", self.num_random_blocks, 0)
+        _check_count("num_sliding_window_blocks", self.num_sliding_window_blocks, 1)
+        _check_count("num_global_blocks", self.num_global_blocks, 0)
+        _check_attention(self.attention)
+
+    def _num_variants(self) -> int:
+        return self.num_heads if self.different_layout_per_head and self.num_random_blocks else 1
+
+    def _flat(self, num_blocks: int, variant: int, generator: torch.Generator) -> Tensor:
+        drawn = _random(num_blocks, self.num_random_blocks, self.is_causal, generator)
+        window = _sliding(num_blocks, self.num_sliding_window_blocks, self.is_causal)
+        chosen = _all(num_blocks)[: self.num_global_blocks]
+        return torch.cat([drawn, window, *_globals(chosen, num_blocks, self.is_causal, has_rows=True)])
+
+
+@dataclass(frozen=True)
+class BSLongformerSparsityConfig(SparsityConfig):
+    """A sliding window and given global blocks, as rows and as columns."""
+
+    num_sliding_window_blocks: int = 3
+    global_block_indices: Sequence[int] = (0,)
+    global_block_end_indices: Sequence[int] | None = None
+    attention: str = "bidirectional"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_count("num_sliding_window_blocks", self.num_sliding_window_blocks, 1)
+        _freeze_globals(self)
+        _check_attention(self.attention)
+
+    def _flat(self, num_blocks: int, variant: int, generator: torch.Generator) -> Tensor:
+        window = _sliding(num_blocks, self.num_sliding_window_blocks, self.is_causal)
+        chosen = _chosen(self.global_block_indices, self.global_block_end_indices, num_blocks)
+        return torch.cat([window, *_globals(chosen, num_blocks, self.is_causal, has_rows=True)])
+
+
+@dataclass(frozen=True)
+class LocalSlidingWindowSparsityConfig(SparsityConfig):
+    """A sliding window alone."""
+
+    different_layout_per_head: bool = field(default=False, init=False)
+    num_sliding_window_blocks: int = 3
+    attention: str = "unidirectional"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_count("num_sliding_window_blocks", self.num_sliding_window_blocks, 1)
+        _check_attention(self.attention)
+
+    def _flat(self, num_blocks: int, variant: int, generator: torch.Generator) -> Tensor:
+        return _sliding(num_blocks, self.num_sliding_window_blocks, self.is_causal)
+
+
+MODES: Mapping[str, type[SparsityConfig]] = {
+    "dense": DenseSparsityConfig,
+    "fixed": FixedSparsityConfig,
+    "variable": VariableSparsityConfig,
+    "bigbird": BigBirdSparsityConfig,
+    "bslongformer": BSLongformerSparsityConfig,
+    "local": LocalSlidingWindowSparsityConfig,
+}
+
+
+def pattern_from_config(section: Mapping[str, Any], num_heads: int) -> SparsityConfig:
+    """The pattern of a JSON section {"mode": ..., and its arguments}; what is not given has DeepSpeed's default."""
+    mode = section.get("mode", "fixed")
+    if not isinstance(mode, str) or mode not in MODES:
+        raise bad_value("sparse_attention.mode", mode, MODES)
+    takes = {name: _arguments(pattern) for name, pattern in MODES.items()}
+    given = {key: value for key, value in section.items() if key != "mode"}
+    for key, value in given.items():
+        if key not in takes[mode]:
+            others = [name for name, keys in takes.items() if key in keys]
+            remedy = f"It belongs to mode {', '.join(others)}." if others else f"Known: {', '.join(takes[mode])}."
+            raise bad_value(f"sparse_attention.{key}", value, f"no such key in mode {mode}", remedy)
+    if mode == "bigbird":  # in JSON the default is another than that of the class
+        given.setdefault("num_random_blocks", 0)
+    return MODES[mode](num_heads, **given)
+
+
+def _arguments(pattern: type[SparsityConfig]) -> list[str]:
+    return [item.name for item in fields(pattern) if item.init and item.name != "num_heads"]
+
+
+def _all(num_blocks: int) -> Tensor:
+    return torch.arange(num_blocks)
+
+
+def _spans(rows: Tensor, first: Tensor, end: Tensor, num_blocks: int, is_causal: bool = False) -> Tensor:
+    """Columns first to end (not included) of each row; up to the diagonal if causal."""
+    end = torch.minimum(end, rows + 1) if is_causal else end
+    lengths = (end - first).clamp(min=0)
+    _check_kept(int(lengths.sum()))
+    before = lengths.cumsum(0) - lengths
+    within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(before, lengths)
+    return torch.repeat_interleave(rows * num_blocks + first, lengths) + within
+
+
+def _rows(chosen: Tensor, num_blocks: int, is_causal: bool = False) -> Tensor:
+    """The chosen rows, whole."""
+    return _spans(chosen, torch.zeros_like(chosen), torch.full_like(chosen, num_blocks), num_blocks, is_causal)
+
+
+def _globals(chosen: Tensor, num_blocks: int, is_causal: bool, has_rows: bool) -> list[Tensor]:
+    """The chosen blocks as columns that all rows see (later ones if causal), and as rows that see all if asked."""
+    chosen = torch.unique(chosen)
+    first = chosen if is_causal else torch.zeros_like(chosen)
+    flipped = _spans(chosen, first, torch.full_like(chosen, num_blocks), num_blocks)  # as rows of the transposed grid
+    parts = [flipped % num_blocks * num_blocks + flipped // num_blocks]
+    return [*parts, _rows(chosen, num_blocks, is_causal)] if has_rows else parts
+
+
+def _sliding(num_blocks: int, width: int, is_causal: bool) -> Tensor:
+    """Each row's own column and width // 2 on each side of it."""
+    rows, half = _all(num_blocks), width // 2
+    return _spans(rows, (rows - half).clamp(min=0), (rows + half + 1).clamp(max=num_blocks), num_blocks, is_causal)
+
+
+def _random(num_blocks: int, num_random: int, is_causal: bool, generator: torch.Generator) -> Tensor:
+    """`num_random` different columns of each row (fewer where there are not so many), all equally likely.
+
+    Floyd's sampling, a step for all rows at once: the j-th draw is from the first j + 1 columns, and a column that was
+    drawn before gives way to column j.
+    """
+    rows = _all(num_blocks)
+    available = rows + 1 if is_causal else torch.full_like(rows, num_blocks)
+    drawn = torch.full((num_blocks, min(num_random, num_blocks)), -1)
+    _check_kept(drawn.numel())
+    for step in range(drawn.shape[1]):
+        last = available - drawn.shape[1] + step
+        uniform = torch.rand(num_blocks, dtype=torch.float64, generator=generator)
+        draw = (uniform * (last + 1)).long()
+        is_old = (drawn == draw[:, None]).any(dim=1)
+        drawn[:, step] = torch.where(last < 0, -1, torch.where(is_old, last, draw))
+    flat = rows[:, None] * num_blocks + drawn
+    return flat[drawn >= 0]
+
+
+def _chosen(indices: Sequence[int], ends: Sequence[int] | None, num_blocks: int) -> Tensor:
+    """Global blocks, single ones or ranges; what lies beyond the sequence is left out."""
+    if ends is None:
+        chosen = torch.tensor(list(indices), dtype=torch.int64)
+        return chosen[chosen < num_blocks]
+    pairs = [(start, min(end, num_blocks)) for start, end in zip(indices, ends, strict=True) if start < num_blocks]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(start, end) for start, end in pairs)])
+
+
+def _freeze_globals(pattern: VariableSparsityConfig | BSLongformerSparsityConfig) -> None:
+    _freeze(pattern, "global_block_indices", least=0)
+    indices, ends = pattern.global_block_indices, pattern.global_block_end_indices
+    if ends is None:
+        return
+    _freeze(pattern, "global_block_end_indices", least=1)
+    if len(ends) != len(indices) or any(start >= end for start, end in zip(indices, ends, strict=True)):
+        allowed = f"one end for each of {list(indices)}, greater than it"
+        raise bad_value("global_block_end_indices", ends, allowed)
+
+
+def _freeze(pattern: SparsityConfig, name: str, least: int) -> None:
+    """Checks a list of counts and stores it as a tuple, so that the pattern stays hashable."""
+    values = getattr(pattern, name)
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise bad_value(name, values, f"a list of whole numbers from {least}")
+    for value in values:
+        _check_count(name, value, least)
+    object.__setattr__(pattern, name, tuple(values))
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise bad_value(name, value, f"a whole number from {least}")
+
+
+def _check_attention(attention: str, is_horizontal: bool = False) -> None:
+    if attention not in ATTENTIONS:
+        raise bad_value("attention", attention, ATTENTIONS)
+    if not isinstance(is_horizontal, bool):
+        raise bad_value("horizontal_global_attention", is_horizontal, [True, False])
+    if is_horizontal and attention != "bidirectional":
+        raise bad_value("horizontal_global_attention", is_horizontal, "false where attention is unidirectional")
+
+
+def _check_kept(num_kept: int) -> None:
+    if num_kept > KEPT_LIMIT:
+        allowed = f"at most {KEPT_LIMIT} blocks a pattern"
+        raise bad_value("blocks kept", num_kept, allowed, "Use a larger block or a sparser pattern.")

@@ -1,0 +1,342 @@
+"""Attention over a layout in plain torch: the truth of tests, and the implementation where there is no GPU.
+
+`dense_attention` makes the whole score matrix. `block_attention` makes only the scores of kept blocks: rows of about
+equal length form a group, the keys of a group are gathered, and each row of scores is complete, so softmax is the
+plain one. Backward makes the scores again instead of keeping them, so what stays in memory is q, k and v. Groups are
+cut so that a piece has about `PIECE_NUMEL` elements (or is a single row of a single head).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from twinflow.attention.extras import Extras, Sizes, as_4d, check_call, dropout_keep, scale_of
+from twinflow.attention.layout import Layout
+
+PIECE_NUMEL = 2**24
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Tensor:
+    """The truth, for small sizes: every score is made, and what is not kept is masked; options as in `Extras`."""
+    extras = Extras(**options)
+    sizes = check_call(q, k, v, layout, extras)
+    dtype = _compute_dtype(q)
+    heads = torch.arange(sizes.batch * sizes.num_heads, device=q.device).reshape(sizes.batch, -1, 1, 1)
+    queries = torch.arange(sizes.num_queries, device=q.device)[:, None] + extras.q_start
+    keys = torch.arange(sizes.num_keys, device=q.device)
+    grid = layout.to_dense().to(q.device)
+    keep = grid[:, queries // layout.block, keys // layout.block].expand(sizes.scores)
+    if layout.is_causal:
+        keep = keep & (keys <= queries)
+    if extras.key_padding is not None:
+        keep = keep & extras.key_padding[:, None, None, :]
+    if extras.mask is not None:
+        keep = keep & as_4d(extras.mask)
+    k, v = (tensor.to(dtype).repeat_interleave(sizes.group, dim=1) for tensor in (k, v))
+    scores = q.to(dtype) @ k.transpose(-1, -2) * scale_of(extras, sizes.head_dim)
+    if extras.bias is not None:
+        scores = scores + as_4d(extras.bias).to(dtype)
+    if extras.relative is not None:
+        scores = scores + extras.relative.to(dtype)[:, keys - (queries - extras.q_start) + sizes.num_queries - 1]
+    keep = keep & (scores != -torch.inf)
+    scores = scores.masked_fill(~keep, torch.finfo(dtype).min)
+    probs = scores.softmax(dim=-1).masked_fill(~keep, 0.0)
+    if extras.dropout:
+        probs = probs * dropout_keep(extras, heads, queries, keys) / (1.0 - extras.dropout)
+    return (probs @ v).to(q.dtype)
+
+
+def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Tensor:
+    """Attention over the kept blocks only, with gradients; options are those of `Extras`.
+
+    Half precision is computed in float32. Gradients go to q, k, v, bias and relative.
+    """
+    extras = Extras(**options)
+    check_call(q, k, v, layout, extras)
+    out: Tensor = _BlockAttention.apply(q, k, v, extras.bias, extras.relative, layout, extras)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _compute_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+class _BlockAttention(torch.autograd.Function):
+    """Keeps the inputs; backward makes the probabilities again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        relative: Tensor | None,
+        layout: Layout,
+        extras: Extras,
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, bias, relative, extras.key_padding, extras.mask)
+        ctx.layout = layout
+        ctx.extras = replace(extras, bias=None, relative=None, key_padding=None, mask=None)
+        with torch.autocast(q.device.type, enabled=False):
+            return _forward(q, k, v, layout, extras)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, relative, key_padding, mask = ctx.saved_tensors
+        extras = replace(ctx.extras, bias=bias, relative=relative, key_padding=key_padding, mask=mask)
+        with torch.autocast(q.device.type, enabled=False):
+            grads = _backward((q, k, v), grad, ctx.layout, extras, wants=ctx.needs_input_grad[3:5])
+        return (*grads, None, None)
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """q, k and v in blocks, in the dtype of the computation: [B, heads, blocks, block, D].
+
+    q starts with the block row that holds position q_start. k and v end with a block of zeros, which stands for "no
+    block" where a row is shorter than its group is wide.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    first_row: int
+    offset: int  # of the first query in its block
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some rows of some (batch, head) pairs, each row with the same number of blocks."""
+
+    batch: Tensor  # [lanes]
+    heads: Tensor  # [lanes]
+    rows: Tensor  # [rows], block rows of the layout
+    cols: Tensor  # [rows, width], the block of zeros where a row is shorter
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) -> Tensor:
+    sizes = _sizes(q, k)
+    blocks = _to_blocks(q, k, v, layout, extras)
+    out = torch.zeros_like(blocks.q)
+    for piece in _pieces(layout, sizes, blocks):
+        queries, keys, values = _gather(piece, sizes, blocks)
+        probs, kept = _probs(piece, queries, keys, layout, extras, sizes)
+        if kept is not None:
+            probs = probs.mul_(kept)
+        out[piece.batch[:, None], piece.heads[:, None], piece.rows - blocks.first_row] = probs @ values
+    return _from_blocks(out, blocks.offset, sizes.num_queries).to(q.dtype)
+
+
+def _backward(
+    inputs: tuple[Tensor, Tensor, Tensor], grad: Tensor, layout: Layout, extras: Extras, wants: tuple[bool, bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, bias and relative; the last two where they are wanted."""
+    q, k, v = inputs
+    sizes = _sizes(q, k)
+    blocks = _to_blocks(q, k, v, layout, extras)
+    grad_blocks = _query_blocks(grad.to(blocks.q.dtype), layout, extras)
+    grad_q, grad_k, grad_v = (torch.zeros_like(tensor) for tensor in (blocks.q, blocks.k, blocks.v))
+    grad_bias = _zeros_like(extras.bias, blocks.q.dtype) if wants[0] else None
+    grad_relative = _zeros_like(extras.relative, blocks.q.dtype) if wants[1] else None
+    scale = scale_of(extras, sizes.head_dim)
+    for piece in _pieces(layout, sizes, blocks):
+        queries, keys, values = _gather(piece, sizes, blocks)
+        probs, kept = _probs(piece, queries, keys, layout, extras, sizes)
+        where = piece.batch[:, None], piece.heads[:, None], piece.rows - blocks.first_row
+        grad_out = grad_blocks[where]
+        grad_probs = grad_out @ values.transpose(-1, -2)
+        dropped = probs
+        if kept is not None:
+            grad_probs, dropped = grad_probs.mul_(kept), probs * kept
+        _add_blocks(grad_v, piece, sizes, dropped.transpose(-1, -2) @ grad_out)
+        delta = (probs * grad_probs).sum(dim=-1, keepdim=True)
+        grad_scores = grad_probs.sub_(delta).mul_(probs)
+        places = _places(piece, layout.block)
+        if grad_bias is not None:
+            whole = as_4d(grad_bias)
+            _add_scores(whole, places.index(whole, extras), grad_scores)
+        if grad_relative is not None:
+            index = places.relative_index(grad_relative, extras, sizes.num_queries)
+            _add_scores(grad_relative, index, grad_scores)
+        grad_scores = grad_scores.mul_(scale)
+        grad_q[where] = grad_scores @ keys
+        _add_blocks(grad_k, piece, sizes, grad_scores.transpose(-1, -2) @ queries)
+    return (
+        _from_blocks(grad_q, blocks.offset, sizes.num_queries).to(q.dtype),
+        _from_blocks(grad_k, 0, sizes.num_keys).to(k.dtype),
+        _from_blocks(grad_v, 0, sizes.num_keys).to(v.dtype),
+        None if grad_bias is None or extras.bias is None else grad_bias.to(extras.bias.dtype),
+        None if grad_relative is None or extras.relative is None else grad_relative.to(extras.relative.dtype),
+    )
+
+
+def _sizes(q: Tensor, k: Tensor) -> Sizes:
+    return Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
+
+
+def _zeros_like(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
+
+
+def _to_blocks(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) -> _Blocks:
+    dtype, block = _compute_dtype(q), layout.block
+    num_cols = -(-k.shape[2] // block)
+    parts = [_padded(tensor.to(dtype), 0, num_cols + 1, block) for tensor in (k, v)]
+    first_row = extras.q_start // block
+    return _Blocks(_query_blocks(q.to(dtype), layout, extras), parts[0], parts[1], first_row, extras.q_start % block)
+
+
+def _query_blocks(tensor: Tensor, layout: Layout, extras: Extras) -> Tensor:
+    offset = extras.q_start % layout.block
+    num_rows = -(-(offset + tensor.shape[2]) // layout.block)
+    return _padded(tensor, offset, num_rows, layout.block)
+
+
+def _padded(tensor: Tensor, offset: int, num_blocks: int, block: int) -> Tensor:
+    batch, heads, tokens, dim = tensor.shape
+    out = tensor.new_zeros(batch, heads, num_blocks * block, dim)
+    out[:, :, offset : offset + tokens] = tensor
+    return out.reshape(batch, heads, num_blocks, block, dim)
+
+
+def _from_blocks(blocks: Tensor, offset: int, num_tokens: int) -> Tensor:
+    return blocks.flatten(2, 3)[:, :, offset : offset + num_tokens]
+
+
+def _pieces(layout: Layout, sizes: Sizes, blocks: _Blocks) -> Iterator[_Piece]:
+    """Every row of every head once, those with no block left out."""
+    device = blocks.q.device
+    end_row = blocks.first_row + blocks.q.shape[2]
+    for pattern in range(layout.num_patterns):
+        heads = [head for head, its in enumerate(layout.head_to_pattern) if its == pattern]
+        head_of_lane = torch.tensor(heads, device=device).repeat(sizes.batch)
+        batch_of_lane = torch.arange(sizes.batch, device=device).repeat_interleave(len(heads))
+        starts = layout.row_starts[pattern, blocks.first_row : end_row + 1]
+        for rows, cols in _groups(starts, layout.cols, blocks.k.shape[2] - 1):
+            numel = cols.shape[1] * layout.block * max(layout.block, sizes.head_dim)
+            num_lanes = min(max(1, PIECE_NUMEL // numel), head_of_lane.numel())
+            num_rows = max(1, PIECE_NUMEL // (numel * num_lanes))
+            rows, cols = (rows + blocks.first_row).to(device), cols.to(device)
+            for some_rows, some_cols in zip(torch.split(rows, num_rows), torch.split(cols, num_rows), strict=True):
+                for lanes in torch.split(torch.arange(head_of_lane.numel(), device=device), num_lanes):
+                    yield _Piece(batch_of_lane[lanes], head_of_lane[lanes], some_rows, some_cols)
+
+
+def _groups(starts: Tensor, cols: Tensor, no_block: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of about equal length with their columns [rows, width]; short rows end with `no_block`.
+
+    A width keeps the four leading bits of a length, rounded up, so less than an eighth of it is filling and the number
+    of groups grows with the logarithm of the longest row.
+    """
+    lengths = starts.diff()
+    step = torch.pow(2.0, (lengths.clamp(min=1).double().log2().floor() - 3).clamp(min=0)).long()
+    widths = (lengths + step - 1) // step * step
+    for width in torch.unique(widths).tolist():
+        if width == 0:
+            continue
+        rows = (widths == width).nonzero()[:, 0]
+        within = torch.arange(width)
+        index = (starts[rows, None] + within).clamp(max=cols.numel() - 1)
+        found = cols[index].long().clamp(max=no_block)
+        yield rows, torch.where(within < lengths[rows, None], found, no_block)
+
+
+def _gather(piece: _Piece, sizes: Sizes, blocks: _Blocks) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [lanes, rows, block, D], keys and values [lanes, rows, width * block, D]."""
+    queries = blocks.q[piece.batch[:, None], piece.heads[:, None], piece.rows - blocks.first_row]
+    where = piece.batch[:, None, None], (piece.heads // sizes.group)[:, None, None], piece.cols
+    return queries, blocks.k[where].flatten(2, 3), blocks.v[where].flatten(2, 3)
+
+
+def _add_blocks(total: Tensor, piece: _Piece, sizes: Sizes, part: Tensor) -> None:
+    """Adds gradients of gathered keys or values, [lanes, rows, width * block, D], where they came from."""
+    num_kv_heads, num_cols, block, dim = total.shape[1:]
+    lane = piece.batch * num_kv_heads + piece.heads // sizes.group
+    index = lane[:, None] * num_cols + piece.cols.reshape(-1)
+    total.view(-1, block * dim).index_add_(0, index.reshape(-1), part.reshape(-1, block * dim))
+
+
+def _add_scores(total: Tensor, index: tuple[Tensor, ...], grad_scores: Tensor) -> None:
+    """Adds gradients of scores where a bias was read; first over the lanes, if all of them read the same entries."""
+    if all(part.shape[0] == 1 for part in index):
+        grad_scores = grad_scores.sum(dim=0, keepdim=True)
+    total.index_put_(index, grad_scores, accumulate=True)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Positions of the scores of a piece, each ready to broadcast to [lanes, rows, block, width * block]."""
+
+    batch: Tensor
+    heads: Tensor
+    queries: Tensor
+    keys: Tensor
+
+    def index(self, tensor: Tensor, extras: Extras) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Where the scores are in a four-dimensional mask or bias, whose dimensions may be one."""
+        size_b, size_h, size_q, size_k = tensor.shape
+        return (
+            self.batch if size_b > 1 else self.batch[:1] * 0,
+            self.heads if size_h > 1 else self.heads[:1] * 0,
+            (self.queries - extras.q_start).clamp(0, size_q - 1),
+            self.keys.clamp(max=size_k - 1),
+        )
+
+    def relative_index(self, tensor: Tensor, extras: Extras, num_queries: int) -> tuple[Tensor, Tensor]:
+        """Where the scores are in a table of relative distances."""
+        distance = self.keys - (self.queries - extras.q_start) + num_queries - 1
+        return (
+            self.heads if tensor.shape[0] > 1 else self.heads[:1] * 0,
+            distance.clamp(0, tensor.shape[1] - 1),
+        )
+
+
+def _places(piece: _Piece, block: int) -> _Places:
+    within = torch.arange(block, device=piece.rows.device)
+    queries = piece.rows[:, None] * block + within
+    keys = (piece.cols[:, :, None] * block + within).flatten(1, 2)
+    return _Places(
+        piece.batch[:, None, None, None],
+        piece.heads[:, None, None, None],
+        queries[None, :, :, None],
+        keys[None, :, None],
+    )
+
+
+def _probs(
+    piece: _Piece, queries: Tensor, keys: Tensor, layout: Layout, extras: Extras, sizes: Sizes
+) -> tuple[Tensor, Tensor | None]:
+    """Probabilities before dropout, zero where nothing is kept, and the factors of dropout if there is any."""
+    places = _places(piece, layout.block)
+    scores = queries @ keys.transpose(-1, -2)
+    scores *= scale_of(extras, sizes.head_dim)
+    if extras.bias is not None:
+        bias = as_4d(extras.bias)
+        scores += bias[places.index(bias, extras)]
+    if extras.relative is not None:
+        scores += extras.relative[places.relative_index(extras.relative, extras, sizes.num_queries)]
+    keep = places.keys < sizes.num_keys
+    if layout.is_causal:
+        keep = keep & (places.keys <= places.queries)
+    if extras.key_padding is not None:
+        keep = keep & extras.key_padding[places.batch, places.keys.clamp(max=sizes.num_keys - 1)]
+    if extras.mask is not None:
+        mask = as_4d(extras.mask)
+        keep = keep & mask[places.index(mask, extras)]
+    scores.masked_fill_(~keep, -torch.inf)
+    highest = scores.amax(dim=-1, keepdim=True)
+    scores.sub_(highest.masked_fill_(highest == -torch.inf, 0.0)).exp_()
+    total = scores.sum(dim=-1, keepdim=True)
+    probs = scores.div_(total.masked_fill_(total == 0.0, 1.0))
+    if not extras.dropout:
+        return probs, None
+    kept = dropout_keep(extras, places.batch * sizes.num_heads + places.heads, places.queries, places.keys)
+    return probs, kept.to(probs.dtype).div_(1.0 - extras.dropout)

@@ -1,0 +1,259 @@
+"""Which tiles of scores a kernel visits, and in which order: pure arithmetic on a layout, on the CPU.
+
+A kernel's program owns a tile of `own` tokens (queries, or keys where the gradients of keys and values are computed)
+and walks over tiles of `other` tokens. Neither needs to be as large as the layout's block:
+
+- blocks smaller than an own tile are merged: the program visits the union of what its sub-rows keep, with a bit for
+  each sub-row that keeps it;
+- an other tile is gathered from units of min(block, tile) tokens, so that scattered small blocks fill whole tiles;
+- units that every sub-row keeps whole come first and need no mask; those that would not fill a tile go to the rest.
+
+A unit is one int32, its code: number << 8 | bits. Rows that are much longer than others (global tokens) are cut into
+pieces, whose results are summed by a second kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinflow.attention.layout import Layout
+
+BITS = 8  # of a code, for sub-rows
+_ALL = (1 << BITS) - 1
+MIN_PIECE = 16  # other tiles: below, the second kernel costs more than an even load wins
+NUM_PIECES = 132 * 16  # programs that keep a large GPU evenly busy
+LONG = 1.5  # times the mean: such items of all heads come before all others
+CACHED_PLANS = 64
+
+
+@dataclass(frozen=True)
+class Span:
+    """Positions in play: start and stop of a call's queries, and of its keys."""
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class TileSize:
+    """Tokens of a program's own tile, and of the tiles that it walks over; powers of two."""
+
+    own: int
+    other: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """How a plan is run: the pattern of each head of the grid, the batch, the query heads in a program, and the fewest
+    other tiles (times query heads) of a piece."""
+
+    heads: tuple[int, ...]
+    batch: int = 1
+    group: int = 1
+    min_piece: int = MIN_PIECE
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """What programs of one kernel do. All tensors are int32."""
+
+    codes: Tensor  # units, tile after tile
+    items: Tensor  # [n, 5]: own tile; other tiles start, first with a mask, stop; slot in scratch or -1
+    item_starts: Tensor  # [patterns + 1]
+    cuts: Tensor  # [m, 3]: own tile, its first slot, its slots
+    cut_starts: Tensor  # [patterns + 1]
+    heads: Tensor  # [heads, 2]: pattern, first slot
+    max_items: int  # of a pattern
+    num_long: int  # of a pattern at most; they come first
+    max_cuts: int
+    num_slots: int  # of all heads, for one of a batch
+    has_full: bool  # any tile without a mask
+    has_partial: bool  # any tile with one
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors().values())
+
+    def to(self, device: torch.device) -> TilePlan:
+        """A copy on a device."""
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors().items()}
+        return replace(self, **moved)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+@lru_cache(maxsize=CACHED_PLANS)
+def device_plan(
+    layout: Layout, span: Span, size: TileSize, by_keys: bool, work: Work, device: torch.device
+) -> TilePlan:
+    """`tile_plan` on a device; the last ones are kept there."""
+    return tile_plan(layout, span, size, by_keys, work).to(device)
+
+
+def cells(layout: Layout, pattern: int, span: Span, width: int) -> tuple[Tensor, Tensor]:
+    """Rows and columns of all squares of a width, at most the block's, that hold scores of a pattern."""
+    rows, cols = _expanded(layout.block, layout.row_starts[pattern], layout.cols, width, width, span.queries)
+    inside = _overlaps(rows, width, span.queries) & _overlaps(cols, width, span.keys)
+    if layout.is_causal:
+        inside &= cols <= rows
+    return rows[inside], cols[inside]
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Lists of one pattern: of each own tile, how many other tiles have no mask, and how many there are."""
+
+    codes: Tensor
+    first: int  # number of the first own tile
+    full: Tensor
+    total: Tensor
+
+
+def tile_plan(layout: Layout, span: Span, size: TileSize, by_keys: bool, work: Work) -> TilePlan:
+    """The plan for programs that own queries, or keys."""
+    starts, others = layout.transposed() if by_keys else (layout.row_starts, layout.cols)
+    lists = [_pattern_tiles(layout, starts[i], others, span, size, by_keys) for i in range(layout.num_patterns)]
+    piece = _piece_length([int(tiles.total.sum()) for tiles in lists], work)
+    items, cuts, slots = [], [], []
+    offset = 0
+    for tiles in lists:
+        own_items, own_cuts, num_slots = _cut(tiles, piece, offset)
+        items.append(own_items)
+        cuts.append(own_cuts)
+        slots.append(num_slots)
+        offset += int(tiles.total.sum())
+    heads = torch.tensor([[pattern, slots[pattern]] for pattern in work.heads], dtype=torch.int64)
+    first_slot = heads[:, 1].cumsum(0) - heads[:, 1]
+    num_slots = int(heads[:, 1].sum())
+    return TilePlan(
+        torch.cat([*(tiles.codes for tiles in lists), torch.zeros(size.other, dtype=torch.int64)]).to(torch.int32),
+        torch.cat(items).to(torch.int32),
+        _offsets([len(x) for x in items]),
+        torch.cat(cuts).to(torch.int32),
+        _offsets([len(x) for x in cuts]),
+        torch.stack([heads[:, 0], first_slot], dim=1).to(torch.int32),
+        max(len(x) for x in items),
+        _num_long(items),
+        max(len(x) for x in cuts),
+        num_slots,
+        any(bool(tiles.full.any()) for tiles in lists),
+        any(bool((tiles.total > tiles.full).any()) for tiles in lists),
+    )
+
+
+def _num_long(items: Sequence[Tensor]) -> int:
+    lengths = [(own[:, 3] - own[:, 1]).double() for own in items]
+    return max(int((own > LONG * own.mean()).sum()) for own in lengths)
+
+
+def _piece_length(totals: Sequence[int], work: Work) -> int:
+    """Other tiles of a piece: an even share of all that there is to do, but not too few. Two of them are not cut."""
+    total = sum(totals[pattern] for pattern in work.heads) * work.batch
+    return max(-(-work.min_piece // work.group), -(-total // NUM_PIECES))
+
+
+def _pattern_tiles(layout: Layout, starts: Tensor, others: Tensor, span: Span, size: TileSize, by_keys: bool) -> _Tiles:
+    """The lists of one pattern, from the other blocks of each own block."""
+    own, other = (span.keys, span.queries) if by_keys else (span.queries, span.keys)
+    unit, sub = min(layout.block, size.other), min(layout.block, size.own)
+    subs, units = _expanded(layout.block, starts, others, sub, unit, own)
+    # What the call does not reach, and what lies wholly above the diagonal, is left out.
+    inside = _overlaps(subs, sub, own) & _overlaps(units, unit, other)
+    if layout.is_causal:
+        queries, keys = ((units + 1) * unit - 1, subs * sub) if by_keys else ((subs + 1) * sub - 1, units * unit)
+        inside &= keys <= queries
+    subs, units = subs[inside], units[inside]
+
+    num_units, num_subs = -(-other[1] // unit), size.own // sub
+    assert num_units < 2 ** (31 - BITS), f"{num_units} blocks of {unit} are too many"
+    flat, place = torch.unique(subs // num_subs * num_units + units, return_inverse=True)
+    bits = torch.zeros_like(flat).index_add_(0, place, 1 << (subs % num_subs))
+    tile, unit_number = flat // num_units, flat % num_units
+
+    is_full = bits == _wanted_bits(tile, sub, num_subs, own)
+    is_full &= (unit_number * unit >= other[0]) & ((unit_number + 1) * unit <= other[1])
+    if layout.is_causal:
+        if by_keys:
+            is_full &= (tile + 1).mul(size.own).clamp(max=own[1]) - 1 <= unit_number * unit
+        else:
+            is_full &= (unit_number + 1) * unit - 1 <= (tile * size.own).clamp(min=own[0])
+    first, stop = own[0] // size.own, -(-own[1] // size.own)
+    return _packed(tile - first, unit_number, bits, is_full, stop - first, first, size.other // unit)
+
+
+def _expanded(
+    block: int, starts: Tensor, others: Tensor, sub: int, unit: int, bounds: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Kept blocks as pairs of (sub-row, unit), each block split where sub-rows or units are smaller.
+
+    Only of own blocks that the call reaches: one query has one row, however long the layout is.
+    """
+    first, stop = bounds[0] // block, -(-bounds[1] // block)
+    starts = starts[first : stop + 1]
+    own = torch.repeat_interleave(torch.arange(first, stop), starts.diff())
+    other = others[int(starts[0]) : int(starts[-1])].long()
+    rows, cols = block // sub, block // unit
+    own = own[:, None, None] * rows + torch.arange(rows)[:, None]
+    other = other[:, None, None] * cols + torch.arange(cols)
+    shape = (len(other), rows, cols)
+    return own.expand(shape).reshape(-1), other.expand(shape).reshape(-1)
+
+
+def _overlaps(numbers: Tensor, width: int, bounds: tuple[int, int]) -> Tensor:
+    return (numbers * width < bounds[1]) & ((numbers + 1) * width > bounds[0])
+
+
+def _wanted_bits(tile: Tensor, sub: int, num_subs: int, bounds: tuple[int, int]) -> Tensor:
+    """The bits of those sub-rows of a tile that hold any token of the call."""
+    numbers = tile[:, None] * num_subs + torch.arange(num_subs)
+    return (_overlaps(numbers, sub, bounds).long() << torch.arange(num_subs)).sum(1)
+
+
+def _packed(
+    tile: Tensor, unit: Tensor, bits: Tensor, is_full: Tensor, num_tiles: int, first: int, per_tile: int
+) -> _Tiles:
+    """Units in the order of the kernel; own tiles are counted from zero here."""
+    order = torch.argsort(tile * 2 + (~is_full).long(), stable=True)
+    tile, unit, bits, is_full = tile[order], unit[order], bits[order], is_full[order]
+    count = torch.bincount(tile, minlength=num_tiles)
+    full = torch.bincount(tile[is_full], minlength=num_tiles) // per_tile
+    total = -(-count // per_tile)
+    codes = torch.zeros(int(total.sum()) * per_tile, dtype=torch.int64)
+    rank = torch.arange(len(tile)) - (count.cumsum(0) - count)[tile]
+    start = (total.cumsum(0) - total) * per_tile
+    codes[start[tile] + rank] = unit << BITS | torch.where(is_full, torch.full_like(bits, _ALL), bits)
+    return _Tiles(codes, first, full, total)
+
+
+def _cut(tiles: _Tiles, piece: int, offset: int) -> tuple[Tensor, Tensor, int]:
+    """Items, longest first, and the rows that are cut, of one pattern whose other tiles start at `offset`."""
+    total, number = tiles.total, torch.arange(len(tiles.total))
+    pieces = torch.where(total > 2 * piece, -(-total // piece), 1)
+    own = torch.repeat_interleave(number, pieces)
+    rank = torch.arange(len(own)) - torch.repeat_interleave(pieces.cumsum(0) - pieces, pieces)
+    row_start = (total.cumsum(0) - total + offset)[own]
+    start = row_start + rank * total[own] // pieces[own]
+    stop = row_start + (rank + 1) * total[own] // pieces[own]
+    mid = torch.minimum(torch.maximum(row_start + tiles.full[own], start), stop)
+
+    is_cut = pieces > 1
+    slots = torch.where(is_cut, pieces, 0)
+    first_slot = slots.cumsum(0) - slots
+    slot = torch.where(is_cut[own], first_slot[own] + rank, -1)
+    items = torch.stack([own + tiles.first, start, mid, stop, slot], dim=1)
+    items = items[torch.argsort(start - stop, stable=True)]
+    cuts = torch.stack([number + tiles.first, first_slot, slots], dim=1)[is_cut]
+    return items, cuts, int(slots.sum())
+
+
+def _offsets(counts: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *counts], dtype=torch.int64).cumsum(0).to(torch.int32)

@@ -1,0 +1,217 @@
+"""Attention over a layout in Triton kernels: forward, and backward for everything that has a gradient.
+
+A call launches one kernel, or two where long rows are cut; its backward two to four, and more for gradients of bias and
+relative positions. Nothing waits for the device: plans are made on the host once for each layout and shape, and kept.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from twinflow.attention.bias_gradients import bias_gradient, relative_gradient
+from twinflow.attention.extras import Extras, check_call
+from twinflow.attention.launch import (
+    REDUCE_ROWS,
+    Call,
+    ForwardScratch,
+    ForwardStrides,
+    Strides,
+    is_interpreting,
+    launch,
+    plan_args,
+    scratch,
+    strides_of,
+    with_dense_rows,
+)
+from twinflow.attention.layout import Layout
+from twinflow.attention.tuning import Tunings, tunings_for
+from twinflow.errors import bad_value
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HEAD_DIM = 256
+
+
+def triton_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras, tunings: Tunings | None = None
+) -> Tensor:
+    """Attention; q, k and v on a GPU, or anywhere in Triton's interpreter. `tunings` is for benchmarks and tests."""
+    sizes = check_call(q, k, v, layout, extras)
+    if q.dtype not in DTYPES:
+        raise bad_value("q.dtype", q.dtype, DTYPES, 'Or use backend="torch".')
+    if sizes.head_dim > MAX_HEAD_DIM:
+        raise bad_value("head_dim", sizes.head_dim, f"up to {MAX_HEAD_DIM}", 'Or use backend="torch".')
+    if not q.is_cuda and not is_interpreting():
+        raise bad_value("q.device", str(q.device), "a CUDA device", 'Or use backend="torch".')
+    call = Call(layout, extras, sizes, q.dtype, q.device, tunings or tunings_for(sizes.head_dim, q.dtype))
+    out: Tensor = _TritonAttention.apply(q, k, v, extras.bias, extras.relative, call)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _TritonAttention(torch.autograd.Function):
+    """Keeps inputs, the result and the log-sum-exp of each row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, relative: Tensor | None, call: Call
+    ) -> Tensor:
+        q, k, v = (with_dense_rows(tensor) for tensor in (q, k, v))
+        with _on(q.device):
+            out, lse = forward(q, k, v, call)
+        extras = call.extras
+        ctx.save_for_backward(q, k, v, out, lse, bias, relative, extras.key_padding, extras.mask)
+        ctx.call = replace(call, extras=replace(extras, bias=None, relative=None, key_padding=None, mask=None))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, bias, relative, key_padding, mask = ctx.saved_tensors
+        extras = replace(ctx.call.extras, bias=bias, relative=relative, key_padding=key_padding, mask=mask)
+        call = replace(ctx.call, extras=extras)
+        grad = with_dense_rows(grad)
+        with _on(q.device):
+            dq, delta = query_gradients(q, k, v, out, lse, grad, call)
+            dk, dv = None, None
+            if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+                dk, dv = key_gradients(q, k, v, lse, grad, delta, call)
+            tensors = (q, k, v, lse, grad, delta)
+            dbias = bias_gradient(tensors, call) if ctx.needs_input_grad[3] else None
+            drelative = relative_gradient(tensors, call) if ctx.needs_input_grad[4] else None
+        return dq, dk, dv, dbias, drelative, None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """The result, and the log-sum-exp of each row in base 2, [B, H, queries] in fp32."""
+    from twinflow.attention import kernels_forward as kernels
+
+    tuning, sizes = call.tunings.forward, call.sizes
+    plan = call.plan(tuning.size, by_keys=False)
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    shape = call.shape(tuning.size, plan)
+    strides = ForwardStrides(strides_of(q), strides_of(k), strides_of(v), strides_of(out))
+    pieces = None
+    if plan.num_slots:
+        (sums,) = scratch(call, plan, tuning.size, 1)
+        tops, weights = (torch.empty(sums.shape[:2], dtype=torch.float32, device=q.device) for _ in range(2))
+        pieces = ForwardScratch(sums, tops, weights)
+    args = (q, k, v, out, lse, strides, plan_args(plan), pieces, call.extra_args(), call.drop())
+    heads = sizes.batch * sizes.num_heads
+    size_args = call.size_args(plan.max_items, plan.num_slots, plan.num_long)
+    launch(kernels.forward, plan.max_items * heads, (*args, size_args, shape), tuning.options)
+    if plan.num_slots:
+        num_programs = plan.max_cuts * heads * (tuning.tile_rows // REDUCE_ROWS)
+        size_args = call.size_args(plan.max_cuts, plan.num_slots)
+        reduce_args = (out, lse, strides, plan_args(plan), pieces, size_args, REDUCE_ROWS, shape)
+        launch(kernels.reduce, num_programs, reduce_args, {"num_warps": 4})
+    return out, lse
+
+
+class QueryStrides(NamedTuple):
+    """Of batch, head and token."""
+
+    q: Strides
+    k: Strides
+    v: Strides
+    out: Strides
+    grad: Strides
+    dq: Strides
+
+
+class KeyStrides(NamedTuple):
+    """Of batch, head and token."""
+
+    q: Strides
+    k: Strides
+    v: Strides
+    grad: Strides
+    dk: Strides
+    dv: Strides
+
+
+class ReduceStrides(NamedTuple):
+    """Of batch, head and token."""
+
+    first: Strides
+    second: Strides | None
+
+
+class GradientScratch(NamedTuple):
+    """Of rows that are cut, for each slot."""
+
+    first: Tensor
+    second: Tensor | None = None
+
+
+def query_gradients(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, call: Call
+) -> tuple[Tensor, Tensor]:
+    """The gradient of q, and delta, the sum of out * grad of each query."""
+    from twinflow.attention import kernels_backward as kernels
+
+    tuning, sizes = call.tunings.queries, call.sizes
+    plan = call.plan(tuning.size, by_keys=False)
+    dq, delta = torch.empty_like(q), torch.empty_like(lse)
+    shape = call.shape(tuning.size, plan)
+    strides = QueryStrides(*(strides_of(tensor) for tensor in (q, k, v, out, grad, dq)))
+    pieces = GradientScratch(*scratch(call, plan, tuning.size, 1)) if plan.num_slots else None
+    args = (q, k, v, out, lse, grad, delta, dq, strides, plan_args(plan), pieces, call.extra_args(), call.drop())
+    heads = sizes.batch * sizes.num_heads
+    size_args = call.size_args(plan.max_items, plan.num_slots, plan.num_long)
+    launch(kernels.query_gradients, plan.max_items * heads, (*args, size_args, shape), tuning.options)
+    if plan.num_slots:
+        num_programs = plan.max_cuts * heads * (tuning.tile_rows // REDUCE_ROWS)
+        size_args = call.size_args(plan.max_cuts, plan.num_slots)
+        places = (sizes.num_queries, call.extras.q_start)
+        reduce_args = (dq, None, ReduceStrides(strides.dq, None), plan_args(plan), pieces, size_args, *places)
+        launch(kernels.reduce, num_programs, (*reduce_args, REDUCE_ROWS, shape), {"num_warps": 4})
+    return dq, delta
+
+
+def key_gradients(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, delta: Tensor, call: Call
+) -> tuple[Tensor, Tensor]:
+    """The gradients of k and v.
+
+    Where query heads that share keys have different patterns, each head's own gradients are made in fp32 and summed.
+    """
+    from twinflow.attention import kernels_backward as kernels
+
+    tuning, sizes = call.tunings.keys, call.sizes
+    in_program = call.in_program
+    plan = call.plan(tuning.size, by_keys=True)
+    num_outputs = sizes.num_heads // in_program
+    if in_program == sizes.group:
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+    else:
+        whole = (sizes.batch, sizes.num_heads, sizes.num_keys, sizes.head_dim)
+        dk, dv = (torch.empty(whole, dtype=torch.float32, device=k.device) for _ in range(2))
+    shape = call.shape(tuning.size, plan, in_program)
+    strides = KeyStrides(*(strides_of(tensor) for tensor in (q, k, v, grad, dk, dv)))
+    pieces = GradientScratch(*scratch(call, plan, tuning.size, 2)) if plan.num_slots else None
+    args = (q, k, v, lse, grad, delta, dk, dv, strides, plan_args(plan), pieces, call.extra_args(), call.drop())
+    heads = sizes.batch * num_outputs
+    size_args = call.size_args(plan.max_items, plan.num_slots, plan.num_long)
+    launch(kernels.key_gradients, plan.max_items * heads, (*args, size_args, shape), tuning.options)
+    if plan.num_slots:
+        num_programs = plan.max_cuts * heads * (tuning.tile_rows // REDUCE_ROWS)
+        size_args = call.size_args(plan.max_cuts, plan.num_slots)._replace(num_heads=num_outputs)
+        places = (sizes.num_keys, 0)
+        outputs = (dk, dv, ReduceStrides(strides.dk, strides.dv))
+        reduce_args = (*outputs, plan_args(plan), pieces, size_args, *places)
+        launch(kernels.reduce, num_programs, (*reduce_args, REDUCE_ROWS, shape), {"num_warps": 4})
+    if in_program != sizes.group:
+        grouped = (sizes.batch, sizes.num_kv_heads, sizes.group, sizes.num_keys, sizes.head_dim)
+        dk, dv = (tensor.view(grouped).sum(2).to(k.dtype) for tensor in (dk, dv))
+    return dk, dv
+
+
+def _on(device: torch.device) -> Any:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,69 @@
+"""Tile sizes, warps and stages of each kernel, in one place.
+
+Chosen for an H200 so that the kernels compiled for it keep their tiles in registers: the tests compile them and look.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from twinflow.attention.tiles import MIN_PIECE, TileSize
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """One kernel: tokens of its own tile and of the tiles it walks over, and how it is compiled."""
+
+    tile_rows: int
+    tile_cols: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None  # of a thread, where fewer let two programs share a multiprocessor
+
+    @property
+    def size(self) -> TileSize:
+        """The tiles."""
+        return TileSize(self.tile_rows, self.tile_cols)
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton's launch takes."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
+
+
+@dataclass(frozen=True)
+class Tunings:
+    """Of all three kernels."""
+
+    forward: Tuning
+    queries: Tuning  # gradients of queries
+    keys: Tuning  # gradients of keys and values
+    min_piece: int = MIN_PIECE  # fewest tiles of a piece, where long rows are cut
+
+
+# By the head dimension, padded to a power of two. Half precision first: products on tensor cores.
+TUNING: dict[tuple[int, bool], Tunings] = {
+    (16, False): Tunings(Tuning(128, 64, 4, 3), Tuning(128, 64, 8, 3), Tuning(128, 64, 8, 3)),
+    (32, False): Tunings(Tuning(128, 64, 4, 3), Tuning(128, 64, 8, 3), Tuning(128, 64, 8, 3)),
+    (64, False): Tunings(Tuning(64, 64, 4, 3), Tuning(128, 64, 8, 3, 128), Tuning(64, 64, 4, 3)),
+    (128, False): Tunings(Tuning(64, 64, 4, 3), Tuning(128, 64, 8, 3), Tuning(128, 64, 8, 3)),
+    (256, False): Tunings(Tuning(128, 32, 8, 2), Tuning(64, 32, 8, 2), Tuning(64, 32, 8, 2)),
+    (16, True): Tunings(Tuning(64, 32, 4, 2), Tuning(64, 32, 4, 2), Tuning(64, 32, 4, 2)),
+    (32, True): Tunings(Tuning(64, 32, 4, 2), Tuning(64, 32, 4, 2), Tuning(64, 32, 4, 2)),
+    (64, True): Tunings(Tuning(64, 32, 8, 2), Tuning(64, 32, 8, 2), Tuning(64, 32, 8, 2)),
+    (128, True): Tunings(Tuning(32, 16, 4, 2), Tuning(32, 16, 4, 2), Tuning(32, 32, 8, 2)),
+    (256, True): Tunings(Tuning(16, 16, 4, 2), Tuning(16, 16, 4, 2), Tuning(32, 16, 8, 2)),
+}
+
+
+def padded_dim(head_dim: int) -> int:
+    """The next power of two, at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def tunings_for(head_dim: int, dtype: torch.dtype) -> Tunings:
+    """The table's."""
+    return TUNING[padded_dim(head_dim), dtype == torch.float32]

@@ -1,0 +1,227 @@
+"""Block-sparse attention in Triton without a GPU: the kernels in Triton's interpreter against the truth in float64, and
+compiled for a GPU: products on tensor cores, tiles in registers, loads ahead."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import attention_support as support
+import pytest
+import torch
+
+from twinflow.attention import BigBirdSparsityConfig, Extras, block_attention, sparse_attention
+from twinflow.attention.bias_gradients import _diagonal_sums
+from twinflow.attention.extras import check_call
+from twinflow.attention.layout import Layout, from_dense
+from twinflow.attention.triton_attention import triton_attention
+from twinflow.attention.tuning import TUNING
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+SHARED_BYTES = 227 * 1024  # that a program can have on an H100 or H200
+NUM_PROCESSES = 2
+
+
+def run_python(script: str, *names: str, **env: str) -> list[Any]:
+    """What a script in a process of its own prints, a line of JSON each."""
+    paths = [str(Path(support.__file__).parent), *sys.path]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "ignore"} | env
+    done = subprocess.run([sys.executable, script, *names], capture_output=True, text=True, env=env, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def in_the_interpreter(*names: str) -> dict[str, str]:
+    """What went wrong in each case."""
+    return dict(run_python(support.__file__, *names, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"))
+
+
+@pytest.fixture(scope="module")
+def interpreted(request: pytest.FixtureRequest) -> dict[str, str]:
+    """What went wrong in each case that this session runs, in a few processes."""
+    wanted = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path and "interpreted" in item.fixturenames
+    ]
+    parts = [wanted[start::NUM_PROCESSES] for start in range(min(NUM_PROCESSES, len(wanted)))]
+    with ThreadPoolExecutor(NUM_PROCESSES) as pool:
+        return {
+            name: problem
+            for found in pool.map(lambda part: in_the_interpreter(*part), parts)
+            for name, problem in found.items()
+        }
+
+
+@needs_triton
+@pytest.mark.parametrize("name", [case.name for case in support.DEFAULT])
+def test_kernels_against_the_truth(name: str, interpreted: dict[str, str]) -> None:
+    assert not interpreted[name], interpreted[name]
+
+
+@needs_triton
+@pytest.mark.matrix
+@pytest.mark.parametrize("block", support.BLOCKS)
+@pytest.mark.parametrize("structure", support.STRUCTURES)
+def test_kernels_against_the_truth_everywhere(structure: str, block: int) -> None:
+    names = [case.name for case in support.MATRIX if (case.structure, case.block) == (structure, block)]
+    assert len(names) == 18
+    assert in_the_interpreter(*names) == dict.fromkeys(names, "")
+
+
+def compiled(cache: Path, *names: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """Figures of each kernel of each call, compiled for an H100 or H200."""
+    script = str(Path(support.__file__).with_name("attention_compile_support.py"))
+    env = {"TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0"}
+    return {(found["call"], found["kernel"]): found for found in run_python(script, *names, **env)}
+
+
+@needs_triton
+def test_compiled_they_use_what_the_gpu_has(tmp_path: Path) -> None:
+    """In bf16 every product is on tensor cores, loads of a loop run ahead of it, and nothing is spilled."""
+    products = {"forward": 2, "query_gradients": 3, "key_gradients": 4}
+    found = compiled(tmp_path, "64-bf16-128-2-2", "128-bf16-128-2-2")
+    for (_, kernel), figures in found.items():
+        assert figures["tensor_products"] == products[kernel], figures
+        assert figures["copies"] >= 2 * 3, figures  # two tiles, two of them ahead and the next
+        assert figures["spilled_bytes"] == 0, figures
+        assert figures["shared_bytes"] <= SHARED_BYTES, figures
+    assert len(found) == 6
+    for kernel in ("forward", "query_gradients"):  # two programs on a multiprocessor
+        assert found["64-bf16-128-2-2", kernel]["registers"] <= 128
+        assert found["64-bf16-128-2-2", kernel]["shared_bytes"] * 2 <= SHARED_BYTES
+
+
+@needs_triton
+@pytest.mark.matrix
+@pytest.mark.parametrize(("dim", "is_fp32"), TUNING)
+def test_compiled_every_entry_of_the_table_fits(dim: int, is_fp32: bool, tmp_path: Path) -> None:
+    """With small blocks and a diagonal, where kernels are largest, and with shared heads."""
+    dtype = "fp32" if is_fp32 else "bf16"
+    found = compiled(tmp_path, f"{dim}-{dtype}-16-2-2-causal", f"{dim}-{dtype}-64-4-2-causal")
+    assert len(found) >= 6
+    for figures in found.values():
+        assert figures["shared_bytes"] <= SHARED_BYTES, figures
+        assert figures["spilled_bytes"] <= 512, figures
+        if not is_fp32 and figures["kernel"] != "reduce":
+            assert figures["tensor_products"] > 0, figures
+
+
+def small(num_heads: int = 2, num_tokens: int = 40) -> tuple[list[torch.Tensor], Layout]:
+    layout = from_dense(torch.ones(1, 3, 3, dtype=torch.bool), 16, num_heads=num_heads)
+    return [torch.randn(1, num_heads, num_tokens, 16) for _ in range(3)], layout
+
+
+def test_the_backend_is_chosen() -> None:
+    tensors, layout = small()
+    expected = block_attention(*tensors, layout, scale=0.3)
+    for backend in ("auto", "torch"):
+        assert torch.equal(sparse_attention(*tensors, layout, backend=backend, scale=0.3), expected)
+
+
+def test_a_pattern_is_laid_out_for_the_length() -> None:
+    """Queries after cached keys too."""
+    pattern = BigBirdSparsityConfig(2, 16, num_sliding_window_blocks=1, attention="unidirectional")
+    q, k, v = (torch.randn(1, 2, 75, 16) for _ in range(3))
+    whole = sparse_attention(q, k, v, pattern)
+    assert torch.equal(whole, block_attention(q, k, v, pattern.layout(75)))
+    last = sparse_attention(q[:, :, 70:], k, v, pattern, q_start=70)
+    torch.testing.assert_close(last, whole[:, :, 70:])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "cuda"}, "backend is 'cuda'; allowed: 'auto', 'triton', 'flex', 'torch'"),
+        ({"layout": "bigbird"}, "layout is 'str'; allowed: a Layout or a SparsityConfig"),
+        ({"dropuot": 0.1}, "an option of sparse_attention is 'dropuot'; allowed: 'scale'"),
+        ({"dropout": 1.0}, "dropout is 1.0"),
+        ({"backend": "triton"}, "q.device is 'cpu'; allowed: a CUDA device. Or use backend=\"torch\""),
+        ({"backend": "flex"}, "block is 16; allowed: 128. Flex kernels work on tiles of 128"),
+    ],
+)
+def test_mistakes_are_named(options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    tensors, layout = small()
+    with pytest.raises(ValueError, match="is ") as found:
+        sparse_attention(*tensors, **{"layout": layout, **options})  # type: ignore[arg-type]
+    assert message in str(found.value)
+
+
+def test_what_the_kernels_cannot_do_is_named() -> None:
+    tensors, layout = small()
+    with pytest.raises(ValueError, match=r"q\.dtype is torch\.float64"):
+        triton_attention(*[tensor.double() for tensor in tensors], layout, Extras())
+    with pytest.raises(ValueError, match="head_dim is 320; allowed: up to 256"):
+        triton_attention(*[torch.zeros(1, 2, 40, 320) for _ in range(3)], layout, Extras())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dropout": 0.1}, "dropout is 0.1; allowed: 0.0 with flex"),
+        ({"bias": torch.zeros(256, 256, requires_grad=True)}, "bias is 'a tensor that requires a gradient'"),
+        ({"relative": torch.zeros(1, 511, requires_grad=True)}, "relative is 'a tensor that requires a gradient'"),
+        ({}, "q.device is 'cpu'; allowed: a CUDA device"),
+    ],
+)
+def test_flex_refuses_with_reasons(options: dict[str, Any], message: str) -> None:
+    layout = from_dense(torch.ones(1, 2, 2, dtype=torch.bool), 128, num_heads=2)
+    tensors = [torch.randn(1, 2, 256, 16) for _ in range(3)]
+    with pytest.raises(ValueError, match="is ") as found:
+        sparse_attention(*tensors, layout, backend="flex", **options)
+    assert message in str(found.value)
+    with pytest.raises(ValueError, match="multiples of 128"):
+        sparse_attention(*[tensor[:, :, :200] for tensor in tensors], layout, backend="flex")
+
+
+@pytest.mark.parametrize("extra", ["none", "padding", "mask", "bias", "relative"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["both", "causal"])
+def test_flex_is_told_the_same_scores(is_causal: bool, extra: str) -> None:
+    """Its blocks and functions, put together here as its kernels do: without a GPU it would ignore blocks."""
+    from twinflow.attention.flex import block_mask, score_mod
+
+    case = support.Case("random", 128, "fp32", is_causal, extra, heads=(4, 2), batch=2)
+    inputs, layout = support.make_inputs(case, 384, 16, "cpu"), support.make_layout(case, 384)
+    options = {name: value.detach() if hasattr(value, "detach") else value for name, value in inputs.options.items()}
+    q, k, v = (tensor.detach() for tensor in (inputs.q, inputs.k, inputs.v))
+    extras = Extras(**options)
+    sizes = check_call(q, k, v, layout, extras)
+    index = torch.meshgrid(*(torch.arange(n) for n in sizes.scores), indexing="ij")
+    told = block_mask(layout, extras, sizes, q.device)
+    keep = tokens(told.kv_num_blocks, told.kv_indices).expand(sizes.scores) & told.mask_mod(*index)
+    if told.full_kv_num_blocks is not None:
+        keep = keep | tokens(told.full_kv_num_blocks, told.full_kv_indices)
+    scores = q @ k.repeat_interleave(2, 1).transpose(2, 3) * 16**-0.5
+    added = score_mod(extras, sizes)
+    if added is not None:
+        scores = added(scores, *index)
+    probs = scores.masked_fill(~keep, -torch.inf).softmax(-1).nan_to_num(0.0)
+    expected = block_attention(q, k, v, layout, **options)
+    torch.testing.assert_close(probs @ v.repeat_interleave(2, 1), expected, atol=1e-5, rtol=1e-5)
+
+
+def tokens(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Blocks of a BlockMask as kept tokens."""
+    grid = torch.zeros(indices.shape, dtype=torch.bool)
+    grid.scatter_(-1, indices.long(), torch.arange(indices.shape[-1]) < counts[..., None])
+    return grid.repeat_interleave(128, -1).repeat_interleave(128, -2)
+
+
+def test_diagonals_are_summed() -> None:
+    squares = torch.randn(2, 3, 5, 5, dtype=torch.float64)
+    expected = torch.stack([squares.diagonal(offset, -2, -1).sum(-1) for offset in range(-4, 5)], dim=-1)
+    torch.testing.assert_close(_diagonal_sums(squares), expected)
+
+
+def test_cases_hold_every_pair() -> None:
+    assert len(support.MATRIX) == 504
+    assert {(case.structure, case.block) for case in support.DEFAULT} == {
+        (structure, block) for structure in support.STRUCTURES for block in support.BLOCKS
+    }
