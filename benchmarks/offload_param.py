@@ -38,8 +38,9 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def shape_of(preset: str) -> GPTConfig:
-    return replace(PRESETS[preset], checkpoint_activations=True)
+def shape_of(preset: str, num_layers: int) -> GPTConfig:
+    found = replace(PRESETS[preset], checkpoint_activations=True)
+    return replace(found, num_layers=num_layers) if num_layers else found
 
 
 def tokens_of(shape: GPTConfig, batch: int, step: int = 0) -> torch.Tensor:
@@ -102,6 +103,7 @@ def parked(shape: GPTConfig, batch: int, states: str, cap: float, steps: int) ->
     start = time.perf_counter()
     engine, *_ = twinflow.initialize(model=lambda: GPT(shape), config=config_of(batch, states, True))
     init_s, x = time.perf_counter() - start, tokens_of(shape, batch)
+    print(f"built in {init_s:.0f} s", file=sys.stderr, flush=True)
     losses = []
 
     def step() -> None:
@@ -122,6 +124,7 @@ def parked(shape: GPTConfig, batch: int, states: str, cap: float, steps: int) ->
         step()
     synchronize()
     step_s = (time.perf_counter() - start) / steps
+    print(f"{step_s:.3f} s a step, losses {[round(float(loss), 3) for loss in losses]}", file=sys.stderr, flush=True)
     rates = load_or_measure(DEVICE) if CUDA else None
     num_in, num_out = (fetcher.fetched_bytes - before[0]) / steps, (mover.bytes_out - before[1]) / steps
     return {
@@ -142,11 +145,11 @@ def parked(shape: GPTConfig, batch: int, states: str, cap: float, steps: int) ->
 
 def part(*args: str) -> dict[str, Any]:
     """One part in a process of its own."""
-    done = subprocess.run([sys.executable, __file__, "--part", *args], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, __file__, "--part", *args], stdout=subprocess.PIPE, text=True, check=False)
     found = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
-    print(done.stdout[-3000:], done.stderr[-4000:], file=sys.stderr, flush=True)
     if not found:
-        raise SystemExit(f"{args[0]}: no result. {done.stderr[-300:]}")
+        raise SystemExit(f"{args[0]}: no result. {done.stdout[-300:]}")
+    print(args[0], found[0], file=sys.stderr, flush=True)
     row: dict[str, Any] = json.loads(found[0].removeprefix("ROW "))
     return row
 
@@ -154,6 +157,7 @@ def part(*args: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--preset", default="gpt2-10b" if CUDA else "tiny")
+    parser.add_argument("--layers", type=int, default=0, help="of the model; 0: the preset's")
     parser.add_argument("--batch", type=int, default=8 if CUDA else 2, help="sequences a step")
     parser.add_argument("--states", default="bf16", help="format of the optimizer's state")
     parser.add_argument("--cap", type=float, default=16.0, help="GB of GPU memory that may be used; 0: all")
@@ -162,14 +166,14 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.part:
-        name, preset, batch, states, cap, steps = given.part
-        shape = shape_of(preset)
+        name, preset, layers, batch, states, cap, steps = given.part
+        shape = shape_of(preset, int(layers))
         row = alone(shape, int(batch)) if name == "alone" else parked(shape, int(batch), states, float(cap), int(steps))
         print("ROW " + json.dumps(row), flush=True)
         return
     if not have_same_bits():
         raise SystemExit("a small model trains otherwise with its weights on the host: no figures")
-    rest = (given.preset, str(given.batch), given.states, str(given.cap), str(given.steps))
+    rest = (given.preset, str(given.layers), str(given.batch), given.states, str(given.cap), str(given.steps))
     row = part("alone", *rest) | part("parked", *rest)
     bound = max(row["gpu_s"], row["host_s"], row["bus_s"])
     row["x_bound"] = row["step_s"] / bound
@@ -179,7 +183,8 @@ def main() -> None:
     lines += [
         f"- {gpu}, {given.cap:g} GB of it; {machine.cpu}, {machine.usable_cores} cores; torch {torch.__version__}"
     ]
-    lines += [f"- {given.preset}, {given.batch} sequences a step, {given.states} state, clipping on", ""]
+    layers = f" with {given.layers} layers" if given.layers else ""
+    lines += [f"- {given.preset}{layers}, {given.batch} sequences a step, {given.states} state, clipping on", ""]
     keys = ["params", "weights_gb", "gpu_s", "host_s", "bus_s", "step_s", "x_bound", "gpu_gb", "in_gb", "out_gb"]
     keys += ["first_loss", "last_loss", "init_s", "shadow_gb"]
     lines += [f"| {' | '.join(keys)} |", "|" + "---|" * len(keys)]

@@ -158,7 +158,7 @@ def measure_dense(scale: Scale, clock: Clock, data: tuple[Tensor, ...]) -> dict[
     return best([try_passes(clock, backend.name, dense(backend), data) for backend in backends])
 
 
-def measure_patterns(scale: Scale, clock: Clock) -> Iterator[Row]:
+def measure_patterns(scale: Scale, clock: Clock, flex_names: list[str]) -> Iterator[Row]:
     """Each structure at each length and shape, beside Flex and dense attention."""
     for shape, length in itertools.product(scale.shapes, scale.lengths):
         data = inputs(scale, shape, length)
@@ -168,7 +168,7 @@ def measure_patterns(scale: Scale, clock: Clock) -> Iterator[Row]:
             layout = layout_of(pattern, shape.num_heads, scale.base, length, scale.base)
             flexes: dict[str, dict[str, float]] = {}
             if scale.device == "cuda":
-                ways = {name: flex(layout, scale.device, options) for name, options in FLEX_OPTIONS.items()}
+                ways = {name: flex(layout, scale.device, FLEX_OPTIONS[name]) for name in flex_names}
                 error = relative(run_once(ours(layout), data), run_once(ways["default"], data))
                 if error > TOLERANCE:
                     raise SystemExit(f"no speed is reported: {pattern}, {length}, {shape}: {error:.2e} from Flex")
@@ -247,12 +247,12 @@ def measure_math(scale: Scale, clock: Clock) -> Iterator[Row]:
         }  # fmt: skip
 
 
-MEASURES: dict[str, Callable[[Scale, Clock], Iterator[Row]]] = {
+MEASURES: dict[str, Callable[..., Iterator[Row]]] = {
     "patterns": measure_patterns, "blocks": measure_blocks, "million": measure_million, "math": measure_math,
 }  # fmt: skip
 
 
-def jobs(scale: Scale, parts: list[str]) -> list[Callable[[], object]]:
+def jobs(scale: Scale, parts: list[str], flex_names: list[str]) -> list[Callable[[], object]]:
     """All that must be compiled, each to be run once."""
     found: list[Callable[[], object]] = []
 
@@ -268,7 +268,7 @@ def jobs(scale: Scale, parts: list[str]) -> list[Callable[[], object]]:
         run_once(flex(layout, scale.device, options), inputs(scale, shape, length))
 
     if "patterns" in parts:  # the longest to compile come first
-        cases = itertools.product(scale.shapes, scale.lengths, FLEX_OPTIONS.values())
+        cases = itertools.product(scale.shapes, scale.lengths, [FLEX_OPTIONS[name] for name in flex_names])
         found += [partial(other, *case) for case in cases]
         structures = (*PATTERNS, "dense")
         found += [
@@ -370,6 +370,7 @@ def missed(parts: dict[str, list[Row]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(PARTS), help="parts to run, with commas between")
+    parser.add_argument("--flex", default=",".join(FLEX_OPTIONS), help="its options to try, with commas between")
     parser.add_argument("--tune", action="store_true", help="sweep our kernels' tiles, warps and stages instead")
     parser.add_argument("--tiny", action="store_true", help="on the CPU")
     parser.add_argument("--save", action="store_true", help="write the result to a dated file")
@@ -385,7 +386,7 @@ def main() -> None:
 
         found = sparse_tuning.jobs(scale)
     else:
-        found = jobs(scale, parts)
+        found = jobs(scale, parts, parts_of(given.flex, tuple(FLEX_OPTIONS)))
     if given.warm:
         return run_jobs(found, *given.warm)
     start = time.perf_counter()
@@ -399,7 +400,12 @@ def main() -> None:
     facts |= {"check_length": scale.check_length, "error": error, "parts": {}}
     for part in parts:
         begin = time.perf_counter()
-        facts["parts"][part] = list(MEASURES[part](scale, clock))
+        measure = MEASURES[part] if part != "patterns" else partial(measure_patterns, flex_names=given.flex.split(","))
+        facts["parts"][part] = []
+        for row in measure(scale, clock):
+            facts["parts"][part].append(row)
+            for name in PASSES:  # at once: a run may be cut short
+                print(*cells_of(row, name), sep=" | ", file=sys.stderr, flush=True)
         print(f"{part}: {time.perf_counter() - begin:.0f} s", file=sys.stderr)
     facts["seconds"] = round(time.perf_counter() - start)
     text = page(facts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -263,3 +264,205 @@ def test_only_blocks_are_parked() -> None:
     for bucket in optimizer.runtime.buckets:
         assert bucket.is_parked == (bucket.plan.block != ROOT)
     optimizer.close()
+
+
+class Stack(nn.Module):
+    """Blocks of two layers, called by `run`."""
+
+    def __init__(self, make: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.blocks = nn.ModuleList([(make or _Layers)() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.run(self.first(x))
+        return self.last(x).square().mean()  # type: ignore[no-any-return]
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class _Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.b(torch.tanh(self.a(x)))
+        return found
+
+
+class _InPlace(_Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(0.5))
+
+
+@dataclass
+class _Output:
+    hidden: Tensor
+
+
+class _Wrapped(_Layers):
+    def forward(self, x: Any) -> Any:
+        return _Output(super().forward(x.hidden if isinstance(x, _Output) else x))
+
+
+class Wrapped(Stack):
+    def run(self, x: Tensor) -> Tensor:
+        found: Any = super().run(x)
+        return found.hidden  # type: ignore[no-any-return]
+
+
+class _WithList(_Layers):
+    def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:  # type: ignore[override]
+        losses.append(self.a(x).square().mean())
+        return super().forward(x)
+
+
+class WithList(Stack):
+    def run(self, x: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        for block in self.blocks:
+            x = block(x, losses)
+        return x + torch.stack(losses).sum()
+
+
+class _View(_Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(1, 8))
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.latents.expand(5, 8)
+
+
+class Views(Stack):
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, latents = block(x)
+            x = x + latents
+        return x
+
+
+class Skips(Stack):
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x) + torch.sin(x)
+        return x
+
+
+class _Aux(_Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        self.aux = self.a(found).square().mean()
+        return found
+
+
+class Aux(Stack):
+    def run(self, x: Tensor) -> Tensor:
+        x = super().run(x)
+        return x + sum(block.aux for block in self.blocks)  # type: ignore[no-any-return]
+
+
+KINDS: dict[str, Any] = {
+    "keeps a loss as an attribute": lambda: Aux(_Aux),
+    "changes its input in place": lambda: Stack(_InPlace),
+    "returns a dataclass": lambda: Wrapped(_Wrapped),
+    "appends to a list it is given": lambda: WithList(_WithList),
+    "returns a view of a weight": lambda: Views(_View),
+    "has skips around it": Skips,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_bit_changes_where_a_block(kind: str) -> None:
+    def slow(optimizer: TwinOptimizer) -> None:
+        optimizer.runtime.device.delay("fetch", 0.002)
+
+    check_same(KINDS[kind], loss=odd_loss, tuning=Tuning(bucket_numel=128), steps=4, watch=slow)
+
+
+def test_a_graph_of_a_backward_is_an_error() -> None:
+    model = Stack()
+    optimizer = TwinOptimizer(model, lr=1e-2, offload_params=True)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        odd_loss(model, 0).backward(create_graph=True)
+    optimizer.close()
+
+
+def test_a_backward_through_weights_of_another_step_is_an_error() -> None:
+    model = Stack()
+    optimizer = TwinOptimizer(model, param_groups=model.blocks.parameters(), lr=1e-2, offload_params=True)
+    old = odd_loss(model, 0)
+    odd_loss(model, 1).backward()
+    optimizer.step()
+    odd_loss(model, 2)
+    with pytest.raises(RuntimeError, match="modified by a step"):
+        old.backward()
+    optimizer.close()
+
+
+class Inside(Stack):
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block.b(block.a(x))  # type: ignore[operator,union-attr]
+        return x
+
+
+def test_blocks_that_are_never_called_are_an_error() -> None:
+    model = Inside()
+    optimizer = TwinOptimizer(model, lr=1e-2, offload_params=True)
+    with pytest.raises(RuntimeError, match=r"blocks\.0: modules inside it run"):
+        odd_loss(model, 0)
+    optimizer.close()
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="ModuleLists"):
+        TwinOptimizer(nn.Linear(8, 8), lr=1e-2, offload_params=True)
+
+
+def test_parameters_that_are_not_trained_keep_their_values() -> None:
+    found = []
+    for is_parked in (False, True):
+        model = Stack()
+        chosen = [model.blocks[1].a.weight, model.first.weight]  # type: ignore[union-attr]
+        optimizer = TwinOptimizer(model, param_groups=chosen, lr=1e-2, offload_params=is_parked)
+        losses = []
+        for step in range(3):
+            loss = odd_loss(model, step)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        optimizer.close()
+        found.append(losses)
+    assert found[0] == found[1]
+
+
+def test_frozen_integers() -> None:
+    model = Stack()
+    codes = nn.Parameter(torch.arange(6, dtype=torch.uint8), requires_grad=False)
+    model.blocks[0].codes = codes
+    optimizer = TwinOptimizer(model, lr=1e-2, offload_params=True)
+    seen = []
+    model.blocks[0].register_forward_pre_hook(lambda module, _: seen.append(module.codes.clone()))
+    odd_loss(model, 0).backward()
+    optimizer.step()
+    assert torch.equal(seen[0], torch.arange(6, dtype=torch.uint8))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("is_after_backward", [False, True])
+def test_closed_in_the_middle_of_a_step_the_weights_are_there(is_after_backward: bool) -> None:
+    model = Stack()
+    truth = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = TwinOptimizer(model, lr=1e-2, early=True, max_grad_norm=1.0, offload_params=True)
+    loss = odd_loss(model, 0)
+    if is_after_backward:
+        loss.backward()
+    optimizer.close()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, truth[name]), name

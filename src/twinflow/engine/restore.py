@@ -200,6 +200,9 @@ def _load_weights(engine: Engine, found: Checkpoint, names: Mapping[str, str], w
     written: set[tuple[Any, ...]] = set()
     foreign: dict[str, Any] = dict(extra or {})
     parking = parking_of(engine)
+    if parking is not None and engine.optimizer is not None:
+        engine.optimizer.runtime.wait_for_copies()
+        parking.settle()
     parked = parked_in(module, parking)
     for name, path in names.items():
         if name in parked:

@@ -1,17 +1,22 @@
 """What hangs on a block whose weights live on the host: fetched before it runs, given back when it has run.
 
-Autograd tells when a block's backward begins, by hooks on what its forward gave, and when it has ended, by a node that
-its inputs pass through. Recomputation inside a backward runs the forward's hooks too.
+What autograd saves of a block's weights, it saves as a place: whoever needs it in a backward finds them fetched, by
+whatever way he came into the block. That a block's backward is near is told by hooks on what its forward gave, so that
+blocks can be fetched ahead; that it has ended, by hooks on what it was given: torch runs, of all nodes that are ready,
+the one that was made last, so that nothing of a block is left when the node before it runs. (A leaf has no node before
+it, and is no sign.) Recomputation inside a backward runs the forward's hooks too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
 from twinflow.offload.blocks import Block
@@ -29,10 +34,6 @@ class Keeper(Protocol):
         """It has run."""
         ...
 
-    def at_first_gradient(self) -> None:
-        """Called inside a backward, before its first block's."""
-        ...
-
     def before_backward(self, block: int) -> None:
         """A block's backward begins."""
         ...
@@ -41,55 +42,122 @@ class Keeper(Protocol):
         """The gradients of its inputs are there."""
         ...
 
+    def leave_others(self, block: int) -> None:
+        """Of all other blocks nothing is needed any more in this backward."""
+        ...
 
-class _Leaving(torch.autograd.Function):
-    """The identity. Its backward comes when all that needs the block's weights has been queued."""
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the memory of a block's weights."""
+        ...
 
-    @staticmethod
-    def forward(ctx: Any, call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Nothing but the graph."""
-        ctx.call = call
-        return tensors
+    def edition(self, block: int) -> int:
+        """Another number with every step that changes the weights."""
+        ...
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Pass the gradients on."""
-        ctx.call()
-        return None, *grads
+
+class Place(NamedTuple):
+    """A tensor in the memory of a block's weights, which may be given back and taken again meanwhile."""
+
+    view: Tensor
+    edition: int
 
 
 def put_hooks(parking: Keeper, block: Block) -> list[RemovableHandle]:
     """Before a block's forward and after it."""
+    open_now: list[Any] = []  # what is around forwards that run
 
-    def begin_backward(_: Tensor) -> None:
-        parking.at_first_gradient()
-        parking.before_backward(block.index)
-
-    def before(caller: nn.Module, args: Any, kwargs: Any) -> Any:
+    def before(caller: nn.Module, args: Any, kwargs: Any) -> None:
         if caller is not block.module:  # a deep copy has the same hooks
-            return None
+            return
         parking.before_block(block.index)
         if not torch.is_grad_enabled():
-            return None
-        leaves, tree = tree_flatten((args, kwargs))
-        found = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not found:
-            return None
-        made: Any = _Leaving.apply(lambda: parking.after_backward(block.index), *(leaves[i] for i in found))  # type: ignore[no-untyped-call]
-        for i, leaf in zip(found, made, strict=True):
-            leaves[i] = leaf
-        return tree_unflatten(leaves, tree)
-
-    def after(caller: nn.Module, _: Any, output: Any) -> None:
-        if caller is not block.module:
+            open_now.append(None)
             return
+        given = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
+        for tensor in given:
+            if tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: parking.after_backward(block.index))
+        if in_backward() and any(tensor.grad_fn is None for tensor in given):  # reentrant checkpointing
+            parking.leave_others(block.index)
+        open_now.append(_saving(parking, block))
+        open_now[-1].__enter__()
+
+    def after(caller: nn.Module, _: Any, output: Any) -> Any:
+        if caller is not block.module:
+            return None
+        context = open_now.pop() if open_now else None
+        if context is not None:
+            context.__exit__(None, None, None)
+        given = list(_tensors(output))
+        if any(parking.owns(tensor) for tensor in given):
+            output = _copied(output, parking.owns, block.name)
+            given = list(_tensors(output))
         if torch.is_grad_enabled() and not in_backward():
-            found: list[Any] = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
-            for leaf in found:
-                if leaf.requires_grad:
-                    leaf.register_hook(begin_backward)
+            for tensor in given:
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    tensor.register_hook(lambda _: parking.before_backward(block.index))
         parking.after_block(block.index)
+        return output
 
     outside: Callable[[Any], Any] = torch._dynamo.disable
     first = block.module.register_forward_pre_hook(outside(before), prepend=True, with_kwargs=True)
-    return [first, block.module.register_forward_hook(outside(after))]
+    return [first, block.module.register_forward_hook(outside(after), always_call=True)]
+
+
+def _saving(parking: Keeper, block: Block) -> saved_tensors_hooks:
+    """Around a forward: weights are saved as places; all else as whoever is around us wants it, checkpointing, say."""
+    get_outer: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+    outer_pack, outer_unpack = get_outer(True) or (_same, _same)
+
+    def pack(tensor: Tensor) -> Any:
+        if parking.owns(tensor):
+            return Place(tensor.detach(), parking.edition(block.index))
+        return outer_pack(tensor)
+
+    def unpack(saved: Any) -> Any:
+        if not isinstance(saved, Place):
+            return outer_unpack(saved)
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{block.name}: create_graph=True needs its weights again after its backward, but they live on the "
+                "host (offload_param) and are there only while the block runs"
+            )
+        if saved.edition != parking.edition(block.index):
+            raise RuntimeError(
+                f"{block.name}: its weights, needed for gradient computation, have been modified by a step since the "
+                "forward. Call backward() before step()"
+            )
+        parking.before_backward(block.index)
+        return saved.view
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    """All tensors in containers and dataclasses."""
+    for leaf in tree_flatten(value)[0]:
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for item in dataclasses.fields(leaf):
+                yield from _tensors(getattr(leaf, item.name, None))
+
+
+def _copied(value: Any, is_weight: Callable[[Tensor], bool], name: str) -> Any:
+    """The same with copies of what lies in the weights' memory, which is given back."""
+    if isinstance(value, Tensor):
+        return value.clone() if is_weight(value) else value
+    if type(value) in (tuple, list):
+        return type(value)(_copied(item, is_weight, name) for item in value)
+    if type(value) is dict:
+        return {key: _copied(item, is_weight, name) for key, item in value.items()}
+    if any(is_weight(tensor) for tensor in _tensors(value)):
+        raise RuntimeError(
+            f"{name} returns a view of its weights in a {type(value).__name__}. They live on the host (offload_param) "
+            "and are there only while the block runs: return a clone()"
+        )
+    return value

@@ -125,6 +125,10 @@ class Recorder:
     def _ran(self, module: nn.Module) -> None:
         self._runs[module] = self._runs.get(module, 0) + 1
 
+    def has_run(self, module: nn.Module) -> bool:
+        """Whether a module with parameters of its own has run."""
+        return self._runs.get(module, 0) > 0
+
     def finish(self) -> set[nn.Parameter]:
         """Stop watching; the parameters of modules that ran more than once."""
         for handle in self._handles:

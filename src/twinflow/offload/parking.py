@@ -73,6 +73,8 @@ class Parking:
         self._order: list[int] = []  # of the blocks, in a forward
         self._trail: list[int] = []  # blocks whose backward is to come
         self._is_in_backward = False
+        self._gathers = gather is not None
+        self._storages: set[int] = set()
         for bucket in buckets:
             if bucket.is_parked:
                 parcel = Parcel(
@@ -100,6 +102,7 @@ class Parking:
     def _add(self, block: int, parcel: Parcel) -> None:
         """To a block's lot; the memory it was made with is given back at once, as there is none for all of them."""
         self._lots.setdefault(block, Lot()).parcels.append(parcel)
+        self._storages.add(parcel.flat.untyped_storage()._cdata)
         self._empty(parcel)
 
     def _put(self, parcel: Parcel, param: nn.Parameter, offset: int) -> None:
@@ -179,15 +182,25 @@ class Parking:
         """As the first forward has shown."""
         self._order = [block for block in dict.fromkeys(order) if block in self._lots]
 
+    def check_blocks(self, unused: Sequence[Block], has_run: Callable[[nn.Module], bool]) -> None:
+        """Refuse blocks whose own forward is never called while modules inside them run: nobody fetches for those."""
+        for block in unused:
+            if block.index in self._lots and any(has_run(module) for module in block.module.modules()):
+                raise RuntimeError(
+                    f"{block.name}: modules inside it run, but its own forward is never called, so that nobody fetches "
+                    "its weights, which live on the host (offload_param). Call the block, or leave offload_param out"
+                )
+
     def before_model(self) -> None:
         """A forward of the whole model begins: nothing is left of the last one, and the first blocks come."""
-        self._leave_all()
+        self._is_in_backward = False  # the last one may have raised
+        self.leave_all()
         for block in self._order[:_AHEAD]:
             self._ask_for(block)
 
     def before_block(self, block: int) -> None:
         """A block is about to run, forwards or again in a backward."""
-        if in_backward():
+        if in_backward():  # recomputed
             self.before_backward(block)
             return
         if torch.is_grad_enabled():
@@ -205,26 +218,44 @@ class Parking:
 
     def before_backward(self, block: int) -> None:
         """A block's backward begins."""
+        self._at_first_gradient()
         self._enter(block)
         while self._trail and self._trail[-1] != block:
             self._trail.pop()
         for other in reversed(self._trail[-1 - _AHEAD : -1]):
             self._ask_for(other)
 
-    def at_first_gradient(self) -> None:
-        """Called by autograd: see to it that nothing stays when this backward has ended."""
-        if not self._is_in_backward:
+    def _at_first_gradient(self) -> None:
+        """See to it that nothing stays when this backward has ended."""
+        if not self._is_in_backward and in_backward():
             self._is_in_backward = True
             engine: Any = torch.autograd.Variable._execution_engine  # torch has no public name for it
             engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self._is_in_backward = False
-        self._leave_all()
+        if self._gathers:  # blocks that this rank's backward left out, as the others ask for them too
+            for block in reversed(self._trail):
+                self._ask_for(block)
+        self.leave_all()
 
     def after_backward(self, block: int) -> None:
         """The gradients of a block's inputs are there."""
         self._leave(block)
+
+    def leave_others(self, block: int) -> None:
+        """Of all other blocks that have run nothing is needed any more in this backward."""
+        for other, lot in self._lots.items():
+            if other != block and lot.fetch is None:
+                self._leave(other)
+
+    def edition(self, block: int) -> int:
+        """Another number with every step that changes the weights."""
+        return _due(self._lots[block])
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the memory of a block's weights."""
+        return tensor.untyped_storage()._cdata in self._storages
 
     # A block's memory.
 
@@ -264,7 +295,8 @@ class Parking:
             lot.fetch = None
         self._give_back(lot)
 
-    def _leave_all(self) -> None:
+    def leave_all(self) -> None:
+        """Nothing of any block stays on the device."""
         self._trail.clear()
         for block in self._lots:
             self._leave(block)
@@ -281,12 +313,18 @@ class Parking:
 
     def _nan(self, view: Tensor) -> Tensor:
         if view.dtype not in self._nothing:
-            self._nothing[view.dtype] = torch.full((), float("nan"), dtype=view.dtype, device=view.device)
+            nothing = float("nan") if view.dtype.is_floating_point else 0
+            self._nothing[view.dtype] = torch.full((), nothing, dtype=view.dtype, device=view.device)
         return self._nothing[view.dtype].expand(view.shape)
 
+    def settle(self) -> None:
+        """Nothing reads the weights on the host any more."""
+        self.leave_all()
+        self._device.stream("fetch").synchronize()
+
     def close(self) -> None:
-        """Give the parameters their weights again, on the host; where ranks have parts, they have none."""
-        self._leave_all()
+        """Give the parameters their weights again, on the host; where ranks have parts, they stay without."""
+        self.settle()
         for lot in self._lots.values():
             for parcel in lot.parcels:
                 if parcel.host().numel() == parcel.flat.numel():

@@ -66,6 +66,7 @@ class Runtime:
         self._num_parts = 0  # backwards of this step whose gradients are on their way to the host's sums
         self._runs: dict[int, int] = {}  # of each block, in this forward of the model
         self._recorder: Recorder | None = None
+        self._blocks: list[Block] = []
         self.model_owner: dict[str, Any] = {}  # where the model says that it has an optimizer
         self._handles: list[RemovableHandle] = []
         self._frozen: dict[str, nn.Parameter] = {}  # parameters that were so at the start
@@ -123,7 +124,7 @@ class Runtime:
         if self.parking is not None:
             self._handles += self.parking.attach(model, blocks)
         self._handles += install(model, blocks, self)
-        self._recorder = Recorder(model, blocks)
+        self._recorder, self._blocks = Recorder(model, blocks), blocks
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         if self.settings.early:
             self._handles += take_gradients(self.params, self)
@@ -249,6 +250,8 @@ class Runtime:
         for param in self.params:
             param.is_late |= param.tensor in repeated
         if self.parking is not None:
+            unused = [block for block in self._blocks if block.index not in self._recorder.order]
+            self.parking.check_blocks(unused, self._recorder.has_run)
             self.parking.set_order(self._recorder.order)
         self._by_block.setdefault(ROOT, []).extend(set_deadlines(self.buckets, self._recorder.order))
         self._recorder = None
@@ -407,6 +410,8 @@ class Runtime:
     def forget_jobs(self, num_jobs: int) -> None:
         """Start counting anew: the state and the weights are now somebody else's."""
         self.num_jobs, self.last = num_jobs, None
+        if self.parking is not None:
+            self.parking.leave_all()
         with self.board.changed:
             if self.sharing is not None:
                 self.sharing.forget()  # before buckets look as if they had been sent
@@ -423,9 +428,9 @@ class Runtime:
         try:
             if self.job is None:
                 self.flush()
-                if self.parking is not None:
-                    self.parking.close()
         finally:
+            if self.parking is not None and self.board.error is None:
+                self.parking.close()
             for handle in self._handles:
                 handle.remove()
             if self._recorder is not None:

@@ -154,7 +154,9 @@ class TwinOptimizer(Optimizer):
 
     def _build(self) -> Runtime:
         """Plan the buckets, take the weights over, and put hooks on the model."""
-        aside = set_aside(self.model) if self.model is not None and self._settings.parks else None
+        aside = None
+        if self.model is not None and self._settings.parks:
+            aside = set_aside(self.model, [param for group in self.param_groups for param in group["params"]])
         params, specs, order = params_of(self.model, self._named(), self._recipe is None, aside)
         check_params(params, self.zero)
         where = params[0].tensor.device

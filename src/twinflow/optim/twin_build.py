@@ -76,11 +76,15 @@ class Aside:
     frozen: dict[int, list[nn.Parameter]]  # by block
 
 
-def set_aside(model: nn.Module) -> Aside:
-    """Those that belong to one block. All else of the model goes where it computes."""
+def set_aside(model: nn.Module, trained: Iterable[nn.Parameter]) -> Aside:
+    """Those that belong to one block, and are trained or frozen. All else of the model goes where it computes."""
     where = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     blocks, frozen = find_blocks(model), dict[int, list[nn.Parameter]]()
-    found = [param for param, block in owners(model, blocks).items() if block != ROOT]
+    known = set(trained)
+    found = [param for param, block in owners(model, blocks).items() if block != ROOT and param in known]
+    if not found:
+        remedy = "Weights of members of ModuleLists and Sequentials live on the host; there are none to train."
+        raise bad_value("offload_params", True, [False], remedy)
     for param, block in owners(model, blocks, frozen=True).items():
         if block != ROOT:
             frozen.setdefault(block, []).append(param)
