@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import faulthandler
 import json
 import subprocess
 import sys
@@ -148,7 +149,7 @@ def part(*args: str) -> dict[str, Any]:
     done = subprocess.run([sys.executable, __file__, "--part", *args], stdout=subprocess.PIPE, text=True, check=False)
     found = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
     if not found:
-        raise SystemExit(f"{args[0]}: no result. {done.stdout[-300:]}")
+        raise SystemExit(f"{args[0]}: no result, exit code {done.returncode}. {done.stdout[-300:]}")
     print(args[0], found[0], file=sys.stderr, flush=True)
     row: dict[str, Any] = json.loads(found[0].removeprefix("ROW "))
     return row
@@ -166,6 +167,7 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.part:
+        faulthandler.enable()
         name, preset, layers, batch, states, cap, steps = given.part
         shape = shape_of(preset, int(layers))
         row = alone(shape, int(batch)) if name == "alone" else parked(shape, int(batch), states, float(cap), int(steps))

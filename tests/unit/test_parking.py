@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import twinflow
+from twinflow.device import Device
 from twinflow.models.gpt import GPT
 from twinflow.offload.plan import ROOT
 from twinflow.optim.twin import Tuning, TwinOptimizer
@@ -147,6 +148,12 @@ def test_state_dicts() -> None:
         model.load_state_dict(other.state_dict())
     optimizer.close()
     model.load_state_dict(other.state_dict())
+
+
+def test_page_locked_memory_does_not_start_at_its_storages_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is on a GPU, where it starts at a page."""
+    monkeypatch.setattr(Device, "pinned", lambda self, numel, dtype: torch.empty(numel + 100, dtype=dtype)[100:])
+    check_same(gpt(), steps=3)
 
 
 def test_a_forgotten_optimizer_is_collected() -> None:

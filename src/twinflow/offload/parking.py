@@ -334,7 +334,8 @@ class Parking:
 
 def host_view(parcel: Parcel, view: Tensor) -> Tensor:
     """A parameter's weights where they live, where this process has all of them."""
-    return parcel.host().as_strided(view.shape, view.stride(), view.storage_offset())
+    start = int(view.storage_offset())
+    return parcel.host()[start : start + view.numel()].view(view.shape)
 
 
 def take_aside(model: nn.Module, params: Sequence[nn.Parameter], where: torch.device) -> dict[nn.Parameter, Tensor]:
