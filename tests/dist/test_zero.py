@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from dist_support import run_ranks
-from zero_cases import NUM_STEPS, config_of, digest_alone, train_all
+from zero_cases import NUM_STEPS, config_of, digest_alone, train_all, train_without_a_branch
 
 OFFLOADS: dict[str, dict[str, Any] | None] = {"none": None, "full": {}, "half": {"ratio": 0.5}}
 CASES = [(stage, name, parts) for stage in (0, 1, 2, 3) for name in OFFLOADS for parts in (1, 4)]
@@ -109,3 +109,9 @@ def test_layers_that_run_again_see_the_same_weights() -> None:
     for rank in run_ranks(2, train_all, configs):
         for stage in configs:
             assert rank[stage]["losses"] == pytest.approx(truth, rel=1e-5), stage
+
+
+def test_a_rank_whose_backward_leaves_blocks_out_fetches_them_all_the_same() -> None:
+    """Ranks gather in one order: none may ask for less than the others."""
+    losses = run_ranks(2, train_without_a_branch, timeout_s=100)
+    assert all(len(rank) == 3 for rank in losses)

@@ -72,6 +72,7 @@ class Parking:
         self._nothing: dict[torch.dtype, Tensor] = {}
         self._order: list[int] = []  # of the blocks, in a forward
         self._trail: list[int] = []  # blocks whose backward is to come
+        self._begun: set[int] = set()  # ... or has
         self._is_in_backward = False
         self._gathers = gather is not None
         self._storages: set[int] = set()
@@ -219,6 +220,7 @@ class Parking:
     def before_backward(self, block: int) -> None:
         """A block's backward begins."""
         self._at_first_gradient()
+        self._begun.add(block)
         self._enter(block)
         while self._trail and self._trail[-1] != block:
             self._trail.pop()
@@ -235,7 +237,7 @@ class Parking:
     def _end_backward(self) -> None:
         self._is_in_backward = False
         if self._gathers:  # blocks that this rank's backward left out, as the others ask for them too
-            for block in reversed(self._trail):
+            for block in reversed([block for block in self._trail if block not in self._begun]):
                 self._ask_for(block)
         self.leave_all()
 
@@ -298,6 +300,7 @@ class Parking:
     def leave_all(self) -> None:
         """Nothing of any block stays on the device."""
         self._trail.clear()
+        self._begun.clear()
         for block in self._lots:
             self._leave(block)
 
