@@ -28,7 +28,7 @@ lint: $(VENV)/.installed
 	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp tests/native/*.cpp
 
 test: lint
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow and not matrix"
+	$(BIN)/python -m pytest -n 4 --dist loadfile -m "not slow and not matrix"
 
 test-all: lint
 	$(BIN)/python tests/run_parts.py

@@ -70,10 +70,12 @@ def _variants() -> list[Case]:
 
 _MATRIX = [Case(*pair, grad, weight) for pair, grad, weight in itertools.product(RULE_FORMATS, FLOATS, FLOATS)]
 _PAIRS = [Case(*pair, grad, weight) for pair, grad, weight in pairwise(RULE_FORMATS, FLOATS, FLOATS)]
-_SHIFTED = [replace(case, kind="shifted") for case in _PAIRS[::4]]
-_BITS = [replace(case, kind="bits") for case in _PAIRS[1::4]]
+_SHIFTED = [replace(case, kind="shifted") for case in _PAIRS[::12]]
+_BITS = [replace(case, kind="bits") for case in _PAIRS[1::12]]
 DEFAULT = [*_PAIRS, *_SHIFTED, *_BITS, *_variants()]
-REST = [c for c in (replace(c, kind=kind) for c in _MATRIX for kind in ("plain", "bits")) if c not in DEFAULT]
+REST = [
+    c for c in (replace(c, kind=kind) for c in _MATRIX for kind in ("plain", "bits", "shifted")) if c not in DEFAULT
+]
 CASES = {case.name: case for case in (*DEFAULT, *REST)}
 
 

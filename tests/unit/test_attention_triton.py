@@ -75,6 +75,13 @@ def test_kernels_against_the_truth_everywhere(structure: str, block: int) -> Non
     assert in_the_interpreter(*names) == dict.fromkeys(names, "")
 
 
+@needs_triton
+@pytest.mark.matrix
+def test_the_other_ways_too() -> None:
+    names = [case.name for case in support.MORE]
+    assert in_the_interpreter(*names) == dict.fromkeys(names, "")
+
+
 def compiled(cache: Path, *names: str) -> dict[tuple[str, str], dict[str, Any]]:
     """Figures of each kernel of each call, compiled for an H100 or H200."""
     script = str(Path(support.__file__).with_name("attention_compile_support.py"))
