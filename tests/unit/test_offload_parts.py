@@ -72,6 +72,28 @@ def test_plans(specs: list[ParamSpec], max_numel: int) -> None:
     assert list(dict.fromkeys(kinds)) == [k for i, k in enumerate(kinds) if i == 0 or kinds[i - 1] != k]
 
 
+@given(SPECS, st.integers(1, 8).map(lambda n: n * BLOCK))
+def test_plans_that_cut_no_parameter_of_a_block(specs: list[ParamSpec], max_numel: int) -> None:
+    seen: list[int] = []
+    for plan in plan_buckets(specs, max_numel, keeps_whole=True):
+        end = 0
+        for piece in plan.slices:
+            assert piece.offset == end
+            end = piece.offset + padded(piece.numel)
+            if plan.block != ROOT:
+                assert (piece.start, piece.numel) == (0, specs[piece.param].numel)
+                seen.append(piece.param)
+        assert plan.numel == end
+        assert plan.numel <= max_numel or len(plan.slices) == 1
+    assert sorted(seen) == [i for i, spec in enumerate(specs) if spec.block != ROOT and spec.numel]
+
+
+def test_a_large_parameter_of_no_block_does_not_make_all_slots_large() -> None:
+    specs = [ParamSpec("embedding", 1 << 16, ROOT, torch.float32)]
+    specs += [ParamSpec(str(i), 512, i // 4, torch.float32) for i in range(16)]
+    assert max(plan.numel for plan in plan_buckets(specs, 1024, keeps_whole=True)) <= 1024
+
+
 @given(SPECS)
 def test_a_split_parameter_is_cut_in_the_same_blocks_of_128_by_any_plan(specs: list[ParamSpec]) -> None:
     """8-bit states have a scale for 128 elements: those are the same elements whatever the bucket size."""

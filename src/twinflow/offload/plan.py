@@ -93,7 +93,8 @@ def plan_buckets(
     """Pack all parameters: in their order within a block, blocks in their order, no bucket larger than `max_numel`.
 
     Only a parameter that cannot be split may make a larger one, its own. `parts` says where the state of each
-    parameter's elements lives; without it, on the host. `keeps_whole`: no part of a parameter is cut.
+    parameter's elements lives; without it, on the host. `keeps_whole`: no part of a block's parameters is cut, and one
+    that is larger makes a larger bucket.
     """
     assert max_numel % BLOCK == 0 and max_numel > 0
     buckets: list[BucketPlan] = []
@@ -103,7 +104,9 @@ def plan_buckets(
             kind = _Kind(param.block, param.dtype, part.place, param.is_contiguous)
             kinds.setdefault(kind, []).append((i, part))
     for kind, members in kinds.items():
-        for slices in _pack(params, members, _even(members, max_numel), keeps_whole):
+        size = _even(members, max_numel)
+        is_whole = keeps_whole and kind.block != ROOT
+        for slices in _fit(members, size) if is_whole else _pack(params, members, size):
             numel = slices[-1].offset + padded(slices[-1].numel)
             plan = BucketPlan(len(buckets), kind.block, kind.dtype, tuple(slices), numel, kind.place, kind.can_alias)
             buckets.append(plan)
@@ -126,13 +129,25 @@ def _even(members: Sequence[tuple[int, Part]], max_numel: int) -> int:
     return min(max_numel, padded(-(-total // num_buckets)))
 
 
-def _pack(
-    params: Sequence[ParamSpec], members: Iterable[tuple[int, Part]], max_numel: int, keeps_whole: bool
-) -> Iterable[list[Slice]]:
+def _fit(members: Iterable[tuple[int, Part]], max_numel: int) -> Iterable[list[Slice]]:
+    """Each part whole, in the first bucket that has room for it."""
+    buckets: list[list[Slice]] = []
+    used: list[int] = []
+    for index, part in (member for member in members if member[1].numel):
+        at = next((i for i, numel in enumerate(used) if numel + padded(part.numel) <= max_numel), len(used))
+        if at == len(used):
+            buckets.append([])
+            used.append(0)
+        buckets[at].append(Slice(index, part.start, part.numel, used[at]))
+        used[at] += padded(part.numel)
+    return buckets
+
+
+def _pack(params: Sequence[ParamSpec], members: Iterable[tuple[int, Part]], max_numel: int) -> Iterable[list[Slice]]:
     slices: list[Slice] = []
     used = 0
     for index, part in members:
-        start, left, can_split = part.start, part.numel, params[index].can_split and not keeps_whole
+        start, left, can_split = part.start, part.numel, params[index].can_split
         while left:
             room = max_numel - used
             if not can_split and left > room and slices:

@@ -21,8 +21,7 @@ def new_board(
     device: Device, updater: Updater, plans: Sequence[BucketPlan], settings: Settings, tensor_device: torch.device
 ) -> Board:
     """A board with empty pools, sized for these buckets."""
-    hosted = [p for p in plans if p.place == HOST]
-    slot_bytes = max((p.numel * p.dtype.itemsize for p in plans), default=0)  # of all: buckets may move to the host
+    hosted, slot_bytes = [p for p in plans if p.place == HOST], bytes_of_slot(plans)
     return Board(
         device,
         updater,
@@ -33,6 +32,16 @@ def new_board(
         settings.hold_on_host,
         settings.sums_on_host,
     )
+
+
+def bytes_of_slot(plans: Sequence[BucketPlan]) -> int:
+    """Of all buckets, the largest: they may move to the host."""
+    return max((p.numel * p.dtype.itemsize for p in plans), default=0)
+
+
+def bytes_of_gradients(settings: Settings, plans: Sequence[BucketPlan]) -> int:
+    """Host memory for gradients on their way, or while they wait."""
+    return num_gradient_slots(settings, sum(p.place == HOST for p in plans)) * bytes_of_slot(plans)
 
 
 def num_weight_slots(settings: Settings, num_buckets: int) -> int:

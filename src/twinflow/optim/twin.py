@@ -22,7 +22,7 @@ from twinflow.offload.figures import figures
 from twinflow.offload.gate import Limits
 from twinflow.offload.places import place_by_ratio, stream
 from twinflow.offload.plan import plan_buckets
-from twinflow.offload.pools import prepare_shadows
+from twinflow.offload.pools import bytes_of_gradients, prepare_shadows
 from twinflow.offload.recipe import Recipe
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.settings import Settings, Tuning
@@ -177,8 +177,8 @@ class TwinOptimizer(Optimizer):
         plans = stream(plan_buckets(specs, self.tuning.bucket_numel, parts, aside is not None), self.tuning.streamed)
         plans, shards = (plans, None) if self.team is None else self.team.shards(plans, specs)
         sizes = [kind.nbytes(plan) for plan in plans]
-        check_room(plans, sizes, room, self.ratio)
         self._settings = fitted(self._settings, self.tuning, plans, sizes, room)
+        check_room(plans, sizes, room, self.ratio, bytes_of_gradients(self._settings, plans))
         runtime = Runtime(
             device,
             kind.new_updaters(device, where),

@@ -166,8 +166,10 @@ def _keeps_on_host(asked: str, nbytes: int, room: Free) -> bool:
     return room.device_bytes is not None and nbytes > room.device_bytes // 2
 
 
-def check_room(plans: Sequence[BucketPlan], sizes: Sequence[int], room: Free, ratio: float | str) -> None:
-    """Refuse, before anything is allocated, a state that does not fit where it is to live."""
+def check_room(
+    plans: Sequence[BucketPlan], sizes: Sequence[int], room: Free, ratio: float | str, gradient_bytes: int
+) -> None:
+    """Refuse, before anything is allocated, a state that does not fit where it is to live, or gradients that do not."""
     total = {RESIDENT: 0, HOST: 0}
     for plan, size in zip(plans, sizes, strict=True):
         total[RESIDENT if plan.place == RESIDENT else HOST] += size
@@ -182,11 +184,11 @@ def check_room(plans: Sequence[BucketPlan], sizes: Sequence[int], room: Free, ra
             f"{allowed}: the state on the device takes {takes}, {missing} more than it has",
             'Activations need room too. A smaller format (states="bf16" or "int8") takes less.',
         )
-    if room.host_bytes and total[HOST] > room.host_bytes:
+    if room.host_bytes and total[HOST] + gradient_bytes > room.host_bytes:
         raise bad_value(
             "host memory",
             f"{_size(room.host_bytes)} available",
-            f"{_size(total[HOST])} for the optimizer's state",
+            f"{_size(total[HOST])} for the optimizer's state and {_size(gradient_bytes)} for gradients",
             'Take a smaller format (states="bf16" or "int8"), or a smaller ratio if the device has room.',
         )
 
