@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc src -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name py.typed)
 
-.PHONY: help train test lint test-all test-gpu bench wheel clean
+.PHONY: help train test unit lint test-all test-gpu bench wheel clean
 help:
 	@echo "make train     train a small GPT, its optimizer on the host; ends with a report page"
 	@echo "make test      lint, types and every test that needs no GPU (a pairwise subset of large matrices)"
@@ -27,7 +27,11 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp tests/native/*.cpp
 
-test: lint
+# Types are checked beside the tests, which leave a core idle now and then.
+test: $(VENV)/.installed
+	@$(MAKE) --no-print-directory -j 2 lint unit
+
+unit: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 4 --dist loadfile -m "not slow and not matrix"
 
 test-all: lint

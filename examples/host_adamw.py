@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from twinflow import native
 from twinflow.optim import HostAdamW
 
-STEPS, CLIP = 300, 0.5
+STEPS, CLIP = 120, 0.5
 
 
 def build() -> tuple[nn.Module, HostAdamW, CosineAnnealingLR]:
@@ -33,7 +33,7 @@ def train(model: nn.Module, optimizer: HostAdamW, schedule: CosineAnnealingLR, f
         if math.isfinite(norm):  # it is not as soon as one gradient is not
             optimizer.step(factor=min(1.0, CLIP / (norm + 1e-6)))  # applied while the kernel reads the gradient
         schedule.step()
-        if step % 50 == 0 or step == last - 1:
+        if step % 20 == 0 or step == last - 1:
             print(f"  step {step:3d}  loss {loss.item():.4f}  gradient norm {norm:.2f}")
 
 

@@ -132,7 +132,13 @@ def test_every_preset_has_a_batch_size() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [SMALL, replace(SMALL, tied=False), *PRESETS.values()], ids=["tied", "untied", *PRESETS]
+    "config",
+    [
+        SMALL,
+        replace(SMALL, tied=False),
+        *(pytest.param(c, marks=[pytest.mark.matrix] * (c.num_layers > 24)) for c in PRESETS.values()),
+    ],
+    ids=["tied", "untied", *PRESETS],
 )
 def test_flops_per_token_is_what_torch_counts(config: GPTConfig) -> None:
     with torch.device("meta"):

@@ -69,7 +69,7 @@ def test_the_kernel_has_the_bits_of_the_truth_everywhere(name: str, interpreted:
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_programs": 3, "tile": 1024},
+        pytest.param({"max_programs": 3, "tile": 1024}, marks=pytest.mark.matrix),
         pytest.param({"max_programs": 2}, marks=pytest.mark.matrix),
         pytest.param({"tile": 2048}, marks=pytest.mark.matrix),
     ],
