@@ -37,12 +37,14 @@ TEXT = """# Bytes between two machines by ZeRO stage, {date}
   --num_nodes 2` over them; gloo, torch {torch}. A GPT of {params:.2f} M parameters in fp32 ({shape}),
   state on the host, {steps} steps. Counters of the interfaces are read while all ranks stand still, after a first step.
 - Formula, per rank and step: 2 (W-1)/W x the weights' bytes at stages 0 and 1; (A+1) (W-1)/W at stage 2, which sends
-  gradients after each of A micro-batches. Recomputed activations send nothing.
+  gradients after each of A micro-batches; 3 A (W-1)/W at stage 3, which gathers weights for each forward and backward
+  too, less what belongs to no block, here 4% of the weights, and is gathered once for both. Recomputed activations
+  send nothing more.
 - Frames are those of a card: segmentation is off (`gso_max_segs 1`), so none is above the MTU. With 2 ranks a machine
   the bytes of `lo` are in it: ranks of one machine talk over it.
 - payload: bytes less {header} for each frame (Ethernet 14, IPv4 20, TCP 32). counted: by the collectives themselves,
-  padding of buckets and what ranks agree on included. gloo: payload beyond that: gloo's own messages, the pulses by
-  which ranks watch each other, and what TCP sends a second time.
+  padding of buckets and what ranks agree on included; not at stage 3, where `fully_shard` calls them. gloo: payload
+  beyond that: gloo's own messages, the pulses by which ranks watch each other, and what TCP sends a second time.
 - All bytes are sums over ranks, a step.
 
 {table}
@@ -75,7 +77,8 @@ def cells(given: dict[str, Any], row: Row) -> list[str]:
         f"{row.world} | {given['slots']} | {given['mtu']} | {'yes' if given['recompute'] else 'no'}",
         f"{row.stage} | {row.accumulation} | {formula(row.stage, row.accumulation, row.world):g}",
         f"{row.formula_bytes / step:.3f} | {row.wire.payload_bytes / step:.3f} | {row.payload_excess:+.2%}",
-        f"{counted:+.2%} | {gloo:+.2%} | {row.wire.bytes / step:.3f} | {row.wire_excess:+.2%}",
+        f"{f'{counted:+.2%} | {gloo:+.2%}' if row.stage < 3 else '- | -'} | {row.wire.bytes / step:.3f}",
+        f"{row.wire_excess:+.2%}",
     ]
 
 

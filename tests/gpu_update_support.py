@@ -72,7 +72,9 @@ _MATRIX = [Case(*pair, grad, weight) for pair, grad, weight in itertools.product
 _PAIRS = [Case(*pair, grad, weight) for pair, grad, weight in pairwise(RULE_FORMATS, FLOATS, FLOATS)]
 _SHIFTED = [replace(case, kind="shifted") for case in _PAIRS[::12]]
 _BITS = [replace(case, kind="bits") for case in _PAIRS[1::12]]
-DEFAULT = [*_PAIRS, *_SHIFTED, *_BITS, *_variants()]
+# Every rule in every format, with dtypes in turn; their pairs, and all of them, are in the matrix.
+_FIRST = [[case for case in _PAIRS if (case.rule, case.format) == pair][i % 3] for i, pair in enumerate(RULE_FORMATS)]
+DEFAULT = [*_FIRST, *_SHIFTED, *_BITS, *_variants()]
 REST = [
     c for c in (replace(c, kind=kind) for c in _MATRIX for kind in ("plain", "bits", "shifted")) if c not in DEFAULT
 ]

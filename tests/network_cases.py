@@ -2,8 +2,10 @@
 
 Per rank and step, of W ranks, with the weights' bytes (gradients have as many) and A micro-batches in a step:
 stage 0 sums gradients for everyone, 2 (W-1)/W; stage 1 gives each rank its part and publishes new weights, the same;
-stage 2 keeps no sum of other ranks' parts, so every micro-batch sends: (A+1) (W-1)/W. Activations that are recomputed
-send nothing: every rank has all weights. What TCP/IP, gloo, and ranks that agree and watch each other add is told too.
+stage 2 keeps no sum of other ranks' parts, so every micro-batch sends: (A+1) (W-1)/W; stage 3 gathers weights for each
+forward and backward, and sums: 3 A (W-1)/W, less what belongs to no block and is gathered once for both. Activations
+that are recomputed send nothing more: the weights are there. What TCP/IP, gloo, and ranks that agree and watch each
+other add is told too.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from two_hosts_cases import Launch
 SHAPE = {"vocab_size": 512, "context": 16, "num_layers": 4, "hidden": 256, "num_heads": 4}  # 3.3 M parameters
 NUM_STEPS = 3
 SETTLE_S = 0.3  # for the last acknowledgements
-CASES = [(stage, accumulation) for stage in (0, 1, 2) for accumulation in (1, 4)]
+CASES = [(stage, accumulation) for stage in (0, 1, 2, 3) for accumulation in (1, 4)]
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class Row:
 
 def formula(stage: int, accumulation: int, world: int) -> float:
     """What a rank sends in a step, in bytes of the weights."""
-    return (2 if stage < 2 else accumulation + 1) * (world - 1) / world
+    sends = {0: 2, 1: 2, 2: accumulation + 1, 3: 3 * accumulation}
+    return sends[stage] * (world - 1) / world
 
 
 def order_of(world: int, recompute: bool = False, cases: Sequence[tuple[int, int]] = tuple(CASES)) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -116,3 +117,10 @@ def make_gradient(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     grad = torch.randn(numel, generator=generator)
     scale = torch.tensor([1.0, 1.0, 1.0, 1e-4, 1e-20, 1e-31, 1e-38, 1e-42, 0.0])
     return (grad * scale[torch.randint(len(scale), (numel,), generator=generator)]).to(dtype)
+
+
+def in_pairs(*axes: Sequence[Any]) -> list[Any]:
+    """All combinations for parametrize: in the quick suite enough of them for every pair of values, else the rest."""
+    chosen = [tuple(cell) for cell in pairwise(*axes)]
+    marks = [pytest.mark.matrix]
+    return [pytest.param(*cell, marks=[] if cell in chosen else marks) for cell in itertools.product(*axes)]

@@ -35,6 +35,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(not native.available(), reason="the native library is not installed")
 def test_torchrun_does_not_starve_the_pool(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

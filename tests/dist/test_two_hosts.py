@@ -128,7 +128,7 @@ def one(folder: Path, order: Mapping[str, Any], *options: str, slots: int = 1) -
 
 @pytest.mark.matrix
 def test_two_ranks_on_each_host(tmp_path: Path) -> None:
-    counting = order_of(4, recompute=True, cases=[(0, 1), (1, 1), (2, 1), (2, 4)])
+    counting = order_of(4, recompute=True, cases=[(0, 1), (1, 1), (2, 1), (2, 4), (3, 1)])
     with one(tmp_path, {"train": training(4), "count": counting}, slots=2) as (launch, hosts):
         check_training(launch.found("train", 4))
         check_bytes(measure(launch, hosts, counting, 4))

@@ -71,7 +71,15 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("slow_disk")
-@pytest.mark.parametrize("offload", [{}, {"ratio": 0.4}, {"states": "int8"}, {"delayed_update": True}], ids=str)
+@pytest.mark.parametrize(
+    "offload",
+    [
+        {"ratio": 0.4},
+        {"delayed_update": True},
+        *(pytest.param(o, marks=pytest.mark.matrix) for o in ({}, {"states": "int8"})),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "limit", [3 * LARGEST, *(pytest.param(limit, marks=pytest.mark.matrix) for limit in (0, 1 << 30))]
 )

@@ -184,7 +184,13 @@ def test_the_last_validation_sees_a_delayed_update(tmp_path: Path, text: Path) -
 
 @pytest.mark.parametrize(
     ("options", "share"),
-    [(("--ratio", "0"), 0.0), (("--ratio", "0.3", "--placement", "tail"), 0.3), (("--ratio", "auto"), 1.0)],
+    [
+        (("--ratio", "0.3", "--placement", "tail"), 0.3),
+        *(
+            pytest.param(("--ratio", word), share, marks=pytest.mark.matrix)
+            for word, share in (("0", 0.0), ("auto", 1.0))
+        ),
+    ],
 )
 def test_a_ratio_reaches_the_optimizer_and_every_report(
     options: tuple[str, ...], share: float, tmp_path: Path, text: Path

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import in_pairs
 from torch import Tensor, nn, optim
 from twin_support import (
     MAX_NORM,
@@ -113,9 +114,10 @@ class Halves(nn.Module):
         return total
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("mode", ["plain", "clipped", "delayed", "streamed"])
+@pytest.mark.parametrize(
+    ("dtype", "states", "mode"),
+    in_pairs([torch.bfloat16, torch.float16], ["fp32", "bf16", "int8"], ["plain", "clipped", "delayed", "streamed"]),
+)
 def test_half_precision_weights(dtype: torch.dtype, states: str, mode: str) -> None:
     def run(ratio: float, **options: Any) -> dict[str, Tensor]:
         model = Halves(dtype)
@@ -221,8 +223,17 @@ class Sign(optim.Optimizer):
                     p.add_(kept.sign(), alpha=-group["lr"])
 
 
-@pytest.mark.parametrize("rule", [optim.Adagrad, optim.Adafactor, Sign, partial(optim.AdamW, fused=True)])
-@pytest.mark.parametrize("mode", MODES)
+RULES_OF_OTHERS = [optim.Adagrad, optim.Adafactor, Sign, partial(optim.AdamW, fused=True)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "mode"),
+    [
+        pytest.param(rule, mode, marks=[pytest.mark.matrix] * ((i + j) % 2))  # each of both in the quick suite
+        for i, rule in enumerate(RULES_OF_OTHERS)
+        for j, mode in enumerate(MODES)
+    ],
+)
 def test_any_optimizer_on_both_halves(rule: Any, mode: str) -> None:
     def run(ratio: float, given: dict[str, Any]) -> dict[str, Tensor]:
         model = gpt()
@@ -287,10 +298,12 @@ def test_the_loss_scale_reaches_both_halves() -> None:
     assert_same(run(0.4), run(1.0))
 
 
-@pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("streamed", [0.0, 0.5])
-@pytest.mark.parametrize(("before", "after"), [(0.3, 0.8), (1.0, 0.0), (0.0, 1.0), (0.5, 0.5)])
-def test_a_checkpoint_loads_at_any_ratio(states: str, before: float, after: float, streamed: float) -> None:
+@pytest.mark.parametrize(
+    ("states", "streamed", "ratios"),
+    in_pairs(["fp32", "bf16", "int8"], [0.0, 0.5], [(0.3, 0.8), (1.0, 0.0), (0.0, 1.0), (0.5, 0.5)]),
+)
+def test_a_checkpoint_loads_at_any_ratio(states: str, ratios: tuple[float, float], streamed: float) -> None:
+    before, after = ratios
     options = {"lr": 1e-2, "states": states, "early": True, "max_grad_norm": MAX_NORM}
     straight = gpt()
     with closing(twin(straight, ratio=1.0, **options)) as optimizer:

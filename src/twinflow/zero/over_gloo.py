@@ -1,6 +1,7 @@
-"""Stage 3 on GPUs that gloo connects: `fully_shard` gathers and sums by way of the host.
+"""Stage 3 over gloo: `fully_shard` gathers and sums with our collectives.
 
-gloo has no reduce-scatter for a GPU's memory. Ours (dist/group.py) passes through the host and sums in fp32.
+gloo's own reduce-scatter sends as much as an all-reduce, and has none for a GPU's memory. Ours (dist/group.py) is an
+exchange of parts on the host, summed in fp32 in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -55,11 +56,13 @@ class HostReduceScatter(_OnHost):
             assert op == dist.ReduceOp.SUM, op
 
 
-def use_host(modules: Sequence[nn.Module]) -> None:
-    """Let these modules, which `fully_shard` has been on, gather and sum so."""
+def use_host(modules: Sequence[nn.Module], device: torch.device) -> None:
+    """Let these modules, which `fully_shard` has been on, gather and sum so; with torch 2.8 as gloo does, on a CPU."""
     for module in modules:
         sharded: Any = module
-        if not hasattr(sharded, "set_custom_reduce_scatter"):  # torch 2.8
+        if not hasattr(sharded, "set_custom_reduce_scatter"):
+            if device.type == "cpu":
+                return
             raise RuntimeError(
                 f"torch {torch.__version__}: stage 3 on GPUs needs NCCL, or a torch in which fully_shard takes "
                 "collectives of others (set_custom_reduce_scatter). Use stage 2, or a newer torch"

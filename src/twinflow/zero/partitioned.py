@@ -52,8 +52,8 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
         if not any(owner.get(param) == ROOT for param in block.module.parameters()):
             fully_shard(block.module, **options)
     fully_shard(model, **options)
-    if device.type == "cuda" and backend_for(device) == "gloo":
-        use_host([module for module in model.modules() if isinstance(module, FSDPModule)])
+    if backend_for(device) == "gloo":
+        use_host([module for module in model.modules() if isinstance(module, FSDPModule)], device)
     return {before[name]: param for name, param in model.named_parameters(remove_duplicate=False)}
 
 
