@@ -32,7 +32,7 @@ test: $(VENV)/.installed
 	@$(MAKE) --no-print-directory -j 2 lint unit
 
 unit: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 5 --dist loadfile -m "not slow and not matrix"
+	$(BIN)/python -m pytest -n 4 --dist loadfile -m "not slow and not matrix"
 
 test-all: lint
 	$(BIN)/python tests/run_parts.py

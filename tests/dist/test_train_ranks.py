@@ -185,6 +185,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(text: Path, tmp_path
     assert "interrupted" in (out / "report.html").read_text()
 
 
+@pytest.mark.matrix
 def test_a_loss_that_is_not_finite_stops_all(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     options = (*RUN, *batch(2), "--data", text, "--lr", 1e38, "--weight-decay", 0, "--grad-clip", 0, "--out", out)
@@ -196,6 +197,7 @@ def test_a_loss_that_is_not_finite_stops_all(text: Path, tmp_path: Path) -> None
     assert "error: Stopped at step" in ranks.texts()[0]
 
 
+@pytest.mark.matrix
 def test_a_disk_that_is_full_on_one_rank_costs_checkpoints_but_not_the_run(
     one: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -208,6 +208,7 @@ def test_a_killed_rank_is_named_by_those_that_lost_it(ranks: Ranks) -> None:
     check_ends(ends, "rank 2 failed in step 3: no sign of life for ", skip=[2])
 
 
+@pytest.mark.matrix
 def test_a_killed_rank_is_found_where_nobody_loses_a_connection(ranks: Ranks) -> None:
     body = """
 def at_three():

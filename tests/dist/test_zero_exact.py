@@ -175,6 +175,7 @@ def check(group: str, name: str, world: int) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", PAIRS)
 def test_rules_formats_stages_and_ratios(name: str) -> None:
     check("pairs", name, 2)

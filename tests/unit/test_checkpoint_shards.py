@@ -741,6 +741,7 @@ def run_script(*args: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.matrix
 def test_processes_killed_while_they_save(tmp_path: Path) -> None:
     child = run_script("kills", tmp_path / "root")
     out, _ = child.communicate(timeout=240)

@@ -168,6 +168,7 @@ def test_two_nodes_over_ssh(tmp_path: Path, hostfile: str) -> None:
     assert lines == ["[worker-0] sum 3.0 0 0 2 1", "[worker-1] sum 3.0 1 0 2 1"]
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("_here_on_the_path")
 def test_an_exception_ends_all_nodes(tmp_path: Path, hostfile: str) -> None:
     write(tmp_path / "fail.py", FAIL)
@@ -190,6 +191,7 @@ def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
     assert "error: rank 1 on localhost failed first: killed by SIGKILL (exit code 137)" in result.output
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("_here_on_the_path")
 def test_ctrl_c_ends_all(tmp_path: Path) -> None:
     script = "import os, time\nopen(f'pid{os.environ[\"RANK\"]}.tmp', 'w').write(str(os.getpid()))\n"

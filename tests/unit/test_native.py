@@ -83,6 +83,7 @@ def test_a_library_with_another_abi_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert "ABI" in problem
 
 
+@pytest.mark.matrix
 @needs_native
 def test_isa_can_be_forced_and_a_wrong_one_is_named() -> None:
     code = "from twinflow import native; print(native.isa())"

@@ -25,11 +25,11 @@ from twinflow.optim.twin import Tuning, TwinOptimizer
     [
         {},
         {"accumulation_steps": 3},
-        {"early": False},
-        {"max_grad_norm": None},
+        pytest.param({"early": False}, marks=pytest.mark.matrix),
+        pytest.param({"max_grad_norm": None}, marks=pytest.mark.matrix),
         {"states": "int8"},
         {"states": "bf16", "rule": "lion", "lr": 1e-3},
-        {"rule": "sgd", "momentum": 0.9},
+        pytest.param({"rule": "sgd", "momentum": 0.9}, marks=pytest.mark.matrix),
     ],
     ids=str,
 )
