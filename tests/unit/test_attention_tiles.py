@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from support import in_pairs
 from torch import Tensor
 
 from twinflow.attention import BigBirdSparsityConfig, LocalSlidingWindowSparsityConfig
@@ -56,9 +57,7 @@ def visited_tokens(plan: TilePlan, layout: Layout, pattern: int, span: Span, siz
 SIZES = (TileSize(16, 16), TileSize(32, 64), TileSize(64, 32), TileSize(128, 64), TileSize(128, 128))
 
 
-@pytest.mark.parametrize("by_keys", [False, True], ids=["queries", "keys"])
-@pytest.mark.parametrize("is_causal", [False, True], ids=["both", "causal"])
-@pytest.mark.parametrize("block", [16, 32, 64, 128])
+@pytest.mark.parametrize(("block", "is_causal", "by_keys"), in_pairs([16, 32, 64, 128], [False, True], [False, True]))
 def test_each_kept_score_is_visited_once(block: int, is_causal: bool, by_keys: bool) -> None:
     generator = torch.Generator().manual_seed(block)
     spans = [Span((0, 256), (0, 256)), Span((0, 211), (0, 137)), Span((75, 250), (0, 250)), Span((249, 250), (0, 250))]
@@ -159,7 +158,9 @@ def test_plans_are_kept() -> None:
     assert device_plan(layout, *args) is device_plan(again, *args)
 
 
-@pytest.mark.parametrize(("block", "heads", "dim"), [(128, 16, 128), (16, 12, 64)])
+@pytest.mark.parametrize(
+    ("block", "heads", "dim"), [(128, 16, 128), pytest.param(16, 12, 64, marks=pytest.mark.matrix)]
+)
 def test_a_million_tokens_need_little_besides_their_tensors(block: int, heads: int, dim: int) -> None:
     """Plans, pieces of cut rows, log-sum-exp and delta of forward and backward together: less than 4 GB."""
     num_tokens = 2**20

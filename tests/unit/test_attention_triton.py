@@ -90,17 +90,18 @@ def compiled(cache: Path, *names: str) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 @needs_triton
-def test_compiled_they_use_what_the_gpu_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.matrix)])
+def test_compiled_they_use_what_the_gpu_has(tmp_path: Path, dim: int) -> None:
     """In bf16 every product is on tensor cores, loads of a loop run ahead of it, and nothing is spilled."""
     products = {"forward": 2, "query_gradients": 3, "key_gradients": 4}
-    found = compiled(tmp_path, "64-bf16-128-2-2", "128-bf16-128-2-2")
+    found = compiled(tmp_path, f"{dim}-bf16-128-2-2")
     for (_, kernel), figures in found.items():
         assert figures["tensor_products"] == products[kernel], figures
         assert figures["copies"] >= 2 * 3, figures  # two tiles, two of them ahead and the next
         assert figures["spilled_bytes"] == 0, figures
         assert figures["shared_bytes"] <= SHARED_BYTES, figures
-    assert len(found) == 6
-    for kernel in ("forward", "query_gradients"):  # two programs on a multiprocessor
+    assert len(found) == 3
+    for kernel in ("forward", "query_gradients") if dim == 64 else ():  # two programs on a multiprocessor
         assert found["64-bf16-128-2-2", kernel]["registers"] <= 128
         assert found["64-bf16-128-2-2", kernel]["shared_bytes"] * 2 <= SHARED_BYTES
 

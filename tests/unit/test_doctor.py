@@ -244,7 +244,9 @@ CODE = "import typer; from twinflow.cli.doctor import doctor; typer.run(doctor)"
     ("variable", "value", "code", "words"),
     [
         ("TWINFLOW_THREADS", "many", 1, "TWINFLOW_THREADS is 'many'"),
-        ("TWINFLOW_LIBRARY", "no-such-file.so", 0, "torch references run instead"),
+        pytest.param(
+            "TWINFLOW_LIBRARY", "no-such-file.so", 0, "torch references run instead", marks=pytest.mark.matrix
+        ),
     ],
 )
 def test_variables_that_cannot_work(variable: str, value: str, code: int, words: str) -> None:
