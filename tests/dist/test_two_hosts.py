@@ -50,7 +50,8 @@ def check_training(ranks: list[dict[str, Any]]) -> None:
 
 def check_bytes(rows: list[Row]) -> None:
     for row in rows:
-        assert 0.0 < row.payload_excess < 0.03, row
+        low = -0.03 if row.stage == 3 else 0.0  # the formula gathers twice what belongs to no block: 4% of the weights
+        assert low < row.payload_excess < 0.03, row
         assert row.payload_excess < row.wire_excess < 0.03, row  # headers of frames of 9,000 bytes included
 
 
