@@ -204,6 +204,9 @@ def make_optimizer(
     options: dict[str, Any] = {}
     if given is None:
         if config.optimizer is None:
+            if parks(config):
+                remedy = "Weights live in its state: name one, or leave offload_param out."
+                raise bad_value("optimizer with zero_optimization.offload_param.device", None, "an optimizer", remedy)
             return None
         name, options = optimizer_choice(config)
         rule = name if name in RULES else getattr(torch.optim, name)
@@ -305,6 +308,11 @@ def _as_given(
     if "gradient_clipping" in config.model_fields_set and config.gradient_clipping != max_norm:
         remedy = "The TwinOptimizer that is given was built with this max_grad_norm."
         raise bad_value("gradient_clipping", config.gradient_clipping, [max_norm], remedy)
+    if parks(config) != given.offloads_params:
+        remedy = f"The TwinOptimizer that is given was built with offload_params={given.offloads_params}."
+        raise bad_value(
+            "zero_optimization.offload_param.device", "cpu" if parks(config) else "none", "the same", remedy
+        )
     stage, own = config.zero_optimization.stage, given.zero.stage if given.zero is not None else 0
     if ranks is not None and ranks.world_size > 1 and stage != own:
         remedy = "The TwinOptimizer that is given was built with this stage."

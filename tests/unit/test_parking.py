@@ -216,6 +216,21 @@ def test_configs_that_are_refused(zero: dict[str, Any], name: str) -> None:
         twinflow.initialize(model=gpt()(), config=config(**zero))
 
 
+def test_a_config_without_an_optimizer_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"optimizer with zero_optimization.offload_param"):
+        twinflow.initialize(model=gpt()(), config={**config(), "optimizer": None})
+
+
+@pytest.mark.parametrize("is_parked", [False, True])
+def test_an_optimizer_that_is_given_must_be_built_as_the_config_says(is_parked: bool) -> None:
+    model = gpt()()
+    optimizer = TwinOptimizer(model, lr=1e-2, max_grad_norm=0.5, offload_params=is_parked)
+    chosen = {**config(), "zero_optimization": {"stage": 0}} if is_parked else config()
+    with pytest.raises(ValueError, match=r"zero_optimization.offload_param.device"):
+        twinflow.initialize(model=model, optimizer=optimizer, config=chosen)
+    optimizer.close()
+
+
 def steps_of(engine: Any, first: int, num: int) -> list[float]:
     losses = []
     for step in range(first, first + num):

@@ -94,12 +94,6 @@ class Parking:
         self._order = sorted(self._lots)
         self.fetcher = Fetcher(board, device, gather)
 
-    @property
-    def nbytes(self) -> int:
-        """Host memory of weights that are part of no state."""
-        hosts = [parcel.host() for lot in self._lots.values() for parcel in lot.parcels if parcel.bucket is None]
-        return sum(host.numel() * host.element_size() for host in hosts)
-
     def _add(self, block: int, parcel: Parcel) -> None:
         """To a block's lot; the memory it was made with is given back at once, as there is none for all of them."""
         self._lots.setdefault(block, Lot()).parcels.append(parcel)

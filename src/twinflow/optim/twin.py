@@ -357,6 +357,11 @@ class TwinOptimizer(Optimizer):
         return self._settings.limits.max_norm
 
     @property
+    def offloads_params(self) -> bool:
+        """Whether weights live on the host too."""
+        return self._settings.parks
+
+    @property
     def accumulation_steps(self) -> int:
         """Backwards that make one step."""
         return self._settings.accumulation_steps
