@@ -140,8 +140,11 @@ def in_process(given: argparse.Namespace, *part: object) -> dict[str, Any] | Non
 
 def longest(given: argparse.Namespace, way: str) -> dict[str, Any]:
     """A real step with the longest sequence for which there is memory."""
-    found = in_process(given, "search", way)
-    length = found["length"] if found is not None else 0
+    if given.longest:
+        length = given.longest[WAYS.index(way)]
+    else:
+        found = in_process(given, "search", way)
+        length = found["length"] if found is not None else 0
     while length >= 64:  # the optimizer needs some of the memory too
         row = in_process(given, "steps", way, length, 1)
         if row is not None:
@@ -174,6 +177,7 @@ def main() -> None:
     parser.add_argument("--size", choices=[*SIZES, *PRESETS], default="3b")
     parser.add_argument("--start", type=int, default=8192 if CUDA else 64, help="first length that is tried")
     parser.add_argument("--most", type=int, default=1 << 19 if CUDA else 256, help="longest length that is tried")
+    parser.add_argument("--longest", type=int, nargs=2, help="lengths found before, of both ways: no search")
     parser.add_argument("--cap", type=float, default=40.0, help="GB of GPU memory that may be used; 0: all")
     parser.add_argument("--save", action="store_true", help="write the result to a dated file")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)

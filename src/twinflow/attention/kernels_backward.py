@@ -46,10 +46,10 @@ def probabilities(
     """Of products of queries and keys; lse broadcasts, and is infinite for queries that are not there."""
     scores = scores * (sizes.scale * LOG2E)
     if S.HAS_BIAS:
-        scores = extra_bias(scores, query, key, where[0], where[1], extras, sizes)
+        scores = extra_bias(scores, query, key, where[0], where[1], extras, sizes, S)
     p = tl.exp2(scores - lse)
     if S.HAS_MASKS:
-        keep = extra_mask(keep, query, key, where[0], where[1], extras, sizes)
+        keep = extra_mask(keep, query, key, where[0], where[1], extras, sizes, S)
     if MASKED or S.HAS_MASKS:
         p = tl.where(keep, p, 0.0)
     return p

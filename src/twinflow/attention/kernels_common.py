@@ -152,14 +152,15 @@ def extra_mask(
     head: tl.tensor,
     extras: tl.tuple,
     sizes: tl.tuple,
+    S: tl.constexpr,
 ) -> tl.tensor:
     """Leaves out keys that are padding, and what the mask says."""
     if extras.padding is not None:
         has_key = key < sizes.num_keys
         keep = keep & (tl.load(extras.padding + batch * sizes.num_keys + key, mask=has_key, other=0) != 0)
     if extras.mask is not None:
-        strides = extras.mask_strides
-        at = batch * strides[0] + head * strides[1] + query.to(tl.int64) * strides[2] + key.to(tl.int64) * strides[3]
+        strides = sizes.mask_strides
+        at = batch * strides[0] + head * strides[1] + query.to(tl.int64) * strides[2] + key * S.MASK_STEP
         is_there = (query >= 0) & (query < sizes.num_queries) & (key < sizes.num_keys)
         keep = keep & (tl.load(extras.mask + at, mask=is_there, other=0) != 0)
     return keep
@@ -174,15 +175,16 @@ def extra_bias(
     head: tl.tensor,
     extras: tl.tuple,
     sizes: tl.tuple,
+    S: tl.constexpr,
 ) -> tl.tensor:
     """Adds what is added to scores, in base 2."""
     is_there = (query >= 0) & (query < sizes.num_queries) & (key < sizes.num_keys)
     if extras.bias is not None:
-        strides = extras.bias_strides
-        at = batch * strides[0] + head * strides[1] + query.to(tl.int64) * strides[2] + key.to(tl.int64) * strides[3]
+        strides = sizes.bias_strides
+        at = batch * strides[0] + head * strides[1] + query.to(tl.int64) * strides[2] + key * S.BIAS_STEP
         scores += tl.load(extras.bias + at, mask=is_there, other=0.0).to(tl.float32) * LOG2E
     if extras.relative is not None:
-        at = head * extras.relative_stride + (key - query + sizes.num_queries - 1)
+        at = head * sizes.relative_stride + (key - query + sizes.num_queries - 1)
         scores += tl.load(extras.relative + at, mask=is_there, other=0.0).to(tl.float32) * LOG2E
     return scores
 

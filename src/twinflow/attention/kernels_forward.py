@@ -125,12 +125,12 @@ def _walk(
         if MASKED or S.HAS_BIAS or S.HAS_MASKS:
             scores = scores * factor
             if S.HAS_BIAS:
-                scores = extra_bias(scores, rows, cols, where[0], where[1], extras, sizes)
+                scores = extra_bias(scores, rows, cols, where[0], where[1], extras, sizes, S)
             keep = cols >= 0
             if MASKED:
                 keep = layout_mask(code, tl.arange(0, S.OWN)[:, None], rows, cols, sizes, S)
             if S.HAS_MASKS:
-                keep = extra_mask(keep, rows, cols, where[0], where[1], extras, sizes)
+                keep = extra_mask(keep, rows, cols, where[0], where[1], extras, sizes, S)
             if MASKED or S.HAS_MASKS:
                 scores = tl.where(keep, scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))

@@ -31,15 +31,13 @@ class PlanArgs(NamedTuple):
 
 
 class ExtraArgs(NamedTuple):
-    """Tensors of Extras, expanded to all scores by strides of zero."""
+    """Tensors of Extras, expanded to all scores by strides of zero. The strides are in SizeArgs and Shape: Triton 3.6
+    loses its place in a tuple of tuples where a number is 1."""
 
     padding: Tensor | None
     mask: Tensor | None
-    mask_strides: tuple[int, ...] | None
     bias: Tensor | None
-    bias_strides: tuple[int, ...] | None
     relative: Tensor | None
-    relative_stride: int | None
 
 
 class Drop(NamedTuple):
@@ -61,6 +59,9 @@ class SizeArgs(NamedTuple):
     q_start: int
     num_slots: int
     scale: float
+    mask_strides: Strides  # of batch, head and query
+    bias_strides: Strides
+    relative_stride: int  # of heads
 
 
 class Shape(NamedTuple):
@@ -81,6 +82,8 @@ class Shape(NamedTuple):
     HAS_PARTIAL: bool  # tiles with one
     HAS_BIAS: bool  # or a scale that is not positive: then scores, not products, have the maximum
     HAS_MASKS: bool
+    MASK_STEP: int  # from key to key
+    BIAS_STEP: int
     DROPOUT: bool
     PRECISION: str
     UPCAST: bool
@@ -140,7 +143,11 @@ class Call:
         scale = float(scale_of(self.extras, sizes.head_dim))
         start = self.extras.q_start
         counts = (num_items, num_long, sizes.num_heads, sizes.num_queries, sizes.num_keys)
-        return SizeArgs(*counts, start, num_slots, scale)
+        _, mask_strides, _ = _expanded(self.extras.mask, sizes)
+        _, bias_strides, _ = _expanded(self.extras.bias, sizes)
+        relative = self.extras.relative
+        step = relative.shape[1] if relative is not None and relative.shape[0] > 1 else 0
+        return SizeArgs(*counts, start, num_slots, scale, mask_strides, bias_strides, step)
 
     def shape(self, size: TileSize, plan: TilePlan | None, in_program: int = 1) -> Shape:
         """Constants for tiles of a size, and for a plan of them."""
@@ -162,6 +169,8 @@ class Call:
             HAS_PARTIAL=plan is None or plan.has_partial,
             HAS_BIAS=has_bias,
             HAS_MASKS=extras.key_padding is not None or extras.mask is not None,
+            MASK_STEP=_expanded(extras.mask, sizes)[2],
+            BIAS_STEP=_expanded(extras.bias, sizes)[2],
             DROPOUT=extras.dropout > 0.0,
             PRECISION="ieee" if self.dtype == torch.float32 else "tf32",
             UPCAST=is_interpreting() and self.dtype == torch.bfloat16,
@@ -170,17 +179,10 @@ class Call:
     def extra_args(self) -> ExtraArgs:
         """Tensors of the extras."""
         extras = self.extras
-        mask, mask_strides = _expanded(extras.mask, self.sizes)
-        bias, bias_strides = _expanded(extras.bias, self.sizes)
+        mask, bias = _expanded(extras.mask, self.sizes)[0], _expanded(extras.bias, self.sizes)[0]
         padding = extras.key_padding.contiguous().view(torch.uint8) if extras.key_padding is not None else None
-        relative, stride = extras.relative, None
-        if relative is not None:
-            relative = relative.detach().contiguous()
-            stride = relative.shape[1] if relative.shape[0] > 1 else 0
-        return ExtraArgs(
-            padding, mask.view(torch.uint8) if mask is not None else None, mask_strides, bias, bias_strides, relative,
-            stride,
-        )  # fmt: skip
+        relative = extras.relative.detach().contiguous() if extras.relative is not None else None
+        return ExtraArgs(padding, mask.view(torch.uint8) if mask is not None else None, bias, relative)
 
     def drop(self) -> Drop:
         """Numbers of dropout."""
@@ -222,11 +224,15 @@ def scratch(call: Call, plan: TilePlan, size: TileSize, count: int) -> list[Tens
     return [torch.empty(shape, dtype=torch.float32, device=call.device) for _ in range(count)]
 
 
-def _expanded(tensor: Tensor | None, sizes: Sizes) -> tuple[Tensor | None, tuple[int, ...] | None]:
+def _expanded(tensor: Tensor | None, sizes: Sizes) -> tuple[Tensor | None, Strides, int]:
+    """A tensor as large as all scores, its strides, and the last of them: 0 or 1."""
     if tensor is None:
-        return None, None
-    tensor = as_4d(tensor.detach()).expand(sizes.scores)
-    return tensor, tensor.stride()
+        return None, (0, 0, 0), 0
+    tensor = as_4d(tensor.detach())
+    if tensor.shape[3] > 1 and tensor.stride(3) != 1:
+        tensor = tensor.contiguous()
+    batch, head, query, key = tensor.expand(sizes.scores).stride()
+    return tensor.expand(sizes.scores), (batch, head, query), key if sizes.num_keys > 1 else 0
 
 
 def _as_int32(word: int) -> int:
