@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ PARTS = ("base", "large", "peers")
 WAYS = ("dense", "dense, checkpointed", "sparse, checkpointed")
 LONGER = {"base": 10.0, "large": 16.0}  # times the sequence of dense attention without checkpointing
 FASTER, PEERS_FASTER, INFERENCE_FASTER = 6.0, 1.5, 3.0
-TOLERANCE = 6e-2  # of the norm; in bf16, after all layers
+TOLERANCE = 1e-2  # of the norm, after all layers, in fp32: in bf16 two dense models of 24 layers differ by more
 POSITIONS = 512  # of the loss
 
 
@@ -159,6 +159,7 @@ def check(scale: Scale, size: str) -> Row:
 
     Weights of attention are larger here than a fresh model's, whose attention hardly matters.
     """
+    scale = replace(scale, dtype=torch.float32)
     heads, length = scale.sizes[size][2], scale.check_length
     pattern = bigbird(scale, heads)
     kept = pattern.layout(length).to_dense()[:1].repeat_interleave(scale.block, 1).repeat_interleave(scale.block, 2)

@@ -1,12 +1,12 @@
 // The C ABI of the native library: what Python (through ctypes) may call.
 //
 // Nothing here knows torch. Pointers are host memory, counts are elements. The layout of
-// tf_segment is mirrored field by field in src/twinflow/native/library.py, and tf_segment_size()
-// lets the loader refuse a library that disagrees.
+// tf_segment and tf_packing is mirrored field by field in src/twinflow/native/library.py, and
+// tf_segment_size() and tf_packing_size() let the loader refuse a library that disagrees.
 #pragma once
 #include <stdint.h>
 
-#define TF_API_VERSION 2
+#define TF_API_VERSION 3
 #ifdef TF_BUILDING
 #define TF_PUBLIC __attribute__((visibility("default")))
 #else
@@ -42,6 +42,24 @@ typedef struct tf_segment {
   uint32_t key[2];       // randomness of (step, parameter) for stochastic rounding
 } tf_segment;
 
+// Numbers that travel packed; src/twinflow/codes/code.py says how a row of them lies in memory. `exponents` is NULL, or
+// holds k + 127 for each element of `values`, 0 for those left out.
+typedef struct tf_packing {
+  void* packed;              // num_rows rows, one after the other: written by tf_encode, read by the others
+  void* values;              // values_type: read by tf_encode, written by the others
+  const void* base;          // base_type; NULL when base_type is TF_NONE
+  float* error;              // NULL: what the codes do not say is dropped
+  const uint8_t* exponents;  //
+  int64_t num_rows;
+  int64_t numel;  // of one row
+  int32_t bits;   // 1, 4 or 8
+  int32_t values_type, base_type;
+  int32_t is_scaled;  // not 0: by 2^k; else exponents only say what is left out
+  int32_t is_added;   // tf_decode: not 0 adds to what is there
+  float factor;       // of values in tf_encode; tf_mean and tf_decode: of what is found
+  float base_factor;
+} tf_packing;
+
 // All calls are thread safe, run on the library's own pool and return when the work is done.
 TF_PUBLIC void tf_update(const tf_segment* segments, int64_t num_segments);
 // sums[i] = sum of squares of tensor i in fp64, the same for any thread count and ISA; not finite
@@ -53,6 +71,12 @@ TF_PUBLIC void tf_cast(void* into, int32_t into_type, const void* from, int32_t 
 // The split master: upper (bf16) and lower (int16) halves of fp32 values, and back.
 TF_PUBLIC void tf_split(const float* values, uint16_t* upper, int16_t* lower, int64_t numel);
 TF_PUBLIC void tf_join(const uint16_t* upper, const int16_t* lower, float* values, int64_t numel);
+// Packs (base * base_factor + values * factor) * 2^k + error, and leaves in error what the codes do not say.
+TF_PUBLIC void tf_encode(const tf_packing* packing);
+// values = (the sum of all rows, in their order) * factor * 2^-k.
+TF_PUBLIC void tf_mean(const tf_packing* packing);
+// values = what the rows say, one after the other, * factor * 2^-k; or values + that.
+TF_PUBLIC void tf_decode(const tf_packing* packing);
 // For benchmarks: values[i] = values[i] * factor in place, the read-modify-write that is the memory's ceiling.
 TF_PUBLIC void tf_scale_in_place(float* values, float factor, int64_t numel);
 
@@ -64,6 +88,7 @@ TF_PUBLIC const char* tf_isa(void);
 TF_PUBLIC int32_t tf_set_isa(const char* name);
 TF_PUBLIC int32_t tf_api_version(void);
 TF_PUBLIC int64_t tf_segment_size(void);
+TF_PUBLIC int64_t tf_packing_size(void);
 // Ask for huge pages under a buffer that has not been touched yet; a hint, never an error.
 TF_PUBLIC void tf_advise_huge(void* buffer, int64_t num_bytes);
 

@@ -67,6 +67,16 @@ void parallel_ranges(int64_t numel, int64_t step, const Function& function) {
   });
 }
 
+// The rows that a packing's values are cut into, a range of blocks a task.
+using PackingKernel = void (*)(const tf_packing& packing, int64_t row, int64_t begin, int64_t end);
+void parallel_rows(const tf_packing& p, int64_t num_rows, PackingKernel kernel) {
+  const int64_t step = 2 * kTaskNumel / kPackedBlock * kPackedBlock, num_steps = (p.numel + step - 1) / step;
+  parallel(num_rows * num_steps, [&](int64_t task) {
+    const int64_t begin = task % num_steps * step, end = begin + step < p.numel ? begin + step : p.numel;
+    kernel(p, task / num_steps, begin, end);
+  });
+}
+
 struct Piece {
   int64_t segment, begin, end;
 };
@@ -156,6 +166,12 @@ void tf_scale_in_place(float* values, float factor, int64_t numel) {
   parallel_ranges(numel, 4 * kTaskNumel, [&](int64_t b, int64_t e) { k.scale(values + b, factor, e - b); });
 }
 
+void tf_encode(const tf_packing* packing) { parallel_rows(*packing, packing->num_rows, kernels().encode); }
+
+void tf_mean(const tf_packing* packing) { parallel_rows(*packing, 1, kernels().mean); }
+
+void tf_decode(const tf_packing* packing) { parallel_rows(*packing, packing->num_rows, kernels().decode); }
+
 void tf_set_threads(int32_t num_threads) { set_threads(num_threads); }
 
 int32_t tf_get_threads(void) { return get_threads(); }
@@ -184,6 +200,8 @@ int32_t tf_set_isa(const char* name) {
 int32_t tf_api_version(void) { return TF_API_VERSION; }
 
 int64_t tf_segment_size(void) { return (int64_t)sizeof(tf_segment); }
+
+int64_t tf_packing_size(void) { return (int64_t)sizeof(tf_packing); }
 
 void tf_advise_huge(void* buffer, int64_t num_bytes) {
   const uintptr_t page = 2u << 20, begin = ((uintptr_t)buffer + page - 1) / page * page;

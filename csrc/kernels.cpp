@@ -8,6 +8,7 @@
 
 #include "int8_avx512.h"
 #include "loop.h"
+#include "packing.h"
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
@@ -384,12 +385,28 @@ void scale(float* __restrict values, float factor, int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) values[i] *= factor;
 }
 
+void encode(const tf_packing& packing, int64_t row, int64_t begin, int64_t end) {
+  FlushMode mode(false);
+  encode_range(packing, row, begin, end);
+}
+
+void mean(const tf_packing& packing, int64_t, int64_t begin, int64_t end) {
+  FlushMode mode(false);
+  decode_range(packing, 0, packing.num_rows, begin, end);
+}
+
+void decode(const tf_packing& packing, int64_t row, int64_t begin, int64_t end) {
+  FlushMode mode(false);
+  decode_range(packing, row, 1, begin, end);
+}
+
 }  // namespace
 }  // namespace TF_ISA
 
 const Kernels& TF_JOIN(kernels_, TF_ISA)() {
   using namespace TF_ISA;
-  static const Kernels table = {TF_STRING(TF_ISA), update, sum_squares, accumulate, cast, split_all, join_all, scale};
+  static const Kernels table = {TF_STRING(TF_ISA), update, sum_squares, accumulate, cast,  split_all,
+                                join_all,          scale,  encode,      mean,       decode};
   return table;
 }
 

@@ -12,6 +12,8 @@ constexpr int64_t kTile = 1024;
 #endif
 constexpr int64_t kSumChunk = 16384;  // elements of one fp64 partial sum (part of the result's definition)
 
+constexpr int64_t kPackedBlock = 4096;  // elements of a packed row that share a scale (part of the format)
+
 struct Kernels {
   const char* isa;
   // Elements [begin, end) of the segment; both are multiples of 128 or the segment's end.
@@ -22,6 +24,10 @@ struct Kernels {
   void (*split)(const float* values, uint16_t* upper, int16_t* lower, int64_t numel);
   void (*join)(const uint16_t* upper, const int16_t* lower, float* values, int64_t numel);
   void (*scale)(float* values, float factor, int64_t numel);
+  // Elements [begin, end) of a row; begin is a multiple of kPackedBlock. The mean is of all rows.
+  void (*encode)(const tf_packing& packing, int64_t row, int64_t begin, int64_t end);
+  void (*mean)(const tf_packing& packing, int64_t row, int64_t begin, int64_t end);
+  void (*decode)(const tf_packing& packing, int64_t row, int64_t begin, int64_t end);
 };
 
 #if defined(__x86_64__)

@@ -17,7 +17,15 @@ from torch.optim.optimizer import Optimizer
 
 from twinflow.activations import Handle, checkpoint_layers
 from twinflow.attention.patch import apply_section
-from twinflow.config import Batch, Config, load_config, notes, optimizer_choice, resolve_batch
+from twinflow.config import (
+    Batch,
+    Config,
+    compression_choice,
+    load_config,
+    notes,
+    optimizer_choice,
+    resolve_batch,
+)
 from twinflow.engine import Engine, EngineSettings, ResumableLoader
 from twinflow.engine.reports import LOGGER, Profiler, Reports
 from twinflow.errors import bad_value
@@ -34,6 +42,7 @@ from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_build import to_host
 from twinflow.rules import RULES
 from twinflow.zero import Zero
+from twinflow.zero.compression import Compression
 from twinflow.zero.partitioned import partition, regroup
 from twinflow.zero.start import meet, own_host_bytes, start_watch
 
@@ -253,15 +262,31 @@ def make_zero(config: Config, world_size: int) -> Zero:
         if config.zero_optimization.stage == 3 and not parks(config) and getattr(config, key) != allowed:
             remedy = "fully_shard divides gradients itself, in part before and in part after their sum."
             raise bad_value(f"{key} with zero_optimization.stage 3", getattr(config, key), [allowed], remedy)
+    stage, compression = config.zero_optimization.stage, compression_choice(config)
+    if compression is not None:
+        stage = _stage_with_compression(config, divides)
     dtype = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     return Zero(
-        config.zero_optimization.stage,
+        stage,
         dtype[config.communication_data_type],
         config.gradient_allreduce_op,
         float(world_size) if config.prescale_gradients else config.gradient_predivide_factor,
         timedelta(seconds=_TIMEOUT_S),
         parks(config),
+        Compression(**compression) if compression is not None else None,
     )
+
+
+def _stage_with_compression(config: Config, divides: Mapping[str, Any]) -> int:
+    """Parts of buckets have owners, whatever stage below 3 was named."""
+    name = "optimizer.type OneBitAdam"
+    if config.zero_optimization.stage == 3:
+        remedy = "Compressed differences of weights are for ranks that all have them."
+        raise bad_value(f"zero_optimization.stage with {name}", 3, (0, 1, 2), remedy)
+    for key, allowed in divides.items():
+        if getattr(config, key) != allowed:
+            raise bad_value(f"{key} with {name}", getattr(config, key), [allowed], "Momenta are exchanged as a mean.")
+    return 1
 
 
 def _own_options(config: Config) -> dict[str, Any]:

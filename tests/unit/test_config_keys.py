@@ -206,8 +206,12 @@ def test_the_json_schema_has_every_key() -> None:
 @pytest.mark.parametrize("name", params.OPTIMIZERS)
 def test_options_are_those_of_the_rule(name: str) -> None:
     rule, options = optimizer_choice(load_config({"optimizer": {"type": name}}))
-    assert rule == ("adamw" if name == "adam" else name)  # "Adam" means AdamW
+    assert rule == ("adamw" if name in ("adam", "onebitadam") else name)  # "Adam" means AdamW
     RULES[rule].check(with_defaults(rule, options))
+    if name == "onebitadam":
+        assert params.FORMATS[name] == ("fp32", "bf16")
+        assert set(options) == set(DEFAULTS[rule])
+        return
     assert params.FORMATS[name] == RULES[name].formats
     assert set(options) == {*DEFAULTS[rule], "maximize"}
 

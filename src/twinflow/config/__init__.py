@@ -2,7 +2,16 @@
 
 from twinflow.config.deepspeed import load_config
 from twinflow.config.registry import json_schema
-from twinflow.config.resolve import Batch, notes, optimizer_choice, resolve_batch
+from twinflow.config.resolve import Batch, compression_choice, notes, optimizer_choice, resolve_batch
 from twinflow.config.schema import Config
 
-__all__ = ["Batch", "Config", "json_schema", "load_config", "notes", "optimizer_choice", "resolve_batch"]
+__all__ = [
+    "Batch",
+    "Config",
+    "compression_choice",
+    "json_schema",
+    "load_config",
+    "notes",
+    "optimizer_choice",
+    "resolve_batch",
+]

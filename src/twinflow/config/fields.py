@@ -166,6 +166,7 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False), Allowed("a finite nu
 Above = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a finite number > 0")]
 Number = Annotated[float, Field(allow_inf_nan=False), Allowed("a finite number")]
 Share = Annotated[float, Field(ge=0, le=1), Allowed("a number >= 0 and <= 1")]
+Settled = Annotated[float, Field(gt=0, lt=1), Allowed("a number above 0 and below 1")]
 Ratio = Annotated[Share | Literal["auto"], Allowed('a number >= 0 and <= 1, or "auto"')]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[_Beta, _Beta], BeforeValidator(_sequence), Allowed("two numbers >= 0 and < 1")]

@@ -19,6 +19,7 @@ from twinflow.config.fields import (
     Positive,
     Rates,
     Section,
+    Settled,
     Single,
     Whole,
     honoured,
@@ -29,6 +30,7 @@ from twinflow.errors import bad_value
 
 CLIPPING = "use gradient_clipping, at the top of the config"
 _RATE = "learning rate"
+_WIRE = "torch.distributed carries everything, over NCCL or gloo"
 _FLAVOUR = "how torch loops over parameters; the host kernel has one way"
 
 
@@ -56,6 +58,25 @@ class AdamParams(Common):
     fp32_optimizer_states: bool = refused(True, 'use offload_optimizer.states "bf16" or "int8"')
     capturable: bool = unused(False, _FLAVOUR)
     differentiable: bool = refused(False, "an update cannot be differentiated")
+
+
+class OneBitAdamParams(Common):
+    """`optimizer.params` of onebitadam."""
+
+    lr: Amount = honoured(1e-3, _RATE)
+    betas: Betas = honoured((0.9, 0.999), "decay of the two moments")
+    eps: Amount = honoured(1e-8, "added to the divisor")
+    freeze_step: Positive | None = honoured(None, "last step of plain AdamW; null: when the second moment has settled")
+    freeze_threshold: Settled = honoured(0.96, "it has, when its sum changes by no more than this over a window")
+    freeze_window: Positive | None = honoured(None, "steps; null: as many as the second moment remembers")
+    code: Literal["1bit", "int4", "int8"] = honoured("1bit", "bits that momenta and weights travel in")
+    maximize: bool = refused(False, "1-bit Adam descends")
+    bias_correction: bool = refused(True, "bias correction is always on: leave it true")
+    eps_inside_sqrt: bool = refused(False, "eps is added to the root: leave it false")
+    amsgrad: bool = refused(False, "the second moment is frozen: leave it false")
+    cuda_aware: bool = unused(False, _WIRE)
+    comm_backend_name: str = unused("nccl", _WIRE)
+    set_grad_none: bool = unused(True, "gradients are always dropped")
 
 
 class AdagradParams(Common):
@@ -147,6 +168,7 @@ class WarmupCosineLRParams(Section):
 OPTIMIZERS: Final[Mapping[str, type[Common]]] = {
     "adam": AdamParams,
     "adamw": AdamParams,
+    "onebitadam": OneBitAdamParams,
     "adagrad": AdagradParams,
     "lion": LionParams,
     "sgd": SgdParams,
@@ -155,6 +177,7 @@ _COMPACT = ("fp32", "bf16")
 FORMATS: Final[Mapping[str, tuple[str, ...]]] = {  # of the state of each; torch's classes keep fp32
     "adam": (*_COMPACT, "int8"),
     "adamw": (*_COMPACT, "int8"),
+    "onebitadam": _COMPACT,
     "adagrad": _COMPACT,
     "lion": _COMPACT,
     "sgd": _COMPACT,
@@ -166,13 +189,12 @@ SCHEDULES: Final[Mapping[str, type[Section]]] = {
     "WarmupDecayLR": WarmupDecayLRParams,
     "WarmupCosineLR": WarmupCosineLRParams,
 }
-_ONEBIT = 'Compressed optimizers are for many nodes: use "AdamW"'
+_ONEBIT = 'Use "OneBitAdam", or twinflow.optim.onebit.{} in a loop of your own'
 REFUSED_OPTIMIZERS: Final[Mapping[str, str]] = {
     "lamb": 'LAMB is not supported: use "AdamW"',
     "muon": 'Muon of the config splits the parameters: use "AdamW", or pass an optimizer of your own',
-    "onebitadam": _ONEBIT,
-    "onebitlamb": _ONEBIT,
-    "zerooneadam": _ONEBIT,
+    "onebitlamb": _ONEBIT.format("OneBitLamb"),
+    "zerooneadam": _ONEBIT.format("ZeroOneAdam"),
     "muadam": "Build it with the mup library and pass it as the optimizer",
     "muadamw": "Build it with the mup library and pass it as the optimizer",
     "musgd": "Build it with the mup library and pass it as the optimizer",

@@ -8,7 +8,7 @@ from typing import Any
 
 from twinflow.config.fields import UNUSED, Section, rule_of
 from twinflow.config.messages import Path, dotted
-from twinflow.config.params import AdamParams, Common, optimizer_kind, schedule_kind
+from twinflow.config.params import AdamParams, Common, OneBitAdamParams, optimizer_kind, schedule_kind
 from twinflow.config.schema import Config
 from twinflow.errors import bad_value
 
@@ -58,6 +58,9 @@ def resolve_batch(config: Config, world_size: int) -> Batch:
     return Batch(total, micro, steps)
 
 
+COMPRESSION_KEYS = ("code", "freeze_step", "freeze_threshold", "freeze_window")
+
+
 def optimizer_choice(config: Config) -> tuple[str, dict[str, Any]]:
     """The rule of ours (adamw, adam, adagrad, lion, sgd) or the torch.optim class, and the options to build it with.
 
@@ -76,11 +79,22 @@ def optimizer_choice(config: Config) -> tuple[str, dict[str, Any]]:
         for key, info in kind.model_fields.items()
         if key not in dropped and (rule := rule_of(info)) is not None and rule.kind == "honoured"
     }
+    if isinstance(params, OneBitAdamParams):
+        options = {key: value for key, value in options.items() if key not in COMPRESSION_KEYS}
+        name = "adamw"
     if isinstance(params, AdamParams):
         name = "adamw" if name == "adamw" or params.adam_w_mode else "adam"
         if params.torch_adam and name == "adamw" and "weight_decay" not in given:
             options["weight_decay"] = 1e-2  # torch.optim.AdamW's own default, where DeepSpeed takes that class
     return name, options
+
+
+def compression_choice(config: Config) -> dict[str, Any] | None:
+    """What `optimizer` says of compressed communication; None where nothing is to be compressed."""
+    if config.optimizer is None or optimizer_kind(config.optimizer.type) is not OneBitAdamParams:
+        return None
+    params = OneBitAdamParams.model_validate(dict(config.optimizer.params))
+    return {key: getattr(params, key) for key in COMPRESSION_KEYS}
 
 
 def notes(config: Config) -> list[str]:
@@ -96,6 +110,11 @@ def notes(config: Config) -> list[str]:
         given = sorted({"ratio", "placement", "host_threads", "shadow_bytes"} & offload.model_fields_set)
         because = "no effect here, because device is none: all state is on the GPU"
         lines += [f"zero_optimization.offload_optimizer.{name}: {because}" for name in given]
+    if compression_choice(config) is not None and config.zero_optimization.stage in (0, 2):
+        stage = config.zero_optimization.stage
+        lines.append(
+            f"zero_optimization.stage {stage}: OneBitAdam works as with stage 1, ranks own a part of each bucket"
+        )
     return lines
 
 

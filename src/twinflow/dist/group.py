@@ -26,7 +26,8 @@ class Group:
 
     def __init__(self, handle: Any, ranks: Sequence[int], is_on_host: bool) -> None:
         self.handle, self.ranks = handle, tuple(ranks)
-        self.world, self.rank = len(self.ranks), self.ranks.index(dist.get_rank())
+        self.world = len(self.ranks)
+        self.rank = self.ranks.index(dist.get_rank()) if handle is not None else 0
         self.is_on_host = is_on_host  # gloo
         self.sent_bytes = 0  # by this rank, as the collectives are defined: what a backend adds is not in it
         # gloo: a thread that waits for other ranks goes on without them when this says so. They may never come.
@@ -49,14 +50,27 @@ class Group:
     def _exchange_and_sum(self, whole: Tensor, dtype: torch.dtype) -> Tensor:
         """Every rank gets the others' versions of its part, and adds them up in fp32."""
         given = whole.to(dtype).cpu() if whole.is_cuda else whole.to(dtype)
-        taken = torch.empty_like(given)
-        raw = taken.view(torch.uint8), given.view(torch.uint8)
-        self._wait(dist.all_to_all_single(*raw, group=self.handle, async_op=True))
-        parts = taken.view(self.world, -1)
+        parts = self._exchange(given.view(torch.uint8)).view(dtype).view(self.world, -1)
         total = parts[0].float()
         for part in parts[1:]:
             total += part
         return total
+
+    def exchange(self, rows: Tensor) -> Tensor:
+        """Row i to rank i, of bytes; what all ranks have sent to this one, in their order."""
+        assert rows.dtype == torch.uint8 and rows.shape[0] == self.world and rows.is_contiguous()
+        self._count(rows.numel())
+        if self.world == 1:
+            return rows
+        given = rows.cpu() if rows.is_cuda and self.is_on_host else rows
+        return self._exchange(given).to(rows.device)
+
+    def _exchange(self, given: Tensor) -> Tensor:
+        taken = torch.empty_like(given)
+        work = dist.all_to_all_single(taken, given, group=self.handle, async_op=self.is_on_host)
+        if self.is_on_host:
+            self._wait(work)
+        return taken
 
     def all_reduce(self, out: Tensor, whole: Tensor, dtype: torch.dtype) -> None:
         """The sum over all ranks of `whole`, sent as `dtype`: the same bits on every rank."""
@@ -144,6 +158,11 @@ def _all_gather(whole: Tensor, part: Tensor, handle: Any, is_async: bool = False
 def _reduce_scatter(part: Tensor, whole: Tensor, handle: Any) -> None:
     call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     call(part, whole, group=handle)
+
+
+def alone() -> Group:
+    """A process that knows of no others."""
+    return Group(None, (0,), is_on_host=True)
 
 
 def new_group(backend: str, ranks: Sequence[int] | None = None, timeout: timedelta = TIMEOUT) -> Group:

@@ -69,6 +69,9 @@ def load(engine: Engine, root: Path, tag: str | None, what: What) -> tuple[str |
     if head is not None:
         assert engine.optimizer is not None
         engine.optimizer.load_state_dict(head, source)
+        if engine.optimizer.is_compressed:
+            read = _reader(found, "rest")
+            engine.optimizer.load_exchange_errors([put_together(one, read) for one in meta.get("errors", [])])
     if what.everything_else:
         for name in COUNTERS:
             setattr(engine, name, meta[name])

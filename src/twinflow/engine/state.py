@@ -159,6 +159,9 @@ def _collect(
         return meta, states, others
     own, found = take_apart(random_states(), f"ranks/{ranks.rank}/random")
     meta["ranks"] = ranks.gather(own)
+    if engine.optimizer is not None and engine.optimizer.is_compressed:
+        own, more = take_apart(engine.optimizer.exchange_errors(), f"ranks/{ranks.rank}/errors")
+        meta["errors"], found = ranks.gather(own), [*found, *more]
     named = ranks.gather(meta.get("optimizer_state", {}))
     meta["optimizer_state"] = {name: entry for one in named for name, entry in one.items()}
     return meta, states, [*found, *(others if ranks.rank == 0 else ())]  # the first speaks for all

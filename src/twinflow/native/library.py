@@ -18,7 +18,7 @@ from pathlib import Path
 from twinflow.errors import bad_value
 from twinflow.native.threads import default_threads
 
-API_VERSION = 2
+API_VERSION = 3
 FILE_NAME = "libtwinflow.so"
 
 
@@ -48,6 +48,27 @@ class CSegment(ctypes.Structure):
     )
 
 
+class CPacking(ctypes.Structure):
+    """tf_packing of csrc/api.h, field by field."""
+
+    _fields_ = (
+        ("packed", c_void_p),
+        ("values", c_void_p),
+        ("base", c_void_p),
+        ("error", c_void_p),
+        ("exponents", c_void_p),
+        ("num_rows", c_int64),
+        ("numel", c_int64),
+        ("bits", c_int32),
+        ("values_type", c_int32),
+        ("base_type", c_int32),
+        ("is_scaled", c_int32),
+        ("is_added", c_int32),
+        ("factor", c_float),
+        ("base_factor", c_float),
+    )
+
+
 _SIGNATURES: dict[str, tuple[list[object], object]] = {
     "tf_update": ([POINTER(CSegment), c_int64], None),
     "tf_sum_squares": ([POINTER(c_void_p), POINTER(c_int64), POINTER(c_int32), c_int64, POINTER(c_double)], None),
@@ -55,6 +76,9 @@ _SIGNATURES: dict[str, tuple[list[object], object]] = {
     "tf_cast": ([c_void_p, c_int32, c_void_p, c_int32, c_int64], None),
     "tf_split": ([c_void_p, c_void_p, c_void_p, c_int64], None),
     "tf_join": ([c_void_p, c_void_p, c_void_p, c_int64], None),
+    "tf_encode": ([POINTER(CPacking)], None),
+    "tf_mean": ([POINTER(CPacking)], None),
+    "tf_decode": ([POINTER(CPacking)], None),
     "tf_scale_in_place": ([c_void_p, c_float, c_int64], None),
     "tf_set_threads": ([c_int32], None),
     "tf_get_threads": ([], c_int32),
@@ -63,6 +87,7 @@ _SIGNATURES: dict[str, tuple[list[object], object]] = {
     "tf_set_isa": ([c_char_p], c_int32),
     "tf_api_version": ([], c_int32),
     "tf_segment_size": ([], c_int64),
+    "tf_packing_size": ([], c_int64),
     "tf_advise_huge": ([c_void_p, c_int64], None),
 }
 
@@ -112,9 +137,10 @@ def open_library(path: Path | None) -> Loaded:
             function.argtypes, function.restype = arguments, result
     except (OSError, AttributeError) as error:
         return Loaded(None, path, f"{path.name} does not load: {error}")
-    version, size = library.tf_api_version(), library.tf_segment_size()
-    if version != API_VERSION or size != ctypes.sizeof(CSegment):
-        return Loaded(None, path, f"{path.name} has ABI {version}/{size}, not {API_VERSION}/{ctypes.sizeof(CSegment)}")
+    found = library.tf_api_version(), library.tf_segment_size(), library.tf_packing_size()
+    wanted = API_VERSION, ctypes.sizeof(CSegment), ctypes.sizeof(CPacking)
+    if found != wanted:
+        return Loaded(None, path, f"{path.name} has ABI {'/'.join(map(str, found))}, not {'/'.join(map(str, wanted))}")
     return Loaded(library, path, None)
 
 

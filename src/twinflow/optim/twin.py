@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from twinflow.optim.auto import AutoPlacement, host_share
 from twinflow.optim.loss_scale import LossScale, after_step, static
 from twinflow.optim.options import with_defaults
 from twinflow.optim.state_kind import StateKind
+from twinflow.optim.switch import Switch
+from twinflow.optim.switch import check as check_compression
 from twinflow.optim.twin_build import (
     check_room,
     find_room,
@@ -147,6 +149,11 @@ class TwinOptimizer(Optimizer):
         check_model(self.model, zero)
         check_parking(self._settings, self.model, ratio, self.tuning, zero, self.rule)
         self.zero = zero
+        self._switch: Switch | None = None  # to compressed communication
+        if zero is not None and zero.compression is not None:
+            check_compression(self, delayed_update)
+            self._switch = Switch(self, zero.compression)
+            self.tuning = replace(self.tuning, sums="device")
         self.team: Team | None = None  # the ranks that share the work
         if self.rule is not None:
             self._is_stateless = not any(float(group.get("momentum", 1.0)) for group in self.param_groups)
@@ -218,7 +225,8 @@ class TwinOptimizer(Optimizer):
     @property
     def kind(self) -> StateKind:
         """What is kept for each parameter."""
-        keeps_weights = self._settings.delayed_update
+        # Parameters are what all ranks know of the weights, which the owners have more exactly.
+        keeps_weights = self._settings.delayed_update or self._switch is not None
         programs = self.tuning.update_programs
         parks = self._settings.parks
         return StateKind(self.rule, self._recipe, self.states, self._is_stateless, keeps_weights, programs, parks)
@@ -276,6 +284,8 @@ class TwinOptimizer(Optimizer):
                 self.runtime.wait()
             if self._auto is not None:
                 self._auto.after_step()
+            if self._switch is not None:
+                self._switch.after_step()
         return loss
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
@@ -423,6 +433,25 @@ class TwinOptimizer(Optimizer):
         self.runtime.wait()
         self._read_decision()
         return twin_state.head(self), twin_state.stream(self)
+
+    @property
+    def can_compress(self) -> bool:
+        """Whether momenta will travel in few bits some day: with one rank nothing travels."""
+        return self._switch is not None and self.team is not None and self.team.world > 1
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether momenta travel between ranks in few bits."""
+        return self._switch is not None and self._switch.is_made
+
+    def exchange_errors(self) -> dict[str, Tensor]:
+        """What this rank has not said to the others yet: a part of a checkpoint that is its own."""
+        return self._switch.errors() if self._switch is not None else {}
+
+    def load_exchange_errors(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
+        """Those of all ranks that saved, after `load_state_dict`."""
+        if self._switch is not None:
+            self._switch.restore_errors(saved)
 
     def export_trace(self, path: str | Path) -> None:
         """Write the spans recorded since `optimizer.trace.start()` as a Chrome/Perfetto timeline."""

@@ -18,7 +18,7 @@ from twinflow.offload.bucket import Bucket, Param
 from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.streamed import StreamedUpdater
 from twinflow.offload.updater import RuleUpdater
-from twinflow.optim import loss_scale
+from twinflow.optim import loss_scale, switch
 from twinflow.rules import Rule
 from twinflow.rules.formats import BLOCK
 
@@ -103,6 +103,7 @@ def head(optimizer: TwinOptimizer) -> dict[str, Any]:
         "has_unsent": runtime.has_unsent,
         "loss_scale": loss_scale.to_dict(optimizer._loss_scale),
         "param_groups": groups,
+        **({"switch": optimizer._switch.state()} if optimizer._switch is not None else {}),
     }
 
 
@@ -231,12 +232,20 @@ def restore(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source |
             else:
                 bucket.updater.clear(bucket, i, optimizer.param_groups)
     for group, new in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        group.update({key: value for key, value in new.items() if key != "params"})
+        dropped = ("params",) if optimizer.can_compress else ("params", *switch.KEYS)
+        for key in switch.KEYS:
+            group.pop(key, None)
+        group.update({key: value for key, value in new.items() if key not in dropped})
     optimizer.num_steps, optimizer.num_skipped = int(saved["num_steps"]), int(saved["num_skipped"])
     optimizer._loss_scale = loss_scale.from_dict(saved["loss_scale"])
     optimizer._unread = None
     runtime.forget_jobs(int(saved["num_jobs"]))
-    if saved["has_unsent"]:
+    if optimizer.param_groups[0].get("is_exchanged"):
+        # Masters are not what the weights round to: ranks have told each other only a part of the difference.
+        runtime.adopt([param for param in runtime.params if param.name not in known], keep=False)
+        for param in runtime.params:
+            param.note_write()
+    elif saved["has_unsent"]:
         # Masters are one update ahead of the weights; where there was no update, the weights are the truth.
         runtime.adopt([param for param in runtime.params if param.name not in known], keep=False)
         for param in runtime.params:
@@ -244,6 +253,8 @@ def restore(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source |
         runtime.hold_back(runtime.num_jobs)
     else:
         runtime.adopt(runtime.params, keep=True)  # the model's weights win where they are not what a master rounds to
+    if optimizer._switch is not None:
+        optimizer._switch.restore(saved.get("switch"))
 
 
 def _cut(entry: Mapping[str, Any], start: int, numel: int) -> dict[str, Any]:

@@ -25,7 +25,11 @@ def _hyper(options: Options, step: int) -> Hyper:
     (b1, b2), lr, eps = options["betas"], float(options["lr"]), float(options["eps"])
     decay = float(options["weight_decay"])
     first_correction = 1.0 - b1**step
-    second_correction = math.sqrt(1.0 - b2**step)
+    # 1-bit Adam: gradients that the second moment has seen, and whether it stays as it is.
+    second_correction = math.sqrt(1.0 - b2 ** min(step, options.get("second_step", step)))
+    b2 = 1.0 if options.get("is_frozen") else b2
+    if options.get("is_exchanged"):  # what comes as the gradient is the momentum, and eps is in the second moment
+        return tuple(fp32(x) for x in (1.0, 1.0, 0.0, TINY, lr * second_correction / first_correction, decay))
     scaled_eps = max(eps * second_correction, TINY) if eps > 0 else 0.0  # never a subnormal divisor
     return tuple(
         fp32(x) for x in (1.0 - b1, b2, 1.0 - b2, scaled_eps, lr * second_correction / first_correction, decay)

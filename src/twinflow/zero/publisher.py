@@ -9,7 +9,7 @@ This rank's part is in its parameters by then; it is packed, gathered, and the o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,7 @@ from twinflow.offload.board import Board
 from twinflow.offload.bucket import Bucket, Job, target
 from twinflow.offload.sync import PUBLISH_READY
 from twinflow.offload.threads import BoardThread
+from twinflow.zero.compression import Exchanges
 
 
 @dataclass(eq=False)
@@ -48,8 +49,15 @@ class Publisher(BoardThread):
     """Gathers what other ranks have updated; without a group, every rank has updated everything."""
 
     def __init__(
-        self, device: Device, board: Board, buckets: Sequence[Bucket], group: Group | None, where: torch.device
+        self,
+        device: Device,
+        board: Board,
+        buckets: Sequence[Bucket],
+        group: Group | None,
+        where: torch.device,
+        exchanges: Callable[[], Exchanges | None] = lambda: None,
     ) -> None:
+        self._exchanges = exchanges  # once weights are published in few bits
         self._device, self._group = device, group
         self._buckets = {bucket.plan.index: bucket for bucket in buckets}
         self._editions: deque[Edition] = deque()
@@ -95,13 +103,13 @@ class Publisher(BoardThread):
             if bucket.sent < edition.job.number:
                 self._sleep(has_events=False)
                 return
-        self._publish(bucket)
+        self._publish(bucket, edition.job)
         with board.changed:
             bucket.published = edition.job.number
             edition.changed.popleft()
             board.changed.notify_all()
 
-    def _publish(self, bucket: Bucket) -> None:
+    def _publish(self, bucket: Bucket, job: Job) -> None:
         """Queue the exchange of a bucket whose own part is on its way into the parameters."""
         group = self._group
         if bucket.is_parked:
@@ -109,14 +117,21 @@ class Publisher(BoardThread):
         if group is None:
             bucket.published_event = bucket.sent_event
             return
-        stream, copies = self._device.stream("publish"), self._copies(bucket, group)
+        stream, copies, exchanges = self._device.stream("publish"), self._copies(bucket, group), self._exchanges()
         if bucket.sent_event is not None:
             stream.wait(bucket.sent_event, PUBLISH_READY)
 
         def exchange() -> None:
             if copies.own:
                 torch._foreach_copy_(copies.own_flat, copies.own)
-            group.all_gather(copies.flat)
+            if exchanges is None:
+                group.all_gather(copies.flat)
+            else:
+                if copies.others:
+                    torch._foreach_copy_(copies.others_flat, copies.others)
+                exchanges.publish(group, bucket, copies.flat, job)
+                if copies.own:
+                    torch._foreach_copy_(copies.own, copies.own_flat)
             if copies.others:
                 torch._foreach_copy_(copies.others, copies.others_flat)
             for param in bucket.members:

@@ -29,6 +29,7 @@ from twinflow.offload.plan import ROOT
 from twinflow.offload.slots import FlatPool
 from twinflow.offload.sync import FLAT_FREE, REDUCE_READY
 from twinflow.offload.threads import BoardThread
+from twinflow.zero.compression import Exchanges
 
 
 @dataclass(eq=False)
@@ -51,6 +52,7 @@ class Wire:
     dtype: torch.dtype | None  # None: the gradients' own
     is_partitioned: bool  # each rank gets its part; else everyone gets all
     predivide: float  # gradients are divided by it before they are summed
+    exchanges: Callable[[], Exchanges | None] = lambda: None  # once momenta are exchanged in few bits
 
 
 class Reducer(BoardThread):
@@ -166,7 +168,11 @@ class Reducer(BoardThread):
         part = self._take_part(bucket)
         stream.wait(task.ready, REDUCE_READY)
         norm = None if board.sums_on_host else self._norms[bucket.plan.index]
-        stream.run(partial(_sum_and_measure, self._wire, part, whole, norm), span="reduce", bucket=bucket.plan.index)
+        exchanges = self._wire.exchanges()
+        work = partial(_sum, self._wire, part, whole)
+        if exchanges is not None:
+            work = partial(exchanges.reduce, self._wire.group, bucket, part, whole, task.job)
+        stream.run(partial(_do_and_measure, work, part, norm), span="reduce", bucket=bucket.plan.index)
         task.ready = stream.record()
         task.flat, task.sources = part, [(0, part)]
         task.present = list(range(len(bucket.slices)))
@@ -232,7 +238,7 @@ def _last_block_first(bucket: Bucket) -> tuple[int, int]:
     return (0 if bucket.plan.block == ROOT else -1 - bucket.plan.block), -bucket.plan.index
 
 
-def _sum_and_measure(wire: Wire, part: Tensor, whole: Tensor, norm: Tensor | None) -> None:
+def _sum(wire: Wire, part: Tensor, whole: Tensor) -> None:
     if wire.predivide != 1.0:
         whole.mul_(1.0 / wire.predivide)
     dtype = wire.dtype or whole.dtype
@@ -240,6 +246,10 @@ def _sum_and_measure(wire: Wire, part: Tensor, whole: Tensor, norm: Tensor | Non
         wire.group.reduce_scatter(part, whole, dtype)
     else:
         wire.group.all_reduce(part, whole, dtype)
+
+
+def _do_and_measure(work: Callable[[], None], part: Tensor, norm: Tensor | None) -> None:
+    work()
     if norm is not None:
         gather.measure(norm, part)
 

@@ -28,6 +28,7 @@ from twinflow.offload.shards import part_of, widen
 from twinflow.offload.sharing import Shards
 from twinflow.offload.slots import FlatPool
 from twinflow.zero.agreer import Agreer
+from twinflow.zero.compression import Compression, Exchanges
 from twinflow.zero.publisher import Publisher
 from twinflow.zero.reducer import Reducer, Wire
 
@@ -45,6 +46,7 @@ class Zero:
     predivide: float = 1.0  # gradients are divided by it before they are summed, and by the rest of the world after
     timeout: timedelta = TIMEOUT
     parks: bool = False  # with stage 3: weights live on the hosts, in parts, and blocks gather them (offload_param)
+    compression: Compression | None = None  # 1-bit Adam
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
@@ -57,6 +59,14 @@ class Zero:
             raise bad_value("predivide with stage 3", self.predivide, [1.0], "fully_shard divides gradients itself.")
         if self.parks and self.stage != 3:
             raise bad_value("stage where weights live on the host", self.stage, [3])
+        if self.compression is not None:
+            if self.stage != 1:
+                remedy = (
+                    "Ranks keep an error for every element, so stage 2 would save nothing; stage 3 has no replicas."
+                )
+                raise bad_value("stage with compressed communication", self.stage, [1], remedy)
+            if self.predivide != 1.0:
+                raise bad_value("predivide with compressed communication", self.predivide, [1.0])
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError("there is no process group: call twinflow.init_distributed() first")
 
@@ -80,6 +90,7 @@ class Team:
         self.calls: Group = new_group("gloo", timeout=max(zero.timeout, _LONG))
         self.saves: Group = new_group("gloo", timeout=max(zero.timeout, _LONG))  # for checkpoints in the background
         self.world, self.rank = self.calls.world, self.calls.rank
+        self.exchanges: Exchanges | None = None  # from the switch to compressed communication on
 
     @property
     def groups(self) -> dict[str, Group]:
@@ -133,11 +144,13 @@ class Team:
         self, device: Device, board: Board, buckets: Sequence[Bucket], settings: Settings, where: torch.device
     ) -> _SharedWork:
         is_partitioned = self.num_parts > 1 or self.world == 1
-        wire = Wire(self._reduce, self._agree, self.zero.dtype, is_partitioned, self.zero.predivide)
+        zero = self.zero
+        wire = Wire(self._reduce, self._agree, zero.dtype, is_partitioned, zero.predivide, lambda: self.exchanges)
         self._give_up_with(board)
         work = _SharedWork((self.world if self.zero.op == "mean" else 1) / self.zero.predivide)
         flats = FlatPool(where, settings.flat_bytes)
-        publisher = Publisher(device, board, buckets, self._publish if self.num_parts > 1 else None, where)
+        group = self._publish if self.num_parts > 1 else None
+        publisher = Publisher(device, board, buckets, group, where, lambda: self.exchanges)
         reducer = Reducer(device, board, buckets, wire, flats, where, publisher.expect)
         work.connect(reducer, publisher, [bucket.plan.index for bucket in buckets])
         return work

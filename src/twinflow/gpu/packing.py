@@ -1,0 +1,168 @@
+"""The passes of codes/reference.py over numbers on the GPU, each with one pass over memory.
+
+The codes, errors and numbers that come out are the reference's, bit for bit, for the same scales. So are the scales of
+4 and 8 bits; the scale of one bit is a sum that is added in another order, always the same one.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinflow.codes.code import BLOCK, CODES, Code
+from twinflow.gpu.update import is_available, is_interpreting
+
+_WARPS = 8  # of 32 threads: sixteen elements for each thread
+_MAX_REGISTERS = 64  # of a thread: four programs for each multiprocessor. Only ragged blocks would take more
+_WORDS = {1: torch.uint8, 4: torch.int16, 8: torch.int32}  # of what the kernels read and write at once, for each width
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@functools.cache
+def is_usable(device: torch.device) -> bool:
+    """Whether the kernels run on this device: tried once, since to compile them takes more than Triton."""
+    if not is_available() or (device.type == "cuda") == is_interpreting():
+        return False
+    code, values = CODES["1bit"], torch.zeros(8, device=device)
+    packed = torch.empty(1, code.row_bytes(8), dtype=torch.uint8, device=device)
+    try:
+        encode(code, packed, values)
+        decode(code, values, packed)
+    except Exception as error:
+        warnings.warn(f"numbers are packed by slower torch kernels ({error})", stacklevel=2)
+        return False
+    return True
+
+
+def encode(
+    code: Code,
+    packed: Tensor,
+    values: Tensor,
+    error: Tensor | None = None,
+    *,
+    factor: float = 1.0,
+    base: Tensor | None = None,
+    base_factor: float = 0.0,
+    exponents: Tensor | None = None,
+    is_scaled: bool = True,
+) -> None:
+    """Pack `values` into the rows of `packed`, each an equal part of them; what codes do not say is left in `error`."""
+    num_rows, numel = _check_packed(code, packed, values.numel())
+    _check(packed, values.numel(), _DTYPES, values, base)
+    _check(packed, values.numel(), (torch.float32,), error)
+    _check(packed, values.numel(), (torch.uint8,), exponents)
+    if numel == 0:
+        return
+    from twinflow.gpu import packing_kernel
+
+    with _device_of(packed):
+        packing_kernel.encode[(-(-numel // BLOCK), num_rows)](
+            packed.view(_WORDS[code.bits]),
+            packed.view(torch.float32),
+            values,
+            base,
+            error,
+            exponents,
+            float(factor),
+            float(base_factor),
+            numel,
+            _part_stride(num_rows, numel),
+            packed.stride(0),
+            TOP=code.top,
+            IS_SCALED=is_scaled,
+            maxnreg=_MAX_REGISTERS,
+            **_options(code),
+        )
+
+
+def mean(code: Code, out: Tensor, packed: Tensor, exponents: Tensor | None = None) -> None:
+    """Out = the mean of the rows of `packed`, added in their order."""
+    numel = out.numel()
+    num_rows, _ = _check_packed(code, packed, numel * packed.shape[0])
+    _check(packed, numel, _DTYPES, out)
+    _check(packed, numel, (torch.uint8,), exponents)
+    if numel == 0:
+        return
+    from twinflow.gpu import packing_kernel
+
+    with _device_of(packed):
+        packing_kernel.mean[(-(-numel // BLOCK),)](
+            out,
+            packed.view(_WORDS[code.bits]),
+            packed.view(torch.float32),
+            exponents,
+            numel,
+            packed.stride(0),
+            NUM_ROWS=num_rows,
+            **_options(code),
+        )
+
+
+def decode(
+    code: Code,
+    out: Tensor,
+    packed: Tensor,
+    *,
+    exponents: Tensor | None = None,
+    is_scaled: bool = True,
+    is_added: bool = False,
+) -> None:
+    """Out = what the rows of `packed` stand for, one after the other; or out + that, rounded to its dtype."""
+    num_rows, numel = _check_packed(code, packed, out.numel())
+    _check(packed, out.numel(), _DTYPES, out)
+    _check(packed, out.numel(), (torch.uint8,), exponents)
+    if numel == 0:
+        return
+    from twinflow.gpu import packing_kernel
+
+    with _device_of(packed):
+        packing_kernel.decode[(-(-numel // BLOCK), num_rows)](
+            out,
+            packed.view(_WORDS[code.bits]),
+            packed.view(torch.float32),
+            exponents,
+            numel,
+            _part_stride(num_rows, numel),
+            packed.stride(0),
+            IS_SCALED=is_scaled,
+            IS_ADDED=is_added,
+            maxnreg=_MAX_REGISTERS,
+            **_options(code),
+        )
+
+
+def _check_packed(code: Code, packed: Tensor, total_numel: int) -> tuple[int, int]:
+    """Rows, and elements of one. The kernels write wherever they are told to: our mistakes have to end here."""
+    assert packed.dtype == torch.uint8 and packed.ndim == 2 and packed.shape[0] > 0, (packed.dtype, packed.shape)
+    num_rows = packed.shape[0]
+    assert total_numel % num_rows == 0, (total_numel, num_rows)
+    numel = total_numel // num_rows
+    assert packed.shape[1] == code.row_bytes(numel), (packed.shape, numel)
+    assert packed.stride(1) == 1 and packed.stride(0) % 4 == 0 and packed.data_ptr() % 4 == 0, packed.stride()
+    assert num_rows == 1 or packed.stride(0) >= packed.shape[1], packed.stride()
+    return num_rows, numel
+
+
+def _check(packed: Tensor, numel: int, dtypes: tuple[torch.dtype, ...], *tensors: Tensor | None) -> None:
+    for tensor in tensors:
+        if tensor is not None:
+            assert tensor.device == packed.device and tensor.is_contiguous(), (tensor.device, tensor.stride())
+            assert tensor.numel() == numel and tensor.dtype in dtypes, (tensor.shape, numel, tensor.dtype)
+
+
+def _part_stride(num_rows: int, numel: int) -> int:
+    """Elements from one row to the next. For one row zero, which tells the compiler that all of it is aligned."""
+    return numel if num_rows > 1 else 0
+
+
+def _options(code: Code) -> dict[str, Any]:
+    """Each operation is rounded, as on the host: none is fused into a multiply-add."""
+    return {"BITS": code.bits, "num_warps": _WARPS, "enable_fp_fusion": False}
+
+
+def _device_of(packed: Tensor) -> torch.cuda.device:
+    return torch.cuda.device(packed.device if packed.is_cuda else -1)  # -1 changes nothing

@@ -1,0 +1,357 @@
+# mypy: disallow-untyped-decorators=False
+"""The kernels behind packing.py: a program for each block of 4096 numbers of a row. codes/reference.py is the truth.
+
+A tile is [1024, 4]: four neighbours for each thread, whatever their dtype, so that all buffers are read and written in
+one layout, 16 bytes of fp32 at a time. The codes of four neighbours are one word: of 2 bytes for 4 bits, of 4 for 8; a
+byte of signs is shared by two threads. A block is read once and stays in registers from its scale to its error.
+
+Words may reach past a row's last code, never past its end: rows are padded to 16 bytes, and what pads them is zero.
+
+Products are rounded before they are added: the launch forbids fused multiply-add. Decisions about NaN are made on
+integers, as in codecs.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from twinflow.codes import BLOCK as BLOCK_NUMEL
+from twinflow.gpu.codecs import bits, from_bf16, to_bf16, value
+
+BLOCK = tl.constexpr(BLOCK_NUMEL)
+WIDTH = tl.constexpr(4)  # of a tile
+HEIGHT = tl.constexpr(BLOCK_NUMEL // 4)
+GROUP = tl.constexpr(4)  # rows of a mean that are loaded at once, so that no one waits for the one before
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+INFINITY = tl.constexpr(0x7F800000)
+NAN = tl.constexpr(0x7FC00000)
+TINY = tl.constexpr(27 << 23)  # 2**-100 as bits
+SHIFT = tl.constexpr(1.5 * 2**23)  # added to a small number it leaves that, rounded to even, in the lowest bits
+SHIFT_BITS = tl.constexpr(0x4B400000)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def encode(
+    words: tl.tensor,
+    scales: tl.tensor,
+    values: tl.tensor,
+    base: tl.tensor | None,
+    error: tl.tensor | None,
+    exponents: tl.tensor | None,
+    factor: tl.tensor,
+    base_factor: tl.tensor,
+    numel: tl.tensor,
+    part_stride: tl.tensor,
+    row_stride: tl.tensor,
+    BITS: tl.constexpr,
+    TOP: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+) -> None:
+    """A grid of [blocks, rows]. What is None is not there.
+
+    `words` and `scales` are the packed rows as words and as fp32, `numel` is a row's. Strides lead from one row to the
+    next: `part_stride` elements of `values` and the like, `row_stride` packed bytes.
+    """
+    block, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    start = block * BLOCK
+    at = row * part_stride + start
+    codes = _codes_of(words, row, row_stride, BITS)
+    scale = scales + row * (row_stride // 4) + block
+    # A mask would keep whole blocks from wide loads and stores.
+    if start + BLOCK <= numel:
+        _encode_block(codes, scale, values, base, error, exponents, factor, base_factor, at, start, numel, BITS, TOP,
+                      IS_SCALED, False)  # fmt: skip
+    else:
+        _encode_block(codes, scale, values, base, error, exponents, factor, base_factor, at, start, numel, BITS, TOP,
+                      IS_SCALED, True)  # fmt: skip
+    if start + BLOCK >= numel:
+        _pad_row(codes, numel, BITS)
+
+
+@triton.jit
+def _codes_of(words: tl.tensor, row: tl.tensor, row_stride: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+    """Where a row's codes begin: after its scales."""
+    WORD_BYTES: tl.constexpr = (BITS + 1) // 2
+    return words + row * (row_stride // WORD_BYTES) + tl.num_programs(0) * (4 // WORD_BYTES)
+
+
+@triton.jit
+def _encode_block(
+    codes: tl.tensor,
+    scale: tl.tensor,
+    values: tl.tensor,
+    base: tl.tensor | None,
+    error: tl.tensor | None,
+    exponents: tl.tensor | None,
+    factor: tl.tensor,
+    base_factor: tl.tensor,
+    at: tl.tensor,
+    start: tl.tensor,
+    numel: tl.tensor,
+    BITS: tl.constexpr,
+    TOP: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> None:
+    index = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]  # [1024, 4]
+    mask = start + index < numel if MASKED else tl.full([HEIGHT, WIDTH], True, tl.int1)
+    is_in = mask
+    # All [1024, 4].
+    c = _load(values + at + index, mask) * factor
+    if base is not None:
+        c = _load(base + at + index, mask) * base_factor + c
+    if exponents is not None:
+        exponent = tl.load(exponents + at + index, mask=mask, other=0).to(tl.int32)
+        is_in = exponent != 0
+        if IS_SCALED:
+            c = c * value(exponent << 23)
+    if error is not None:
+        c = c + _load(error + at + index, mask)
+    if MASKED or exponents is not None:
+        c = tl.where(is_in, c, 0.0)
+
+    count = tl.sum(is_in.to(tl.int32)) if exponents is not None else tl.minimum(numel - start, BLOCK).to(tl.int32)
+    s, is_finite = _scale(c, count, BITS, TOP)
+    tl.store(scale, s)
+    code, told = _signs(c, s, is_finite) if BITS == 1 else _numbers(c, s, is_finite, TOP)
+    _store_codes(codes, code, mask, start, numel, BITS, MASKED)
+    if error is not None:
+        if is_finite:
+            left = c - told
+            if BITS > 1:
+                left = left + 0.0  # -0 minus a code of +0: the truth has -0 minus -0
+            if exponents is not None:
+                left = tl.where(is_in, left, 0.0)
+            tl.store(error + at + index, left, mask=mask)
+        elif exponents is not None:
+            tl.store(error + at + index, tl.zeros([HEIGHT, WIDTH], tl.float32), mask=mask & (exponent == 0))
+
+
+@triton.jit
+def _scale(c: tl.tensor, count: tl.tensor, BITS: tl.constexpr, TOP: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The scale of a block, and whether it is finite."""
+    magnitudes = bits(c) & MAGNITUDE
+    if BITS == 1:
+        s = tl.math.div_rn(tl.sum(value(magnitudes)), tl.maximum(count, 1).to(tl.float32))
+    else:
+        s = tl.math.div_rn(value(tl.max(magnitudes)), tl.full([], TOP, tl.float32))
+    u = bits(s) & MAGNITUDE
+    is_finite = u < INFINITY
+    return value(tl.where(is_finite, tl.where(u < TINY, 0, u), NAN)), is_finite
+
+
+@triton.jit
+def _signs(c: tl.tensor, s: tl.tensor, is_finite: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Codes of one bit as int32, and what they stand for."""
+    u = bits(c)
+    is_below = (u < 0) & ((u & MAGNITUDE) != 0) & is_finite
+    return is_below.to(tl.int32), tl.where(is_below, -s, s)
+
+
+@triton.jit
+def _numbers(c: tl.tensor, s: tl.tensor, is_finite: tl.tensor, TOP: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Codes of some bits as int32, and what they stand for."""
+    is_zero = bits(s) == 0
+    inverse = tl.where(is_zero, 0.0, tl.math.div_rn(tl.full([], 1.0, tl.float32), tl.where(is_zero, 1.0, s)))
+    code = bits(c * inverse + SHIFT) - SHIFT_BITS
+    code = tl.where(is_finite, tl.minimum(tl.maximum(code, -TOP), TOP), 0)
+    return code, code.to(tl.float32) * s
+
+
+@triton.jit
+def _store_codes(
+    codes: tl.tensor,
+    code: tl.tensor,
+    mask: tl.tensor,
+    start: tl.tensor,
+    numel: tl.tensor,
+    BITS: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> None:
+    """The words of a block; bits that stand for nothing are zero."""
+    EACH: tl.constexpr = 8 if BITS == 1 else WIDTH  # elements of a word
+    if BITS == 4:
+        code = code + 8
+    if BITS == 8:
+        code = code & 255
+    if MASKED:
+        code = tl.where(mask, code, 0)
+    parts = tl.reshape(code, [BLOCK // EACH, EACH]) << (tl.arange(0, EACH) * BITS)[None, :]
+    at = start // EACH + tl.arange(0, BLOCK // EACH)  # [512] or [1024]
+    is_there = at * EACH < numel if MASKED else tl.full([BLOCK // EACH], True, tl.int1)
+    tl.store(codes + at, tl.sum(parts, axis=1).to(codes.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def _pad_row(codes: tl.tensor, numel: tl.tensor, BITS: tl.constexpr) -> None:
+    """Zeros after a row's last word, up to 16 bytes."""
+    EACH: tl.constexpr = 8 if BITS == 1 else WIDTH
+    WORD_BYTES: tl.constexpr = (BITS + 1) // 2
+    num_words = (numel.to(tl.int64) + EACH - 1) // EACH
+    row_bytes = (tl.num_programs(0) * 4 + num_words * WORD_BYTES + 15) // 16 * 16
+    at = num_words + tl.arange(0, 16)  # [16]
+    end = (row_bytes - tl.num_programs(0) * 4) // WORD_BYTES
+    tl.store(codes + at, tl.zeros([16], codes.dtype.element_ty), mask=at < end)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def mean(
+    out: tl.tensor,
+    words: tl.tensor,
+    scales: tl.tensor,
+    exponents: tl.tensor | None,
+    numel: tl.tensor,
+    row_stride: tl.tensor,
+    NUM_ROWS: tl.constexpr,
+    BITS: tl.constexpr,
+) -> None:
+    """A grid of [blocks]. Rows are added in their order."""
+    block = tl.program_id(0).to(tl.int64)
+    start = block * BLOCK
+    if start + BLOCK <= numel:
+        _mean_block(out, words, scales + block, exponents, start, numel, row_stride, NUM_ROWS, BITS, False)
+    else:
+        _mean_block(out, words, scales + block, exponents, start, numel, row_stride, NUM_ROWS, BITS, True)
+
+
+@triton.jit
+def _mean_block(
+    out: tl.tensor,
+    words: tl.tensor,
+    scale: tl.tensor,
+    exponents: tl.tensor | None,
+    start: tl.tensor,
+    numel: tl.tensor,
+    row_stride: tl.tensor,
+    NUM_ROWS: tl.constexpr,
+    BITS: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> None:
+    index = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]  # [1024, 4]
+    mask = start + index < numel if MASKED else tl.full([HEIGHT, WIDTH], True, tl.int1)
+    GROUPED: tl.constexpr = 1 + (NUM_ROWS - 1) // GROUP * GROUP
+    total = _unpacked_row(words, scale, 0, start, numel, row_stride, BITS, MASKED)
+    if GROUPED > 1:
+        for first in range(1, GROUPED, GROUP):
+            for i in tl.static_range(GROUP):
+                total = total + _unpacked_row(words, scale, first + i, start, numel, row_stride, BITS, MASKED)
+    for row in tl.static_range(GROUPED, NUM_ROWS):
+        total = total + _unpacked_row(words, scale, row, start, numel, row_stride, BITS, MASKED)
+    total = total * (1.0 / NUM_ROWS)
+    if exponents is not None:
+        total, _ = _without_exponents(total, exponents + start + index, mask, True)
+    _store_rounded(out + start + index, total, mask)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def decode(
+    out: tl.tensor,
+    words: tl.tensor,
+    scales: tl.tensor,
+    exponents: tl.tensor | None,
+    numel: tl.tensor,
+    part_stride: tl.tensor,
+    row_stride: tl.tensor,
+    BITS: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    IS_ADDED: tl.constexpr,
+) -> None:
+    """A grid of [blocks, rows], with the arguments of encode."""
+    block, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    start = block * BLOCK
+    at = row * part_stride + start
+    codes = _codes_of(words, row, row_stride, BITS)
+    scale = scales + row * (row_stride // 4) + block
+    if start + BLOCK <= numel:
+        _decode_block(out, codes, scale, exponents, at, start, numel, BITS, IS_SCALED, IS_ADDED, False)
+    else:
+        _decode_block(out, codes, scale, exponents, at, start, numel, BITS, IS_SCALED, IS_ADDED, True)
+
+
+@triton.jit
+def _decode_block(
+    out: tl.tensor,
+    codes: tl.tensor,
+    scale: tl.tensor,
+    exponents: tl.tensor | None,
+    at: tl.tensor,
+    start: tl.tensor,
+    numel: tl.tensor,
+    BITS: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    IS_ADDED: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> None:
+    index = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]  # [1024, 4]
+    mask = start + index < numel if MASKED else tl.full([HEIGHT, WIDTH], True, tl.int1)
+    found = _unpacked(codes, scale, start, numel, BITS, MASKED)
+    is_in = mask
+    if exponents is not None:
+        found, is_in = _without_exponents(found, exponents + at + index, mask, IS_SCALED)
+    if IS_ADDED:
+        before = _load(out + at + index, mask)
+        found = tl.where(is_in, before + found, before)
+    _store_rounded(out + at + index, found, mask)
+
+
+@triton.jit
+def _unpacked_row(
+    words: tl.tensor,
+    scale: tl.tensor,
+    row: tl.tensor,
+    start: tl.tensor,
+    numel: tl.tensor,
+    row_stride: tl.tensor,
+    BITS: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tensor:
+    """The same block of another row."""
+    stride = row_stride.to(tl.int64)
+    return _unpacked(_codes_of(words, row, stride, BITS), scale + row * (stride // 4), start, numel, BITS, MASKED)
+
+
+@triton.jit
+def _unpacked(
+    codes: tl.tensor, scale: tl.tensor, start: tl.tensor, numel: tl.tensor, BITS: tl.constexpr, MASKED: tl.constexpr
+) -> tl.tensor:
+    """What the codes of a block stand for, [1024, 4]."""
+    line, column = tl.arange(0, HEIGHT)[:, None], tl.arange(0, WIDTH)[None, :]
+    at = start // 8 + line // 2 if BITS == 1 else start // WIDTH + line  # [1024, 1]: words
+    is_there = start + line * WIDTH < numel if MASKED else tl.full([HEIGHT, 1], True, tl.int1)
+    s = tl.load(scale)
+    word = tl.load(codes + at, mask=is_there, other=0).to(tl.int32)
+    if BITS == 1:
+        below = word << (31 - line % 2 * WIDTH - column)  # what is the highest bit now is the sign
+        x = value((below & ~MAGNITUDE) ^ bits(s))
+    elif BITS == 4:
+        x = (((word >> (column * 4)) & 15) - 8).to(tl.float32) * s
+    else:
+        x = (word << (24 - column * 8) >> 24).to(tl.float32) * s
+    return x
+
+
+@triton.jit
+def _without_exponents(
+    x: tl.tensor, pointers: tl.tensor, mask: tl.tensor, IS_SCALED: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Divided by the powers of two, zero where an element is left out; and where none is."""
+    exponent = tl.load(pointers, mask=mask, other=0).to(tl.int32)
+    if IS_SCALED:
+        x = x * value((254 - exponent) << 23)
+    return tl.where(exponent != 0, x, 0.0), exponent != 0
+
+
+@triton.jit
+def _load(pointers: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    x = tl.load(pointers, mask=mask, other=0)
+    return from_bf16(x.to(tl.int16, bitcast=True)) if x.dtype == tl.bfloat16 else x.to(tl.float32)
+
+
+@triton.jit
+def _store_rounded(pointers: tl.tensor, x: tl.tensor, mask: tl.tensor) -> None:
+    """Write fp32 numbers in the pointers' dtype."""
+    if pointers.dtype.element_ty == tl.bfloat16:
+        tl.store(pointers, to_bf16(x).to(tl.bfloat16, bitcast=True), mask=mask)
+    else:
+        tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)

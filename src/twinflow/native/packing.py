@@ -1,0 +1,149 @@
+"""The passes over numbers that travel packed, each in one pass over memory; codes/reference.py is the truth.
+
+Arguments are checked before anything is touched. Where the library is missing, the reference runs. A call releases the
+GIL for as long as it works.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from twinflow.codes import reference
+from twinflow.codes.code import Code
+from twinflow.errors import bad_value
+from twinflow.native.library import CPacking, load
+from twinflow.rules.checks import FLOATS, check_tensor
+
+_DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
+def encode(
+    code: Code,
+    packed: Tensor,
+    values: Tensor,
+    error: Tensor | None = None,
+    *,
+    factor: float = 1.0,
+    base: Tensor | None = None,
+    base_factor: float = 0.0,
+    exponents: Tensor | None = None,
+    is_scaled: bool = True,
+) -> None:
+    """Pack (base_factor * base + factor * values) * 2**k + error into the rows of `packed`, each an equal part."""
+    check_tensor("values", values, FLOATS)
+    numel = _row_numel(packed, values)
+    _check_packed(code, packed, numel)
+    for name, tensor, dtypes in (
+        ("error", error, (torch.float32,)),
+        ("base", base, FLOATS),
+        ("exponents", exponents, (torch.uint8,)),
+    ):
+        if tensor is not None:
+            check_tensor(name, tensor, dtypes, values.numel())
+    if numel == 0:
+        return
+    library = load().library
+    if library is None:
+        reference.encode(
+            code,
+            packed,
+            values.view(-1),
+            _flat(error),
+            factor=factor,
+            base=_flat(base),
+            base_factor=base_factor,
+            exponents=_flat(exponents),
+            is_scaled=is_scaled,
+        )
+        return
+    packing = _packing(code, packed, values, numel, exponents, is_scaled)
+    packing.factor, packing.base_factor, packing.error = factor, base_factor, _address(error)
+    packing.base, packing.base_type = _address(base), _DTYPES[base.dtype] if base is not None else 0
+    library.tf_encode(ctypes.byref(packing))
+
+
+def mean(code: Code, out: Tensor, packed: Tensor, exponents: Tensor | None = None) -> None:
+    """Out = the mean of the rows of `packed`, added in their order, times 2**-k."""
+    check_tensor("out", out, FLOATS)
+    _check_packed(code, packed, out.numel())
+    if exponents is not None:
+        check_tensor("exponents", exponents, (torch.uint8,), out.numel())
+    if out.numel() == 0:
+        return
+    library = load().library
+    if library is None:
+        return reference.mean(code, out.view(-1), packed, _flat(exponents))
+    packing = _packing(code, packed, out, out.numel(), exponents, is_scaled=True)
+    packing.factor = 1.0 / packed.shape[0]
+    library.tf_mean(ctypes.byref(packing))
+
+
+def decode(
+    code: Code,
+    out: Tensor,
+    packed: Tensor,
+    *,
+    exponents: Tensor | None = None,
+    is_scaled: bool = True,
+    is_added: bool = False,
+) -> None:
+    """Out = what the rows of `packed` stand for, one after the other, times 2**-k; or out + that."""
+    check_tensor("out", out, FLOATS)
+    numel = _row_numel(packed, out)
+    _check_packed(code, packed, numel)
+    if exponents is not None:
+        check_tensor("exponents", exponents, (torch.uint8,), out.numel())
+    if numel == 0:
+        return
+    library = load().library
+    if library is None:
+        exponents = _flat(exponents)
+        reference.decode(code, out.view(-1), packed, exponents=exponents, is_scaled=is_scaled, is_added=is_added)
+        return
+    packing = _packing(code, packed, out, numel, exponents, is_scaled)
+    packing.factor, packing.is_added = 1.0, is_added
+    library.tf_decode(ctypes.byref(packing))
+
+
+def _row_numel(packed: Tensor, values: Tensor) -> int:
+    """Numbers of one row, where the rows of `packed` are equal parts of `values`."""
+    num_rows = packed.shape[0] if packed.dim() == 2 else 0
+    if num_rows == 0 or values.numel() % num_rows:
+        allowed = f"two dimensions, the first a divisor of {values.numel()}"
+        raise bad_value("packed shape", tuple(packed.shape), allowed)
+    return values.numel() // num_rows
+
+
+def _check_packed(code: Code, packed: Tensor, numel: int) -> None:
+    check_tensor("packed", packed, (torch.uint8,))
+    row_bytes = code.row_bytes(numel)
+    if packed.dim() != 2 or packed.shape[0] == 0 or packed.shape[1] != row_bytes:
+        raise bad_value(
+            "packed shape", tuple(packed.shape), f"rows of {row_bytes} bytes: {code.name} of {numel} numbers"
+        )
+
+
+def _packing(
+    code: Code, packed: Tensor, values: Tensor, numel: int, exponents: Tensor | None, is_scaled: bool
+) -> CPacking:
+    return CPacking(
+        packed=packed.data_ptr(),
+        values=values.data_ptr(),
+        exponents=_address(exponents),
+        num_rows=packed.shape[0],
+        numel=numel,
+        bits=code.bits,
+        values_type=_DTYPES[values.dtype],
+        is_scaled=is_scaled,
+    )
+
+
+def _flat(tensor: Tensor | None) -> Tensor | None:
+    return tensor.view(-1) if tensor is not None else None
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return tensor.data_ptr() if tensor is not None else None

@@ -1,0 +1,269 @@
+"""What optimizers with compressed communication share: buckets, groups of ranks, a step all agree on, saving.
+
+Every rank has the whole model and its own batches. `step` exchanges what has to be exchanged; gradients must not be
+summed before (no DistributedDataParallel around the model). All ranks call `step` equally often.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from twinflow.codes import code_named
+from twinflow.dist.compressed import Coding, Errors, compressed_all_reduce
+from twinflow.dist.group import Group, alone, backend_for, new_group
+from twinflow.errors import bad_value
+from twinflow.optim.onebit.bucket import FlatBucket, make_buckets
+from twinflow.rules.checks import FLOATS, check_betas, check_numbers
+
+LOGGER = logging.getLogger("twinflow")
+BUCKET_NUMEL = 1 << 24
+_STATES = ("exp_avg", "exp_avg_sq", "worker_error", "server_error", "exponents")
+
+
+class CompressedOptimizer(Optimizer):
+    """The frame around a step. Subclasses say what is exchanged, and what becomes of it."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        *,
+        max_grad_norm: float | None,
+        code: str,
+        has_feedback: bool,
+        wire_dtype: torch.dtype | None,
+        bucket_numel: int,
+        group: Group | None,
+    ) -> None:
+        check_numbers(defaults, "lr", "eps", "weight_decay")
+        check_betas(defaults)
+        if max_grad_norm is not None and not 0.0 < max_grad_norm < math.inf:
+            raise bad_value("max_grad_norm", max_grad_norm, "a number above 0, or None")
+        if wire_dtype is not None and wire_dtype not in FLOATS:
+            raise bad_value("wire_dtype", wire_dtype, (None, *FLOATS))
+        if bucket_numel < 1:
+            raise bad_value("bucket_numel", bucket_numel, "a whole number >= 1")
+        self.max_grad_norm, self.code, self.has_feedback = max_grad_norm, code_named(code), has_feedback
+        self.wire_dtype = wire_dtype  # of sums in full precision; None: the gradients' own
+        self.num_steps = self.num_skipped = 0
+        self.grad_norm: float | None = None  # of the last step's gradients, before clipping
+        self._buckets: list[FlatBucket] = []
+        self._is_built = False
+        super().__init__(params, defaults)
+        device = self.param_groups[0]["params"][0].device
+        is_alone = not (dist.is_available() and dist.is_initialized())
+        self.group = group or (alone() if is_alone else new_group(backend_for(device)))
+        self._agree = self.group if self.group.is_on_host else new_group("gloo", self.group.ranks)
+        with torch.no_grad():
+            for given in self.param_groups:
+                for param in given["params"]:
+                    self.group.broadcast(param)
+        for i, given in enumerate(self.param_groups):
+            world, rank = self.group.world, self.group.rank
+            self._buckets += make_buckets(given["params"], i, world, rank, bucket_numel)
+        self._is_built = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while the optimizer is built: its buckets are planned once."""
+        if getattr(self, "_is_built", False):
+            raise ValueError("this optimizer takes all its parameters at the start. Build a new one with all groups")
+        super().add_param_group(param_group)
+        for i, param in enumerate(self.param_groups[-1]["params"]):
+            if param.dtype not in FLOATS:
+                raise bad_value(f"params[{len(self.param_groups) - 1}][{i}] dtype", param.dtype, FLOATS)
+
+    # The step.
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update on all ranks; none on any, where a gradient of one is not finite."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for given in self.param_groups:
+            check_numbers(given, "lr", "eps", "weight_decay")
+            check_betas(given)
+        hits = [bucket.gather() for bucket in self._buckets]
+        squares = sum(bucket.sum_squares() for bucket in self._buckets)
+        row = torch.tensor([squares, *(hit for own in hits for hit in own)], dtype=torch.float64)
+        rows = self._agree.gather_rows(row)
+        if not bool(rows[:, 0].isfinite().all()):
+            self.num_skipped += 1
+            self.grad_norm = math.nan
+            return loss
+        present = iter(rows[:, 1:].any(dim=0).tolist())
+        self.num_steps += 1
+        self._update([[next(present) for _ in own] for own in hits], rows[:, 0].sqrt().tolist())
+        return loss
+
+    def _update(self, present: list[list[bool]], norms: Sequence[float]) -> None:
+        """A step of the parameters that any rank has a gradient of; `norms` are those of the ranks' own gradients."""
+        raise NotImplementedError
+
+    # Parts of a step.
+
+    def _mean_gradients(self) -> float:
+        """The ranks' mean in full precision; the factor that clips it."""
+        for bucket in self._buckets:
+            bucket.grads.mul_(1.0 / self.group.world)  # before: a sum may be too large for fp16
+            self.group.all_reduce(bucket.grads, bucket.grads, self.wire_dtype or bucket.grads.dtype)
+        self.grad_norm = math.sqrt(sum(bucket.sum_squares() for bucket in self._buckets))
+        return self._clip()
+
+    def _bounded_norm(self, norms: Sequence[float]) -> float:
+        """Where the mean is never known in full precision: the mean of the ranks' norms, which its norm cannot exceed;
+        the factor that clips it."""
+        self.grad_norm = sum(norms) / len(norms)
+        return self._clip()
+
+    def _clip(self) -> float:
+        assert self.grad_norm is not None
+        if self.max_grad_norm is None or self.grad_norm <= self.max_grad_norm:
+            return 1.0
+        return self.max_grad_norm / (self.grad_norm + 1e-6)
+
+    def _exchange(
+        self, bucket: FlatBucket, out: Tensor, given: Tensor, factor: float, base: Tensor | None, base_factor: float
+    ) -> None:
+        """`out` = the ranks' mean of factor * given + base_factor * base, in few bits."""
+        if bucket.errors is None:
+            bucket.errors = Errors.zeros(bucket.numel, self.group.world, bucket.weights.device)
+        coding = Coding(self.code, bucket.exponents, factor, self.has_feedback)
+        compressed_all_reduce(self.group, out, given, coding, bucket.errors, base, base_factor)
+
+    def _options(self, bucket: FlatBucket) -> dict[str, Any]:
+        return self.param_groups[bucket.group]
+
+    @property
+    def sent_bytes(self) -> int:
+        """By this rank so far, as the collectives are defined: what a backend adds is not in it."""
+        groups = {id(one): one for one in (self.group, self._agree)}
+        return sum(one.sent_bytes for one in groups.values())
+
+    # Saving.
+
+    def _head(self) -> dict[str, Any]:
+        """What subclasses remember beside tensors, as plain values."""
+        return {}
+
+    def _load_head(self, head: Mapping[str, Any]) -> None:
+        """Take it over."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything this rank needs to go on exactly, its own errors included: for as many ranks as there are now."""
+        return self._dict(self.group.world, lambda errors: errors)
+
+    def portable_state_dict(self) -> dict[str, Any]:
+        """The same for any number of ranks; all have to call it. What was left unsaid keeps its mean over the ranks."""
+
+        def share(errors: list[Tensor]) -> list[Tensor]:
+            worker, server = (error.clone() for error in errors)
+            self.group.all_reduce(worker, worker, torch.float32)
+            self.group.all_reduce(server, server, torch.float32)  # each part has one owner: zeros elsewhere
+            return [worker / self.group.world, server]
+
+        return self._dict(None, share)
+
+    def _dict(self, world: int | None, share: Callable[[list[Tensor]], list[Tensor]]) -> dict[str, Any]:
+        numbers = {param: i for i, param in enumerate(p for given in self.param_groups for p in given["params"])}
+        state: dict[int, dict[str, Any]] = {}
+        for bucket in self._buckets:
+            flats = {"exp_avg": bucket.exp_avg, "exp_avg_sq": bucket.exp_avg_sq, **bucket.extra}
+            if bucket.errors is not None:
+                whole = torch.zeros_like(bucket.weights)
+                assert bucket.errors.server is not None
+                whole[bucket.server_start : bucket.server_start + bucket.errors.server.numel()] = bucket.errors.server
+                flats["worker_error"], flats["server_error"] = share([bucket.errors.worker, whole])
+            if bucket.exponents is not None:
+                flats["exponents"] = bucket.exponents
+            if bucket.params[0].dtype != torch.float32:
+                flats["master"] = bucket.weights
+            views = {name: bucket.views(flat) for name, flat in flats.items()}
+            for i, param in enumerate(bucket.params):
+                entry: dict[str, Any] = {"step": bucket.steps[i]}
+                if bucket.frozen_at is not None:
+                    entry["frozen_at"] = bucket.frozen_at[i]
+                state[numbers[param]] = entry | {name: found[i].clone() for name, found in views.items()}
+        groups = []
+        for given in self.param_groups:
+            options = {key: value for key, value in given.items() if key != "params"}
+            groups.append({**options, "params": [numbers[param] for param in given["params"]]})
+        own = None if world is None else self.group.rank
+        counters = {"num_steps": self.num_steps, "num_skipped": self.num_skipped, "world": world, "rank": own}
+        head = {"kind": type(self).__name__, **counters, **self._head()}
+        return {"state": dict(sorted(state.items())), "param_groups": groups, "compression": head}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` or `portable_state_dict` gave. Everything is checked before anything changes."""
+        head, state = self._checked(state_dict)
+        params = [param for given in self.param_groups for param in given["params"]]
+        entries = {param: state[i] for i, param in enumerate(params)}
+        for bucket in self._buckets:
+            self._load_bucket(bucket, [entries[param] for param in bucket.params])
+        for given, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            given.update({key: value for key, value in saved.items() if key != "params"})
+        self.num_steps, self.num_skipped = int(head["num_steps"]), int(head["num_skipped"])
+        self._load_head(head)
+
+    def _checked(self, state_dict: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[int, Mapping[str, Any]]]:
+        head, state = state_dict.get("compression", {}), state_dict.get("state", {})
+        if head.get("kind") != type(self).__name__:
+            raise bad_value("state_dict: kind", head.get("kind"), [type(self).__name__])
+        saved = (head["world"], head["rank"])
+        if saved not in ((None, None), (self.group.world, self.group.rank)):
+            remedy = "Errors are those of one rank: save with portable_state_dict() for another number of ranks."
+            own = (self.group.world, self.group.rank)
+            raise bad_value("state_dict: (ranks, rank)", saved, [own], remedy)
+        sizes = [len(given["params"]) for given in state_dict["param_groups"]]
+        own_sizes = [len(given["params"]) for given in self.param_groups]
+        if sizes != own_sizes:
+            raise bad_value("state_dict: sizes of param_groups", sizes, [own_sizes])
+        params: list[nn.Parameter] = [param for given in self.param_groups for param in given["params"]]
+        for i, param in enumerate(params):
+            for name, value in state.get(i, {}).items():
+                if isinstance(value, Tensor) and value.shape != param.shape:
+                    raise bad_value(f"state_dict: state[{i}][{name!r}] shape", tuple(value.shape), [tuple(param.shape)])
+            if "exp_avg" not in state.get(i, {}):
+                raise bad_value(f"state_dict: state[{i}]", sorted(state.get(i, {})), "what state_dict() gave")
+        return head, state
+
+    def _load_bucket(self, bucket: FlatBucket, entries: Sequence[Mapping[str, Any]]) -> None:
+        bucket.steps = [int(entry["step"]) for entry in entries]
+        has_errors = all("worker_error" in entry for entry in entries)
+        is_frozen = all("exponents" in entry for entry in entries)
+        server = torch.zeros_like(bucket.weights)
+        bucket.errors = None
+        if has_errors:
+            bucket.errors = Errors.zeros(bucket.numel, self.group.world, bucket.weights.device)
+        bucket.exponents = torch.zeros_like(bucket.weights, dtype=torch.uint8) if is_frozen else None
+        bucket.frozen_at = [int(entry["frozen_at"]) for entry in entries] if "frozen_at" in entries[0] else None
+        flats: dict[str, Tensor | None] = {"exp_avg": bucket.exp_avg, "exp_avg_sq": bucket.exp_avg_sq}
+        flats["exponents"] = bucket.exponents
+        extra = [name for name in entries[0] if name not in _STATES and isinstance(entries[0][name], Tensor)]
+        bucket.extra = {name: torch.zeros_like(bucket.weights) for name in extra if name != "master"}
+        flats |= bucket.extra
+        flats |= {"worker_error": bucket.errors.worker if bucket.errors else None, "server_error": server}
+        for name, flat in flats.items():
+            if flat is not None:
+                for view, entry in zip(bucket.views(flat), entries, strict=True):
+                    if name in entry:
+                        view.copy_(entry[name])
+        if bucket.errors is not None and bucket.errors.server is not None:
+            start = bucket.server_start
+            bucket.errors.server.copy_(server[start : start + bucket.errors.server.numel()])
+        for view, entry, param in zip(bucket.views(bucket.weights), entries, bucket.params, strict=True):
+            if param.dtype == torch.float32:
+                continue  # a view of the weights: the model's own state is the truth
+            master = entry.get("master")
+            is_same = master is not None and bool((master.to(param.device, param.dtype) == param).all())
+            view.copy_(master if master is not None and is_same else param)

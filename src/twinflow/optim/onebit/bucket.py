@@ -1,0 +1,154 @@
+"""Parameters in flat buffers: what one exchange between ranks carries.
+
+fp32 parameters become views of the bucket's weights. For others the weights are their fp32 masters, and they are
+rounded from them after each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from twinflow import native
+from twinflow.codes.reference import two_to
+from twinflow.dist.compressed import Errors
+from twinflow.gpu import update as gpu
+from twinflow.rules import ADAMW, reference
+from twinflow.rules.formats import BLOCK
+from twinflow.rules.rule import Hyper
+from twinflow.rules.segment import Segment, Store
+
+
+@dataclass(eq=False)
+class FlatBucket:
+    """Some parameters of one group, and all that is kept for them."""
+
+    params: list[nn.Parameter]
+    offsets: list[int]  # of each, a multiple of 128
+    group: int  # of the optimizer's param groups
+    numel: int  # with padding: a multiple of 128 for each rank
+    weights: Tensor
+    grads: Tensor  # in the parameters' dtype
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    steps: list[int]  # updates of each parameter so far
+    errors: Errors | None = None  # from the first exchange on
+    exponents: Tensor | None = None  # from when the second moment was frozen on
+    frozen_at: list[int] | None = None  # gradients that each parameter's second moment has seen, where it may stay
+    server_start: int = 0  # of the part that this rank owns
+    extra: dict[str, Tensor] = field(default_factory=dict)  # what else an optimizer keeps, flat
+
+    def ranges(self) -> Iterator[slice]:
+        """Where each parameter is."""
+        for offset, param in zip(self.offsets, self.params, strict=True):
+            yield slice(offset, offset + param.numel())
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Of a flat tensor, in the parameters' shapes."""
+        return [flat[where].view(param.shape) for where, param in zip(self.ranges(), self.params, strict=True)]
+
+    def gather(self) -> list[bool]:
+        """Copy gradients into `grads`; which parameters have one. What has none is zero."""
+        hits = [param.grad is not None for param in self.params]
+        views = self.views(self.grads)
+        into = [view for view, hit in zip(views, hits, strict=True) if hit]
+        if into:
+            torch._foreach_copy_(into, [param.grad for param in self.params if param.grad is not None])
+        for view, hit in zip(views, hits, strict=True):
+            if not hit:
+                view.zero_()
+        return hits
+
+    def sum_squares(self) -> float:
+        """Of the gradients; not finite where one is not."""
+        if self.grads.device.type == "cpu":
+            return native.sum_squares([self.grads])[0]
+        return float(torch.linalg.vector_norm(self.grads, dtype=torch.float64).square())
+
+    def update(self, hypers: Sequence[Hyper | None], factor: float = 1.0) -> None:
+        """One step of AdamW of the parameters that have numbers; then the parameters are those of the weights."""
+        if len(set(hypers)) == 1 and hypers[0] is not None:
+            self._update_range(hypers[0], factor, 0, self.numel)
+        else:
+            for hyper, where in zip(hypers, self.ranges(), strict=True):
+                if hyper is not None:
+                    self._update_range(hyper, factor, where.start, where.stop)
+        self.write_params()
+
+    def _update_range(self, hyper: Hyper, factor: float, start: int, stop: int) -> None:
+        flat = [tensor[start:stop] for tensor in (self.weights, self.exp_avg, self.exp_avg_sq, self.grads)]
+        store = Store("fp32", flat[0], None, (flat[1], flat[2]))
+        if self.weights.device.type == "cpu":
+            native.update([Segment(ADAMW, hyper, flat[3], store, factor)])
+        elif self.weights.device.type == "cuda" and gpu.is_available():
+            update = self._whole if (start, stop) == (0, self.numel) else _fused(flat[0])
+            update(store, flat[3], {0: gpu.Numbers(hyper, factor, (0, 0))})
+        else:
+            reference.update([Segment(ADAMW, hyper, flat[3], store, factor)])
+
+    @cached_property
+    def _whole(self) -> gpu.FusedUpdate:
+        return _fused(self.weights)
+
+    def write_params(self) -> None:
+        """Parameters from the weights, where they are not views of them."""
+        if self.params[0].dtype != torch.float32:
+            torch._foreach_copy_([param.detach() for param in self.params], self.views(self.weights))
+        for param in self.params:
+            torch.autograd.graph.increment_version(param)
+
+    def set_exponents(self, exponents: Tensor) -> None:
+        """Other sizes from now on. Errors are what they were, in them."""
+        old, self.exponents = self.exponents, exponents
+        if old is None or self.errors is None:
+            return
+        ratio = torch.where((old != 0) & (exponents != 0), two_to(exponents) * two_to(old, -1), 0.0)
+        self.errors.worker.mul_(ratio)
+        if self.errors.server is not None:
+            size = self.errors.server.numel()
+            self.errors.server.mul_(ratio[self.server_start : self.server_start + size])
+
+
+def _fused(weights: Tensor) -> gpu.FusedUpdate:
+    return gpu.FusedUpdate(ADAMW, [gpu.Piece(weights, 0, weights.numel(), 0)])
+
+
+def make_buckets(
+    params: Sequence[nn.Parameter], group: int, world: int, rank: int, max_numel: int
+) -> Iterator[FlatBucket]:
+    """Buckets of at most so many elements, but for one that a single parameter overfills; dtypes and devices apart."""
+    kinds = dict.fromkeys((param.dtype, param.device) for param in params)
+    for kind in kinds:
+        chosen: list[nn.Parameter] = []
+        size = 0
+        for param in (param for param in params if (param.dtype, param.device) == kind):
+            own = -(-param.numel() // BLOCK) * BLOCK
+            if chosen and size + own > max_numel:
+                yield _make(chosen, group, world, rank)
+                chosen, size = [], 0
+            chosen.append(param)
+            size += own
+        yield _make(chosen, group, world, rank)
+
+
+@torch.no_grad()
+def _make(params: list[nn.Parameter], group: int, world: int, rank: int) -> FlatBucket:
+    offsets, end = [], 0
+    for param in params:
+        offsets.append(end)
+        end += -(-param.numel() // BLOCK) * BLOCK
+    numel = -(-end // (world * BLOCK)) * world * BLOCK
+    device, dtype = params[0].device, params[0].dtype
+    weights, exp_avg, exp_avg_sq = (torch.zeros(numel, device=device) for _ in range(3))
+    grads = torch.zeros(numel, device=device, dtype=dtype)
+    bucket = FlatBucket(params, offsets, group, numel, weights, grads, exp_avg, exp_avg_sq, [0] * len(params))
+    bucket.server_start = numel // world * rank
+    for view, param in zip(bucket.views(weights), params, strict=True):
+        view.copy_(param)
+        if dtype == torch.float32:
+            param.data = view
+    return bucket

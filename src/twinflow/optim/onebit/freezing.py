@@ -1,0 +1,85 @@
+"""Optimizers that switch once: until the second moment has settled in full precision, compressed from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from twinflow.codes.reference import exponents_of
+from twinflow.errors import bad_value
+from twinflow.optim.onebit.base import LOGGER, CompressedOptimizer
+from twinflow.optim.onebit.freeze import VarianceWatch, default_window
+from twinflow.rules.checks import check_betas
+
+
+class Switch(NamedTuple):
+    """When: after this step, or (None) by the second moment."""
+
+    step: int | None
+    threshold: float
+    window: int | None
+
+
+class FreezingOptimizer(CompressedOptimizer):
+    """Keeps the second moment as it is from some step on."""
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], switch: Switch, **rest: Any) -> None:
+        if switch.step is not None and switch.step < 1:
+            raise bad_value("freeze_step", switch.step, "a whole number >= 1, or None")
+        check_betas(defaults)
+        window = switch.window if switch.window is not None else default_window(defaults["betas"][1])
+        self._watch = VarianceWatch(window, switch.threshold)
+        self.freeze_step = switch.step
+        self.frozen_step: int | None = None  # the last in full precision, once that is known
+        super().__init__(params, defaults, **rest)
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether the switch has been made."""
+        return self.frozen_step is not None
+
+    def _maybe_freeze(self) -> None:
+        """After a step in full precision."""
+        if self.freeze_step is not None:
+            is_settled = self.num_steps >= self.freeze_step
+        else:
+            # All see the first rank's number.
+            totals = self._agree.gather_rows(torch.tensor([self._total()], dtype=torch.float64))
+            is_settled = self._watch.see(float(totals[0, 0]), max(float(given["lr"]) for given in self.param_groups))
+        if is_settled:
+            self.freeze()
+
+    def _total(self) -> float:
+        """The sum of the second moment, without its bias."""
+        total = 0.0
+        for bucket in self._buckets:
+            b2 = self._options(bucket)["betas"][1]
+            steps = max(1, *bucket.steps)
+            total += float(bucket.exp_avg_sq.sum(dtype=torch.float64)) / (1.0 - b2**steps)
+        return total
+
+    @torch.no_grad()
+    def freeze(self) -> None:
+        """Keep the second moment as it is, and compress from the next step on. All ranks have to call it."""
+        if not self.num_steps:
+            raise RuntimeError("there is no second moment to keep yet: call step() before freeze()")
+        if self.is_compressed:
+            return
+        self.frozen_step = self.num_steps
+        for bucket in self._buckets:
+            bucket.frozen_at = [max(1, step) for step in bucket.steps]
+            bucket.set_exponents(exponents_of(bucket.exp_avg_sq, float(self._options(bucket)["eps"])))
+        if self.group.rank == 0:
+            LOGGER.info(
+                f"{type(self).__name__}: the second moment stays; compressed from step {self.frozen_step + 1} on"
+            )
+
+    def _head(self) -> dict[str, Any]:
+        return {"frozen_step": self.frozen_step, "watch": self._watch.state_dict()}
+
+    def _load_head(self, head: Mapping[str, Any]) -> None:
+        self.frozen_step = None if head["frozen_step"] is None else int(head["frozen_step"])
+        self._watch.load_state_dict(head["watch"])

@@ -1,0 +1,170 @@
+"""1-bit LAMB: LAMB until `freeze_step`, then momentum exchanged in one bit with layer-wise rates that go on.
+
+LAMB multiplies each parameter's step by a trust ratio: the norm of its weights over that of its step, within bounds.
+After the switch steps come from a second moment that no longer changes, and their norms say little. So the mean of the
+ratios before the switch is kept, and multiplied by how much smaller the second moment has become since: that of the
+gradients which the exchanged momenta imply. That factor has bounds, and moves by a tenth a step at most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from twinflow.dist.group import Group
+from twinflow.errors import bad_value
+from twinflow.optim.onebit.base import BUCKET_NUMEL
+from twinflow.optim.onebit.bucket import FlatBucket
+from twinflow.optim.onebit.freeze import THRESHOLD
+from twinflow.optim.onebit.freezing import FreezingOptimizer, Switch
+
+_FRESH = "exp_avg_sq_fresh"
+
+
+class OneBitLamb(FreezingOptimizer):
+    """LAMB over all ranks, with 1/16 of the communication of bf16 gradients after the switch."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze_step: int | None = None,
+        freeze_threshold: float = THRESHOLD,
+        freeze_window: int | None = None,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+        max_grad_norm: float | None = None,
+        code: str = "1bit",
+        has_feedback: bool = True,
+        wire_dtype: torch.dtype | None = None,
+        bucket_numel: int = BUCKET_NUMEL,
+        group: Group | None = None,
+    ) -> None:
+        for names, low, high in (("coeff", min_coeff, max_coeff), ("factor", factor_min, factor_max)):
+            if not 0.0 < low <= high < math.inf:
+                raise bad_value(f"min and max of {names}", (low, high), "two numbers above 0, the smaller one first")
+        if not 0.0 <= coeff_beta < 1.0:
+            raise bad_value("coeff_beta", coeff_beta, "a number in [0, 1)")
+        if not 0.0 < factor_threshold < 1.0:
+            raise bad_value("factor_threshold", factor_threshold, "a number above 0 and below 1")
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+            Switch(freeze_step, freeze_threshold, freeze_window),
+            max_grad_norm=max_grad_norm,
+            code=code,
+            has_feedback=has_feedback,
+            wire_dtype=wire_dtype,
+            bucket_numel=bucket_numel,
+            group=group,
+        )
+        self.coeffs, self.factors = (min_coeff, max_coeff), (factor_min, factor_max)
+        self.coeff_beta, self.factor_threshold = coeff_beta, factor_threshold
+        sizes = [len(bucket.params) for bucket in self._buckets]
+        self._mean_coeffs = [[0.0] * size for size in sizes]  # of each parameter
+        self._last_factors = [[1.0] * size for size in sizes]
+
+    def _update(self, present: list[list[bool]], norms: Sequence[float]) -> None:
+        if self.is_compressed:
+            factor = self._bounded_norm(norms)
+            for i in range(len(self._buckets)):
+                self._compressed_step(i, present[i], factor)
+            return
+        factor = self._mean_gradients()
+        for i in range(len(self._buckets)):
+            self._plain_step(i, present[i], factor)
+        self._maybe_freeze()
+
+    def _plain_step(self, number: int, hits: Sequence[bool], factor: float) -> None:
+        bucket = self._buckets[number]
+        (b1, b2), eps = self._options(bucket)["betas"], float(self._options(bucket)["eps"])
+        for i, where in enumerate(bucket.ranges()):
+            if not hits[i]:
+                continue
+            bucket.steps[i] += 1
+            grad = bucket.grads[where].float() * factor
+            m, v = bucket.exp_avg[where], bucket.exp_avg_sq[where]
+            m.lerp_(grad, 1.0 - b1)
+            v.mul_(b2).addcmul_(grad, grad, value=1.0 - b2)
+            first, second = 1.0 - b1 ** bucket.steps[i], 1.0 - b2 ** bucket.steps[i]
+            move = (m / first) / ((v / second).sqrt() + eps)
+            coeff = self._step(bucket, i, where, move, None)
+            mean = self._mean_coeffs[number]
+            mean[i] = coeff if bucket.steps[i] == 1 else self.coeff_beta * mean[i] + (1.0 - self.coeff_beta) * coeff
+        bucket.write_params()
+
+    def _step(self, bucket: FlatBucket, i: int, where: slice, move: Tensor, coeff: float | None) -> float:
+        """Move one parameter, by its trust ratio where no other number is given; the number."""
+        options, weights = self._options(bucket), bucket.weights[where]
+        move = move.add(weights, alpha=float(options["weight_decay"]))
+        if coeff is None:
+            of_weights, of_move = float(weights.norm()), float(move.norm())
+            low, high = self.coeffs
+            coeff = min(max(of_weights / of_move, low), high) if of_weights > 0.0 and of_move > 0.0 else 1.0
+        weights.sub_(move, alpha=float(options["lr"]) * coeff)
+        return coeff
+
+    def _compressed_step(self, number: int, hits: Sequence[bool], factor: float) -> None:
+        bucket, fresh = self._buckets[number], self._buckets[number].extra[_FRESH]
+        (b1, b2), eps = self._options(bucket)["betas"], float(self._options(bucket)["eps"])
+        before = bucket.exp_avg.clone()
+        self._exchange(bucket, bucket.exp_avg, bucket.grads, (1.0 - b1) * factor, bucket.exp_avg, b1)
+        implied = (bucket.exp_avg - before * b1).mul_(1.0 / (1.0 - b1))
+        fresh.mul_(b2).addcmul_(implied, implied, value=1.0 - b2)
+        assert bucket.frozen_at is not None
+        for i, where in enumerate(bucket.ranges()):
+            if not hits[i]:
+                continue
+            bucket.steps[i] += 1
+            m, v = bucket.exp_avg[where], bucket.exp_avg_sq[where]
+            first, second = 1.0 - b1 ** bucket.steps[i], 1.0 - b2 ** bucket.frozen_at[i]
+            divisor = (v / second).sqrt() + eps
+            move = torch.where(v != 0, (m / first) / divisor, 0.0)
+            coeff = self._mean_coeffs[number][i] * self._factor(
+                number, i, divisor, (fresh[where] / second).sqrt() + eps
+            )
+            self._step(bucket, i, where, move, coeff)
+        bucket.write_params()
+
+    def _factor(self, number: int, i: int, frozen: Tensor, fresh: Tensor) -> float:
+        """How much larger steps would be by now, were the second moment not frozen."""
+        low, high = self.factors
+        found = min(max(float((frozen / fresh).max()), low), high)
+        last, most = self._last_factors[number][i], self.factor_threshold
+        found = min(max(found, last * (1.0 - most)), last * (1.0 + most))
+        self._last_factors[number][i] = found
+        return found
+
+    @torch.no_grad()
+    def freeze(self) -> None:
+        """The same, and from now on a second one goes on with what the exchanged momenta imply."""
+        super().freeze()
+        for bucket in self._buckets:
+            bucket.extra.setdefault(_FRESH, bucket.exp_avg_sq.clone())
+
+    def _head(self) -> dict[str, Any]:
+        mean_coeffs, last_factors = ([list(row) for row in rows] for rows in (self._mean_coeffs, self._last_factors))
+        return {**super()._head(), "mean_coeffs": mean_coeffs, "last_factors": last_factors}
+
+    def _load_head(self, head: Mapping[str, Any]) -> None:
+        super()._load_head(head)
+        self._mean_coeffs = self._by_bucket(head["mean_coeffs"])
+        self._last_factors = self._by_bucket(head["last_factors"])
+
+    def _by_bucket(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
+        """Numbers of all parameters; buckets may have been cut elsewhere when they were saved."""
+        numbers = iter([float(number) for row in rows for number in row])
+        return [[next(numbers) for _ in bucket.params] for bucket in self._buckets]

@@ -1,0 +1,207 @@
+"""The switch of a TwinOptimizer to compressed communication (zero/compression.py), and its part of a checkpoint.
+
+Until the second moment has settled nothing is different, but that it is looked at now and then. To look at it, the last
+update must have ended: so that is done a few times in a window only.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from twinflow.codes import code_named
+from twinflow.codes.reference import exponents_of, two_to
+from twinflow.errors import bad_value
+from twinflow.offload.bucket import Bucket, target
+from twinflow.optim.onebit.freeze import VarianceWatch, default_window
+from twinflow.zero.compression import Compression, Exchange, Exchanges, check_groups, rounded_variance
+
+if TYPE_CHECKING:
+    from twinflow.optim.twin import TwinOptimizer
+
+LOGGER = logging.getLogger("twinflow")
+LOOKS = 10  # in a window
+KEYS = ("is_exchanged", "second_step")  # of the param groups, from the switch on
+
+
+class Switch:
+    """Called after each step."""
+
+    def __init__(self, optimizer: TwinOptimizer, compression: Compression) -> None:
+        self._optimizer, self._compression = optimizer, compression
+        self._b1 = check_groups(optimizer.param_groups)
+        window = compression.freeze_window or default_window(float(optimizer.param_groups[0]["betas"][1]))
+        self._every = max(1, window // LOOKS)
+        self._watch = VarianceWatch(max(1, window // self._every), compression.freeze_threshold)
+
+    @property
+    def is_made(self) -> bool:
+        """Whether communication is compressed."""
+        team = self._optimizer.team
+        return team is not None and team.exchanges is not None
+
+    def after_step(self) -> None:
+        """Look whether it is time. With one rank it never is: nothing travels."""
+        optimizer, team = self._optimizer, self._optimizer.team
+        assert team is not None
+        if self.is_made or not optimizer.can_compress:
+            return
+        step = self._compression.freeze_step
+        if step is not None:
+            if optimizer.num_steps >= step:
+                self.make()
+        elif optimizer.num_steps % self._every == 0:
+            optimizer.runtime.wait()
+            rows = team.calls.gather_rows(torch.tensor([self._own_total()], dtype=torch.float64))
+            lr = max(float(group["lr"]) for group in optimizer.param_groups)
+            if self._watch.see(float(rows.sum()), lr):
+                self.make()
+
+    def _own_total(self) -> float:
+        """The sum of this rank's part of the second moment, without its bias."""
+        total = 0.0
+        for bucket in self._optimizer.runtime.buckets:
+            for i, param in enumerate(bucket.params):
+                found = _updater(bucket).read_one(bucket, i, "exp_avg_sq")
+                if found is not None and bucket.steps[i]:
+                    b2 = float(self._optimizer.param_groups[param.group]["betas"][1])
+                    total += float(found.sum(dtype=torch.float64)) / (1.0 - b2 ** bucket.steps[i])
+        return total
+
+    def make(self) -> None:
+        """From the next step on. All ranks have to call it."""
+        optimizer = self._optimizer
+        optimizer.runtime.wait()
+        optimizer.runtime.wait_for_copies()
+        steps = max((step for bucket in optimizer.runtime.buckets for step in bucket.steps), default=1)
+        self._exchange_from_now_on(steps)
+        for group in optimizer.param_groups:
+            group["is_exchanged"], group["second_step"] = True, max(1, steps)
+        if optimizer.team is not None and optimizer.team.rank == 0:
+            LOGGER.info(f"1-bit Adam: the second moment stays; steps after {optimizer.num_steps} are compressed")
+
+    def _exchange_from_now_on(self, steps: int | None) -> None:
+        """Every rank learns the exponents of all; with `steps`, second moments are rounded to them first."""
+        optimizer, team = self._optimizer, self._optimizer.team
+        assert team is not None
+        exchanges = Exchanges(code_named(self._compression.code), self._b1)
+        for bucket in optimizer.runtime.buckets:
+            part = torch.zeros(bucket.plan.numel, dtype=torch.uint8)
+            for i, piece in enumerate(bucket.slices):
+                part[piece.offset : piece.offset + piece.numel] = self._exponents(bucket, i, steps)
+            whole = torch.zeros(team.world * part.numel(), dtype=torch.uint8)
+            whole[team.rank * part.numel() : (team.rank + 1) * part.numel()] = part
+            team.calls.all_gather(whole)
+            where = bucket.members[0].local.device
+            error = self._shared_momentum(bucket, whole) if steps is not None else torch.zeros(whole.numel())
+            told = torch.zeros(part.numel(), dtype=bucket.plan.dtype, device=where)
+            for param, piece in zip(bucket.params, bucket.slices, strict=True):
+                told[piece.offset : piece.offset + piece.numel] = target(param.tensor, piece).reshape(-1)
+            exchanges.of[bucket.plan.index] = Exchange(whole.to(where), error.to(where), told)
+        team.exchanges = exchanges
+
+    def _shared_momentum(self, bucket: Bucket, exponents: Tensor) -> Tensor:
+        """What the first compressed step begins with: every rank's part, in units of moves over the learning rate."""
+        team = self._optimizer.team
+        assert team is not None
+        whole, size = torch.zeros(exponents.numel(), dtype=torch.bfloat16), bucket.plan.numel
+        for i, piece in enumerate(bucket.slices):
+            start = team.rank * size + piece.offset
+            whole[start : start + piece.numel] = _updater(bucket).read_one(bucket, i, "exp_avg")
+        team.calls.all_gather(whole)
+        return torch.where(exponents != 0, whole.float() * two_to(exponents), 0.0) * self._b1
+
+    def _exponents(self, bucket: Bucket, i: int, steps: int | None) -> Tensor:
+        group = self._optimizer.param_groups[bucket.params[i].group]
+        if steps is None:
+            variance = _updater(bucket).read_one(bucket, i, "exp_avg_sq")
+            return exponents_of(variance, 0.0)
+        values = _updater(bucket).read(bucket, i)
+        correction = math.sqrt(1.0 - float(group["betas"][1]) ** steps)
+        found = exponents_of(values["exp_avg_sq"], float(group["eps"]) * correction)
+        _updater(bucket).write(bucket, i, {**values, "exp_avg_sq": rounded_variance(found)})
+        return found
+
+    # Saving.
+
+    def state(self) -> dict[str, Any]:
+        """What the watch remembers."""
+        return self._watch.state_dict()
+
+    def errors(self) -> dict[str, Tensor]:
+        """This rank's errors, by parameter and first element; nothing before the switch."""
+        team, found = self._optimizer.team, {}
+        assert team is not None
+        if team.exchanges is None:
+            return {}
+        for bucket in self._optimizer.runtime.buckets:
+            names = {param.index: param.name for param in bucket.members}
+            error = team.exchanges.of[bucket.plan.index].error
+            for piece in bucket.gathered.slices:
+                flat = error[piece.offset : piece.offset + piece.numel]
+                found[f"{names[piece.param]}/{piece.start}"] = flat.cpu().clone()
+        return found
+
+    def restore(self, watch: Mapping[str, Any] | None) -> None:
+        """After the state was loaded: go on as it says."""
+        team = self._optimizer.team
+        assert team is not None
+        team.exchanges = None
+        if watch is not None:
+            self._watch.load_state_dict(watch)
+        if self._optimizer.param_groups[0].get("is_exchanged"):
+            self._exchange_from_now_on(None)
+
+    def restore_errors(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
+        """Those of all ranks that saved: each takes its own, or, where they were others, the mean of all."""
+        team = self._optimizer.team
+        assert team is not None
+        if team.exchanges is None or not saved or not saved[0]:
+            return
+        chosen = [saved[team.rank]] if len(saved) == team.world else list(saved)
+        names = {param.index: param.name for param in self._optimizer.runtime.params}
+        wholes = [_assembled(one) for one in chosen]
+        for bucket in self._optimizer.runtime.buckets:
+            error = team.exchanges.of[bucket.plan.index].error
+            for piece in bucket.gathered.slices:
+                cuts = [whole[names[piece.param]][piece.start : piece.start + piece.numel] for whole in wholes]
+                mean = cuts[0] if len(cuts) == 1 else torch.stack(cuts).mean(0)
+                error[piece.offset : piece.offset + piece.numel] = mean.to(error.device)
+
+
+def _assembled(errors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of whole parameters, flat."""
+    pieces: dict[str, list[tuple[int, Tensor]]] = {}
+    for key, value in errors.items():
+        name, _, start = key.rpartition("/")
+        pieces.setdefault(name, []).append((int(start), value))
+    return {
+        name: torch.cat([value for _, value in sorted(found, key=lambda x: x[0])]) for name, found in pieces.items()
+    }
+
+
+def _updater(bucket: Bucket) -> Any:
+    return bucket.updater
+
+
+def check(optimizer: TwinOptimizer, delayed_update: bool) -> None:
+    """What compressed communication goes with."""
+    name = "compressed communication"
+    if optimizer.rule is None or optimizer.rule.name != "adamw":
+        raise bad_value(f"rule with {name}", optimizer.rule_name, ["adamw"])
+    if optimizer.states == "int8":
+        remedy = "The second moment is kept as exact powers of two."
+        raise bad_value(f"states with {name}", "int8", ("fp32", "bf16"), remedy)
+    if optimizer.ratio == "auto":
+        raise bad_value(f"ratio with {name}", "auto", "a number")
+    if delayed_update:
+        raise bad_value(f"delayed_update with {name}", True, [False], "Weights are published as differences, at once.")
+    if optimizer.tuning.streamed:
+        raise bad_value(f"tuning.streamed with {name}", optimizer.tuning.streamed, [0.0])
+    if optimizer.model is None:
+        raise bad_value(f"model with {name}", None, "the module to train")

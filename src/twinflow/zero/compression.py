@@ -1,0 +1,129 @@
+"""1-bit Adam where ranks partition the state: momenta travel in few bits to the owner of a part, and weights back.
+
+Before the switch nothing is different. At the switch the second moment v is frozen, such that sqrt(v) + eps is a power
+of two, and every rank learns 2**k, one over that, of each element. From then on a step is, for each bucket:
+
+1. Every rank encodes b1 * shared + (1 - b1) * its gradient, times 2**k, with its error, and sends each part to its
+   owner. The shared momentum is the one that the last step moved the weights by: it is in the error already.
+2. The owner decodes the mean: the new momentum. Its update (on the host or the device, as ever) takes that as it is,
+   and moves the weights of its part by lr * momentum * 2**k.
+3. The owner encodes how far its weights are from those that all ranks have, and all ranks, the owner too, move theirs
+   by what the codes say. What is left is in the next difference. So all ranks have the same weights to the last bit,
+   and divided by the learning rate the move is the shared momentum of the next step.
+
+A rank keeps an error for every element of the model (4 bytes) and k (1 byte), and a copy of the published weights of
+its own part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinflow.codes import Code, code_named
+from twinflow.codes.reference import two_to
+from twinflow.dist.compressed import Coding, Errors, compressed_reduce_scatter, own_part, packing_for
+from twinflow.dist.group import Group
+from twinflow.errors import bad_value
+from twinflow.offload.bucket import Bucket, Job
+from twinflow.rules.rule import Options
+
+THRESHOLD = 0.96
+
+
+@dataclass(frozen=True)
+class Compression:
+    """When, and how."""
+
+    code: str = "1bit"
+    freeze_step: int | None = None  # the last step in full precision; None: when the second moment has settled
+    freeze_threshold: float = THRESHOLD
+    freeze_window: int | None = None  # None: as many steps as the second moment remembers
+
+    def __post_init__(self) -> None:
+        code_named(self.code)
+        if self.freeze_step is not None and self.freeze_step < 1:
+            raise bad_value("freeze_step", self.freeze_step, "a whole number >= 1, or None")
+        if not 0.0 < self.freeze_threshold < 1.0:
+            raise bad_value("freeze_threshold", self.freeze_threshold, "a number above 0 and below 1")
+        if self.freeze_window is not None and self.freeze_window < 1:
+            raise bad_value("freeze_window", self.freeze_window, "a whole number >= 1, or None")
+
+
+@dataclass(eq=False)
+class Exchange:
+    """What a rank keeps for one bucket."""
+
+    exponents: Tensor  # k + 127 of the whole bucket; 0 where no gradient was ever seen
+    error: Tensor  # of the whole bucket, in units of the weights' moves over the learning rate
+    told: Tensor  # of this rank's part, as all ranks have it
+
+
+class Exchanges:
+    """Compressed exchanges of all buckets, once the switch is made."""
+
+    def __init__(self, code: Code, b1: float) -> None:
+        self.code, self.b1 = code, b1
+        self.of: dict[int, Exchange] = {}  # by the bucket's index
+
+    def reduce(self, group: Group, bucket: Bucket, part: Tensor, whole: Tensor, job: Job) -> None:
+        """This rank's part of the new momentum, times what the update will divide gradients by."""
+        own, scale = self.of[bucket.plan.index], job.gate.scale
+        coding = Coding(self.code, own.exponents, (1.0 - self.b1) * group.world / scale)
+        compressed_reduce_scatter(group, part, whole, coding, Errors(own.error, None))
+        part.mul_(scale)
+
+    def publish(self, group: Group, bucket: Bucket, flat: Tensor, job: Job) -> None:
+        """`flat`: the published weights, but new ones in this rank's part; afterwards, those that all ranks have."""
+        own = self.of[bucket.plan.index]
+        here, packing = own_part(group, flat), packing_for(flat.device)
+        new = here.clone()
+        here.copy_(own.told)
+        packed = torch.empty(group.world, self.code.row_bytes(here.numel()), dtype=torch.uint8, device=flat.device)
+        which = own_part(group, own.exponents)
+        row = packed[group.rank : group.rank + 1]
+        packing.encode(self.code, row, new, base=own.told, base_factor=-1.0, exponents=which, is_scaled=False)
+        group.all_gather(packed.view(-1))
+        before = flat.float() if flat.dtype != torch.float32 else flat.clone()
+        packing.decode(self.code, flat, packed, exponents=own.exponents, is_scaled=False, is_added=True)
+        own.told.copy_(here)
+        self._share_momentum(own, bucket, before, flat, job)
+
+    def _share_momentum(self, own: Exchange, bucket: Bucket, before: Tensor, after: Tensor, job: Job) -> None:
+        """The weights' move, without decay and over the learning rate, goes into what this rank sends next."""
+        params = {param.index: param for param in bucket.members}
+        for piece in bucket.gathered.slices:
+            options = job.options[params[piece.param].group]
+            rate, decay = step_size(options), float(options["lr"]) * float(options["weight_decay"])
+            if rate <= 0.0:
+                continue
+            where = slice(piece.offset, piece.offset + piece.numel)
+            moved = before[where].mul(1.0 - decay).sub_(after[where])
+            moved.mul_(own.exponents[where] != 0)
+            own.error[where].add_(moved, alpha=self.b1 / rate)
+
+
+def step_size(options: Options) -> float:
+    """What a momentum times 2**k is multiplied with; the first moment's correction is 1 by then."""
+    second = math.sqrt(1.0 - float(options["betas"][1]) ** int(options["second_step"]))
+    return float(options["lr"]) * second
+
+
+def rounded_variance(exponents: Tensor) -> Tensor:
+    """The second moment whose exponents these are."""
+    inverse = two_to(exponents, -1)
+    return torch.where(exponents != 0, inverse * inverse, 0.0)
+
+
+def check_groups(groups: Sequence[Mapping[str, Any]]) -> float:
+    """The decay of the first moment, which all groups must share: it is in the codes."""
+    betas = {float(group["betas"][0]) for group in groups}
+    if len(betas) > 1:
+        remedy = "A bucket may hold parameters of several groups, and its momenta share their codes."
+        raise bad_value("betas[0] of the param groups with compressed communication", sorted(betas), "one", remedy)
+    return betas.pop()

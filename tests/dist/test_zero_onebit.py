@@ -1,0 +1,109 @@
+"""1-bit Adam where ranks partition the state: the same weights on all ranks, few bytes, checkpoints for any world."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dist_support import run_ranks
+from support import pairwise
+from zero_onebit_cases import FREEZE, config_for, load_and_go_on, save_and_go_on, train_all
+
+import twinflow
+from twinflow.models.gpt import GPT, GPTConfig
+
+OFFLOADS: dict[str, dict[str, Any] | None] = {"none": None, "full": {}, "half": {"ratio": 0.5}}
+CODES = ("1bit", "int4", "int8")
+NUM_STEPS = FREEZE + 16
+
+
+def check(name: str, ranks: list[dict[str, Any]], truth: dict[str, Any] | None = None) -> None:
+    """What holds for every way to train."""
+    first = ranks[0][name]
+    for rank in ranks:
+        assert rank[name]["digests"] == first["digests"], name
+        assert rank[name]["losses"] == first["losses"], name
+    assert first["compressed"] == [step + 1 >= FREEZE for step in range(NUM_STEPS)], name
+    assert first["losses"][-1] < first["losses"][FREEZE] - 0.2, name
+    assert first["unused_same"], name
+    if truth is not None:  # of plain AdamW in one process
+        assert first["losses"][:FREEZE] == pytest.approx(truth["losses"][:FREEZE], rel=1e-4), name
+        assert first["losses"][-1] < truth["losses"][-1] * 1.1 + 0.05, name
+    sent = [after - before for before, after in zip(first["sent"], first["sent"][1:], strict=False)]
+    assert max(sent[FREEZE:]) * 14 < sent[0], (name, sent)  # of fp32: small buckets have much padding
+
+
+def test_ranks_have_the_same_weights() -> None:
+    """Stages 0 to 2, without offload, with it, and half."""
+    alone = {**config_for(0, None, 1), "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95]}}}
+    truth = run_ranks(0, train_all, {"alone": alone}, NUM_STEPS)[0]["alone"]
+    cases = [(1, "full", 1), (2, "half", 3), (0, "none", 1)]
+    configs = {f"{s} {o} {a}": config_for(s, OFFLOADS[o], 2, accumulation=a) for s, o, a in cases}
+    ranks = run_ranks(2, train_all, configs, NUM_STEPS)
+    for name in configs:
+        check(name, ranks, truth)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_way(world: int) -> None:
+    configs = {
+        f"{stage} {offload} {code} {states}": config_for(
+            stage, None if offload == "none" else {**(OFFLOADS[offload] or {}), "states": states}, world,
+            params={"code": code},
+        )
+        for stage, offload, code, states in pairwise((0, 1, 2), tuple(OFFLOADS), CODES, ("fp32", "bf16"))
+    }  # fmt: skip
+    ranks = run_ranks(world, train_all, configs, NUM_STEPS, timeout_s=600)
+    for name in configs:
+        first = ranks[0][name]
+        assert all(rank[name]["digests"] == first["digests"] for rank in ranks), name
+        assert first["losses"][-1] < first["losses"][FREEZE] - 0.2, name
+        assert first["unused_same"], name
+
+
+def test_a_checkpoint_keeps_errors(tmp_path: Path) -> None:
+    """The same world goes on bit for bit; others keep the mean of the errors, and go on as well."""
+    config = config_for(1, {"ratio": 0.5}, 2)
+    saved = run_ranks(2, save_and_go_on, config, str(tmp_path))
+    loaded = run_ranks(2, load_and_go_on, config, str(tmp_path))
+    assert [rank["digests"] for rank in loaded] == [rank["digests"] for rank in saved]
+    assert [rank["losses"] for rank in loaded] == [rank["losses"] for rank in saved]
+    others = run_ranks(3, load_and_go_on, config_for(1, {}, 3), str(tmp_path))
+    assert others[0]["errors"].keys() == saved[0]["errors"].keys()
+    for name, errors in saved[0]["errors"].items():
+        assert others[0]["errors"][name] == pytest.approx(errors, abs=1e-6), name
+    assert all(rank["digests"] == others[0]["digests"] for rank in others)
+    assert others[0]["losses"] == pytest.approx(saved[0]["losses"], rel=0.15)
+    alone = run_ranks(0, load_and_go_on, config_for(0, {}, 1), str(tmp_path))[0]  # plain AdamW from there on
+    assert alone["losses"] == pytest.approx(saved[0]["losses"], rel=0.3)
+    assert not any(alone["compressed"])
+
+
+REFUSED = {
+    "zero_optimization.stage": config_for(3, {}, 2),
+    "prescale_gradients": config_for(1, {}, 2, prescale_gradients=True),
+    "states": config_for(1, {"states": "int8"}, 2),
+    "ratio": config_for(1, {"ratio": "auto"}, 2),
+    "delayed_update": config_for(1, {"delayed_update": True}, 2),
+}
+
+
+def refusals(rank: int, world: int, configs: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """What each config is refused with."""
+    found = {}
+    for key, config in configs.items():
+        try:
+            twinflow.initialize(model=GPT(GPTConfig(64, 16, 1, 32, 2)), config=config)
+            found[key] = "not refused"
+        except ValueError as error:  # noqa: PERF203
+            found[key] = str(error)
+    return found
+
+
+def test_what_cannot_hold_is_refused() -> None:
+    for rank in run_ranks(2, refusals, REFUSED):
+        for key, said in rank.items():
+            assert key in said, (key, said)
+            assert any(word in said for word in ("OneBitAdam", "compressed", "states")), (key, said)

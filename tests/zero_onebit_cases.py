@@ -1,0 +1,112 @@
+"""What ranks do in the tests of 1-bit Adam with ZeRO."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from zero_cases import SHAPE, config_of, digest
+
+import twinflow
+from twinflow.models.gpt import GPT
+
+FREEZE = 8
+NUM_SAMPLES = 12
+LENGTH = SHAPE.context - 4  # the last positions never come
+
+
+def config_for(stage: int, offload: dict[str, Any] | None, world: int, **more: Any) -> dict[str, Any]:
+    """As a user would write it."""
+    accumulation = more.pop("accumulation", 1)
+    params = {"lr": 3e-3, "betas": [0.9, 0.95], "freeze_step": FREEZE, **more.pop("params", {})}
+    return {
+        **config_of(stage, offload, 1, world),
+        "train_batch_size": NUM_SAMPLES,
+        "train_micro_batch_size_per_gpu": NUM_SAMPLES // accumulation // world,
+        "optimizer": {"type": "OneBitAdam", "params": params},
+        **more,
+    }
+
+
+def batch_of(step: int) -> torch.Tensor:
+    """Few samples, again and again, so that they are learned."""
+    generator = torch.Generator().manual_seed(step % 3)
+    return torch.randint(0, SHAPE.vocab_size, (NUM_SAMPLES, LENGTH + 1), generator=generator)
+
+
+def engine_of(config: dict[str, Any], seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    model = GPT(SHAPE)
+    return twinflow.initialize(model=model, config=config)[0]
+
+
+def steps(engine: Any, first: int, last: int) -> dict[str, list[Any]]:
+    """Losses of the global batch, weights after each step, bytes sent."""
+    rank, world, parts = engine.global_rank, engine.world_size, engine.gradient_accumulation_steps()
+    micro = NUM_SAMPLES // world // parts
+    found: dict[str, list[Any]] = {"losses": [], "digests": [], "sent": [], "compressed": []}
+    for step in range(first, last):
+        total = torch.zeros(())
+        for part in range(parts):
+            start = (part * world + rank) * micro
+            batch = batch_of(step)[start : start + micro].to(engine.device)
+            loss = engine(batch[:, :-1], batch[:, 1:]).loss
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach().float().cpu() / parts
+        if world > 1:
+            dist.all_reduce(total)
+        engine.optimizer.wait()
+        found["losses"].append(float(total) / world)
+        found["digests"].append(digest(engine.module))
+        groups = engine.optimizer.team.groups if engine.optimizer.team is not None else {}
+        found["sent"].append(sum(groups[name].sent_bytes for name in ("reduce", "publish") if name in groups))
+        found["compressed"].append(engine.optimizer.is_compressed)
+    return found
+
+
+def train_all(rank: int, world: int, configs: dict[str, dict[str, Any]], num_steps: int) -> dict[str, Any]:
+    """Several configs, one after the other; and whether rows of positions that never come are as they were."""
+    found = {}
+    for name, config in configs.items():
+        engine = engine_of(config)
+        before = engine.module.position_embedding.weight.detach()[LENGTH:].clone()
+        found[name] = steps(engine, 0, num_steps)
+        found[name]["numel"] = sum(bucket.gathered.numel for bucket in engine.optimizer.runtime.buckets)
+        found[name]["unused_same"] = bool((engine.module.position_embedding.weight.detach()[LENGTH:] == before).all())
+        engine.destroy()
+    return found
+
+
+def errors_of(engine: Any) -> dict[str, list[float]]:
+    """Sum over the ranks of their errors, by parameter."""
+    sums: dict[str, list[float]] = {}
+    for key, value in engine.optimizer.exchange_errors().items():
+        total = value.double()
+        dist.all_reduce(total)
+        name = key.rpartition("/")[0]
+        sums.setdefault(name, []).extend((total / dist.get_world_size()).tolist())
+    return sums
+
+
+def save_and_go_on(rank: int, world: int, config: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Steps, a checkpoint in the middle of the compressed ones, more steps."""
+    engine = engine_of(config)
+    steps(engine, 0, FREEZE + 5)
+    engine.save_checkpoint(Path(folder))
+    errors = errors_of(engine)
+    found = steps(engine, FREEZE + 5, FREEZE + 12)
+    engine.destroy()
+    return {**found, "errors": errors}
+
+
+def load_and_go_on(rank: int, world: int, config: dict[str, Any], folder: str) -> dict[str, Any]:
+    """The same steps after it, from the checkpoint."""
+    engine = engine_of(config, seed=1)
+    engine.load_checkpoint(Path(folder))
+    errors = errors_of(engine) if engine.optimizer.is_compressed and world > 1 else {}
+    found = steps(engine, FREEZE + 5, FREEZE + 12)
+    engine.destroy()
+    return {**found, "errors": errors}
