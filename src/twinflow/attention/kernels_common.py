@@ -159,8 +159,8 @@ def extra_mask(
         has_key = key < sizes.num_keys
         keep = keep & (tl.load(extras.padding + batch * sizes.num_keys + key, mask=has_key, other=0) != 0)
     if extras.mask is not None:
-        strides = sizes.mask_strides
-        at = batch * strides[0] + head * strides[1] + query.to(tl.int64) * strides[2] + key * S.MASK_STEP
+        at = batch * sizes.mask_batch + head * sizes.mask_head
+        at += query.to(tl.int64) * sizes.mask_query + key * S.MASK_STEP
         is_there = (query >= 0) & (query < sizes.num_queries) & (key < sizes.num_keys)
         keep = keep & (tl.load(extras.mask + at, mask=is_there, other=0) != 0)
     return keep
@@ -180,11 +180,11 @@ def extra_bias(
     """Adds what is added to scores, in base 2."""
     is_there = (query >= 0) & (query < sizes.num_queries) & (key < sizes.num_keys)
     if extras.bias is not None:
-        strides = sizes.bias_strides
-        at = batch * strides[0] + head * strides[1] + query.to(tl.int64) * strides[2] + key * S.BIAS_STEP
+        at = batch * sizes.bias_batch + head * sizes.bias_head
+        at += query.to(tl.int64) * sizes.bias_query + key * S.BIAS_STEP
         scores += tl.load(extras.bias + at, mask=is_there, other=0.0).to(tl.float32) * LOG2E
     if extras.relative is not None:
-        at = head * sizes.relative_stride + (key - query + sizes.num_queries - 1)
+        at = head * sizes.relative_head + (key - query + sizes.num_queries - 1)
         scores += tl.load(extras.relative + at, mask=is_there, other=0.0).to(tl.float32) * LOG2E
     return scores
 

@@ -59,9 +59,13 @@ class SizeArgs(NamedTuple):
     q_start: int
     num_slots: int
     scale: float
-    mask_strides: Strides  # of batch, head and query
-    bias_strides: Strides
-    relative_stride: int  # of heads
+    mask_batch: int  # strides
+    mask_head: int
+    mask_query: int
+    bias_batch: int
+    bias_head: int
+    bias_query: int
+    relative_head: int
 
 
 class Shape(NamedTuple):
@@ -147,7 +151,7 @@ class Call:
         _, bias_strides, _ = _expanded(self.extras.bias, sizes)
         relative = self.extras.relative
         step = relative.shape[1] if relative is not None and relative.shape[0] > 1 else 0
-        return SizeArgs(*counts, start, num_slots, scale, mask_strides, bias_strides, step)
+        return SizeArgs(*counts, start, num_slots, scale, *mask_strides, *bias_strides, step)
 
     def shape(self, size: TileSize, plan: TilePlan | None, in_program: int = 1) -> Shape:
         """Constants for tiles of a size, and for a plan of them."""
