@@ -30,7 +30,7 @@ KEYS = ("is_exchanged", "second_step")  # of the param groups, from the switch o
 
 
 class Switch:
-    """Called after each step."""
+    """Called after each step. Exchanges have their memory from the start: a switch must not run out of it."""
 
     def __init__(self, optimizer: TwinOptimizer, compression: Compression) -> None:
         self._optimizer, self._compression = optimizer, compression
@@ -38,6 +38,15 @@ class Switch:
         window = compression.freeze_window or default_window(float(optimizer.param_groups[0]["betas"][1]))
         self._every = max(1, window // LOOKS)
         self._watch = VarianceWatch(max(1, window // self._every), compression.freeze_threshold)
+        self._reserved: dict[int, Exchange] = {}  # by the bucket's index
+
+    def reserve(self, buckets: Sequence[Bucket]) -> None:
+        """Take the memory."""
+        for bucket in buckets if self._optimizer.can_compress else ():
+            where, whole = bucket.members[0].local.device, bucket.gathered.numel
+            exponents = torch.zeros(whole, dtype=torch.uint8, device=where)
+            told = torch.zeros(bucket.plan.numel, dtype=bucket.plan.dtype, device=where)
+            self._reserved[bucket.plan.index] = Exchange(exponents, torch.zeros(whole, device=where), told)
 
     @property
     def is_made(self) -> bool:
@@ -89,21 +98,18 @@ class Switch:
         """Every rank learns the exponents of all; with `steps`, second moments are rounded to them first."""
         optimizer, team = self._optimizer, self._optimizer.team
         assert team is not None
-        exchanges = Exchanges(code_named(self._compression.code), self._b1)
         for bucket in optimizer.runtime.buckets:
-            part = torch.zeros(bucket.plan.numel, dtype=torch.uint8)
+            own, part = self._reserved[bucket.plan.index], torch.zeros(bucket.plan.numel, dtype=torch.uint8)
             for i, piece in enumerate(bucket.slices):
                 part[piece.offset : piece.offset + piece.numel] = self._exponents(bucket, i, steps)
             whole = torch.zeros(team.world * part.numel(), dtype=torch.uint8)
             whole[team.rank * part.numel() : (team.rank + 1) * part.numel()] = part
             team.calls.all_gather(whole)
-            where = bucket.members[0].local.device
-            error = self._shared_momentum(bucket, whole) if steps is not None else torch.zeros(whole.numel())
-            told = torch.zeros(part.numel(), dtype=bucket.plan.dtype, device=where)
+            own.exponents.copy_(whole)
+            own.error.copy_(self._shared_momentum(bucket, whole) if steps is not None else torch.zeros(()))
             for param, piece in zip(bucket.params, bucket.slices, strict=True):
-                told[piece.offset : piece.offset + piece.numel] = target(param.tensor, piece).reshape(-1)
-            exchanges.of[bucket.plan.index] = Exchange(whole.to(where), error.to(where), told)
-        team.exchanges = exchanges
+                own.told[piece.offset : piece.offset + piece.numel] = target(param.tensor, piece).reshape(-1)
+        team.exchanges = Exchanges(code_named(self._compression.code), self._b1, self._reserved)
 
     def _shared_momentum(self, bucket: Bucket, exponents: Tensor) -> Tensor:
         """What the first compressed step begins with: every rank's part, in units of moves over the learning rate."""

@@ -205,6 +205,8 @@ class TwinOptimizer(Optimizer):
         for bucket in runtime.buckets:
             if bucket.slices:
                 bucket.updater.start(bucket, self.param_groups)
+        if self._switch is not None:
+            self._switch.reserve(runtime.buckets)
         if self.model is not None:
             runtime.attach(self.model, gathered_blocks(self.model))
             reference = weakref.ref(self.model)  # the threads know the device, and must not keep the model alive

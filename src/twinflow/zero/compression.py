@@ -12,7 +12,7 @@ of two, and every rank learns 2**k, one over that, of each element. From then on
    and divided by the learning rate the move is the shared momentum of the next step.
 
 A rank keeps an error for every element of the model (4 bytes) and k (1 byte), and a copy of the published weights of
-its own part.
+its own part; it takes that memory when it starts.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Exchange:
 class Exchanges:
     """Compressed exchanges of all buckets, once the switch is made."""
 
-    def __init__(self, code: Code, b1: float) -> None:
+    def __init__(self, code: Code, b1: float, of: Mapping[int, Exchange]) -> None:
         self.code, self.b1 = code, b1
-        self.of: dict[int, Exchange] = {}  # by the bucket's index
+        self.of = of  # by the bucket's index
 
     def reduce(self, group: Group, bucket: Bucket, part: Tensor, whole: Tensor, job: Job) -> None:
         """This rank's part of the new momentum, times what the update will divide gradients by."""
