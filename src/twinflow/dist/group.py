@@ -83,10 +83,13 @@ class Group:
             out.copy_(total)
         else:
             size = -(-whole.numel() // self.world)
-            padded = torch.zeros(size * self.world, dtype=whole.dtype)
-            padded[: whole.numel()] = whole
+            padded = whole
+            if size * self.world != whole.numel():
+                padded = torch.zeros(size * self.world, dtype=whole.dtype)
+                padded[: whole.numel()] = whole
             self._count(padded.numel() * dtype.itemsize)
-            total = torch.empty_like(padded)
+            # The sum travels no wider than it was sent, nor than it is kept.
+            total = torch.empty(padded.numel(), dtype=min(dtype, whole.dtype, key=lambda one: one.itemsize))
             total[self.rank * size : (self.rank + 1) * size] = self._exchange_and_sum(padded, dtype)
             self.all_gather(total)
             out.copy_(total[: whole.numel()])

@@ -64,10 +64,8 @@ class FlatBucket:
         return hits
 
     def sum_squares(self) -> float:
-        """Of the gradients; not finite where one is not."""
-        if self.grads.device.type == "cpu":
-            return native.sum_squares([self.grads])[0]
-        return float(torch.linalg.vector_norm(self.grads, dtype=torch.float64).square())
+        """Of the gradients; not finite where one is not, or where the sum is beyond fp32."""
+        return float(torch.linalg.vector_norm(self.grads, dtype=torch.float32)) ** 2
 
     def update(self, hypers: Sequence[Hyper | None], factor: float = 1.0) -> None:
         """One step of AdamW of the parameters that have numbers; then the parameters are those of the weights."""
