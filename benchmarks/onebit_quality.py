@@ -1,7 +1,7 @@
 """What compressed communication costs in quality: the small GPT on four ranks, with Adam and with 1-bit optimizers.
 
 Ranks are processes of this machine over gloo, each with batches of its own. Parts (`--only`): `adam`, for some seeds:
-AdamW on the mean gradient, 1-bit Adam that switches by itself, 0/1 Adam, and for the first seed 1-bit Adam without
+AdamW on the mean gradient and 1-bit Adam that switches by itself, and for the first seed 0/1 Adam and 1-bit Adam without
 error feedback; `lamb`: LAMB and 1-bit LAMB; `tune`: a trained model goes on with other text in micro-batches of 3, with
 AdamW and 1-bit Adam. All start from the same weights and see the same batches. Bytes are those that the collectives
 count, beside those of an all-reduce in bf16. After each run all ranks must have the same weights: no figure otherwise.
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class Scale:
     max_bytes: int
 
 
-FULL = Scale(GPTConfig(256, 64, num_layers=2, hidden=64, num_heads=2), 4, 3000, 600, 16, 6_000_000)
+FULL = Scale(GPTConfig(256, 48, num_layers=2, hidden=48, num_heads=2), 4, 3000, 600, 16, 6_000_000)
 TINY = Scale(GPTConfig(256, 16, num_layers=1, hidden=32, num_heads=2), 2, 40, 20, 1, 200_000)
 
 
@@ -139,7 +140,9 @@ def rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.1 + 0.45 * (1.0 + math.cos(math.pi * (step - warm) / max(1, steps - warm))))
 
 
-def train(scale: Scale, model: GPT, batches: Batches, optimizer: Any, steps: int, peak: float, micro: int) -> None:
+def train(model: GPT, batches: Batches, optimizer: Any, steps: int, peak: float, micro: int) -> None:
+    """All steps of a rank."""
+    name = type(optimizer).__name__
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = rate(step, steps, peak)
@@ -148,7 +151,7 @@ def train(scale: Scale, model: GPT, batches: Batches, optimizer: Any, steps: int
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0 and (step + 1) % max(1, steps // 6) == 0:
-            print(f"  {step + 1} of {steps}: {float(loss.detach()):.3f}", file=sys.stderr, flush=True)
+            print(f"  {name}: {step + 1} of {steps}: {float(loss.detach()):.3f}", file=sys.stderr, flush=True)
 
 
 def run(rank: int, folder: str, order: dict[str, Any]) -> None:
@@ -167,7 +170,7 @@ def run(rank: int, folder: str, order: dict[str, Any]) -> None:
     optimizer = optimizers(steps)[order["name"]](model.parameters())
     begin = time.perf_counter()
     before = batches.valid_loss(model)
-    train(scale, model, batches, optimizer, steps, peak, micro)
+    train(model, batches, optimizer, steps, peak, micro)
     flat = torch.cat([param.detach().reshape(-1) for param in model.parameters()])
     copies = [torch.empty_like(flat) for _ in range(WORLD)]
     dist.all_gather(copies, flat)
@@ -194,36 +197,34 @@ def launch(**order: Any) -> dict[str, Any]:
         row: dict[str, Any] = json.loads(Path(folder, "row.json").read_text())
     if not row["is_same"] or not math.isfinite(row["loss"]):
         raise SystemExit(f"no figures: {row}")
-    print(f"  loss {row['loss']:.4f}, {row['seconds']:.0f} s", file=sys.stderr, flush=True)
+    print(f"{row['name']}: loss {row['loss']:.4f}, {row['seconds']:.0f} s", file=sys.stderr, flush=True)
     return row
 
 
 def measure(parts: list[str], seeds: list[int], is_tiny: bool) -> list[dict[str, Any]]:
-    """Rows, each with the plain optimizer's loss where there is one."""
-    rows: list[dict[str, Any]] = []
-    common = {"is_tiny": is_tiny, "start": None, "end": None}
-    with tempfile.TemporaryDirectory() as folder:
+    """Rows, each with the plain optimizer's loss where there is one; two runs at a time."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         start = str(Path(folder) / "start.pt")
-        if "adam" in parts:
-            for seed in seeds:
-                names = ["1-bit Adam", "0/1 Adam", *(["1-bit Adam, no feedback"] if seed == seeds[0] else [])]
-                plain = launch(
-                    name="AdamW", seed=seed, lr=2e-3, **{**common, "end": start if seed == seeds[0] else None}
-                )
-                rows += [{**plain, "plain": None}]
-                rows += [{**launch(name=name, seed=seed, lr=2e-3, **common), "plain": plain["loss"]} for name in names]
+
+        def go(name: str, seed: int, lr: float, begins: str | None = None, ends: str | None = None) -> Future[Any]:
+            return pool.submit(launch, name=name, seed=seed, lr=lr, is_tiny=is_tiny, start=begins, end=ends)
+
+        runs: list[tuple[Future[Any], Future[Any] | None]] = []
+        if "adam" in parts or "tune" in parts:
+            for seed in seeds if "adam" in parts else seeds[:1]:
+                plain = go("AdamW", seed, 2e-3, ends=start if seed == seeds[0] else None)
+                runs.append((plain, None))
+                first = ["0/1 Adam", "1-bit Adam, no feedback"] if seed == seeds[0] else []
+                names = ["1-bit Adam", *first] if "adam" in parts else []
+                runs += [(go(name, seed, 2e-3), plain) for name in names]
         if "lamb" in parts:
-            plain = launch(name="LAMB", seed=seeds[0], lr=1e-2, **common)
-            rows += [{**plain, "plain": None}]
-            rows += [{**launch(name="1-bit LAMB", seed=seeds[0], lr=1e-2, **common), "plain": plain["loss"]}]
+            plain = go("LAMB", seeds[0], 1e-2)
+            runs += [(plain, None), (go("1-bit LAMB", seeds[0], 1e-2), plain)]
         if "tune" in parts:
-            if not Path(start).exists():
-                launch(name="AdamW", seed=seeds[0], lr=2e-3, **{**common, "end": start})
-            given = {**common, "start": start}
-            plain = launch(name="AdamW", seed=seeds[0], lr=5e-4, **given)
-            rows += [{**plain, "plain": None}]
-            rows += [{**launch(name="1-bit Adam", seed=seeds[0], lr=5e-4, **given), "plain": plain["loss"]}]
-    return rows
+            runs[0][0].result()
+            plain = go("AdamW", seeds[0], 5e-4, begins=start)
+            runs += [(plain, None), (go("1-bit Adam", seeds[0], 5e-4, begins=start), plain)]
+        return [{**run.result(), "plain": None if plain is None else plain.result()["loss"]} for run, plain in runs]
 
 
 def missed(rows: list[dict[str, Any]]) -> list[str]:

@@ -1,7 +1,9 @@
-"""Two "hosts" on one machine: network namespaces joined by a veth pair, an `ssh` that enters them, and their counters.
+"""Several "hosts" on one machine: network namespaces, an `ssh` that enters them, and their counters.
+
+Two are joined by a veth pair; more by a bridge, which has a namespace of its own, and whose rate can be limited.
 
 A namespace lives as long as a process in it. The one that holds it reads from a pipe of the test, so that a test that
-is killed leaves nothing behind. Without root a user namespace is made around both.
+is killed leaves nothing behind. Without root a user namespace is made around all.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,9 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 MTU = 9000
 # Ethernet 14, IPv4 20, TCP 20 and its time stamps 12.
 HEADER_BYTES = 66
+BRIDGE = "bridge"
+QUEUE_S = 0.2  # of frames that wait for a limited rate, before one is dropped
+BURST_S = 0.002  # of frames at full speed after a pause; a timer may come that late
 
 # As sshd does: a clean environment and a terminal of its own, whose end is a hang-up for those on the other side.
 SSH = """#!{python} -SE
@@ -103,7 +108,7 @@ class NetHost:
     def kill_all(self) -> int:
         """SIGKILL to all processes there, until none is left; how many there were."""
         killed: set[int] = set()
-        while pids := [pid for pid in self.pids() if not _is_zombie(pid)]:
+        while pids := [pid for pid in self.pids() if not has_ended(pid)]:
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -112,7 +117,8 @@ class NetHost:
         return len(killed)
 
 
-def _is_zombie(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
+    """Whether nothing of the process runs any more, even if nobody has asked for its status yet."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     return True
@@ -122,19 +128,69 @@ def _is_zombie(pid: int) -> bool:
 def two_hosts(mtu: int = MTU) -> Iterator[tuple[NetHost, NetHost]]:
     """Two namespaces that reach each other. Packets are counted as a card would send them: none above the MTU."""
     with ExitStack() as stack:
-        first = _hold(stack, [] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user"])
-        joined = [] if os.geteuid() == 0 else ["nsenter", f"--target={first}", "--user", "--preserve-credentials"]
-        hosts = (NetHost(ADDRESSES[0], first), NetHost(ADDRESSES[1], _hold(stack, joined)))
+        first, second = _hold_all(stack, 2)
+        hosts = (NetHost(ADDRESSES[0], first), NetHost(ADDRESSES[1], second))
         for host in hosts:
             stack.callback(host.kill_all)
         hosts[0].run("ip", "link", "add", LINK, "type", "veth", "peer", "name", LINK, "netns", str(hosts[1].holder))
-        for number, host in enumerate(hosts):
-            host.run("hostname", f"host-{number}")  # a name that nobody can resolve
-            host.run("ip", "address", "add", f"{host.address}/24", "dev", LINK)
-            host.run("ip", "link", "set", LINK, "mtu", str(mtu), "gso_max_segs", "1")
-            host.run("ip", "link", "set", LINK, "up")
-            host.run("ip", "link", "set", "lo", "up")
+        _set_up(hosts, mtu)
         yield hosts
+
+
+@dataclass(frozen=True)
+class Switch:
+    """Hosts on one bridge."""
+
+    hosts: tuple[NetHost, ...]
+    middle: NetHost  # where the bridge is, with a port for each host
+
+    def limit(self, mbit: float) -> None:
+        """To and from each host at most so many Mbit/s, headers included."""
+        rate = mbit * 1e6 / 8
+        burst = max(64_000, round(rate * BURST_S))
+        shape = ["rate", f"{round(mbit * 1e6)}bit", "burst", str(burst), "limit", str(burst + round(rate * QUEUE_S))]
+        for number, host in enumerate(self.hosts):
+            host.run("tc", "qdisc", "replace", "dev", LINK, "root", "tbf", *shape)
+            self.middle.run("tc", "qdisc", "replace", "dev", f"port{number}", "root", "tbf", *shape)
+
+
+@contextmanager
+def hosts_on_switch(num_hosts: int, mbit: float | None = None, mtu: int = MTU) -> Iterator[Switch]:
+    """As many namespaces on one bridge, with the addresses 10.77.0.1 and on; None: at any rate."""
+    with ExitStack() as stack:
+        middle, *holders = _hold_all(stack, num_hosts + 1)
+        hosts = tuple(NetHost(f"10.77.0.{number + 1}", holder) for number, holder in enumerate(holders))
+        switch = Switch(hosts, NetHost("", middle))
+        for host in hosts:
+            stack.callback(host.kill_all)
+        switch.middle.run("ip", "link", "add", BRIDGE, "type", "bridge")
+        switch.middle.run("ip", "link", "set", BRIDGE, "up")
+        for number, host in enumerate(hosts):
+            port = f"port{number}"
+            words = ["type", "veth", "peer", "name", LINK, "netns", str(host.holder)]
+            switch.middle.run("ip", "link", "add", port, *words)
+            switch.middle.run("ip", "link", "set", port, "mtu", str(mtu), "gso_max_segs", "1", "master", BRIDGE, "up")
+        _set_up(hosts, mtu)
+        if mbit is not None:
+            switch.limit(mbit)
+        yield switch
+
+
+def _set_up(hosts: tuple[NetHost, ...], mtu: int) -> None:
+    """Names, addresses and interfaces of hosts that have a link each."""
+    for number, host in enumerate(hosts):
+        host.run("hostname", f"host-{number}")  # a name that nobody can resolve
+        host.run("ip", "address", "add", f"{host.address}/24", "dev", LINK)
+        host.run("ip", "link", "set", LINK, "mtu", str(mtu), "gso_max_segs", "1")
+        host.run("ip", "link", "set", LINK, "up")
+        host.run("ip", "link", "set", "lo", "up")
+
+
+def _hold_all(stack: ExitStack, num: int) -> list[int]:
+    """The processes that keep as many namespaces; without root all are in one user namespace."""
+    first = _hold(stack, [] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user"])
+    joined = [] if os.geteuid() == 0 else ["nsenter", f"--target={first}", "--user", "--preserve-credentials"]
+    return [first, *(_hold(stack, joined) for _ in range(num - 1))]
 
 
 def _hold(stack: ExitStack, words: list[str]) -> int:
@@ -156,10 +212,19 @@ def _hold(stack: ExitStack, words: list[str]) -> int:
 
 def why_not() -> str:
     """Why two hosts cannot be made here; nothing where they can."""
+    return _reason(two_hosts())
+
+
+def why_no_switch(num_hosts: int, mbit: float | None) -> str:
+    """Why hosts on a bridge, with a limit of the rate if one is given, cannot be made here; nothing where they can."""
+    return _reason(hosts_on_switch(num_hosts, mbit))
+
+
+def _reason(made: AbstractContextManager[object]) -> str:
     if sys.platform != "linux":
         return "network namespaces need Linux"
     try:
-        with two_hosts():
+        with made:
             return ""
     except subprocess.CalledProcessError as error:
         return f"{error.cmd}: {error.stderr.strip()}"
