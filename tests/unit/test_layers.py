@@ -17,6 +17,7 @@ LAYERS = [
     ("dist",),
     ("planner",),
     ("offload",),
+    ("parallel",),
     ("zero",),
     ("optim",),
     ("data", "checkpoint", "monitor"),

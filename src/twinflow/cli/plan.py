@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from twinflow.cli.plan_input import Asked, Place, choose_model, choose_place, make_run, read_plan_config
+from twinflow.cli.plan_layouts import Flags, show_layouts, wants_layouts
 from twinflow.cli.plan_page import render_page
 from twinflow.cli.plan_scaling import TOTAL_BATCH, choose_cluster, show_scaling
 from twinflow.cli.plan_text import PIPE_WIDTH, print_plan
@@ -55,11 +56,15 @@ def plan(
     dram: Annotated[
         str | None, typer.Option(help="What host memory moves in a second.  [default: 150GB/s with --gpu]")
     ] = None,
-    gpus: Annotated[int, typer.Option(help="GPUs of the machine that share the optimizer state.")] = 1,
+    gpus: Annotated[
+        int, typer.Option(help="GPUs that share the optimizer state; more than a machine has: see --per-node.")
+    ] = 1,
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", "--micro-batch-size", help="Sequences a forward, on each GPU.")
     ] = None,
-    seq_length: Annotated[int | None, typer.Option(help="Tokens a sequence. Default: the model's, up to 2048.")] = None,
+    seq_length: Annotated[
+        int | None, typer.Option("--seq-length", "--seq", help="Tokens a sequence. Default: the model's, up to 2048.")
+    ] = None,
     accumulation: Annotated[int | None, typer.Option(help="Forwards and backwards that make a step.")] = None,
     checkpoint_activations: Annotated[
         bool | None,
@@ -79,10 +84,21 @@ def plan(
         int | None, typer.Option(help="Instead: ZeRO-Offload and ZeRO-2 on 1 to so many GPUs, --gpus in a machine.")
     ] = None,
     total_batch: Annotated[
-        int, typer.Option(help="With --scaling: most sequences of a step on all GPUs.")
-    ] = TOTAL_BATCH,
+        int | None,
+        typer.Option(
+            "--total-batch", "--batch", help="Sequences of a step on all GPUs.  [default: 512 with --scaling, at most]"
+        ),
+    ] = None,
     network: Annotated[
-        str | None, typer.Option(help="With --scaling: what a machine sends in a second.  [default: as a DGX's]")
+        str | None, typer.Option(help="What a machine sends to others in a second.  [default: as a DGX's]")
+    ] = None,
+    per_node: Annotated[
+        int | None,
+        typer.Option(help="GPUs of a machine.  [default: 8, 16 V100]  With more --gpus: layouts over machines."),
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(help="Over machines: tokens to train on, like 300b, for days.")] = None,
+    layouts: Annotated[
+        int | None, typer.Option(help="Search pipeline x tensor x data layouts and show so many.  [default: 5]")
     ] = None,
 ) -> None:
     """Say what a model needs on GPU and host, how long a step takes and what bounds it, for each way to offload.
@@ -90,6 +106,27 @@ def plan(
     Exit code 1 where nothing fits.
     """
     try:
+        flags = Flags(
+            preset=preset,
+            model=model,
+            params=params,
+            gpu=gpu,
+            gpus=gpus,
+            per_node=per_node,
+            ram=ram,
+            cores=cores,
+            dram=dram,
+            network=network,
+            batch=total_batch,
+            batch_size=batch_size,
+            seq_length=seq_length,
+            checkpointing=checkpoint_activations,
+            tokens=tokens,
+            layouts=layouts,
+        )
+        if scaling is None and wants_layouts(flags):
+            others = {"--config": config, "--states": states, "--accumulation": accumulation, "--grad-clip": grad_clip}
+            raise typer.Exit(show_layouts(flags, {**others, "--html": html, "--write-config": write_config}, as_json))
         asked = Asked(batch_size, seq_length, accumulation, states, grad_clip, checkpoint_activations)
         cost, default_batch = choose_model(preset, model, params)
         file_config = read_plan_config(config)
@@ -97,10 +134,13 @@ def plan(
         run = make_run(cost, default_batch, asked, file_config, place)
         if scaling is not None:
             cluster = choose_cluster(gpu, cores, dram, network, place)
-            files = [name for name, path in (("--html", html), ("--write-config", write_config)) if path is not None]
-            if files:
-                raise bad_value("--scaling", scaling, f"no {' and no '.join(files)} beside it", "Use --json.")
-            raise typer.Exit(show_scaling(run, cluster, scaling, total_batch, as_json))
+            others = {"--html": html, "--write-config": write_config, "--tokens": tokens, "--layouts": layouts}
+            named = [name for name, value in {**others, "--per-node": per_node}.items() if value is not None]
+            if named:
+                raise bad_value("--scaling", scaling, f"no {' and no '.join(named)} beside it", "Use --json.")
+            raise typer.Exit(
+                show_scaling(run, cluster, scaling, TOTAL_BATCH if total_batch is None else total_batch, as_json)
+            )
         made = make_plan(run, place, file_config, states)
         if html is not None:
             write_whole(html, render_page(made.run, made.place, made.cases, made.best, made.largest, made.config))

@@ -38,13 +38,14 @@ def choose_cluster(gpu: str | None, cores: int | None, dram: str | None, network
     """Machines like the one that the flags name; only data sheets know how many cards would do together."""
     if gpu is None:
         raise bad_value("--gpu", None, GPUS, "--scaling is for machines by data sheet: name the card.")
-    dram_rate = _rate("--dram", dram) or DRAM_RATE
+    dram_rate = parse_rate("--dram", dram) or DRAM_RATE
     host = Host(place.setting.memory.host_bytes, cores or CORES, dram_rate)
     machine = Machine(gpu_named(gpu), host, place.num_gpus)
-    return Cluster(machine, _rate("--network", network) or default_network(machine))
+    return Cluster(machine, parse_rate("--network", network) or default_network(machine))
 
 
-def _rate(name: str, text: str | None) -> int | None:
+def parse_rate(name: str, text: str | None) -> int | None:
+    """Bytes a second as people write them: 25GB/s."""
     return parse_bytes(name, text.lower().removesuffix("/s") if text is not None else None)
 
 

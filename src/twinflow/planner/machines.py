@@ -65,6 +65,7 @@ GPUS: Final = {
     "rtx4090": Gpu("RTX 4090 24 GB", int(25.2 * GB), 140, 0.8e12, 4),
     "rtx3090": Gpu("RTX 3090 24 GB", int(25.2 * GB), 58, 0.75e12, 4),
 }
+_WITH_SIZE: Final = {"h100-80": "h100", "h200-141": "h200", "b200-192": "b200"}  # named as the A100s are
 # Bytes a second: to the host, to the device, each way when both run.
 _PCIE: Final = {5: (55e9, 55e9, 50e9), 4: (26e9, 26e9, 23e9), 3: (12.8e9, 12.8e9, 11e9)}
 # A kernel moves this share of what plain reads and writes reach: 0.92 to 0.97 alone; fitted on training steps.
@@ -75,9 +76,10 @@ _A_CORE: Final = {"fp32": 0.5e9, "bf16": 0.52e9, "int8": 0.56e9}
 
 def gpu_named(name: str, option: str = "--gpu") -> Gpu:
     """A card by its short name."""
-    if name.lower() not in GPUS:
+    plain = _WITH_SIZE.get(name.lower(), name.lower())
+    if plain not in GPUS:
         raise bad_value(option, name, GPUS)
-    return GPUS[name.lower()]
+    return GPUS[plain]
 
 
 def recognise(title: str) -> Gpu | None:

@@ -1,0 +1,114 @@
+"""One way to lay a training run over GPUs: sizes of three axes, ZeRO stage, micro-batches, schedule, checkpointing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heapify, heapreplace
+
+from twinflow.errors import bad_value
+from twinflow.parallel.schedules import LOOP, V, make_schedule, rank_of, round_size
+from twinflow.parallel.shapes import Shape
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What every rank does. A step is `num_micro_batches` of `micro_batch` sequences on each data rank."""
+
+    num_pp: int
+    num_tp: int
+    num_dp: int
+    num_micro_batches: int
+    micro_batch: int = 1
+    zero: int = 1
+    schedule: str = "1f1b"
+    num_chunks: int = 1  # stages a rank
+    checkpointing: bool = True  # layers keep their input alone and run again in backward
+    partitions: bool = True  # tensor ranks share what is kept, and what stages send to each other
+    offload: bool = False  # optimizer state in host memory, updated there
+
+    @property
+    def world(self) -> int:
+        """GPUs."""
+        return self.num_pp * self.num_tp * self.num_dp
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a step on all GPUs."""
+        return self.micro_batch * self.num_micro_batches * self.num_dp
+
+    @property
+    def num_stages(self) -> int:
+        """Parts of the model."""
+        return self.num_pp * self.num_chunks
+
+    @property
+    def placement(self) -> str:
+        """Which stages a rank has."""
+        return V if self.schedule == "zbv" else LOOP
+
+    @property
+    def kept_by(self) -> int:
+        """Tensor ranks that share an activation which each of them would have whole."""
+        return self.num_tp if self.partitions else 1
+
+    def __str__(self) -> str:
+        parts = [f"pp {self.num_pp} x tp {self.num_tp} x dp {self.num_dp}", f"ZeRO-{self.zero}"]
+        if self.num_pp > 1:
+            chunked = f" of {self.num_chunks} chunks" if self.schedule == "interleaved" else ""
+            parts.append(f"{self.schedule}{chunked}")
+        parts.append(f"{self.num_micro_batches} x {self.micro_batch} sequences")
+        parts += ["checkpointing"] if self.checkpointing else []
+        parts += ["offload"] if self.offload else []
+        return ", ".join(parts)
+
+
+def check_layout(layout: Layout, shape: Shape) -> None:
+    """Refuse what cannot be, and say what can."""
+    for key in ("num_pp", "num_tp", "num_dp", "num_micro_batches", "micro_batch", "num_chunks"):
+        if getattr(layout, key) < 1:
+            raise bad_value(key, getattr(layout, key), "a whole number >= 1")
+    if layout.zero not in (0, 1, 2, 3):
+        raise bad_value("zero", layout.zero, (0, 1, 2, 3))
+    expected = {"zbv": 2, "gpipe": 1, "1f1b": 1}.get(layout.schedule)
+    if expected is not None and layout.num_chunks != expected:
+        raise bad_value("num_chunks", layout.num_chunks, f"{expected} with {layout.schedule}")
+    if layout.num_stages > shape.num_layers:
+        remedy = "Use fewer stages or chunks."
+        raise bad_value("stages", layout.num_stages, f"at most the {shape.num_layers} layers", remedy)
+    if shape.num_heads % layout.num_tp:
+        raise bad_value("num_tp", layout.num_tp, f"a divisor of the {shape.num_heads} attention heads")
+    if layout.schedule == "interleaved":
+        round_size(layout.num_pp, layout.num_micro_batches)
+    else:
+        make_schedule(layout.schedule, 1, 1)  # refuses a name that is none
+
+
+@lru_cache(maxsize=1024)
+def layers_of(num_layers: int, num_stages: int, head: float = 0.0) -> tuple[int, ...]:
+    """Layers of each stage, at least one, so that the largest is as small as can be.
+
+    `head`: what the last stage computes beside its layers, in layers. Inner stages take what is over.
+    """
+    counts = [1] * num_stages
+    last = num_stages - 1
+    loads = [(1.0 + (head if stage == last else 0.0), stage in (0, last), stage) for stage in range(num_stages)]
+    heapify(loads)
+    for _ in range(num_layers - num_stages):
+        load, is_end, stage = loads[0]
+        counts[stage] += 1
+        heapreplace(loads, (load + 1.0, is_end, stage))
+    return tuple(counts)
+
+
+def stage_layers(shape: Shape, layout: Layout) -> tuple[int, ...]:
+    """Layers of each stage; the head counts as the layers that have as many weights."""
+    return layers_of(shape.num_layers, layout.num_stages, shape.end_numel / shape.layer_numel)
+
+
+def rank_layers(shape: Shape, layout: Layout) -> tuple[int, ...]:
+    """Layers of each pipeline rank, over all of its chunks."""
+    totals = [0] * layout.num_pp
+    for stage, count in enumerate(stage_layers(shape, layout)):
+        totals[rank_of(stage, layout.num_pp, layout.placement)] += count
+    return tuple(totals)

@@ -1,0 +1,237 @@
+"""Pipeline schedules as lists: what every rank computes, in which order. Pure; nothing runs here.
+
+A rank has one stage or several chunks of the model: looped (rank, rank + p, ...) or in a V (rank, 2p - 1 - rank), where
+the last stage is on the first rank. Actions: F forward; B whole backward; I gradient of the input and W gradient of the
+weights, the two halves of B. Between I and W what the stage has saved stays in memory; only I is waited for by others.
+
+GPipe: all forwards, then all backwards. 1F1B: as few forwards ahead as keep the last rank busy. Interleaved: the same
+with v chunks a rank, which makes filling and emptying v times as short. ZBV: a V of two chunks, with W moved to where a
+rank would wait, so that nearly no bubble is left at 1F1B's memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from twinflow.errors import bad_value
+
+KINDS: Final = ("F", "B", "I", "W")
+LOOP, V = "loop", "v"
+
+
+class Action(NamedTuple):
+    """One computation of a rank: `str` gives stage, kind and micro-batch, like 3F0."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The lists of all ranks."""
+
+    name: str
+    num_ranks: int
+    num_micro_batches: int
+    num_chunks: int  # stages of a rank
+    placement: str  # loop or v
+    actions: tuple[tuple[Action, ...], ...]  # by rank
+
+    @property
+    def num_stages(self) -> int:
+        """Of all ranks."""
+        return self.num_ranks * self.num_chunks
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that has a stage."""
+        return rank_of(stage, self.num_ranks, self.placement)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages of a rank, in forward order."""
+        return stages_of(rank, self.num_ranks, self.num_chunks, self.placement)
+
+
+def rank_of(stage: int, num_ranks: int, placement: str) -> int:
+    """The rank that has a stage: round and round, or there and back."""
+    turn, offset = divmod(stage, num_ranks)
+    return num_ranks - 1 - offset if placement == V and turn % 2 else offset
+
+
+def stages_of(rank: int, num_ranks: int, num_chunks: int, placement: str) -> tuple[int, ...]:
+    """Stages of a rank, in forward order."""
+    back = num_ranks - 1 - rank  # where a turn goes back, ranks come in the other order
+    return tuple(turn * num_ranks + (back if placement == V and turn % 2 else rank) for turn in range(num_chunks))
+
+
+def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """All forwards, then all backwards."""
+    _check_sizes(num_ranks, num_micro_batches)
+    whole = range(num_micro_batches)
+    lists = tuple(
+        tuple([Action("F", rank, i) for i in whole] + [Action("B", rank, i) for i in whole])
+        for rank in range(num_ranks)
+    )
+    return Schedule("gpipe", num_ranks, num_micro_batches, 1, LOOP, lists)
+
+
+def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """One forward, one backward in turn, after as many forwards as there are ranks behind."""
+    made = interleaved(num_ranks, num_micro_batches, 1)
+    return Schedule("1f1b", num_ranks, num_micro_batches, 1, LOOP, made.actions)
+
+
+def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int = 2) -> Schedule:
+    """1F1B over `num_chunks` stages a rank, in rounds of about as many micro-batches as there are ranks.
+
+    A round takes its micro-batches through the first chunk, then through the next; backward from the last chunk on.
+    """
+    _check_sizes(num_ranks, num_micro_batches)
+    if num_chunks < 1:
+        raise bad_value("chunks of a rank", num_chunks, "a whole number >= 1")
+    size = round_size(num_ranks, num_micro_batches) if num_chunks > 1 else num_micro_batches
+    rounds = [range(start, start + size) for start in range(0, num_micro_batches, size)]
+    lists = []
+    for rank in range(num_ranks):
+        stages = stages_of(rank, num_ranks, num_chunks, LOOP)
+        forwards = [Action("F", stage, i) for part in rounds for stage in stages for i in part]
+        backwards = [Action("B", stage, i) for part in rounds for stage in reversed(stages) for i in part]
+        lists.append(_in_turn(forwards, backwards, warmup(rank, num_ranks, num_micro_batches, num_chunks)))
+    return Schedule("interleaved", num_ranks, num_micro_batches, num_chunks, LOOP, tuple(lists))
+
+
+def zbv(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """Zero bubble on a V of two chunks.
+
+    Each phase is a pattern of (kind, chunk), numbered by how often it has come. The patterns need 2p - 1 micro-batches;
+    with fewer the surplus is left out.
+    """
+    _check_sizes(num_ranks, num_micro_batches)
+    p, n = num_ranks, max(2 * num_ranks - 1, num_micro_batches)
+    lists = []
+    for rank in range(p):
+        behind = p - rank
+        steps = [
+            *_repeat("F0", 2 * behind - 1),
+            *_repeat("F1 F0", rank),
+            *_repeat("F1 I1 W1", behind),
+            *_repeat("F0 I0 W0 F1 I1 W1", n - 2 * p + rank + 1),
+            *_repeat("I0 W0 F1 I1 W1", behind - 1),
+            *_repeat("I0 I1", rank),
+            *_repeat("I0 W0", behind),
+            *_repeat("W1", rank),
+            *_repeat("W0", rank),
+        ]
+        lists.append(_numbered(steps, stages_of(rank, p, 2, V), num_micro_batches))
+    return Schedule("zbv", p, num_micro_batches, 2, V, tuple(lists))
+
+
+def make_schedule(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
+    """A schedule by name; `num_chunks` counts for `interleaved` alone."""
+    makers: dict[str, Callable[[], Schedule]] = {
+        "gpipe": lambda: gpipe(num_ranks, num_micro_batches),
+        "1f1b": lambda: one_f_one_b(num_ranks, num_micro_batches),
+        "interleaved": lambda: interleaved(num_ranks, num_micro_batches, num_chunks),
+        "zbv": lambda: zbv(num_ranks, num_micro_batches),
+    }
+    if name not in makers:
+        raise bad_value("schedule", name, makers)
+    return makers[name]()
+
+
+def round_size(num_ranks: int, num_micro_batches: int) -> int:
+    """Micro-batches that an interleaved rank takes through a chunk before the next chunk."""
+    num_rounds = max(1, num_micro_batches // num_ranks)
+    if num_micro_batches % num_rounds:
+        remedy = f"A multiple of the {num_ranks} ranks works always."
+        raise bad_value("micro-batches", num_micro_batches, f"a multiple of {num_rounds} rounds", remedy)
+    return num_micro_batches // num_rounds
+
+
+def warmup(rank: int, num_ranks: int, num_micro_batches: int, num_chunks: int) -> int:
+    """Forwards before the first backward: what the ranks behind need to have work, and whole rounds of the chunks."""
+    behind = num_ranks - 1 - rank
+    if num_chunks == 1:
+        return min(num_micro_batches, behind)
+    ahead = (num_chunks - 1) * round_size(num_ranks, num_micro_batches) + 2 * behind
+    return min(num_micro_batches * num_chunks, ahead)
+
+
+def peak_in_flight(name: str, rank: int, num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> int:
+    """The most (stage, micro-batch) pairs whose activations a rank holds, without making the lists.
+
+    With ZBV and fewer than 2p - 1 micro-batches it is a bound: some ranks hold less.
+    """
+    p, m = num_ranks, num_micro_batches
+    if name == "gpipe":
+        return m
+    if name == "zbv":
+        return min(2 * m, 2 * p)
+    return min(m * num_chunks, warmup(rank, p, m, num_chunks) + 1)
+
+
+def count_in_flight(actions: Sequence[Action]) -> int:
+    """The same, counted: from F to B or W."""
+    held = most = 0
+    for action in actions:
+        held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+        most = max(most, held)
+    return most
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Every stage's micro-batches once forward and once backward, each on its rank and in order."""
+    seen: Counter[tuple[str, int, int]] = Counter()
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            kind, stage, micro_batch = action
+            if kind not in KINDS or not 0 <= stage < schedule.num_stages or schedule.rank_of(stage) != rank:
+                raise bad_value("action", str(action), f"F, B, I or W of a stage of rank {rank}")
+            if not 0 <= micro_batch < schedule.num_micro_batches or seen[action]:
+                raise bad_value("action", str(action), "each micro-batch once")
+            before = {"B": "F", "I": "F", "W": "I"}.get(kind)
+            if before and not seen[(before, stage, micro_batch)]:
+                raise bad_value("action", str(action), f"one that comes after {stage}{before}{micro_batch}")
+            seen[action] += 1
+    for stage in range(schedule.num_stages):
+        for i in range(schedule.num_micro_batches):
+            backward = seen[("B", stage, i)] + seen[("W", stage, i)]
+            if not seen[("F", stage, i)] or backward != 1 or seen[("I", stage, i)] != seen[("W", stage, i)]:
+                raise bad_value(
+                    "schedule", schedule.name, f"forward and one backward of stage {stage}, micro-batch {i}"
+                )
+
+
+def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> tuple[Action, ...]:
+    """Some forwards ahead, then one of each, then the backwards that are left."""
+    made = list(forwards[:ahead])
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        made += [forward, backward]
+    return (*made, *backwards[len(forwards) - ahead :])
+
+
+def _repeat(pattern: str, times: int) -> list[str]:
+    return pattern.split() * times
+
+
+def _numbered(steps: Sequence[str], stages: Sequence[int], num_micro_batches: int) -> tuple[Action, ...]:
+    """Steps like F1 (kind and chunk) as actions: the n-th of a kind is micro-batch n."""
+    times: Counter[str] = Counter()
+    made = []
+    for step in steps:
+        if times[step] < num_micro_batches:
+            made.append(Action(step[0], stages[int(step[1])], times[step]))
+        times[step] += 1
+    return tuple(made)
+
+
+def _check_sizes(num_ranks: int, num_micro_batches: int) -> None:
+    for name, value in (("pipeline stages", num_ranks), ("micro-batches", num_micro_batches)):
+        if value < 1:
+            raise bad_value(name, value, "a whole number >= 1")

@@ -1,0 +1,171 @@
+"""The best layouts of a model on so many GPUs: all of them by formula, the best few by playing their schedules.
+
+GPipe is not tried: 1F1B takes as long and holds less. Nor are tensor groups larger than two machines, or micro-batches
+of more than 8 sequences. Of layouts that take the same time the simpler one is named: no offload, a lower ZeRO stage,
+fewer chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from twinflow.errors import bad_value
+from twinflow.parallel.costs import Estimate, estimate, lacking_bytes
+from twinflow.parallel.layout import Layout
+from twinflow.parallel.shapes import Shape
+from twinflow.parallel.topology import DATA, MODEL
+from twinflow.planner.placement import CLOSE
+from twinflow.planner.scaling import Cluster
+
+MICRO_BATCHES: Final = (1, 2, 4, 8)
+CHUNKS: Final = (2, 4)
+PLAYED: Final = 3  # layouts played for each one that is shown
+
+
+@dataclass(frozen=True)
+class LayoutAsk:
+    """What is to be laid out."""
+
+    shape: Shape
+    cluster: Cluster
+    num_gpus: int
+    batch: int  # sequences of a step on all GPUs
+    micro_batches: tuple[int, ...] = MICRO_BATCHES
+    zeros: tuple[int, ...] = (0, 1, 2, 3)
+    checkpointing: tuple[bool, ...] = (False, True)
+    offload: tuple[bool, ...] = (False, True)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best, and how many there were."""
+
+    best: tuple[Estimate, ...]  # one for each (pp, tp, dp), fastest first
+    num_tried: int
+    num_fitting: int
+    nearest: Estimate | None  # where none fits: the one that lacks least
+
+
+def search(ask: LayoutAsk, count: int = 5) -> Found:
+    """The `count` best of different sizes of the three axes."""
+    check_ask(ask, count)
+    tried = [(lacking_bytes(ask.shape, layout, ask.cluster), layout) for layout in layouts(ask)]
+    fitting = [estimate(ask.shape, layout, ask.cluster, plays=False) for lacks, layout in tried if not lacks]
+    if not tried:
+        allowed = (
+            f"a multiple of a micro-batch ({', '.join(map(str, ask.micro_batches))}) and some number of data ranks"
+        )
+        remedy = f"{ask.num_gpus * max(ask.micro_batches)} has layouts of every kind."
+        raise bad_value("--batch", ask.batch, allowed, remedy)
+    if not fitting:
+        nearest = min(tried, key=lambda pair: pair[0])[1]
+        return Found((), len(tried), 0, estimate(ask.shape, nearest, ask.cluster))
+    rough = _best_of_each(fitting, lambda e: (*_axes(e.layout), e.layout.schedule))[: PLAYED * count]
+    played = [estimate(ask.shape, e.layout, ask.cluster) for e in rough]
+    best = _best_of_each(played, lambda e: _axes(e.layout))[:count]
+    return Found(tuple(best), len(tried), len(fitting), None)
+
+
+def check_ask(ask: LayoutAsk, count: int) -> None:
+    """Refuse numbers that make no sense."""
+    for name, value in (("--gpus", ask.num_gpus), ("--batch", ask.batch), ("--layouts", count)):
+        if value < 1:
+            raise bad_value(name, value, "a whole number >= 1")
+    per_node = ask.cluster.machine.num_gpus
+    if ask.num_gpus > per_node and ask.num_gpus % per_node:
+        remedy = f"{ask.num_gpus // per_node * per_node} GPUs fill {ask.num_gpus // per_node} machines."
+        raise bad_value("--gpus", ask.num_gpus, f"a multiple of the {per_node} of a machine", remedy)
+
+
+def layouts(ask: LayoutAsk) -> Iterator[Layout]:
+    """Every layout that divides: tensor ranks divide the heads, stages are no more than layers."""
+    shape, per_node = ask.shape, ask.cluster.machine.num_gpus
+    for tp in _divisors(math.gcd(ask.num_gpus, shape.num_heads)):
+        if tp > 2 * per_node or (tp < per_node and per_node % tp):
+            continue
+        for pp in _divisors(ask.num_gpus // tp):
+            dp = ask.num_gpus // tp // pp
+            if pp > shape.num_layers or ask.batch % dp:
+                continue
+            for size in ask.micro_batches:
+                if ask.batch // dp % size == 0:
+                    yield from _ways(ask, Layout(pp, tp, dp, ask.batch // dp // size, size))
+
+
+def _ways(ask: LayoutAsk, layout: Layout) -> Iterator[Layout]:
+    """One grid and micro-batch with every schedule, ZeRO stage, with and without checkpointing and offload."""
+    for schedule, chunks in _schedules(layout, ask.shape.num_layers):
+        for zero in ask.zeros if layout.num_dp > 1 else ask.zeros[:1]:
+            for checkpointing in ask.checkpointing:
+                for offload in ask.offload:
+                    yield replace(
+                        layout,
+                        schedule=schedule,
+                        num_chunks=chunks,
+                        zero=zero,
+                        checkpointing=checkpointing,
+                        offload=offload,
+                    )
+
+
+def _schedules(layout: Layout, num_layers: int) -> Iterator[tuple[str, int]]:
+    pp, m = layout.num_pp, layout.num_micro_batches
+    yield "1f1b", 1
+    if pp == 1:
+        return
+    for chunks in CHUNKS:
+        if pp * chunks <= num_layers and m % max(1, m // pp) == 0:
+            yield "interleaved", chunks
+    if 2 * pp <= num_layers:
+        yield "zbv", 2
+
+
+def reasons(found: Estimate) -> list[str]:
+    """Why a layout is where it is, in a few words each."""
+    layout, seconds, volume = found.layout, found.seconds, found.volume
+    parts = [f"{found.fullest.gpu_bytes / 1e9:.1f} of {found.gpu_limit / 1e9:.1f} GB on the fullest GPU"]
+    if layout.num_pp > 1:
+        parts.append(f"bubble {100 * seconds.bubble:.1f}%")
+    if layout.num_tp > 1:
+        where = "between machines" if MODEL in found.crosses else "inside a machine"
+        share = 100 * seconds.tensor_s / seconds.step_s
+        parts.append(f"tensor ranks {where}, {volume.tensor_bytes / 1e9:,.0f} GB, {share:.0f}% of the step")
+    if layout.num_dp > 1:
+        num = found.data_groups.num_groups
+        groups = f"{num} data groups at once" if num > 1 else "one data group"
+        if DATA in found.crosses:
+            groups += f" at {found.data_groups.times:.0f} x a machine's network"
+        else:
+            groups += " inside machines"
+        hidden = "hidden" if seconds.data_s < 0.001 * seconds.step_s else f"{seconds.data_s:.2g} s not hidden"
+        parts.append(f"{groups}, {volume.data_bytes / 1e9:,.1f} GB, {hidden}")
+    return parts
+
+
+def _divisors(number: int) -> list[int]:
+    return [i for i in range(1, number + 1) if number % i == 0]
+
+
+def _axes(layout: Layout) -> tuple[int, int, int]:
+    return layout.num_pp, layout.num_tp, layout.num_dp
+
+
+def _simplicity(layout: Layout) -> tuple[bool, int, int, bool, int]:
+    return layout.offload, layout.zero, layout.num_chunks, layout.checkpointing, layout.micro_batch
+
+
+def _best_of_each(found: Sequence[Estimate], key: Callable[[Estimate], tuple[object, ...]]) -> list[Estimate]:
+    """The best of every kind, fastest first: the simplest of those that take about as long as the fastest."""
+    fastest: dict[tuple[object, ...], float] = {}
+    for one in found:
+        fastest[key(one)] = min(one.seconds.step_s, fastest.get(key(one), math.inf))
+    close: dict[tuple[object, ...], Estimate] = {}
+    for one in found:
+        if one.seconds.step_s <= CLOSE * fastest[key(one)]:
+            kind = key(one)
+            if kind not in close or _simplicity(one.layout) < _simplicity(close[kind].layout):
+                close[kind] = one
+    return sorted(close.values(), key=lambda one: one.seconds.step_s)

@@ -1,0 +1,219 @@
+"""Ranks on named axes, and axes on machines: pure arithmetic, no process group is made here.
+
+Ranks are counted with the last axis fastest and fill machines one after the other. With the axes in the order pipe,
+data, model, the ranks of a tensor group are neighbours, those of a data group come next, and stages are furthest apart:
+so the groups that talk most share a machine, and the ones that talk least cross the network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from twinflow.errors import bad_value
+
+PIPE, DATA, MODEL = "pipe", "data", "model"
+
+
+@dataclass(frozen=True)
+class Coord:
+    """Where a rank is on every axis: `coord.pipe`, or as a mapping with `coord.to_dict()`."""
+
+    axes: tuple[str, ...]
+    values: tuple[int, ...]
+
+    def __getattr__(self, axis: str) -> int:
+        if axis.startswith("_") or axis not in self.axes:
+            raise AttributeError(axis)
+        return self.values[self.axes.index(axis)]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.values)
+
+    def to_dict(self) -> dict[str, int]:
+        """Axis to index."""
+        return dict(zip(self.axes, self.values, strict=True))
+
+
+class ProcessTopology:
+    """A grid of ranks, the last axis fastest. The methods have the names that DeepSpeed's users know."""
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        if len(axes) != len(dims) or len(set(axes)) != len(axes):
+            raise bad_value("axes", list(axes), f"different names, one for each of {list(dims)}")
+        for axis, dim in zip(axes, dims, strict=True):
+            if dim < 1:
+                raise bad_value(f"size of axis {axis}", dim, "a whole number >= 1")
+        self.axes, self.dims = tuple(axes), tuple(dims)
+
+    def world_size(self) -> int:
+        """Ranks of the whole grid."""
+        return math.prod(self.dims)
+
+    def get_axis_names(self) -> list[str]:
+        """Axes, slowest first."""
+        return list(self.axes)
+
+    def get_dim(self, axis: str) -> int:
+        """Ranks along an axis; 0 for one that is not here."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def get_rank(self, **coords: int) -> int:
+        """The rank at a place; every axis must be named."""
+        if set(coords) != set(self.axes):
+            raise bad_value("axes", sorted(coords), f"all of {list(self.axes)}", "Use filter_match for some of them.")
+        self._check(coords)
+        rank = 0
+        for axis, dim in zip(self.axes, self.dims, strict=True):
+            rank = rank * dim + coords[axis]
+        return rank
+
+    def get_coord(self, rank: int) -> Coord:
+        """The place of a rank."""
+        if not 0 <= rank < self.world_size():
+            raise bad_value("rank", rank, f"0 to {self.world_size() - 1}")
+        values = []
+        for dim in reversed(self.dims):
+            rank, value = divmod(rank, dim)
+            values.append(value)
+        return Coord(self.axes, tuple(reversed(values)))
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """Groups of ranks that differ on this axis alone; none where there is no such axis."""
+        if axis not in self.axes:
+            return []
+        others = [a for a in self.axes if a != axis]
+        places = product(*(range(self.get_dim(a)) for a in others))
+        return [
+            [self.get_rank(**{axis: i}, **dict(zip(others, place, strict=True))) for i in range(self.get_dim(axis))]
+            for place in places
+        ]
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """All ranks at one index of an axis."""
+        return self.filter_match(**{axis: idx})
+
+    def filter_match(self, **filter_kwargs: int) -> list[int]:
+        """Ranks at the places named, in order: `filter_match(pipe=0, data=1)`."""
+        unknown = sorted(set(filter_kwargs) - set(self.axes))
+        if unknown:
+            raise bad_value("axis", unknown[0], self.axes)
+        self._check(filter_kwargs)
+        ranges = [[filter_kwargs[a]] if a in filter_kwargs else range(self.get_dim(a)) for a in self.axes]
+        return [self.get_rank(**dict(zip(self.axes, place, strict=True))) for place in product(*ranges)]
+
+    def get_rank_repr(
+        self, rank: int, omit_axes: Sequence[str] = (DATA, PIPE), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """A rank's place as text for file names, like `model_00`: axes that do not matter there are left out."""
+        coord = self.get_coord(rank).to_dict()
+        return outer_sep.join(f"{a}{inner_sep}{coord[a]:02d}" for a in self.axes if a not in omit_axes)
+
+    def _check(self, coords: Mapping[str, int]) -> None:
+        for axis, index in coords.items():
+            if not 0 <= index < self.get_dim(axis):
+                raise bad_value(axis, index, f"0 to {self.get_dim(axis) - 1}")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({dict(zip(self.axes, self.dims, strict=True))})"
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Stages, each on several replicas."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__((PIPE, DATA), (num_pp, num_dp))
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """Stages, replicas and tensor ranks; tensor ranks are neighbours."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__((PIPE, DATA, MODEL), (num_pp, num_dp, num_mp))
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """One rank: its machine, the GPU there, and its coordinates."""
+
+    rank: int
+    node: int
+    local_rank: int
+    pipe: int
+    data: int
+    model: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that talk to each other along one axis."""
+
+    axis: str
+    ranks: tuple[int, ...]
+    nodes: tuple[int, ...]  # of the ranks, each once
+
+    @property
+    def crosses(self) -> bool:
+        """Whether it needs the network between machines."""
+        return len(self.nodes) > 1
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A grid on machines of `per_node` GPUs."""
+
+    num_pp: int
+    num_mp: int
+    num_dp: int
+    per_node: int
+    places: tuple[RankPlace, ...]
+    groups: Mapping[str, tuple[Group, ...]]  # by axis
+
+    def crosses(self, axis: str) -> bool:
+        """Whether any group of an axis leaves its machine."""
+        return any(group.crosses for group in self.groups[axis])
+
+    def num_crossing(self, axis: str) -> int:
+        """Groups of an axis that leave their machine."""
+        return sum(group.crosses for group in self.groups[axis])
+
+
+def map_ranks(num_pp: int, num_mp: int, num_dp: int, per_node: int, world: int | None = None) -> Mapped:
+    """Every rank's machine and coordinates: tensor groups inside one, data groups where they fit, stages across.
+
+    `world`: the ranks there are; the three sizes must multiply to it.
+    """
+    if per_node < 1:
+        raise bad_value("GPUs of a machine", per_node, "a whole number >= 1")
+    check_product(num_pp, num_mp, num_dp, num_pp * num_mp * num_dp if world is None else world)
+    topology = PipeModelDataParallelTopology(num_pp, num_mp, num_dp)
+    places = tuple(
+        RankPlace(rank, rank // per_node, rank % per_node, **topology.get_coord(rank).to_dict())
+        for rank in range(topology.world_size())
+    )
+    groups = {
+        axis: tuple(
+            Group(axis, tuple(ranks), tuple(sorted({rank // per_node for rank in ranks})))
+            for ranks in topology.get_axis_comm_lists(axis)
+        )
+        for axis in (PIPE, DATA, MODEL)
+    }
+    return Mapped(num_pp, num_mp, num_dp, per_node, places, groups)
+
+
+def check_product(num_pp: int, num_mp: int, num_dp: int, world: int) -> None:
+    """Refuse sizes that do not make up the world."""
+    for name, size in (("pipeline stages", num_pp), ("tensor ranks", num_mp), ("data ranks", num_dp)):
+        if size < 1:
+            raise bad_value(name, size, "a whole number >= 1")
+    if num_pp * num_mp * num_dp == world:
+        return
+    given = f"{num_pp} x {num_mp} x {num_dp} = {num_pp * num_mp * num_dp}"
+    remedy = (
+        f"Set the data axis to {world // (num_pp * num_mp)}, or leave it out."
+        if world % (num_pp * num_mp) == 0
+        else f"Choose pipeline stages and tensor ranks whose product divides {world}."
+    )
+    raise bad_value("pipe x model x data", given, f"a product of {world}, the number of ranks", remedy)

@@ -1,0 +1,150 @@
+"""The search over layouts, and `twinflow plan` for more GPUs than a machine has."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from twinflow.cli.main import app
+from twinflow.parallel.costs import estimate, lacking_bytes
+from twinflow.parallel.search import LayoutAsk, layouts, reasons, search
+from twinflow.parallel.shapes import Shape, shape_like
+from twinflow.planner.machines import GB, GPUS, Host, Machine
+from twinflow.planner.scaling import Cluster, default_network
+
+DGX = Machine(GPUS["a100-40"], Host(1024 * GB, 128, 300e9), 8)
+CLUSTER = Cluster(DGX, default_network(DGX))
+SMALL = LayoutAsk(Shape(16, 4096, 32, 2048), CLUSTER, num_gpus=32, batch=64, micro_batches=(1, 2))
+MANY = ("--params", "13b", "--gpu", "a100-40", "--gpus", "32", "--batch", "64", "--batch-size", "1")
+
+
+def plan(*options: str) -> Result:
+    return CliRunner(env={"COLUMNS": "120"}).invoke(app, ["plan", *options])
+
+
+def test_every_layout_divides_and_is_there_once() -> None:
+    found = list(layouts(SMALL))
+    assert len(found) == len(set(found))
+    for layout in found:
+        assert layout.world == 32
+        assert layout.batch == 64
+        assert layout.num_stages <= 16
+        assert 32 % layout.num_tp == 0
+    assert {layout.num_tp for layout in found} == {1, 2, 4, 8, 16}
+    assert {layout.schedule for layout in found} == {"1f1b", "interleaved", "zbv"}
+    assert {layout.zero for layout in found} == {0, 1, 2, 3}
+    assert {layout.num_pp for layout in found} == {1, 2, 4, 8, 16}
+
+
+def test_the_best_is_the_best_of_all() -> None:
+    ask = replace(SMALL, micro_batches=(1,), zeros=(1,), offload=(False,))
+    found = search(ask, count=3)
+    every = [estimate(ask.shape, layout, CLUSTER) for layout in layouts(ask)]
+    fitting = [one for one in every if one.fits]
+    assert (found.num_tried, found.num_fitting) == (len(every), len(fitting))
+    fastest = min(one.seconds.step_s for one in fitting)
+    assert found.best[0].seconds.step_s <= 1.01 * fastest
+    steps = [one.seconds.step_s for one in found.best]
+    assert steps == sorted(steps)
+    axes = [(one.layout.num_pp, one.layout.num_tp, one.layout.num_dp) for one in found.best]
+    assert len(set(axes)) == 3
+    assert all(one.fits and one.simulated for one in found.best)
+    assert found.nearest is None
+
+
+def test_the_trillion_takes_tensor_ranks_inside_and_stages_across_machines() -> None:
+    ask = LayoutAsk(shape_like(1e12), CLUSTER, 4096, 4096, (1,), zeros=(1,), checkpointing=(True,), offload=(False,))
+    best = search(ask, count=1).best[0]
+    assert best.layout.num_tp == 8
+    assert best.layout.num_pp in (16, 32, 64)
+    assert best.crosses == ("data", "pipe")
+    text = " ".join(reasons(best))
+    for word in ("on the fullest GPU", "bubble", "inside a machine", "data groups at once", "x a machine's network"):
+        assert word in text
+
+
+def test_where_nothing_fits_the_closest_is_named() -> None:
+    ask = replace(SMALL, shape=shape_like(1e12), offload=(False,))
+    found = search(ask)
+    assert not found.best
+    assert found.nearest is not None
+    assert not found.nearest.fits
+    lacks = lacking_bytes(ask.shape, found.nearest.layout, CLUSTER)
+    assert all(lacking_bytes(ask.shape, layout, CLUSTER) >= lacks for layout in layouts(ask))
+    hosts = replace(CLUSTER, machine=replace(DGX, host=replace(DGX.host, ram_bytes=GB)))
+    poor = search(replace(ask, shape=shape_like(70e9), cluster=hosts, offload=(True,)))
+    assert poor.nearest is not None
+    assert poor.nearest.host_bytes > poor.nearest.host_limit
+
+
+def test_a_table_with_reasons() -> None:
+    result = plan(*MANY, "--tokens", "300b", "--layouts", "2")
+    assert result.exit_code == 0, result.output
+    for word in ("pp tp dp ZeRO schedule", "days", "1. pp ", "2. pp ", "on the fullest GPU", "layouts tried"):
+        assert word in result.stdout
+    assert "3. pp " not in result.stdout
+    assert "A simulation by data sheet" in result.stdout
+    assert "machines of 8 x A100 40 GB" in result.stdout
+
+
+def test_json_adds_up() -> None:
+    result = plan(*MANY, "--json", "--seq", "1024", "--network", "25GB/s", "--checkpoint-activations")
+    found: dict[str, Any] = json.loads(result.stdout)
+    assert found["model"]["sequence"] == 1024
+    assert found["cluster"]["network_rate"] == 25e9
+    assert (found["cluster"]["gpus"], found["cluster"]["gpus_per_machine"], found["batch"]) == (32, 8, 64)
+    assert len(found["layouts"]) == 5
+    for one in found["layouts"]:
+        assert one["num_pp"] * one["num_tp"] * one["num_dp"] == 32
+        assert one["num_micro_batches"] * one["micro_batch"] * one["num_dp"] == 64
+        assert one["checkpointing"]
+        assert one["step_s"] == pytest.approx(one["pipeline_s"] + one["data_s"] + one["update_s"])
+        assert one["gpu_bytes"] <= one["gpu_limit"]
+        assert one["days"] is None
+        assert one["reasons"]
+
+
+def test_one_machine_is_planned_as_before_unless_layouts_are_asked_for() -> None:
+    eight = ("--params", "13b", "--gpu", "a100-40", "--gpus", "8", "--json")
+    assert "cases" in json.loads(plan(*eight).stdout)
+    assert "layouts" in json.loads(plan(*eight, "--layouts", "1", "--batch-size", "1").stdout)
+    sixteen = ("--params", "13b", "--gpu", "v100-32", "--gpus", "16", "--json")
+    assert "cases" in json.loads(plan(*sixteen).stdout)  # a DGX-2
+    assert "layouts" in json.loads(plan(*sixteen, "--per-node", "8", "--batch-size", "1").stdout)
+
+
+def test_what_does_not_fit_says_so() -> None:
+    result = plan("--params", "1t", "--gpu", "a100-40", "--gpus", "16", "--batch-size", "1", "--ram", "64GB")
+    assert result.exit_code == 1
+    assert "layouts fits: the closest (pp " in result.stdout
+    assert "Try more --gpus" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((*MANY, "--tokens", "many"), "--tokens is 'many'"),
+        ((*MANY, "--layouts", "0"), "--layouts is 0"),
+        ((*MANY, "--per-node", "0"), "--per-node is 0"),
+        ((*MANY, "--per-node", "5"), "a multiple of the 5 of a machine. 30 GPUs fill 6 machines"),
+        ((*MANY[:6], "--batch", "0"), "--batch is 0"),
+        ((*MANY[:6], "--batch", "3", "--batch-size", "2"), "a multiple of a micro-batch (2) and some number of data"),
+        ((*MANY, "--states", "bf16"), "--states is 'bf16'; allowed: nothing beside many GPUs"),
+        ((*MANY, "--seq", "0"), "--seq-length is 0"),
+        ((*MANY, "--cores", "0"), "--cores is 0"),
+        ((*MANY, "--network", "fast"), "--network is 'fast'"),
+        ((*MANY, "--preset", "gpt2-10b"), "--preset and --params"),
+        (("--params", "13b", "--tokens", "1b"), "name the card"),
+        (("--params", "13b", "--gpus", "64"), "name the card"),
+        ((*MANY, "--scaling", "64", "--tokens", "1b"), "no --tokens beside it"),
+        (("--params", "13b", "--gpu", "a100-99", "--gpus", "64"), "--gpu is 'a100-99'"),
+    ],
+)
+def test_mistakes_are_named(options: tuple[str, ...], words: str) -> None:
+    result = plan(*options)
+    assert result.exit_code == 1
+    assert words in result.output.replace("\n", " "), result.output
