@@ -89,6 +89,7 @@ class Simulation:
         self.frozen: int | None = None
         self.norm = 0.0
         self.sums: list[float] = []
+        self.num_level = 0  # steps since the learning rate last rose
         self.last_rate = -math.inf
         self.interval, self.count = 1, 0  # 0/1 Adam
         self.local_interval, self.local_count, self.since = 1, 0, 0
@@ -229,7 +230,8 @@ class Simulation:
                 total += float(flat.v.sum(dtype=torch.float64)) / (1.0 - b2 ** max(1, *flat.steps.values()))
             self.sums.append(total)
             window, threshold = self.case.options["freeze_window"], self.case.options["freeze_threshold"]
-            if len(self.sums) > window and self.rate <= self.last_rate:
+            self.num_level = 0 if self.rate > self.last_rate else self.num_level + 1
+            if len(self.sums) > window and self.num_level >= window:
                 least, most = sorted((self.sums[-1 - window], total))
                 is_settled = least / most >= threshold
             self.last_rate = self.rate

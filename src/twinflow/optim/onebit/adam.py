@@ -85,6 +85,7 @@ class OneBitAdam(FreezingOptimizer):
         return found
 
     def _compressed_step(self, bucket: FlatBucket, hits: Sequence[bool], factor: float) -> None:
+        self._warn_of_late(bucket, hits)
         b1 = self._options(bucket)["betas"][0]
         self._exchange(bucket, bucket.exp_avg, bucket.grads, (1.0 - b1) * factor, bucket.exp_avg, b1)
         hypers = self._hypers(bucket, hits)

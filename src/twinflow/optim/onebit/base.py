@@ -58,7 +58,7 @@ class CompressedOptimizer(Optimizer):
         self._buckets: list[FlatBucket] = []
         self._is_built = False
         super().__init__(params, defaults)
-        device = self.param_groups[0]["params"][0].device
+        device = next(param.device for given in self.param_groups for param in given["params"])
         is_alone = not (dist.is_available() and dist.is_initialized())
         self.group = group or (alone() if is_alone else new_group(backend_for(device)))
         self._agree = self.group if self.group.is_on_host else new_group("gloo", self.group.ranks)

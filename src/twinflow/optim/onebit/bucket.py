@@ -41,6 +41,7 @@ class FlatBucket:
     frozen_at: list[int] | None = None  # gradients that each parameter's second moment has seen, where it may stay
     server_start: int = 0  # of the part that this rank owns
     extra: dict[str, Tensor] = field(default_factory=dict)  # what else an optimizer keeps, flat
+    versions: list[int] = field(default_factory=list)  # of the parameters, when they were last written here
 
     def ranges(self) -> Iterator[slice]:
         """Where each parameter is."""
@@ -53,6 +54,7 @@ class FlatBucket:
 
     def gather(self) -> list[bool]:
         """Copy gradients into `grads`; which parameters have one. What has none is zero."""
+        self._take_over()
         hits = [param.grad is not None for param in self.params]
         views = self.views(self.grads)
         into = [view for view, hit in zip(views, hits, strict=True) if hit]
@@ -63,9 +65,20 @@ class FlatBucket:
                 view.zero_()
         return hits
 
+    def _take_over(self) -> None:
+        """Weights that somebody else has written: into other memory, or into parameters that have masters."""
+        for i, (view, param) in enumerate(zip(self.views(self.weights), self.params, strict=True)):
+            if param.dtype == torch.float32:
+                if param.data_ptr() != view.data_ptr():
+                    view.copy_(param)
+                    param.data = view
+            elif self.versions and self.versions[i] != param._version:
+                view.copy_(torch.where(view.to(param.dtype) == param, view, param.float()))
+
     def sum_squares(self) -> float:
         """Of the gradients; not finite where one is not, or where the sum is beyond fp32."""
-        return float(torch.linalg.vector_norm(self.grads, dtype=torch.float32)) ** 2
+        rows = self.grads.view(-1, BLOCK)  # torch's sum of many squares in fp32 would lose some
+        return float(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).double().square().sum())
 
     def update(self, hypers: Sequence[Hyper | None], factor: float = 1.0) -> None:
         """One step of AdamW of the parameters that have numbers; then the parameters are those of the weights."""
@@ -98,6 +111,7 @@ class FlatBucket:
             torch._foreach_copy_([param.detach() for param in self.params], self.views(self.weights))
         for param in self.params:
             torch.autograd.graph.increment_version(param)
+        self.versions = [param._version for param in self.params]
 
     def set_exponents(self, exponents: Tensor) -> None:
         """Other sizes from now on. Errors are what they were, in them."""

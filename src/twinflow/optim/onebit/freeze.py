@@ -2,8 +2,8 @@
 
 Adam's second moment grows and falls a lot at the start of a training. Once its sum has changed little over as many
 steps as it remembers, it is taken for good: from then on Adam is linear in the gradients, and errors that compressed
-communication makes cancel over time. Not while the learning rate still rises: the second moment would be that of
-another stage of the training.
+communication makes cancel over time. Not while the learning rate still rises, nor before it has been level for as
+long: the second moment would be that of another stage of the training.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class VarianceWatch:
         self.sums.append(total)
         while len(self.sums) > self.window + 1:
             self.sums.popleft()
-        if len(self.sums) <= self.window or not self.num_level:
+        if len(self.sums) <= self.window or self.num_level < self.window:
             return False
         least, most = sorted((self.sums[0], total))
         return least > 0.0 and least / most >= self.threshold

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 from twinflow.codes.reference import exponents_of
 from twinflow.errors import bad_value
 from twinflow.optim.onebit.base import LOGGER, CompressedOptimizer
+from twinflow.optim.onebit.bucket import FlatBucket
 from twinflow.optim.onebit.freeze import VarianceWatch, default_window
 from twinflow.rules.checks import check_betas
 
@@ -71,10 +72,21 @@ class FreezingOptimizer(CompressedOptimizer):
         self.frozen_step = self.num_steps
         for bucket in self._buckets:
             bucket.frozen_at = [max(1, step) for step in bucket.steps]
-            bucket.set_exponents(exponents_of(bucket.exp_avg_sq, float(self._options(bucket)["eps"])))
+            exponents = exponents_of(bucket.exp_avg_sq, float(self._options(bucket)["eps"]))
+            self.group.broadcast(exponents)  # machines of different kinds may round a root differently
+            bucket.set_exponents(exponents)
         if self.group.rank == 0:
             LOGGER.info(
                 f"{type(self).__name__}: the second moment stays; compressed from step {self.frozen_step + 1} on"
+            )
+
+    def _warn_of_late(self, bucket: FlatBucket, hits: Sequence[bool]) -> None:
+        """Parameters whose first gradient comes after the switch have no second moment, and are left alone."""
+        num_late = sum(hit and not step for hit, step in zip(hits, bucket.steps, strict=True))
+        if num_late and self.group.rank == 0:
+            LOGGER.warning(
+                f"{type(self).__name__}: {num_late} parameters got their first gradient after the second moment was "
+                "frozen, and are left as they are. Freeze later, or build a new optimizer"
             )
 
     def _head(self) -> dict[str, Any]:

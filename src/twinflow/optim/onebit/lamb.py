@@ -120,6 +120,7 @@ class OneBitLamb(FreezingOptimizer):
     def _compressed_step(self, number: int, hits: Sequence[bool], factor: float) -> None:
         bucket, fresh = self._buckets[number], self._buckets[number].extra[_FRESH]
         (b1, b2), eps = self._options(bucket)["betas"], float(self._options(bucket)["eps"])
+        self._warn_of_late(bucket, hits)
         before = bucket.exp_avg.clone()
         self._exchange(bucket, bucket.exp_avg, bucket.grads, (1.0 - b1) * factor, bucket.exp_avg, b1)
         implied = (bucket.exp_avg - before * b1).mul_(1.0 / (1.0 - b1))

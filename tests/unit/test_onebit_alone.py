@@ -1,0 +1,71 @@
+"""1-bit optimizers in one process, and what users do to their parameters."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from twinflow.optim.onebit import OneBitAdam, OneBitLamb, ZeroOneAdam
+
+
+def step(optimizer: torch.optim.Optimizer, *params: nn.Parameter, grad: float = 1.0) -> None:
+    for param in params:
+        param.grad = torch.full_like(param, grad)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [OneBitAdam, ZeroOneAdam, OneBitLamb])
+def test_a_process_alone_trains(kind: type[OneBitAdam]) -> None:
+    param = nn.Parameter(torch.linspace(-1.0, 1.0, 300))
+    optimizer = kind([param], lr=1e-2)
+    for _ in range(5):
+        step(optimizer, param)
+    assert (param < torch.linspace(-1.0, 1.0, 300)).all()
+    assert optimizer.sent_bytes == 0
+
+
+def test_weights_in_other_memory_are_taken_over() -> None:
+    """As `model.to()` or `load_state_dict(assign=True)` leave them."""
+    param = nn.Parameter(torch.zeros(10))
+    optimizer = OneBitAdam([param], lr=1e-2)
+    step(optimizer, param)
+    param.data = torch.full((10,), 5.0)
+    step(optimizer, param)
+    torch.testing.assert_close(param.detach(), torch.full((10,), 4.99))
+
+
+def test_weights_written_into_half_precision_are_taken_over() -> None:
+    param = nn.Parameter(torch.zeros(10, dtype=torch.bfloat16))
+    optimizer = OneBitAdam([param], lr=1e-4)
+    step(optimizer, param)
+    master: Tensor = optimizer._buckets[0].weights
+    before = master[0].item()
+    with torch.no_grad():
+        param[5:] = 3.0
+    step(optimizer, param)
+    torch.testing.assert_close(master[0].item(), before - 1e-4)  # untouched: its lower bits are still there
+    torch.testing.assert_close(master[5].item(), 3.0 - 1e-4)
+
+
+def test_a_long_sum_of_squares_is_exact() -> None:
+    """In one sweep of fp32, torch is off by a thousandth there."""
+    param = nn.Parameter(torch.zeros(1 << 24))
+    optimizer = OneBitAdam([param], lr=1e-4)
+    param.grad = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0))
+    optimizer.step()
+    assert optimizer.grad_norm == pytest.approx(float(param.grad.double().norm()), rel=1e-6)
+
+
+def test_a_parameter_that_comes_too_late_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    first, late = nn.Parameter(torch.zeros(200)), nn.Parameter(torch.zeros(200))
+    optimizer = OneBitAdam([first, late], lr=1e-2, freeze_step=2)
+    for _ in range(3):
+        step(optimizer, first)
+    with caplog.at_level(logging.WARNING, "twinflow"):
+        step(optimizer, first, late)
+        step(optimizer, first, late)
+    assert caplog.text.count("1 parameters got their first gradient") == 1
+    assert not late.any()
