@@ -1,12 +1,12 @@
 """What compressed communication costs in quality: the small GPT on four ranks, with Adam and with 1-bit optimizers.
 
 Ranks are processes of this machine over gloo, each with batches of its own. Parts (`--only`): `adam`, for some seeds:
-AdamW on the mean gradient and 1-bit Adam that switches by itself, and for the first seed 0/1 Adam and 1-bit Adam without
-error feedback; `lamb`: LAMB and 1-bit LAMB; `tune`: a trained model goes on with other text in micro-batches of 3, with
-AdamW and 1-bit Adam. All start from the same weights and see the same batches. Bytes are those that the collectives
-count, beside those of an all-reduce in bf16. After each run all ranks must have the same weights: no figure otherwise.
-Prints the machine, a table and one JSON line; `--save` writes a dated file in benchmarks/results. Needs no GPU; 3,000
-steps take some minutes on two cores. `--tiny` shows that the script works, nothing more.
+AdamW on the mean gradient and 1-bit Adam that switches by itself, and for the first seed 0/1 Adam and 1-bit Adam
+without error feedback; `lamb`: LAMB and 1-bit LAMB; `tune`: a trained model goes on with other text in micro-batches of
+3, with AdamW and 1-bit Adam. All start from the same weights and see the same batches. Bytes are those that the
+collectives count, beside those of an all-reduce in bf16. After each run all ranks must have the same weights: no figure
+otherwise. Prints the machine, a table and one JSON line; `--save` writes a dated file in benchmarks/results. Needs no
+GPU; 3,000 steps take some minutes on two cores. `--tiny` shows that the script works, nothing more.
 """
 
 from __future__ import annotations
@@ -195,8 +195,8 @@ def launch(**order: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run, args=(folder, order), nprocs=WORLD)
         row: dict[str, Any] = json.loads(Path(folder, "row.json").read_text())
-    if not row["is_same"] or not math.isfinite(row["loss"]):
-        raise SystemExit(f"no figures: {row}")
+    if not row["is_same"]:
+        raise SystemExit(f"no figures: weights of ranks differ: {row}")
     print(f"{row['name']}: loss {row['loss']:.4f}, {row['seconds']:.0f} s", file=sys.stderr, flush=True)
     return row
 
@@ -238,7 +238,7 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
         if "no feedback" in row["name"]:
             lines += [f"- missed: {where}: {over:+.2%}, wanted more than {LIMIT:+.0%}"] if over <= LIMIT else []
             continue
-        lines += [f"- missed: {where}: {over:+.2%}, wanted at most {LIMIT:+.0%}"] if over > LIMIT else []
+        lines += [f"- missed: {where}: {over:+.2%}, wanted at most {LIMIT:+.0%}"] if not over <= LIMIT else []
         lines += [f"- missed: {where}: {fewer:.2f}x fewer bytes, wanted {FEWER}"] if fewer < FEWER else []
         if row["frozen_step"] is None and row["name"] != "0/1 Adam":
             lines.append(f"- missed: {where}: it never switched")
