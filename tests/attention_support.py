@@ -120,7 +120,7 @@ def _cell(structure: str, *rest: Any) -> Case:
 
 
 _PAIRS = [_cell(*cell) for cell in pairwise(*_AXES)]
-DEFAULT = [*(c for c in _PAIRS if (STRUCTURES.index(c.structure) + BLOCKS.index(c.block)) % 2 == 0), *SPECIAL]
+DEFAULT = [*(c for c in _PAIRS if (STRUCTURES.index(c.structure) + BLOCKS.index(c.block)) % 4 == 0), *SPECIAL]
 MATRIX = [_cell(*cell) for cell in itertools.product(*_AXES)]
 CASES = {case.name: case for case in (*DEFAULT, *MORE, *MATRIX, *LARGE)}
 

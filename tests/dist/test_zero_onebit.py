@@ -34,15 +34,17 @@ def check(name: str, ranks: list[dict[str, Any]], truth: dict[str, Any] | None =
     assert max(sent[FREEZE:]) * 14 < sent[0], (name, sent)  # of fp32: small buckets have much padding
 
 
-def test_ranks_have_the_same_weights() -> None:
+CASES = {"half": (2, "half", 3), "full": (1, "full", 1), "none": (0, "none", 1)}
+
+
+@pytest.mark.parametrize("name", ["half", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("full", "none"))])
+def test_ranks_have_the_same_weights(name: str) -> None:
     """Stages 0 to 2, without offload, with it, and half."""
     alone = {**config_for(0, None, 1), "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95]}}}
     truth = run_ranks(0, train_all, {"alone": alone}, NUM_STEPS)[0]["alone"]
-    cases = [(1, "full", 1), (2, "half", 3), (0, "none", 1)]
-    configs = {f"{s} {o} {a}": config_for(s, OFFLOADS[o], 2, accumulation=a) for s, o, a in cases}
-    ranks = run_ranks(2, train_all, configs, NUM_STEPS)
-    for name in configs:
-        check(name, ranks, truth)
+    stage, offload, accumulation = CASES[name]
+    configs = {name: config_for(stage, OFFLOADS[offload], 2, accumulation=accumulation)}
+    check(name, run_ranks(2, train_all, configs, NUM_STEPS), truth)
 
 
 @pytest.mark.matrix
@@ -64,19 +66,26 @@ def test_every_way(world: int) -> None:
 
 
 def test_a_checkpoint_keeps_errors(tmp_path: Path) -> None:
-    """The same world goes on bit for bit; others keep the mean of the errors, and go on as well."""
+    """The same world goes on bit for bit."""
     config = config_for(1, {"ratio": 0.5}, 2)
     saved = run_ranks(2, save_and_go_on, config, str(tmp_path))
     loaded = run_ranks(2, load_and_go_on, config, str(tmp_path))
     assert [rank["digests"] for rank in loaded] == [rank["digests"] for rank in saved]
     assert [rank["losses"] for rank in loaded] == [rank["losses"] for rank in saved]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("stage", [0, 2])
+def test_other_worlds_keep_the_mean_of_the_errors(tmp_path: Path, stage: int) -> None:
+    """And go on as well; one process does so with plain AdamW."""
+    saved = run_ranks(2, save_and_go_on, config_for(stage, {}, 2), str(tmp_path))
     others = run_ranks(3, load_and_go_on, config_for(1, {}, 3), str(tmp_path))
     assert others[0]["errors"].keys() == saved[0]["errors"].keys()
     for name, errors in saved[0]["errors"].items():
         assert others[0]["errors"][name] == pytest.approx(errors, abs=1e-6), name
     assert all(rank["digests"] == others[0]["digests"] for rank in others)
     assert others[0]["losses"] == pytest.approx(saved[0]["losses"], rel=0.15)
-    alone = run_ranks(0, load_and_go_on, config_for(0, {}, 1), str(tmp_path))[0]  # plain AdamW from there on
+    alone = run_ranks(0, load_and_go_on, config_for(0, {}, 1), str(tmp_path))[0]
     assert alone["losses"] == pytest.approx(saved[0]["losses"], rel=0.3)
     assert not any(alone["compressed"])
 
