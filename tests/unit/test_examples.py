@@ -21,7 +21,14 @@ def test_there_are_examples() -> None:
     assert {path.name for path in EXAMPLES} >= set(PROMISES)
 
 
-@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.name)
+SLOW = ("state_formats.py",)  # in the matrix
+
+
+def cell(script: Path) -> object:
+    return pytest.param(script, id=script.name, marks=[pytest.mark.matrix] if script.name in SLOW else [])
+
+
+@pytest.mark.parametrize("script", [cell(script) for script in EXAMPLES])
 def test_example_runs(script: Path, tmp_path: Path) -> None:
     cwd = tmp_path / "cwd"
     cwd.mkdir()
