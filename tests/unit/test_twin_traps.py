@@ -802,7 +802,9 @@ def test_a_result_changes_without_this_sync_point_and_not_with_it(point: str) ->
     case = CASES[point]
     calm = outcome(case, {})
     assert same(calm, outcome(case, case.delays)), "a delay alone changed the result"
-    assert not same(calm, outcome(case, case.delays, frozenset({point}))), "nothing changed: is the wait needed?"
+    longer = ({name: seconds * factor for name, seconds in case.delays.items()} for factor in (1, 4, 16))
+    changed = (not same(calm, outcome(case, delays, frozenset({point}))) for delays in longer)  # a busy machine is late
+    assert any(changed), "nothing changed: is the wait needed?"
 
 
 def test_a_model_converted_after_the_start_is_refused() -> None:
