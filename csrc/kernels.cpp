@@ -9,6 +9,7 @@
 #include "int8_avx512.h"
 #include "loop.h"
 #include "packing.h"
+#include "unpacking.h"
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from zero_cases import full
 
 import twinflow
-from twinflow.build import make_optimizer
+from twinflow.build_optimizer import make_optimizer
 from twinflow.checkpoint import Entry
 from twinflow.config import load_config, resolve_batch
 from twinflow.launch.environment import joined

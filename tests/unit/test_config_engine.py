@@ -16,7 +16,7 @@ from torch import nn
 from twin_support import quick_torch
 
 import twinflow
-from twinflow.build import make_zero
+from twinflow.build_optimizer import make_zero
 from twinflow.config import load_config
 
 # Each of these works alone. `mutated` spoils them; together some do not fit, and then one of them is named.
@@ -211,3 +211,9 @@ def test_what_fully_shard_does_itself_is_refused(key: str) -> None:
     config = load_config({"train_batch_size": 2, "zero_optimization": {"stage": 3}, key: value})
     with pytest.raises(ValueError, match=f"{key} with zero_optimization.stage 3"):
         make_zero(config, 2)
+
+
+def test_an_optimizer_that_was_given_overrules_the_compressed_one_of_the_config() -> None:
+    config = load_config({"train_batch_size": 2, "optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 3}}})
+    assert make_zero(config, 2).compression is not None
+    assert make_zero(config, 2, is_named=False).compression is None

@@ -22,6 +22,7 @@ LAYERS = [
     ("optim",),
     ("data", "checkpoint", "monitor"),
     ("engine",),
+    ("build_optimizer",),
     ("build",),
     ("models", "bench"),
     ("cli",),

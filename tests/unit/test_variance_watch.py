@@ -7,14 +7,15 @@ import math
 
 import pytest
 
-from twinflow.optim.onebit.freeze import THRESHOLD, VarianceWatch, default_window
+from twinflow.optim.onebit.freeze import VarianceWatch, default_window
+from twinflow.zero.compression import THRESHOLD, Compression
 
 LEVEL = 1e-3
 
 
 def first_settled(totals: list[float], rates: list[float] | None = None, window: int = 4) -> int | None:
     """The number of the step, from 1 on, at which it has settled."""
-    watch = VarianceWatch(window)
+    watch = VarianceWatch(window, THRESHOLD)
     for i, total in enumerate(totals):
         if watch.see(total, rates[i] if rates else LEVEL):
             return i + 1
@@ -62,7 +63,7 @@ def test_it_goes_on_from_where_it_was() -> None:
     whole = first_settled(totals)
     assert whole is not None
     for stop in range(whole):
-        watch, again = VarianceWatch(4), VarianceWatch(4)
+        watch, again = VarianceWatch(4, THRESHOLD), VarianceWatch(4, THRESHOLD)
         assert not any(watch.see(total, LEVEL) for total in totals[:stop])
         again.load_state_dict(json.loads(json.dumps(watch.state_dict())))
         found = next(i for i in range(stop, 100) if again.see(totals[i], LEVEL))
@@ -71,7 +72,7 @@ def test_it_goes_on_from_where_it_was() -> None:
 
 def test_a_shorter_window_forgets_what_is_older() -> None:
     """Loaded from one of 50 steps: only the last 4 count."""
-    watch, again = VarianceWatch(50), VarianceWatch(4)
+    watch, again = VarianceWatch(50, THRESHOLD), VarianceWatch(4, THRESHOLD)
     for total in [100.0] * 30 + [1.0] * 20:
         watch.see(total, LEVEL)
     again.load_state_dict(watch.state_dict())
@@ -86,4 +87,4 @@ def test_the_window_is_what_an_average_remembers(b2: float, window: int) -> None
 @pytest.mark.parametrize(("window", "threshold"), [(0, 0.96), (-3, 0.96), (4, 0.0), (4, 1.0), (4, math.nan)])
 def test_bad_numbers_are_refused(window: int, threshold: float) -> None:
     with pytest.raises(ValueError, match="freeze_"):
-        VarianceWatch(window, threshold)
+        Compression(freeze_threshold=threshold, freeze_window=window)

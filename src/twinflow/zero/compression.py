@@ -27,7 +27,7 @@ from torch import Tensor
 
 from twinflow.codes import Code, code_named
 from twinflow.codes.reference import two_to
-from twinflow.dist.compressed import Coding, Errors, compressed_reduce_scatter, own_part, packing_for
+from twinflow.dist.compressed import Coding, Errors, compressed_reduce_scatter, own_part, publish
 from twinflow.dist.group import Group
 from twinflow.errors import bad_value
 from twinflow.offload.bucket import Bucket, Job
@@ -81,16 +81,11 @@ class Exchanges:
     def publish(self, group: Group, bucket: Bucket, flat: Tensor, job: Job) -> None:
         """`flat`: the published weights, but new ones in this rank's part; afterwards, those that all ranks have."""
         own = self.of[bucket.plan.index]
-        here, packing = own_part(group, flat), packing_for(flat.device)
+        here = own_part(group, flat)
         new = here.clone()
         here.copy_(own.told)
-        packed = torch.empty(group.world, self.code.row_bytes(here.numel()), dtype=torch.uint8, device=flat.device)
-        which = own_part(group, own.exponents)
-        row = packed[group.rank : group.rank + 1]
-        packing.encode(self.code, row, new, base=own.told, base_factor=-1.0, exponents=which, is_scaled=False)
-        group.all_gather(packed.view(-1))
-        before = flat.float() if flat.dtype != torch.float32 else flat.clone()
-        packing.decode(self.code, flat, packed, exponents=own.exponents, is_scaled=False, is_added=True)
+        before = flat.to(torch.float32, copy=True)
+        publish(group, flat, new, Coding(self.code, own.exponents))
         own.told.copy_(here)
         self._share_momentum(own, bucket, before, flat, job)
 

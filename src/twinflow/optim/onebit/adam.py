@@ -13,17 +13,19 @@ norms takes its place, which is never smaller.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
 from torch.optim.optimizer import ParamsT
 
-from twinflow.dist.group import Group
-from twinflow.optim.onebit.base import BUCKET_NUMEL
+from twinflow.optim.onebit.base import Shared
 from twinflow.optim.onebit.bucket import FlatBucket
-from twinflow.optim.onebit.freeze import THRESHOLD
-from twinflow.optim.onebit.freezing import FreezingOptimizer, Switch
+from twinflow.optim.onebit.freezing import FreezingOptimizer
 from twinflow.rules.adam import adamw_hyper
 from twinflow.rules.rule import Hyper
+from twinflow.zero.compression import THRESHOLD, Compression
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class OneBitAdam(FreezingOptimizer):
@@ -44,24 +46,11 @@ class OneBitAdam(FreezingOptimizer):
         freeze_step: int | None = None,
         freeze_threshold: float = THRESHOLD,
         freeze_window: int | None = None,
-        max_grad_norm: float | None = None,
         code: str = "1bit",
-        has_feedback: bool = True,
-        wire_dtype: torch.dtype | None = None,
-        bucket_numel: int = BUCKET_NUMEL,
-        group: Group | None = None,
+        **shared: Unpack[Shared],
     ) -> None:
-        super().__init__(
-            params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-            Switch(freeze_step, freeze_threshold, freeze_window),
-            max_grad_norm=max_grad_norm,
-            code=code,
-            has_feedback=has_feedback,
-            wire_dtype=wire_dtype,
-            bucket_numel=bucket_numel,
-            group=group,
-        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, Compression(code, freeze_step, freeze_threshold, freeze_window), **shared)
 
     def _update(self, present: list[list[bool]], norms: Sequence[float]) -> None:
         if self.is_compressed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,16 @@ BUCKET_NUMEL = 1 << 24
 _STATES = ("exp_avg", "exp_avg_sq", "worker_error", "server_error", "exponents")
 
 
+class Shared(TypedDict, total=False):
+    """Options that all of them have, with the same defaults."""
+
+    max_grad_norm: float | None
+    has_feedback: bool  # False: errors are dropped, to see what they are for
+    wire_dtype: torch.dtype | None  # of sums in full precision; None: the gradients' own
+    bucket_numel: int  # elements of one exchange
+    group: Group | None  # the ranks; None: all
+
+
 class CompressedOptimizer(Optimizer):
     """The frame around a step. Subclasses say what is exchanged, and what becomes of it."""
 
@@ -35,13 +45,13 @@ class CompressedOptimizer(Optimizer):
         self,
         params: ParamsT,
         defaults: dict[str, Any],
-        *,
-        max_grad_norm: float | None,
         code: str,
-        has_feedback: bool,
-        wire_dtype: torch.dtype | None,
-        bucket_numel: int,
-        group: Group | None,
+        *,
+        max_grad_norm: float | None = None,
+        has_feedback: bool = True,
+        wire_dtype: torch.dtype | None = None,
+        bucket_numel: int = BUCKET_NUMEL,
+        group: Group | None = None,
     ) -> None:
         check_numbers(defaults, "lr", "eps", "weight_decay")
         check_betas(defaults)
@@ -52,7 +62,7 @@ class CompressedOptimizer(Optimizer):
         if bucket_numel < 1:
             raise bad_value("bucket_numel", bucket_numel, "a whole number >= 1")
         self.max_grad_norm, self.code, self.has_feedback = max_grad_norm, code_named(code), has_feedback
-        self.wire_dtype = wire_dtype  # of sums in full precision; None: the gradients' own
+        self.wire_dtype = wire_dtype
         self.num_steps = self.num_skipped = 0
         self.grad_norm: float | None = None  # of the last step's gradients, before clipping
         self._buckets: list[FlatBucket] = []

@@ -14,9 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from twinflow.errors import bad_value
-
-THRESHOLD = 0.96
 MAX_WINDOW = 1000
 
 
@@ -30,16 +27,10 @@ class VarianceWatch:
     """Sees the sum of the second moment, without its bias, after each step."""
 
     window: int
-    threshold: float = THRESHOLD
+    threshold: float
     sums: deque[float] = field(default_factory=deque)  # of the last steps, one more than the window
     last_lr: float = -math.inf
     num_level: int = 0  # steps since the learning rate last rose
-
-    def __post_init__(self) -> None:
-        if self.window < 1:
-            raise bad_value("freeze_window", self.window, "a whole number >= 1")
-        if not 0.0 < self.threshold < 1.0:
-            raise bad_value("freeze_threshold", self.threshold, "a number above 0 and below 1")
 
     def see(self, total: float, lr: float) -> bool:
         """Whether it has settled. All ranks must see the same numbers."""

@@ -3,39 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from twinflow.codes.reference import exponents_of
-from twinflow.errors import bad_value
-from twinflow.optim.onebit.base import LOGGER, CompressedOptimizer
+from twinflow.optim.onebit.base import LOGGER, CompressedOptimizer, Shared
 from twinflow.optim.onebit.bucket import FlatBucket
 from twinflow.optim.onebit.freeze import VarianceWatch, default_window
 from twinflow.rules.checks import check_betas
+from twinflow.zero.compression import Compression
 
-
-class Switch(NamedTuple):
-    """When: after this step, or (None) by the second moment."""
-
-    step: int | None
-    threshold: float
-    window: int | None
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class FreezingOptimizer(CompressedOptimizer):
     """Keeps the second moment as it is from some step on."""
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any], switch: Switch, **rest: Any) -> None:
-        if switch.step is not None and switch.step < 1:
-            raise bad_value("freeze_step", switch.step, "a whole number >= 1, or None")
+    def __init__(
+        self, params: ParamsT, defaults: dict[str, Any], compression: Compression, **shared: Unpack[Shared]
+    ) -> None:
         check_betas(defaults)
-        window = switch.window if switch.window is not None else default_window(defaults["betas"][1])
-        self._watch = VarianceWatch(window, switch.threshold)
-        self.freeze_step = switch.step
+        window = compression.freeze_window or default_window(defaults["betas"][1])
+        self._watch = VarianceWatch(window, compression.freeze_threshold)
+        self.freeze_step = compression.freeze_step
         self.frozen_step: int | None = None  # the last in full precision, once that is known
-        super().__init__(params, defaults, **rest)
+        super().__init__(params, defaults, compression.code, **shared)
 
     @property
     def is_compressed(self) -> bool:

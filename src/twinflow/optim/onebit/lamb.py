@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from twinflow.dist.group import Group
 from twinflow.errors import bad_value
-from twinflow.optim.onebit.base import BUCKET_NUMEL
+from twinflow.optim.onebit.base import Shared
 from twinflow.optim.onebit.bucket import FlatBucket
-from twinflow.optim.onebit.freeze import THRESHOLD
-from twinflow.optim.onebit.freezing import FreezingOptimizer, Switch
+from twinflow.optim.onebit.freezing import FreezingOptimizer
+from twinflow.zero.compression import THRESHOLD, Compression
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _FRESH = "exp_avg_sq_fresh"
 
@@ -46,12 +48,8 @@ class OneBitLamb(FreezingOptimizer):
         factor_max: float = 4.0,
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
-        max_grad_norm: float | None = None,
         code: str = "1bit",
-        has_feedback: bool = True,
-        wire_dtype: torch.dtype | None = None,
-        bucket_numel: int = BUCKET_NUMEL,
-        group: Group | None = None,
+        **shared: Unpack[Shared],
     ) -> None:
         for names, low, high in (("coeff", min_coeff, max_coeff), ("factor", factor_min, factor_max)):
             if not 0.0 < low <= high < math.inf:
@@ -60,17 +58,8 @@ class OneBitLamb(FreezingOptimizer):
             raise bad_value("coeff_beta", coeff_beta, "a number in [0, 1)")
         if not 0.0 < factor_threshold < 1.0:
             raise bad_value("factor_threshold", factor_threshold, "a number above 0 and below 1")
-        super().__init__(
-            params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-            Switch(freeze_step, freeze_threshold, freeze_window),
-            max_grad_norm=max_grad_norm,
-            code=code,
-            has_feedback=has_feedback,
-            wire_dtype=wire_dtype,
-            bucket_numel=bucket_numel,
-            group=group,
-        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, Compression(code, freeze_step, freeze_threshold, freeze_window), **shared)
         self.coeffs, self.factors = (min_coeff, max_coeff), (factor_min, factor_max)
         self.coeff_beta, self.factor_threshold = coeff_beta, factor_threshold
         sizes = [len(bucket.params) for bucket in self._buckets]

@@ -12,19 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from twinflow.codes.reference import exponents_of
-from twinflow.dist.group import Group
 from twinflow.errors import bad_value
-from twinflow.optim.onebit.base import BUCKET_NUMEL, CompressedOptimizer
+from twinflow.optim.onebit.base import CompressedOptimizer, Shared
 from twinflow.optim.onebit.bucket import FlatBucket
 from twinflow.rules.adam import adamw_hyper
 from twinflow.rules.rule import Hyper
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _REFRESH, _ONE_BIT, _LOCAL = "refresh", "one bit", "local"
 
@@ -66,28 +68,16 @@ class ZeroOneAdam(CompressedOptimizer):
         var_update_scaler: int = 16,
         local_step_scaler: int = 32678,
         local_step_clipper: int = 16,
-        max_grad_norm: float | None = None,
         code: str = "1bit",
-        has_feedback: bool = True,
-        wire_dtype: torch.dtype | None = None,
-        bucket_numel: int = BUCKET_NUMEL,
-        group: Group | None = None,
+        **shared: Unpack[Shared],
     ) -> None:
         numbers = {"var_freeze_step": var_freeze_step, "var_update_scaler": var_update_scaler}
         numbers |= {"local_step_scaler": local_step_scaler, "local_step_clipper": local_step_clipper}
         for name, number in numbers.items():
             if number < 1:
                 raise bad_value(name, number, "a whole number >= 1")
-        super().__init__(
-            params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-            max_grad_norm=max_grad_norm,
-            code=code,
-            has_feedback=has_feedback,
-            wire_dtype=wire_dtype,
-            bucket_numel=bucket_numel,
-            group=group,
-        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, code, **shared)
         self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
         self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
         self._variance = Rhythm()

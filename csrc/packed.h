@@ -1,0 +1,88 @@
+// A packed row in memory, and what a call may or may not have: what packing.h and unpacking.h share.
+// src/twinflow/codes/code.py says how a row lies in memory.
+#pragma once
+#include "kernels.h"
+#include "loop.h"
+
+namespace tf {
+namespace TF_ISA {
+
+constexpr int kPacked = (int)kPackedBlock;
+constexpr int kUnpacked = 1024;         // elements that are decoded at a time: no part of any result
+constexpr int kLanes = 64;              // of the sum of magnitudes: part of the definition of one bit's scale
+constexpr int kWord = 32;               // elements of one word of signs
+constexpr uint32_t kNan = 0x7fc00000u;  // the scale of a block that holds what is not finite
+
+struct alignas(64) PackingScratch {
+  float c[kPacked], values[kPacked], base[kPacked];  // the last two: what gather cannot read as it is
+  uint8_t codes[kPacked];
+};
+
+// ---- where a row's scales and codes are
+
+struct Row {
+  uint8_t* scales;
+  uint8_t* codes;
+  uint8_t* end;
+
+  Row(const tf_packing& p, int64_t row) {
+    const int64_t num_scales = (p.numel + kPacked - 1) / kPacked, code_bytes = (p.numel * p.bits + 7) / 8;
+    const int64_t row_bytes = (4 * num_scales + code_bytes + 15) / 16 * 16;
+    scales = (uint8_t*)p.packed + row * row_bytes;
+    codes = scales + 4 * num_scales;
+    end = scales + row_bytes;
+  }
+  float scale(int64_t block) const {
+    float x;
+    memcpy(&x, scales + 4 * block, 4);
+    return x;
+  }
+};
+
+// ---- accessors of what a call may or may not have
+
+struct NoBase {
+  TF_INLINE_MEMBER float add(int, float given) const { return given; }
+};
+
+struct SomeBase {
+  const float* in;
+  float factor;
+  TF_INLINE_MEMBER float add(int i, float given) const { return in[i] * factor + given; }
+};
+
+struct AllIn {  // no exponents: nothing is scaled, nothing is left out
+  TF_INLINE_MEMBER float times(int, float x) const { return x; }
+  TF_INLINE_MEMBER float divided(int, float x) const { return x; }
+  TF_INLINE_MEMBER float choose(int, float x, float) const { return x; }
+};
+
+template <bool kScaled>
+struct Exponents {
+  const uint8_t* in;
+  // A power of two by way of bf16: half of the shifts are of 16 bits.
+  TF_INLINE_MEMBER float times(int i, float x) const { return kScaled ? x * from_bf16((uint16_t)(in[i] << 7)) : x; }
+  TF_INLINE_MEMBER float divided(int i, float x) const {
+    return kScaled ? x * from_bf16((uint16_t)((254 - in[i]) << 7)) : x;
+  }
+  // As a mask, or gcc moves what follows before the selection and does it twice; a mask of bytes is cheap to widen.
+  TF_INLINE_MEMBER float choose(int i, float x, float otherwise) const {
+    const int8_t is_in = in[i] != 0 ? -1 : 0;
+    const uint32_t keep = (uint32_t)(int32_t)is_in;
+    return value((bits(x) & keep) | (bits(otherwise) & ~keep));
+  }
+};
+
+struct NoError {
+  TF_INLINE_MEMBER float add(int, float c) const { return c; }
+  TF_INLINE_MEMBER void put(int, float) const {}
+};
+
+struct SomeError {
+  float* at;
+  TF_INLINE_MEMBER float add(int i, float c) const { return c + at[i]; }
+  TF_INLINE_MEMBER void put(int i, float left) const { at[i] = left; }
+};
+
+}  // namespace TF_ISA
+}  // namespace tf
