@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from dist_support import run_ranks
 from support import pairwise
 from zero_onebit_cases import FREEZE, config_for, load_and_go_on, save_and_go_on, train_all
@@ -108,11 +109,17 @@ def refusals(rank: int, world: int, configs: dict[str, dict[str, Any]]) -> dict[
             found[key] = "not refused"
         except ValueError as error:  # noqa: PERF203
             found[key] = str(error)
+    model = GPT(GPTConfig(64, 16, 1, 32, 2))
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = twinflow.initialize(model=model, optimizer=given, config=config_for(1, {}, 2))[0]
+    found["given"] = str(engine.optimizer.zero.compression)
+    engine.destroy()
     return found
 
 
-def test_what_cannot_hold_is_refused() -> None:
+def test_what_cannot_hold_is_refused_and_an_optimizer_that_was_given_overrules_the_config() -> None:
     for rank in run_ranks(2, refusals, REFUSED):
+        assert rank.pop("given") == "None"
         for key, said in rank.items():
             assert key in said, (key, said)
             assert any(word in said for word in ("OneBitAdam", "compressed", "states")), (key, said)

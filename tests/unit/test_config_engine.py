@@ -211,9 +211,3 @@ def test_what_fully_shard_does_itself_is_refused(key: str) -> None:
     config = load_config({"train_batch_size": 2, "zero_optimization": {"stage": 3}, key: value})
     with pytest.raises(ValueError, match=f"{key} with zero_optimization.stage 3"):
         make_zero(config, 2)
-
-
-def test_an_optimizer_that_was_given_overrules_the_compressed_one_of_the_config() -> None:
-    config = load_config({"train_batch_size": 2, "optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 3}}})
-    assert make_zero(config, 2).compression is not None
-    assert make_zero(config, 2, is_named=False).compression is None
