@@ -65,7 +65,7 @@ class OffloadOptimizer(Section):
     )
     sums: Literal["auto", "device", "host"] = honoured(
         "auto",
-        "where gradients of several micro-batches are summed; stage 2 on many ranks: parts, as they come",
+        "where gradients of several micro-batches are summed; auto: with stage 2 on many ranks, parts as they come",
         ours=True,
     )
     bucket_numel: Buckets | None = honoured(

@@ -169,9 +169,12 @@ def alone() -> Group:
 
 
 def new_group(backend: str, ranks: Sequence[int] | None = None, timeout: timedelta = TIMEOUT) -> Group:
-    """A group of its own; all ranks of the world have to ask for it, in the same order."""
+    """A group of its own; all its ranks (None: of the world) have to ask for it, in the same order."""
     members = list(ranks) if ranks is not None else list(range(dist.get_world_size()))
-    handle = dist.new_group(members, backend=backend, timeout=timeout)
+    if ranks is not None and len(members) == 1:
+        return Group(None, (0,), is_on_host=True)
+    is_some = ranks is not None  # then others do not come
+    handle = dist.new_group(members, backend=backend, timeout=timeout, use_local_synchronization=is_some)
     return Group(handle, members, is_on_host=backend == "gloo")
 
 

@@ -36,6 +36,7 @@ class ParamSpec:
     dtype: torch.dtype
     can_split: bool = True  # contiguous, and updated element by element
     is_contiguous: bool = True
+    is_counted: bool = True  # in the norm of all gradients; a copy of what another rank has is not
 
 
 class Part(NamedTuple):
@@ -67,6 +68,7 @@ class BucketPlan:
     numel: int  # with the padding between slices
     place: str = HOST  # where the state lives
     can_alias: bool = True  # all its parameters are contiguous
+    is_counted: bool = True  # in the norm of all gradients
 
     @cached_property
     def layout(self) -> tuple[object, ...]:
@@ -101,15 +103,14 @@ def plan_buckets(
     kinds: dict[_Kind, list[tuple[int, Part]]] = {}
     for i, (param, cuts) in enumerate(zip(params, parts or on_host(params), strict=True)):
         for part in cuts:
-            kind = _Kind(param.block, param.dtype, part.place, param.is_contiguous)
+            kind = _Kind(param.block, param.dtype, part.place, param.is_contiguous, param.is_counted)
             kinds.setdefault(kind, []).append((i, part))
     for kind, members in kinds.items():
         size = _even(members, max_numel)
         is_whole = keeps_whole and kind.block != ROOT
         for slices in _fit(members, size) if is_whole else _pack(params, members, size):
             numel = slices[-1].offset + padded(slices[-1].numel)
-            plan = BucketPlan(len(buckets), kind.block, kind.dtype, tuple(slices), numel, kind.place, kind.can_alias)
-            buckets.append(plan)
+            buckets.append(BucketPlan(len(buckets), kind.block, kind.dtype, tuple(slices), numel, *kind[2:]))
     return buckets
 
 
@@ -120,6 +121,7 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
     place: str
     can_alias: bool
+    is_counted: bool
 
 
 def _even(members: Sequence[tuple[int, Part]], max_numel: int) -> int:

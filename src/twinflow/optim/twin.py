@@ -172,9 +172,8 @@ class TwinOptimizer(Optimizer):
             if self.zero.shares_buckets:
                 given = [p.tensor for p in params] if self.model is None else tensors_of(self.model, aside)
                 self.team.broadcast(given)
-            if (
-                self.zero.stage >= 2 and self.zero.shares_buckets
-            ):  # no rank keeps more than its part of the sums of several backwards
+            if self.zero.stage >= 2 and self.zero.shares_buckets and (self.tuning.sums == "auto" or self.zero.parks):
+                # No rank keeps more than its part of the sums of several backwards.
                 self.tuning = replace(self.tuning, sums="host")
         device, room = device_for(where, self.trace), find_room(params, self.team)
         kind, ratio = self.kind, self.ratio

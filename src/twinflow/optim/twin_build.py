@@ -22,6 +22,7 @@ from twinflow.offload.plan import HOST, RESIDENT, ROOT, BucketPlan, ParamSpec, p
 from twinflow.offload.settings import FLAT_BYTES, Settings, Tuning
 from twinflow.optim.auto import first_ratio
 from twinflow.optim.state_kind import StateKind
+from twinflow.parallel.shard import is_copy
 from twinflow.zero import Team
 from twinflow.zero.partitioned import gathered_blocks
 from twinflow.zero.start import own_host_bytes
@@ -108,7 +109,8 @@ def params_of(
         local = params[-1].local
         is_flat = local.is_contiguous() or (aside is not None and tensor in aside.values)
         block = block_of.get(tensor, ROOT)
-        specs.append(ParamSpec(name, local.numel(), block, tensor.dtype, is_flat and splits_params, is_flat))
+        can_split, is_counted = is_flat and splits_params, not is_copy(tensor)
+        specs.append(ParamSpec(name, local.numel(), block, tensor.dtype, can_split, is_flat, is_counted))
     order = sorted(range(len(params)), key=lambda i: position.get(params[i].tensor, i))
     return params, specs, order
 

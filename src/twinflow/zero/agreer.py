@@ -6,6 +6,7 @@ This is all that ranks have to agree on where somebody else has summed and parti
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,9 +14,9 @@ from torch import Tensor
 from twinflow.device import Event
 from twinflow.dist.group import Group
 from twinflow.offload.board import POLL_S, Board, Now
-from twinflow.offload.bucket import Job
+from twinflow.offload.bucket import Bucket, Job
 from twinflow.offload.threads import BoardThread
-from twinflow.zero.reducer import sum_of_squares
+from twinflow.zero.reducer import of_all_axes, sum_of_squares
 
 
 class Agreer(BoardThread):
@@ -23,8 +24,10 @@ class Agreer(BoardThread):
 
     reduces = False
 
-    def __init__(self, board: Board, group: Group, divisor: float) -> None:
-        self._group = group
+    def __init__(
+        self, board: Board, buckets: Sequence[Bucket], group: Group, replica: Group | None, divisor: float
+    ) -> None:
+        self._buckets, self._group, self._replica = buckets, group, replica
         self.divisor = divisor  # what comes, the mean, is so many times what is wanted
         self._closed: deque[tuple[Job, Tensor, Event]] = deque()
         self.threads = (self,)
@@ -47,5 +50,6 @@ class Agreer(BoardThread):
                 if board.is_closing or board.error is not None:
                     return
                 board.changed.wait(POLL_S)
-        row = torch.tensor([sum_of_squares(norms.tolist())], dtype=torch.float64)
-        board.close_job(job, self._group.gather_rows(row)[:, 0], Now(), are_squares=True)
+        own = [norm for norm, bucket in zip(norms.tolist(), self._buckets, strict=True) if bucket.plan.is_counted]
+        sums = self._group.gather_rows(torch.tensor([sum_of_squares(own)], dtype=torch.float64))[:, 0]
+        board.close_job(job, of_all_axes(sums, self._replica), Now(), are_squares=True)

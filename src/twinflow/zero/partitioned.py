@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -24,6 +24,8 @@ from twinflow.dist.group import backend_for, new_group
 from twinflow.errors import bad_value
 from twinflow.offload.blocks import Block, find_blocks, owners
 from twinflow.offload.plan import ROOT
+from twinflow.parallel.shard import keep_marks
+from twinflow.parallel.topology import DATA
 from twinflow.zero.over_gloo import use_host
 from twinflow.zero.shared import Zero
 
@@ -38,12 +40,14 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
     _check(model)
     before = dict(model.named_parameters(remove_duplicate=False))
     device = next(iter(before.values())).device
-    group = new_group(backend_for(device))
+    ranks = list(range(dist.get_world_size())) if zero.grid is None else zero.grid.ranks_along(DATA)
+    group = new_group(backend_for(device), ranks)
     with torch.no_grad():
         for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
             group.broadcast(tensor)
-    dist.destroy_process_group(group.handle)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    if group.handle is not None:
+        dist.destroy_process_group(group.handle)
+    mesh = DeviceMesh(device.type, ranks)
     policy = MixedPrecisionPolicy(reduce_dtype=_reduce_dtype(model, zero, device))
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": OffloadPolicy()}
     blocks = find_blocks(model)
@@ -54,7 +58,10 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
     fully_shard(model, **options)
     if backend_for(device) == "gloo":
         use_host([module for module in model.modules() if isinstance(module, FSDPModule)], device)
-    return {before[name]: param for name, param in model.named_parameters(remove_duplicate=False)}
+    replaced = {before[name]: param for name, param in model.named_parameters(remove_duplicate=False)}
+    for old, new in replaced.items():
+        keep_marks(old, new)
+    return replaced
 
 
 def _check(model: nn.Module) -> None:

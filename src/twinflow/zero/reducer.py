@@ -53,6 +53,7 @@ class Wire:
     is_partitioned: bool  # each rank gets its part; else everyone gets all
     predivide: float  # gradients are divided by it before they are summed
     exchanges: Callable[[], Exchanges | None] = lambda: None  # once momenta are exchanged in few bits
+    replica: Group | None = None  # on the host: ranks that have other parts of the model
 
 
 class Reducer(BoardThread):
@@ -197,11 +198,12 @@ class Reducer(BoardThread):
         assert hits is not None
         if not self._is_ordered:
             self._agree_on_orders(closed.came)
-        norms = self._own_norms(job)
+        found = zip(self._own_norms(job), self._buckets, strict=True)
+        norms = [norm for norm, bucket in found if bucket.plan.is_counted]
         row = torch.tensor([sum_of_squares(norms), *hits], dtype=torch.float64)
         rows = self._wire.agree.gather_rows(row)
         present = {i for i, anywhere in enumerate(rows[:, 1:].any(dim=0).tolist()) if anywhere}
-        sums = rows[:, 0] if self._wire.is_partitioned else rows[:1, 0]
+        sums = of_all_axes(rows[:, 0] if self._wire.is_partitioned else rows[:1, 0], self._wire.replica)
         members = {b.plan.index: b.members for b in self._buckets}
         self._on_agreed(job, [b for b in self._forward if any(p.index in present for p in members[b])])
         self.board.agree(job, present)
@@ -252,6 +254,15 @@ def _do_and_measure(work: Callable[[], None], part: Tensor, norm: Tensor | None)
     work()
     if norm is not None:
         gather.measure(norm, part)
+
+
+def of_all_axes(sums: Tensor, replica: Group | None) -> Tensor:
+    """Sums of squares of the data axis, and of the ranks that have other parts of the model where there are some: the
+    same numbers in the same order on all of them."""
+    if replica is None:
+        return sums
+    total = math.fsum(sums.tolist()) if bool(sums.isfinite().all()) else float(sums.sum())
+    return replica.gather_rows(torch.tensor([total], dtype=torch.float64))[:, 0]
 
 
 def sum_of_squares(norms: Sequence[float]) -> float:

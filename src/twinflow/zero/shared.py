@@ -27,6 +27,8 @@ from twinflow.offload.settings import Settings
 from twinflow.offload.shards import part_of, widen
 from twinflow.offload.sharing import Shards
 from twinflow.offload.slots import FlatPool
+from twinflow.parallel.grid import Grid
+from twinflow.parallel.topology import DATA
 from twinflow.zero.agreer import Agreer
 from twinflow.zero.compression import Compression, Exchanges
 from twinflow.zero.publisher import Publisher
@@ -38,7 +40,7 @@ _LONG = timedelta(hours=2)
 
 @dataclass(frozen=True)
 class Zero:
-    """How the ranks of torch.distributed's world share one model's training."""
+    """How the ranks of torch.distributed's world, or of a grid's data axis, share one model's training."""
 
     stage: int = 2
     dtype: torch.dtype | None = None  # that sums travel in; None: the gradients' own
@@ -47,6 +49,7 @@ class Zero:
     timeout: timedelta = TIMEOUT
     parks: bool = False  # with stage 3: weights live on the hosts, in parts, and blocks gather them (offload_param)
     compression: Compression | None = None  # 1-bit Adam
+    grid: Grid | None = None  # with pipeline or tensor ranks: those on the data axis share, and norms are of all
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
@@ -80,15 +83,19 @@ class Team:
     """The ranks of one optimizer: groups of their own, so that reducing, publishing and the rest never mix."""
 
     def __init__(self, zero: Zero, device: torch.device) -> None:
-        self.zero = zero
+        self.zero, self.grid = zero, zero.grid
+        ranks = None if zero.grid is None else zero.grid.ranks_along(DATA)
         backend = backend_for(device) if zero.shares_buckets else "gloo"  # else nothing large travels here
-        self._reduce = new_group(backend, timeout=zero.timeout)
-        self._publish = new_group(backend, timeout=zero.timeout)
-        self._agree = new_group("gloo", timeout=zero.timeout)
-        self.fetch = new_group(backend, timeout=zero.timeout) if zero.parks else None  # of weights on the hosts
+        self._reduce = new_group(backend, ranks, zero.timeout)
+        self._publish = new_group(backend, ranks, zero.timeout)
+        self._agree = new_group("gloo", ranks, zero.timeout)
+        self._replica = None if zero.grid is None else new_group("gloo", zero.grid.replica_ranks, zero.timeout)
+        self.fetch = new_group(backend, ranks, zero.timeout) if zero.parks else None  # of weights on the hosts
         # For whoever calls the optimizer: ranks that save wait here for the slowest.
-        self.calls: Group = new_group("gloo", timeout=max(zero.timeout, _LONG))
-        self.saves: Group = new_group("gloo", timeout=max(zero.timeout, _LONG))  # for checkpoints in the background
+        long = max(zero.timeout, _LONG)
+        self.calls: Group = new_group("gloo", ranks, long)
+        self.everyone: Group = self.calls if ranks is None else new_group("gloo", timeout=long)  # on all axes
+        self.saves: Group = new_group("gloo", timeout=long)  # the same, for checkpoints in the background
         self.world, self.rank = self.calls.world, self.calls.rank
         self.exchanges: Exchanges | None = None  # from the switch to compressed communication on
 
@@ -98,6 +105,8 @@ class Team:
         between_threads = {"reduce": self._reduce, "publish": self._publish, "agree": self._agree}
         if self.fetch is not None:
             between_threads["fetch"] = self.fetch
+        if self._replica is not None:
+            between_threads |= {"replica": self._replica, "everyone": self.everyone}
         return {**between_threads, "calls": self.calls, "saves": self.saves}
 
     @property
@@ -125,15 +134,15 @@ class Team:
     def shards(self, plans: Sequence[BucketPlan], params: Sequence[ParamSpec]) -> tuple[list[BucketPlan], Shards]:
         """This rank's part of each bucket, and all that the runtime needs to share them."""
         if not self.zero.shares_buckets:
-            return list(plans), Shards(None, lambda device, board, *_: self._start_agreer(board))
+            return list(plans), Shards(None, lambda device, board, buckets, *_: self._start_agreer(board, buckets))
         parts = self.num_parts
         wholes = [widen(plan, params, parts) for plan in plans]
         own = [part_of(whole, self.rank if parts > 1 else 0, parts) for whole in wholes]
         return own, Shards(wholes, self._start)
 
-    def _start_agreer(self, board: Board) -> Agreer:
+    def _start_agreer(self, board: Board, buckets: Sequence[Bucket]) -> Agreer:
         self._give_up_with(board)
-        return Agreer(board, self._agree, 1.0 if self.zero.op == "mean" else 1 / self.world)
+        return Agreer(board, buckets, self._agree, self._replica, 1.0 if self.zero.op == "mean" else 1 / self.world)
 
     def _give_up_with(self, board: Board) -> None:
         """No thread waits for other ranks when this one has failed, or is done."""
@@ -145,7 +154,9 @@ class Team:
     ) -> _SharedWork:
         is_partitioned = self.num_parts > 1 or self.world == 1
         zero = self.zero
-        wire = Wire(self._reduce, self._agree, zero.dtype, is_partitioned, zero.predivide, lambda: self.exchanges)
+        wire = Wire(
+            self._reduce, self._agree, zero.dtype, is_partitioned, zero.predivide, lambda: self.exchanges, self._replica
+        )
         self._give_up_with(board)
         work = _SharedWork((self.world if self.zero.op == "mean" else 1) / self.zero.predivide)
         flats = FlatPool(where, settings.flat_bytes)
