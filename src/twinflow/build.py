@@ -13,8 +13,10 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from twinflow.activations import Handle, checkpoint_layers
+from twinflow.activations.partitioned import Partition
 from twinflow.attention.patch import apply_section
 from twinflow.build_optimizer import TIMEOUT_S, make_optimizer, make_zero, naming, parks
+from twinflow.build_parallel import axes_of, make_deferral, make_ties, make_wire, settle, spread
 from twinflow.config import (
     Batch,
     Config,
@@ -23,6 +25,7 @@ from twinflow.config import (
     resolve_batch,
 )
 from twinflow.engine import Engine, EngineSettings, ResumableLoader
+from twinflow.engine.pipeline import PipelineEngine
 from twinflow.engine.reports import LOGGER, Profiler, Reports
 from twinflow.errors import bad_value
 from twinflow.launch.environment import RankEnvironment, init_distributed, joined
@@ -34,6 +37,8 @@ from twinflow.offload.materialize import build as build_model
 from twinflow.optim.schedules import build_scheduler
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_build import to_host
+from twinflow.parallel.grid import Grid
+from twinflow.parallel.pipeline import PipelineModule
 from twinflow.zero.partitioned import partition, regroup
 from twinflow.zero.start import meet, own_host_bytes, start_watch
 
@@ -65,28 +70,38 @@ def initialize(
         raise bad_value("model", None, "an nn.Module, or a function that makes one")
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
-            raise bad_value(name, type(value).__name__, "None", "Tensor and pipeline parallelism are not built yet.")
+            remedy = "Groups of ranks are made here: set tensor_parallel.autotp_size and pipeline.stages."
+            raise bad_value(name, type(value).__name__, "None", remedy)
     source = _config_source(args, config, config_params)
     parsed = load_config(source)
     for note in [*notes(parsed), *_overruled(parsed, optimizer, lr_scheduler)]:
         LOGGER.info(f"config: {note}")
     ranks = init_distributed(timeout_s=TIMEOUT_S) if dist_init_required is not False else joined()
-    batch = resolve_batch(parsed, ranks.world_size)
+    found = axes_of(parsed, model, ranks, optimizer)
+    batch = resolve_batch(parsed, found.num_data)
     watch = start_watch(ranks, parsed.hang_timeout_s)
     twin = None
     try:
-        module = place(model, parsed)
-        if parsed.sparse_attention is not None:
+        model, found = spread(model, parsed, found, own_device())
+        module, grid = place(model, parsed), found.grid
+        if parsed.sparse_attention is not None and grid is None:
             apply_section(module, parsed.sparse_attention.given())
-        meet(ranks, module, parsed.model_dump_json(indent=1))
-        if not parks(parsed) and _is_to_partition(parsed, ranks, optimizer):
-            replaced = partition(module, make_zero(parsed, ranks.world_size, optimizer is None))
+        meet(ranks, module, parsed.model_dump_json(indent=1), grid)
+        settle(module, grid)
+        if not parks(parsed) and _is_to_partition(parsed, found.num_data, optimizer):
+            replaced = partition(module, make_zero(parsed, found.num_data, optimizer is None, grid))
             model_parameters = None if model_parameters is None else regroup(model_parameters, replaced)
-        twin = make_optimizer(parsed, batch, module, optimizer, model_parameters, ranks)
+        ties = make_ties(module, grid)
+        twin = make_optimizer(parsed, batch, module, optimizer, model_parameters, ranks, grid)
         scheduler = _make_scheduler(parsed, twin, optimizer, lr_scheduler)
-        settings = _engine_settings(parsed, batch, source, ranks)
-        engine = Engine(module, twin, scheduler, None, settings, _make_reports(parsed, ranks.rank))
-        engine.activations, engine.watch = checkpoint_activations(parsed, module, twin), watch
+        settings, reports = _engine_settings(parsed, batch, source, ranks, grid), _make_reports(parsed, ranks.rank)
+        engine: Engine
+        if isinstance(module, PipelineModule):
+            wire, deferral = make_wire(module, grid, own_device()), make_deferral(module, settings.stage)
+            engine = PipelineEngine(module, twin, scheduler, None, settings, reports, wire, ties, deferral)
+        else:
+            engine = Engine(module, twin, scheduler, None, settings, reports)
+        engine.activations, engine.watch = checkpoint_activations(parsed, module, twin, grid), watch
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     except BaseException:
@@ -98,15 +113,18 @@ def initialize(
     return engine, twin, engine.training_dataloader, scheduler
 
 
-def _is_to_partition(config: Config, ranks: RankEnvironment, optimizer: Any) -> bool:
+def _is_to_partition(config: Config, num_data: int, optimizer: Any) -> bool:
     """Whether this is where ranks part with what is not theirs: a TwinOptimizer that is given has its model so."""
-    is_asked_for = ranks.world_size > 1 and config.zero_optimization.stage == 3
+    is_asked_for = num_data > 1 and config.zero_optimization.stage == 3
     return is_asked_for and not isinstance(optimizer, TwinOptimizer)
 
 
-def _engine_settings(config: Config, batch: Batch, source: Any, ranks: RankEnvironment) -> EngineSettings:
+def _engine_settings(
+    config: Config, batch: Batch, source: Any, ranks: RankEnvironment, grid: Grid | None
+) -> EngineSettings:
     return EngineSettings(
         ranks=ranks,
+        grid=grid,
         stage=config.zero_optimization.stage,
         micro_batch_size=batch.micro_batch_size,
         autocast=getattr(torch, str(config.torch_autocast.dtype)) if config.torch_autocast.enabled else None,
@@ -155,9 +173,14 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Mapping[str, A
     return value
 
 
+def own_device() -> torch.device:
+    """The GPU of this rank, where there is one."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def place(model: Model, config: Config) -> nn.Module:
     """The model in the precision of the config, on the GPU where there is one."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = own_device()
     dtype = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None
     is_for_host = parks(config)
     if not isinstance(model, nn.Module) or any(p.is_meta for p in model.parameters()):
@@ -165,13 +188,21 @@ def place(model: Model, config: Config) -> nn.Module:
     return model.to(dtype=dtype) if is_for_host else model.to(device=device, dtype=dtype)
 
 
-def checkpoint_activations(config: Config, module: nn.Module, twin: TwinOptimizer | None) -> Handle | None:
+def checkpoint_activations(
+    config: Config, module: nn.Module, twin: TwinOptimizer | None, grid: Grid | None = None
+) -> Handle | None:
     """The config's `activation_checkpointing` put on the model; None where it asks for none."""
     options = config.activation_checkpointing
     if not options.is_asked_for:
         return None
-    if options.partition_activations:
+    shares = options.partition_activations and grid is not None and grid.num_model > 1
+    if options.partition_activations and not shares:
         LOGGER.info("config: activation_checkpointing.partition_activations: there are no tensor ranks to share with")
+    if shares and config.tensor_parallel.sequence:
+        remedy = "Tensor ranks share the sequence already: what layers keep is a part of it."
+        raise bad_value(
+            "activation_checkpointing.partition_activations with tensor_parallel.sequence", True, [False], remedy
+        )
     layers: Any = options.layers
     if layers is None:
         layers = [block.module for block in find_blocks(module)]
@@ -179,7 +210,8 @@ def checkpoint_activations(config: Config, module: nn.Module, twin: TwinOptimize
             remedy = "Name the classes of its layers."
             raise bad_value("activation_checkpointing.layers", None, "null for a model with ModuleLists", remedy)
     trace = twin.trace if twin is not None else None  # copies are in the same timeline
-    return checkpoint_layers(module, layers, offload=options.cpu_checkpointing, trace=trace)
+    partition = Partition(grid.model) if shares and grid is not None else None
+    return checkpoint_layers(module, layers, offload=options.cpu_checkpointing, partition=partition, trace=trace)
 
 
 def _make_scheduler(config: Config, twin: TwinOptimizer | None, optimizer: Any, given: Any) -> Any:

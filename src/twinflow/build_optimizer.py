@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,6 +19,8 @@ from twinflow.launch.environment import RankEnvironment
 from twinflow.offload.settings import Tuning
 from twinflow.optim.loss_scale import LossScale, dynamic, static
 from twinflow.optim.twin import TwinOptimizer
+from twinflow.parallel.grid import Grid
+from twinflow.parallel.pipeline import PipelineModule
 from twinflow.rules import RULES
 from twinflow.zero import Zero
 from twinflow.zero.compression import Compression
@@ -55,6 +58,7 @@ def make_optimizer(
     given: Optimizer | Callable[..., Optimizer] | None,
     model_parameters: Iterable[Any] | None,
     ranks: RankEnvironment | None = None,
+    grid: Grid | None = None,
 ) -> TwinOptimizer | None:
     """The optimizer of the config, or around the one that was given; None where neither names one."""
     if isinstance(given, TwinOptimizer):
@@ -73,6 +77,8 @@ def make_optimizer(
     groups = None if isinstance(given, Optimizer) or model_parameters is None else list(model_parameters)
     offload = config.zero_optimization.offload_optimizer
     own = _own_options(config)
+    if isinstance(module, PipelineModule):  # several micro-batches are under way at once
+        own["tuning"] = replace(own.get("tuning") or Tuning(), sums="device")
     # A scheduler built over the user's optimizer has put a wrapper around its step, which is not the optimizer's.
     wrapped = vars(given).pop("step", None) if isinstance(given, Optimizer) else None
     build = partial(
@@ -86,7 +92,7 @@ def make_optimizer(
         loss_scale=_loss_scale(config),
         accumulation_steps=batch.accumulation_steps,
         early=True,
-        zero=make_zero(config, ranks.world_size, given is None) if ranks is not None and ranks.world_size > 1 else None,
+        zero=_zero_of(config, ranks, given is None, grid),
         **own,
         **options,
     )
@@ -105,7 +111,13 @@ def make_optimizer(
     return twin
 
 
-def make_zero(config: Config, world_size: int, is_named: bool = True) -> Zero:
+def _zero_of(config: Config, ranks: RankEnvironment | None, is_named: bool, grid: Grid | None) -> Zero | None:
+    if ranks is None or ranks.world_size == 1:
+        return None
+    return make_zero(config, ranks.world_size if grid is None else grid.num_data, is_named, grid)
+
+
+def make_zero(config: Config, world_size: int, is_named: bool = True, grid: Grid | None = None) -> Zero:
     """How ranks share the work; `is_named`: of the optimizer that the config names, not of another one."""
     divides = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}
     for key, allowed in divides.items():
@@ -124,6 +136,7 @@ def make_zero(config: Config, world_size: int, is_named: bool = True) -> Zero:
         timedelta(seconds=TIMEOUT_S),
         parks(config),
         Compression(**compression) if compression is not None else None,
+        grid,
     )
 
 

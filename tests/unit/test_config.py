@@ -180,8 +180,8 @@ def test_a_config_of_hugging_face_loads() -> None:
         ({"sparse_attention": {"block": 24}}, ["sparse_attention.block", "24", "16, 32, 64, 128"]),
         ({"sparse_attention": {"local_window_blocks": [4, 0]}}, ["sparse_attention.local_window_blocks", "[4, 0]"]),
         ({"elasticity": {"enabled": True}}, ["elasticity"]),
-        ({"tensor_parallel": {"autotp_size": 2}}, ["tensor_parallel.autotp_size", "2"]),
-        ({"pipeline": {"stages": 2}}, ["pipeline.stages", "2"]),
+        ({"tensor_parallel": {"tp": {"mpu": "mine"}}}, ["tensor_parallel.tp.mpu", "tp_size"]),
+        ({"pipeline": {"schedule": "2f2b"}}, ["pipeline.schedule", "'2f2b'", "'zbv'"]),
         ({"sequence_parallel_size": 2}, ["sequence_parallel_size"]),
         (
             {"compression_training": {"layer_reduction": {"enabled": True}}},

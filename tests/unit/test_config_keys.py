@@ -110,6 +110,7 @@ def test_our_own_keys() -> None:
             "sums",
         ),
         *("bucket_numel", "shadow_bytes", "layers", "seed", "keep_last", "background", "background_bytes"),
+        *("schedule", "chunks", "sequence", "plan"),
     ]
 
 

@@ -23,6 +23,7 @@ LAYERS = [
     ("data", "checkpoint", "monitor"),
     ("engine",),
     ("build_optimizer",),
+    ("build_parallel",),
     ("build",),
     ("models", "bench"),
     ("cli",),

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from twinflow.activations.offload import MIN_BYTES, Offload
+from twinflow.activations.partitioned import Partition
 from twinflow.device import Device, device_for
 from twinflow.errors import bad_value
 from twinflow.trace import Trace
@@ -33,6 +34,7 @@ def checkpoint_layers(
     layers: Sequence[str] | Sequence[nn.Module],
     *,
     offload: bool = False,
+    partition: Partition | None = None,
     device: Device | None = None,
     trace: Trace | None = None,
     min_bytes: int = MIN_BYTES,
@@ -40,9 +42,13 @@ def checkpoint_layers(
     """Checkpoint modules of the model: those of the classes named, or those given.
 
     With `offload`, their floating-point inputs of at least `min_bytes` wait for backward in page-locked host memory;
-    the streams for it are those of `device`, which then belongs to the handle, or new ones that write to `trace`. A
-    model that checkpoints itself is left alone, and so is a layer inside another one.
+    the streams for it are those of `device`, which then belongs to the handle, or new ones that write to `trace`. With
+    `partition`, tensor ranks keep a part of them each. A model that checkpoints itself is left alone, and so is a layer
+    inside another one.
     """
+    if offload and partition is not None:
+        remedy = "Inputs are kept on the host, or in parts by tensor ranks."
+        raise bad_value("activation_checkpointing.partition_activations with cpu_checkpointing", True, [False], remedy)
     chosen = _outermost(model, _find(model, layers))
     itself = _checkpoints_itself(model)
     if itself is not None:
@@ -55,7 +61,7 @@ def checkpoint_layers(
     taken = [name for name, module in chosen.items() if isinstance(vars(module).get("forward"), Checkpointed)]
     if taken:
         raise bad_value(KEY, taken[0], "layers that are not checkpointed yet", "Call remove() of their handle first.")
-    mover = None
+    mover: Offload | Partition | None = partition
     if offload:
         where = next((param.device for param in model.parameters()), torch.device("cpu"))
         mover = Offload(device or device_for(where, trace), where, min_bytes)
@@ -65,7 +71,7 @@ def checkpoint_layers(
 class Handle:
     """Checkpointed layers, until `remove`."""
 
-    def __init__(self, layers: Sequence[Checkpointed], offload: Offload | None) -> None:
+    def __init__(self, layers: Sequence[Checkpointed], offload: Offload | Partition | None) -> None:
         self.offload = offload
         self._layers = list(layers)
 
@@ -88,7 +94,7 @@ class Handle:
 class Checkpointed:
     """The `forward` of a layer that is checkpointed in training."""
 
-    def __init__(self, name: str, module: nn.Module, offload: Offload | None) -> None:
+    def __init__(self, name: str, module: nn.Module, offload: Offload | Partition | None) -> None:
         update_wrapper(self, module.forward)
         self.name = name
         self._module, self._forward, self._offload = module, module.forward, offload

@@ -1,6 +1,7 @@
 """Open a checkpoint: the manifest, sizes and headers at once, the tensors one at a time and on demand.
 
-However many ranks wrote it, it reads as if one had: a tensor that is there in parts is put together from them.
+However many ranks wrote it, it reads as if one had: a tensor that is there in parts, or in the shards of several tensor
+ranks, is put together from them.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import heapq
 import math
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from twinflow.checkpoint.manifest import (
     read_manifest,
 )
 from twinflow.checkpoint.plain import decode_meta
+from twinflow.checkpoint.shards import Split, check_shards, gather, parse_splits, select, stored_name
 from twinflow.checkpoint.tensors import (
     DTYPE_NAMES,
     Header,
@@ -43,6 +46,9 @@ from twinflow.checkpoint.tensors import (
     verify_tensor,
 )
 from twinflow.errors import bad_value
+from twinflow.parallel.shard import TensorShard
+
+Sums = dict[tuple[Path, str], int]  # of what was read so far of each piece
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,50 @@ class Stored:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
+    def fill(self, start: int, into: Tensor, sums: Sums | None = None) -> None:
+        """Fill the flat `into` with its elements from `start` on.
+
+        A piece that is read in one go is checked. To check those that take several calls, made in order, `sums` keeps
+        the sum of what was read of each so far.
+        """
+        for piece in self.pieces:
+            first, stop = max(start, piece.start), min(start + into.numel(), piece.stop)
+            if first < stop:
+                _fill_from(piece, first, into[first - start : stop - start], sums)
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A tensor that is stored as one for each tensor rank."""
+
+    split: Split
+    shards: tuple[Stored, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of every shard."""
+        return self.shards[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        return self.split.shape
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Of all shards."""
+        return tuple(piece for shard in self.shards for piece in shard.pieces)
+
+    def fill(self, start: int, into: Tensor, sums: Sums | None = None) -> None:
+        """Fill the flat `into` with the whole's elements from `start` on; `sums` as for a tensor in one."""
+        every = ((0, self.shape[self.split.dim]),)
+        selection = select(self.shape, self.split.dim, self.split.ranges, every)
+        gather(selection, [partial(shard.fill, sums=sums) for shard in self.shards], start, into)
+
+
+AnyStored = Stored | Sharded
+Files = Mapping[str, Mapping[str, AnyStored]]
+
 
 class Checkpoint:
     """A checkpoint on the disk; `open_checkpoint` makes it. Tensors are read when they are asked for.
@@ -77,7 +127,7 @@ class Checkpoint:
     `path` is its folder, `tag` its name, `meta` what was saved beside the tensors.
     """
 
-    def __init__(self, path: Path, tag: str, meta: dict[str, Any], stored: dict[str, dict[str, Stored]]) -> None:
+    def __init__(self, path: Path, tag: str, meta: dict[str, Any], stored: Files) -> None:
         self.path = path
         self.tag = tag
         self.meta = meta
@@ -103,7 +153,7 @@ class Checkpoint:
         """One tensor, in memory of its own; a ValueError where it does not match its checksum."""
         one = self._one(file, name)
         made = torch.empty(one.shape, dtype=one.dtype)
-        _fill(one, 0, made.view(-1))
+        one.fill(0, made.view(-1), {})
         return made
 
     def tensors(self, file: str) -> Iterator[tuple[str, Tensor]]:
@@ -117,11 +167,25 @@ class Checkpoint:
         Where that is not all of what a rank has saved, there is no checksum for it: call `verify` before.
         """
         one = self._one(file, name)
-        whole = math.prod(one.shape)
-        if not 0 <= start <= start + numel <= whole:
-            raise bad_value(f"the cut of {name!r}", (start, numel), f"start and numel within its {whole} elements")
-        made = torch.empty(numel, dtype=one.dtype)
-        _fill(one, start, made)
+        made = _empty_cut(name, math.prod(one.shape), start, numel, one.dtype)
+        one.fill(start, made)
+        return made
+
+    def cut_shard(self, file: str, name: str, shard: TensorShard, start: int, numel: int) -> Tensor:
+        """Elements [start, start + numel) of the part that `shard` is of one tensor, flat.
+
+        Little else is read: rows of the stored shards that have some of them. As with `cut`, call `verify` before.
+        """
+        one = self._one(file, name)
+        shape, dim = one.shape, shard.dim
+        if dim >= len(shape) or shape[dim] != shard.full:
+            raise bad_value(f"the shape of {name!r}", shape, f"{shard.full} elements along dim {dim}, which is cut")
+        if isinstance(one, Sharded) and one.split.dim == dim:
+            fills, ranges = [source.fill for source in one.shards], one.split.ranges
+        else:  # a whole, or along this dim as good as one
+            fills, ranges = [one.fill], (((0, shard.full),),)
+        made = _empty_cut(name, math.prod(shape) // max(1, shard.full) * shard.size, start, numel, one.dtype)
+        gather(select(shape, dim, ranges, shard.ranges), fills, start, made)
         return made
 
     def chunks(self, file: str, name: str, numel: int) -> Iterator[Tensor]:
@@ -131,10 +195,10 @@ class Checkpoint:
         """
         one = self._one(file, name)
         whole = math.prod(one.shape)
-        crc32s: dict[int, int] = {}
+        sums: Sums = {}
         for start in range(0, whole, numel):
             chunk = torch.empty(min(numel, whole - start), dtype=one.dtype)
-            _fill(one, start, chunk, crc32s)
+            one.fill(start, chunk, sums)
             yield chunk
 
     def verify(
@@ -152,12 +216,12 @@ class Checkpoint:
         for piece in pieces:
             verify_tensor(piece.path, piece.header, piece.info, piece.crc32, on_bytes)
 
-    def _of(self, file: str) -> dict[str, Stored]:
+    def _of(self, file: str) -> Mapping[str, AnyStored]:
         if file not in self._stored:
             raise bad_value(f"a file of the checkpoint {self.path}", file, self._stored)
         return self._stored[file]
 
-    def _one(self, file: str, name: str) -> Stored:
+    def _one(self, file: str, name: str) -> AnyStored:
         stored = self._of(file)
         if name not in stored:
             allowed = f"one of its {len(stored)} tensors, see names({file!r})"
@@ -165,25 +229,32 @@ class Checkpoint:
         return stored[name]
 
 
-def _fill(one: Stored, start: int, into: Tensor, crc32s: dict[int, int] | None = None) -> None:
-    """Fill the flat `into` with the elements of a tensor from `start` on.
+def cut_for(found: Checkpoint, file: str, name: str, shard: TensorShard | None, start: int, numel: int) -> Tensor:
+    """Elements [start, start + numel), flat, of what a rank has of one tensor: the part that `shard` is, or all."""
+    if shard is None:
+        return found.cut(file, name, start, numel)
+    return found.cut_shard(file, name, shard, start, numel)
 
-    A piece that is read in one go is checked. To check those that take several calls, made in order, `crc32s` keeps
-    the sum of what was read of each so far.
-    """
-    for piece in one.pieces:
-        first, stop = max(start, piece.start), min(start + into.numel(), piece.stop)
-        if first >= stop:
-            continue
-        before = 0 if first == piece.start else (crc32s or {}).get(piece.start)
-        if crc32s is None and stop < piece.stop:
-            before = None
-        target = into[first - start : stop - start]
-        found = read_range(piece.path, piece.header, piece.info, first - piece.start, target, before)
-        if found is not None and stop == piece.stop:
-            check_crc32(piece.path, piece.info, piece.crc32, found)
-        elif found is not None and crc32s is not None:
-            crc32s[piece.start] = found
+
+def _empty_cut(name: str, whole: int, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Memory for a cut that lies within a tensor of `whole` elements."""
+    if not 0 <= start <= start + numel <= whole:
+        raise bad_value(f"the cut of {name!r}", (start, numel), f"start and numel within its {whole} elements")
+    return torch.empty(numel, dtype=dtype)
+
+
+def _fill_from(piece: Piece, start: int, into: Tensor, sums: Sums | None) -> None:
+    """Fill `into` with elements of one piece, and check it where that makes all of it known."""
+    key = piece.path, piece.info.name
+    stop = start + into.numel()
+    before = 0 if start == piece.start else (sums or {}).get(key)
+    if sums is None and stop < piece.stop:
+        before = None
+    found = read_range(piece.path, piece.header, piece.info, start - piece.start, into, before)
+    if found is not None and stop == piece.stop:
+        check_crc32(piece.path, piece.info, piece.crc32, found)
+    elif found is not None and sums is not None:
+        sums[key] = found
 
 
 def _deal(pieces: Sequence[Piece], rank: int, world: int) -> list[Piece]:
@@ -224,12 +295,17 @@ def open_checkpoint(root: Path, tag: str | None = None) -> Checkpoint | None:
     return Checkpoint(folder, tag, *_read_folder(folder))
 
 
-def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, Stored]]]:
+def _read_folder(folder: Path) -> tuple[dict[str, Any], Files]:
     """What a checkpoint holds, after every check that does not need the tensors themselves."""
     manifest = read_manifest(folder)
     check_files(folder, manifest)
     stored = {file: _open_parts(folder, file, parts) for file, parts in manifest.files.items()}
-    return _read_meta(folder, manifest), stored
+    meta = _read_meta(folder, manifest)
+    splits = parse_splits(str(folder / META), meta.get("shards", {}))
+    unknown = sorted(set(splits) - set(stored))
+    if unknown:
+        raise ValueError(f"{folder / META}: shards of the file {unknown[0]!r}, which the checkpoint does not have")
+    return meta, {file: _join_shards(folder, file, one, splits.get(file, {})) for file, one in stored.items()}
 
 
 def _default_tag(root: Path) -> str | None:
@@ -302,3 +378,27 @@ def _join(what: str, found: Sequence[tuple[Piece, tuple[int, ...]]]) -> Stored:
     check_cover(what, spans)
     pieces = sorted((piece for piece, _ in found), key=lambda piece: (piece.start, piece.stop))
     return Stored(pieces[0].info.dtype, found[0][1], tuple(pieces))
+
+
+def _join_shards(
+    folder: Path, file: str, stored: Mapping[str, Stored], splits: Mapping[str, Split]
+) -> dict[str, AnyStored]:
+    """The tensors of one file, with wholes in the places of their first shards."""
+    names = {stored_name(name, rank): name for name, split in splits.items() for rank in range(len(split.ranges))}
+    joined: dict[str, AnyStored] = {}
+    for key, one in stored.items():
+        name = names.get(key, key)
+        joined.setdefault(name, one if name == key else _join_one(folder, file, name, stored, splits[name]))
+    lost = sorted(set(splits) - set(joined))
+    if lost:
+        raise ValueError(f"{folder}: of tensor {lost[0]!r} of {file!r} there are no shards")
+    return joined
+
+
+def _join_one(folder: Path, file: str, name: str, stored: Mapping[str, Stored], split: Split) -> Sharded:
+    what = f"{folder}: tensor {name!r} of {file!r}"
+    if name in stored:
+        raise ValueError(f"{what} is there as a whole and in shards")
+    found = [stored.get(stored_name(name, rank)) for rank in range(len(split.ranges))]
+    check_shards(what, split, [None if one is None else (one.dtype, one.shape) for one in found])
+    return Sharded(split, tuple(one for one in found if one is not None))

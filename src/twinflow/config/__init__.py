@@ -2,10 +2,19 @@
 
 from twinflow.config.deepspeed import load_config
 from twinflow.config.registry import json_schema
-from twinflow.config.resolve import Batch, compression_choice, notes, optimizer_choice, resolve_batch
+from twinflow.config.resolve import (
+    Axes,
+    Batch,
+    compression_choice,
+    notes,
+    optimizer_choice,
+    resolve_axes,
+    resolve_batch,
+)
 from twinflow.config.schema import Config
 
 __all__ = [
+    "Axes",
     "Batch",
     "Config",
     "compression_choice",
@@ -13,5 +22,6 @@ __all__ = [
     "load_config",
     "notes",
     "optimizer_choice",
+    "resolve_axes",
     "resolve_batch",
 ]

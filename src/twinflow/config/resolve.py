@@ -22,6 +22,31 @@ class Batch:
     accumulation_steps: int  # forwards a step, in one process
 
 
+@dataclass(frozen=True)
+class Axes:
+    """Ranks that a model is spread over, beside those that have replicas of it."""
+
+    pipe: int
+    model: int
+
+
+def resolve_axes(config: Config, own_stages: int | None = None) -> Axes:
+    """Pipeline and tensor ranks; `own_stages`: of a PipelineModule, which has said it already."""
+    asked = config.pipeline.stages
+    if asked is not None and asked < 0:
+        raise bad_value("pipeline.stages", asked, "a whole number >= 0")
+    if own_stages is not None and asked not in (None, 0, own_stages):
+        remedy = "Leave it out: the PipelineModule was made for so many."
+        raise bad_value("pipeline.stages", asked, [own_stages], remedy)
+    sizes = {size for size in (config.tensor_parallel.autotp_size, config.tensor_parallel.tp.tp_size) if size > 1}
+    if len(sizes) > 1:
+        given = config.tensor_parallel.autotp_size
+        raise bad_value(
+            "tensor_parallel.autotp_size", given, [config.tensor_parallel.tp.tp_size], "Set one of the two."
+        )
+    return Axes(own_stages or asked or 1, sizes.pop() if sizes else 1)
+
+
 def resolve_batch(config: Config, world_size: int) -> Batch:
     """The three batch sizes from those that are given, as DeepSpeed derives them.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import PrivateAttr
 
@@ -31,11 +31,10 @@ from twinflow.config.fields import (
     section,
     unused,
 )
+from twinflow.config.parallel import Pipeline, TensorParallel
 from twinflow.config.zero import ZeroOptimization
 
-_TP = "the model is not split over GPUs"
 _TURNS_ON = "; like any key here that is true, it turns checkpointing on"
-_PIPELINE = "pipeline parallelism is not supported: leave it out"
 _COMET = "comet is not written to: use tensorboard, csv_monitor or wandb"
 _COMET_OFF = "comet is not written to"
 _COMPILE = "there is no DeepCompile"
@@ -139,7 +138,7 @@ class ActivationCheckpointing(Section):
 class ParallelWrite(Section):
     """`checkpoint.parallel_write`."""
 
-    pipeline_stage: bool = unused(False, "there are no pipeline stages")
+    pipeline_stage: bool = unused(False, "every rank writes what it alone has")
 
 
 class Checkpoint(Section):
@@ -203,43 +202,6 @@ class FlopsProfiler(Section):
     recompute_fwd_factor: Amount = unused(0.0, "what backward runs again is counted, not estimated", quiet=(0.0,))
 
 
-class Pipeline(Section):
-    """`pipeline`."""
-
-    stages: AnyWhole | None = refused(None, _PIPELINE, off=(0, 1))
-    partition: str = unused("best", "there are no pipeline stages")
-    seed_layers: bool = refused(False, _PIPELINE)
-    activation_checkpoint_interval: Whole = refused(0, "use activation_checkpointing")
-    pipe_partitioned: bool = unused(True, "there are no pipeline stages")
-    grad_partitioned: bool = unused(True, "there are no pipeline stages")
-    use_reentrant: bool = unused(True, "there are no pipeline stages")
-
-
-class Tp(Section):
-    """`tensor_parallel.tp`."""
-
-    tp_size: Whole = refused(1, "tensor parallelism is not supported: leave it at 1", off=(0,))
-    tp_grain_size: Positive = unused(1, _TP)
-    mpu: Any = refused(None, "tensor parallelism is not supported: leave it out", switch=is_given)
-    tp_group: Any = refused(None, "tensor parallelism is not supported: leave it out", switch=is_given)
-
-
-class TensorParallel(Section):
-    """`tensor_parallel`."""
-
-    autotp_size: Whole = refused(0, "tensor parallelism is not supported: leave it at 0", off=(1,))
-    tp: Tp = section(Tp, "tensor parallelism: only size 1")
-    dtype: Any = unused(None, _TP)
-    tp_overlap_comm: bool = unused(False, _TP)
-    vocab_parallel_lm_head: bool | None = unused(None, _TP)
-    vocab_parallel_ce_backend: str = unused("torch", _TP)
-    injection_policy_tuple: Any = unused(None, _TP)
-    partition_config: Free | None = unused(None, _TP)
-    preset_model: str | None = unused(None, _TP)
-    keep_module_on_host: bool = unused(False, _TP)
-    replace_with_kernel_inject: bool = refused(False, "kernels are not injected into the model: leave it out")
-
-
 class CompileSection(Section):
     """`compile`."""
 
@@ -293,8 +255,8 @@ class Config(Section):
     wandb: Wandb = section(Wandb, "metrics for Weights & Biases")
     comet: Comet = section(Comet, "metrics for Comet: only off")
     flops_profiler: FlopsProfiler = section(FlopsProfiler, "FLOPs of one step")
-    pipeline: Pipeline = section(Pipeline, "pipeline parallelism: only off")
-    tensor_parallel: TensorParallel = section(TensorParallel, "tensor parallelism: only off")
+    pipeline: Pipeline = section(Pipeline, "layers spread over ranks")
+    tensor_parallel: TensorParallel = section(TensorParallel, "tensors spread over ranks")
     compile: CompileSection = section(CompileSection, "DeepCompile: only off")
 
     prescale_gradients: bool = honoured(
@@ -319,7 +281,7 @@ class Config(Section):
         1.0, "without prescale_gradients: what gradients are divided by before they are summed; the rest comes after"
     )
     sparse_gradients: bool = refused(False, "use dense gradients: build embeddings with sparse=False")
-    data_parallel_size: Positive | None = honoured(None, "processes that train together: has to be their number")
+    data_parallel_size: Positive | None = honoured(None, "replicas of the model: has to be their number")
     sequence_parallel_size: Positive | None = refused(
         None, "sequence parallelism is not supported: leave it at 1", off=(1,)
     )

@@ -51,7 +51,7 @@ class Group:
         """Every rank gets the others' versions of its part, and adds them up in fp32."""
         given = whole.to(dtype).cpu() if whole.is_cuda else whole.to(dtype)
         parts = self._exchange(given.view(torch.uint8)).view(dtype).view(self.world, -1)
-        total = parts[0].float()
+        total = parts[0].to(torch.promote_types(dtype, torch.float32))
         for part in parts[1:]:
             total += part
         return total
@@ -169,7 +169,8 @@ def alone() -> Group:
 
 
 def new_group(backend: str, ranks: Sequence[int] | None = None, timeout: timedelta = TIMEOUT) -> Group:
-    """A group of its own; all its ranks (None: of the world) have to ask for it, in the same order."""
+    """A group of its own; all its ranks (None: of the world) have to ask for it, in the same order, and have to have
+    made as many groups before: torch names it after that."""
     members = list(ranks) if ranks is not None else list(range(dist.get_world_size()))
     if ranks is not None and len(members) == 1:
         return Group(None, (0,), is_on_host=True)

@@ -24,6 +24,7 @@ from twinflow.engine.background import BackgroundSave
 from twinflow.engine.loader import ResumableLoader
 from twinflow.engine.reports import Reports
 from twinflow.engine.settings import EngineSettings
+from twinflow.engine.values import cast_floats
 from twinflow.errors import bad_value
 from twinflow.launch.watch import Watch
 from twinflow.offload.blocks import find_blocks
@@ -73,7 +74,7 @@ class Engine:
         """The module's forward, under autocast and with inputs cast where the config says so."""
         self._beat("forward")
         if self.settings.input_dtype is not None:
-            args, kwargs = _cast((args, kwargs), self.settings.input_dtype)
+            args, kwargs = cast_floats((args, kwargs), self.settings.input_dtype)
         with self.reports.forward(self), self._autocast():
             return self.module(*args, **kwargs)
 
@@ -104,6 +105,12 @@ class Engine:
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """After every micro-batch: at the last of a step the optimizer steps, else this only counts."""
+        lr = self._count_step(lr_kwargs)
+        if self._was_boundary:
+            self.reports.after_step(self, lr)
+
+    def _count_step(self, lr_kwargs: Mapping[str, Any] | None = None) -> float:
+        """The same without a word to anybody; the learning rate that it has used."""
         optimizer = self._need_optimizer()
         self._beat("step")
         self._was_boundary = self.is_gradient_accumulation_boundary()
@@ -119,8 +126,7 @@ class Engine:
                 self._settle()
         self.micro_steps += 1
         self.part = 0 if self._was_boundary else self.part + 1
-        if self._was_boundary:
-            self.reports.after_step(self, lr)
+        return lr
 
     def _settle(self) -> None:
         """The last step's outcome is needed now: a step that was applied moves the schedule."""
@@ -162,7 +168,7 @@ class Engine:
     def no_sync(self) -> AbstractContextManager[Any]:
         """Around backwards whose gradients stay on this rank until the step's last: with stages 0 and 1 they do so
         anyway. With stage 2 no rank keeps a sum of its own."""
-        if self.world_size > 1 and self.settings.stage >= 2:
+        if self.dp_world_size > 1 and self.settings.stage >= 2:
             remedy = "Leave no_sync() out, or use stage 1."
             raise bad_value("no_sync() with zero_optimization.stage", self.settings.stage, (0, 1), remedy)
         return nullcontext()
@@ -186,8 +192,13 @@ class Engine:
 
     @property
     def dp_world_size(self) -> int:
-        """Processes that each take a part of a batch: all of them."""
-        return self.world_size
+        """Replicas of the model, each of which takes a part of a batch."""
+        return self.settings.grid.num_data if self.settings.grid is not None else self.world_size
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of them this process is in."""
+        return self.settings.grid.data if self.settings.grid is not None else self.global_rank
 
     @property
     def basic_optimizer(self) -> TwinOptimizer | None:
@@ -229,7 +240,7 @@ class Engine:
 
     def train_batch_size(self) -> int:
         """Samples of a step, on all ranks."""
-        return self.settings.micro_batch_size * self.gradient_accumulation_steps() * self.world_size
+        return self.settings.micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Samples of a step, of a micro-batch, and micro-batches of a step."""
@@ -237,7 +248,7 @@ class Engine:
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Other steps from now on: the micro-batch stays, their number changes."""
-        micro = self.settings.micro_batch_size * self.world_size
+        micro = self.settings.micro_batch_size * self.dp_world_size
         if train_batch_size < 1 or train_batch_size % micro:
             raise bad_value(
                 "train_batch_size", train_batch_size, f"a multiple of the micro-batches of all ranks, which is {micro}"
@@ -333,9 +344,12 @@ class Engine:
         self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write the weights as they are on the device, as safetensors that other libraries read."""
+        remedy = "Save a checkpoint, and make files of it with `twinflow export`."
         if self.settings.stage == 3 and self.world_size > 1:
-            remedy = "Save a checkpoint, and make files of it with `twinflow export`."
             raise bad_value("save_16bit_model() with zero_optimization.stage", 3, (0, 1, 2), remedy)
+        grid = self.settings.grid
+        if grid is not None and grid.num_pipe * grid.num_model > 1:
+            raise bad_value("save_16bit_model() with", "pipeline or tensor ranks", "neither", remedy)
         if self.optimizer is not None:
             self.optimizer.wait()
         if self.global_rank > 0:
@@ -388,14 +402,14 @@ class Engine:
             seed=self._same_seed() if route == "train" else None,  # others have no order to agree on
             pin_memory=pin_memory,
             shuffle=route == "train",
-            share=(self.global_rank, self.world_size),
+            share=(self.dp_rank, self.dp_world_size),
         )
 
     def _same_seed(self) -> int:
         """All ranks draw from one order of the samples."""
         seed = torch.initial_seed() % (1 << 63)
         team = self.optimizer.team if self.optimizer is not None else None
-        return seed if team is None else int(gather_json(team.calls, seed)[0])
+        return seed if team is None else int(gather_json(team.everyone, seed)[0])
 
     def destroy(self) -> None:
         """Finish what has begun and give memory and threads back; the module stays usable."""
@@ -410,14 +424,3 @@ class Engine:
             last_first.callback(self.wait_for_checkpoint)
             self._settle()
             self.optimizer = self.activations = None
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors inside nested tuples, lists and dicts, cast."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-        return type(value)(_cast(item, dtype) for item in value)
-    if isinstance(value, dict):
-        return {key: _cast(item, dtype) for key, item in value.items()}
-    return value

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,14 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from twinflow.checkpoint import Checkpoint, open_checkpoint
-from twinflow.checkpoint.together import Alone, agree
+from twinflow.checkpoint.load import cut_for
+from twinflow.checkpoint.shards import local_shape
+from twinflow.checkpoint.together import agree
 from twinflow.checkpoint.tree import put_together, tensor_names
 from twinflow.engine.randoms import set_random_states
-from twinflow.engine.ranks import Ranks, ranks_of
-from twinflow.engine.state import COUNTERS, PARTS, parked_in, parking_of, state_of, tensors_of
+from twinflow.engine.ranks import Ranks, only_one, ranks_of
+from twinflow.engine.state import COUNTERS, PARTS, names_of, parked_in, parking_of, shards_of, state_of, tensors_of
 from twinflow.errors import bad_value
 from twinflow.offload.bucket import local_of
+from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_build import first_of
+from twinflow.parallel.shard import TensorShard, shard_of
 from twinflow.rules.formats import BLOCK
 
 if TYPE_CHECKING:
@@ -41,15 +46,15 @@ def load(engine: Engine, root: Path, tag: str | None, what: What) -> tuple[str |
     """Take over `root`/`tag`, or the latest; its path and the client state."""
     if engine.optimizer is not None and engine.optimizer.runtime.job is not None:
         raise RuntimeError("load_checkpoint() between backward() and step(). Call step() first")
-    ranks = ranks_of(engine)
-    found, tags = agree(ranks or Alone(), lambda: _open(root, tag))
+    ranks = (ranks_of(engine) or only_one()).meet(names_of(engine))
+    found, tags = agree(ranks, lambda: _open(root, tag))
     other = next((rank for rank, other in enumerate(tags) if other != tags[0]), None)
     if other is not None:
         remedy = "load_dir must be on a file system that all ranks share."
         raise bad_value(f"{root}: what rank {other} finds", tags[other], [tags[0]], remedy)
     if found is None:
         return None, {}
-    checked, _ = agree(ranks or Alone(), lambda: (_check(engine, found, what, ranks), None))
+    checked, _ = agree(ranks, lambda: (_check(engine, found, what, ranks), None))
     names, source, head, others = checked
     meta = found.meta
     before = copy.copy(state_of(engine.lr_scheduler))
@@ -91,22 +96,55 @@ def _open(root: Path, tag: str | None) -> tuple[Checkpoint | None, str | None]:
 
 
 def _check(
-    engine: Engine, found: Checkpoint, what: What, ranks: Ranks | None
-) -> tuple[dict[str, str], _FileSource, Any, dict[str, Any]]:
+    engine: Engine, found: Checkpoint, what: What, ranks: Ranks
+) -> tuple[dict[str, str], _FileSource | None, Any, dict[str, Any]]:
     """All that can be wrong, before anything changes: names of weights, the optimizer's entries and head, the rest."""
-    found.verify(share=None if ranks is None else (ranks.rank, ranks.world))
+    found.verify(share=(ranks.rank, ranks.world))
     meta, rest = found.meta, _reader(found, "rest")
-    names = _check_model(engine.module, found, what)
-    source, head = _FileSource(found), None
+    saved = _SavedNames(meta["aliases"], ranks)
+    names = _check_model(engine.module, found, what, saved)
+    source, head = None, None
     if what.optimizer and engine.optimizer is not None and "optimizer" in meta:
         head = put_together(meta["optimizer"], rest)
+        head = {**head, "param_groups": _own_groups(engine.optimizer, head["param_groups"], saved)}
+        source = _FileSource(found, engine.optimizer, saved)
         engine.optimizer.check_state(head, source)
     return names, source, head, {key: put_together(meta[key], rest) for key in PARTS}
 
 
-def _own_random(found: Checkpoint, first: Any, ranks: Ranks | None) -> Any:
+@dataclass(frozen=True)
+class _SavedNames:
+    """From names in this rank's module to those in a checkpoint, which another layout may have saved."""
+
+    aliases: Mapping[str, str]  # the checkpoint's: names of tied tensors to those that they are stored under
+    ranks: Ranks
+
+    def find(self, name: str, there: Container[str]) -> str | None:
+        """What a tensor of this rank is called among the names that are `there`."""
+        first = self.ranks.canonical(name)
+        names = (name, self.aliases.get(name), first, self.aliases.get(first))
+        return next((one for one in names if one in there), None)
+
+    def unclaimed(self, names: Iterable[str]) -> list[str]:
+        """Those that no rank has."""
+        known = set(self.ranks.holders)
+        known |= {first for name, first in self.aliases.items() if name in known}
+        return [name for name in names if name not in known]
+
+
+def _own_groups(optimizer: TwinOptimizer, groups: Iterable[Mapping[str, Any]], saved: _SavedNames) -> list[Any]:
+    """Saved param groups with this rank's parameters alone; those that no rank has stay, to be found wrong."""
+    made = []
+    for index, group in enumerate(groups):
+        own, there = [param.name for param in optimizer.runtime.params if param.group == index], set(group["params"])
+        here = [name for name in own if saved.find(name, there) is not None]
+        made.append({**group, "params": [*here, *saved.unclaimed(group["params"])]})
+    return made
+
+
+def _own_random(found: Checkpoint, first: Any, ranks: Ranks) -> Any:
     """This rank's random states; a rank that was not there then begins with the first one's, moved on by its number."""
-    saved, rank = found.meta.get("ranks"), 0 if ranks is None else ranks.rank
+    saved, rank = found.meta.get("ranks"), ranks.rank
     if saved is None:
         return first
     if rank < len(saved):
@@ -128,58 +166,77 @@ def _load_scheduler(scheduler: Any, saved: Any, path: Path) -> None:
         raise bad_value(f"{path}: scheduler", f"of another kind than {kind} ({error!r})", kind, remedy) from error
 
 
-def _reader(found: Checkpoint, file: str) -> Callable[[str], Tensor]:
-    return lambda name: found.tensor(file, name)
+def _reader(found: Checkpoint, file: str, shard: TensorShard | None = None) -> Callable[[str], Tensor]:
+    """Reads tensors whole; those that are of the shape of a parameter with this `shard`, this rank's part of them."""
+
+    def read(name: str) -> Tensor:
+        shape = found.shape(file, name)
+        own = local_shape(shard, shape)
+        if own == shape:
+            return found.tensor(file, name)
+        return cut_for(found, file, name, shard, 0, math.prod(own)).view(own)
+
+    return read
 
 
 class _FileSource:
-    """The optimizer's entries in a checkpoint."""
+    """The optimizer's entries in a checkpoint, as this rank's parameters need them."""
 
-    def __init__(self, found: Checkpoint) -> None:
+    def __init__(self, found: Checkpoint, optimizer: TwinOptimizer, saved: _SavedNames) -> None:
         self._found = found
-        self._entries: dict[str, Any] = found.meta.get("optimizer_state", {})
+        entries: dict[str, Any] = found.meta.get("optimizer_state", {})
+        names = {param.name: saved.find(param.name, entries) for param in optimizer.runtime.params}
+        self._entries = {name: entries[there] for name, there in names.items() if there is not None}
+        self._entries |= {name: entries[name] for name in saved.unclaimed(entries)}  # to be found wrong
+        self._shards = {param.name: shard_of(param.tensor) for param in optimizer.runtime.params}
 
     def names(self) -> Iterable[str]:
         return self._entries
 
     def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
-        tensors = tensor_names(self._entries[name])
-        return {key: self._found.shape("optimizer", path) for key, path in tensors.items()}
+        tensors, shard = tensor_names(self._entries[name]), self._shards.get(name)
+        return {key: local_shape(shard, self._found.shape("optimizer", path)) for key, path in tensors.items()}
 
     def step(self, name: str) -> int:
         return int(self._entries[name]["step"])
 
     def cut(self, name: str, start: int, numel: int) -> Mapping[str, Any]:
-        entry, read = self._entries[name], _reader(self._found, "optimizer")
+        entry, shard = self._entries[name], self._shards[name]
+        read = _reader(self._found, "optimizer", shard)
         tensors = tensor_names(entry)
         cut: dict[str, Any] = {}
         for key, path in tensors.items():
-            unit = BLOCK if key.endswith("_scale") else 1
-            end = -(-(start + numel) // unit)
-            cut[key] = self._found.cut("optimizer", path, start // unit, end - start // unit)
+            if not key.endswith("_scale"):
+                cut[key] = cut_for(self._found, "optimizer", path, shard, start, numel)
+            elif shard is None:  # else blocks of the whole are not those of a part
+                end = -(-(start + numel) // BLOCK)
+                cut[key] = self._found.cut("optimizer", path, start // BLOCK, end - start // BLOCK)
         others = {key: value for key, value in entry.items() if key not in tensors and isinstance(value, dict)}
         return cut | {key: put_together(value, read) for key, value in others.items()}
 
 
-def _check_model(module: nn.Module, found: Checkpoint, what: What) -> dict[str, str]:
-    """The model's tensors that the checkpoint has, and under which name; ValueError where they do not fit."""
-    own, aliases = tensors_of(module), found.meta["aliases"]
-    saved = set(found.names("model"))
-    names = {name: aliases.get(name, name) for name in own if aliases.get(name, name) in saved}
+def _check_model(module: nn.Module, found: Checkpoint, what: What, saved: _SavedNames) -> dict[str, str]:
+    """This rank's tensors that the checkpoint has, and under which name; ValueError where they do not fit."""
+    own, there = tensors_of(module), dict.fromkeys(found.names("model"))
+    every = {name: saved.find(name, there) for name in own}
+    names = {name: path for name, path in every.items() if path is not None}
     if what.custom_load_fn is not None:
         return names
     if what.strict:
         missing = set(own) - set(names) - set(found.meta["excluded"])
-        unknown = (saved | set(aliases)) - set(own)
+        unknown = set(saved.unclaimed([*there, *saved.aliases]))
         if missing or unknown:
             raise ValueError(
                 f"{found.path}: its weights are not this model's: {_some('missing', missing)}"
                 f"{_some('not in the model', unknown)}. Build the same model, or pass load_module_strict=False"
             )
+    shards = shards_of(module)
     for name, path in names.items():
-        shape = found.shape("model", path)
-        if shape != tuple(own[name].shape):
-            raise bad_value(f"{found.path}: shape of {name}", shape, [tuple(own[name].shape)])
+        shape, wanted = found.shape("model", path), tuple(own[name].shape)
+        if name in shards:
+            wanted = shards[name].whole_shape(wanted)
+        if shape != wanted:
+            raise bad_value(f"{found.path}: shape of {name}", shape, [wanted])
     return names
 
 
@@ -193,10 +250,11 @@ def _some(what: str, names: set[str]) -> str:
 @torch.no_grad()
 def _load_weights(engine: Engine, found: Checkpoint, names: Mapping[str, str], what: What, extra: Any) -> None:
     module = engine.module
+    shards = shards_of(module)
     if engine.optimizer is not None:
         engine.optimizer.flush()  # weights on their way, or still to come, would be written over what is loaded
     if what.custom_load_fn is not None:
-        everything = {name: found.tensor("model", path) for name, path in names.items()}
+        everything = {name: _reader(found, "model", shards.get(name))(path) for name, path in names.items()}
         what.custom_load_fn(src=everything, dst=module)
         return
     own, memory = tensors_of(module), {local_of(t).data_ptr() for t in (*module.parameters(), *module.buffers())}
@@ -208,10 +266,11 @@ def _load_weights(engine: Engine, found: Checkpoint, names: Mapping[str, str], w
         parking.settle()
     parked = parked_in(module, parking)
     for name, path in names.items():
+        shard = shards.get(name)
         if name in parked:
             assert parking is not None
             for piece in parking.pieces(parked[name]):
-                piece.write(found.cut("model", path, piece.start, piece.numel))
+                piece.write(cut_for(found, "model", path, shard, piece.start, piece.numel))
             continue
         local = local_of(own[name])
         key = (local.data_ptr(), own[name].shape)
@@ -220,8 +279,8 @@ def _load_weights(engine: Engine, found: Checkpoint, names: Mapping[str, str], w
         elif key not in written:  # a tied weight is written once
             written.add(key)
             if local is own[name]:
-                local.copy_(found.tensor("model", path))
+                local.copy_(_reader(found, "model", shard)(path))
             else:
-                local.copy_(found.cut("model", path, first_of(own[name]), local.numel()).view(local.shape))
+                local.copy_(cut_for(found, "model", path, shard, first_of(own[name]), local.numel()).view(local.shape))
     if foreign:
         module.load_state_dict(foreign, strict=False)

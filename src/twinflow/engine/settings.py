@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from twinflow.launch.environment import ALONE, RankEnvironment
+from twinflow.parallel.grid import Grid
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class EngineSettings:
 
     micro_batch_size: int
     ranks: RankEnvironment = ALONE
+    grid: Grid | None = None  # where there are pipeline or tensor ranks
     stage: int = 0  # of ZeRO
     autocast: torch.dtype | None = None  # forwards run under torch.autocast with it
     input_dtype: torch.dtype | None = None  # floating inputs are cast to it

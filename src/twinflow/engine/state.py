@@ -5,7 +5,8 @@ Everything is streamed: one parameter's state is in memory at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,15 +15,19 @@ from torch import Tensor, nn
 
 from twinflow.checkpoint import Entry
 from twinflow.checkpoint import save as save_files
+from twinflow.checkpoint.shards import stored_name, to_mark
 from twinflow.checkpoint.tensors import PartOf
+from twinflow.checkpoint.together import agree
 from twinflow.checkpoint.tree import Leaf, take_apart
 from twinflow.engine.background import BackgroundSave, freeze
 from twinflow.engine.randoms import random_states
-from twinflow.engine.ranks import Ranks, deal, ranks_of
+from twinflow.engine.ranks import Ranks, deal, only_one, ranks_of, unite
+from twinflow.errors import bad_value
 from twinflow.offload.bucket import local_of
 from twinflow.offload.frozen import Frozen
 from twinflow.offload.parking import Parking
 from twinflow.optim.twin_build import first_of
+from twinflow.parallel.shard import TensorShard, shard_of
 
 if TYPE_CHECKING:
     from twinflow.engine.core import Engine
@@ -50,21 +55,22 @@ def save(
     ranks = ranks_of(engine)
     if ranks is None and engine.global_rank > 0:
         return None  # all ranks have the same, and no part of anything: the first saves it
-    meta, states, others = _collect(engine, client_state, ranks)
-    if engine.optimizer is not None:
-        engine.optimizer.wait()
-    leaves, meta["aliases"], meta["excluded"] = weights(engine.module, exclude_frozen, parking_of(engine))
+    together = (ranks or only_one()).meet(names_of(engine))
+    own, said = agree(together, lambda: _collect(engine, client_state, exclude_frozen, together))
+    meta, files = unite(own.meta, said), own.files
     if ranks is not None:
-        leaves = deal(leaves, ranks)
-        if not ranks.are_partitioned:
-            states = deal(states, ranks)
-    files = {"model": leaves, "optimizer": states, "rest": others}
+        meta["ranks"] = [one["random"] for one in said]
+    if engine.optimizer is not None and engine.optimizer.is_compressed:
+        meta["errors"] = [one["errors"] for one in said]
     frozen = _freeze(engine) if engine.settings.background_bytes is not None else None
     if frozen is not None:
         files = freeze(files, frozen, _buckets_of(engine))
 
     def write(together: Ranks | None) -> None:
-        entries = {name: [Entry(*leaf) for leaf in found] for name, found in files.items()}
+        entries = {
+            file: [Entry(*leaf._replace(name=own.names[file].get(leaf.name, leaf.name))) for leaf in leaves]
+            for file, leaves in files.items()
+        }
         save_files(
             root,
             tag,
@@ -80,6 +86,7 @@ def save(
         write(ranks)
         return None
     team = engine.optimizer.team if engine.optimizer is not None else None
+    assert ranks is None or (team is not None and team.saves.world == ranks.world)
     background = BackgroundSave(
         lambda: write(replace(ranks, group=team.saves) if ranks is not None and team else None), frozen
     )
@@ -130,41 +137,132 @@ def _buckets_of(engine: Engine) -> Callable[[Leaf], Sequence[int] | None]:
     return buckets
 
 
-def _collect(
-    engine: Engine, client_state: dict[str, Any], ranks: Ranks | None
-) -> tuple[dict[str, Any], list[Leaf], list[Leaf]]:
-    """All but the weights: as JSON, and the tensors of the optimizer and of the rest."""
-    meta: dict[str, Any] = {name: getattr(engine, name) for name in COUNTERS}
-    states: list[Leaf] = []
-    others: list[Leaf] = []
-    if engine.optimizer is not None:
-        head, entries = engine.optimizer.stream_state()
-        meta["optimizer"], found = take_apart(head, "optimizer")
-        others += found
-        meta["optimizer_state"] = {}
+class _Own:
+    """What this rank saves of an engine, and what it says of it to the other ranks.
+
+    Leaves have the names that they have here; `names` are those that they are stored under where these are others.
+    """
+
+    def __init__(self, engine: Engine, ranks: Ranks) -> None:
+        self._engine, self._ranks = engine, ranks
+        self.meta: dict[str, Any] = {name: getattr(engine, name) for name in COUNTERS}
+        self.said: dict[str, Any] = {"extra": {}, "aliases": {}, "optimizer_state": {}, "excluded": [], "groups": None}
+        self.said["shards"] = {}
+        self.files: dict[str, list[Leaf]] = {"model": [], "optimizer": [], "rest": []}
+        self.names: dict[str, dict[str, str]] = {"model": {}, "optimizer": {}, "rest": {}}
+
+    def add_optimizer(self) -> None:
+        """Its options, which the first rank speaks for, and what it keeps for each parameter."""
+        optimizer, ranks = self._engine.optimizer, self._ranks
+        if optimizer is None:
+            return
+        head, entries = optimizer.stream_state()
+        self._add_common("optimizer", head)
+        groups = self.meta["optimizer"]["param_groups"]
+        if ranks.speaks:
+            named = [list(map(ranks.canonical, group["params"])) for group in groups]
+            self.said["groups"] = [{**group, "params": names} for group, names in zip(groups, named, strict=True)]
+        params = {param.name: param.tensor for param in optimizer.runtime.params}
+        leaves: list[Leaf] = []
+        shards: dict[str, TensorShard] = {}
         for name, entry in entries:
-            meta["optimizer_state"][name], found = take_apart(entry, name)
-            states += found
-    parts = {
-        "scheduler": state_of(engine.lr_scheduler),
-        "loader": state_of(engine.training_dataloader),
-        "random": random_states(),
-        "client_state": client_state,
-        "extra": _extra(engine.module),
-    }
-    for name, value in parts.items():
-        meta[name], found = take_apart(value, name)
-        others += found
-    if ranks is None:
-        return meta, states, others
-    own, found = take_apart(random_states(), f"ranks/{ranks.rank}/random")
-    meta["ranks"] = ranks.gather(own)
-    if engine.optimizer is not None and engine.optimizer.is_compressed:
-        own, more = take_apart(engine.optimizer.exchange_errors(), f"ranks/{ranks.rank}/errors")
-        meta["errors"], found = ranks.gather(own), [*found, *more]
-    named = ranks.gather(meta.get("optimizer_state", {}))
-    meta["optimizer_state"] = {name: entry for one in named for name, entry in one.items()}
-    return meta, states, [*found, *(others if ranks.rank == 0 else ())]  # the first speaks for all
+            stripped, found = take_apart(entry, name)
+            shards |= (cut := sharded_leaves(found, params[name]))
+            leaves += [leaf for leaf in found if ranks.saves(name, leaf.name in cut)]
+            if ranks.saves(name):
+                self.said["optimizer_state"][ranks.canonical(name)] = stripped
+        self._add("optimizer", leaves if ranks.are_partitioned else deal(leaves, ranks), shards)
+
+    def add_weights(self, exclude_frozen: bool) -> None:
+        """Parameters and buffers."""
+        engine, ranks = self._engine, self._ranks
+        leaves, aliases, excluded = weights(engine.module, exclude_frozen, parking_of(engine))
+        shards = shards_of(engine.module)
+        if ranks.speaks:
+            own = {**aliases, **{leaf.name: leaf.name for leaf in leaves}}
+            named = {name: ranks.canonical(first) for name, first in own.items()}
+            self.said["aliases"] = {name: first for name, first in named.items() if name != first}
+            self.said["excluded"] = excluded
+        kept = [leaf for leaf in leaves if ranks.saves(leaf.name, leaf.name in shards)]
+        self.names["model"] = {leaf.name: ranks.canonical(leaf.name) for leaf in kept}
+        self._add("model", deal(kept, ranks), shards)
+
+    def add_rest(self, client_state: dict[str, Any]) -> None:
+        """What belongs to the whole run, which the first rank speaks for; and what each stage and rank has."""
+        engine, ranks = self._engine, self._ranks
+        self._add_common("scheduler", state_of(engine.lr_scheduler))
+        self._add_common("loader", state_of(engine.training_dataloader))
+        self._add_common("random", random_states())
+        self._add_common("client_state", client_state)
+        for name, value in _extra(engine.module).items():
+            if ranks.data.rank == 0 and ranks.saves(name):
+                self.said["extra"][name] = self._add_apart(value, f"extra/{name}")
+        if ranks.world > 1:
+            self.said["random"] = self._add_apart(random_states(), f"ranks/{ranks.rank}/random")
+        if engine.optimizer is not None and engine.optimizer.is_compressed:
+            self.said["errors"] = self._add_apart(engine.optimizer.exchange_errors(), f"ranks/{ranks.rank}/errors")
+
+    def _add_common(self, name: str, value: Any) -> None:
+        self.meta[name], found = take_apart(value, name)
+        if self._ranks.rank == 0:
+            self.files["rest"] += found
+
+    def _add_apart(self, value: Any, path: str) -> Any:
+        stripped, found = take_apart(value, path)
+        self.files["rest"] += found
+        return stripped
+
+    def _add(self, file: str, leaves: list[Leaf], shards: Mapping[str, TensorShard]) -> None:
+        """Leaves that this rank writes; of those that are shards it says so."""
+        names, marks = self.names[file], self.said["shards"].setdefault(file, {})
+        self.files[file] = leaves
+        for leaf in {leaf.name: leaf for leaf in leaves}.values():  # parts have one name
+            shard, name = shards.get(leaf.name), names.get(leaf.name, leaf.name)
+            if shard is not None:
+                assert (shard.rank, shard.world) == (self._ranks.tensor_rank, self._ranks.num_tensor)
+                marks[name] = to_mark(shard, _whole_shape(leaf))
+                names[leaf.name] = stored_name(name, shard.rank)
+
+
+def _collect(
+    engine: Engine, client_state: dict[str, Any], exclude_frozen: bool, ranks: Ranks
+) -> tuple[_Own, dict[str, Any]]:
+    """What this rank saves, and what it says to all."""
+    own = _Own(engine, ranks)
+    own.add_optimizer()
+    own.add_rest(client_state)
+    if engine.optimizer is not None:
+        engine.optimizer.wait()
+    own.add_weights(exclude_frozen)
+    return own, own.said
+
+
+def sharded_leaves(leaves: Sequence[Leaf], param: Tensor) -> dict[str, TensorShard]:
+    """Those of an optimizer's tensors for a parameter that are cut as it is; single numbers all tensor ranks have."""
+    shard, shape = shard_of(param), tuple(param.shape)
+    if shard is None:
+        return {}
+    for leaf in leaves:
+        if _whole_shape(leaf) != shape and math.prod(_whole_shape(leaf)) > 1:
+            remedy = "Tensor ranks have parts of the parameter; what belongs to all of it they cannot save."
+            raise bad_value(f"shape of {leaf.name}", _whole_shape(leaf), [shape, ()], remedy)
+    return {leaf.name: shard for leaf in leaves if _whole_shape(leaf) == shape}
+
+
+def _whole_shape(leaf: Leaf) -> tuple[int, ...]:
+    return tuple(leaf.shape if leaf.part is None else leaf.part.shape)
+
+
+def names_of(engine: Engine) -> dict[str, None]:
+    """All that this rank has a name for: of the module's state, and of what is trained."""
+    params = engine.optimizer.runtime.params if engine.optimizer is not None else []
+    return dict.fromkeys([*engine.module.state_dict(), *(param.name for param in params)])
+
+
+def shards_of(module: nn.Module) -> dict[str, TensorShard]:
+    """Parameters that tensor ranks have parts of, by every name they have."""
+    named = ((name, shard_of(param)) for name, param in module.named_parameters(remove_duplicate=False))
+    return {name: shard for name, shard in named if shard is not None}
 
 
 def state_of(part: Any) -> Any:

@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from twinflow.errors import bad_value
 from twinflow.models.loss import LOSS_CHUNK, chunked_cross_entropy
+from twinflow.models.stages import gpt_parts
+from twinflow.parallel.specs import Part
 
 # GPT-2's standard deviation for every weight matrix and embedding at the start.
 INIT_STD: Final = 0.02
@@ -260,6 +262,10 @@ class GPT(nn.Module):
         for module in self.modules():
             if isinstance(module, (Linear, Embedding, nn.LayerNorm)) and not (module is self.head and self.config.tied):
                 module.reset_parameters()
+
+    def pipeline_parts(self) -> list[Part]:
+        """What a pipeline is made of: `twinflow.parallel.split_model`."""
+        return gpt_parts(self)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> GPTOutput:
         """Logits for `tokens` [batch, tokens]; with `targets` (same shape) their loss instead, without logits."""

@@ -115,8 +115,8 @@ class Runtime:
         self.parking = Parking(self.device, self.board, self.buckets, frozen, values, gather, where)
         self._threads.append(self.parking.fetcher)
 
-    def attach(self, model: nn.Module, blocks: list[Block]) -> None:
-        """Put the hooks on the model, and watch its first forward."""
+    def attach(self, model: nn.Module, blocks: list[Block], in_order: bool = False) -> None:
+        """Put the hooks on the model, and watch its first forward; unless blocks are known to run `in_order`."""
         if model.__dict__.get("_twinflow_owner") == id(model):  # a deep copy has another id
             raise ValueError("the model already has a TwinOptimizer. Call its close() before building another")
         self.model_owner = model.__dict__
@@ -124,7 +124,9 @@ class Runtime:
         if self.parking is not None:
             self._handles += self.parking.attach(model, blocks)
         self._handles += install(model, blocks, self)
-        self._recorder, self._blocks = Recorder(model, blocks), blocks
+        self._recorder, self._blocks = None if in_order else Recorder(model, blocks), blocks
+        if in_order:
+            self._set_deadlines([block.index for block in blocks])
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         if self.settings.early:
             self._handles += take_gradients(self.params, self)
@@ -253,8 +255,11 @@ class Runtime:
             unused = [block for block in self._blocks if block.index not in self._recorder.order]
             self.parking.check_blocks(unused, self._recorder.has_run)
             self.parking.set_order(self._recorder.order)
-        self._by_block.setdefault(ROOT, []).extend(set_deadlines(self.buckets, self._recorder.order))
+        self._set_deadlines(self._recorder.order)
         self._recorder = None
+
+    def _set_deadlines(self, order: Sequence[int]) -> None:
+        self._by_block.setdefault(ROOT, []).extend(set_deadlines(self.buckets, order))
 
     def _check_params(self) -> None:
         """Refuse what was frozen or moved since the start; take over weights that somebody else has written."""

@@ -55,6 +55,7 @@ from twinflow.optim.twin_checks import (
     check_tuning,
     groups_of,
 )
+from twinflow.parallel.pipeline import PipelineModule
 from twinflow.planner.probe import load_or_measure
 from twinflow.rules import RULES, Rule
 from twinflow.rules.segment import check_format
@@ -207,7 +208,7 @@ class TwinOptimizer(Optimizer):
         if self._switch is not None:
             self._switch.reserve(runtime.buckets)
         if self.model is not None:
-            runtime.attach(self.model, gathered_blocks(self.model))
+            runtime.attach(self.model, gathered_blocks(self.model), isinstance(self.model, PipelineModule))
             reference = weakref.ref(self.model)  # the threads know the device, and must not keep the model alive
             device.followers = lambda: gathering_streams(reference())
             runtime.before_gathering = lambda: forget_gathered(reference())

@@ -19,6 +19,7 @@ from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.streamed import StreamedUpdater
 from twinflow.offload.updater import RuleUpdater
 from twinflow.optim import loss_scale, switch
+from twinflow.parallel.shard import shard_of
 from twinflow.rules import Rule
 from twinflow.rules.formats import BLOCK
 
@@ -40,7 +41,7 @@ class StreamedTensor(NamedTuple):
 
 
 class Source(Protocol):
-    """Saved entries of parameters, read one at a time."""
+    """Saved entries of parameters, read one at a time; of a parameter that is a tensor rank's part, that part's."""
 
     def names(self) -> Iterable[str]:
         """The parameters that have one."""
@@ -133,7 +134,8 @@ def _specs(rule: Rule, param: Param, bucket: Bucket) -> dict[str, tuple[torch.dt
     for name, state, scale in zip(rule.states, store.states, store.scales, strict=True):
         if name is not None and state is not None:
             specs[name] = (torch.float32 if scale is not None else state.dtype, shape)
-            if scale is not None and not param.is_sharded:  # blocks of rows are not blocks of the whole
+            # Blocks of rows, or of a tensor rank's part, are not blocks of the whole.
+            if scale is not None and not param.is_sharded and shard_of(param.tensor) is None:
                 specs[f"{name}_scale"] = (torch.float32, (-(-param.tensor.numel() // BLOCK),))
     return specs
 

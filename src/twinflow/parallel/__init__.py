@@ -1,1 +1,42 @@
 """Pipeline, tensor and data parallelism: ranks and axes, schedules, and what a layout costs before there are GPUs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from twinflow.parallel.pipeline import PipelineModule, profile_layers
+    from twinflow.parallel.specs import LayerSpec, Part, TiedLayerSpec
+    from twinflow.parallel.split import split_model
+    from twinflow.parallel.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+
+# Loaded when first asked for: plans need neither torch nor a model.
+_HOMES = {
+    "LayerSpec": "specs",
+    "Part": "specs",
+    "PipeDataParallelTopology": "topology",
+    "PipeModelDataParallelTopology": "topology",
+    "PipelineModule": "pipeline",
+    "ProcessTopology": "topology",
+    "TiedLayerSpec": "specs",
+    "profile_layers": "pipeline",
+    "split_model": "split",
+}
+__all__ = [
+    "LayerSpec",
+    "Part",
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipelineModule",
+    "ProcessTopology",
+    "TiedLayerSpec",
+    "profile_layers",
+    "split_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"twinflow.parallel.{_HOMES[name]}"), name)

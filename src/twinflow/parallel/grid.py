@@ -57,9 +57,7 @@ class Grid:
         return self.topology.filter_match(data=self.data)
 
 
-def make_grid(
-    num_pipe: int, num_model: int, num_data: int, device: torch.device, timeout: timedelta = TIMEOUT
-) -> Grid:
+def make_grid(num_pipe: int, num_model: int, num_data: int, device: torch.device, timeout: timedelta = TIMEOUT) -> Grid:
     """The grid over all ranks of torch.distributed's world; every rank has to ask for it."""
     world, rank = dist.get_world_size(), dist.get_rank()
     check_product(num_pipe, num_model, num_data, world)

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -40,14 +39,12 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
     _check(model)
     before = dict(model.named_parameters(remove_duplicate=False))
     device = next(iter(before.values())).device
-    ranks = list(range(dist.get_world_size())) if zero.grid is None else zero.grid.ranks_along(DATA)
+    ranks = None if zero.grid is None else zero.grid.ranks_along(DATA)
     group = new_group(backend_for(device), ranks)
     with torch.no_grad():
         for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
             group.broadcast(tensor)
-    if group.handle is not None:
-        dist.destroy_process_group(group.handle)
-    mesh = DeviceMesh(device.type, ranks)
+    mesh = DeviceMesh.from_group(group.handle, device.type)
     policy = MixedPrecisionPolicy(reduce_dtype=_reduce_dtype(model, zero, device))
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": OffloadPolicy()}
     blocks = find_blocks(model)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore
 
 from twinflow import native
 from twinflow.dist.agree import gather_json
@@ -20,6 +21,8 @@ from twinflow.launch.store import group_store
 from twinflow.launch.watch import Watch
 from twinflow.native.cgroup import free_host_bytes
 from twinflow.native.shares import gpu_node_of, share_host, share_of_memory
+from twinflow.parallel.grid import Grid
+from twinflow.parallel.topology import DATA
 from twinflow.version import __version__
 
 LOGGER = logging.getLogger("twinflow")
@@ -36,15 +39,28 @@ def start_watch(ranks: RankEnvironment, hang_timeout_s: float) -> Watch | None:
     return Watch(store, ranks.rank, ranks.world_size, hang_timeout_s)
 
 
-def meet(ranks: RankEnvironment, module: nn.Module, config: str) -> None:
-    """Refuse ranks that differ, and bind each to its part of its machine."""
+def meet(ranks: RankEnvironment, module: nn.Module, config: str, grid: Grid | None = None) -> None:
+    """Refuse ranks that differ, and bind each to its part of its machine. On a grid, parameters are compared with those
+    of the same part of the model."""
     if ranks.world_size == 1:
         return
     facts = {"twinflow": __version__, "torch": torch.__version__, "config": config}
-    facts["parameters"] = param_lines(module.named_parameters())
-    facts["frozen parameters"] = "\n".join(name for name, p in module.named_parameters() if not p.requires_grad)
-    check_same(group_store(), ranks.rank, ranks.world_size, facts)
+    own = {"parameters": param_lines(module.named_parameters())}
+    own["frozen parameters"] = "\n".join(name for name, p in module.named_parameters() if not p.requires_grad)
+    if grid is None:
+        check_same(group_store(), ranks.rank, ranks.world_size, {**facts, **own})
+    else:
+        check_same(group_store(), ranks.rank, ranks.world_size, facts)
+        _check_replicas(grid, own)
     share_machine(ranks, next((p.device for p in module.parameters()), torch.device("cpu")))
+
+
+def _check_replicas(grid: Grid, facts: dict[str, str]) -> None:
+    """The ranks of the data axis have the same part of the model, and so the same parameters."""
+    along = grid.ranks_along(DATA)
+    store = PrefixStore(f"twinflow/replicas/{along[0]}", group_store())
+    if len(along) > 1:
+        check_same(store, along.index(grid.rank), len(along), facts)
 
 
 def share_machine(ranks: RankEnvironment, device: torch.device) -> None:

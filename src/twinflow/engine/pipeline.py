@@ -1,0 +1,194 @@
+"""The engine of a model whose layers are spread over ranks: `train_batch` runs all micro-batches of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from twinflow.engine.core import Engine
+from twinflow.engine.reports import Reports
+from twinflow.engine.settings import EngineSettings
+from twinflow.engine.values import cast_floats, to_device
+from twinflow.errors import bad_value
+from twinflow.optim.twin import TwinOptimizer
+from twinflow.parallel.deferral import Deferral
+from twinflow.parallel.pipeline import PipelineModule
+from twinflow.parallel.runner import Runner
+from twinflow.parallel.schedules import make_schedule
+from twinflow.parallel.ties import TiedGradients
+from twinflow.parallel.wire import Wire
+
+
+class PipelineEngine(Engine):
+    """Attributes it does not have are the module's."""
+
+    module: PipelineModule
+
+    def __init__(
+        self,
+        module: PipelineModule,
+        optimizer: TwinOptimizer | None,
+        scheduler: Any,
+        loader: Any,
+        settings: EngineSettings,
+        reports: Reports,
+        wire: Wire,
+        ties: Sequence[TiedGradients] = (),
+        deferral: Deferral | None = None,
+    ) -> None:
+        super().__init__(module, optimizer, scheduler, loader, settings, reports)
+        self._wire, self._ties, self._deferral = wire, ties, deferral
+        self._runners: dict[int, Runner] = {}  # by micro-batches
+        self._batches: Iterator[Any] | None = None  # of the engine's own loader
+
+    # The loop.
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """A whole step: its micro-batches, taken from `data_iter` as (inputs, target), and the update.
+
+        Returns the mean loss over micro-batches and replicas, on every rank. Only the ranks of the first and the last
+        stage take anything from `data_iter`; without one, all of them go on in the engine's own loader.
+        """
+        self._need_optimizer()
+        self._beat("train_batch")
+        self._settle()
+        num = self.gradient_accumulation_steps()
+        batches = self._take(data_iter, num)
+        self.module.train()
+        with self.reports.forward(self), self._autocast():
+            losses = self._runner(num).train(batches)
+        with self.reports.backward():
+            for tie in self._ties:
+                tie.finish()
+        self.part, self.micro_steps = num - 1, self.micro_steps + num - 1
+        lr = self._count_step()
+        loss = self._mean(losses)
+        self.reports.add_loss(loss)
+        self.reports.after_step(self, lr)
+        return loss
+
+    @torch.no_grad()
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Forwards alone: the mean loss, on every rank; without `compute_loss` outputs, on ranks of the last stage."""
+        if return_logits:
+            raise bad_value("return_logits", True, [False], "Call eval_batch(compute_loss=False) for the outputs.")
+        if reduce_output not in ("avg", None):
+            raise bad_value("reduce_output", reduce_output, ("avg", None))
+        self._beat("eval_batch")
+        num = self.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches
+        batches = self._take(data_iter, num)
+        self.module.eval()
+        with self._autocast():
+            found = self._runner(num).evaluate(batches, compute_loss=compute_loss)
+        self.module.train()
+        if not compute_loss:
+            return None if found is None else [self.module.finish(output) for output in found]
+        if reduce_output is None:
+            return found
+        return self._mean(found)
+
+    def _runner(self, num_micro_batches: int) -> Runner:
+        """Made when the number of micro-batches is new."""
+        if num_micro_batches not in self._runners:
+            module = self.module
+            schedule = make_schedule(module.schedule, module.num_ranks, num_micro_batches, module.num_chunks)
+            self._runners[num_micro_batches] = Runner(
+                module, schedule, module.index, self._wire, module.loss_fn, self._deferral, self._scale
+            )
+        return self._runners[num_micro_batches]
+
+    def _scale(self) -> float:
+        return self.optimizer.loss_scale if self.optimizer is not None else 1.0
+
+    def _take(self, data_iter: Iterator[Any] | None, num: int) -> list[tuple[Any, Any]]:
+        """Micro-batches, on this rank's device; nothing where neither end of the pipeline is."""
+        if data_iter is None:
+            data_iter = self._own_batches()
+        elif not (self.is_first_stage() or self.is_last_stage()):
+            return [(None, None)] * num
+        return [self._placed(next(data_iter)) for _ in range(num)]
+
+    def _own_batches(self) -> Iterator[Any]:
+        if self.training_dataloader is None:
+            raise bad_value("data_iter", None, "an iterator of (inputs, target), or training_data for initialize()")
+        if self._batches is None:
+            self._batches = _again_and_again(self.training_dataloader)
+        return self._batches
+
+    def _placed(self, batch: Any) -> tuple[Any, Any]:
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise bad_value("a micro-batch", type(batch).__name__, "a pair: inputs (a tensor or a tuple), and target")
+        inputs, target = (to_device(part, self.device) for part in batch)
+        if self.settings.input_dtype is not None:
+            inputs = cast_floats(inputs, self.settings.input_dtype)
+        return inputs, target
+
+    def _mean(self, losses: Sequence[Tensor] | None) -> Tensor:
+        """Over micro-batches and replicas: the last stage's ranks know it, all others are told."""
+        own = torch.zeros(2, dtype=torch.float64)
+        if losses is not None:
+            own[0], own[1] = torch.stack([loss.detach().double() for loss in losses]).sum().cpu(), len(losses)
+        team = self.optimizer.team if self.optimizer is not None else None
+        total = own if team is None else team.everyone.gather_rows(own).sum(0)
+        return (total[0] / total[1]).float()
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not for a pipeline."""
+        _refuse("forward")
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not for a pipeline."""
+        _refuse("backward")
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> NoReturn:
+        """Not for a pipeline."""
+        _refuse("step")
+
+    # What it knows.
+
+    def is_first_stage(self) -> bool:
+        """Whether inputs are needed here."""
+        return 0 in self.module.stages
+
+    def is_last_stage(self) -> bool:
+        """Whether targets are needed here."""
+        return self.module.num_stages - 1 in self.module.stages
+
+    def is_pipe_parallel(self) -> bool:
+        """Whether there is more than one rank in the pipeline."""
+        return self.module.num_ranks > 1
+
+    @property
+    def sent_bytes(self) -> int:
+        """Between stages, by this rank."""
+        return self._wire.sent_bytes
+
+    def destroy(self) -> None:
+        """Finish what has begun and give memory and threads back."""
+        with ExitStack() as last_first:
+            last_first.callback(self._wire.close)
+            for tie in self._ties:
+                last_first.callback(tie.close)
+            super().destroy()
+
+
+def _again_and_again(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def _refuse(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"{name}() runs one micro-batch, and a pipeline runs several at once: call train_batch(data_iter)"
+    )

@@ -1,0 +1,394 @@
+"""This rank's layers of a model that is spread over a pipeline of ranks.
+
+Names and first values do not depend on the layout: layer i is "layers.{i}" on whichever rank it is, and is made from a
+seed of its own. So checkpoints of one layout load in another, and training does not change with the number of stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from twinflow.errors import bad_value
+from twinflow.parallel import partition
+from twinflow.parallel.partition import LayerFacts
+from twinflow.parallel.schedules import Schedule, make_schedule
+from twinflow.parallel.specs import (
+    Item,
+    Part,
+    TiedLayerSpec,
+    checked,
+    is_loss,
+    make_layers,
+    num_params,
+    seeded,
+    type_name,
+)
+from twinflow.parallel.topology import PIPE, ProcessTopology
+
+LOSS: Final = -1  # in the place of a stage: the part that ends the model
+Seed = Callable[[int], object]
+
+
+@dataclass(frozen=True, eq=False)
+class Tie:
+    """A parameter that several ranks of the pipeline hold: its gradient is the sum of theirs."""
+
+    name: str  # of its first use: the same on all ranks
+    local: str  # here
+    param: nn.Parameter
+    ranks: tuple[int, ...]  # of the pipeline, in order
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One of this rank's layers; `call` takes one value, a tensor or a tuple, as DeepSpeed's layers do."""
+
+    index: int
+    call: Callable[[Any], Any]
+    may_rerun: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Layers that are called one after the other, and again together in backward where `reruns`."""
+
+    layers: tuple[Layer, ...]
+    reruns: bool
+
+
+class PipelineModule(nn.Module):
+    """The layers of one rank, made in the constructor; `engine.train_batch` and `eval_batch` run them.
+
+    `layers` are modules, specs, functions or parts of a model; each is called with what the one before gave, a tensor
+    or a tuple. `num_stages` is, as in DeepSpeed, the number of ranks that they are spread over; `topology` can say it
+    too. The attribute of that name counts all stages: with the schedules interleaved and zbv a rank has several.
+
+    Specs are always made from `base_seed` and their number. `seed_layers` seeds each layer before its forward in
+    training too, so that dropout does not depend on the layout either. `loss_fn(output, target)` is here on the rank of
+    the last stage and None on others, which have no use for it: a loss may have weights of its own.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Item],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Seed | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        checkpointable_layers: Sequence[str] | None = None,
+        *,
+        schedule: str = "1f1b",
+        num_chunks: int = 1,
+        index: int | None = None,
+        layer_seconds: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        items = checked(layers, loss_fn)
+        if activation_checkpoint_interval < 0:
+            raise bad_value("activation_checkpoint_interval", activation_checkpoint_interval, "a whole number >= 0")
+        self.num_ranks = _num_ranks(num_stages, topology)
+        self.index = _index(index, self.num_ranks, topology)
+        shape = _shape(schedule, self.num_ranks, num_chunks)
+        self.schedule, self.num_chunks, self.num_stages = schedule, shape.num_chunks, shape.num_stages
+        self.stages: tuple[int, ...] = shape.stages_of(self.index)
+        self.facts = _facts(items, partition_method, layer_seconds)
+        self.bounds = partition.bounds(partition_method, self.facts, self.num_stages)
+        self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
+
+        ranks = _ranks_of_layers(self.bounds, shape)
+        made = make_layers(
+            items,
+            [rank == self.index for rank in ranks],
+            lambda spec, i: seeded(spec, base_seed + i, seed_fn or torch.manual_seed),
+        )
+        for owned, rank in zip(made, ranks, strict=True):
+            for name, module in owned.items() if rank == self.index else ():
+                _register(self, name, module)
+        self._ties, self.aliases = _find_ties(made, ranks, self.index)
+        self.has_loss = loss_fn is not None or is_loss(items[-1])
+        self._loss_part: Part | None = items[-1] if self.has_last and is_loss(items[-1]) else None
+        self.loss = loss_fn if self.has_last else None
+        self._runs = {
+            stage: _group(
+                [_layer(i, items[i], made[i], checkpointable_layers) for i in self._layers_of(stage)],
+                activation_checkpoint_interval,
+            )
+            for stage in self.stages
+        }
+        self._num_runs = dict.fromkeys(self.stages, 0)
+
+    @property
+    def has_first(self) -> bool:
+        """Whether inputs are needed here."""
+        return 0 in self.stages
+
+    @property
+    def has_last(self) -> bool:
+        """Whether targets are needed here."""
+        return self.num_stages - 1 in self.stages
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """Parameters here that other ranks hold too, in the same order on all of them.
+
+        Looked up each time: ZeRO puts other parameters in the place of these.
+        """
+        return tuple(Tie(name, local, self.get_parameter(local), ranks) for name, local, ranks in self._ties)
+
+    @property
+    def loss_fn(self) -> Callable[..., Any] | None:
+        """Of the last stage's output and a target; None where that stage is not."""
+        return self.loss if self._loss_part is None else self._run_loss
+
+    def forward(self, stage: int, *inputs: Any) -> Any:
+        """Run one of this rank's stages. What the last gives is for `loss_fn(output, target)`, or for `finish`."""
+        is_number = isinstance(stage, int)
+        if is_number and stage == LOSS and self._loss_part is not None:
+            return self._loss_part.call(*inputs)
+        if not is_number or stage not in self._runs:
+            remedy = "A pipeline runs by engine.train_batch(data_iter) or engine.eval_batch(data_iter)."
+            given = stage if is_number else type(stage).__name__
+            raise bad_value("stage", given, f"one of this rank's, {list(self.stages)}", remedy)
+        value: Any = _single(inputs)
+        seeds = self._seeds(stage)
+        for run in self._runs[stage]:
+            if run.reruns and self.training and torch.is_grad_enabled():
+                value = checkpoint(_call_all, run.layers, seeds, value, use_reentrant=False)
+            else:
+                value = _call_all(run.layers, seeds, value)
+        return value
+
+    def finish(self, output: Any) -> Any:
+        """From what the last stage gave to what the model gives without targets: logits, where its end is the loss."""
+        return output if self._loss_part is None else self(LOSS, output, None)
+
+    def describe(self) -> str:
+        """Stages, their ranks, layers and parameters, as a table."""
+        shape = _shape(self.schedule, self.num_ranks, self.num_chunks)
+        lines = [f"{'stage':>5}  {'rank':>4}  {'layers':>9}  {'parameters':>15}  types"]
+        for stage in range(self.num_stages):
+            facts = self.facts[self.bounds[stage] : self.bounds[stage + 1]]
+            counts = [fact.num_params for fact in facts if fact.num_params is not None]
+            params = f"{sum(counts):,}" if len(counts) == len(facts) else "-"
+            layers = f"{self.bounds[stage]}-{self.bounds[stage + 1] - 1}"
+            types = ", ".join(dict.fromkeys(fact.type_name for fact in facts))
+            lines.append(f"{stage:>5}  {shape.rank_of(stage):>4}  {layers:>9}  {params:>15}  {types}")
+        return "\n".join(lines)
+
+    def _layers_of(self, stage: int) -> range:
+        """All but the loss, which runs when there is a target."""
+        stop = self.bounds[stage + 1]
+        is_last = stage == self.num_stages - 1 and self._loss_part is not None
+        return range(self.bounds[stage], stop - 1 if is_last else stop)
+
+    def _run_loss(self, output: Any, target: Any = None) -> Any:
+        """Through this module's own call, as a stage runs: hooks that bring weights have to see it."""
+        return self(LOSS, output, target)
+
+    def _seeds(self, stage: int) -> Seed | None:
+        """What seeds a layer, by its index: other numbers with every micro-batch, and other ones than it was made of.
+
+        Every schedule takes a stage through its micro-batches in their order, so counting them is enough.
+        """
+        if not (self.seed_layers and self.training):
+            return None
+        self._num_runs[stage] += 1
+        first = self.base_seed + self._num_runs[stage] * len(self.facts)
+        seed = self.seed_fn or torch.manual_seed
+        return lambda index: seed(first + index)
+
+
+@torch.no_grad()
+def profile_layers(module: PipelineModule, *inputs: Any, repeats: int = 3) -> tuple[float, ...]:
+    """Seconds of each layer's forward, the least of some: `layer_seconds` for partition_method="profile".
+
+    Of a module that has all layers: made with num_stages=1.
+    """
+    if module.num_ranks > 1:
+        raise bad_value("ranks of the module", module.num_ranks, [1], "Make it with num_stages=1 to measure it.")
+    calls = [layer.call for stage in module.stages for run in module._runs[stage] for layer in run.layers]
+    if module._loss_part is not None:
+        calls.append(module.finish)
+    value, found = _single(inputs), []
+    for call in calls:
+        seconds, output = zip(*(_timed(call, value) for _ in range(repeats)), strict=True)
+        value = _single(output[0]) if isinstance(output[0], tuple) else output[0]
+        found.append(min(seconds))
+    return tuple(found)
+
+
+def _timed(call: Callable[[Any], Any], value: Any) -> tuple[float, Any]:
+    start = perf_counter()
+    output = call(value)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return perf_counter() - start, output
+
+
+def _num_ranks(num_stages: int | None, topology: ProcessTopology | None) -> int:
+    """Ranks of the pipeline."""
+    if topology is None:
+        if num_stages is None:
+            raise bad_value("num_stages", None, "a whole number >= 1", "Give num_stages, or a topology.")
+        return num_stages
+    found = topology.get_dim(PIPE)
+    if found < 1:
+        raise bad_value("topology", topology, f"one with an axis {PIPE!r}")
+    if num_stages not in (None, found):
+        raise bad_value("num_stages", num_stages, [found], "The topology says it: leave num_stages out.")
+    return found
+
+
+def _index(index: int | None, num_ranks: int, topology: ProcessTopology | None) -> int:
+    """This rank's place in the pipeline. Without a topology, stages are furthest apart: ranks 0 to n have the first."""
+    if index is not None:
+        if not 0 <= index < num_ranks:
+            raise bad_value("index", index, f"0 to {num_ranks - 1}")
+        return index
+    if not (dist.is_available() and dist.is_initialized()):
+        if num_ranks == 1:
+            return 0
+        remedy = "Start the process group first, with init_distributed(), or give index."
+        raise bad_value("rank in the pipeline", None, f"0 to {num_ranks - 1}", remedy)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if topology is not None:
+        if topology.world_size() != world:
+            raise bad_value("topology", topology, f"one of {world} ranks")
+        return topology.get_coord(rank).to_dict()[PIPE]
+    if world % num_ranks:
+        raise bad_value("num_stages", num_ranks, f"a divisor of {world}, the number of ranks")
+    return rank // (world // num_ranks)
+
+
+def _shape(name: str, num_ranks: int, num_chunks: int) -> Schedule:
+    """Which rank has which stage: a schedule of as many micro-batches as ranks, which all of them can do."""
+    shape = make_schedule(name, num_ranks, num_ranks, num_chunks)
+    if num_chunks not in (1, shape.num_chunks):
+        raise bad_value("num_chunks", num_chunks, [shape.num_chunks], f"The schedule {name} has no other.")
+    return shape
+
+
+def _facts(items: Sequence[Item], method: str, seconds: Sequence[float] | None) -> tuple[LayerFacts, ...]:
+    """What the partition goes by. Specs are counted only where that matters: some cannot be made without memory."""
+    if seconds is not None and len(seconds) != len(items):
+        raise bad_value("layer_seconds", f"{len(seconds)} numbers", f"{len(items)}, one a layer")
+    counts = method.lower() == partition.PARAMETERS
+    return tuple(
+        LayerFacts(type_name(item), num_params(item, counts), None if seconds is None else seconds[i])
+        for i, item in enumerate(items)
+    )
+
+
+def _ranks_of_layers(bounds: Sequence[int], shape: Schedule) -> list[int]:
+    return [shape.rank_of(stage) for stage in range(shape.num_stages) for _ in range(bounds[stage], bounds[stage + 1])]
+
+
+def _register(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module where its name says. What has numbered members is a ModuleList, whose members are blocks."""
+    *path, last = name.split(".")
+    here = root
+    for step, after in zip(path, name.split(".")[1:], strict=True):
+        if step not in here._modules:
+            here.add_module(step, nn.ModuleList() if after.isdigit() else nn.Module())
+        here = here.get_submodule(step)
+    known = here._modules.get(last)
+    if known is None:
+        here.add_module(last, module)
+    elif known is not module:
+        raise bad_value("parts of a model", f"two modules named {name}", "one module a name")
+
+
+def _find_ties(
+    made: Sequence[Mapping[str, nn.Module]], ranks: Sequence[int], here: int
+) -> tuple[list[tuple[str, str, tuple[int, ...]]], dict[str, str]]:
+    """What is on other ranks too (its first use's name, the name here, ranks), and all names here that are not the
+    first use's."""
+    uses: dict[nn.Parameter, list[tuple[int, str]]] = {}  # rank and name
+    for owned, rank in zip(made, ranks, strict=True):
+        for name, module in owned.items():
+            for inner, param in module.named_parameters(prefix=name, remove_duplicate=False):
+                uses.setdefault(param, []).append((rank, inner))
+    ties, aliases = [], {}
+    for param, its in uses.items():
+        first, names = its[0][1], [name for rank, name in its if rank == here]
+        aliases.update({name: first for name in names if name != first})
+        holders = tuple(sorted({rank for rank, _ in its}))
+        if names and len(holders) > 1 and param.requires_grad:
+            ties.append((first, names[0], holders))
+    return ties, aliases
+
+
+def _layer(index: int, item: Item, owned: Mapping[str, nn.Module], reruns: Sequence[str] | None) -> Layer:
+    if isinstance(item, Part):
+        return Layer(index, partial(_spread, item.call), item.is_block)
+    module = next(iter(owned.values()), None)
+    call: Callable[[Any], Any] = item if module is None else module
+    if isinstance(item, TiedLayerSpec) and item.forward_fn is not None:
+        assert module is not None
+        call = partial(_call_as, module, item.forward_fn)
+    has_params = module is not None and next(module.parameters(), None) is not None
+    return Layer(index, call, has_params if reruns is None else type_name(item) in reruns)
+
+
+def _group(layers: Sequence[Layer], interval: int) -> tuple[Run, ...]:
+    """Neighbours that may run again, `interval` of them together; all others one by one."""
+    runs: list[Run] = []
+    for layer in layers:
+        reruns = interval > 0 and layer.may_rerun
+        if reruns and runs and runs[-1].reruns and len(runs[-1].layers) < interval:
+            runs[-1] = Run((*runs[-1].layers, layer), True)
+        else:
+            runs.append(Run((layer,), reruns))
+    return tuple(runs)
+
+
+def _call_all(layers: Sequence[Layer], seeds: Seed | None, value: Any) -> Any:
+    """One after the other. A tuple of one is its element, as it would be if a stage ended there."""
+    for layer in layers:
+        if seeds is not None:
+            seeds(layer.index)
+        value = layer.call(value)
+        if isinstance(value, tuple):
+            value = _single(value)
+    return value
+
+
+def _single(values: tuple[Any, ...]) -> Any:
+    return values[0] if len(values) == 1 else values
+
+
+def _spread(call: Callable[..., Any], value: Any) -> Any:
+    return call(*value) if isinstance(value, tuple) else call(value)
+
+
+def _call_as(module: nn.Module, function: Callable[[nn.Module, Any], Any], value: Any) -> Any:
+    """`function(module, value)` as the module's own call: hooks that bring its weights fire for this use too."""
+    before = vars(module).get("forward")
+
+    def restore() -> None:
+        vars(module).pop("forward", None)
+        if before is not None:
+            vars(module)["forward"] = before
+
+    def once(given: Any) -> Any:
+        restore()  # the function may call the module itself
+        return function(module, given)
+
+    vars(module)["forward"] = once
+    try:
+        return module(value)
+    finally:
+        restore()

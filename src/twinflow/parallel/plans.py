@@ -1,0 +1,182 @@
+"""Plans of tensor parallelism: what is done to each module of a model, by patterns on its name.
+
+A plan maps patterns, as of a shell (`*` also matches dots), to styles; of several that match a module the first counts.
+
+  column[:FUSED[:UNIT]]  a linear layer whose output features are split. Of FUSED pieces one behind the other (q, k and
+                         v in one layer have 3) each is split, and UNIT features, such as a head's, stay together
+  row                    a linear layer whose input features are split; its outputs are summed, then comes the bias
+  vocab                  an embedding whose rows are split
+  head                   an output projection whose symbols are split; gives all logits, or the loss of targets
+  heads[:NAME,...]       an attention over this rank's heads; the attributes named count heads or widths and are divided
+  attention[:NAME,...]   the same, for the attention of our GPT
+  region                 any module around column layers that read the same input: it is taken in once for all of them
+  dropout                an nn.Dropout of features that are split
+  sequence               where ranks share the sequence: a norm, or an nn.Dropout, that works on this rank's part
+  stream:enter           where ranks share the sequence: the layer that is given all of it, and takes this rank's part
+  stream:leave           and the layer whose result is put together again; stream:enter,leave for a layer that is both
+
+A column layer that is in no `region`, `heads` or `attention` takes its input in itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Any, Final
+
+from torch import nn
+
+from twinflow.errors import bad_value
+
+PLAIN: Final = ("row", "vocab", "head", "region", "dropout", "sequence")
+NAMING: Final = ("heads", "attention")
+STREAM: Final = ("enter", "leave")
+STYLES: Final = ("column[:FUSED[:UNIT]]", *PLAIN, *(f"{kind}[:NAME,...]" for kind in NAMING), "stream:enter,leave")
+CUTTING: Final = ("column", "row", "vocab", "head")  # styles that split parameters
+REGIONS: Final = ("heads", "attention", "region")
+
+
+@dataclass(frozen=True)
+class Style:
+    """One style, taken apart."""
+
+    kind: str
+    num_fused: int = 1
+    unit: int = 1
+    names: tuple[str, ...] = ()  # attributes that are divided; for a stream, what happens
+
+
+def parse_style(text: str) -> Style:
+    """A style from a plan."""
+    kind, *given = text.split(":")
+    if kind == "column" and len(given) <= 2 and all(part.isdecimal() and int(part) > 0 for part in given):
+        num_fused, unit = (int(part) for part in (*given, "1", "1")[:2])
+        return Style(kind, num_fused, unit)
+    if kind in PLAIN and not given:
+        return Style(kind)
+    names = tuple(name for part in given for name in part.split(","))
+    if kind in NAMING and len(given) <= 1 and all(name.isidentifier() for name in names):
+        return Style(kind, names=names)
+    if kind == "stream" and len(given) == 1 and set(names) <= set(STREAM):
+        return Style(kind, names=names)
+    raise bad_value("style in a plan of tensor parallelism", text, STYLES)
+
+
+def match(names: Iterable[str], plan: Mapping[str, str], is_part: bool = False) -> dict[str, Style]:
+    """The style of each module that a pattern matches. A pattern for nothing is a mistake, unless these are the names
+    of `is_part` of a model only."""
+    styles = {pattern: parse_style(text) for pattern, text in plan.items()}
+    found: dict[str, Style] = {}
+    unused = set(styles)
+    for name in names:
+        matching = [pattern for pattern in styles if fnmatchcase(name, pattern)]
+        unused -= set(matching)
+        if matching:
+            found[name] = styles[matching[0]]
+    if unused and not is_part:
+        remedy = "Names are those of model.named_modules()."
+        raise bad_value("pattern in a plan of tensor parallelism", min(unused), "patterns that match a module", remedy)
+    return found
+
+
+def plan_for(model: nn.Module) -> dict[str, str]:
+    """The plan of a model that is known: our GPT, or one of transformers' (of READY), with or without a head."""
+    config: Any = getattr(model, "config", None)
+    model_type = getattr(config, "model_type", "")
+    if getattr(config, "add_cross_attention", False):
+        remedy = "Its keys are of another input than its queries: give a plan of your own."
+        raise bad_value("config.add_cross_attention", True, [False], remedy)
+    if model_type in READY:
+        plan = READY[model_type](config)
+    elif type(model).__name__ == "GPT" and hasattr(config, "num_heads"):
+        plan = _gpt(config)
+    else:
+        allowed = f"twinflow's GPT, or a model of transformers of type {', '.join(READY)}"
+        remedy = "Give a plan of your own: a dict from patterns on module names to styles, as in parallel/plans.py."
+        raise bad_value("model for tensor parallelism", model_type or type(model).__name__, allowed, remedy)
+    names = [name for name, _ in model.named_modules()]
+    return {pattern: style for pattern, style in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
+
+
+def _stream(layers: str, num_layers: int) -> dict[str, str]:
+    """The first layer takes a part of the sequence, the last one's are put together."""
+    if num_layers == 1:
+        return {f"{layers}.0": "stream:enter,leave"}
+    return {f"{layers}.0": "stream:enter", f"{layers}.{num_layers - 1}": "stream:leave"}
+
+
+def _gpt(config: Any) -> dict[str, str]:
+    return {
+        "token_embedding": "vocab",
+        "blocks.*.attention": "attention:num_heads",
+        "blocks.*.attention.qkv": f"column:3:{config.hidden // config.num_heads}",
+        "blocks.*.attention.out": "row",
+        "blocks.*.mlp.up": "column",
+        "blocks.*.mlp.down": "row",
+        "blocks.*_norm": "sequence",
+        "blocks.*.dropout": "sequence",
+        "head": "head",
+        **_stream("blocks", config.num_layers),
+    }
+
+
+def _head_width(config: Any) -> int:
+    width: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return width
+
+
+def _llama(config: Any) -> dict[str, str]:
+    whole_heads = f"column:1:{_head_width(config)}"  # of keys and values too, of which there may be fewer
+    return {
+        "*embed_tokens": "vocab",
+        "*layers.*.self_attn": "heads",
+        "*layers.*.self_attn.[qkv]_proj": whole_heads,
+        "*layers.*.self_attn.o_proj": "row",
+        "*layers.*.mlp": "region",
+        "*layers.*.mlp.gate_proj": "column",
+        "*layers.*.mlp.up_proj": "column",
+        "*layers.*.mlp.down_proj": "row",
+        "*layers.*layernorm": "sequence",
+        "*lm_head": "head",
+        **_stream("*layers", config.num_hidden_layers),
+    }
+
+
+def _gpt2(config: Any) -> dict[str, str]:
+    return {
+        "*wte": "vocab",
+        "*h.*.attn": "heads:num_heads,split_size,embed_dim",
+        "*h.*.attn.c_attn": f"column:3:{_head_width(config)}",
+        "*h.*.attn.c_proj": "row",
+        "*h.*.mlp.c_fc": "column",
+        "*h.*.mlp.c_proj": "row",
+        "*h.*.ln_[12]": "sequence",
+        "*h.*.attn.resid_dropout": "sequence",
+        "*h.*.mlp.dropout": "sequence",
+        "*lm_head": "head",
+        **_stream("*h", config.num_hidden_layers),
+    }
+
+
+def _bert(config: Any) -> dict[str, str]:
+    return {
+        "*embeddings.word_embeddings": "vocab",
+        "*layer.*.attention.self": "heads:num_attention_heads,all_head_size",
+        "*layer.*.attention.self.query": f"column:1:{_head_width(config)}",
+        "*layer.*.attention.self.key": f"column:1:{_head_width(config)}",
+        "*layer.*.attention.self.value": f"column:1:{_head_width(config)}",
+        "*layer.*.intermediate.dense": "column",
+        "*layer.*.output.dense": "row",  # of the attention, and of the other half
+        "*layer.*.output.LayerNorm": "sequence",
+        "*layer.*.output.dropout": "sequence",
+        "*cls.predictions.decoder": "head",
+        **_stream("*layer", config.num_hidden_layers),
+    }
+
+
+# By `config.model_type` of transformers 5.
+READY: Final[Mapping[str, Callable[[Any], dict[str, str]]]] = MappingProxyType(
+    {"llama": _llama, "mistral": _llama, "qwen2": _llama, "gpt2": _gpt2, "bert": _bert}
+)

@@ -1,0 +1,163 @@
+"""A made model as a pipeline: cut into parts that keep their names, of which each rank keeps its own.
+
+A model says by a method `pipeline_parts()` what its parts are; for some of Hugging Face's causal language models it is
+known here. They are found by the name of their class: nothing is imported for it. Their layers get what the model's own
+forward gives them: positions from 0 on, and the mask that goes with the attention in use. Inputs are token numbers
+without padding, targets are labels as the model takes them (it shifts them).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from twinflow.errors import bad_value
+from twinflow.parallel.pipeline import PipelineModule
+from twinflow.parallel.specs import Part
+
+SLIDING: Final = "sliding_attention"
+
+
+def split_model(
+    model: nn.Module,
+    num_ranks: int,
+    index: int,
+    *,
+    schedule: str = "1f1b",
+    num_chunks: int = 1,
+    partition_method: str = "parameters",
+    activation_checkpoint_interval: int = 0,
+    layer_seconds: Sequence[float] | None = None,
+) -> PipelineModule:
+    """The layers of rank `index` of a pipeline of `num_ranks`, under the names that they have in `model`.
+
+    The modules are those of the model, not copies, wherever they are (on the meta device too). Those of other ranks are
+    not held: their memory is free once the caller lets go of the model. The end of the model becomes the `loss_fn`.
+    """
+    made = PipelineModule(
+        parts_of(model),
+        num_stages=num_ranks,
+        partition_method=partition_method,
+        activation_checkpoint_interval=activation_checkpoint_interval,
+        schedule=schedule,
+        num_chunks=num_chunks,
+        index=index,
+        layer_seconds=layer_seconds,
+    )
+    if any(param.is_meta for param in made.parameters()) and hasattr(model, "_init_weights"):
+        # What materialize() fills it with. The method holds the whole model, which has no memory.
+        vars(made)["_init_weights"] = model._init_weights
+    return made.train(model.training)
+
+
+def parts_of(model: nn.Module) -> list[Part]:
+    """What a model is made of, in the order of its forward."""
+    own: Callable[[], list[Part]] | None = getattr(model, "pipeline_parts", None)
+    if own is not None:
+        return own()
+    for cls in type(model).__mro__:
+        if cls.__name__ in ADAPTERS:
+            return ADAPTERS[cls.__name__](model)
+    remedy = "Give its class a method pipeline_parts() that returns a list of twinflow.parallel.Part."
+    raise bad_value("model to split", type(model).__name__, ADAPTERS, remedy)
+
+
+def _gpt2(model: Any) -> list[Part]:
+    base = model.transformer
+    first = {"transformer.wte": base.wte, "transformer.wpe": base.wpe, "transformer.drop": base.drop}
+    mask = _maker_of(base, "create_causal_mask")
+    blocks = [
+        Part({f"transformer.h.{i}": block}, partial(_gpt2_block, block, model.config, mask), is_block=True)
+        for i, block in enumerate(base.h)
+    ]
+    return [
+        Part(first, partial(_gpt2_embed, base.wte, base.wpe, base.drop)),
+        *blocks,
+        _head("transformer.ln_f", base.ln_f, model),
+    ]
+
+
+def _gpt2_embed(tokens: nn.Module, positions: nn.Module, dropout: nn.Module, ids: Tensor) -> Any:
+    x = tokens(ids)
+    return dropout(x + positions(_positions(x)))
+
+
+def _gpt2_block(block: nn.Module, config: Any, make_mask: Callable[..., Any], x: Tensor) -> Any:
+    positions = _positions(x)
+    return block(x, None, _mask(make_mask, config, x, positions), use_cache=False, position_ids=positions)
+
+
+def _decoder(model: Any) -> list[Part]:
+    """Llama and what is built like it: rotary positions, made anew in every layer, so that only `x` has to travel."""
+    base = model.model
+    return [
+        Part({"model.embed_tokens": base.embed_tokens}, base.embed_tokens),
+        *(_decoder_block(base, model.config, i) for i in range(len(base.layers))),
+        _head("model.norm", base.norm, model),
+    ]
+
+
+def _decoder_block(base: Any, config: Any, index: int) -> Part:
+    types = getattr(config, "layer_types", None)
+    slides = types[index] == SLIDING if types else getattr(config, "sliding_window", None) is not None
+    mask = _maker_of(base, "create_sliding_window_causal_mask" if slides else "create_causal_mask")
+    block, rotary = base.layers[index], base.rotary_emb
+    modules = {f"model.layers.{index}": block, "model.rotary_emb": rotary}
+    return Part(modules, partial(_run_decoder, block, rotary, config, mask), is_block=True)
+
+
+def _run_decoder(block: nn.Module, rotary: nn.Module, config: Any, make_mask: Callable[..., Any], x: Tensor) -> Any:
+    positions = _positions(x)
+    return block(
+        x,
+        attention_mask=_mask(make_mask, config, x, positions),
+        position_ids=positions,
+        past_key_values=None,
+        use_cache=False,
+        position_embeddings=rotary(x, positions),
+    )
+
+
+def _head(name: str, norm: nn.Module, model: Any) -> Part:
+    """Norm and head, with the model's own loss."""
+    loss = partial(model.loss_function, vocab_size=model.config.vocab_size)
+    return Part({name: norm, "lm_head": model.lm_head}, partial(_finish, norm, model.lm_head, loss), is_loss=True)
+
+
+def _finish(norm: nn.Module, head: nn.Module, loss: Callable[..., Any], x: Tensor, labels: Tensor | None) -> Any:
+    logits = head(norm(x))
+    return logits if labels is None else loss(logits=logits, labels=labels)
+
+
+def _positions(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+
+
+def _maker_of(base: nn.Module, name: str) -> Callable[..., Any]:
+    """The function by which this model makes its masks: what its own source file calls by this name."""
+    for cls in type(base).__mro__:
+        found: Callable[..., Any] | None = getattr(sys.modules.get(cls.__module__), name, None)
+        if found is not None:
+            return found
+    raise bad_value("model to split", type(base).__name__, f"one that uses {name}", "transformers >= 5 is needed.")
+
+
+def _mask(make: Callable[..., Any], config: Any, x: Tensor, positions: Tensor) -> Any:
+    return make(config=config, inputs_embeds=x, attention_mask=None, past_key_values=None, position_ids=positions)
+
+
+# By class: a subclass is taken for what it inherits from.
+ADAPTERS: Final[Mapping[str, Callable[[Any], list[Part]]]] = MappingProxyType(
+    {
+        "GPT2LMHeadModel": _gpt2,
+        "LlamaForCausalLM": _decoder,
+        "MistralForCausalLM": _decoder,
+        "Qwen2ForCausalLM": _decoder,
+    }
+)

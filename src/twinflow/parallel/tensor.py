@@ -1,0 +1,334 @@
+"""Tensor parallelism: each rank of a group has a part of the large layers, and together they compute what one would.
+
+Layers keep their classes and names. Their parameters become this rank's parts, marked as such, and their `forward` is
+replaced on the instance by one with collectives around it. All other parameters stay whole, and have the same values
+and gradients on all ranks, bit for bit: the same arithmetic on the same numbers, and sums that are the same everywhere.
+
+With `sequence` the ranks also share the sequence between the split layers: norms and dropout there work on a part of
+it, and what those layers keep for backward is divided too. From the first layer's input to the last one's output, that
+is: embeddings, the last norm and the head see all of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twinflow.dist.group import Group
+from twinflow.errors import bad_value
+from twinflow.parallel.collectives import (
+    SEQUENCE_DIM,
+    copy_in,
+    gather_last,
+    gather_sequence,
+    join_sequence,
+    reduce_out,
+    scatter_sequence,
+    split_sequence,
+    summed,
+)
+from twinflow.parallel.deferral import linear
+from twinflow.parallel.gpt_attention import dropout_part, dropping_heads, gpt_attention
+from twinflow.parallel.plans import CUTTING, NAMING, REGIONS, Style, match
+from twinflow.parallel.shard import TensorShard, even_shard, mark, shard_of
+from twinflow.parallel.vocab import vocab_parallel_cross_entropy
+
+_SUMMED = "_twinflow_summed"  # on a parameter: its gradient is summed over the ranks
+_SIZES = ("in_features", "out_features", "nx", "nf", "num_embeddings")  # of layers; set to what the rank has
+
+
+def parallelize(
+    model: nn.Module, plan: Mapping[str, str], group: Group, *, sequence: bool = False, is_part: bool = False
+) -> None:
+    """Split a model over the ranks of a group, in place, as a plan says (`plan_for`, or the styles in plans.py).
+
+    Every rank gives the same whole model, or one on the meta device. What cannot be split is refused before anything
+    has changed. `sequence`: ranks share the sequence between split layers, where the plan has a stream. `is_part`: the
+    model is a stage of a larger one, so patterns of the plan may be for modules that are elsewhere.
+    """
+    modules: dict[str, Any] = dict(model.named_modules())
+    styles = match(modules, plan, is_part)
+    cuts = plan_cuts(modules, styles, group.rank, group.world)
+    _check_attributes(modules, styles, group.world)
+    if sequence and not is_part and all(style.kind != "stream" for style in styles.values()):
+        remedy = "Say with stream:enter and stream:leave between which layers the sequence is shared."
+        raise bad_value("sequence", True, "False for a plan without a stream", remedy)
+    if group.world == 1:
+        return
+    _replace(modules.values(), cuts)
+    split = Split(group, sequence)
+    regions = [name for name, style in styles.items() if style.kind in REGIONS]
+    for name, style in styles.items():
+        is_inside = any(name.startswith(f"{region}.") for region in regions)
+        _set_sizes(modules[name], style, group.world)
+        _patch(modules[name], style, split, is_inside)
+
+
+def same_randoms(group: Group, device: torch.device | None = None) -> None:
+    """Give all ranks the first one's generators, of the CPU and of a GPU: what they then draw alike stays alike."""
+    state = torch.get_rng_state()
+    group.broadcast(state)
+    torch.set_rng_state(state)
+    if device is not None and device.type == "cuda":
+        state = torch.cuda.get_rng_state(device)
+        group.broadcast(state)
+        torch.cuda.set_rng_state(state, device)
+
+
+# What is cut.
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A parameter and this rank's part of it."""
+
+    param: nn.Parameter
+    shard: TensorShard
+    owner: str  # the first module that has it
+
+
+def plan_cuts(modules: Mapping[str, Any], styles: Mapping[str, Style], rank: int, world: int) -> dict[int, Cut]:
+    """Every parameter that is split, by its id: once, however many modules have it. Refuses what cannot be."""
+    cuts: dict[int, Cut] = {}
+    for name, style in styles.items():
+        if style.kind not in CUTTING:
+            continue
+        module = modules[name]
+        _check_kind(name, module, style)
+        for attribute, dim in _split_dims(module, style).items():
+            param = getattr(module, attribute)
+            if shard_of(param) is not None:
+                raise bad_value(name, "split already", "layers that are whole", "Call parallelize once.")
+            cut = Cut(param, _shard(f"{name}.{attribute}", param.shape[dim], dim, style, rank, world), name)
+            known = cuts.setdefault(id(param), cut)
+            if known.shard != cut.shard:
+                allowed = f"the same style as {known.owner}, whose {attribute} it shares"
+                raise bad_value(name, style.kind, allowed)
+    _check_ties(modules, styles, cuts)
+    return cuts
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """transformers' linear layer, whose weight is [in, out]."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _check_kind(name: str, module: Any, style: Style) -> None:
+    if style.kind != "vocab":
+        if not isinstance(module, nn.Linear) and not _is_conv1d(module):
+            raise bad_value(name, type(module).__name__, f"an nn.Linear for the style {style.kind!r}")
+    elif not isinstance(module, nn.Embedding):
+        raise bad_value(name, type(module).__name__, "an nn.Embedding for the style 'vocab'")
+    elif module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise bad_value(name, module, "an embedding without max_norm, scale_grad_by_freq and sparse")
+
+
+def _split_dims(module: Any, style: Style) -> dict[str, int]:
+    """The dim along which each of the module's parameters is split."""
+    if style.kind == "vocab":
+        return {"weight": 0}
+    is_row = style.kind == "row"
+    dims = {"weight": int(is_row != _is_conv1d(module))}
+    return dims if is_row or module.bias is None else {**dims, "bias": 0}
+
+
+def _shard(name: str, full: int, dim: int, style: Style, rank: int, world: int) -> TensorShard:
+    num_units, rest = divmod(full, style.num_fused * style.unit)
+    if rest:
+        remedy = f"The plan says {style.num_fused} pieces of whole heads of {style.unit}."
+        raise bad_value(f"size of {name}", full, f"a multiple of {style.num_fused * style.unit}", remedy)
+    if num_units % world:
+        what = f"{num_units} heads of {style.unit}" if style.unit > 1 else num_units
+        remedy = "Use fewer tensor ranks" + ("." if style.kind != "vocab" else ", or pad the vocabulary.")
+        if style.unit > 1:
+            remedy = "A head, also of keys and values, is never on two ranks: use fewer tensor ranks."
+        raise bad_value(f"size of {name}", what, f"a multiple of the {world} tensor ranks", remedy)
+    return even_shard(dim, full, rank, world, style.num_fused)
+
+
+def _check_ties(modules: Mapping[str, Any], styles: Mapping[str, Style], cuts: Mapping[int, Cut]) -> None:
+    """A layer that has somebody's split parameter and is not split itself would compute with a part of it."""
+    for name, module in modules.items():
+        is_split = name in styles and styles[name].kind in CUTTING
+        if is_split or not (isinstance(module, (nn.Linear, nn.Embedding)) or _is_conv1d(module)):
+            continue
+        owner = next((cuts[id(param)].owner for param in module.parameters(False) if id(param) in cuts), None)
+        if owner is not None:
+            remedy = f"It shares a parameter with {owner}, which is split: give both a style."
+            raise bad_value(f"style of {name}", None, CUTTING, remedy)
+
+
+def _check_attributes(modules: Mapping[str, Any], styles: Mapping[str, Style], world: int) -> None:
+    for name, style in styles.items():
+        for attribute in style.names if style.kind in NAMING else ():
+            value = getattr(modules[name], attribute, None)
+            if not isinstance(value, int) or value % world:
+                allowed = f"a multiple of the {world} tensor ranks"
+                raise bad_value(f"{name}.{attribute}", value, allowed, "Use fewer tensor ranks.")
+
+
+def _replace(modules: Any, cuts: Mapping[int, Cut]) -> None:
+    """Put this rank's parts in the place of wholes, everywhere: what was one parameter stays one."""
+    made = {key: _part(cut) for key, cut in cuts.items()}
+    for module in modules:
+        for name, param in module._parameters.items():
+            if id(param) in made:
+                module._parameters[name] = made[id(param)]
+
+
+def _part(cut: Cut) -> nn.Parameter:
+    part = nn.Parameter(cut.shard.cut(cut.param.detach()), requires_grad=cut.param.requires_grad)
+    mark(part, cut.shard)
+    return part
+
+
+def _set_sizes(module: Any, style: Style, world: int) -> None:
+    """Let attributes say what the rank has."""
+    names = style.names if style.kind in NAMING else ()
+    if style.kind in CUTTING:
+        is_input = style.kind == "row"
+        names = tuple(name for name in _SIZES if hasattr(module, name) and (name in ("in_features", "nx")) == is_input)
+    for name in names:
+        setattr(module, name, getattr(module, name) // world)
+
+
+# What forwards become.
+
+
+@dataclass(frozen=True)
+class Split:
+    """How work that is split by features is entered and left."""
+
+    group: Group
+    sequence: bool
+
+    def take_in(self, x: Tensor) -> Tensor:
+        """All of what a split layer reads."""
+        return gather_sequence(x, self.group) if self.sequence else copy_in(x, self.group)
+
+    def give_out(self, x: Tensor) -> Tensor:
+        """The sum of what the ranks have made; with `sequence` this rank's part of it."""
+        return scatter_sequence(x, self.group) if self.sequence else reduce_out(x, self.group)
+
+    def sum_gradient(self, param: Tensor | None) -> None:
+        """A whole parameter that is used on a part of the sequence has a part of its gradient: they are summed before
+        it is accumulated. Called in every forward, as a parameter may be replaced, or trained from then on."""
+        if param is not None and self.sequence and param.requires_grad and not hasattr(param, _SUMMED):
+            param.register_hook(partial(summed, group=self.group))  # type: ignore[no-untyped-call]
+            setattr(param, _SUMMED, True)
+
+
+def _patch(module: Any, style: Style, split: Split, is_inside: bool) -> None:
+    """Replace a module's forward; `is_inside` a region, which has taken the input in."""
+    forward = _forward(module, style, split, is_inside)
+    if forward is not None:
+        module.forward = forward
+
+
+def _forward(module: Any, style: Style, split: Split, is_inside: bool) -> Callable[..., Any] | None:
+    if style.kind == "column":
+        return partial(_column, module, None if is_inside else split)
+    if style.kind == "row":
+        return partial(_row, module, split)
+    if style.kind == "vocab":
+        return partial(_vocab, module, split.group, split.group.rank * len(module.weight))
+    if style.kind == "head":
+        return partial(_head, module, split.group)
+    if style.kind == "dropout":
+        return partial(_dropout, module, split.group, -1)
+    if style.kind in REGIONS:
+        inner = partial(gpt_attention, module) if style.kind == "attention" else module.forward
+        return partial(_region, module, inner, _first_name(inner), split, style.kind in NAMING)
+    if not split.sequence:
+        return None
+    if style.kind == "stream":
+        return partial(_stream, module.forward, _first_name(module.forward), split.group, style.names)
+    if isinstance(module, nn.Dropout):
+        return partial(_dropout, module, split.group, SEQUENCE_DIM)
+    return partial(_norm, module, module.forward, split)
+
+
+def _column(module: Any, split: Split | None, x: Tensor) -> Tensor:
+    return linear(module, x if split is None else split.take_in(x), module.bias)
+
+
+def _row(module: Any, split: Split, x: Tensor) -> Tensor:
+    y = split.give_out(linear(module, x, None))
+    split.sum_gradient(module.bias)
+    return y if module.bias is None else y + module.bias.to(y.dtype)
+
+
+def _vocab(module: Any, group: Group, start: int, tokens: Tensor) -> Tensor:
+    """Rows that are here; those that are not are zero, and come from their owner in the sum."""
+    num_rows, padding = len(module.weight), module.padding_idx
+    local = tokens - start
+    is_elsewhere = (local < 0) | (local >= num_rows)
+    own_padding = padding - start if padding is not None and 0 <= padding - start < num_rows else None
+    rows = F.embedding(local.masked_fill(is_elsewhere, 0), module.weight, own_padding)
+    return reduce_out(rows.masked_fill(is_elsewhere[..., None], 0.0), group)
+
+
+def _head(module: Any, group: Group, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    if targets is None:
+        return gather_last(linear(module, copy_in(x, group), module.bias), group)
+    assert module.bias is None
+    return vocab_parallel_cross_entropy(x.flatten(0, -2), module.weight, targets.flatten(), group)
+
+
+def _dropout(module: nn.Dropout, group: Group, dim: int, x: Tensor) -> Tensor:
+    return dropout_part(x, module.p, group, dim) if module.training and module.p > 0.0 else x
+
+
+def _norm(module: nn.Module, forward: Callable[..., Any], split: Split, /, *args: Any, **kwargs: Any) -> Any:
+    for param in module.parameters():
+        split.sum_gradient(param)
+    return forward(*args, **kwargs)
+
+
+def _region(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    first: str,
+    split: Split,
+    has_heads: bool,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    args, kwargs = _changed(split.take_in, first, args, kwargs)
+    with dropping_heads(split.group, has_heads and module.training):
+        return forward(*args, **kwargs)
+
+
+def _stream(
+    forward: Callable[..., Any], first: str, group: Group, what: tuple[str, ...], /, *args: Any, **kwargs: Any
+) -> Any:
+    if "enter" in what:
+        args, kwargs = _changed(partial(split_sequence, group=group), first, args, kwargs)
+    result = forward(*args, **kwargs)
+    if "leave" not in what:
+        return result
+    if isinstance(result, tuple):
+        return (join_sequence(result[0], group), *result[1:])
+    return join_sequence(result, group)
+
+
+def _first_name(forward: Callable[..., Any]) -> str:
+    """The name of a forward's first argument, which is what passes through the layer."""
+    return next(iter(inspect.signature(forward).parameters))
+
+
+def _changed(
+    change: Callable[[Tensor], Tensor], first: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with the first one changed, however it is given."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, first: change(kwargs[first])}

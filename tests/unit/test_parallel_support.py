@@ -1,0 +1,46 @@
+"""What does not go with pipeline or tensor ranks is refused with its reason, and the docs' table says the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from twinflow.parallel.support import LIMITS, Combination, broken, check, table
+
+PAGE = Path(__file__).parents[2] / "docs" / "3d.md"
+REFUSED = {
+    "zero_optimization.stage with tensor": Combination(model=2, stage=3),
+    "offload_param.device cpu with pipeline": Combination(pipe=2, stage=3, offload_param=True),
+    "delayed_update with pipeline": Combination(pipe=2, delayed_update=True),
+    "ratio auto with pipeline": Combination(pipe=2, ratio="auto"),
+    "sums with pipeline": Combination(pipe=2, sums="host"),
+    "OneBitAdam with pipeline": Combination(pipe=2, compressed=True),
+    "OneBitAdam with tensor": Combination(model=2, compressed=True),
+    "OneBitAdam with pipeline and tensor": Combination(pipe=2, model=2, compressed=True),
+    "cpu_checkpointing with pipeline": Combination(pipe=2, cpu_checkpointing=True),
+    "different_layout_per_head with tensor": Combination(model=2, head_patterns=True),
+    "with a Hugging Face model with pipeline": Combination(pipe=2, model=2, sequence=True, foreign=True),
+    "TwinOptimizer that was built before) with tensor": Combination(model=2, own_optimizer=True),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused(words: str) -> None:
+    with pytest.raises(ValueError, match="with (pipeline|tensor)") as error:
+        check(REFUSED[words])
+    assert words in str(error.value)
+    assert next(broken(REFUSED[words])).reason in str(error.value)
+
+
+def test_every_limit_is_tried() -> None:
+    assert {limit for asked in REFUSED.values() for limit in broken(asked)} == set(LIMITS)
+
+
+def test_one_process_and_replicas_may_do_everything() -> None:
+    for asked in REFUSED.values():
+        check(Combination(1, 1, *list(vars(asked).values())[2:]))
+
+
+def test_the_docs_say_the_same() -> None:
+    assert table() in PAGE.read_text(), "run: python -c 'from twinflow.parallel.support import table; print(table())'"
