@@ -97,9 +97,15 @@ def train_all(
         for step in range(num_steps):
             losses.append(one_step(engine, step))
             norms.append(engine.get_global_grad_norm())
-        found[name] = {"losses": losses, "norms": norms, "digests": digests(engine)}
+        found[name] = {"losses": losses, "norms": norms, "digests": digests(engine), "kept": kept_bytes(engine)}
         engine.destroy()
     return found
+
+
+def kept_bytes(engine: Any) -> list[int]:
+    """Of inputs of checkpointed layers: all bytes, and this rank's, where tensor ranks keep parts."""
+    found = engine.activations.offload if engine.activations is not None else None
+    return [found.whole_bytes, found.kept_bytes] if found is not None else []
 
 
 def digests(engine: Any) -> dict[str, str]:
@@ -116,3 +122,27 @@ def digests(engine: Any) -> dict[str, str]:
 def rows_of(engine: Any, param: torch.Tensor) -> torch.Tensor:
     """A parameter's values; of rows only this rank's."""
     return getattr(param.detach(), "_local_tensor", param.detach()).cpu().contiguous()
+
+
+def train_and_save(rank: int, world: int, config: dict[str, Any], folder: str) -> list[float]:
+    """Some steps, a checkpoint, and the losses of two steps more."""
+    engine = make(config)
+    for step in range(3):
+        one_step(engine, step)
+    engine.save_checkpoint(folder, client_state={"note": "here"})
+    losses = [one_step(engine, step) for step in (3, 4)]
+    engine.destroy()
+    return losses
+
+
+def load_and_save(rank: int, world: int, configs: dict[str, dict[str, Any]], folder: str) -> dict[str, list[float]]:
+    """Each from the same checkpoint into one of its own, and two steps more."""
+    found = {}
+    for i, (name, config) in enumerate(configs.items()):
+        engine = make(config, seed=i + 1)
+        path, client = engine.load_checkpoint(folder)
+        assert (path is not None, client) == (True, {"note": "here"})
+        engine.save_checkpoint(f"{folder}-{name}", client_state=client)
+        found[name] = [one_step(engine, step) for step in (3, 4)]
+        engine.destroy()
+    return found

@@ -43,6 +43,7 @@ from twinflow.zero.partitioned import partition, regroup
 from twinflow.zero.start import meet, own_host_bytes, start_watch
 
 Model = nn.Module | Callable[[], nn.Module]
+_PART_BYTES = 1024  # inputs of checkpointed layers from this size on are kept in parts by tensor ranks
 
 
 def initialize(
@@ -210,7 +211,7 @@ def checkpoint_activations(
             remedy = "Name the classes of its layers."
             raise bad_value("activation_checkpointing.layers", None, "null for a model with ModuleLists", remedy)
     trace = twin.trace if twin is not None else None  # copies are in the same timeline
-    partition = Partition(grid.model) if shares and grid is not None else None
+    partition = Partition(grid.model, _PART_BYTES) if shares and grid is not None else None
     return checkpoint_layers(module, layers, offload=options.cpu_checkpointing, partition=partition, trace=trace)
 
 

@@ -76,7 +76,12 @@ def test_checkpointed_layers_and_sequence_parallel_norms() -> None:
     sequence = {"tensor_parallel": {"autotp_size": 2, "sequence": True}}
     configs = {
         **{f"{s}": config_of(2, 1, 2, stage=1, schedule=s, **checkpointed) for s in SCHEDULES},
+        "parts": config_of(2, 2, 1, activation_checkpointing={"layers": ["Block"], "partition_activations": True}),
         "sequence": config_of(2, 2, 1, stage=1, **sequence),
         "both": config_of(2, 2, 1, stage=1, schedule="zbv", **sequence, **checkpointed),
     }
-    check(run_ranks(4, train_all, configs, timeout_s=600), truth())
+    ranks = run_ranks(4, train_all, configs, timeout_s=600)
+    check(ranks, truth())
+    for rank in ranks:
+        whole, kept = rank["parts"]["kept"]
+        assert 0 < 2 * kept == whole  # of two tensor ranks

@@ -1,0 +1,26 @@
+"""Pipeline x tensor x data on a GPU: ranks that share one card over gloo train as one process does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dist_support import run_ranks
+from parallel_cases import config_of, train_all
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+
+def test_ranks_that_share_a_card_train_as_one_process() -> None:
+    checkpointed = {"activation_checkpointing": {"layers": ["Block"]}}
+    configs = {
+        "pipe data 1f1b": config_of(2, 1, 2, stage=1, offload="half"),
+        "pipe data zbv": config_of(2, 1, 2, stage=2, schedule="zbv", **checkpointed),
+        "pipe tensor interleaved": config_of(2, 2, 1, schedule="interleaved"),
+        "tensor data": config_of(1, 2, 2, stage=2, tensor_parallel={"sequence": True}),
+        "pipe data stage 3": config_of(2, 1, 2, stage=3),
+    }
+    truth = run_ranks(0, train_all, {"alone": config_of(1, 1, 1, num_micro=1)})[0]["alone"]
+    ranks = run_ranks(4, train_all, configs, timeout_s=240)
+    for name in configs:
+        for rank in ranks:
+            assert rank[name]["losses"] == pytest.approx(truth["losses"], rel=1e-4), name
