@@ -35,7 +35,7 @@ from twinflow.parallel.simulate import StageTime, simulate
 from twinflow.parallel.wire import Wire
 
 NUM_RANKS = 8
-CASES = (("1f1b", 4, 1), ("1f1b", 8, 1), ("interleaved", 8, 2), ("zbv", 8, 2))  # name, micro-batches a rank, chunks
+CASES = (("1f1b", 4, 1), ("1f1b", 8, 1), ("interleaved", 4, 2), ("zbv", 8, 2))  # name, micro-batches a rank, chunks
 POINTS = 0.03  # how far a figure may be from what is predicted
 LEAST = {("zbv", 8): 0.94}
 
@@ -176,7 +176,7 @@ def misses(rows: list[Row]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--unit", type=float, default=80.0, help="milliseconds of F, I and W each")
+    parser.add_argument("--unit", type=float, default=100.0, help="milliseconds of F, I and W each")
     parser.add_argument("--save", action="store_true", help="write the result to a dated file")
     given = parser.parse_args()
     unit_s, load, machine = given.unit / 1e3, os.getloadavg()[0], read_machine()

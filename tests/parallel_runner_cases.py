@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import time
+import weakref
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -18,11 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from twinflow.parallel.deferral import Deferral, defer
 from twinflow.parallel.runner import Runner
 from twinflow.parallel.schedules import Schedule, make_schedule
-from twinflow.parallel.wire import Wire
+from twinflow.parallel.wire import Key, Wire
 
 NUM_BLOCKS, HIDDEN, NUM_IDS, BATCH = 8, 6, 5, 2
 CPU = torch.device("cpu")
 SCALE = 8.0
+OWN_ERROR = "a stage's own error"
 
 
 class Block(nn.Module):
@@ -174,8 +178,14 @@ def evaluate_all(rank: int, world: int, cases: list[dict[str, Any]]) -> list[dic
     return found
 
 
-def one_raises(rank: int, world: int, failing: int, name: str) -> dict[str, Any]:
-    """A stage fails on one rank, which lives on; what the others see, and how soon."""
+def one_raises(rank: int, world: int, failing: int, name: str, port: int | None = None) -> dict[str, Any]:
+    """A stage fails on one rank; what the others see, and how soon.
+
+    With a port the first rank keeps the store, which ends with its process, and the last is long at work meanwhile.
+    """
+    if port is not None:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     case = {"schedule": name, "num": 2 * world}
     schedule, wire = schedule_of(case, world), Wire(range(world), rank, CPU, timedelta(seconds=100))
     stack = Stack(schedule.num_stages, False)
@@ -185,10 +195,84 @@ def one_raises(rank: int, world: int, failing: int, name: str) -> dict[str, Any]
         nonlocal num_runs
         num_runs += 1
         if rank == failing and num_runs == 3:
-            raise ArithmeticError("a stage's own error")
+            raise ArithmeticError(OWN_ERROR + 5000 * "!")
+        if port is not None and rank == world - 1:
+            time.sleep(8)  # longer than a rank that fails waits for others
         return stack(stage, *values)
 
     return _until_failed(Runner(stages, schedule, rank, wire, loss_sum), wire, case["num"])
+
+
+def one_closes(rank: int, world: int) -> str:
+    """The first rank closes in the middle of a batch; what the other sees."""
+    wire = Wire(range(world), rank, CPU, timedelta(seconds=100))
+    there, back = Key("F", 1, 0, 0, 1), Key("B", 0, 0, 1, 0)
+    text = ""
+    if rank == 0:
+        wire.expect({1: [back]})
+    else:
+        wire.expect({0: [there]})
+        try:
+            wire.receive(there)
+        except RuntimeError as error:
+            text = str(error)
+    wire.close()
+    return text
+
+
+def drop_received(rank: int, world: int) -> bool:
+    """Whether what came is freed when nobody has it any more, while the next message is waited for."""
+    wire = Wire(range(world), rank, CPU, timedelta(seconds=100))
+    keys = [Key("F", 1, i, 0, 1) for i in range(2)]
+    is_free = True
+    if rank == 0:
+        wire.send(keys[0], (torch.ones(3), torch.ones(2, requires_grad=True)))
+        dist.barrier()
+        wire.send(keys[1], (torch.ones(3),))
+    else:
+        wire.expect({0: keys})
+        refs = [weakref.ref(one) for one in wire.receive(keys[0])]
+        deadline = time.monotonic() + 20
+        while any(ref() is not None for ref in refs) and time.monotonic() < deadline:
+            time.sleep(0.01)  # its thread may not have come further yet
+        is_free = all(ref() is None for ref in refs)
+        dist.barrier()
+        wire.receive(keys[1])
+    wire.close()
+    return is_free
+
+
+def train_in_place(rank: int, world: int, name: str, is_deferred: bool) -> dict[str, float]:
+    """Stages whose first layer changes its input, and inputs that need a gradient; errors beside one process."""
+    schedule = make_schedule(name, world, 2 * world, 2)
+    torch.manual_seed(0)
+    stages = nn.ModuleList(
+        nn.Sequential(nn.ReLU(inplace=True), nn.Linear(HIDDEN, HIDDEN)) for _ in range(schedule.num_stages)
+    )
+    truth = copy.deepcopy(stages)
+    xs = [torch.randn(BATCH, HIDDEN, requires_grad=True) for _ in range(schedule.num_micro_batches)]
+    true_xs = [x.detach().clone().requires_grad_() for x in xs]
+    for x in true_xs:
+        value = x.clone()
+        for stage in truth:
+            value = stage(value)
+        (value.square().mean() / len(xs)).backward()
+    deferral = Deferral() if is_deferred else None
+    if deferral is not None:
+        defer(stages, deferral)
+    wire = Wire(range(world), rank, CPU, timedelta(seconds=100))
+    runner = Runner(
+        *(lambda stage, value: stages[stage](value), schedule, rank, wire),
+        *(lambda output, _: output.square().mean(), deferral),
+    )
+    runner.train([(x, None) for x in xs])
+    wire.close()
+    own = [str(stage) for stage in schedule.stages_of(rank)]
+    params = [(n, p) for n, p in stages.named_parameters() if n.split(".")[0] in own]
+    errors = {n: _error(p.grad, truth.get_parameter(n).grad) for n, p in params}
+    if "0" in own:
+        errors |= {f"x{i}": _error(a.grad, b.grad) for i, (a, b) in enumerate(zip(xs, true_xs, strict=True))}
+    return errors
 
 
 def _until_failed(runner: Runner, wire: Wire, num: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,17 @@ from twinflow.activations import Handle, checkpoint_layers
 from twinflow.activations.partitioned import Partition
 from twinflow.attention.patch import apply_section
 from twinflow.build_optimizer import TIMEOUT_S, make_optimizer, make_zero, naming, parks
-from twinflow.build_parallel import axes_of, make_deferral, make_ties, make_wire, settle, spread
+from twinflow.build_parallel import (
+    axes_of,
+    check_trained,
+    classes_here,
+    make_deferral,
+    make_ties,
+    make_wire,
+    own_parameters,
+    settle,
+    spread,
+)
 from twinflow.config import (
     Batch,
     Config,
@@ -25,7 +36,7 @@ from twinflow.config import (
     resolve_batch,
 )
 from twinflow.engine import Engine, EngineSettings, ResumableLoader
-from twinflow.engine.pipeline import PipelineEngine
+from twinflow.engine.pipeline import PipelineEngine, check_micro_batches
 from twinflow.engine.reports import LOGGER, Profiler, Reports
 from twinflow.errors import bad_value
 from twinflow.launch.environment import RankEnvironment, init_distributed, joined
@@ -81,36 +92,40 @@ def initialize(
     found = axes_of(parsed, model, ranks, optimizer)
     batch = resolve_batch(parsed, found.num_data)
     watch = start_watch(ranks, parsed.hang_timeout_s)
-    twin = None
-    try:
-        model, found = spread(model, parsed, found, own_device())
-        module, grid = place(model, parsed), found.grid
+    given = None if model_parameters is None else list(model_parameters)  # now: the model may change
+    with ExitStack() as undo:  # what a failed start must not leave behind
+        if watch is not None:
+            undo.callback(watch.close)
+        model, found = spread(model, parsed, found, optimizer, own_device())
+        module, grid, given = place(model, parsed), found.grid, own_parameters(given, found)
         if parsed.sparse_attention is not None and grid is None:
             apply_section(module, parsed.sparse_attention.given())
         meet(ranks, module, parsed.model_dump_json(indent=1), grid)
+        check_trained(module, grid)
         settle(module, grid)
         if not parks(parsed) and _is_to_partition(parsed, found.num_data, optimizer):
             replaced = partition(module, make_zero(parsed, found.num_data, optimizer is None, grid))
-            model_parameters = None if model_parameters is None else regroup(model_parameters, replaced)
+            given = None if given is None else regroup(given, replaced)
         ties = make_ties(module, grid)
-        twin = make_optimizer(parsed, batch, module, optimizer, model_parameters, ranks, grid)
+        for tie in ties:
+            undo.callback(tie.close)
+        twin = make_optimizer(parsed, batch, module, optimizer, given, ranks, grid)
+        if twin is not None and twin is not optimizer:
+            undo.callback(twin.close)  # else the model would still have one, and no other could be built over it
         scheduler = _make_scheduler(parsed, twin, optimizer, lr_scheduler)
         settings, reports = _engine_settings(parsed, batch, source, ranks, grid), _make_reports(parsed, ranks.rank)
         engine: Engine
         if isinstance(module, PipelineModule):
+            check_micro_batches(module, batch.accumulation_steps)
             wire, deferral = make_wire(module, grid, own_device()), make_deferral(module, settings.stage)
+            undo.callback(wire.close)
             engine = PipelineEngine(module, twin, scheduler, None, settings, reports, wire, ties, deferral)
         else:
             engine = Engine(module, twin, scheduler, None, settings, reports)
         engine.activations, engine.watch = checkpoint_activations(parsed, module, twin, grid), watch
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-    except BaseException:
-        if twin is not None and twin is not optimizer:
-            twin.close()  # else the model would still have an optimizer, and no other could be built over it
-        if watch is not None:
-            watch.close()
-        raise
+        undo.pop_all()
     return engine, twin, engine.training_dataloader, scheduler
 
 
@@ -199,17 +214,16 @@ def checkpoint_activations(
     shares = options.partition_activations and grid is not None and grid.num_model > 1
     if options.partition_activations and not shares:
         LOGGER.info("config: activation_checkpointing.partition_activations: there are no tensor ranks to share with")
-    if shares and config.tensor_parallel.sequence:
-        remedy = "Tensor ranks share the sequence already: what layers keep is a part of it."
-        raise bad_value(
-            "activation_checkpointing.partition_activations with tensor_parallel.sequence", True, [False], remedy
-        )
     layers: Any = options.layers
     if layers is None:
         layers = [block.module for block in find_blocks(module)]
-        if not layers:
-            remedy = "Name the classes of its layers."
-            raise bad_value("activation_checkpointing.layers", None, "null for a model with ModuleLists", remedy)
+    elif grid is not None:
+        layers = classes_here(layers, module, grid)
+    if not layers:
+        if isinstance(module, PipelineModule):
+            return None  # other stages have them
+        remedy = "Name the classes of its layers."
+        raise bad_value("activation_checkpointing.layers", None, "null for a model with ModuleLists", remedy)
     trace = twin.trace if twin is not None else None  # copies are in the same timeline
     partition = Partition(grid.model, _PART_BYTES) if shares and grid is not None else None
     return checkpoint_layers(module, layers, offload=options.cpu_checkpointing, partition=partition, trace=trace)

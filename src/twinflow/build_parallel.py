@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from twinflow.activations.wrap import KEY as CLASSES
+from twinflow.activations.wrap import class_of
 from twinflow.attention.patch import apply_section
-from twinflow.build_optimizer import parks
+from twinflow.build_optimizer import TIMEOUT_S, parks
 from twinflow.config import Axes, Config, compression_choice, resolve_axes
 from twinflow.dist.agree import gather_json
 from twinflow.dist.group import backend_for, new_group
@@ -21,7 +26,7 @@ from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel.deferral import Deferral, defer
 from twinflow.parallel.grid import Grid, make_grid
 from twinflow.parallel.pipeline import PipelineModule
-from twinflow.parallel.plans import plan_for
+from twinflow.parallel.plans import match, plan_for
 from twinflow.parallel.shard import mark_copy, shard_of
 from twinflow.parallel.split import split_model
 from twinflow.parallel.support import Combination, check
@@ -30,6 +35,8 @@ from twinflow.parallel.ties import TiedGradients
 from twinflow.parallel.topology import PIPE
 from twinflow.parallel.wire import Wire
 
+LOGGER = logging.getLogger("twinflow")
+TIMEOUT = timedelta(seconds=TIMEOUT_S)
 Model = nn.Module | Callable[[], nn.Module]
 
 
@@ -40,6 +47,7 @@ class Spread:
     axes: Axes
     num_data: int  # replicas
     grid: Grid | None = None
+    replaced: Mapping[nn.Parameter, nn.Parameter | None] | None = None  # what was given: what is there now, if anything
 
 
 def axes_of(config: Config, model: Model, ranks: RankEnvironment, optimizer: Any) -> Spread:
@@ -72,38 +80,75 @@ def _combination(config: Config, axes: Axes, model: Model, optimizer: Any) -> Co
         isinstance(optimizer, TwinOptimizer),
         sparse is not None and bool(sparse.different_layout_per_head),
         config.tensor_parallel.sequence,
-        not hasattr(model, "pipeline_parts") and not isinstance(model, PipelineModule),
+        isinstance(model, nn.Module) and not (hasattr(model, "pipeline_parts") or isinstance(model, PipelineModule)),
+        config.activation_checkpointing.partition_activations,
+        optimizer is not None or config.optimizer is not None,
     )
 
 
-def spread(model: Model, config: Config, found: Spread, device: torch.device) -> tuple[Model, Spread]:
-    """This rank's part of the model, and the grid; the model as it is where no axis asks for parts."""
+def spread(model: Model, config: Config, found: Spread, optimizer: Any, device: torch.device) -> tuple[Model, Spread]:
+    """This rank's part of the model, and the grid; the model as it is where no axis asks for parts.
+
+    All that can be refused is, before the model changes.
+    """
     axes = found.axes
     if axes.pipe * axes.model == 1 and not isinstance(model, PipelineModule):
+        _note_without_axes(config)
         return model, found
+    module = model if isinstance(model, nn.Module) else model()
+    check(_combination(config, axes, module, optimizer))
+    if any(param.is_meta for param in module.parameters()):
+        remedy = "Give one with weights, or a PipelineModule of LayerSpecs, of which each rank builds its own alone."
+        raise bad_value("model", "on the meta device", "one with weights, for pipeline or tensor ranks", remedy)
+    before = dict(module.named_parameters(remove_duplicate=False))
     grid = None
     if dist.is_initialized() and dist.get_world_size() > 1:
-        grid = make_grid(axes.pipe, axes.model, found.num_data, device)
-    module = model if isinstance(model, nn.Module) else model()
-    if any(param.is_meta for param in module.parameters()):
-        remedy = (
-            "Give a model with weights, or a PipelineModule of LayerSpecs, of which each rank builds its own alone."
-        )
-        raise bad_value("model", "on the meta device", "one with weights, for pipeline or tensor ranks", remedy)
+        grid = make_grid(axes.pipe, axes.model, found.num_data, device, TIMEOUT)
+    plan = _plan(module, config, grid) if grid is not None and axes.model > 1 else None
+    if isinstance(module, PipelineModule):
+        _check_pipeline(module, config, grid)
     if config.sparse_attention is not None:
         apply_section(module, config.sparse_attention.given())
-    if grid is not None and axes.model > 1:
-        with torch.no_grad():
-            for tensor in dict.fromkeys([*module.parameters(), *module.buffers()]):
-                grid.model.broadcast(tensor)  # parts of one model, also where ranks have made different ones
-        plan: Mapping[str, str] = config.tensor_parallel.plan or plan_for(module)
-        parallelize(module, plan, grid.model, sequence=config.tensor_parallel.sequence)
     if axes.pipe > 1 and not isinstance(module, PipelineModule):
         assert grid is not None
         module = _split(module, config, axes, grid)
-    if isinstance(module, PipelineModule):
-        _check_schedule(module, config)
-    return module, Spread(axes, found.num_data, grid)
+    if plan is not None and grid is not None:
+        with torch.no_grad():
+            for tensor in dict.fromkeys([*module.parameters(), *module.buffers()]):
+                grid.model.broadcast(tensor)  # parts of one model, also where ranks have made different ones
+        parallelize(module, plan, grid.model, sequence=config.tensor_parallel.sequence, is_part=axes.pipe > 1)
+    now = dict(module.named_parameters(remove_duplicate=False))
+    replaced: dict[nn.Parameter, nn.Parameter | None] = dict.fromkeys(before.values())
+    replaced |= {before[name]: param for name, param in now.items() if name in before}
+    return module, Spread(axes, found.num_data, grid, replaced)
+
+
+def _note_without_axes(config: Config) -> None:
+    """Keys that have nothing to say where one rank has the whole model."""
+    asked = {
+        "pipeline.schedule": config.pipeline.schedule,
+        "pipeline.chunks": config.pipeline.chunks,
+        "pipeline.activation_checkpoint_interval": config.pipeline.activation_checkpoint_interval,
+        "tensor_parallel.sequence": config.tensor_parallel.sequence,
+        "tensor_parallel.plan": config.tensor_parallel.plan,
+    }
+    for key, value in asked.items():
+        if value:
+            LOGGER.info(f"config: {key}: no effect here, because one rank has all layers and whole tensors")
+
+
+def _plan(module: nn.Module, config: Config, grid: Grid) -> Mapping[str, str]:
+    """How tensors are cut; a pattern that fits nothing, on no rank, is refused on all of them."""
+    given = config.tensor_parallel.plan
+    plan: Mapping[str, str] = plan_for(module) if given is None else given
+    match(dict(module.named_modules()), plan, is_part=True)
+    names = [name for name, _ in module.named_modules()]
+    fits = [any(fnmatchcase(name, pattern) for name in names) for pattern in plan]
+    anywhere = [any(column) for column in zip(*gather_json(grid.everyone, fits), strict=True)]
+    for pattern, fits_any in zip(plan, anywhere, strict=True):
+        if given is not None and not fits_any:
+            raise bad_value("tensor_parallel.plan", pattern, "patterns that match a module of the model")
+    return plan
 
 
 def _split(module: nn.Module, config: Config, axes: Axes, grid: Grid) -> PipelineModule:
@@ -120,13 +165,52 @@ def _split(module: nn.Module, config: Config, axes: Axes, grid: Grid) -> Pipelin
     )
 
 
-def _check_schedule(module: PipelineModule, config: Config) -> None:
-    """A PipelineModule has its layers where its own schedule wants them."""
-    for key, own in (("schedule", module.schedule), ("chunks", module.num_chunks)):
-        asked = getattr(config.pipeline, key)
-        if asked is not None and asked != own:
-            name = "num_chunks" if key == "chunks" else key
-            raise bad_value(f"pipeline.{key}", asked, [own], f"Give PipelineModule({name}={asked!r}).")
+def _check_pipeline(module: PipelineModule, config: Config, grid: Grid | None) -> None:
+    """A PipelineModule has its layers where its own arguments want them: the config may only say the same."""
+    asked = config.pipeline
+    for key, given, own in (
+        ("schedule", asked.schedule, module.schedule),
+        ("chunks", asked.chunks, module.num_chunks),
+        ("activation_checkpoint_interval", asked.activation_checkpoint_interval or None, None),
+        ("partition", None if asked.partition == "best" else asked.partition, None),
+    ):
+        if given is not None and given != own:
+            name = {"chunks": "num_chunks", "partition": "partition_method"}.get(key, key)
+            allowed = [own] if own is not None else "left out, for a PipelineModule"
+            raise bad_value(f"pipeline.{key}", given, allowed, f"Give PipelineModule({name}={given!r}).")
+    if grid is not None and module.index != grid.pipe:
+        remedy = "Stages are furthest apart: leave `topology` out, or give its axes in the order pipe, data, model."
+        raise bad_value(f"rank {grid.rank} of the PipelineModule's pipeline", module.index, [grid.pipe], remedy)
+
+
+def own_parameters(given: Iterable[Any] | None, found: Spread) -> list[Any] | None:
+    """Parameters, names with them or groups of them as this rank has them: others take their place, or none does."""
+    if given is None or found.replaced is None:
+        return None if given is None else list(given)
+    replaced = found.replaced
+
+    def now(item: Any) -> Any:
+        if isinstance(item, dict):
+            params = item["params"]
+            return {**item, "params": own_parameters([params] if isinstance(params, Tensor) else params, found)}
+        if isinstance(item, tuple):
+            param = now(item[1])
+            return None if param is None else (item[0], param)
+        return replaced.get(item, item)
+
+    return [one for one in map(now, given) if one is not None]
+
+
+def check_trained(module: nn.Module, grid: Grid | None) -> None:
+    """Refuse, on all ranks, a rank that has nothing to train."""
+    if grid is None:
+        return
+    own = sum(param.numel() for param in module.parameters() if param.requires_grad)
+    for rank, numel in enumerate(gather_json(grid.everyone, own)):
+        if not numel:
+            stage = grid.topology.get_coord(rank).pipe
+            remedy = "Spread the layers otherwise (pipeline.partition), or over fewer ranks."
+            raise bad_value(f"parameters to train on pipeline rank {stage}", 0, "at least one", remedy)
 
 
 def settle(module: nn.Module, grid: Grid | None) -> None:
@@ -141,6 +225,16 @@ def settle(module: nn.Module, grid: Grid | None) -> None:
     for tie in module.ties if isinstance(module, PipelineModule) else ():
         if module.index != tie.ranks[0]:
             mark_copy(module.get_parameter(tie.local))
+
+
+def classes_here(names: Sequence[str], module: nn.Module, grid: Grid) -> list[str]:
+    """Those of the classes named that this rank's part has; refused where no rank has one."""
+    own = sorted({class_of(part) for part in module.modules()})
+    everywhere = {name for one in gather_json(grid.everyone, own) for name in one}
+    for name in names:
+        if name not in everywhere:
+            raise bad_value(CLASSES, name, f"classes of the model's modules ({', '.join(sorted(everywhere))})")
+    return [name for name in names if name in own]
 
 
 def make_ties(module: nn.Module, grid: Grid | None) -> list[TiedGradients]:
@@ -158,14 +252,15 @@ def make_ties(module: nn.Module, grid: Grid | None) -> list[TiedGradients]:
             dist.new_group([grid.rank], backend="gloo", use_local_synchronization=True)
             continue
         param = module.get_parameter(own[name].local)
-        ties.append(TiedGradients(param, new_group(backend_for(param.device), [along[index] for index in holders])))
+        members = [along[index] for index in holders]
+        ties.append(TiedGradients(param, new_group(backend_for(param.device), members, TIMEOUT)))
         ties[-1].start()
     return ties
 
 
 def make_wire(module: PipelineModule, grid: Grid | None, device: torch.device) -> Wire:
     """Between the stages."""
-    return Wire([0] if grid is None else grid.ranks_along(PIPE), module.index, device)
+    return Wire([0] if grid is None else grid.ranks_along(PIPE), module.index, device, TIMEOUT)
 
 
 def make_deferral(module: PipelineModule, stage: int) -> Deferral | None:

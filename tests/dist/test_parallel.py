@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 from dist_support import run_ranks
-from parallel_cases import OFFLOADS, config_of, train_all
+from parallel_cases import NUM_STEPS, OFFLOADS, config_of, train_all
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
 
 
-def truth(**shape: Any) -> dict[str, Any]:
+def truth(num_steps: int = NUM_STEPS, **shape: Any) -> dict[str, Any]:
     """One process, one micro-batch."""
     alone = config_of(1, 1, 1, num_micro=1)
-    found: dict[str, Any] = run_ranks(0, train_all, {"alone": alone}, 10, shape)[0]["alone"]
+    found: dict[str, Any] = run_ranks(0, train_all, {"alone": alone}, num_steps, shape)[0]["alone"]
     return found
 
 
@@ -23,7 +23,8 @@ def check(ranks: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
     for name in ranks[0]:
         for rank, one in enumerate(ranks):
             assert one[name]["losses"] == pytest.approx(wanted["losses"], rel=1e-5), (name, rank)
-            assert one[name]["norms"] == pytest.approx(wanted["norms"], rel=1e-4), (name, rank)
+            # Later norms differ between one process's own ways to sum, too: 4e-5 with other micro-batches.
+            assert one[name]["norms"][:5] == pytest.approx(wanted["norms"][:5], rel=2e-6), (name, rank)
         seen: dict[str, str] = {}
         for rank, one in enumerate(ranks):
             for param, digest in one[name]["digests"].items():
@@ -32,21 +33,23 @@ def check(ranks: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
 
 
 def test_a_few_ways() -> None:
-    """Every axis, stage and schedule once."""
+    """Every axis, stage and schedule once, for some steps; all of them for ten steps in the matrix."""
     configs = {
         "pipe data zbv stage 1": config_of(2, 1, 2, stage=1, offload="half", schedule="zbv"),
         "pipe tensor 1f1b stage 0": config_of(2, 2, 1, stage=0),
         "tensor data stage 2": config_of(1, 2, 2, stage=2),
         "pipe data stage 3": config_of(2, 1, 2, stage=3),
         "pipe 4 gpipe": config_of(4, 1, 1, offload="none", schedule="gpipe"),
+        "interleaved": config_of(2, 1, 2, stage=1, schedule="interleaved"),
     }
-    check(run_ranks(4, train_all, configs), truth())
+    check(run_ranks(4, train_all, configs, 4), truth(4))
 
 
-def test_interleaved_without_ties() -> None:
+@pytest.mark.matrix
+def test_without_ties() -> None:
     shape = {"tied": False}
-    configs = {"interleaved": config_of(2, 1, 1, stage=1, schedule="interleaved")}
-    check(run_ranks(2, train_all, configs, 10, shape), truth(**shape))
+    configs = {schedule: config_of(2, 1, 1, stage=1, schedule=schedule) for schedule in SCHEDULES}
+    check(run_ranks(2, train_all, configs, NUM_STEPS, shape), truth(**shape))
 
 
 @pytest.mark.matrix

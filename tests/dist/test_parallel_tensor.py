@@ -91,7 +91,7 @@ def together(world: int) -> list[dict[str, Any]]:
     return run_ranks(world, parts, QUICK if world == 2 else QUICK_OF_FOUR)
 
 
-@pytest.fixture(params=WORLDS, ids=lambda world: f"{world} ranks")
+@pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.matrix)], ids=lambda world: f"{world} ranks")
 def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return together(request.param)
 

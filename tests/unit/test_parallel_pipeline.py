@@ -111,7 +111,6 @@ def test_names_and_blocks() -> None:
     assert first.bounds == last.bounds == (0, 4, 7)
     assert (first.has_first, first.has_last, last.has_first, last.has_last) == (True, False, False, True)
     assert first.loss_fn is None
-    assert first.has_loss
     assert last.loss_fn is loss
 
 

@@ -21,13 +21,17 @@ REFUSED = {
     "cpu_checkpointing with pipeline": Combination(pipe=2, cpu_checkpointing=True),
     "different_layout_per_head with tensor": Combination(model=2, head_patterns=True),
     "with a Hugging Face model with pipeline": Combination(pipe=2, model=2, sequence=True, foreign=True),
+    "partition_activations, with tensor_parallel.sequence with tensor": Combination(
+        model=2, partition_activations=True, sequence=True
+    ),
+    "an optimizer with pipeline": Combination(pipe=2, has_optimizer=False),
     "TwinOptimizer that was built before) with tensor": Combination(model=2, own_optimizer=True),
 }
 
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_refused(words: str) -> None:
-    with pytest.raises(ValueError, match="with (pipeline|tensor)") as error:
+    with pytest.raises(ValueError, match=r"with (pipeline|tensor)") as error:
         check(REFUSED[words])
     assert words in str(error.value)
     assert next(broken(REFUSED[words])).reason in str(error.value)

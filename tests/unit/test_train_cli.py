@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -20,12 +21,20 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from twinflow.build import initialize
+from twinflow.cli import axes
 from twinflow.cli.main import app
-from twinflow.cli.settings import lr_factor
+from twinflow.cli.memory import Available, case_of, plan_memory
+from twinflow.cli.settings import TrainSettings, as_json, check_same_run, engine_config, lr_factor
+from twinflow.cli.steps import Clock, batches_at_once, measure, run_step
 from twinflow.cli.training import Loop
+from twinflow.launch.environment import ALONE
+from twinflow.models.gpt import GPT, GPTConfig
 from twinflow.monitor.metrics import StepRecord, ValidRecord, read_metrics
 from twinflow.native import get_threads, set_threads
 from twinflow.optim.twin import TwinOptimizer
+from twinflow.parallel import split_model
+from twinflow.planner.costs import Bytes
 from twinflow.version import __version__
 
 SMALL = ("--steps", "4", "--batch-size", "2", "--context", "8", "--valid-every", "0", "--threads", "1")
@@ -442,9 +451,10 @@ def test_the_same_file_twice_is_the_same_run(config: Callable[[str], Path], tmp_
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--model-parallel-size", 2), ["--model-parallel-size", "2", "one GPU"]),
-        (("--tensor-model-parallel-size", 4), ["--model-parallel-size", "4"]),
-        (("--pipeline-model-parallel-size", 2), ["--pipeline-model-parallel-size", "2"]),
+        (("--tensor-model-parallel-size", 4), ["--model-parallel-size is '1 x 4'", "a divisor of 1", "--num_gpus 4"]),
+        (("--pipeline-model-parallel-size", 2), ["--pipeline-parallel-size", "'2 x 1'", "a divisor of 1"]),
+        (("--pipeline-parallel-size", 0), ["--pipeline-parallel-size", "0", ">= 1"]),
+        (("--pipeline-schedule", "2f2b"), ["--pipeline-schedule", "'2f2b'", "gpipe", "zbv"]),
         (("--max-position-embeddings", 8), ["--seq-length", "16", "--max-position-embeddings", "8"]),
         (("--gpu-memory", "32GB"), ["--gpu-memory", "no GPU"]),
         (("--gpu-memory", "much"), ["--gpu-memory", "'much'", "32GB"]),
@@ -508,6 +518,9 @@ ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
             ("--delayed-update",),
             ["--delayed-update", "'delayed_update'"],
         ),
+        ({"pipeline": {"stages": 3}}, (), ["--pipeline-parallel-size", "'3 x 1'"]),
+        ({"pipeline": {"stages": 1}}, ("--pipeline-parallel-size", 2), ["--pipeline-parallel-size", "'stages'"]),
+        ({"tensor_parallel": {"autotp_size": 2}}, (), ["--model-parallel-size", "'autotp_size'"]),
         ({"zero_optimisation": {}}, (), ["FILE", "zero_optimisation", "'zero_optimization'"]),
         ({"zero_optimization": {"offload_optimiser": {}}}, (), ["FILE", "offload_optimiser", "'offload_optimizer'"]),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, (), ["FILE", "device", "nvme", "cpu"]),
@@ -651,3 +664,135 @@ def test_a_validation_can_be_stopped() -> None:
     assert loop.valid_loss(stop_at_the_fifth) is None
     assert loop.valid_loss() == 1.0
     assert model.training
+
+
+# Pipeline and tensor ranks.
+
+SHAPE = GPTConfig(vocab_size=256, context=16, num_layers=4, hidden=32, num_heads=4)
+
+
+def layout(stages: int = 1, tensor: int = 1, schedule: str | None = None) -> dict[str, Any]:
+    return axes.with_axes({}, stages, tensor, schedule)
+
+
+@pytest.mark.parametrize(
+    ("config", "world", "words"),
+    [
+        (layout(2), 3, ["'2 x 1'", "a divisor of 3", "--num_gpus 2"]),
+        (layout(2, 2), 2, ["'2 x 2'", "a divisor of 2"]),
+        (layout(1, 8), 8, ["--num-attention-heads is 4", "--model-parallel-size, which is 8"]),
+        (layout(8), 8, ["--num-layers is 4", "at least 8"]),
+        (layout(4, 1, "zbv"), 4, ["--num-layers is 4", "at least 8", "zbv: 2 on each of 4 ranks"]),
+        ({"pipeline": {"stages": 2, "schedule": "interleaved", "chunks": 3}}, 2, ["--num-layers", "at least 6"]),
+    ],
+    ids=str,
+)
+def test_a_layout_that_does_not_come_out_even_is_refused(config: dict[str, Any], world: int, words: list[str]) -> None:
+    with pytest.raises(ValueError, match=r" is .*; allowed: ") as found:
+        axes.check_layout(config, SHAPE, world)
+    for word in words:
+        assert word in str(found.value)
+
+
+def test_a_layout_is_dealt_to_replicas_and_described() -> None:
+    for stages, tensor, world in ((1, 1, 1), (1, 1, 8), (2, 1, 2), (2, 2, 8), (4, 1, 4)):
+        replicas = axes.check_layout(layout(stages, tensor), SHAPE, world)
+        assert replicas == axes.num_replicas(layout(stages, tensor), world) == world // (stages * tensor)
+    assert axes.describe(layout(2, 2, "zbv"), 8) == "pipeline 2 (zbv) x tensor 2 x data 2"
+    assert axes.describe(layout(1, 2), 2) == "tensor 2 x data 1"
+    assert axes.describe({}, 4) == ""
+    assert layout(1, 1) == {}  # as without the options
+
+
+def test_a_vocabulary_that_tensor_ranks_cannot_share_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"vocabulary is 257; .*--vocab-size 258 has symbols to spare"):
+        axes.check_vocabulary(layout(1, 2), replace(SHAPE, vocab_size=257))
+
+
+@pytest.mark.parametrize(
+    ("offload", "word"), [({"ratio": "auto"}, "ratio auto with pipeline ranks"), ({"delayed_update": True}, "delayed")]
+)
+def test_what_does_not_go_with_a_pipeline_is_refused(offload: dict[str, Any], word: str) -> None:
+    config = {"zero_optimization": {"offload_optimizer": {"device": "cpu", **offload}}}
+    axes.check_combination(config, SHAPE, replace(ALONE, world_size=2))
+    with pytest.raises(ValueError, match=word):
+        axes.check_combination({**config, **layout(2)}, SHAPE, replace(ALONE, world_size=2))
+
+
+def settings_of(world: int, batch_size: int, config: dict[str, Any]) -> TrainSettings:
+    values: dict[str, Any] = dict.fromkeys(TrainSettings.__dataclass_fields__)
+    values |= {"preset": "custom", "model": SHAPE, "batch_size": batch_size, "accumulation": 4, "precision": "fp32"}
+    values |= {"rule": "adamw", "lr": 1e-3, "weight_decay": 0.1, "grad_clip": 1.0, "ratio": 1.0, "placement": "auto"}
+    values |= {"threads": 1, "delayed_update": False, "file_config": config, "world": world}
+    return TrainSettings(**values)
+
+
+def test_a_run_goes_on_in_another_layout_with_the_same_sequences() -> None:
+    began = settings_of(4, 2, layout(2))
+    saved = {**as_json(began), "world": 4}
+    assert began.sequences == 2 * 4 * 2
+    assert began.tokens == 16 * began.sequences
+    for world, size, config in (
+        (1, 4, {}),
+        (2, 4, layout(1, 2)),
+        (2, 2, {}),
+        (8, 2, layout(2, 2)),
+        (4, 2, layout(1, 2)),
+    ):
+        check_same_run(saved, settings_of(world, size, config))
+    check_same_run(saved, settings_of(4, 2, layout(2, 1, "zbv")))
+    with pytest.raises(ValueError, match=r"sequences of a step .* is 32; allowed: 16"):
+        check_same_run(saved, settings_of(4, 2, {}))
+
+
+def test_parts_of_a_model_are_counted_as_parts() -> None:
+    def used(world: int, config: dict[str, Any], stage: int) -> Bytes:
+        asked = settings_of(world, 2, {**config, "zero_optimization": {"stage": stage}})
+        case = case_of(asked, engine_config(asked, "fp32", world), world)
+        return plan_memory(case, "fp32", Available(10**9, 10**11)).used
+
+    whole, half = used(1, {}, 0), used(2, layout(2), 0)
+    assert half.gpu["weights"] == pytest.approx(whole.gpu["weights"] / 2, rel=0.01)
+    assert half.host["state"] == pytest.approx(whole.host["state"], rel=0.01)  # once, on both ranks together
+    assert used(4, layout(1, 2), 0).host["state"] == pytest.approx(2 * whole.host["state"], rel=0.01)  # two replicas
+    assert used(4, layout(1, 2), 1).host["state"] == pytest.approx(whole.host["state"], rel=0.01)
+    kinds = (layout(1, 2), layout(2), layout(2, 1, "gpipe"))  # of 4 micro-batches two, or all, are under way
+    kept = [used(2, config, 1).gpu["activations"] / whole.gpu["activations"] for config in kinds]
+    assert kept == pytest.approx([0.5, 1.0, 2.0], rel=0.01)
+
+
+def test_a_step_is_the_same_for_both_kinds_of_engine() -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "steps_per_print": None,
+    }
+    tokens = torch.randint(0, 256, (8, 2, 17), generator=torch.Generator().manual_seed(0))
+    batches = [(rows[:, :-1], rows[:, 1:]) for rows in tokens]
+    found, told = [], list[float]()
+    for splits in (False, True):
+        torch.manual_seed(0)
+        model = GPT(SHAPE)
+        engine, *_ = initialize(model=split_model(model, 1, 0) if splits else model, config=config)
+        clock = Clock(torch.device("cpu"))
+        done = [run_step(engine, iter(batches[i : i + 2]), clock, told.append) for i in (0, 2, 4)]
+        assert done[0].is_mixed is splits
+        assert batches_at_once(engine) == (2 if splits else 1)
+        forward_s, backward_s = done[0].seconds(clock, 0.0)
+        assert (forward_s > 0.0) is not splits
+        assert backward_s > 0.0
+        found.append([*(one.loss() for one in done), *measure(engine, batches[6:])])
+        assert engine.module.training
+        engine.destroy()
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
+    assert told == pytest.approx([*found[0][:3], *found[1][:3]], abs=1e-6)
+    assert len(found[0]) == 5
+
+
+def test_one_rank_may_be_named_as_a_layout(tmp_path: Path, text: Path) -> None:
+    options = ("--pipeline-parallel-size", 1, "--tensor-model-parallel-size", 1, "--pipeline-schedule", "zbv")
+    assert train(*SMALL, "--steps", 2, "--data", text, "--out", tmp_path / "plain").exit_code == 0
+    result = train(*SMALL, "--steps", 2, "--data", text, "--out", tmp_path / "run", *options)
+    assert result.exit_code == 0, result.output
+    assert [r.loss for r in steps_of(tmp_path / "run")] == [r.loss for r in steps_of(tmp_path / "plain")]

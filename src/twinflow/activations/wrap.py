@@ -156,16 +156,16 @@ def _find(model: nn.Module, layers: Sequence[str] | Sequence[nn.Module]) -> dict
         if len(found) < len(wanted):
             raise bad_value(KEY, "a module that is not in the model", "modules of the model")
         return found
-    classes = sorted({_class_of(module) for module in named.values()})
+    classes = sorted({class_of(module) for module in named.values()})
     for name in cast(Sequence[str], layers):
         if name not in classes:
             near = get_close_matches(name, classes, 3)
             remedy = f"Did you mean {' or '.join(repr(other) for other in near)}?" if near else ""
             raise bad_value(KEY, name, f"classes of the model's modules ({', '.join(classes)})", remedy)
-    return {name: module for name, module in named.items() if _class_of(module) in layers}
+    return {name: module for name, module in named.items() if class_of(module) in layers}
 
 
-def _class_of(module: nn.Module) -> str:
+def class_of(module: nn.Module) -> str:
     """The name its author gave it: `fully_shard` makes a class of its own for each module."""
     bases = [base for base in type(module).__bases__ if base.__name__ != "FSDPModule"]
     is_made = len(bases) < len(type(module).__bases__)
@@ -177,7 +177,7 @@ def _outermost(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, nn
     inside = {id(part) for module in found.values() for part in module.modules() if part is not module}
     kept = {name: module for name, module in found.items() if id(module) not in inside}
     if len(kept) < len(found):
-        names = ", ".join(sorted({_class_of(module) for module in found.values() if id(module) in inside}))
+        names = ", ".join(sorted({class_of(module) for module in found.values() if id(module) in inside}))
         LOGGER.info(f"activation checkpointing: {names} inside other checkpointed layers run again with those")
     return kept
 

@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any, Final
 
 from twinflow.cli.settings import RANKS_STAGE, TrainSettings, is_on
-from twinflow.config import Config, load_config
+from twinflow.config import Axes, Config, load_config, resolve_axes
 from twinflow.config.resolve import optimizer_choice
 from twinflow.errors import bad_value
 from twinflow.launch.environment import RankEnvironment
@@ -51,7 +51,8 @@ class Case:
     formats: tuple[str, ...]  # that the rule comes in
     only_clips: bool  # without clipping no gradient would wait for a norm
     is_told: bool = False  # the config file says where gradients wait, not the memory
-    num_copies: int = 1  # of all the state: with stage 0 every rank has one, and `run` is one of them
+    num_copies: int = 1  # of all the state: with stage 0 every replica has one, and `run` is one of them
+    kept: float = 1.0  # of the activations of one forward of the whole model, what a rank keeps
 
     @property
     def num_ranks(self) -> int:
@@ -108,7 +109,7 @@ def available_to(ranks: RankEnvironment, gpu_bytes: int | None, free_bytes: int)
 def case_of(settings: TrainSettings, config: Mapping[str, Any], num_ranks: int = 1) -> Case:
     """The run by its settings and by the engine's config, where a file may have said more.
 
-    `num_ranks`, on all machines, share the optimizer state, unless the config names stage 0.
+    `num_ranks`, on all machines, share the optimizer state, unless stage 0 is named: then a replica's do.
     """
     shape, checked = settings.model, load_config(config)
     numbers = (shape.vocab_size, shape.context, shape.num_layers, shape.hidden, shape.num_heads, shape.tied)
@@ -118,6 +119,8 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any], num_ranks: int =
     overflow = checked.bf16.check_grad_overflow if checked.bf16.enabled else True
     named = "stage" in checked.zero_optimization.model_fields_set
     stage = (checked.zero_optimization.stage if named else RANKS_STAGE) if num_ranks > 1 else 0
+    axes = resolve_axes(checked)
+    num_parts = axes.pipe * axes.model  # of the model
     is_in_file = any(is_on(settings.file_config, name) for name in ("bf16", "bfloat16"))
     run = Run(
         model=gpt_cost(settings.preset, *numbers),
@@ -129,8 +132,9 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any], num_ranks: int =
         checkpointing=shape.checkpoint_activations,
         weights=settings.precision,
         num_moments=num_moments,
-        world=num_ranks if stage else 1,
+        world=num_ranks if stage else num_parts,
         stage=stage,
+        tensor_parallel=num_parts,
     )
     return Case(
         run=run,
@@ -139,8 +143,15 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any], num_ranks: int =
         formats=formats,
         only_clips=bool(checked.gradient_clipping) and checked.bf16.enabled and not (is_in_file and overflow),
         is_told=(offload.hold, offload.sums) != ("auto", "auto"),
-        num_copies=1 if stage else num_ranks,
+        num_copies=1 if stage else num_ranks // num_parts,
+        kept=_kept(axes, checked.pipeline.schedule, settings.accumulation),
     )
+
+
+def _kept(axes: Axes, schedule: str | None, micro_batches: int) -> float:
+    """A stage's share of the layers, of as many micro-batches as are under way on the rank that has most."""
+    under_way = {"gpipe": float(micro_batches), "interleaved": 1.5 * axes.pipe}.get(schedule or "1f1b", axes.pipe)
+    return min(under_way, micro_batches) / axes.pipe / axes.model
 
 
 def _rule(config: Config) -> tuple[tuple[str, ...], int]:
@@ -195,7 +206,8 @@ def bytes_at(case: Case, ratio: float, available: Available) -> Bytes:
     found = bytes_of(run, placed, Memory(left, available.host_bytes // case.num_copies))
     host = {kind: count * case.num_copies for kind, count in found.host.items()}
     width = WEIGHT_BYTES[run.weights]
-    gpu = {**found.gpu, "activations": activation_bytes(case.shape, run.batch, run.tokens, run.checkpointing, width)}
+    activations = activation_bytes(case.shape, run.batch, run.tokens, run.checkpointing, width)
+    gpu = {**found.gpu, "activations": int(activations * case.kept)}
     if gpu_bytes is not None:
         return Bytes(gpu, host)
     kinds = dict.fromkeys((*host, *gpu))

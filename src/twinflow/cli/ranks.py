@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,12 @@ from rich.console import Console
 from torch import Tensor
 
 from twinflow.cli.settings import TrainSettings
+from twinflow.cli.steps import Batch, batches_at_once, measure
 from twinflow.cli.training import Loop
-from twinflow.data.tokens import Split, TokenData
+from twinflow.data.tokens import TokenData
 from twinflow.dist.agree import gather_json
 from twinflow.dist.group import Group, new_group
 from twinflow.engine import Engine
-from twinflow.engine.late import LateScalar
 from twinflow.launch.environment import ALONE, RankEnvironment, init_distributed
 from twinflow.monitor.load import LoadMeter
 from twinflow.monitor.metrics import StepRecord
@@ -134,9 +134,10 @@ class Ranks:
         if not self.is_first:
             time.sleep(_FIRST_LEAVES_S)
 
-    def rows_of_report(self, stage: int) -> list[tuple[str, str]]:
+    def rows_of_report(self, stage: int, layout: str = "") -> list[tuple[str, str]]:
         """For the header and the page; nothing for one process."""
-        return [("ranks", f"{self.world}, ZeRO stage {stage}")] if self.world > 1 else []
+        spread = f": {layout}" if layout else ""
+        return [("ranks", f"{self.world}{spread}, ZeRO stage {stage}")] if self.world > 1 else []
 
 
 def _text(error: Exception) -> str:
@@ -176,6 +177,10 @@ class Talk:
         """Whether any rank was asked to, as far as all know."""
         return self.asked() if self.ranks.group is None else self._stops
 
+    def any_asked(self) -> bool:
+        """Whether any rank has been asked to stop by now; all of them have to ask."""
+        return bool(self.ranks.rows([self.asked()]).any())
+
     def after_step(self, loss: float) -> None:
         """Tell of a step: its loss and load here."""
         load = self._meter.look()
@@ -201,68 +206,52 @@ class Talk:
         return float(totals[:, 0].sum()) / wanted if int(totals[:, 1].sum()) == wanted else None
 
 
-class _Telling:
-    """The engine, as the loop sees it: after a step's last call ranks talk, while the GPU is busy with its backward.
-
-    A loss is copied out between forward and backward, so reading it waits for no more than the forward.
-    """
-
-    def __init__(self, engine: Engine, talk: Talk) -> None:
-        self._engine, self._talk = engine, talk
-        self._losses: list[LateScalar] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def __call__(self, *args: Any) -> Any:
-        return self._engine(*args)
-
-    def backward(self, loss: Tensor) -> None:
-        self._losses.append(LateScalar(loss))
-        self._engine.backward(loss)
-
-    def step(self) -> None:
-        self._engine.step()
-        if self._engine.part == 0:
-            losses, self._losses = [late.get() for late in self._losses], []
-            self._talk.after_step(sum(losses) / len(losses))
-
-
 class RankLoop(Loop):
-    """The loop of one rank: its part of every batch, and records of all ranks.
+    """The loop of one rank: its replica's part of every batch, and records of all ranks.
 
-    Where a run stands in its data is counted in sequences, so that another number of ranks finds the place.
+    Where a run stands in its data is counted in sequences, so that another number of ranks finds the place. Ranks that
+    share a replica see the same tokens.
     """
 
     def __init__(self, settings: TrainSettings, engine: Engine, data: TokenData, talk: Talk, num_valid: int) -> None:
-        self._talk, self._ranks, self._num_valid = talk, talk.ranks, num_valid
-        seen = engine if talk.ranks.group is None else cast(Engine, _Telling(engine, talk))
-        super().__init__(settings, seen, data)
+        super().__init__(settings, engine, data)
+        self._talk, self._num_valid = talk, num_valid
+        self._tell = talk.after_step if talk.ranks.group is not None else None
 
     def step(self) -> StepRecord:
         """A step of all ranks."""
         return self._talk.of_all(super().step())
 
-    def batch(self, split: Split, index: int) -> tuple[Tensor, Tensor]:
-        """This rank's micro-batch. Of training it is the next, whatever its number: other ranks may have begun."""
-        if split == "train":
-            size, engine = self._settings.batch_size, self._engine
-            assert engine.global_samples % size == 0
-            index = engine.global_samples // size + engine.part * self._ranks.world + self._ranks.rank
-        return super().batch(split, index)
+    def train_batches(self) -> Iterator[Batch]:
+        """This replica's next micro-batches, whatever their number: other ranks may have begun."""
+        engine, size = self._engine, self._settings.batch_size
+        assert engine.global_samples % size == 0
+        first = engine.global_samples // size + engine.dp_rank
+        for part in range(self._settings.accumulation):
+            yield self.batch("train", first + part * engine.dp_world_size)
 
-    @torch.no_grad()
     def valid_loss(self, should_stop: Callable[[], bool] = lambda: False) -> float | None:
-        """Mean loss over the same sequences each time, of which every rank takes its share."""
-        size, total, count = self._settings.batch_size, 0.0, 0
-        module = self._engine.module.eval()
-        with watched(self._engine, "validation"):
-            for index in range(self._ranks.rank, -(-self._num_valid // size), self._ranks.world):
-                if self._talk.asked():
+        """Mean loss over the same sequences each time, of which every replica takes its share."""
+        engine, size, total, count = self._engine, self._settings.batch_size, 0.0, 0
+        num_batches, at_once = -(-self._num_valid // size), batches_at_once(engine)
+        own = range(engine.dp_rank, num_batches, engine.dp_world_size)
+        with watched(engine, "validation"):
+            for first in range(0, -(-num_batches // engine.dp_world_size), at_once):
+                if self._stops_now():
                     break
-                tokens, targets = self.batch("valid", index)
-                num = min(size, self._num_valid - index * size)
-                total += num * float(module(tokens[:num], targets[:num]).loss)
-                count += num
-            module.train()
+                indices = own[first : first + at_once]
+                sizes = [min(size, self._num_valid - index * size) for index in indices]
+                losses = measure(engine, [self._valid_batch(*each) for each in zip(indices, sizes, strict=True)])
+                if losses:
+                    total += sum(num * loss for num, loss in zip(sizes, losses, strict=True))
+                    count += sum(sizes)
             return self._talk.mean(total, count, self._num_valid)
+
+    def _stops_now(self) -> bool:
+        """Whether to leave a validation; ranks of one replica compute together, and leave together."""
+        is_alone = self._engine.settings.grid is None
+        return self._talk.asked() if is_alone else self._talk.any_asked()
+
+    def _valid_batch(self, index: int, num: int) -> Batch:
+        tokens, targets = self.batch("valid", index)
+        return tokens[:num], targets[:num]

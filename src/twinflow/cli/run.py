@@ -4,40 +4,34 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from rich.console import Console
-from torch.optim.lr_scheduler import LambdaLR
 
-from twinflow.build import initialize
+from twinflow.cli import axes
 from twinflow.cli.memory import MemoryPlan, available_to, case_of, plan_memory
+from twinflow.cli.model import build_engine, set_rates
 from twinflow.cli.ranks import ONE_SIGNAL_S, RankLoop, Ranks, SharedError, Talk, watched
-from twinflow.cli.settings import TrainSettings, as_json, check_same_run, check_settings, engine_config, lr_factor
+from twinflow.cli.settings import TrainSettings, as_json, check_same_run, check_settings, engine_config
 from twinflow.cli.training import VALID_BATCHES, is_bad
 from twinflow.data.tokens import TokenData, load_data
 from twinflow.engine import Engine
 from twinflow.errors import bad_value
-from twinflow.models.gpt import GPT
 from twinflow.monitor.files import write_whole
 from twinflow.monitor.metrics import MetricsWriter, Record, StepRecord, ValidRecord, read_metrics
 from twinflow.monitor.progress import TrainProgress, duration
 from twinflow.native import set_threads
 from twinflow.native.cgroup import free_host_bytes
-from twinflow.offload.materialize import build as build_model
 
 METRICS, SETTINGS, REPORT, CHECKPOINTS = "metrics.jsonl", "settings.json", "report.html", "checkpoints"
 TRACED_STEPS = 3
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -62,6 +56,11 @@ class Run:
     def stage(self) -> int:
         """Of ZeRO."""
         return int(self.config["zero_optimization"].get("stage", 0))
+
+    @property
+    def rank_rows(self) -> list[tuple[str, str]]:
+        """Of the header and the page: its ranks and how they share the model; nothing for one process."""
+        return self.ranks.rows_of_report(self.stage, axes.describe(self.config, self.ranks.world))
 
 
 @dataclass
@@ -94,8 +93,11 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
     with ranks.together():
         data.check_context(settings.context)
         _check_saved(saved, settings, data)
+        axes.check_vocabulary(settings.file_config, settings.model)
         states = saved.get("chosen_states", "auto") if settings.states == "auto" else settings.states
-        case = case_of(settings, engine_config(settings, "fp32", ranks.world), ranks.world)
+        config = engine_config(settings, "fp32", ranks.world)
+        axes.check_combination(config, settings.model, ranks.here)
+        case = case_of(settings, config, ranks.world)
         plan = plan_memory(case, states, available_to(ranks.here, gpu_bytes, free_bytes))
     config = engine_config(settings, plan.states, ranks.world)
     engine = build_engine(settings, config, ranks)
@@ -107,7 +109,7 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
     if settings.resume:
         with watched(engine):
             found, _ = engine.load_checkpoint(settings.out / CHECKPOINTS)
-        _set_rates(engine)
+        set_rates(engine)
         console.print(f"resuming from {found}" if found else "no checkpoint yet: starting anew", soft_wrap=True)
     return Run(settings, ranks, data, engine, config, plan, engine.global_steps, num_valid)
 
@@ -156,7 +158,8 @@ def _check_saved(saved: dict[str, Any], settings: TrainSettings, data: TokenData
 
 def _num_valid(started: dict[str, Any]) -> int:
     """Sequences of a validation, by the settings that the run began with: other ranks measure the same."""
-    return VALID_BATCHES * int(started["batch_size"]) * int(started.get("world", 1))
+    replicas = axes.num_replicas(started.get("file_config") or {}, int(started.get("world", 1)))
+    return VALID_BATCHES * int(started["batch_size"]) * replicas
 
 
 def _write_settings(settings: TrainSettings, chosen: dict[str, Any]) -> None:
@@ -191,37 +194,6 @@ def _cap_gpu(settings: TrainSettings) -> int | None:
         raise bad_value("--gpu-memory", settings.gpu_memory, f"at most the {total / 1e9:.0f} GB there are")
     torch.cuda.set_per_process_memory_fraction(settings.gpu_memory / total)
     return settings.gpu_memory
-
-
-def build_engine(settings: TrainSettings, config: dict[str, Any], ranks: Ranks) -> Engine:
-    """The model, its weights drawn from the seed, and the engine around it, over all ranks.
-
-    Weight decay pulls on matrices only, never on norms and biases.
-    """
-    torch.manual_seed(settings.seed)
-    random.seed(settings.seed)  # checkpoints keep these two as well
-    np.random.seed(settings.seed)  # noqa: NPY002
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with ranks.together():
-        model = build_model(lambda: GPT(settings.model), device, DTYPES[settings.precision])
-    params = list(model.parameters())
-    groups = [
-        {"params": [p for p in params if p.dim() >= 2]},
-        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    schedule = None
-    if "optimizer" not in settings.file_config and "scheduler" not in config:
-        schedule = partial(LambdaLR, lr_lambda=lambda step: lr_factor(step, settings.warmup, settings.steps))
-    engine, *_ = initialize(model=model, model_parameters=groups, lr_scheduler=schedule, config=config)
-    return engine
-
-
-def _set_rates(engine: Engine) -> None:
-    """The rates of the next step by the schedule of this command line: those in a checkpoint are by its own --steps."""
-    schedule, optimizer = engine.lr_scheduler, engine.optimizer
-    if isinstance(schedule, LambdaLR) and optimizer is not None:
-        for group, base, factor in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
-            group["lr"] = base * factor(schedule.last_epoch)
 
 
 def run_training(run: Run, console: Console) -> Outcome:

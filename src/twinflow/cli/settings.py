@@ -6,11 +6,13 @@ import math
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from twinflow.cli.axes import SECTIONS, axes_of, num_replicas
 from twinflow.errors import bad_value
 from twinflow.models.gpt import PRESET_BATCH, PRESETS, GPTConfig
 from twinflow.native.threads import check_threads
@@ -69,7 +71,7 @@ class TrainSettings:
     preset: str
     model: GPTConfig
     steps: int
-    batch_size: int  # sequences of a micro-batch, on each rank
+    batch_size: int  # sequences of a micro-batch, on each rank (of several that share a model, on all of them)
     accumulation: int  # micro-batches of a step
     lr: float
     warmup: int
@@ -95,7 +97,7 @@ class TrainSettings:
     out: Path
     resume: bool
     trace: Path | None
-    file_config: Mapping[str, Any]  # of --deepspeed_config
+    file_config: Mapping[str, Any]  # of --deepspeed_config, with pipeline and tensor ranks of the command line
     world: int = 1  # ranks that train together
 
     @property
@@ -103,10 +105,15 @@ class TrainSettings:
         """Tokens of a sequence."""
         return self.model.context
 
+    @cached_property
+    def replicas(self) -> int:
+        """Copies of the model, each of which takes a part of a batch."""
+        return num_replicas(self.file_config, self.world)
+
     @property
     def sequences(self) -> int:
         """Sequences of a step, on all ranks."""
-        return self.batch_size * self.accumulation * self.world
+        return self.batch_size * self.accumulation * self.replicas
 
     @property
     def tokens(self) -> int:
@@ -219,12 +226,6 @@ def parse_ratio(text: str | None) -> float | str | None:
     return value
 
 
-def parallel_size(name: str, value: int | None) -> None:
-    """Megatron's parallel sizes: every rank has the whole model."""
-    if value not in (None, 1):
-        raise bad_value(option(name), value, [1], "Every rank has the whole model on one GPU.")
-
-
 def engine_config(settings: TrainSettings, states: str, num_ranks: int = 1) -> dict[str, Any]:
     """The run as a config for the engine: the file's own words first, what it leaves open from the command line."""
     config: dict[str, Any] = deepcopy(dict(settings.file_config))
@@ -285,11 +286,14 @@ def as_json(settings: TrainSettings) -> dict[str, Any]:
 def check_same_run(saved: Mapping[str, Any], settings: TrainSettings) -> None:
     """Raise a ValueError that names what differs from the run that is to be resumed.
 
-    Other ranks may go on with it where they take as many sequences a step as the ranks before, in whatever parts.
+    Other ranks, or the same in another layout, may go on with it where they take as many sequences a step as the ranks
+    before, in whatever parts.
     """
-    world = saved.get("world", 1)
-    new, old = (_kept(values, world == settings.world) for values in (as_json(settings), saved))
-    new[SEQUENCES], old[SEQUENCES] = settings.sequences, saved["batch_size"] * saved["accumulation"] * world
+    world, file = saved.get("world", 1), saved.get("file_config") or {}
+    is_same = world == settings.world and axes_of(file) == axes_of(settings.file_config)
+    new, old = (_kept(values, is_same) for values in (as_json(settings), saved))
+    sequences = saved["batch_size"] * saved["accumulation"] * num_replicas(file, world)
+    new[SEQUENCES], old[SEQUENCES] = settings.sequences, sequences
     for name, value in new.items():
         if old.get(name) != value:
             remedy = "--resume goes on with the same run; start another one in another --out."
@@ -302,6 +306,6 @@ def _kept(values: Mapping[str, Any], with_batch: bool) -> dict[str, Any]:
     dropped = () if with_batch else ("batch_size", "accumulation")
     rest = {option(name): values.get(name) for name in KEPT if name not in ("model", "file_config", *dropped)}
     file = dict(values.get("file_config") or {})
-    for key in () if with_batch else BATCH_KEYS:
+    for key in SECTIONS if with_batch else (*SECTIONS, *BATCH_KEYS):
         file.pop(key, None)
     return {**shape, **rest, "--deepspeed_config": file}

@@ -12,6 +12,7 @@ import torch
 import typer
 from rich.console import Console
 
+from twinflow.cli.axes import check_layout, only_one, with_axes
 from twinflow.cli.outcome import EXIT_CODES, header_rows, make_report, print_rows, where
 from twinflow.cli.ranks import Ranks, join
 from twinflow.cli.run import REPORT, Outcome, Run, prepare, run_training
@@ -22,7 +23,6 @@ from twinflow.cli.settings import (
     choose_shape,
     default_batch_size,
     default_lr,
-    parallel_size,
     parse_bytes,
     parse_ratio,
 )
@@ -60,7 +60,7 @@ def train(
     steps: Annotated[int, _option("--steps", "--train-iters", help="Training steps.")] = 800,
     batch_size: Annotated[
         int | None,
-        _option("--batch-size", "--micro-batch-size", help="Sequences a forward, on each rank. Default: the preset's."),
+        _option("--batch-size", "--micro-batch-size", help="Sequences a forward, a replica. Default: the preset's."),
     ] = None,
     accumulation: Annotated[
         int | None, _option("--accumulation", help="Forwards and backwards that make a step.  [default: 1]")
@@ -127,15 +127,20 @@ def train(
         Path | None,
         _option("--deepspeed_config", "--deepspeed-config", "--config", help="A DeepSpeed config, JSON or HJSON."),
     ] = None,
-    deepspeed: Annotated[bool, _option("--deepspeed", help="Of Megatron's: no effect, always so.")] = False,
-    cpu_optimizer: Annotated[bool, _option("--cpu-optimizer", help="Of Megatron's: no effect, always so.")] = False,
-    no_pipeline: Annotated[bool, _option("--no-pipeline-parallel", help="Of Megatron's: no effect.")] = False,
-    model_parallel_size: Annotated[
+    of_megatron: Annotated[
+        bool,
+        _option("--deepspeed", "--cpu-optimizer", "--no-pipeline-parallel", help="Of Megatron's: no effect."),
+    ] = False,
+    tensor_ranks: Annotated[
         int | None,
-        _option("--model-parallel-size", "--tensor-model-parallel-size", help="Of Megatron's: 1."),
+        _option("--model-parallel-size", "--tensor-model-parallel-size", help="Ranks that share each tensor."),
     ] = None,
-    pipeline_parallel_size: Annotated[
-        int | None, _option("--pipeline-model-parallel-size", help="Of Megatron's: 1.")
+    stages: Annotated[
+        int | None,
+        _option("--pipeline-parallel-size", "--pipeline-model-parallel-size", help="Ranks that share the layers."),
+    ] = None,
+    pipeline_schedule: Annotated[
+        str | None, _option("--pipeline-schedule", help="gpipe, 1f1b, interleaved or zbv.  [default: 1f1b]")
     ] = None,
     max_positions: Annotated[int | None, _option("--max-position-embeddings", help="The same as --seq-length.")] = None,
     fp16: Annotated[bool, _option("--fp16", help="--precision fp16.")] = False,
@@ -150,22 +155,17 @@ def train(
         ranks = join()
         console = ranks.console(console)
         with ranks.together():
-            parallel_size("model_parallel_size", model_parallel_size)
-            parallel_size("pipeline_model_parallel_size", pipeline_parallel_size)
-            file_config = read_config(config)
+            file_config = with_axes(read_config(config), stages, tensor_ranks, pipeline_schedule)
             name, shape = choose_shape(
                 preset, num_layers, hidden, num_heads, _context(context, max_positions), checkpoint_activations
             )
-            chosen_rule = _only_one("--rule", rule, file_config, "optimizer") or "adamw"
-            micro, parts = _batch(batch_size, accumulation, file_config, default_batch_size(name), ranks.world)
+            chosen_rule = only_one("--rule", rule, file_config, "optimizer") or "adamw"
+            replicas = check_layout(file_config, shape, ranks.world)
+            micro, parts = _batch(batch_size, accumulation, file_config, default_batch_size(name), replicas)
             choice = choose_rule(chosen_rule)
-            chosen_lr = _only_one("--lr", lr, file_config, "optimizer")
-            decay = _only_one("--weight-decay", weight_decay, file_config, "optimizer")
-            clip = _only_one("--grad-clip", grad_clip, file_config, "gradient_clipping")
-            offload = (file_config.get("zero_optimization") or {}).get("offload_optimizer") or {}
-            chosen_states = _only_one("--states", states, offload, "states") or offload.get("states", "auto")
-            chosen_ratio, chosen_placement = _ratio(ratio, placement, offload)
-            delayed = _only_one("--delayed-update", delayed_update or None, offload, "delayed_update")
+            chosen_lr = only_one("--lr", lr, file_config, "optimizer")
+            decay = only_one("--weight-decay", weight_decay, file_config, "optimizer")
+            clip = only_one("--grad-clip", grad_clip, file_config, "gradient_clipping")
             settings = TrainSettings(
                 preset=name,
                 model=shape,
@@ -177,10 +177,7 @@ def train(
                 weight_decay=choice.weight_decay if decay is None else decay,
                 grad_clip=1.0 if clip is None else clip,
                 rule=chosen_rule,
-                states=chosen_states,
-                ratio=chosen_ratio,
-                placement=chosen_placement,
-                delayed_update=bool(delayed or offload.get("delayed_update")),
+                **_offload(states, ratio, placement, delayed_update, file_config),
                 precision=_precision(precision, fp16, bf16, file_config),
                 data=data,
                 json_key=json_key,
@@ -201,8 +198,8 @@ def train(
             )
         settings = replace(settings, out=Path(ranks.first(str(settings.out))), threads=ranks.least(settings.threads))
         run = prepare(settings, ranks, console)
-        rows = [*header_rows(run), *ranks.rows_of_report(run.stage)]
-        print_rows(console, f"twinflow {__version__}: training a GPT ({name}) on {where()}", rows)
+        title = f"twinflow {__version__}: training a GPT ({name}) on {where()}"
+        print_rows(console, title, [*header_rows(run), *run.rank_rows])
         outcome = run_training(run, console)
     except (ValueError, OSError) as error:  # later on: a token outside the vocabulary, a disk without room for a line
         if (text := ranks.message(error)) is not None:
@@ -219,7 +216,7 @@ def train(
 def show(run: Run, outcome: Outcome, console: Console) -> None:
     """The page, and the last lines."""
     report = make_report(run, outcome)
-    report = replace(report, settings=[*run.ranks.rows_of_report(run.stage), *report.settings])
+    report = replace(report, settings=[*run.rank_rows, *report.settings])
     rows, path = outcome.numbers, run.settings.out / REPORT
     try:
         write_report(path, report)
@@ -251,19 +248,27 @@ def _context(context: int | None, max_positions: int | None) -> int | None:
     return context if context is not None else max_positions
 
 
-def _only_one(name: str, value: Any, file_config: Mapping[str, Any], key: str) -> Any:
-    """An option of the command line that a config file may not name as well."""
-    if value is not None and key in file_config:
-        raise bad_value(name, value, "nothing, where the config file has its own", f"Remove it or {key!r} there.")
-    return value
+def _offload(
+    states: str | None, ratio: str | None, placement: str | None, delayed_update: bool, file_config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Settings of the optimizer's state, from the command line or from the file."""
+    offload = (file_config.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    chosen_ratio, end = _ratio(ratio, placement, offload)
+    delayed = only_one("--delayed-update", delayed_update or None, offload, "delayed_update")
+    return {
+        "states": only_one("--states", states, offload, "states") or offload.get("states", "auto"),
+        "ratio": chosen_ratio,
+        "placement": end,
+        "delayed_update": bool(delayed or offload.get("delayed_update")),
+    }
 
 
 def _ratio(ratio: str | None, placement: str | None, offload: Mapping[str, Any]) -> tuple[float | str, str]:
     """The share of the state on the host and the end that is not, from the command line or from the file."""
-    asked = _only_one("--ratio", parse_ratio(ratio), offload, "ratio")
-    end = _only_one("--placement", placement, offload, "placement")
+    asked = only_one("--ratio", parse_ratio(ratio), offload, "ratio")
+    end = only_one("--placement", placement, offload, "placement")
     if offload.get("device") == "none":  # all state is on the GPU, whatever else the file says
-        return _only_one("--ratio", asked, offload, "device") or 0.0, end or "auto"
+        return only_one("--ratio", asked, offload, "device") or 0.0, end or "auto"
     return offload.get("ratio", 1.0) if asked is None else asked, end or offload.get("placement", "auto")
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Container, Iterator
-from typing import Any, Final
+from typing import Final
 
 import torch
-from torch import Tensor
 
 from twinflow.cli.settings import TrainSettings
+from twinflow.cli.steps import Batch, Clock, Tell, run_step
 from twinflow.data.tokens import Split, TokenData
 from twinflow.engine import Engine
 from twinflow.models.gpt import flops_per_token
@@ -18,26 +18,6 @@ from twinflow.monitor.load import LoadMeter
 from twinflow.monitor.metrics import Record, StepRecord, ValidRecord
 
 VALID_BATCHES: Final = 16
-
-
-class _Clock:
-    """Moments on the device, read when a step is over: on a GPU reading one earlier would hold up the queue."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-
-    def now(self) -> Any:
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def seconds(self, start: Any, end: Any) -> float:
-        if not self._is_cuda:
-            return float(end - start)
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
 
 
 def is_bad(record: StepRecord, precision: str) -> bool:
@@ -52,7 +32,8 @@ class Loop:
         self._settings, self._engine, self._data = settings, engine, data
         self._device = engine.device
         self._meter = LoadMeter(self._device)
-        self._clock = _Clock(self._device)
+        self._clock = Clock(self._device)
+        self._tell: Tell | None = None
         self._busy_s = self._waited_s = 0.0  # of the optimizer so far: host at work, forwards waiting
         self._flops = flops_per_token(settings.model) * settings.tokens
 
@@ -96,25 +77,16 @@ class Loop:
         The update runs beside backward and the next forward. What is measured of it is what the loop waits for: new
         weights in the forwards, and the norm after the last backward.
         """
-        settings, engine, clock = self._settings, self._engine, self._clock
+        settings, engine = self._settings, self._engine
         lr = engine.get_lr()[0]
-        start, losses, marks = time.perf_counter(), [], []
-        for _ in range(settings.accumulation):
-            batch = self.batch("train", engine.micro_steps)
-            begun = clock.now()
-            loss = engine(*batch).loss
-            forward_done = clock.now()
-            engine.backward(loss)
-            marks.append((begun, forward_done, clock.now()))
-            losses.append(loss.detach())
-            engine.step()
+        start = time.perf_counter()
+        done = run_step(engine, self.train_batches(), self._clock, self._tell)
         assert engine.optimizer is not None
         counts = engine.optimizer.metrics()  # waits for the norm: the device has come this far
-        mean = float(torch.stack(losses).mean())
+        mean = done.loss()
         wall_s = time.perf_counter() - start
         wait_s, self._waited_s = counts["waited_s"] - self._waited_s, counts["waited_s"]
-        forward_s = max(0.0, sum(clock.seconds(a, b) for a, b, _ in marks) - wait_s)
-        backward_s = sum(clock.seconds(b, c) for _, b, c in marks)
+        forward_s, backward_s = done.seconds(self._clock, wait_s)
         load = self._meter.look()
         host_s, self._busy_s = counts["host_busy_s"] - self._busy_s, counts["host_busy_s"]
         return StepRecord(
@@ -156,7 +128,13 @@ class Loop:
         module.train()
         return sum(losses) / len(losses) if len(losses) == VALID_BATCHES else None
 
-    def batch(self, split: Split, index: int) -> tuple[Tensor, Tensor]:
+    def train_batches(self) -> Iterator[Batch]:
+        """The micro-batches of the step under way, each made when it is asked for."""
+        first = self._engine.micro_steps
+        for part in range(self._settings.accumulation):
+            yield self.batch("train", first + part)
+
+    def batch(self, split: Split, index: int) -> Batch:
         """The data's micro-batch of this number, where the model is."""
         tokens, targets = self._data.batch(split, index, self._settings.batch_size, self._settings.context)
         return tokens.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)

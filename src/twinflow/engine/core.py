@@ -29,6 +29,7 @@ from twinflow.errors import bad_value
 from twinflow.launch.watch import Watch
 from twinflow.offload.blocks import find_blocks
 from twinflow.optim.twin import TwinOptimizer
+from twinflow.parallel.tensor import same_randoms
 
 
 class Engine:
@@ -338,7 +339,11 @@ class Engine:
             custom_load_fn=custom_load_fn,
         )
         with self._pause("loading"):
-            return restore.load(self, Path(load_dir), tag, what)
+            found = restore.load(self, Path(load_dir), tag, what)
+        grid = self.settings.grid
+        if grid is not None and grid.num_model > 1:
+            same_randoms(grid.model, self.device)  # what tensor ranks draw has to be the same
+        return found
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -57,10 +57,10 @@ class PipelineEngine(Engine):
         self._beat("train_batch")
         self._settle()
         num = self.gradient_accumulation_steps()
-        batches = self._take(data_iter, num)
-        self.module.train()
+        runner, batches = self._runner(num), self._take(data_iter, num)
+        self.module.seed_from(self.micro_steps)
         with self.reports.forward(self), self._autocast():
-            losses = self._runner(num).train(batches)
+            losses = runner.train(batches)
         with self.reports.backward():
             for tie in self._ties:
                 tie.finish()
@@ -88,18 +88,20 @@ class PipelineEngine(Engine):
         self._beat("eval_batch")
         num = self.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches
         batches = self._take(data_iter, num)
-        self.module.eval()
-        with self._autocast():
-            found = self._runner(num).evaluate(batches, compute_loss=compute_loss)
-        self.module.train()
-        if not compute_loss:
-            return None if found is None else [self.module.finish(output) for output in found]
-        if reduce_output is None:
+        with _evaluating(self.module), self._autocast():
+            found = self._runner(num, is_trained=False).evaluate(batches, compute_loss=compute_loss)
+            if found is not None and not compute_loss:
+                found = [self.module.finish(output) for output in found]
+        if not compute_loss or reduce_output is None:
             return found
         return self._mean(found)
 
-    def _runner(self, num_micro_batches: int) -> Runner:
-        """Made when the number of micro-batches is new."""
+    def _runner(self, num_micro_batches: int, is_trained: bool = True) -> Runner:
+        """Made when the number of micro-batches is new; any will do for evaluation."""
+        if not is_trained and self._runners:
+            return next(iter(self._runners.values()))
+        if not is_trained:
+            num_micro_batches = self.gradient_accumulation_steps()
         if num_micro_batches not in self._runners:
             module = self.module
             schedule = make_schedule(module.schedule, module.num_ranks, num_micro_batches, module.num_chunks)
@@ -115,9 +117,13 @@ class PipelineEngine(Engine):
         """Micro-batches, on this rank's device; nothing where neither end of the pipeline is."""
         if data_iter is None:
             data_iter = self._own_batches()
-        elif not (self.is_first_stage() or self.is_last_stage()):
+        elif not (self.module.has_first or self.module.has_last):
             return [(None, None)] * num
-        return [self._placed(next(data_iter)) for _ in range(num)]
+        try:
+            return [self._placed(next(data_iter)) for _ in range(num)]
+        except BaseException as error:
+            self._wire.fail(error)  # other ranks wait for what is made of it
+            raise
 
     def _own_batches(self) -> Iterator[Any]:
         if self.training_dataloader is None:
@@ -159,11 +165,11 @@ class PipelineEngine(Engine):
 
     def is_first_stage(self) -> bool:
         """Whether inputs are needed here."""
-        return 0 in self.module.stages
+        return self.module.has_first
 
     def is_last_stage(self) -> bool:
         """Whether targets are needed here."""
-        return self.module.num_stages - 1 in self.module.stages
+        return self.module.has_last
 
     def is_pipe_parallel(self) -> bool:
         """Whether there is more than one rank in the pipeline."""
@@ -174,6 +180,18 @@ class PipelineEngine(Engine):
         """Between stages, by this rank."""
         return self._wire.sent_bytes
 
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Other steps from now on: the micro-batch stays, their number changes."""
+        micro = self.settings.micro_batch_size * self.dp_world_size
+        if train_batch_size > 0 and train_batch_size % micro == 0:
+            check_micro_batches(self.module, train_batch_size // micro)
+        super().set_train_batch_size(train_batch_size)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
+        """As an engine does; its own loader goes on from where the checkpoint's was."""
+        self._batches = None
+        return super().load_checkpoint(*args, **kwargs)
+
     def destroy(self) -> None:
         """Finish what has begun and give memory and threads back."""
         with ExitStack() as last_first:
@@ -183,9 +201,32 @@ class PipelineEngine(Engine):
             super().destroy()
 
 
+def check_micro_batches(module: PipelineModule, num_micro_batches: int) -> None:
+    """Refuse a number that the schedule cannot do."""
+    make_schedule(module.schedule, module.num_ranks, num_micro_batches, module.num_chunks)
+
+
+@contextmanager
+def _evaluating(module: PipelineModule) -> Iterator[None]:
+    """Every part of the module in evaluation mode, and then in the mode it had."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
 def _again_and_again(loader: Any) -> Iterator[Any]:
+    """Epoch after epoch."""
     while True:
-        yield from loader
+        is_empty = True
+        for batch in loader:
+            is_empty = False
+            yield batch
+        if is_empty:
+            raise bad_value("training_data", "no batch", "at least one a rank", "Is dataloader_drop_last set?")
 
 
 def _refuse(name: str) -> NoReturn:

@@ -166,6 +166,9 @@ class TwinOptimizer(Optimizer):
         if self.model is not None and self._settings.parks:
             aside = set_aside(self.model, [param for group in self.param_groups for param in group["params"]])
         params, specs, order = params_of(self.model, self._named(), self._recipe is None, aside)
+        if isinstance(self.model, PipelineModule):
+            for param in params:
+                param.is_late |= param.name in self.model.reused
         check_params(params, self.zero)
         where = params[0].tensor.device
         if self.zero is not None:

@@ -13,6 +13,7 @@ from twinflow.errors import bad_value
 from twinflow.offload.bucket import Param
 from twinflow.offload.places import PLACEMENTS
 from twinflow.offload.settings import Settings, Tuning
+from twinflow.parallel.pipeline import PipelineModule
 from twinflow.rules import RULES, Rule
 from twinflow.rules.checks import FLOATS
 from twinflow.rules.formats import BLOCK
@@ -38,11 +39,13 @@ def groups_of(model: Any, param_groups: Iterable[Any] | None) -> list[Any]:
         if param_groups is not None:
             raise bad_value("param_groups", "given", "None where the first argument is not a module")
         return list(model)
-    return _trainable(list(model.parameters() if param_groups is None else param_groups))
+    groups = list(model.parameters() if param_groups is None else param_groups)
+    return _trainable(groups, isinstance(model, PipelineModule))
 
 
-def _trainable(groups: list[Any]) -> list[Any]:
-    """Without frozen parameters, and without groups that have no others: LoRA scripts pass all they have."""
+def _trainable(groups: list[Any], keeps_empty: bool = False) -> list[Any]:
+    """Without frozen parameters, and without groups that have no others: LoRA scripts pass all they have. A stage of a
+    pipeline keeps those too: other stages have parameters in them, and groups are known by number."""
     if not any(isinstance(group, dict) for group in groups):
         named = [item for item in groups if isinstance(item, tuple)]
         return [item for item in groups if (item[1] if named else item).requires_grad]
@@ -50,7 +53,8 @@ def _trainable(groups: list[Any]) -> list[Any]:
     for group in groups:
         members = group["params"]
         members = [members] if isinstance(members, torch.Tensor) else list(members)
-        if found := _trainable(members):
+        found = _trainable(members)
+        if found or keeps_empty:
             kept.append({**group, "params": found})
     return kept
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -19,6 +19,7 @@ class Grid:
     topology: PipeModelDataParallelTopology
     rank: int
     model: Group
+    everyone: Group  # on the host, for few words
 
     @property
     def pipe(self) -> int:
@@ -62,7 +63,7 @@ def make_grid(num_pipe: int, num_model: int, num_data: int, device: torch.device
     world, rank = dist.get_world_size(), dist.get_rank()
     check_product(num_pipe, num_model, num_data, world)
     topology = PipeModelDataParallelTopology(num_pipe, num_model, num_data)
-    grid = Grid(topology, rank, alone())
+    grid = Grid(topology, rank, alone(), new_group("gloo", timeout=timeout))
     if num_model == 1:
         return grid
-    return Grid(topology, rank, new_group(backend_for(device), grid.ranks_along(MODEL), timeout))
+    return replace(grid, model=new_group(backend_for(device), grid.ranks_along(MODEL), timeout))

@@ -118,7 +118,7 @@ class PipelineModule(nn.Module):
             for name, module in owned.items() if rank == self.index else ():
                 _register(self, name, module)
         self._ties, self.aliases = _find_ties(made, ranks, self.index)
-        self.has_loss = loss_fn is not None or is_loss(items[-1])
+        self.reused = _find_reused(made, ranks, self.index)  # names of parameters that several layers here use
         self._loss_part: Part | None = items[-1] if self.has_last and is_loss(items[-1]) else None
         self.loss = loss_fn if self.has_last else None
         self._runs = {
@@ -197,6 +197,10 @@ class PipelineModule(nn.Module):
     def _run_loss(self, output: Any, target: Any = None) -> Any:
         """Through this module's own call, as a stage runs: hooks that bring weights have to see it."""
         return self(LOSS, output, target)
+
+    def seed_from(self, num_micro_batches: int) -> None:
+        """So many micro-batches have gone before: with `seed_layers`, numbers go on from there."""
+        self._num_runs = dict.fromkeys(self.stages, num_micro_batches)
 
     def _seeds(self, stage: int) -> Seed | None:
         """What seeds a layer, by its index: other numbers with every micro-batch, and other ones than it was made of.
@@ -329,6 +333,16 @@ def _find_ties(
         if names and len(holders) > 1 and param.requires_grad:
             ties.append((first, names[0], holders))
     return ties, aliases
+
+
+def _find_reused(made: Sequence[Mapping[str, nn.Module]], ranks: Sequence[int], here: int) -> frozenset[str]:
+    """Each use gives a gradient of its own, in every micro-batch."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for owned, rank in zip(made, ranks, strict=True):
+        for name, module in owned.items() if rank == here else ():
+            for inner, param in module.named_parameters(prefix=name):
+                names.setdefault(param, []).append(inner)
+    return frozenset(name for its in names.values() if len(its) > 1 for name in its)
 
 
 def _layer(index: int, item: Item, owned: Mapping[str, nn.Module], reruns: Sequence[str] | None) -> Layer:

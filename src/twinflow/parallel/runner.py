@@ -109,7 +109,7 @@ class Runner:
 
     def _forward(self, action: Action, step: _Step) -> None:
         inputs = self._inputs(action, step)
-        output = self._stages(action.stage, *inputs)
+        output = self._stages(action.stage, *map(_changeable, inputs))
         if action.stage == self._last_stage:
             output = self._loss(output, action, step)
             step.results[action.micro_batch] = output.detach()
@@ -173,6 +173,27 @@ class Runner:
         key = made(self.schedule, action)
         if key is not None:
             self._wire.send(key, value)
+
+
+class _Entry(torch.autograd.Function):
+    """A leaf's values, in its memory. Autograd lets nobody change a leaf in place, nor a view of one, but lets them
+    change this. The version is the leaf's too: who needs the values as they were is told."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+def _changeable(one: Tensor | None) -> Tensor | None:
+    """An input as a stage gets it: its first layer may work in place, as after a layer of the same process."""
+    if one is None or not (one.requires_grad and one.is_leaf):
+        return one
+    entered: Tensor = _Entry.apply(one)  # type: ignore[no-untyped-call]
+    return entered
 
 
 def _as_tuple(value: Any) -> Value:

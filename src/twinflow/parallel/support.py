@@ -26,6 +26,8 @@ class Combination:
     head_patterns: bool = False  # of sparse attention
     sequence: bool = False  # tensor ranks share the sequence
     foreign: bool = False  # a model of Hugging Face's
+    partition_activations: bool = False
+    has_optimizer: bool = True
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,20 @@ LIMITS: tuple[Limit, ...] = (
         "Its layers take positions from the length of what they get, which is a part of the sequence there.",
     ),
     Limit(
+        "activation_checkpointing.partition_activations, with tensor_parallel.sequence",
+        frozenset({MODEL}),
+        lambda c: c.partition_activations and c.sequence,
+        (False,),
+        "Tensor ranks share the sequence: what layers keep is a part of it already.",
+    ),
+    Limit(
+        "an optimizer",
+        _BOTH,
+        lambda c: c.has_optimizer,
+        (True,),
+        "Checkpoints and mean losses go through its ranks: name one in the config, or give one.",
+    ),
+    Limit(
         "optimizer (a TwinOptimizer that was built before)",
         _BOTH,
         lambda c: c.own_optimizer,
@@ -144,6 +160,11 @@ def table() -> str:
         ("1-bit Adam", Combination(compressed=True)),
         ("activation checkpointing", Combination()),
         ("... with inputs on the host (`cpu_checkpointing`)", Combination(cpu_checkpointing=True)),
+        ("... with inputs in parts (`partition_activations`)", Combination(partition_activations=True)),
+        ("`tensor_parallel.sequence`", Combination(sequence=True)),
+        ("... with a Hugging Face model", Combination(sequence=True, foreign=True)),
+        ("sparse attention", Combination()),
+        ("... with a pattern for each head", Combination(head_patterns=True)),
     ]
     layouts = {"pipeline": (2, 1), "tensor": (1, 2), "pipeline x tensor": (2, 2)}
     rows = [f"| | {' | '.join(layouts)} |", "|---" * (len(layouts) + 1) + "|"]

@@ -46,14 +46,17 @@ class TiedGradients:
         param.grad = None
 
     def finish(self) -> None:
-        """The sum over all holders, as a gradient."""
-        own, self._sum = self._sum, None
+        """The sum over all holders, as a gradient; nothing where none of them had one."""
+        taken, self._sum = self._sum, None
         here = _local(self._param)
-        if own is None:
-            own = torch.zeros_like(here, dtype=torch.float32)
-        total = torch.empty_like(own).view(-1)
-        self._group.all_reduce(total, own.reshape(-1), torch.float32)
-        grad = total.view(here.shape).to(here.dtype)
+        own = torch.zeros(here.numel() + 1, dtype=torch.float32, device=here.device)
+        if taken is not None:
+            own[:-1], own[-1] = taken.reshape(-1), 1.0
+        total = torch.empty_like(own)
+        self._group.all_reduce(total, own, torch.float32)
+        if not float(total[-1]):
+            return
+        grad = total[:-1].view(here.shape).to(here.dtype)
         self._is_done = True
         try:
             self._deliver(grad)

@@ -9,6 +9,8 @@ Between GPUs with NCCL the tensors go directly. That path needs a GPU for each r
 
 When something fails: gloo has no way to end a wait but one that runs out of time, which closes all connections of its
 group. So a rank that gives up lets such a wait run out: its threads come back, and ranks that wait for it learn of it.
+Before that it leaves word of what went wrong in the process group's store, where only the first to come does, and where
+the others look. A process that is killed leaves none: what is told then is that its connection is closed.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import product
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,9 +31,11 @@ from torch import Tensor
 
 from twinflow.dist.group import TIMEOUT, Group, backend_for, new_group
 from twinflow.errors import bad_value
+from twinflow.launch.store import group_store, own_keys, wait_for
 from twinflow.parallel.schedules import Action, Schedule
 
 Value = tuple[Tensor | None, ...]
+T = TypeVar("T")
 
 HEADER_NUMEL: Final = 512  # of int64, always as many: a receiver has to know
 DTYPES: Final = tuple(
@@ -45,6 +49,7 @@ _KINDS: Final = ("F", "B")
 _PATIENCE_S: Final = 0.5  # between two looks at the clock
 _HANG_UP_S: Final = 5.0  # more than threads need to come back when connections are closed
 _UNUSED_TAG: Final = 1  # messages have tag 0
+_CAUSE_CHARS: Final = 500  # of an error's text, for other ranks
 
 
 class Key(NamedTuple):
@@ -143,12 +148,15 @@ class Wire:
         self.device = device
         self._index, self._timeout_s = index, timeout.total_seconds()
         self._links = _Links(ranks, index, device, timeout)
+        self._first = _FirstCause(ranks, index)
+        self._giving_up = threading.Lock()
         self._changed = threading.Condition()  # guards what follows
         self._mailbox: dict[Key, Parcel] = {}
         self._expected: dict[int, deque[Key]] = {}  # by sender
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # of this rank
+        self._cause = ""  # of the rank that failed first
         self._is_closed = False
-        self._sent: queue.SimpleQueue[tuple[Any, Tensor] | None] = queue.SimpleQueue()
+        self._sent: queue.SimpleQueue[tuple[int, Any, Tensor] | None] = queue.SimpleQueue()  # with its receiver
         self._threads = [self._start(self._wait_sent)] if len(ranks) > 1 else []
 
     def expect(self, keys: Mapping[int, Sequence[Key]]) -> None:
@@ -174,10 +182,11 @@ class Wire:
         tensors = [_bytes_of(one) for one in value if one is not None and one.numel()]
         self.sent_bytes += sum(one.numel() for one in tensors)
         try:
-            for sent in self._links.send(key.receiver, encode(key, value), tensors):
-                self._sent.put(sent)
+            for work, memory in self._links.send(key.receiver, encode(key, value), tensors):
+                self._sent.put((key.receiver, work, memory))
         except RuntimeError as error:
-            raise RuntimeError(f"pipeline rank {key.receiver} can no longer be sent to: {error}") from error
+            self._give_up(_not_sent(key.receiver, error))
+            raise self._failure() from self._error
 
     def receive(self, key: Key) -> Value:
         """Waits for a message. Tensors whose sender's needed a gradient are leaves that do too."""
@@ -197,34 +206,46 @@ class Wire:
 
     def fail(self, error: BaseException) -> None:
         """Give up: whoever waits for this rank fails too, and soon."""
-        self._stop(error)
-        self._links.hang_up()
+        self._give_up(error)
+        self._first.wait_until_known()
 
     def close(self) -> None:
         """After the last batch; in the middle of one it is as if this rank had failed."""
         with self._changed:
             was_closed = self._is_closed
-            is_done = self._error is None and not any(self._expected.values())
+            has_failed = self._error is not None
+            is_done = not has_failed and not any(self._expected.values())
             self._is_closed = True
             self._changed.notify_all()
         if was_closed:
             return
         self._sent.put(None)
         if not is_done:
+            if not has_failed:
+                self._first.after(RuntimeError("closed in the middle of a batch"))
             self._links.hang_up()
         for thread in self._threads:  # what is sent may still be on its way: others wait for it
             thread.join(self._timeout_s if is_done else _HANG_UP_S)
 
     def _check(self) -> None:
         if self._error is not None:
-            raise RuntimeError(f"this pipeline has failed: {self._error}") from self._error
+            raise self._failure() from self._error
         if self._is_closed:
             raise RuntimeError("this pipeline is closed")
 
-    def _stop(self, error: BaseException) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
+    def _failure(self) -> RuntimeError:
+        return RuntimeError(f"this pipeline has failed, first on {self._cause}")
+
+    def _give_up(self, error: BaseException) -> None:
+        """Only the first error counts. Any thread's call: other ranks need not wait until this one has computed."""
+        with self._giving_up:
+            if self._error is not None:
+                return
+            cause = self._first.after(error)  # before others can notice
+            with self._changed:
+                self._error, self._cause = error, cause
+                self._changed.notify_all()
+            self._links.hang_up()
 
     # The threads.
 
@@ -238,18 +259,22 @@ class Wire:
             with self._links.beside():
                 work(*args)
         except BaseException as error:
-            self._stop(error)
+            self._give_up(error)
 
     def _receive_from(self, sender: int) -> None:
         keys = self._expected[sender]
         while self._is_next(keys):
-            try:
-                parcel = self._links.receive(sender, keys[0])
-            except RuntimeError as error:
-                raise RuntimeError(f"nothing more comes from pipeline rank {sender}: {error}") from error
-            with self._changed:
-                self._mailbox[keys.popleft()] = parcel
-                self._changed.notify_all()
+            self._take(sender, keys)
+
+    def _take(self, sender: int, keys: deque[Key]) -> None:
+        """Into the mailbox. A call of its own: what came must not live on in a thread that waits for the next."""
+        try:
+            parcel = self._links.receive(sender, keys[0])
+        except RuntimeError as error:
+            raise RuntimeError(f"nothing more comes from pipeline rank {sender}: {error}") from error
+        with self._changed:
+            self._mailbox[keys.popleft()] = parcel
+            self._changed.notify_all()
 
     def _is_next(self, keys: deque[Key]) -> bool:
         with self._changed:
@@ -259,8 +284,44 @@ class Wire:
     def _wait_sent(self) -> None:
         """Keeps what is sent alive until it is gone: gloo's sends can be waited for, but not asked."""
         while (sent := self._sent.get()) is not None:
-            sent[0].wait()
+            try:
+                sent[1].wait()
+            except RuntimeError as error:
+                raise _not_sent(sent[0], error) from error
             del sent
+
+
+class _FirstCause:
+    """What went wrong first, in the process group's store: every rank finds the same there.
+
+    The store may end with the process that keeps it, and is never waited for for long.
+    """
+
+    def __init__(self, ranks: Sequence[int], index: int) -> None:
+        self._index, self._num_ranks = index, len(ranks)
+        kind = f"pipeline/{'-'.join(map(str, ranks))}"
+        self._keys = own_keys(group_store(), kind, index) if len(ranks) > 1 else None
+        self._has_waited = False
+
+    def after(self, error: BaseException) -> str:
+        """The first cause, which is this error unless a rank has told of another: its rank, and its text."""
+        text = f"{type(error).__name__}: {error}"[:_CAUSE_CHARS].encode(errors="replace").decode()
+        own = f"pipeline rank {self._index}: {text}"
+        return _soon(lambda: self._tell(own)) or own
+
+    def wait_until_known(self) -> None:
+        """Let the other ranks look: this one's process may be about to end, and the store with it. Waits once."""
+        keys, has_waited, self._has_waited = self._keys, self._has_waited, True
+        if keys is not None and not has_waited:
+            names = [f"known/{i}" for i in range(self._num_ranks)]
+            _soon(lambda: wait_for(keys, names, _HANG_UP_S))
+
+    def _tell(self, own: str) -> str:
+        if self._keys is None:
+            return own
+        first = self._keys.compare_set("first", "", own)
+        self._keys.set(f"known/{self._index}", "1")
+        return first.decode(errors="replace")
 
 
 class _Links:
@@ -326,6 +387,25 @@ class _Links:
                     work = dist.irecv(torch.empty(1), rank, group=group.handle, tag=_UNUSED_TAG)
                     assert work is not None
                     work.wait(timedelta(milliseconds=1))
+
+
+def _soon(work: Callable[[], T]) -> T | None:
+    """What it returns; None where it fails, or does not come back in time."""
+    results: list[T] = []
+
+    def run() -> None:
+        with suppress(Exception):
+            results.append(work())
+
+    with suppress(RuntimeError):  # no more threads where the interpreter ends
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(_HANG_UP_S)
+    return results[0] if results else None
+
+
+def _not_sent(receiver: int, error: RuntimeError) -> RuntimeError:
+    return RuntimeError(f"pipeline rank {receiver} can no longer be sent to: {error}")
 
 
 def _isend(tensor: Tensor, rank: int, group: Group) -> Any:

@@ -94,7 +94,7 @@ class Team:
         # For whoever calls the optimizer: ranks that save wait here for the slowest.
         long = max(zero.timeout, _LONG)
         self.calls: Group = new_group("gloo", ranks, long)
-        self.everyone: Group = self.calls if ranks is None else new_group("gloo", timeout=long)  # on all axes
+        self.everyone: Group = self.calls if zero.grid is None else zero.grid.everyone  # on all axes
         self.saves: Group = new_group("gloo", timeout=long)  # the same, for checkpoints in the background
         self.world, self.rank = self.calls.world, self.calls.rank
         self.exchanges: Exchanges | None = None  # from the switch to compressed communication on

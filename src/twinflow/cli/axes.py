@@ -1,0 +1,121 @@
+"""Pipeline and tensor ranks of `twinflow train`: what its options and the config file ask for, and whether it can be.
+
+They are kept where a config file has them, in its sections `pipeline` and `tensor_parallel`. Every rank of a replica
+sees the same tokens: batches are dealt to replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from twinflow.build_parallel import axes_of as checked_axes
+from twinflow.config import Axes, load_config, resolve_axes
+from twinflow.errors import bad_value
+from twinflow.launch.environment import RankEnvironment
+from twinflow.models.gpt import GPT, GPTConfig
+
+SECTIONS: Final = ("pipeline", "tensor_parallel")
+SCHEDULES: Final = ("gpipe", "1f1b", "interleaved", "zbv")
+_STAGES, _TENSOR = "--pipeline-parallel-size", "--model-parallel-size"
+
+
+def only_one(name: str, value: Any, file_config: Mapping[str, Any], key: str) -> Any:
+    """An option of the command line that a config file may not name as well."""
+    if value is not None and key in file_config:
+        raise bad_value(name, value, "nothing, where the config file has its own", f"Remove it or {key!r} there.")
+    return value
+
+
+def with_axes(
+    file_config: Mapping[str, Any], stages: int | None, tensor: int | None, schedule: str | None
+) -> dict[str, Any]:
+    """The file's config with what the command line says of pipeline and tensor ranks."""
+    for name, value in ((_STAGES, stages), (_TENSOR, tensor)):
+        if value is not None and value < 1:
+            raise bad_value(name, value, "a whole number >= 1")
+    if schedule not in (None, *SCHEDULES):
+        raise bad_value("--pipeline-schedule", schedule, SCHEDULES)
+    pipeline, cut = (dict(file_config.get(key) or {}) for key in SECTIONS)
+    only_one(_TENSOR, tensor, cut, "tp")
+    given = {
+        "pipeline": {
+            "stages": only_one(_STAGES, stages, pipeline, "stages"),
+            "schedule": only_one("--pipeline-schedule", schedule, pipeline, "schedule"),
+        },
+        "tensor_parallel": {"autotp_size": only_one(_TENSOR, tensor, cut, "autotp_size")},
+    }
+    found = dict(file_config)
+    for key, section in zip(SECTIONS, (pipeline, cut), strict=True):
+        said = {name: value for name, value in given[key].items() if value not in (None, 1)}  # 1: as without it
+        if section or said:
+            found[key] = {**section, **said}
+    return found
+
+
+def axes_of(config: Mapping[str, Any]) -> Axes:
+    """Pipeline and tensor ranks of a config."""
+    asked = {key: config[key] for key in SECTIONS if config.get(key)}
+    return resolve_axes(load_config(asked)) if asked else Axes(1, 1)
+
+
+def num_replicas(config: Mapping[str, Any], world: int) -> int:
+    """Copies of the model, each of which takes its part of a batch."""
+    axes = axes_of(config)
+    return max(1, world // (axes.pipe * axes.model))
+
+
+def describe(config: Mapping[str, Any], world: int) -> str:
+    """The layout in words; nothing where every rank has the whole model."""
+    axes, (schedule, _) = axes_of(config), _schedule(config)
+    named = [(f"pipeline {axes.pipe} ({schedule})", axes.pipe), (f"tensor {axes.model}", axes.model)]
+    parts = [text for text, size in named if size > 1]
+    return " x ".join([*parts, f"data {num_replicas(config, world)}"]) if parts else ""
+
+
+def check_layout(config: Mapping[str, Any], shape: GPTConfig, world: int) -> int:
+    """Refuse ranks, heads and layers that do not come out even, by the options that name them; else the replicas."""
+    axes, (schedule, num_chunks) = axes_of(config), _schedule(config)
+    parts = axes.pipe * axes.model
+    if parts > 1 and world % parts:
+        remedy = f"Start a multiple of {parts} processes (twinflow launch --num_gpus {parts}), or ask for fewer."
+        allowed = f"a divisor of {world}, the number of ranks"
+        raise bad_value(f"{_STAGES} x {_TENSOR}", f"{axes.pipe} x {axes.model}", allowed, remedy)
+    if shape.num_heads % axes.model and not (config.get("tensor_parallel") or {}).get("plan"):
+        raise bad_value("--num-attention-heads", shape.num_heads, f"a multiple of {_TENSOR}, which is {axes.model}")
+    num_stages = axes.pipe * num_chunks
+    if axes.pipe > 1 and shape.num_layers < num_stages:
+        each = f" ({schedule}: {num_chunks} on each of {axes.pipe} ranks)" if num_chunks > 1 else ""
+        allowed = f"at least {num_stages}, the stages of the pipeline{each}"
+        raise bad_value("--num-layers", shape.num_layers, allowed, "A stage has at least one layer.")
+    return world // parts
+
+
+def check_vocabulary(file_config: Mapping[str, Any], shape: GPTConfig) -> None:
+    """Refuse one that tensor ranks cannot share."""
+    axes = axes_of(file_config)
+    if shape.vocab_size % axes.model and not (file_config.get("tensor_parallel") or {}).get("plan"):
+        padded = -(-shape.vocab_size // axes.model) * axes.model
+        remedy = f"--vocab-size {padded} has symbols to spare."
+        raise bad_value("vocabulary", shape.vocab_size, f"a multiple of {_TENSOR}, which is {axes.model}", remedy)
+
+
+def check_combination(config: Mapping[str, Any], shape: GPTConfig, here: RankEnvironment) -> None:
+    """Refuse what does not go with pipeline and tensor ranks, as `initialize` would later on."""
+    axes = axes_of(config)
+    if axes.pipe * axes.model > 1:
+        checked_axes(load_config(config), _on_meta(shape), here, None)
+
+
+def _schedule(config: Mapping[str, Any]) -> tuple[str, int]:
+    """Its name, and stages of a rank."""
+    section = config.get("pipeline") or {}
+    name = section.get("schedule") or "1f1b"
+    return name, (section.get("chunks") or 2) if name == "interleaved" else 2 if name == "zbv" else 1
+
+
+def _on_meta(shape: GPTConfig) -> GPT:
+    with torch.device("meta"):
+        return GPT(shape)
