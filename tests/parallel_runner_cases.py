@@ -184,8 +184,7 @@ def one_raises(rank: int, world: int, failing: int, name: str, port: int | None 
     With a port the first rank keeps the store, which ends with its process, and the last is long at work meanwhile.
     """
     if port is not None:
-        dist.destroy_process_group()
-        dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+        _keep_store_on_first_rank(rank, world, port)
     case = {"schedule": name, "num": 2 * world}
     schedule, wire = schedule_of(case, world), Wire(range(world), rank, CPU, timedelta(seconds=100))
     stack = Stack(schedule.num_stages, False)
@@ -203,19 +202,29 @@ def one_raises(rank: int, world: int, failing: int, name: str, port: int | None 
     return _until_failed(Runner(stages, schedule, rank, wire, loss_sum), wire, case["num"])
 
 
-def one_closes(rank: int, world: int) -> str:
-    """The first rank closes in the middle of a batch; what the other sees."""
+def _keep_store_on_first_rank(rank: int, world: int, port: int) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+
+
+def one_leaves(rank: int, world: int, how: str, port: int) -> str:
+    """The first rank leaves in the middle of a batch, and its process ends, with the store; what the other sees."""
+    _keep_store_on_first_rank(rank, world, port)
     wire = Wire(range(world), rank, CPU, timedelta(seconds=100))
     there, back = Key("F", 1, 0, 0, 1), Key("B", 0, 0, 1, 0)
     text = ""
     if rank == 0:
         wire.expect({1: [back]})
-    else:
+        if how == "fail":
+            wire.fail(ArithmeticError(OWN_ERROR))
+        wire.close()
+        return text
+    time.sleep(1)  # the other would be gone by now
+    try:
         wire.expect({0: [there]})
-        try:
-            wire.receive(there)
-        except RuntimeError as error:
-            text = str(error)
+        wire.receive(there)
+    except RuntimeError as error:
+        text = str(error)
     wire.close()
     return text
 

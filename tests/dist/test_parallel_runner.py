@@ -26,8 +26,8 @@ from parallel_runner_cases import (
     drop_received,
     evaluate_all,
     micro_batches,
-    one_closes,
     one_dies,
+    one_leaves,
     one_raises,
     train_all,
     train_in_place,
@@ -116,13 +116,19 @@ def assert_names(found: dict[str, Any], rank: int, failing: int) -> None:
     assert len(found["again"]) < 600
 
 
-def test_the_first_cause_is_known_when_its_process_and_the_store_are_gone() -> None:
+@pytest.mark.matrix
+def test_the_first_cause_reaches_a_rank_that_is_long_at_work() -> None:
+    """Though the process that failed is gone by then, and the store with it."""
     for rank, found in enumerate(run_ranks(4, one_raises, 0, "1f1b", free_port())):
         assert_names(found, rank, 0)
 
 
-def test_a_rank_that_closes_in_the_middle_of_a_batch_is_named() -> None:
-    assert "pipeline rank 0: RuntimeError: closed in the middle of a batch" in run_ranks(2, one_closes)[1]
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [("fail", f"ArithmeticError: {OWN_ERROR}"), ("close", "RuntimeError: closed in the middle of a batch")],
+)
+def test_a_rank_that_leaves_is_named_before_its_process_ends(how: str, cause: str) -> None:
+    assert f"first on pipeline rank 0: {cause}" in run_ranks(2, one_leaves, how, free_port())[1]
 
 
 def test_what_came_is_freed() -> None:

@@ -224,6 +224,7 @@ class Wire:
             if not has_failed:
                 self._first.after(RuntimeError("closed in the middle of a batch"))
             self._links.hang_up()
+            self._first.wait_until_known()
         for thread in self._threads:  # what is sent may still be on its way: others wait for it
             thread.join(self._timeout_s if is_done else _HANG_UP_S)
 
