@@ -53,7 +53,7 @@ INSIDE, BETWEEN = 50, 4  # the figure's, in Gbit/s: their ratio is kept
 LR, PORT = 1e-3, 29500
 SETTLE_S = 0.3  # for the last acknowledgements
 NUM_BEFORE = 2  # steps that are not timed
-NUM_ALONE = 5
+NUM_ALONE = 12  # sequences that a rank computes to know how long one takes
 NEAR = 1e-4  # how far losses of two ways may be from each other
 WAYS = {"data": (1, 4), "pipeline": (4, 1), "hybrid": (2, 2)}  # stages, replicas
 FIGURE = PRESETS["gpt2-1.5b"]
@@ -104,17 +104,13 @@ def _end_with_parent() -> None:
 
 
 def compute_alone(scale: Scale) -> list[float]:
-    """Seconds of a sequence's forward and backward, while all ranks compute and none sends; several times."""
+    """A core's seconds for a sequence's forward and backward, several times; other processes' are not in them."""
     torch.manual_seed(0)
-    model, seconds = GPT(scale.shape), []
-    row = tokens(0, 1, scale.shape)
+    model, row, ended = GPT(scale.shape), tokens(0, 1, scale.shape), [time.process_time()]
     for _ in range(NUM_ALONE):
-        dist.barrier()
-        begin = time.perf_counter()
-        for _ in range(NUM_ALONE):
-            model(row[:, :-1], row[:, 1:]).loss.backward()
-        seconds.append((time.perf_counter() - begin) / NUM_ALONE)
-    return seconds
+        model(row[:, :-1], row[:, 1:]).loss.backward()
+        ended.append(time.process_time())
+    return [late - early for early, late in pairwise(ended)]
 
 
 def config_of(way: str, size: int) -> dict[str, Any]:
@@ -259,11 +255,11 @@ class Row:
 
 
 def measure(scale: Scale) -> tuple[list[Row], float]:
-    """All ways with all batches, checked, and the seconds in which a rank computes a sequence."""
+    """All ways with all batches, checked, and how long a sequence takes a rank with its share of the cores."""
     with machines(scale) as switch, started(switch, scale) as ranks:
         found = [json.loads(text) for text in wait_for(ranks)]
-    # The shortest: what other processes take must not look like a slow rank.
-    sequence_s = min(statistics.fmean(own) for own in zip(*(rank["alone_s"] for rank in found), strict=True))
+    core_s = statistics.median(seconds for rank in found for seconds in rank["alone_s"])
+    sequence_s = core_s * max(1.0, WORLD / read_machine().usable_cores)
     make = partial(row_of, scale, sequence_s)
     rows = [make(way, size, [rank[f"{way}-{size}"] for rank in found]) for size in scale.batches for way in WAYS]
     check(rows, scale)
@@ -370,11 +366,12 @@ TEXT = """# Pipeline and data parallelism over a slow network, {date}
 - step: the median of {steps} after {before} others, from the end of one on the slowest rank to that of the next;
   longest: of them. sent: what leaves the machine that sends more in a step, by the counter of its link, beside the
   formula for gradients, weights, activations and their headers.
-- A rank computes a sequence in {sequence:.0f} ms while all do. On the slow link data's bytes take {comm:.0f} times as
-  long (the figure's, on a V100 that reaches {v100:g} TFLOPS: {figure_comm:.0f}, round a ring).
+- With its share of the cores a rank computes a sequence in {sequence:.0f} ms. On the slow link data's bytes take
+  {comm:.0f} times as long (the figure's, on a V100 that reaches {v100:g} TFLOPS: {figure_comm:.0f}, round a ring).
 - Data's gradients are exchanged directly here. Round a ring a machine would send {spare:.0%} less, and the least
   speed-up would be {ring:.2f}.
 - planner: what it predicts for such machines, with rings, and ranks that never have more than their share of a core.
+  It leaves out the gradient of what is tied, headers, and what the engine does for a micro-batch beside computing.
 """
 HEAD = "| batch | way | step, s | longest | sequences/s | x data | sent, MB | of formula | planner, s | x data | loss |"
 V100_TFLOPS = 45.0  # what a V100 reaches in training
