@@ -119,16 +119,17 @@ def assert_names(found: dict[str, Any], rank: int, failing: int) -> None:
 @pytest.mark.matrix
 def test_the_first_cause_reaches_a_rank_that_is_long_at_work() -> None:
     """Though the process that failed is gone by then, and the store with it."""
-    for rank, found in enumerate(run_ranks(4, one_raises, 0, "1f1b", free_port())):
+    for rank, found in enumerate(run_ranks(4, one_raises, 0, "1f1b", free_port(), backend="")):
         assert_names(found, rank, 0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("how", "cause"),
     [("fail", f"ArithmeticError: {OWN_ERROR}"), ("close", "RuntimeError: closed in the middle of a batch")],
 )
 def test_a_rank_that_leaves_is_named_before_its_process_ends(how: str, cause: str) -> None:
-    assert f"first on pipeline rank 0: {cause}" in run_ranks(2, one_leaves, how, free_port())[1]
+    assert f"first on pipeline rank 0: {cause}" in run_ranks(2, one_leaves, how, free_port(), backend="")[1]
 
 
 def test_what_came_is_freed() -> None:

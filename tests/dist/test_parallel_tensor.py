@@ -60,6 +60,7 @@ def test_gpt_cells(world: int) -> None:
     check_all(world, CELLS)
 
 
+@pytest.mark.matrix
 def test_transformers() -> None:
     pytest.importorskip("transformers")
     check_all(2, HF_QUICK)
