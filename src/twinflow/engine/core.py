@@ -7,6 +7,7 @@ moment where somebody looks at them or the next backward needs the loss scale. B
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -137,6 +138,15 @@ class Engine:
         is_applied = self.optimizer is not None and (not self.optimizer.can_skip or self.optimizer.was_applied)
         if is_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**self._lr_kwargs)
+            self._check_rates()
+
+    def _check_rates(self) -> None:
+        """Say whose fault it is, before the update rule refuses a learning rate."""
+        optimizer = self.optimizer
+        for group in optimizer.param_groups if optimizer is not None and optimizer.rule is not None else ():
+            lr = float(group["lr"])
+            if not (math.isfinite(lr) and lr >= 0.0):
+                raise bad_value("lr as the scheduler has set it", lr, "a finite number >= 0")
 
     def _beat(self, doing: str) -> None:
         """Other ranks know that this one goes on."""
