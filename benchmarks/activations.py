@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from twinflow.activations import Handle, checkpoint_layers
 from twinflow.bench.machine import read_machine
+from twinflow.loss import chunked_cross_entropy
 from twinflow.models.gpt import GPT, PRESETS
-from twinflow.models.loss import chunked_cross_entropy
 from twinflow.offload import materialize
 from twinflow.offload.blocks import find_blocks
 from twinflow.optim.twin import TwinOptimizer

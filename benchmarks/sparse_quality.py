@@ -35,8 +35,8 @@ from twinflow.attention import (
     sparsify,
 )
 from twinflow.data.tokens import TokenData, load_data
+from twinflow.loss import IGNORE_INDEX
 from twinflow.models.gpt import GPT, GPTConfig, count_params
-from twinflow.models.loss import IGNORE_INDEX
 
 PARTS = ("text", "copy", "continue")
 MOST_WORSE = 0.03  # of dense attention's loss

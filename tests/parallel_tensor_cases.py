@@ -265,7 +265,6 @@ def collectives_gap(group: Group) -> dict[str, float]:
         "copy_in": ("same", "sum", None),
         "reduce_out": ("sum", "same", None),
         "gather_last": ("join", "part", -1),
-        "split_last": ("part", "join", -1),
         "gather_sequence": ("join", "sum part", 1),
         "scatter_sequence": ("sum part", "join", 1),
         "split_sequence": ("part", "join", 1),

@@ -129,6 +129,7 @@ def _note_without_axes(config: Config) -> None:
         "pipeline.schedule": config.pipeline.schedule,
         "pipeline.chunks": config.pipeline.chunks,
         "pipeline.activation_checkpoint_interval": config.pipeline.activation_checkpoint_interval,
+        "pipeline.partition": None if config.pipeline.partition == "best" else config.pipeline.partition,
         "tensor_parallel.sequence": config.tensor_parallel.sequence,
         "tensor_parallel.plan": config.tensor_parallel.plan,
     }

@@ -106,13 +106,13 @@ def test_gpt(found: list[dict[str, Any]]) -> None:
 
 def test_collectives(found: list[dict[str, Any]]) -> None:
     for rank in found:
-        assert len(rank["collectives"]) == 8
+        assert len(rank["collectives"]) == 7
         assert max(rank["collectives"].values()) <= 1e-6
         assert rank["half"], "half precision was summed in half precision"
         assert "length of the sequence" in rank["odd"]
 
 
-@pytest.mark.parametrize(("dtype", "near"), [("float64", 1e-6), ("float32", 1e-5), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize(("dtype", "near"), [("float64", 1e-12), ("float32", 1e-5), ("bfloat16", 2e-2)])
 def test_loss_of_a_split_vocabulary(found: list[dict[str, Any]], dtype: str, near: float) -> None:
     for rank in found:
         gaps = rank["vocab"][dtype]

@@ -17,7 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from twinflow.models import loss as loss_module
+from twinflow import loss as loss_module
+from twinflow.loss import LOSS_CHUNK, chunked_cross_entropy
 from twinflow.models.gpt import (
     GPT,
     INIT_STD,
@@ -30,7 +31,6 @@ from twinflow.models.gpt import (
     count_params,
     flops_per_token,
 )
-from twinflow.models.loss import LOSS_CHUNK, chunked_cross_entropy
 from twinflow.offload.materialize import build
 from twinflow.optim.twin import TwinOptimizer
 

@@ -12,7 +12,7 @@ LAYERS = [
     ("errors", "version"),
     ("config", "trace", "launch"),
     ("device",),
-    ("rules", "codes", "activations", "attention"),
+    ("rules", "codes", "loss", "activations", "attention"),
     ("native", "gpu"),
     ("dist",),
     ("planner",),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from twinflow.errors import bad_value
-from twinflow.models.loss import LOSS_CHUNK, chunked_cross_entropy
+from twinflow.loss import LOSS_CHUNK, chunked_cross_entropy
 from twinflow.models.stages import gpt_parts
 from twinflow.parallel.specs import Part
 

@@ -34,11 +34,6 @@ def reduce_out(x: Tensor, group: Group) -> Tensor:
     return x if group.world == 1 else _go(x, partial(summed, group=group), _same)
 
 
-def split_last(x: Tensor, group: Group) -> Tensor:
-    """This rank's features of a replicated tensor."""
-    return split_sequence(x, group, -1)
-
-
 def gather_last(x: Tensor, group: Group) -> Tensor:
     """All ranks' features, replicated."""
     return join_sequence(x, group, -1)

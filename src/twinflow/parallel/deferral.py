@@ -91,10 +91,10 @@ def defer(module: nn.Module, deferral: Deferral) -> None:
     weight's gradient is made in I, which is right too.
     """
     for layer in module.modules():
-        if not (isinstance(layer, nn.Linear) or _is_in_out(layer)):
+        if not (isinstance(layer, nn.Linear) or is_conv1d(layer)):
             continue
         setattr(layer, _MARK, deferral)
-        is_plain = _is_in_out(layer) or type(layer).forward is nn.Linear.forward
+        is_plain = is_conv1d(layer) or type(layer).forward is nn.Linear.forward
         if is_plain and "forward" not in layer.__dict__:
             layer.forward = MethodType(_forward, layer)
 
@@ -103,7 +103,7 @@ def linear(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
     """What a linear layer computes of `x`, with this bias; by the module's deferral, if it has one."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     deferral: Deferral | None = module.__dict__.get(_MARK)
-    is_in_out = _is_in_out(module)
+    is_in_out = is_conv1d(module)
     dtype = _compute_dtype(x)
     is_trained = torch.is_grad_enabled() and weight.requires_grad
     # A weight that is computed (a parametrization) has a graph behind it, which I would free. Where dtypes do not
@@ -123,7 +123,7 @@ def _forward(module: nn.Module, x: Tensor) -> Tensor:
     return linear(module, x, module.bias)  # type: ignore[arg-type]
 
 
-def _is_in_out(module: nn.Module) -> bool:
+def is_conv1d(module: nn.Module) -> bool:
     """Whether it is Hugging Face's Conv1D: a linear layer with a weight of [in, out]; known without importing it."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 

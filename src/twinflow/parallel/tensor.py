@@ -34,7 +34,7 @@ from twinflow.parallel.collectives import (
     split_sequence,
     summed,
 )
-from twinflow.parallel.deferral import linear
+from twinflow.parallel.deferral import is_conv1d, linear
 from twinflow.parallel.gpt_attention import dropout_part, dropping_heads, gpt_attention
 from twinflow.parallel.plans import CUTTING, NAMING, REGIONS, Style, match
 from twinflow.parallel.shard import TensorShard, even_shard, mark, shard_of
@@ -115,14 +115,9 @@ def plan_cuts(modules: Mapping[str, Any], styles: Mapping[str, Style], rank: int
     return cuts
 
 
-def _is_conv1d(module: nn.Module) -> bool:
-    """transformers' linear layer, whose weight is [in, out]."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-
-
 def _check_kind(name: str, module: Any, style: Style) -> None:
     if style.kind != "vocab":
-        if not isinstance(module, nn.Linear) and not _is_conv1d(module):
+        if not isinstance(module, nn.Linear) and not is_conv1d(module):
             raise bad_value(name, type(module).__name__, f"an nn.Linear for the style {style.kind!r}")
     elif not isinstance(module, nn.Embedding):
         raise bad_value(name, type(module).__name__, "an nn.Embedding for the style 'vocab'")
@@ -135,7 +130,7 @@ def _split_dims(module: Any, style: Style) -> dict[str, int]:
     if style.kind == "vocab":
         return {"weight": 0}
     is_row = style.kind == "row"
-    dims = {"weight": int(is_row != _is_conv1d(module))}
+    dims = {"weight": int(is_row != is_conv1d(module))}
     return dims if is_row or module.bias is None else {**dims, "bias": 0}
 
 
@@ -157,7 +152,7 @@ def _check_ties(modules: Mapping[str, Any], styles: Mapping[str, Style], cuts: M
     """A layer that has somebody's split parameter and is not split itself would compute with a part of it."""
     for name, module in modules.items():
         is_split = name in styles and styles[name].kind in CUTTING
-        if is_split or not (isinstance(module, (nn.Linear, nn.Embedding)) or _is_conv1d(module)):
+        if is_split or not (isinstance(module, (nn.Linear, nn.Embedding)) or is_conv1d(module)):
             continue
         owner = next((cuts[id(param)].owner for param in module.parameters(False) if id(param) in cuts), None)
         if owner is not None:

@@ -7,7 +7,7 @@ and only the two gradients are kept: backward has nothing to do but scale them. 
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,34 +23,78 @@ PRODUCT_ROWS: Final = 8192  # of a weight's gradient, whose sum over chunks is w
 FP16_GAIN: Final = 256.0
 
 
-def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = LOSS_CHUNK) -> Tensor:
+class Targets(NamedTuple):
+    """A chunk's targets among the rows of the weight that are here."""
+
+    rows: Tensor  # [tokens, 1] which row; 0 where the target is not here
+    is_here: Tensor  # [tokens]
+    is_counted: Tensor  # [tokens]; not left out
+
+
+class Softmax(Protocol):
+    """Over all symbols, of which the weight may have a part."""
+
+    def find(self, targets: Tensor, num_rows: int) -> Targets:
+        """Where targets are among the weight's rows."""
+        ...
+
+    def losses_and_probs(self, logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+        """Loss of each token, 0 where it is left out, and the probabilities, in the place of the logits."""
+        ...
+
+
+class WholeSoftmax:
+    """The weight has a row for every symbol."""
+
+    def find(self, targets: Tensor, num_rows: int) -> Targets:
+        """All of them; one that is no symbol is the lookup's error."""
+        is_counted = targets != IGNORE_INDEX
+        return Targets(targets.where(is_counted, 0)[:, None], is_counted, is_counted)
+
+    def losses_and_probs(self, logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+        """In place."""
+        largest = logits.amax(-1, keepdim=True)
+        chosen = logits.gather(-1, targets.rows) - largest
+        probs = logits.sub_(largest).exp_()
+        sums = probs.sum(-1, keepdim=True)
+        losses = (sums.log() - chosen).squeeze(-1).where(targets.is_counted, 0.0)
+        return losses, probs.div_(sums)
+
+
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = LOSS_CHUNK, softmax: Softmax | None = None
+) -> Tensor:
     """Mean of `F.cross_entropy(hidden @ weight.T, targets)` in fp32 or wider, with at most `chunk` rows of logits.
 
     `hidden` is [tokens, hidden], `weight` [vocab, hidden], `targets` [tokens]; -100 leaves a token out. The gradient of
-    `weight` is summed over the chunks in fp32, or in its own dtype where that is wider.
+    `weight` is summed over the chunks in fp32, or in its own dtype where that is wider. `softmax`: over more symbols
+    than the weight has rows for.
     """
+    softmax = softmax or WholeSoftmax()
     if chunk < 1:
         raise bad_value("chunk", chunk, "a whole number >= 1")
     device = hidden.device.type
     if not torch.amp.is_autocast_available(device):
-        return _apply(hidden, weight, targets, chunk)
+        return _apply(hidden, weight, targets, softmax, chunk)
     if torch.is_autocast_enabled(device):  # it does not reach the in-place products below
         dtype = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     with torch.autocast(device, enabled=False):
-        return _apply(hidden, weight, targets, chunk)
+        return _apply(hidden, weight, targets, softmax, chunk)
 
 
-def _apply(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+def _apply(hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Softmax, chunk: int) -> Tensor:
     # Asked for here: inside a Function gradients are always off, and needs_input_grad does not know of no_grad.
     wants_grad = torch.is_grad_enabled()
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets, chunk, wants_grad)  # type: ignore[no-untyped-call]
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets, softmax, chunk, wants_grad)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _ChunkedCrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, wants_grad: bool) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Softmax, chunk: int, wants_grad: bool
+    ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         num_targets = (targets != IGNORE_INDEX).sum().to(wide)
         grad_hidden = torch.empty_like(hidden) if wants_grad and ctx.needs_input_grad[0] else None
@@ -63,12 +107,12 @@ class _ChunkedCrossEntropy(Function):
         total = torch.zeros_like(num_targets)
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
-            logits = F.linear(hidden[rows], weight).to(wide)
-            losses, probs = _losses_and_probs(logits, targets[rows])
+            found = softmax.find(targets[rows], len(weight))
+            losses, probs = softmax.losses_and_probs(F.linear(hidden[rows], weight).to(wide), found)
             total += losses.sum()
             if grad_hidden is None and grad_weight is None:
                 continue
-            grad_logits = _grad_of_logits(probs, targets[rows], gain).to(hidden.dtype)
+            grad_logits = _grad_of_logits(probs, found, gain).to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
             if grad_weight is not None:
@@ -80,7 +124,7 @@ class _ChunkedCrossEntropy(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grad if ctx.scale is None else grad * ctx.scale
         if grad_hidden is not None:
@@ -89,27 +133,13 @@ class _ChunkedCrossEntropy(Function):
         if grad_weight is not None:
             out = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)  # rounded as it is written, once
             grad_weight = torch.mul(grad_weight, scale, out=out)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
-def _losses_and_probs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss of each row, 0 where it is left out, and the probabilities, in the place of the logits."""
-    is_counted = targets != IGNORE_INDEX
-    index = targets.where(is_counted, 0)[:, None]
-    largest = logits.amax(-1, keepdim=True)
-    chosen = logits.gather(-1, index) - largest
-    probs = logits.sub_(largest).exp_()
-    sums = probs.sum(-1, keepdim=True)
-    losses = (sums.log() - chosen).squeeze(-1).where(is_counted, 0.0)
-    return losses, probs.div_(sums)
-
-
-def _grad_of_logits(probs: Tensor, targets: Tensor, gain: Tensor) -> Tensor:
-    """(probs - one-hot targets) * gain, 0 where a row is left out, in place."""
-    is_counted = targets != IGNORE_INDEX
-    index = targets.where(is_counted, 0)[:, None]
-    probs.scatter_add_(-1, index, torch.full_like(index, -1.0, dtype=probs.dtype))
-    return probs.mul_((is_counted * gain)[:, None])
+def _grad_of_logits(probs: Tensor, targets: Targets, gain: Tensor) -> Tensor:
+    """(probs - one-hot targets) * gain, 0 where a token is left out, in place."""
+    probs.scatter_add_(-1, targets.rows, -targets.is_here[:, None].to(probs.dtype))
+    return probs.mul_((targets.is_counted * gain)[:, None])
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
