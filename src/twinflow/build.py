@@ -36,7 +36,7 @@ from twinflow.config import (
     resolve_batch,
 )
 from twinflow.engine import Engine, EngineSettings, ResumableLoader
-from twinflow.engine.pipeline import PipelineEngine, check_micro_batches
+from twinflow.engine.pipeline import Links, PipelineEngine, check_micro_batches
 from twinflow.engine.reports import LOGGER, Profiler, Reports
 from twinflow.errors import bad_value
 from twinflow.launch.environment import RankEnvironment, init_distributed, joined
@@ -80,10 +80,7 @@ def initialize(
     _log_to_stdout()
     if model is None:
         raise bad_value("model", None, "an nn.Module, or a function that makes one")
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
-            remedy = "Groups of ranks are made here: set tensor_parallel.autotp_size and pipeline.stages."
-            raise bad_value(name, type(value).__name__, "None", remedy)
+    _refuse_groups(mpu, mesh_param)
     source = _config_source(args, config, config_params)
     parsed = load_config(source)
     for note in [*notes(parsed), *_overruled(parsed, optimizer, lr_scheduler)]:
@@ -114,12 +111,11 @@ def initialize(
             undo.callback(twin.close)  # else the model would still have one, and no other could be built over it
         scheduler = _make_scheduler(parsed, twin, optimizer, lr_scheduler)
         settings, reports = _engine_settings(parsed, batch, source, ranks, grid), _make_reports(parsed, ranks.rank)
-        engine: Engine
         if isinstance(module, PipelineModule):
             check_micro_batches(module, batch.accumulation_steps)
-            wire, deferral = make_wire(module, grid, own_device()), make_deferral(module, settings.stage)
-            undo.callback(wire.close)
-            engine = PipelineEngine(module, twin, scheduler, None, settings, reports, wire, ties, deferral)
+            links = Links(make_wire(module, grid, own_device()), ties, make_deferral(module, settings.stage))
+            undo.callback(links.wire.close)
+            engine: Engine = PipelineEngine(module, twin, scheduler, None, settings, reports, links)
         else:
             engine = Engine(module, twin, scheduler, None, settings, reports)
         engine.activations, engine.watch = checkpoint_activations(parsed, module, twin, grid), watch
@@ -127,6 +123,14 @@ def initialize(
             engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
         undo.pop_all()
     return engine, twin, engine.training_dataloader, scheduler
+
+
+def _refuse_groups(mpu: Any, mesh_param: Any) -> None:
+    """Groups of ranks are made here."""
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            remedy = "Set tensor_parallel.autotp_size and pipeline.stages instead."
+            raise bad_value(name, type(value).__name__, "None", remedy)
 
 
 def _is_to_partition(config: Config, num_data: int, optimizer: Any) -> bool:

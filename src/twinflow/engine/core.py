@@ -23,6 +23,7 @@ from twinflow.dist.agree import gather_json
 from twinflow.engine import restore, state
 from twinflow.engine.background import BackgroundSave
 from twinflow.engine.loader import ResumableLoader
+from twinflow.engine.place import Place
 from twinflow.engine.reports import Reports
 from twinflow.engine.settings import EngineSettings
 from twinflow.engine.values import cast_floats
@@ -33,7 +34,7 @@ from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel.tensor import same_randoms
 
 
-class Engine:
+class Engine(Place):
     """One model, its optimizer and what belongs to them. Attributes it does not have are the module's."""
 
     def __init__(
@@ -187,44 +188,9 @@ class Engine:
     # What it knows.
 
     @property
-    def global_rank(self) -> int:
-        """This process among all."""
-        return self.settings.ranks.rank
-
-    @property
-    def local_rank(self) -> int:
-        """This process among those on its machine."""
-        return self.settings.ranks.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """Processes that train the model together."""
-        return self.settings.ranks.world_size
-
-    @property
-    def dp_world_size(self) -> int:
-        """Replicas of the model, each of which takes a part of a batch."""
-        return self.settings.grid.num_data if self.settings.grid is not None else self.world_size
-
-    @property
-    def dp_rank(self) -> int:
-        """Which of them this process is in."""
-        return self.settings.grid.data if self.settings.grid is not None else self.global_rank
-
-    @property
     def basic_optimizer(self) -> TwinOptimizer | None:
         """The optimizer: there is nothing wrapped around it."""
         return self.optimizer
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The config as it was given."""
-        return self.settings.config
 
     @property
     def skipped_steps(self) -> int:

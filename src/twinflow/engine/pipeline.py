@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +24,15 @@ from twinflow.parallel.ties import TiedGradients
 from twinflow.parallel.wire import Wire
 
 
+@dataclass(frozen=True)
+class Links:
+    """What a rank needs beside its layers."""
+
+    wire: Wire
+    ties: Sequence[TiedGradients] = ()
+    deferral: Deferral | None = None  # of weights' gradients, for zero-bubble schedules
+
+
 class PipelineEngine(Engine):
     """Attributes it does not have are the module's."""
 
@@ -36,12 +46,10 @@ class PipelineEngine(Engine):
         loader: Any,
         settings: EngineSettings,
         reports: Reports,
-        wire: Wire,
-        ties: Sequence[TiedGradients] = (),
-        deferral: Deferral | None = None,
+        links: Links,
     ) -> None:
         super().__init__(module, optimizer, scheduler, loader, settings, reports)
-        self._wire, self._ties, self._deferral = wire, ties, deferral
+        self._wire, self._ties, self._deferral = links.wire, links.ties, links.deferral
         self._runners: dict[int, Runner] = {}  # by micro-batches
         self._batches: Iterator[Any] | None = None  # of the engine's own loader
 

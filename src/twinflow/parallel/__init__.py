@@ -6,7 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from twinflow.parallel.pipeline import PipelineModule, profile_layers
+    from twinflow.parallel.pipeline import PipelineModule
+    from twinflow.parallel.profile import profile_layers
     from twinflow.parallel.specs import LayerSpec, Part, TiedLayerSpec
     from twinflow.parallel.split import split_model
     from twinflow.parallel.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
@@ -20,7 +21,7 @@ _HOMES = {
     "PipelineModule": "pipeline",
     "ProcessTopology": "topology",
     "TiedLayerSpec": "specs",
-    "profile_layers": "pipeline",
+    "profile_layers": "profile",
     "split_model": "split",
 }
 __all__ = [

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 from typing import Any, Final
 
 import torch
@@ -162,7 +161,7 @@ class PipelineModule(nn.Module):
             remedy = "A pipeline runs by engine.train_batch(data_iter) or engine.eval_batch(data_iter)."
             given = stage if is_number else type(stage).__name__
             raise bad_value("stage", given, f"one of this rank's, {list(self.stages)}", remedy)
-        value: Any = _single(inputs)
+        value: Any = single(inputs)
         seeds = self._seeds(stage)
         for run in self._runs[stage]:
             if run.reruns and self.training and torch.is_grad_enabled():
@@ -174,6 +173,11 @@ class PipelineModule(nn.Module):
     def finish(self, output: Any) -> Any:
         """From what the last stage gave to what the model gives without targets: logits, where its end is the loss."""
         return output if self._loss_part is None else self(LOSS, output, None)
+
+    def calls(self) -> list[Callable[[Any], Any]]:
+        """This rank's layers, each of one value, in the order of the forward."""
+        calls = [layer.call for stage in self.stages for run in self._runs[stage] for layer in run.layers]
+        return calls if self._loss_part is None else [*calls, self.finish]
 
     def describe(self) -> str:
         """Stages, their ranks, layers and parameters, as a table."""
@@ -213,33 +217,6 @@ class PipelineModule(nn.Module):
         first = self.base_seed + self._num_runs[stage] * len(self.facts)
         seed = self.seed_fn or torch.manual_seed
         return lambda index: seed(first + index)
-
-
-@torch.no_grad()
-def profile_layers(module: PipelineModule, *inputs: Any, repeats: int = 3) -> tuple[float, ...]:
-    """Seconds of each layer's forward, the least of some: `layer_seconds` for partition_method="profile".
-
-    Of a module that has all layers: made with num_stages=1.
-    """
-    if module.num_ranks > 1:
-        raise bad_value("ranks of the module", module.num_ranks, [1], "Make it with num_stages=1 to measure it.")
-    calls = [layer.call for stage in module.stages for run in module._runs[stage] for layer in run.layers]
-    if module._loss_part is not None:
-        calls.append(module.finish)
-    value, found = _single(inputs), []
-    for call in calls:
-        seconds, output = zip(*(_timed(call, value) for _ in range(repeats)), strict=True)
-        value = _single(output[0]) if isinstance(output[0], tuple) else output[0]
-        found.append(min(seconds))
-    return tuple(found)
-
-
-def _timed(call: Callable[[Any], Any], value: Any) -> tuple[float, Any]:
-    start = perf_counter()
-    output = call(value)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return perf_counter() - start, output
 
 
 def _num_ranks(num_stages: int | None, topology: ProcessTopology | None) -> int:
@@ -376,11 +353,12 @@ def _call_all(layers: Sequence[Layer], seeds: Seed | None, value: Any) -> Any:
             seeds(layer.index)
         value = layer.call(value)
         if isinstance(value, tuple):
-            value = _single(value)
+            value = single(value)
     return value
 
 
-def _single(values: tuple[Any, ...]) -> Any:
+def single(values: tuple[Any, ...]) -> Any:
+    """A tuple of one is its element."""
     return values[0] if len(values) == 1 else values
 
 

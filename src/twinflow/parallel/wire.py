@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import product
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,11 +31,10 @@ from torch import Tensor
 
 from twinflow.dist.group import TIMEOUT, Group, backend_for, new_group
 from twinflow.errors import bad_value
-from twinflow.launch.store import group_store, own_keys, wait_for
+from twinflow.parallel.first_cause import HANG_UP_S, FirstCause
 from twinflow.parallel.schedules import Action, Schedule
 
 Value = tuple[Tensor | None, ...]
-T = TypeVar("T")
 
 HEADER_NUMEL: Final = 512  # of int64, always as many: a receiver has to know
 DTYPES: Final = tuple(
@@ -47,9 +46,7 @@ DTYPES: Final = tuple(
 )
 _KINDS: Final = ("F", "B")
 _PATIENCE_S: Final = 0.5  # between two looks at the clock
-_HANG_UP_S: Final = 5.0  # more than threads need to come back when connections are closed
 _UNUSED_TAG: Final = 1  # messages have tag 0
-_CAUSE_CHARS: Final = 500  # of an error's text, for other ranks
 
 
 class Key(NamedTuple):
@@ -148,7 +145,7 @@ class Wire:
         self.device = device
         self._index, self._timeout_s = index, timeout.total_seconds()
         self._links = _Links(ranks, index, device, timeout)
-        self._first = _FirstCause(ranks, index)
+        self._first = FirstCause(ranks, index)
         self._giving_up = threading.Lock()
         self._changed = threading.Condition()  # guards what follows
         self._mailbox: dict[Key, Parcel] = {}
@@ -226,7 +223,7 @@ class Wire:
             self._links.hang_up()
             self._first.wait_until_known()
         for thread in self._threads:  # what is sent may still be on its way: others wait for it
-            thread.join(self._timeout_s if is_done else _HANG_UP_S)
+            thread.join(self._timeout_s if is_done else HANG_UP_S)
 
     def _check(self) -> None:
         if self._error is not None:
@@ -292,39 +289,6 @@ class Wire:
             del sent
 
 
-class _FirstCause:
-    """What went wrong first, in the process group's store: every rank finds the same there.
-
-    The store may end with the process that keeps it, and is never waited for for long.
-    """
-
-    def __init__(self, ranks: Sequence[int], index: int) -> None:
-        self._index, self._num_ranks = index, len(ranks)
-        kind = f"pipeline/{'-'.join(map(str, ranks))}"
-        self._keys = own_keys(group_store(), kind, index) if len(ranks) > 1 else None
-        self._has_waited = False
-
-    def after(self, error: BaseException) -> str:
-        """The first cause, which is this error unless a rank has told of another: its rank, and its text."""
-        text = f"{type(error).__name__}: {error}"[:_CAUSE_CHARS].encode(errors="replace").decode()
-        own = f"pipeline rank {self._index}: {text}"
-        return _soon(lambda: self._tell(own)) or own
-
-    def wait_until_known(self) -> None:
-        """Let the other ranks look: this one's process may be about to end, and the store with it. Waits once."""
-        keys, has_waited, self._has_waited = self._keys, self._has_waited, True
-        if keys is not None and not has_waited:
-            names = [f"known/{i}" for i in range(self._num_ranks)]
-            _soon(lambda: wait_for(keys, names, _HANG_UP_S))
-
-    def _tell(self, own: str) -> str:
-        if self._keys is None:
-            return own
-        first = self._keys.compare_set("first", "", own)
-        self._keys.set(f"known/{self._index}", "1")
-        return first.decode(errors="replace")
-
-
 class _Links:
     """Groups of ranks to send over: up, to ranks further on, and down.
 
@@ -388,21 +352,6 @@ class _Links:
                     work = dist.irecv(torch.empty(1), rank, group=group.handle, tag=_UNUSED_TAG)
                     assert work is not None
                     work.wait(timedelta(milliseconds=1))
-
-
-def _soon(work: Callable[[], T]) -> T | None:
-    """What it returns; None where it fails, or does not come back in time."""
-    results: list[T] = []
-
-    def run() -> None:
-        with suppress(Exception):
-            results.append(work())
-
-    with suppress(RuntimeError):  # no more threads where the interpreter ends
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(_HANG_UP_S)
-    return results[0] if results else None
 
 
 def _not_sent(receiver: int, error: RuntimeError) -> RuntimeError:
