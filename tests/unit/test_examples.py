@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 from fork_support import run_script
+from typer.testing import CliRunner
 
 import twinflow
+from twinflow.cli.main import app
+from twinflow.config import load_config
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 PROMISES = {
@@ -20,6 +23,9 @@ PROMISES = {
     "engine.py": "the resumed run has the same bits",
     "sparse_attention.py": "the sparse model learns",
     "pipeline.py": "the loss fell",
+    "partial_offload.py": "the same losses; the loss fell",
+    "onebit_finetune.py": "the fine-tuned model is better",
+    "sparse_bert.py": "the loss fell",
 }
 
 
@@ -27,7 +33,7 @@ def test_there_are_examples() -> None:
     assert {path.name for path in EXAMPLES} >= set(PROMISES)
 
 
-SLOW = ("state_formats.py",)  # in the matrix
+SLOW = ("state_formats.py", "onebit_finetune.py")  # in the matrix
 
 
 def cell(script: Path) -> object:
@@ -44,16 +50,90 @@ def test_example_runs(script: Path, tmp_path: Path) -> None:
     assert not list(cwd.iterdir()), "an example leaves nothing behind"
 
 
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(Path(twinflow.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def launched(cwd: Path, num_ranks: str, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "twinflow", "launch", "--num_gpus", num_ranks, *args]
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=240)
+
+
 @pytest.mark.matrix
 def test_the_pipeline_of_two_ranks_has_the_losses_of_one_process(tmp_path: Path) -> None:
     script = next(path for path in EXAMPLES if path.name == "pipeline.py")
     alone = run_script(script, tmp_path, tmp_path)
-    path = os.pathsep.join([str(Path(twinflow.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "twinflow", "launch", "--num_gpus", "2", str(script), "--stages", "2"]
-    env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    two = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    two = launched(tmp_path, "2", str(script), "--stages", "2")
     assert two.returncode == 0, two.stderr
     losses = [text.split("losses ")[1].splitlines()[0].split() for text in (alone.stdout, two.stdout)]
     assert [float(loss) for loss in losses[1]] == pytest.approx([float(loss) for loss in losses[0]], abs=2e-3)
     assert "ranks 2, stages 2" in two.stdout
     assert two.stdout.count(PROMISES["pipeline.py"]) == 1
+
+
+@pytest.mark.matrix
+def test_partial_offload_of_two_ranks_at_stage_3(tmp_path: Path) -> None:
+    script = next(path for path in EXAMPLES if path.name == "partial_offload.py")
+    two = launched(tmp_path, "2", str(script), "--zero", "3", "--ratio", "0.3")
+    assert two.returncode == 0, two.stderr
+    assert "ranks 2, stage 3, ratio 0.3" in two.stdout
+    assert PROMISES["partial_offload.py"] in two.stdout
+
+
+@pytest.mark.matrix
+def test_a_fine_tune_of_two_ranks_switches_to_one_bit(tmp_path: Path) -> None:
+    script = next(path for path in EXAMPLES if path.name == "onebit_finetune.py")
+    two = launched(tmp_path, "2", str(script), "--steps", "400")
+    assert two.returncode == 0, two.stderr
+    assert "in one bit from step" in two.stdout
+    assert PROMISES["onebit_finetune.py"] in two.stdout
+
+
+# Tutorials as shell scripts: `small` is the same command at a size for a laptop.
+
+SCRIPTS = {path.name: path for path in (Path(__file__).parents[2] / "examples").glob("*.sh")}
+
+
+def command_of(script: Path, folder: Path, *args: str) -> list[str]:
+    """What a script would run: `twinflow` is one that prints its arguments here."""
+    stand_in = folder / "twinflow"
+    stand_in.write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
+    stand_in.chmod(0o755)
+    env = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    result = subprocess.run([str(script), *args], env=env, capture_output=True, text=True, check=True, timeout=30)
+    return result.stdout.splitlines()
+
+
+def test_all_shell_scripts_are_tested() -> None:
+    assert set(SCRIPTS) == {"zero_offload_10b.sh", "twin_flow_350m.sh", "pretrain_3d.sh"}
+
+
+@pytest.mark.parametrize("name", ["zero_offload_10b.sh", "twin_flow_350m.sh"])
+def test_a_tutorial_trains_when_it_is_small(name: str, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question. " * 200)
+    small = command_of(SCRIPTS[name], tmp_path, "small", "--steps", "2", "--data", str(text), "--no-save")
+    result = CliRunner().invoke(app, [*small, "--threads", "1", "--valid-every", "0", "--out", str(tmp_path / "run")])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+@pytest.mark.parametrize("name", sorted(SCRIPTS))
+def test_small_and_large_take_the_same_options(name: str, tmp_path: Path) -> None:
+    known = set(CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "300"}).output.replace(",", " ").split())
+    for args in ((), ("small",)):
+        command = command_of(SCRIPTS[name], tmp_path, *args)
+        options = {word for word in command[command.index("train") :] if word.startswith("--")}
+        assert options <= known
+        assert "--deepspeed_config" in options
+        load_config(Path(command[command.index("--deepspeed_config") + 1]))
+
+
+@pytest.mark.matrix
+def test_pretraining_over_three_axes_trains_when_it_is_small(tmp_path: Path) -> None:
+    command = command_of(SCRIPTS["pretrain_3d.sh"], tmp_path, "small")
+    assert command[:3] == ["launch", "--num_gpus", "4"]
+    ended = launched(tmp_path, "4", *command[3:], "--no-save", "--out", str(tmp_path / "run"))
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "run" / "report.html").exists()

@@ -1,0 +1,13 @@
+#!/bin/sh
+# A GPT-2 of 10 billion parameters on one 32 GB card, its optimizer on the host. Needs about 125 GB of host memory.
+#   examples/zero_offload_10b.sh                     the real thing; further options go to `twinflow train`
+#   examples/zero_offload_10b.sh small               the same flags at a size for a laptop, GPU or not
+set -eu
+config="$(dirname "$0")/configs/zero_offload.json"
+size="--num-layers 50 --hidden-size 4096 --num-attention-heads 32 --batch-size 10 --gpu-memory 32GB"
+if [ "${1:-}" = small ]; then
+    shift
+    size="--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --batch-size 4 --vocab-size 256"
+fi
+# shellcheck disable=SC2086
+exec twinflow train --model-parallel-size 1 $size --deepspeed_config "$config" --checkpoint-activations --steps 20 "$@"
