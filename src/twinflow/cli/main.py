@@ -19,7 +19,6 @@ from twinflow.version import __version__
 app = typer.Typer(
     name="twinflow",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,  # plain help wraps: the panels cut off long option names on a narrow terminal
     # A traceback that prints every local variable of a training loop hides the one line that matters.
     pretty_exceptions_enable=False,

@@ -1,0 +1,47 @@
+"""What a release is made of: one version, wheels for two architectures, and completion for shells."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import twinflow
+
+ROOT = Path(__file__).parents[2]
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = None
+
+
+def test_the_citation_names_this_version() -> None:
+    lines = (ROOT / "CITATION.cff").read_text().splitlines()
+    assert f"version: {twinflow.__version__}" in lines
+
+
+@pytest.mark.skipif(tomllib is None, reason="tomllib is in Python 3.11")
+def test_the_version_has_one_place_and_wheels_two_architectures() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    source = project["tool"]["scikit-build"]["metadata"]["version"]["input"]
+    assert (ROOT / source).read_text().count(f'"{twinflow.__version__}"') == 1
+    assert project["tool"]["cibuildwheel"]["archs"] == ["x86_64", "aarch64"]
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("twinflow train --pipeline-s", {"--pipeline-schedule"}),
+        pytest.param("twinflow tr", {"train"}, marks=pytest.mark.matrix),
+    ],
+)
+def test_the_shell_completes(words: str, completed: set[str]) -> None:
+    env = os.environ | {"_TWINFLOW_COMPLETE": "complete_bash", "COMP_WORDS": words}
+    env |= {"COMP_CWORD": str(words.count(" ")), "PYTHONPATH": str(Path(twinflow.__file__).parents[1])}
+    script = "import sys; sys.argv = ['twinflow']; from twinflow.cli.main import app; app(prog_name='twinflow')"
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    assert set(done.stdout.split()) == completed, done.stderr
