@@ -29,7 +29,7 @@ def digest(model: torch.nn.Module, parking: Any = None) -> str:
     """Of all weights' bits."""
     is_parked = parking.holds if parking is not None else lambda _: False
     flat = torch.cat([_gathered(p, parking) if is_parked(p) else full(p).reshape(-1).cpu() for p in model.parameters()])
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _gathered(param: Any, parking: Any) -> torch.Tensor:

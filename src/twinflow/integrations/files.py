@@ -1,0 +1,91 @@
+"""A TwinOptimizer's state in a folder of somebody else's checkpoint: one parameter in memory at a time, never pickled.
+
+Loops save `optimizer.state_dict()` in one file, for which all of the state has to be in memory a second time where
+masters are kept in halves or states in few bits. `StreamedState` has the methods they call, and leaves in that file
+only a word on where the state is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from twinflow.checkpoint import Checkpoint, Entry, open_checkpoint, save
+from twinflow.checkpoint.tree import put_together, take_apart, tensor_names
+from twinflow.errors import bad_value
+from twinflow.optim.twin import TwinOptimizer
+from twinflow.rules.formats import BLOCK
+
+KIND: Final = "twinflow.StreamedState"
+TAG: Final = "twinflow"  # the folder's name
+
+
+class StreamedState:
+    """Stands for an optimizer while a checkpoint in `folder` is written or read."""
+
+    def __init__(self, optimizer: TwinOptimizer, folder: Path) -> None:
+        self._optimizer, self._folder = optimizer, folder
+
+    def state_dict(self) -> dict[str, Any]:
+        """Write the state beside, and say so."""
+        save_state(self._optimizer, self._folder)
+        return {"kind": KIND, "folder": TAG}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """From beside; or a whole state dict of a TwinOptimizer."""
+        if state_dict.get("kind") == KIND:
+            load_state(self._optimizer, self._folder)
+        else:
+            self._optimizer.load_state_dict(state_dict)
+
+
+def save_state(optimizer: TwinOptimizer, folder: Path) -> None:
+    """Write `folder`/twinflow: all that is needed to go on exactly, but for the weights of the model."""
+    head, entries = optimizer.stream_state()
+    stripped_head, rest = take_apart(head, "optimizer")
+    state, leaves = {}, []
+    for name, entry in entries:
+        state[name], found = take_apart(entry, name)
+        leaves += found
+    files = {"optimizer": [Entry(*leaf) for leaf in leaves], "rest": [Entry(*leaf) for leaf in rest]}
+    save(folder, TAG, files, {"optimizer": stripped_head, "optimizer_state": state}, save_latest=False)
+
+
+def load_state(optimizer: TwinOptimizer, folder: Path) -> None:
+    """Take it over; everything is checked before anything changes. Load the model's weights before."""
+    found = open_checkpoint(folder, TAG)
+    if found is None or not {"optimizer", "optimizer_state"} <= set(found.meta):
+        raise bad_value("checkpoint", str(folder / TAG), "a folder that was written with it")
+    found.verify()
+    head = put_together(found.meta["optimizer"], lambda name: found.tensor("rest", name))
+    optimizer.load_state_dict(head, _Source(found))
+
+
+class _Source:
+    """Entries of parameters, read one at a time."""
+
+    def __init__(self, found: Checkpoint) -> None:
+        self._found = found
+        self._entries: dict[str, Any] = found.meta["optimizer_state"]
+
+    def names(self) -> Iterable[str]:
+        return self._entries
+
+    def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        return {key: self._found.shape("optimizer", path) for key, path in tensor_names(self._entries[name]).items()}
+
+    def step(self, name: str) -> int:
+        return int(self._entries[name]["step"])
+
+    def cut(self, name: str, start: int, numel: int) -> dict[str, Any]:
+        entry = self._entries[name]
+        tensors = tensor_names(entry)
+        cut: dict[str, Any] = {}
+        for key, path in tensors.items():
+            unit = BLOCK if key.endswith("_scale") else 1
+            first, end = start // unit, -(-(start + numel) // unit)
+            cut[key] = self._found.cut("optimizer", path, first, end - first)
+        others = {key: value for key, value in entry.items() if key not in tensors and isinstance(value, dict)}
+        read = self._found.tensor
+        return cut | {key: put_together(value, lambda path: read("optimizer", path)) for key, value in others.items()}

@@ -1,0 +1,90 @@
+"""A torch optimizer that somebody else's loop has built, taken over by a TwinOptimizer.
+
+torch's AdamW, Adam, Adagrad and SGD become our rules, as far as these can do what was asked for; any other optimizer
+runs as it is, on host copies. Schedulers that were built over it go on: its param groups are the TwinOptimizer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from twinflow.errors import bad_value
+from twinflow.optim.options import DEFAULTS
+from twinflow.optim.twin import TwinOptimizer
+
+_RULES: Final[Mapping[type[Optimizer], str]] = {
+    torch.optim.AdamW: "adamw",
+    torch.optim.Adam: "adam",
+    torch.optim.Adagrad: "adagrad",
+    torch.optim.SGD: "sgd",
+}
+_TYPES: Final = {"adamw": "AdamW", "adam": "Adam", "adagrad": "Adagrad", "sgd": "SGD"}  # in a config
+_HOW: Final = ("foreach", "fused", "capturable")  # how torch computes, not what
+_FOREIGN: Final[Mapping[str, Any]] = {"amsgrad": False, "differentiable": False}
+# They update on the GPU, by kernels of their own: (package, what to use instead).
+_ON_GPU: Final[Mapping[str, str]] = {
+    "bitsandbytes": 'Use optim="adamw_torch" and states="int8": Adam with 8-bit states, updated on the host.',
+    "torchao": 'Use optim="adamw_torch" and states="int8": Adam with 8-bit states, updated on the host.',
+}
+
+
+def rule_for(optimizer: Optimizer) -> str | None:
+    """The rule of ours that does what this optimizer would; None where there is none."""
+    name = _RULES.get(type(optimizer))
+    if name is None or any(entry.get("step", 1) for entry in optimizer.state.values()):  # Adagrad's begins with a sum
+        return None
+    foreign = {**_FOREIGN, "decoupled_weight_decay": name == "adamw"}
+    for group in optimizer.param_groups:
+        if any(group.get(key, value) != value for key, value in foreign.items()):
+            return None
+        if any(isinstance(group.get(key), torch.Tensor) for key in DEFAULTS[name]):  # a learning rate on the GPU
+            return None
+    return name
+
+
+def take_over(optimizer: Optimizer, model: nn.Module, **options: Any) -> TwinOptimizer:
+    """A TwinOptimizer over `model` with the groups, options and state of `optimizer`, which must not be used again."""
+    if isinstance(optimizer, TwinOptimizer):
+        raise bad_value("optimizer", "a TwinOptimizer", "a torch.optim.Optimizer to build one of")
+    package = type(optimizer).__module__.split(".")[0]
+    if package in _ON_GPU:
+        raise bad_value("optimizer", type(optimizer).__name__, "one that runs on the host", _ON_GPU[package])
+    wrapped = vars(optimizer).pop("step", None)  # a scheduler's wrapper, which is not the optimizer's
+    try:
+        twin = _build(optimizer, model, options)
+    finally:
+        if wrapped is not None:
+            optimizer.step = wrapped  # type: ignore[method-assign]
+    follow(optimizer, twin)
+    return twin
+
+
+def follow(optimizer: Optimizer, twin: TwinOptimizer) -> None:
+    """Let schedulers that were built over `optimizer` move `twin`: they write to its param groups."""
+    optimizer.param_groups = twin.param_groups
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # else they warn that it is never stepped
+
+
+def groups_for(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Its groups with the options that our rules know; what others have put there is kept."""
+    dropped = {*_HOW, *_FOREIGN, "decoupled_weight_decay"}
+    return [{key: value for key, value in group.items() if key not in dropped} for group in optimizer.param_groups]
+
+
+def section_for(optimizer: Optimizer, rule: str) -> dict[str, Any]:
+    """The `optimizer` section of a config that names its rule and defaults."""
+    params = {key: value for key, value in optimizer.defaults.items() if key in DEFAULTS[rule]}
+    return {"type": _TYPES[rule], "params": {**params, **({"adam_w_mode": False} if rule == "adam" else {})}}
+
+
+def _build(optimizer: Optimizer, model: nn.Module, options: dict[str, Any]) -> TwinOptimizer:
+    name = rule_for(optimizer)
+    if name is None:
+        return TwinOptimizer(model, optimizer, **options)
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in (*DEFAULTS[name], "maximize")}
+    return TwinOptimizer(model, name, param_groups=groups_for(optimizer), **options, **defaults)

@@ -1,0 +1,322 @@
+"""Trainer and Accelerate with updates that start in backward: the losses of torch's AdamW, and the same bits after a
+resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from integrations_support import DECAY, LR, MAX_NORM, assert_same_weights, llama, rows, samples
+from torch import nn
+
+from twinflow.optim.twin import Tuning, TwinOptimizer
+
+transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+from twinflow.integrations.accelerate import twin_optimizer  # noqa: E402
+from twinflow.integrations.huggingface import TwinMixin, TwinTrainer  # noqa: E402
+
+STEPS, SAVED = 50, 25
+LOOP, MIDDLE = 20, 10  # steps of a loop of Accelerate
+TWIN = {"tuning": Tuning(bucket_numel=4096)}
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """A tiny model is quicker so, beside the host's own threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Run(NamedTuple):
+    logs: list[dict[str, float]]  # of every step
+    evals: list[float]
+    model: nn.Module
+    trainer: Any
+
+
+def arguments(folder: Path, **options: Any) -> Any:
+    given: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": MAX_NORM,
+        "learning_rate": LR,
+        "weight_decay": DECAY,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 3,
+        "logging_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": SAVED,
+        "eval_strategy": "steps",
+        "eval_steps": 20,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "seed": 3,
+    }
+    return transformers.TrainingArguments(**{**given, **options})
+
+
+def train(
+    kind: Any, folder: Path, resume: Path | None = None, model: Any = None, keys: Any = (), **options: Any
+) -> Run:
+    model = llama() if model is None else model
+    # 37 rows: the last step of an epoch has fewer backwards.
+    data = {"train_dataset": samples(37), "eval_dataset": samples(4)}
+    trainer = kind(model, arguments(folder, **options), **data, **dict(keys))
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    history = trainer.state.log_history
+    evals = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    return Run([entry for entry in history if "loss" in entry], evals, trainer.model, trainer)
+
+
+def assert_close(found: Run, wanted: Run) -> None:
+    assert len(found.logs) == len(wanted.logs) > 0
+    for ours, theirs in zip(found.logs, wanted.logs, strict=True):
+        for key in ("step", "loss", "grad_norm", "learning_rate"):
+            assert ours[key] == pytest.approx(theirs[key], abs=1e-4), key
+    assert found.evals == pytest.approx(wanted.evals, abs=1e-4)
+
+
+def test_a_run_has_the_losses_of_adamw_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    wanted = train(transformers.Trainer, tmp_path / "plain")
+    found = train(TwinTrainer, tmp_path / "twin", keys={"twin": TWIN})
+    assert len(found.logs) == STEPS
+    assert sum(entry["grad_norm"] > MAX_NORM for entry in found.logs) > 5, "hardly anything was clipped"
+    assert_close(found, wanted)
+    checkpoint = tmp_path / "twin" / f"checkpoint-{SAVED}"
+    assert (checkpoint / "twinflow" / "manifest.json").exists()
+    assert (checkpoint / "optimizer.pt").stat().st_size < 10_000
+    resumed = train(TwinTrainer, tmp_path / "resumed", resume=checkpoint, keys={"twin": TWIN})
+    assert resumed.logs[SAVED:] == found.logs[SAVED:]
+    assert_same_weights(resumed.model, found.model)
+    assert found.trainer.twin.runtime.settings.early
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("no clipping", {"max_grad_norm": 0.0}),
+        ("gradients stay", {"twin": {"early": False}}),
+        ("sgd", {"optim": "sgd", "optim_args": "momentum=0.9"}),
+        ("as it is", {"optim": "adafactor", "gradient_accumulation_steps": 1}),
+    ],
+)
+def test_other_arguments_mean_what_they_do_without(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    options = dict(options)
+    twin = options.pop("twin", {})
+    short = {"max_steps": 6, "save_strategy": "no", "eval_strategy": "no", **options}
+    wanted = train(transformers.Trainer, tmp_path, **short)
+    found = train(TwinTrainer, tmp_path, keys={"twin": {**TWIN, **twin}}, **short)
+    assert_close(found, wanted)
+    assert found.trainer.twin.rule_name == {"no clipping": "adamw", "sgd": "sgd"}.get(
+        name, found.trainer.twin.rule_name
+    )
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("options", [{"states": "bf16", "ratio": 0.5}, {"offload_params": True}])
+def test_a_bf16_model_keeps_fp32_masters_over_a_resume(options: dict[str, Any], tmp_path: Path) -> None:
+    short = {"max_steps": 8, "save_steps": 4, "eval_steps": 4}
+    twin = {"twin": {**TWIN, **options}}
+    found = train(TwinTrainer, tmp_path / "a", model=llama(torch.bfloat16), keys=twin, **short)
+    again = train(
+        TwinTrainer, tmp_path / "b", tmp_path / "a" / "checkpoint-4", llama(torch.bfloat16), keys=twin, **short
+    )
+    assert next(found.model.parameters()).dtype == torch.bfloat16
+    assert again.logs[4:] == found.logs[4:]
+    assert_same_weights(again.model, found.model)
+
+
+@pytest.mark.matrix
+def test_training_goes_on_when_train_is_called_again(tmp_path: Path) -> None:
+    short = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}
+    first = train(TwinTrainer, tmp_path, keys={"twin": TWIN}, **short)
+    twin = first.trainer.twin
+    first.trainer.train()
+    assert first.trainer.twin is twin
+    assert twin.num_steps == 4
+
+
+@pytest.mark.matrix
+def test_a_model_that_is_made_anew_gets_an_optimizer_of_its_own(tmp_path: Path) -> None:
+    short = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}
+    trainer = TwinTrainer(args=arguments(tmp_path, **short), model_init=llama, train_dataset=samples(8))
+    trainer.train()
+    first, model = trainer.twin, trainer.model
+    trainer.train()
+    assert trainer.twin is not first
+    assert trainer.model is not model
+    assert trainer.twin.num_steps == 2
+
+
+@pytest.mark.matrix
+def test_a_mixin_makes_it_of_other_trainers(tmp_path: Path) -> None:
+    class Mine(transformers.Trainer):  # type: ignore[misc]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    class MyTwin(TwinMixin, Mine):
+        pass
+
+    short = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}
+    assert_close(train(MyTwin, tmp_path, **short), train(transformers.Trainer, tmp_path, **short))
+
+
+@pytest.mark.matrix
+def test_a_twin_optimizer_that_is_given_must_mean_the_same(tmp_path: Path) -> None:
+    short = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}
+    model = llama()
+    given = TwinOptimizer(model, lr=LR, max_grad_norm=2.0, early=True, **TWIN)
+    with pytest.raises(ValueError, match=r"max_grad_norm is 1.0; allowed: 2.0"):
+        train(TwinTrainer, tmp_path, model=model, keys={"optimizers": (given, None)}, **short)
+    found = train(
+        TwinTrainer, tmp_path, model=model, keys={"optimizers": (given, None)}, **{**short, "max_grad_norm": 2.0}
+    )
+    assert found.trainer.twin is given
+    assert given.accumulation_steps == 2
+    given.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "keys", "message"),
+    [
+        ({"torch_compile": True}, {}, "torch_compile"),
+        ({}, {"twin": {"max_grad_norm": 2.0}}, r"twin\['max_grad_norm'\]"),
+        ({}, {"twin": {"accumulation_steps": 2}}, "gradient_accumulation_steps in TrainingArguments"),
+    ],
+)
+def test_what_would_train_wrongly_is_refused(options: Any, keys: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        TwinTrainer(llama(), arguments(tmp_path, eval_strategy="no", **options), train_dataset=samples(8), **keys)
+
+
+def test_lora_adapters_train_as_with_adamw(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    short = {"max_steps": 8, "save_steps": 4, "eval_strategy": "no"}
+
+    def adapted() -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+    wanted = train(transformers.Trainer, tmp_path / "plain", model=adapted(), **short)
+    found = train(TwinTrainer, tmp_path / "twin", model=adapted(), **short)
+    assert_close(found, wanted)
+    assert all("lora" in param.name for param in found.trainer.twin.runtime.params)
+    checkpoint = tmp_path / "twin" / "checkpoint-4"
+    assert (checkpoint / "adapter_model.safetensors").exists()
+    again = train(TwinTrainer, tmp_path / "again", checkpoint, adapted(), **short)
+    assert again.logs[4:] == found.logs[4:]
+    assert_same_weights(again.model, found.model)
+
+
+# Accelerate.
+
+
+def loop(
+    make: Any, steps: int, folder: Path | None = None, resume: Path | None = None
+) -> tuple[list[float], nn.Module]:
+    """A plain loop of Accelerate; losses and norms."""
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = llama()
+    optimizer = make(accelerator, model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, LOOP)
+    loader = torch.utils.data.DataLoader(rows(4 * LOOP), batch_size=2)  # type: ignore[arg-type]
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    first = 0
+    if resume is not None:
+        accelerator.load_state(str(resume))
+        first = MIDDLE
+    found = []
+    for batch in accelerator.skip_first_batches(loader, 2 * first):
+        with accelerator.accumulate(model):
+            loss = model(input_ids=batch, labels=batch).loss
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), MAX_NORM) if accelerator.sync_gradients else None
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        found.append(loss.item())
+        if norm is not None:
+            found.append(norm.item())
+            first += 1
+            if folder is not None and first == MIDDLE:
+                accelerator.save_state(str(folder), safe_serialization=True)
+        if first == steps:
+            break
+    if hasattr(optimizer.optimizer, "wait"):
+        optimizer.optimizer.wait()
+    return found, model
+
+
+def plain(_: Any, model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
+
+
+def twin(accelerator: Any, model: nn.Module) -> Any:
+    return twin_optimizer(accelerator, model, "adamw", lr=LR, weight_decay=DECAY, max_grad_norm=MAX_NORM, **TWIN)
+
+
+def test_a_loop_of_accelerate_has_the_losses_of_adamw_and_resumes(tmp_path: Path) -> None:
+    wanted, _ = loop(plain, LOOP)
+    found, model = loop(twin, LOOP, folder=tmp_path)
+    assert found == pytest.approx(wanted, abs=1e-4)
+    assert max(found[2::3]) > MAX_NORM, "nothing was clipped"
+    resumed, again = loop(twin, LOOP, resume=tmp_path)
+    assert resumed == found[3 * MIDDLE :]
+    assert_same_weights(again, model)
+
+
+@pytest.mark.matrix
+def test_an_optimizer_of_torch_is_taken_over_for_accelerate() -> None:
+    wanted, _ = loop(plain, 4)
+    found, _ = loop(lambda a, m: twin_optimizer(a, m, plain(a, m), max_grad_norm=MAX_NORM, **TWIN), 4)
+    assert found == pytest.approx(wanted, abs=1e-4)
+
+
+def test_clipping_that_was_not_declared_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_norm is 1.0; allowed: None"):
+        loop(lambda a, m: twin_optimizer(a, m, lr=LR), 1)
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"num_processes": 2}, "processes of Accelerate"),
+        ({"distributed_type": "FSDP"}, "FSDP"),
+        ({"scaler": object(), "mixed_precision": "fp16"}, "mixed_precision is 'fp16'"),
+    ],
+)
+def test_an_accelerator_that_would_train_wrongly_is_refused(facts: dict[str, Any], message: str) -> None:
+    usual = {"num_processes": 1, "distributed_type": "NO", "scaler": None}
+    with pytest.raises(ValueError, match=message):
+        twin_optimizer(SimpleNamespace(**{**usual, **facts}), nn.Linear(2, 2))
+
+
+def test_two_optimizers_on_one_accelerator_clip_their_own() -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    one, two = nn.Linear(4, 1), nn.Linear(4, 1)
+    ours = twin_optimizer(accelerator, one, lr=LR, max_grad_norm=MAX_NORM)
+    theirs = accelerator.prepare(torch.optim.SGD(two.parameters(), lr=LR))
+    x = torch.ones(2, 4)
+    (one(x).square().mean() + two(x).square().mean()).backward()
+    wanted = torch.nn.utils.get_total_norm([p.grad for p in two.parameters()]).item()
+    found = [accelerator.clip_grad_norm_(m.parameters(), MAX_NORM) for m in (one, two)]
+    ours.step()
+    theirs.step()
+    assert found[0].item() == pytest.approx(ours.optimizer.grad_norm)
+    assert found[1].item() == pytest.approx(wanted)
+    ours.optimizer.close()
