@@ -54,7 +54,7 @@ class Scale:
     max_bytes: int
 
 
-FULL = Scale(GPTConfig(256, 48, num_layers=2, hidden=48, num_heads=2), 4, 3000, 600, 16, 6_000_000)
+FULL = Scale(GPTConfig(256, 48, num_layers=2, hidden=48, num_heads=2), 4, 3000, 1000, 16, 6_000_000)
 TINY = Scale(GPTConfig(256, 16, num_layers=1, hidden=32, num_heads=2), 2, 40, 20, 1, 200_000)
 
 

@@ -238,6 +238,11 @@ class Simulation:
         if is_settled:
             self.frozen = self.num_steps
             for flat in self.flats:
+                for place in flat.places.values() if self.case.kind == "adam" else ():
+                    seen = flat.v[place] != 0
+                    if bool(seen.any()):  # nothing below the power of two under a tenth of the mean
+                        mean = float(flat.v[place][seen].double().mean())
+                        flat.v[place][seen] = flat.v[place][seen].clamp(min=2.0 ** math.floor(math.log2(mean / 10.0)))
                 flat.exponents = reference.exponents_of(flat.v, EPS)
                 flat.fresh = flat.v.clone()
 

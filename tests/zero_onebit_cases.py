@@ -73,21 +73,42 @@ def train_all(rank: int, world: int, configs: dict[str, dict[str, Any]], num_ste
     for name, config in configs.items():
         engine = engine_of(config)
         before = engine.module.position_embedding.weight.detach()[LENGTH:].clone()
-        found[name] = steps(engine, 0, num_steps)
+        first = steps(engine, 0, FREEZE - 1)
+        least = [least_share(engine)]
+        found[name] = {key: first[key] + more for key, more in steps(engine, FREEZE - 1, num_steps).items()}
+        found[name]["least"] = [*least, least_share(engine)]
         found[name]["numel"] = sum(bucket.gathered.numel for bucket in engine.optimizer.runtime.buckets)
         found[name]["unused_same"] = bool((engine.module.position_embedding.weight.detach()[LENGTH:] == before).all())
         engine.destroy()
     return found
 
 
+def least_share(engine: Any) -> float:
+    """The least that a second moment is of the mean in its parameter, but for zeros."""
+    optimizer = engine.optimizer
+    sums, counts = (torch.zeros(len(optimizer.runtime.params), dtype=torch.float64) for _ in range(2))
+    least = torch.full_like(sums, torch.inf)
+    for bucket in optimizer.runtime.buckets:
+        for i, piece in enumerate(bucket.slices):
+            found = bucket.updater.read(bucket, i)["exp_avg_sq"].double()
+            found = found[found != 0]
+            sums[piece.param] += found.sum()
+            counts[piece.param] += found.numel()
+            least[piece.param] = min([float(least[piece.param]), *found.tolist()])
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+        dist.all_reduce(counts)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+    return float((least / (sums / counts)).min())
+
+
 def errors_of(engine: Any) -> dict[str, list[float]]:
     """Sum over the ranks of their errors, by parameter."""
     sums: dict[str, list[float]] = {}
-    for key, value in engine.optimizer.exchange_errors().items():
-        total = value.double()
+    for name, entry in engine.optimizer.exchange_errors()["params"].items():
+        total = entry["error"].double().reshape(-1)
         dist.all_reduce(total)
-        name = key.rpartition("/")[0]
-        sums.setdefault(name, []).extend((total / dist.get_world_size()).tolist())
+        sums[name] = (total / dist.get_world_size()).tolist()
     return sums
 
 

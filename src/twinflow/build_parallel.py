@@ -19,7 +19,7 @@ from twinflow.attention.patch import apply_section
 from twinflow.build_optimizer import TIMEOUT_S, parks
 from twinflow.config import Axes, Config, compression_choice, resolve_axes
 from twinflow.dist.agree import gather_json
-from twinflow.dist.group import backend_for, new_group
+from twinflow.dist.group import alone, backend_for, new_group
 from twinflow.errors import bad_value
 from twinflow.launch.environment import RankEnvironment
 from twinflow.optim.twin import TwinOptimizer
@@ -32,7 +32,7 @@ from twinflow.parallel.split import split_model
 from twinflow.parallel.support import Combination, check
 from twinflow.parallel.tensor import parallelize, same_randoms
 from twinflow.parallel.ties import TiedGradients
-from twinflow.parallel.topology import PIPE
+from twinflow.parallel.topology import DATA, PIPE
 from twinflow.parallel.wire import Wire
 
 LOGGER = logging.getLogger("twinflow")
@@ -75,7 +75,6 @@ def _combination(config: Config, axes: Axes, model: Model, optimizer: Any) -> Co
         offload is not None and offload.delayed_update,
         offload.ratio if offload is not None else 0.0,
         offload.sums if offload is not None else "auto",
-        optimizer is None and compression_choice(config) is not None,
         config.activation_checkpointing.cpu_checkpointing,
         isinstance(optimizer, TwinOptimizer),
         sparse is not None and bool(sparse.different_layout_per_head),
@@ -238,23 +237,32 @@ def classes_here(names: Sequence[str], module: nn.Module, grid: Grid) -> list[st
     return [name for name in names if name in own]
 
 
-def make_ties(module: nn.Module, grid: Grid | None) -> list[TiedGradients]:
+def sums_replicas(config: Config) -> bool:
+    """Whether replicas sum a tied parameter's gradients before stages do. At stage 3 they have done so already; and in
+    codes, a part with zeros around it would lose more than its share of all."""
+    return config.zero_optimization.stage < 3 and compression_choice(config) is None
+
+
+def make_ties(module: nn.Module, grid: Grid | None, replicas_first: bool) -> list[TiedGradients]:
     """Of a pipeline whose parameters are what they will stay; before the optimizer, which gets their sums.
 
-    torch names a group after its ranks and the number of groups that there are: so every rank makes as many.
+    `replicas_first`: whether replicas sum before stages do. torch names a group after its ranks and how many there are:
+    so every rank makes as many.
     """
     if grid is None or not isinstance(module, PipelineModule):
         return []
     along, own, ties = grid.ranks_along(PIPE), {tie.name: tie for tie in module.ties}, []
     group = new_group("gloo", along)
     said = gather_json(group, [[tie.name, list(tie.ranks)] for tie in module.ties])
+    device = next(module.parameters()).device
+    replicas = new_group(backend_for(device), grid.ranks_along(DATA), TIMEOUT) if replicas_first else alone()
     for name, holders in {name: holders for one in said for name, holders in one}.items():
         if name not in own:
             dist.new_group([grid.rank], backend="gloo", use_local_synchronization=True)
             continue
         param = module.get_parameter(own[name].local)
         members = [along[index] for index in holders]
-        ties.append(TiedGradients(param, new_group(backend_for(param.device), members, TIMEOUT)))
+        ties.append(TiedGradients(param, new_group(backend_for(device), members, TIMEOUT), replicas))
         ties[-1].start()
     return ties
 

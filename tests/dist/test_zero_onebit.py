@@ -28,6 +28,8 @@ def check(name: str, ranks: list[dict[str, Any]], truth: dict[str, Any] | None =
     assert first["compressed"] == [step + 1 >= FREEZE for step in range(NUM_STEPS)], name
     assert first["losses"][-1] < first["losses"][FREEZE] - 0.2, name
     assert first["unused_same"], name
+    # Raised to a power of two above a twentieth of the mean, with roots that are rounded to powers of two: within 2.
+    assert first["least"][0] < 0.01 < 0.05 / 4 < first["least"][1], name
     if truth is not None:  # of plain AdamW in one process
         assert first["losses"][:FREEZE] == pytest.approx(truth["losses"][:FREEZE], rel=1e-4), name
         assert first["losses"][-1] < truth["losses"][-1] * 1.1 + 0.05, name

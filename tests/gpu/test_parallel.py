@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from dist_support import run_ranks
@@ -24,3 +28,12 @@ def test_ranks_that_share_a_card_train_as_one_process() -> None:
     for name in configs:
         for rank in ranks:
             assert rank[name]["losses"] == pytest.approx(truth["losses"], rel=1e-4), name
+
+
+def test_planned_stages_run_alone_take_what_is_planned() -> None:
+    """Three stages of 13 B parameters, 40 to 50 GB each: within 5%."""
+    benchmark = Path(__file__).parents[2] / "benchmarks" / "planned_stage.py"
+    if torch.cuda.mem_get_info()[1] < 80e9:
+        pytest.skip("needs a GPU with 80 GB")
+    done = subprocess.run([sys.executable, str(benchmark), "--only", "0"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

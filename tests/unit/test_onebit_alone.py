@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from twinflow.optim.onebit import OneBitAdam, OneBitLamb, ZeroOneAdam
+from twinflow.zero.compression import floor_of, raised
 
 
 def step(optimizer: torch.optim.Optimizer, *params: nn.Parameter, grad: float = 1.0) -> None:
@@ -48,6 +50,35 @@ def test_weights_written_into_half_precision_are_taken_over() -> None:
     step(optimizer, param)
     torch.testing.assert_close(master[0].item(), before - 1e-4)  # untouched: its lower bits are still there
     torch.testing.assert_close(master[5].item(), 3.0 - 1e-4)
+
+
+@pytest.mark.parametrize("code", ["1bit", "int8"])
+def test_a_rare_gradient_does_not_move_an_element_without_bound(code: str) -> None:
+    """Adam's second moment would grow with it; one that is frozen as small as it was would not."""
+    param = nn.Parameter(torch.zeros(512))
+    optimizer = OneBitAdam([param], lr=1e-2, freeze_step=30, code=code)
+    grad = torch.full((512,), 1.0)
+    grad[7] = 1e-5
+    for _ in range(30):
+        param.grad = grad.clone()
+        optimizer.step()
+    assert optimizer.is_compressed
+    before = param.detach().clone()
+    param.grad = torch.ones(512)
+    optimizer.step()
+    moved = (param.detach() - before).abs()
+    assert 0.0 < float(moved.max()) < 0.1
+
+
+def test_second_moments_are_raised_to_a_power_of_two_below_a_tenth_of_their_mean() -> None:
+    assert floor_of(3 * 10.0, 3) == 1.0
+    assert floor_of(3 * 19.9, 3) == 1.0
+    assert floor_of(3 * 20.0, 3) == 2.0
+    assert floor_of(2.0**-90 * 10.0, 1) == 2.0**-90
+    for total, count in ((0.0, 0), (0.0, 5), (math.nan, 5), (math.inf, 5)):
+        assert floor_of(total, count) == 0.0
+    found = raised(torch.tensor([0.0, 1e-9, 0.5, 4.0]), 0.25)
+    assert found.tolist() == [0.0, 0.25, 0.5, 4.0]
 
 
 def test_a_long_sum_of_squares_is_exact() -> None:

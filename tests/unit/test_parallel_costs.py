@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,25 +10,22 @@ import pytest
 from twinflow.parallel.costs import (
     Estimate,
     estimate,
-    fullest_rank,
-    kept_bytes,
     lacking_bytes,
-    layer_bytes,
+    largest_numel,
     layer_time,
-    rank_bytes,
     rough_seconds,
     seconds_of,
     stage_times,
-    state_bytes,
 )
 from twinflow.parallel.layout import Layout, check_layout, layers_of, rank_layers, stage_layers
+from twinflow.parallel.memory import fullest_rank, kept_bytes, rank_bytes, state_bytes
 from twinflow.parallel.shapes import Shape, shape_like, shape_of
 from twinflow.parallel.simulate import Pipeline, step_seconds
 from twinflow.parallel.topology import DATA, MODEL, PIPE
 from twinflow.parallel.traffic import amplified, link_of, ring_count, volume_of
 from twinflow.planner.machines import GB, GPUS, Host, Machine, gpu_named
 from twinflow.planner.models import gpt_cost
-from twinflow.planner.scaling import Cluster, default_network
+from twinflow.planner.scaling import Cluster, default_network, ring_bytes
 
 # The article's trillion: 298 layers of width 17,408, sequences of 2,048; attention as it was then.
 TRILLION = Shape(298, 17_408, 136, 2048, keeps_scores=True)
@@ -59,7 +57,7 @@ def test_activations_of_the_trillion() -> None:
     assert one == near(21.2e9)
     assert one == near(19.8 * GIB)
     assert TRILLION.num_layers * kept_bytes(TRILLION, BIG) == near(2.47 * GIB)
-    alone = Layout(1, 1, 1, 1, checkpointing=False)
+    alone = Layout(1, 1, 1, 1, checkpointing=False, published=True)
     assert TRILLION.num_layers * kept_bytes(TRILLION, alone) == near(1.21e12)
     # The first stage holds as many micro-batches as there are stages: one of the whole model.
     even = replace(TRILLION, num_layers=320)
@@ -88,15 +86,24 @@ def test_compute_of_the_trillion() -> None:
     assert alone == pytest.approx(flops / 240e12, rel=0.05)  # little memory traffic beside it
 
 
-def test_the_trillion_fits_on_4096_with_half_of_the_memory() -> None:
-    found = estimate(TRILLION, BIG, A100S)
+def test_the_trillion_fits_on_4096() -> None:
+    table = replace(BIG, published=True)
+    found = estimate(TRILLION, table, A100S)
     assert found.fits
     assert 13e9 < found.fullest.gpu_bytes < 20e9  # 11.6 + 2.65, uneven stages, a layer at work
     assert found.crosses == (DATA, PIPE)
-    plain = estimate(TRILLION, replace(BIG, zero=0), A100S, plays=False)
+    plain = estimate(TRILLION, replace(table, zero=0), A100S, plays=False)
     assert plain.fits  # as the article has it, but narrowly: the fullest stage has 5 layers, not 4.66
     assert plain.fullest.state.gpu_bytes == pytest.approx(33.9e9 * 5 / (298 / 64), rel=0.02)
-    assert not estimate(replace(TRILLION, num_layers=384), replace(BIG, zero=0), A100S, plays=False).fits
+    assert not estimate(replace(TRILLION, num_layers=384), replace(table, zero=0), A100S, plays=False).fits
+
+
+def test_the_trillion_as_our_engine_has_it() -> None:
+    """Sums of gradients in fp32: with ZeRO-1 it fits 40 GB, without it does not."""
+    fullest, layers = fullest_rank(TRILLION, BIG), 5 * TRILLION.layer_numel / 8
+    assert fullest.state.gpu_bytes == pytest.approx((2 + 4 + 12 / 8) * layers)
+    assert estimate(TRILLION, BIG, A100S, plays=False).fits
+    assert not estimate(TRILLION, replace(BIG, zero=0), A100S, plays=False).fits
 
 
 def test_data_groups_reduce_side_by_side() -> None:
@@ -141,53 +148,58 @@ def test_a_slow_network_prefers_stages_across_machines() -> None:
     gpu = replace(GPUS["v100-16"], link_rate=50e9 / 8)
     cluster = Cluster(Machine(gpu, Host(200 * GB, 48, 190e9), 4), 4e9 / 8)
     shape = Shape(48, 1600, 25, 1024)
-    gains = {}
-    for batch in (16, 64, 256):
-        data, pipe, hybrid = (
-            estimate(shape, Layout(pp, 1, dp, batch // dp), cluster).tflops for pp, dp in ((1, 16), (16, 1), (4, 4))
-        )
-        gains[batch] = (pipe / data, hybrid / data)
-    assert min(gains[16]) > 7
-    assert min(gains[256]) > 2
-    assert gains[16] > gains[64] > gains[256]
+    gains: dict[tuple[str, int], tuple[float, float]] = {}
+    for batch, (schedule, chunks) in itertools.product((16, 64, 256), (("1f1b", 1), ("zbv", 2))):
+        data = estimate(shape, Layout(1, 1, 16, batch // 16), cluster)
+        layouts = [Layout(pp, 1, dp, batch // dp, schedule=schedule, num_chunks=chunks) for pp, dp in ((16, 1), (4, 4))]
+        pipe, hybrid = (estimate(shape, layout, cluster) for layout in layouts)
+        assert pipe.fits
+        assert hybrid.fits
+        gains[schedule, batch] = (pipe.tflops / data.tflops, hybrid.tflops / data.tflops)
+    assert min(gains["1f1b", 16] + gains["zbv", 16]) > 7
+    assert min(gains["1f1b", 64] + gains["zbv", 64] + gains["zbv", 256]) > 2  # "over twice at larger batch sizes"
+    assert min(gains["1f1b", 256]) > 1.9  # its stages wait for the slow network in turns
+    for schedule in ("1f1b", "zbv"):
+        assert gains[schedule, 16] > gains[schedule, 64] > gains[schedule, 256]
     sent = [volume_of(shape, Layout(pp, 1, dp, 16 // dp)) for pp, dp in ((1, 16), (16, 1))]
     assert sent[0].data_bytes == pytest.approx(5.8e9, rel=0.02)
     assert sent[1].pipe_bytes == pytest.approx(16 * 3.28e6, rel=0.01)
 
 
-def test_zero_shares_what_it_says() -> None:
-    assert [state_bytes(100.0, stage, 4).gpu_bytes for stage in range(4)] == [1600.0, 700.0, 550.0, 400.0]
-    offloaded = state_bytes(100.0, 2, 4, offload=True)
-    assert (offloaded.gpu_bytes, offloaded.host_states) == (250.0, 300.0)
+def test_rings_of_a_step() -> None:
+    """A pipeline sums micro-batches where they are made; without one, ZeRO-2 reduces each of them."""
     layouts = [Layout(2, 1, 4, 8, zero=stage) for stage in range(4)]
-    assert [ring_count(layout) for layout in layouts] == [2, 2, 9, 24]
+    assert [ring_count(layout) for layout in layouts] == [2, 2, 2, 24]
+    assert [ring_count(replace(layout, num_pp=1)) for layout in layouts] == [2, 2, 9, 24]
     assert ring_count(Layout(2, 1, 1, 8)) == 0
-    staged = [fullest_rank(shape_like(13e9), layout).staging for layout in layouts]
-    block = shape_like(13e9).layer_numel
-    assert staged == [0.0, 0.0, 4.0 * block, 8.0 * block]
 
 
-def test_layers_keep_what_tensor_ranks_share() -> None:
-    shape = Shape(4, 1024, 16, 512)
-    units = 512 * 1024
-    assert layer_bytes(shape, Layout(1, 1, 1, 1)) == 34 * units
-    assert layer_bytes(shape, Layout(1, 4, 1, 1)) == 34 / 4 * units
-    assert layer_bytes(shape, Layout(1, 4, 1, 1, partitions=False)) == (10 + 24 / 4) * units
-    scores = replace(shape, keeps_scores=True)
-    assert layer_bytes(scores, Layout(1, 1, 1, 1)) == 34 * units + 5 * 16 * 512 * 512
-    assert layer_bytes(shape, Layout(1, 1, 1, 1, micro_batch=3)) == 3 * 34 * units
+def test_a_tied_embedding_costs_an_all_reduce_between_two_stages() -> None:
+    shape, layout = Shape(8, 2048, 16, 1024), Layout(4, 2, 2, 8)
+    numel = shape.vocab_size * shape.hidden / 2  # a tensor rank's
+    share = 2 * numel / 2  # of a replica, in bf16
+    assert volume_of(shape, layout).tied_bytes == share  # half of it there and half of the sum back
+    found = seconds_of(shape, layout, A100S)
+    near = link_of(A100S, layout, DATA).seconds(ring_bytes(2 * numel, 2))  # replicas sum first
+    assert found.tied_s == pytest.approx(near + link_of(A100S, layout, PIPE).seconds(share))
+    assert found.step_s == pytest.approx(found.pipeline_s + found.tied_s + found.data_s + found.update_s)
+    for other in (Layout(1, 8, 2, 8), replace(layout, schedule="zbv", num_chunks=2)):  # both on one rank
+        assert volume_of(shape, other).tied_bytes == 0.0
+        assert seconds_of(shape, other, A100S).tied_s == 0.0
+    stages = [layers * shape.layer_numel for layers in stage_layers(shape, layout)]
+    stages[0] += shape.end_numel
+    stages[-1] += shape.end_numel
+    assert largest_numel(shape, layout) == max(stages) / 2
 
 
-def test_stages_are_as_equal_as_can_be() -> None:
+def test_stages_are_as_equal_as_the_engine_makes_them() -> None:
     assert layers_of(8, 4) == (2, 2, 2, 2)
-    assert layers_of(9, 4) == (2, 3, 2, 2)
-    assert layers_of(11, 4) == (3, 3, 3, 2)
-    assert layers_of(12, 4, head=2.5) == (3, 4, 4, 1)
+    assert sorted(layers_of(9, 4)) == [2, 2, 2, 3]
+    assert layers_of(12, 4, end=2.5) == (2, 4, 4, 2)
     assert layers_of(3, 1) == (3,)
-    for layers, stages, head in ((298, 64, 0.2), (48, 16, 2.7), (7, 7, 3.0)):
-        counts = layers_of(layers, stages, head)
-        assert sum(counts) == layers
-        assert min(counts) >= 1
+    assert layers_of(4, 4, end=9.0) == (0, 2, 2, 0)  # an embedding that is larger than all layers
+    for layers, stages, end in ((298, 64, 0.2), (48, 16, 2.7), (7, 7, 3.0)):
+        assert sum(layers_of(layers, stages, end)) == layers
     shape = Shape(16, 8192, 64, 2048)
     layout = Layout(4, 1, 1, 8, schedule="zbv", num_chunks=2)
     assert stage_layers(shape, layout) == (2,) * 8
@@ -201,7 +213,10 @@ def test_the_fullest_rank_is_the_fullest() -> None:
         Layout(8, 2, 2, 32, checkpointing=False),
         Layout(8, 1, 1, 4, schedule="gpipe"),
         Layout(4, 2, 2, 32, schedule="interleaved", num_chunks=2, checkpointing=False),
-        Layout(8, 2, 2, 32, schedule="zbv", num_chunks=2, zero=3),
+        Layout(8, 2, 2, 32, schedule="zbv", num_chunks=2),
+        Layout(8, 1, 4, 32, schedule="zbv", num_chunks=2, zero=3),
+        Layout(8, 2, 2, 32, offload=True),
+        Layout(8, 2, 2, 32, published=True),
         Layout(1, 4, 2, 4, zero=2),
     ):
         ranks = [rank_bytes(shape, layout, rank).gpu_bytes for rank in range(layout.num_pp)]
@@ -217,7 +232,7 @@ def test_a_step_by_hand_on_one_machine() -> None:
     assert found.bubble == pytest.approx(0.0, abs=1e-12)
     assert found.tensor_s == 0.0
     slow = replace(A100S, machine=replace(DGX, gpu=replace(DGX.gpu, link_rate=1e9)))
-    ring = 2 * 8 * shape.layer_numel * 7 / 8 / 1e9 + 1e-5
+    ring = 2 * shape.numel * 7 / 8 / 1e9 + 1e-5
     forward, backward = times[0].forward_s, times[0].input_s + times[0].weight_s
     expected = max(0.0, ring - backward) + max(0.0, ring - forward)
     assert seconds_of(shape, layout, slow).data_s == pytest.approx(expected)
@@ -230,7 +245,7 @@ def test_stage_3_over_a_slow_network_waits_in_every_micro_batch() -> None:
     one, three = (seconds_of(shape, Layout(1, 1, 16, 4, zero=zero), slow) for zero in (1, 3))
     ring = 2 * 8 * shape.layer_numel * 15 / 16 / 1e9
     assert three.pipeline_s == pytest.approx(4 * 3 * ring, rel=0.01)
-    assert one.data_s == pytest.approx(2 * ring, rel=0.05)
+    assert one.data_s == pytest.approx(2 * ring * shape.numel / (8 * shape.layer_numel), rel=0.05)
 
 
 def test_an_update_on_the_host_takes_ram_and_its_time() -> None:

@@ -189,12 +189,12 @@ SCHEDULES: Final[Mapping[str, type[Section]]] = {
     "WarmupDecayLR": WarmupDecayLRParams,
     "WarmupCosineLR": WarmupCosineLRParams,
 }
-_ONEBIT = 'Use "OneBitAdam", or twinflow.optim.onebit.{} in a loop of your own'
+_ONEBIT = '{}. Use "OneBitAdam", or twinflow.optim.onebit.{} in a loop of your own'
 REFUSED_OPTIMIZERS: Final[Mapping[str, str]] = {
     "lamb": 'LAMB is not supported: use "AdamW"',
     "muon": 'Muon of the config splits the parameters: use "AdamW", or pass an optimizer of your own',
-    "onebitlamb": _ONEBIT.format("OneBitLamb"),
-    "zerooneadam": _ONEBIT.format("ZeroOneAdam"),
+    "onebitlamb": _ONEBIT.format("Steps go by norms of whole parameters, of which ranks here own parts", "OneBitLamb"),
+    "zerooneadam": _ONEBIT.format("Local steps give ranks different weights; here all have the same", "ZeroOneAdam"),
     "muadam": "Build it with the mup library and pass it as the optimizer",
     "muadamw": "Build it with the mup library and pass it as the optimizer",
     "musgd": "Build it with the mup library and pass it as the optimizer",

@@ -24,16 +24,22 @@ def place_by_ratio(
     """Of each parameter its parts and their places, so that `ratio` of all elements have their state on the host.
 
     Exact to 128 elements, but for parameters that cannot be split: those go where most of them would be. `order` lists
-    the parameters as the model has them.
+    the parameters as the model has them. Parameters that are shared with ranks that have other ones beside them are cut
+    for themselves, so that all ranks cut them alike.
     """
     assert sorted(order) == list(range(len(params))) and placement in PLACEMENTS
     if placement == "auto":
         order = by_need(params, order)
-    total = sum(param.numel for param in params)
-    num_host = min(total, max(0, round(ratio * total)))
-    if placement == "tail":
-        return cut(params, order, [(HOST, num_host), (RESIDENT, total - num_host)])
-    return cut(params, order, [(RESIDENT, total - num_host), (HOST, num_host)])
+    parts: list[list[Part]] = [[] for _ in params]
+    for shared in dict.fromkeys(param.shared for param in params):
+        own = [i for i in order if params[i].shared == shared]
+        total = sum(params[i].numel for i in own)
+        num_host = min(total, max(0, round(ratio * total)))
+        shares = [(RESIDENT, total - num_host), (HOST, num_host)]
+        found = cut(params, own, shares[::-1] if placement == "tail" else shares)
+        for i in own:
+            parts[i] = found[i]
+    return parts
 
 
 def stream(plans: Sequence[BucketPlan], share: float) -> list[BucketPlan]:

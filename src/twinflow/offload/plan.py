@@ -3,6 +3,10 @@
 A bucket holds slices of one block (see blocks.py), one dtype and one place (see places.py). Slices start at multiples
 of 128 inside a bucket and inside their parameter, so that the 8-bit formats' blocks fall in the same places whatever
 the bucket size.
+
+Where buckets travel in codes, numbers that lie together share a scale. Copies of a parameter on several pipeline or
+tensor ranks must then lie among the same neighbours on all of them: parameters share a bucket only where what they
+share with other ranks has the same name (`ParamSpec.shared`).
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ class ParamSpec:
     can_split: bool = True  # contiguous, and updated element by element
     is_contiguous: bool = True
     is_counted: bool = True  # in the norm of all gradients; a copy of what another rank has is not
+    shared: str = ""  # with pipeline or tensor ranks, by a name that is the same there, where buckets have to be too
 
 
 class Part(NamedTuple):
@@ -103,20 +108,21 @@ def plan_buckets(
     kinds: dict[_Kind, list[tuple[int, Part]]] = {}
     for i, (param, cuts) in enumerate(zip(params, parts or on_host(params), strict=True)):
         for part in cuts:
-            kind = _Kind(param.block, param.dtype, part.place, param.is_contiguous, param.is_counted)
+            kind = _Kind(param.shared, param.block, param.dtype, part.place, param.is_contiguous, param.is_counted)
             kinds.setdefault(kind, []).append((i, part))
     for kind, members in kinds.items():
         size = _even(members, max_numel)
         is_whole = keeps_whole and kind.block != ROOT
         for slices in _fit(members, size) if is_whole else _pack(params, members, size):
             numel = slices[-1].offset + padded(slices[-1].numel)
-            buckets.append(BucketPlan(len(buckets), kind.block, kind.dtype, tuple(slices), numel, *kind[2:]))
+            buckets.append(BucketPlan(len(buckets), kind.block, kind.dtype, tuple(slices), numel, *kind[3:]))
     return buckets
 
 
 class _Kind(NamedTuple):
-    """What all slices of a bucket share."""
+    """What all slices of a bucket have in common."""
 
+    shared: str
     block: int
     dtype: torch.dtype
     place: str

@@ -19,7 +19,16 @@ from twinflow.codes.reference import exponents_of, two_to
 from twinflow.errors import bad_value
 from twinflow.offload.bucket import Bucket, target
 from twinflow.optim.onebit.freeze import VarianceWatch, default_window
-from twinflow.zero.compression import Compression, Exchange, Exchanges, check_groups, rounded_variance
+from twinflow.optim.saved_errors import Replica, SavedErrors, own_errors, tree_of
+from twinflow.zero.compression import (
+    Compression,
+    Exchange,
+    Exchanges,
+    check_groups,
+    floor_of,
+    raised,
+    rounded_variance,
+)
 
 if TYPE_CHECKING:
     from twinflow.optim.twin import TwinOptimizer
@@ -66,15 +75,15 @@ class Switch:
                 self.make()
         elif optimizer.num_steps % self._every == 0:
             optimizer.runtime.wait()
-            rows = team.calls.gather_rows(torch.tensor([self._own_total()], dtype=torch.float64))
+            rows = team.everyone.gather_rows(torch.tensor([self._own_total()], dtype=torch.float64))
             lr = max(float(group["lr"]) for group in optimizer.param_groups)
             if self._watch.see(float(rows.sum()), lr):
                 self.make()
 
     def _own_total(self) -> float:
-        """The sum of this rank's part of the second moment, without its bias."""
+        """The sum of this rank's part of the second moment, without its bias; of copies, one rank counts them."""
         total = 0.0
-        for bucket in self._optimizer.runtime.buckets:
+        for bucket in (one for one in self._optimizer.runtime.buckets if one.plan.is_counted):
             for i, param in enumerate(bucket.params):
                 found = _updater(bucket).read_one(bucket, i, "exp_avg_sq")
                 if found is not None and bucket.steps[i]:
@@ -87,21 +96,25 @@ class Switch:
         optimizer = self._optimizer
         optimizer.runtime.wait()
         optimizer.runtime.wait_for_copies()
-        steps = max((step for bucket in optimizer.runtime.buckets for step in bucket.steps), default=1)
+        assert optimizer.team is not None
+        own = max((step for bucket in optimizer.runtime.buckets for step in bucket.steps), default=1)
+        everyone = optimizer.team.everyone
+        steps = max(1, int(everyone.gather_rows(torch.tensor([own])).max()))
         self._exchange_from_now_on(steps)
         for group in optimizer.param_groups:
-            group["is_exchanged"], group["second_step"] = True, max(1, steps)
-        if optimizer.team is not None and optimizer.team.rank == 0:
+            group["is_exchanged"], group["second_step"] = True, steps
+        if everyone.rank == 0:
             LOGGER.info(f"1-bit Adam: the second moment stays; steps after {optimizer.num_steps} are compressed")
 
     def _exchange_from_now_on(self, steps: int | None) -> None:
         """Every rank learns the exponents of all; with `steps`, second moments are rounded to them first."""
         optimizer, team = self._optimizer, self._optimizer.team
         assert team is not None
+        floors = self._floors() if steps is not None else []
         for bucket in optimizer.runtime.buckets:
             own, part = self._reserved[bucket.plan.index], torch.zeros(bucket.plan.numel, dtype=torch.uint8)
             for i, piece in enumerate(bucket.slices):
-                part[piece.offset : piece.offset + piece.numel] = self._exponents(bucket, i, steps)
+                part[piece.offset : piece.offset + piece.numel] = self._exponents(bucket, i, steps, floors)
             whole = torch.zeros(team.world * part.numel(), dtype=torch.uint8)
             whole[team.rank * part.numel() : (team.rank + 1) * part.numel()] = part
             team.calls.all_gather(whole)
@@ -122,14 +135,28 @@ class Switch:
         team.calls.all_gather(whole)
         return torch.where(exponents != 0, whole.float() * two_to(exponents), 0.0) * self._b1
 
-    def _exponents(self, bucket: Bucket, i: int, steps: int | None) -> Tensor:
+    def _floors(self) -> list[float]:
+        """Of each parameter's second moment, from what all owners of it have."""
+        optimizer, team = self._optimizer, self._optimizer.team
+        assert team is not None
+        own = torch.zeros(2, len(optimizer.runtime.params), dtype=torch.float64)  # sums, and numbers of elements
+        for bucket in optimizer.runtime.buckets:
+            for i, piece in enumerate(bucket.slices):
+                variance = _updater(bucket).read_one(bucket, i, "exp_avg_sq")
+                own[0, piece.param] += float(variance.sum(dtype=torch.float64))
+                own[1, piece.param] += int(variance.count_nonzero())
+        totals, counts = team.calls.gather_rows(own.view(-1)).sum(0).view(2, -1).tolist()
+        return [floor_of(total, count) for total, count in zip(totals, counts, strict=True)]
+
+    def _exponents(self, bucket: Bucket, i: int, steps: int | None, floors: Sequence[float]) -> Tensor:
         group = self._optimizer.param_groups[bucket.params[i].group]
         if steps is None:
             variance = _updater(bucket).read_one(bucket, i, "exp_avg_sq")
             return exponents_of(variance, 0.0)
         values = _updater(bucket).read(bucket, i)
+        variance = raised(values["exp_avg_sq"], floors[bucket.slices[i].param])
         correction = math.sqrt(1.0 - float(group["betas"][1]) ** steps)
-        found = exponents_of(values["exp_avg_sq"], float(group["eps"]) * correction)
+        found = exponents_of(variance, float(group["eps"]) * correction)
         _updater(bucket).write(bucket, i, {**values, "exp_avg_sq": rounded_variance(found)})
         return found
 
@@ -139,19 +166,20 @@ class Switch:
         """What the watch remembers."""
         return self._watch.state_dict()
 
-    def errors(self) -> dict[str, Tensor]:
-        """This rank's errors, by parameter and first element; nothing before the switch."""
-        team, found = self._optimizer.team, {}
+    def errors(self) -> SavedErrors:
+        """This rank's errors, by parameter; nothing before the switch."""
+        optimizer = self._optimizer
+        team = optimizer.team
         assert team is not None
         if team.exchanges is None:
             return {}
-        for bucket in self._optimizer.runtime.buckets:
-            names = {param.index: param.name for param in bucket.members}
+        wholes = {param.index: torch.zeros(param.local.numel()) for param in optimizer.runtime.params}
+        for bucket in optimizer.runtime.buckets:
             error = team.exchanges.of[bucket.plan.index].error
             for piece in bucket.gathered.slices:
                 flat = error[piece.offset : piece.offset + piece.numel]
-                found[f"{names[piece.param]}/{piece.start}"] = flat.cpu().clone()
-        return found
+                wholes[piece.param][piece.start : piece.start + piece.numel] = flat
+        return tree_of(optimizer.runtime.params, wholes, self._canonical, Replica(team.rank, team.world))
 
     def restore(self, watch: Mapping[str, Any] | None) -> None:
         """After the state was loaded: go on as it says."""
@@ -163,32 +191,25 @@ class Switch:
         if self._optimizer.param_groups[0].get("is_exchanged"):
             self._exchange_from_now_on(None)
 
-    def restore_errors(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
-        """Those of all ranks that saved: each takes its own, or, where they were others, the mean of all."""
-        team = self._optimizer.team
+    def restore_errors(self, saved: Sequence[SavedErrors]) -> None:
+        """Those of all ranks that saved: each replica takes its own, or, where there were others, the mean of all."""
+        optimizer = self._optimizer
+        team = optimizer.team
         assert team is not None
         if team.exchanges is None or not saved or not saved[0]:
             return
-        chosen = [saved[team.rank]] if len(saved) == team.world else list(saved)
-        names = {param.index: param.name for param in self._optimizer.runtime.params}
-        wholes = [_assembled(one) for one in chosen]
-        for bucket in self._optimizer.runtime.buckets:
+        params = optimizer.runtime.params
+        wholes = own_errors(saved, params, self._canonical, Replica(team.rank, team.world))
+        for bucket in optimizer.runtime.buckets:
             error = team.exchanges.of[bucket.plan.index].error
             for piece in bucket.gathered.slices:
-                cuts = [whole[names[piece.param]][piece.start : piece.start + piece.numel] for whole in wholes]
-                mean = cuts[0] if len(cuts) == 1 else torch.stack(cuts).mean(0)
-                error[piece.offset : piece.offset + piece.numel] = mean.to(error.device)
+                flat = wholes[piece.param][piece.start : piece.start + piece.numel]
+                error[piece.offset : piece.offset + piece.numel] = flat.to(error.device)
 
-
-def _assembled(errors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of whole parameters, flat."""
-    pieces: dict[str, list[tuple[int, Tensor]]] = {}
-    for key, value in errors.items():
-        name, _, start = key.rpartition("/")
-        pieces.setdefault(name, []).append((int(start), value))
-    return {
-        name: torch.cat([value for _, value in sorted(found, key=lambda x: x[0])]) for name, found in pieces.items()
-    }
+    def _canonical(self, name: str) -> str:
+        """What a parameter is called where the model uses it first."""
+        aliases: Mapping[str, str] = getattr(self._optimizer.model, "aliases", {})
+        return aliases.get(name, name)
 
 
 def _updater(bucket: Bucket) -> Any:

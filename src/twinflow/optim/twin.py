@@ -31,6 +31,7 @@ from twinflow.optim import twin_state
 from twinflow.optim.auto import AutoPlacement, host_share
 from twinflow.optim.loss_scale import LossScale, after_step, static
 from twinflow.optim.options import with_defaults
+from twinflow.optim.saved_errors import SavedErrors
 from twinflow.optim.state_kind import StateKind
 from twinflow.optim.switch import Switch
 from twinflow.optim.switch import check as check_compression
@@ -165,7 +166,7 @@ class TwinOptimizer(Optimizer):
         aside = None
         if self.model is not None and self._settings.parks:
             aside = set_aside(self.model, [param for group in self.param_groups for param in group["params"]])
-        params, specs, order = params_of(self.model, self._named(), self._recipe is None, aside)
+        params, specs, order = params_of(self.model, self._named(), self._recipe is None, aside, self.zero)
         if isinstance(self.model, PipelineModule):
             for param in params:
                 param.is_late |= param.name in self.model.reused
@@ -449,11 +450,11 @@ class TwinOptimizer(Optimizer):
         """Whether momenta travel between ranks in few bits."""
         return self._switch is not None and self._switch.is_made
 
-    def exchange_errors(self) -> dict[str, Tensor]:
+    def exchange_errors(self) -> SavedErrors:
         """What this rank has not said to the others yet: a part of a checkpoint that is its own."""
         return self._switch.errors() if self._switch is not None else {}
 
-    def load_exchange_errors(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
+    def load_exchange_errors(self, saved: Sequence[SavedErrors]) -> None:
         """Those of all ranks that saved, after `load_state_dict`."""
         if self._switch is not None:
             self._switch.restore_errors(saved)

@@ -22,8 +22,9 @@ from twinflow.offload.plan import HOST, RESIDENT, ROOT, BucketPlan, ParamSpec, p
 from twinflow.offload.settings import FLAT_BYTES, Settings, Tuning
 from twinflow.optim.auto import first_ratio
 from twinflow.optim.state_kind import StateKind
-from twinflow.parallel.shard import is_copy
-from twinflow.zero import Team
+from twinflow.parallel.pipeline import PipelineModule
+from twinflow.parallel.shard import is_copy, shard_of
+from twinflow.zero import Team, Zero
 from twinflow.zero.partitioned import gathered_blocks
 from twinflow.zero.start import own_host_bytes
 
@@ -94,9 +95,14 @@ def set_aside(model: nn.Module, trained: Iterable[nn.Parameter]) -> Aside:
 
 
 def params_of(
-    model: nn.Module | None, named: Iterable[Named], splits_params: bool, aside: Aside | None = None
+    model: nn.Module | None,
+    named: Iterable[Named],
+    splits_params: bool,
+    aside: Aside | None = None,
+    zero: Zero | None = None,
 ) -> tuple[list[Param], list[ParamSpec], list[int]]:
     """The parameters, what the plan needs to know of them, and their order in the model."""
+    shared = _shared_by_axes(model, zero)
     blocks = gathered_blocks(model) if model is not None else []
     block_of = owners(model, blocks) if model is not None else {}
     ties = num_owners(model) if model is not None else {}
@@ -110,9 +116,21 @@ def params_of(
         is_flat = local.is_contiguous() or (aside is not None and tensor in aside.values)
         block = block_of.get(tensor, ROOT)
         can_split, is_counted = is_flat and splits_params, not is_copy(tensor)
-        specs.append(ParamSpec(name, local.numel(), block, tensor.dtype, can_split, is_flat, is_counted))
+        what = shared.get(tensor, "")
+        specs.append(ParamSpec(name, local.numel(), block, tensor.dtype, can_split, is_flat, is_counted, what))
     order = sorted(range(len(params)), key=lambda i: position.get(params[i].tensor, i))
     return params, specs, order
+
+
+def _shared_by_axes(model: nn.Module | None, zero: Zero | None) -> dict[Tensor, str]:
+    """Copies that pipeline and tensor ranks have, where what lies beside them in a bucket matters: in codes that share
+    scales. A tied parameter has other neighbours on every stage, so it lies alone."""
+    if model is None or zero is None or zero.compression is None or zero.grid is None:
+        return {}
+    is_split = zero.grid.num_model > 1
+    shared: dict[Tensor, str] = {p: "tensor" for p in model.parameters() if is_split and shard_of(p) is None}
+    ties = model.ties if isinstance(model, PipelineModule) else ()
+    return shared | {tie.param: f"tie {tie.name}" for tie in ties}
 
 
 def fitted(

@@ -1,11 +1,11 @@
 """Bytes and seconds of a layout on machines described by data sheets. A simulation: nothing here was measured at scale.
 
-Memory of the fullest rank: 16 bytes a parameter with Adam in mixed precision (2 weight, 2 gradient, 12 state), shared
-over data ranks as the ZeRO stage says; activations of the micro-batches in flight; one layer at work; logits.
+Memory of the fullest rank is memory.py's.
 
 Seconds: matrix products at the rate large ones reach, memory traffic beside them, all-reduces between tensor ranks in
 series with them, stages by playing the schedule, gradients and weights between data ranks hidden behind the last
-backward and the first forward, the optimizer's update. Not counted: slower small products, dropped packets, stragglers,
+backward and the first forward, a tied embedding's gradient between the first and the last stage behind the last
+backward, the optimizer's update. Not counted: slower small products, dropped packets, stragglers,
 reading data, saving checkpoints, and links that two axes use at once.
 """
 
@@ -16,7 +16,8 @@ from functools import lru_cache
 from typing import Final
 
 from twinflow.parallel.layout import Layout, check_layout, rank_layers, stage_layers
-from twinflow.parallel.schedules import peak_in_flight, stages_of
+from twinflow.parallel.memory import GRADIENT, WEIGHT, RankBytes, fullest_rank
+from twinflow.parallel.schedules import rank_of
 from twinflow.parallel.shapes import Shape
 from twinflow.parallel.simulate import Pipeline, StageTime, rank_seconds, step_seconds
 from twinflow.parallel.topology import DATA, MODEL, PIPE
@@ -26,48 +27,16 @@ from twinflow.parallel.traffic import (
     activation_bytes,
     amplified,
     link_of,
+    tied_seconds,
     volume_of,
 )
 from twinflow.planner.machines import rates_of
 from twinflow.planner.models import GPT_LAUNCH_S, GPT_TRAFFIC
 from twinflow.planner.rates import Rates
-from twinflow.planner.scaling import SCATTERS, Cluster, ring_bytes
+from twinflow.planner.scaling import Cluster, ring_bytes
 
-WEIGHT, GRADIENT, STATE = 2.0, 2.0, 12.0  # bytes a parameter, mixed precision and Adam
 UPDATE_BYTES: Final = 30.0  # a parameter, that an update on the GPU reads and writes
-LOGIT_BYTES: Final = 6  # half precision, and fp32 for the loss
 DAY_S: Final = 86_400.0
-
-
-@dataclass(frozen=True)
-class StateBytes:
-    """A rank's share of weights, gradients and optimizer state."""
-
-    weights: float
-    gradients: float
-    states: float
-    host_states: float = 0.0
-
-    @property
-    def gpu_bytes(self) -> float:
-        """On the GPU."""
-        return self.weights + self.gradients + self.states
-
-
-@dataclass(frozen=True)
-class RankBytes:
-    """What one rank has."""
-
-    rank: int
-    state: StateBytes
-    activations: float  # kept for backward
-    working: float  # one layer at work, or the loss
-    staging: float  # whole gradients and weights that ZeRO-2 and 3 have for a moment
-
-    @property
-    def gpu_bytes(self) -> float:
-        """All of it."""
-        return self.state.gpu_bytes + self.activations + self.working + self.staging
 
 
 @dataclass(frozen=True)
@@ -79,11 +48,12 @@ class Seconds:
     tensor_s: float  # of the work: talk between tensor ranks
     data_s: float  # talk between data ranks that nothing hides
     update_s: float  # of the optimizer, not hidden
+    tied_s: float = 0.0  # talk between the first and the last stage about the embedding that both have
 
     @property
     def step_s(self) -> float:
         """All in all."""
-        return self.pipeline_s + self.data_s + self.update_s
+        return self.pipeline_s + self.tied_s + self.data_s + self.update_s
 
     @property
     def bubble(self) -> float:
@@ -130,59 +100,6 @@ class Estimate:
     def days(self, num_tokens: float) -> float:
         """To train on so many tokens."""
         return num_tokens / self.step_tokens * self.seconds.step_s / DAY_S
-
-
-def state_bytes(numel: float, zero: int, num_dp: int, offload: bool = False) -> StateBytes:
-    """Of `numel` parameters that a data group has: stage 1 shares state, 2 gradients too, 3 weights too."""
-    weights = WEIGHT * numel / (num_dp if zero >= 3 else 1)
-    gradients = GRADIENT * numel / (num_dp if zero >= 2 else 1)
-    states = STATE * numel / (num_dp if zero >= 1 else 1)
-    return StateBytes(weights, gradients, 0.0, states) if offload else StateBytes(weights, gradients, states)
-
-
-def layer_bytes(shape: Shape, layout: Layout) -> float:
-    """What one layer keeps of a micro-batch for its backward, on a tensor rank, without checkpointing.
-
-    34 bytes a token and unit of width, 24 of them always divided over tensor ranks and 10 where they share them; five a
-    score where attention keeps those.
-    """
-    units = shape.sequence * layout.micro_batch * shape.hidden
-    scores = 5.0 * shape.num_heads * shape.sequence / shape.hidden if shape.keeps_scores else 0.0
-    return units * (10.0 / layout.kept_by + (24.0 + scores) / layout.num_tp)
-
-
-def kept_bytes(shape: Shape, layout: Layout) -> float:
-    """What one layer keeps of a micro-batch: with checkpointing its input alone."""
-    if layout.checkpointing:
-        return activation_bytes(shape, layout) / layout.kept_by
-    return layer_bytes(shape, layout)
-
-
-def rank_bytes(shape: Shape, layout: Layout, rank: int) -> RankBytes:
-    """One pipeline rank: its layers, its end of the model, its micro-batches in flight."""
-    p, v = layout.num_pp, layout.num_chunks
-    stages = stages_of(rank, p, v, layout.placement)
-    counts = stage_layers(shape, layout)
-    layers = sum(counts[stage] for stage in stages)
-    is_last = layout.num_stages - 1 in stages
-    ends = (0 in stages) + (is_last and p > 1)  # the head is a copy of the embedding on another stage
-    numel = (layers * shape.layer_numel + ends * shape.end_numel) / layout.num_tp
-    in_flight = peak_in_flight(layout.schedule, rank, p, layout.num_micro_batches, v)
-    activations = in_flight * layers / v * kept_bytes(shape, layout)
-    working = layer_bytes(shape, layout) * (2.0 if layout.checkpointing else 1.0)
-    if is_last:
-        tokens = shape.sequence * layout.micro_batch
-        working = max(working, LOGIT_BYTES * tokens * shape.vocab_size / layout.num_tp)
-    layer = shape.layer_numel / layout.num_tp
-    staging = SCATTERS * layer * ((GRADIENT if layout.zero >= 2 else 0.0) + (WEIGHT if layout.zero >= 3 else 0.0))
-    state = state_bytes(numel, layout.zero, layout.num_dp, layout.offload)
-    return RankBytes(rank, state, activations, working, staging if layout.num_dp > 1 else 0.0)
-
-
-def fullest_rank(shape: Shape, layout: Layout) -> RankBytes:
-    """The first rank has most in flight, the second most layers, the last the loss: one of them is the fullest."""
-    ranks = {0, min(1, layout.num_pp - 1), layout.num_pp - 1}
-    return max((rank_bytes(shape, layout, rank) for rank in sorted(ranks)), key=lambda found: found.gpu_bytes)
 
 
 def host_bytes(fullest: RankBytes, layout: Layout, cluster: Cluster) -> float:
@@ -247,8 +164,8 @@ def stage_times(shape: Shape, layout: Layout, cluster: Cluster) -> tuple[StageTi
 
 
 def _with_zero_talk(time: StageTime, count: int, shape: Shape, layout: Layout, cluster: Cluster) -> StageTime:
-    """Stage 2 scatters gradients beside every backward, stage 3 gathers weights beside everything as well."""
-    if layout.num_dp == 1 or layout.zero < 2:
+    """Stage 2 alone scatters gradients beside every backward, stage 3 gathers weights beside everything as well."""
+    if layout.num_dp == 1 or not layout.reduces_each:
         return time
     ring = ring_bytes(WEIGHT * count * shape.layer_numel / layout.num_tp, layout.num_dp)
     talk = link_of(cluster, layout, DATA).seconds(ring)
@@ -272,7 +189,8 @@ def seconds_of(shape: Shape, layout: Layout, cluster: Cluster, plays: bool = Tru
     forward_s = max(time.forward_s for time in times) * layout.num_chunks
     whole_s = max(time.total_s for time in times) * layout.num_chunks
     data_s = _data_exposed(shape, layout, cluster, forward_s, whole_s - forward_s)
-    return Seconds(pipeline_s, work_s, tensor_s, data_s, _update_exposed(shape, layout, cluster, whole_s))
+    tied_s = tied_seconds(shape, layout, cluster)
+    return Seconds(pipeline_s, work_s, tensor_s, data_s, _update_exposed(shape, layout, cluster, whole_s), tied_s)
 
 
 def rough_seconds(pipe: Pipeline) -> float:
@@ -287,17 +205,20 @@ def rough_seconds(pipe: Pipeline) -> float:
 
 
 def largest_numel(shape: Shape, layout: Layout) -> float:
-    """Parameters of the rank that has most layers."""
-    return (max(rank_layers(shape, layout)) * shape.layer_numel) / layout.num_tp
+    """Parameters of the rank that has most, with the embedding or its copy."""
+    layers = rank_layers(shape, layout)
+    ends = (0, rank_of(layout.num_stages - 1, layout.num_pp, layout.placement))
+    numels = (n * shape.layer_numel + (rank in ends) * shape.end_numel for rank, n in enumerate(layers))
+    return max(numels) / layout.num_tp
 
 
 def _data_exposed(shape: Shape, layout: Layout, cluster: Cluster, forward_s: float, backward_s: float) -> float:
-    """Scatter beside the last backward, gather beside the first forward; stages 2 and 3 are in the stages' times."""
+    """Scatter beside the last backward, gather beside the first forward, where that is not in the stages' times."""
     if layout.num_dp == 1 or layout.zero == 3:
         return 0.0
     ring = ring_bytes(WEIGHT * largest_numel(shape, layout), layout.num_dp)
     talk = link_of(cluster, layout, DATA).seconds(ring)
-    scatter = 0.0 if layout.zero == 2 else max(0.0, talk - backward_s)
+    scatter = 0.0 if layout.reduces_each else max(0.0, talk - backward_s)
     return scatter + max(0.0, talk - forward_s)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import heapify, heapreplace
+from itertools import pairwise
 
 from twinflow.errors import bad_value
+from twinflow.parallel.partition import partition_balanced
 from twinflow.parallel.schedules import LOOP, V, make_schedule, rank_of, round_size
 from twinflow.parallel.shapes import Shape
 
@@ -26,6 +27,7 @@ class Layout:
     checkpointing: bool = True  # layers keep their input alone and run again in backward
     partitions: bool = True  # tensor ranks share what is kept, and what stages send to each other
     offload: bool = False  # optimizer state in host memory, updated there
+    published: bool = False  # memory by the arithmetic of published tables, not as our engine has it
 
     @property
     def world(self) -> int:
@@ -51,6 +53,19 @@ class Layout:
     def kept_by(self) -> int:
         """Tensor ranks that share an activation which each of them would have whole."""
         return self.num_tp if self.partitions else 1
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether gradients of every micro-batch go to the data ranks that own them; else their sums, once a step.
+
+        A pipeline has several micro-batches under way, and sums where gradients are made, with ZeRO-2 as well.
+        """
+        return self.zero == 3 or (self.zero == 2 and self.num_pp == 1)
+
+    @property
+    def ties_ranks(self) -> bool:
+        """Whether embedding and head, which share their weights, are on two ranks; the ends of a V are on one."""
+        return self.num_pp > 1 and self.placement != V
 
     def __str__(self) -> str:
         parts = [f"pp {self.num_pp} x tp {self.num_tp} x dp {self.num_dp}", f"ZeRO-{self.zero}"]
@@ -85,24 +100,20 @@ def check_layout(layout: Layout, shape: Shape) -> None:
 
 
 @lru_cache(maxsize=1024)
-def layers_of(num_layers: int, num_stages: int, head: float = 0.0) -> tuple[int, ...]:
-    """Layers of each stage, at least one, so that the largest is as small as can be.
+def layers_of(num_layers: int, num_stages: int, end: float = 0.0) -> tuple[int, ...]:
+    """Layers of each stage as the engine spreads them: weights of the fullest are as few as can be.
 
-    `head`: what the last stage computes beside its layers, in layers. Inner stages take what is over.
+    `end`: what the embedding has, and the head again, in layers.
     """
-    counts = [1] * num_stages
-    last = num_stages - 1
-    loads = [(1.0 + (head if stage == last else 0.0), stage in (0, last), stage) for stage in range(num_stages)]
-    heapify(loads)
-    for _ in range(num_layers - num_stages):
-        load, is_end, stage = loads[0]
-        counts[stage] += 1
-        heapreplace(loads, (load + 1.0, is_end, stage))
+    bounds = partition_balanced([end, *[1.0] * num_layers, end], num_stages)
+    counts = [stop - start for start, stop in pairwise(bounds)]
+    counts[0] -= 1
+    counts[-1] -= 1
     return tuple(counts)
 
 
 def stage_layers(shape: Shape, layout: Layout) -> tuple[int, ...]:
-    """Layers of each stage; the head counts as the layers that have as many weights."""
+    """Layers of each stage, beside embedding and head."""
     return layers_of(shape.num_layers, layout.num_stages, shape.end_numel / shape.layer_numel)
 
 

@@ -16,6 +16,7 @@ from twinflow.errors import bad_value
 from twinflow.parallel.costs import Estimate, estimate, lacking_bytes
 from twinflow.parallel.layout import Layout
 from twinflow.parallel.shapes import Shape
+from twinflow.parallel.support import Combination, broken
 from twinflow.parallel.topology import DATA, MODEL
 from twinflow.planner.placement import CLOSE
 from twinflow.planner.scaling import Cluster
@@ -97,8 +98,9 @@ def layouts(ask: LayoutAsk) -> Iterator[Layout]:
 
 def _ways(ask: LayoutAsk, layout: Layout) -> Iterator[Layout]:
     """One grid and micro-batch with every schedule, ZeRO stage, with and without checkpointing and offload."""
+    zeros = [zero for zero in ask.zeros if _is_supported(layout, zero)]
     for schedule, chunks in _schedules(layout, ask.shape.num_layers):
-        for zero in ask.zeros if layout.num_dp > 1 else ask.zeros[:1]:
+        for zero in zeros if layout.num_dp > 1 else zeros[:1]:
             for checkpointing in ask.checkpointing:
                 for offload in ask.offload:
                     yield replace(
@@ -109,6 +111,11 @@ def _ways(ask: LayoutAsk, layout: Layout) -> Iterator[Layout]:
                         checkpointing=checkpointing,
                         offload=offload,
                     )
+
+
+def _is_supported(layout: Layout, zero: int) -> bool:
+    """Whether the engine would take it."""
+    return not any(broken(Combination(layout.num_pp, layout.num_tp, zero)))
 
 
 def _schedules(layout: Layout, num_layers: int) -> Iterator[tuple[str, int]]:
@@ -129,6 +136,8 @@ def reasons(found: Estimate) -> list[str]:
     parts = [f"{found.fullest.gpu_bytes / 1e9:.1f} of {found.gpu_limit / 1e9:.1f} GB on the fullest GPU"]
     if layout.num_pp > 1:
         parts.append(f"bubble {100 * seconds.bubble:.1f}%")
+    if seconds.tied_s > 0.01 * seconds.step_s:
+        parts.append(f"the tied embedding's gradient between the first and the last stage, {seconds.tied_s:.2g} s")
     if layout.num_tp > 1:
         where = "between machines" if MODEL in found.crosses else "inside a machine"
         share = 100 * seconds.tensor_s / seconds.step_s

@@ -20,7 +20,6 @@ class Combination:
     delayed_update: bool = False
     ratio: float | str = 1.0
     sums: str = "auto"
-    compressed: bool = False
     cpu_checkpointing: bool = False
     own_optimizer: bool = False  # a TwinOptimizer that was given
     head_patterns: bool = False  # of sparse attention
@@ -79,13 +78,6 @@ LIMITS: tuple[Limit, ...] = (
         lambda c: c.sums,
         ("auto", "device"),
         "Several micro-batches are under way at once, and their gradients are summed where they are made.",
-    ),
-    Limit(
-        "optimizer.type OneBitAdam",
-        _BOTH,
-        lambda c: c.compressed,
-        (False,),
-        "Copies of a parameter on several ranks would share their codes with different neighbours, and drift apart.",
     ),
     Limit(
         "activation_checkpointing.cpu_checkpointing",
@@ -157,7 +149,7 @@ def table() -> str:
         ("`offload_optimizer`, ratio `auto`", Combination(ratio="auto")),
         ("`delayed_update`", Combination(delayed_update=True)),
         ("`offload_param`", Combination(stage=3, offload_param=True)),
-        ("1-bit Adam", Combination(compressed=True)),
+        ("1-bit Adam", Combination(stage=1)),
         ("activation checkpointing", Combination()),
         ("... with inputs on the host (`cpu_checkpointing`)", Combination(cpu_checkpointing=True)),
         ("... with inputs in parts (`partition_activations`)", Combination(partition_activations=True)),

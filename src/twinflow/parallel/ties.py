@@ -4,6 +4,10 @@ A tie's gradients are taken away as backward makes them, before anybody else see
 last micro-batch is through, the ranks that hold a copy sum what they have, and the sum comes to each of them as one
 gradient, with the hooks that a gradient has. Copies start equal, get equal gradients and equal updates: they stay equal
 to the last bit.
+
+Stages are often far apart, and replicas of a stage near. So replicas sum first, each a part; parts are summed over the
+stages; and each replica's gradient is its part of that with zeros around it, which the reduction over replicas, that
+knows nothing of ties, puts together. What travels between stages is a replica's share, in the parameter's dtype.
 """
 
 from __future__ import annotations
@@ -21,10 +25,10 @@ from twinflow.offload.bucket import local_of
 
 class TiedGradients:
     """One parameter's, on one of the ranks that hold it; all of them have to call `finish` after every step's last
-    backward, in the same order of ties."""
+    backward, in the same order of ties. `replicas`: ranks that have the same part of the model, or this one alone."""
 
-    def __init__(self, param: nn.Parameter, group: Group) -> None:
-        self._param, self._group = param, group
+    def __init__(self, param: nn.Parameter, group: Group, replicas: Group) -> None:
+        self._param, self._group, self._replicas = param, group, replicas
         self._sum: Tensor | None = None
         self._is_done = False  # the sum of all ranks comes now: let it pass
         hooked: Any = param  # torch does not type this method
@@ -40,28 +44,41 @@ class TiedGradients:
             return
         grad = _local(param.grad)
         if self._sum is None:
-            self._sum = grad.float()
+            self._sum = grad.to(torch.float32, memory_format=torch.contiguous_format)
         else:
             self._sum += grad
         param.grad = None
 
     def finish(self) -> None:
         """The sum over all holders, as a gradient; nothing where none of them had one."""
-        taken, self._sum = self._sum, None
         here = _local(self._param)
-        own = torch.zeros(here.numel() + 1, dtype=torch.float32, device=here.device)
-        if taken is not None:
-            own[:-1], own[-1] = taken.reshape(-1), 1.0
-        total = torch.empty_like(own)
-        self._group.all_reduce(total, own, torch.float32)
+        size, own = -(-here.numel() // self._replicas.world), self._replicas.rank
+        rows = self._take_rows(here, size)
+        part, total = (torch.empty(size + 1, dtype=rows.dtype, device=rows.device) for _ in range(2))
+        self._replicas.reduce_scatter(part, rows.view(-1), rows.dtype)
+        del rows
+        self._group.all_reduce(total, part, total.dtype)
         if not float(total[-1]):
             return
-        grad = total[:-1].view(here.shape).to(here.dtype)
+        grad = torch.zeros_like(here, memory_format=torch.contiguous_format)
+        where = slice(own * size, min(here.numel(), (own + 1) * size))
+        grad.view(-1)[where] = total[: max(0, where.stop - where.start)]
         self._is_done = True
         try:
             self._deliver(grad)
         finally:
             self._is_done = False
+
+    def _take_rows(self, here: Tensor, size: int) -> Tensor:
+        """What was taken, in the parameter's dtype: a row for each replica, its last number one if there is any."""
+        taken, self._sum = self._sum, None
+        rows = torch.zeros(self._replicas.world, size + 1, dtype=here.dtype, device=here.device)
+        if taken is not None:
+            for i, row in enumerate(rows):
+                piece = taken.view(-1)[i * size : (i + 1) * size]  # the last ones may be short, or empty
+                row[: piece.numel()] = piece
+            rows[:, -1] = 1.0
+        return rows
 
     def _deliver(self, grad: Tensor) -> None:
         param = self._param

@@ -41,6 +41,7 @@ class Volume:
     tensor_bytes: float
     pipe_bytes: float  # each way
     data_bytes: float
+    tied_bytes: float = 0.0  # of the first and the last stage alone: the gradient of the embedding that both have
 
 
 @dataclass(frozen=True)
@@ -92,19 +93,39 @@ def volume_of(shape: Shape, layout: Layout, grad_bits: float = 16.0) -> Volume:
     pipe = kept * m * layout.num_chunks / layout.kept_by if layout.num_pp > 1 else 0.0
     numel = shape.numel / (layout.num_pp * layout.num_tp)
     data = ring_count(layout) * ring_bytes(numel * grad_bits / 8.0, layout.num_dp)
-    return Volume(tensor, pipe, data)
+    return Volume(tensor, pipe, data, tied_bytes(shape, layout))
+
+
+def tied_bytes(shape: Shape, layout: Layout) -> float:
+    """What the two ranks that have an embedding and its copy send each other in a step: the share of a replica."""
+    if not layout.ties_ranks:
+        return 0.0
+    return 2.0 * ring_bytes(HALF_BYTES * shape.end_numel / layout.num_tp / layout.num_dp, 2)
+
+
+def tied_seconds(shape: Shape, layout: Layout, cluster: Cluster) -> float:
+    """Replicas sum that gradient first, but where stage 3 has done so; then the two stages do."""
+    if not layout.ties_ranks:
+        return 0.0
+    near = 0.0
+    if layout.num_dp > 1 and layout.zero < 3:
+        whole = HALF_BYTES * shape.end_numel / layout.num_tp
+        near = link_of(cluster, layout, DATA).seconds(ring_bytes(whole, layout.num_dp))
+    return near + link_of(cluster, layout, PIPE).seconds(tied_bytes(shape, layout))
 
 
 def ring_count(layout: Layout) -> int:
     """Rings over all gradients or weights in a step.
 
-    One reduces gradients and one gathers weights. Stage 2 has no room for sums, so it reduces in every micro-batch;
-    stage 3 gathers for every forward and every backward too.
+    One reduces gradients and one gathers weights. Stage 2 without a pipeline has no room for sums, so it reduces in
+    every micro-batch; stage 3 gathers for every forward and every backward too.
     """
     if layout.num_dp == 1:
         return 0
     m = layout.num_micro_batches
-    return {0: 2, 1: 2, 2: m + 1, 3: 3 * m}[layout.zero]
+    if layout.zero == 3:
+        return 3 * m
+    return m + 1 if layout.reduces_each else 2
 
 
 def amplified(cluster: Cluster, layout: Layout) -> Amplified:

@@ -1,7 +1,9 @@
 """1-bit Adam where ranks partition the state: momenta travel in few bits to the owner of a part, and weights back.
 
 Before the switch nothing is different. At the switch the second moment v is frozen, such that sqrt(v) + eps is a power
-of two, and every rank learns 2**k, one over that, of each element. From then on a step is, for each bucket:
+of two, and every rank learns 2**k, one over that, of each element. Where v is much smaller than elsewhere in its
+parameter it is raised first: Adam's own grows with a rare large gradient, which bounds the step, and a frozen one does
+not. From then on a step is, for each bucket:
 
 1. Every rank encodes b1 * shared + (1 - b1) * its gradient, times 2**k, with its error, and sends each part to its
    owner. The shared momentum is the one that the last step moved the weights by: it is in the error already.
@@ -34,6 +36,7 @@ from twinflow.offload.bucket import Bucket, Job
 from twinflow.rules.rule import Options
 
 THRESHOLD = 0.96
+FLOOR = 0.1  # of the mean of a parameter's second moment: nothing that ever saw a gradient is frozen below
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,19 @@ def step_size(options: Options) -> float:
     """What a momentum times 2**k is multiplied with; the first moment's correction is 1 by then."""
     second = math.sqrt(1.0 - float(options["betas"][1]) ** int(options["second_step"]))
     return float(options["lr"]) * second
+
+
+def floor_of(total: float, count: float) -> float:
+    """What a parameter's second moment is raised to when it is frozen, from the sum and the number of those elements
+    that are not zero: a power of two, so that sums that were added up otherwise give the same."""
+    if not (count > 0 and 0.0 < total < math.inf):
+        return 0.0
+    return math.ldexp(0.5, math.frexp(FLOOR * total / count)[1])
+
+
+def raised(variance: Tensor, floor: float) -> Tensor:
+    """No element below the floor, but those that never saw a gradient."""
+    return torch.where(variance != 0, variance.clamp(min=floor), variance)
 
 
 def rounded_variance(exponents: Tensor) -> Tensor:

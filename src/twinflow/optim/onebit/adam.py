@@ -3,7 +3,9 @@
 After the switch the second moment v stays as it is. A rank sends its momentum, made of the momentum that all share and
 its own gradient, as signs and one scale for 4096 elements; the owner of a part sends back the signs of the mean.
 Elements are multiplied by a power of two near 1 / (sqrt(v) + eps) before they share a scale: steps of Adam are of about
-one size, momenta are not. Where v is zero no gradient was ever seen: such elements are left alone.
+one size, momenta are not. Where v is zero no gradient was ever seen: such elements are left alone. Where it is much
+smaller than elsewhere in its parameter, gradients are rare, and it is raised before it is frozen: the next one would
+move such an element without bound, where Adam's own v would grow with it.
 
 Bias correction goes on as if nothing had happened for the first moment, and stays what it was for the second.
 Clipping: before the switch by the norm of the mean gradient; after it nobody knows that, and the mean of the ranks' own
@@ -15,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch.optim.optimizer import ParamsT
 
 from twinflow.optim.onebit.base import Shared
@@ -22,7 +25,7 @@ from twinflow.optim.onebit.bucket import FlatBucket
 from twinflow.optim.onebit.freezing import FreezingOptimizer
 from twinflow.rules.adam import adamw_hyper
 from twinflow.rules.rule import Hyper
-from twinflow.zero.compression import THRESHOLD, Compression
+from twinflow.zero.compression import THRESHOLD, Compression, floor_of, raised
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -72,6 +75,14 @@ class OneBitAdam(FreezingOptimizer):
                 options = {**options, "second_step": bucket.frozen_at[i], "is_frozen": True}
             found.append(adamw_hyper(options, bucket.steps[i]) if hit else None)
         return found
+
+    def _before_freezing(self, bucket: FlatBucket) -> None:
+        found = [bucket.exp_avg_sq[where] for where in bucket.ranges()]
+        sums = [floor_of(float(v.sum(dtype=torch.float64)), int(v.count_nonzero())) for v in found]
+        floors = torch.tensor(sums, dtype=torch.float64)
+        self._agree.broadcast(floors)  # machines of different kinds may add up otherwise
+        for variance, floor in zip(found, floors.tolist(), strict=True):
+            variance.copy_(raised(variance, floor))
 
     def _compressed_step(self, bucket: FlatBucket, hits: Sequence[bool], factor: float) -> None:
         self._warn_of_late(bucket, hits)

@@ -67,6 +67,7 @@ class FreezingOptimizer(CompressedOptimizer):
         self.frozen_step = self.num_steps
         for bucket in self._buckets:
             bucket.frozen_at = [max(1, step) for step in bucket.steps]
+            self._before_freezing(bucket)
             exponents = exponents_of(bucket.exp_avg_sq, float(self._options(bucket)["eps"]))
             self.group.broadcast(exponents)  # machines of different kinds may round a root differently
             bucket.set_exponents(exponents)
@@ -74,6 +75,9 @@ class FreezingOptimizer(CompressedOptimizer):
             LOGGER.info(
                 f"{type(self).__name__}: the second moment stays; compressed from step {self.frozen_step + 1} on"
             )
+
+    def _before_freezing(self, bucket: FlatBucket) -> None:
+        """A last change of a bucket's second moment; the same on all ranks."""
 
     def _warn_of_late(self, bucket: FlatBucket, hits: Sequence[bool]) -> None:
         """Parameters whose first gradient comes after the switch have no second moment, and are left alone."""

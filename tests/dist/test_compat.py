@@ -1,0 +1,30 @@
+"""twinflow.compat on two ranks: a pipeline, parameters whose state ranks share, and weights that one rank writes."""
+
+from __future__ import annotations
+
+import compat_cases as cases
+import pytest
+from dist_support import run_ranks
+
+# The first losses of alexnet_pipeline.py with deepspeed 0.19.8: two ranks, gloo.
+ALEXNET = [2.2946712970733643, 2.3250513076782227, 2.30965518951416, 2.284709930419922, 2.3243069648742676]
+
+
+def test_the_pipeline_has_deepspeeds_losses() -> None:
+    first, second = run_ranks(2, cases.alexnet, len(ALEXNET))
+    assert first["losses"] == pytest.approx(ALEXNET, rel=1e-4)
+    assert second == {}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_all_ranks_have_the_whole_state(stage: int) -> None:
+    (alone,) = run_ranks(1, cases.whole_states, 0)
+    assert len(alone) == 4
+    assert alone[2] == [0.25] * 40
+    for found in run_ranks(2, cases.whole_states, stage):
+        for one, other in zip(found, alone, strict=True):
+            assert one == pytest.approx(other, rel=1e-5, abs=1e-7)
+
+
+def test_what_the_modifier_writes_all_ranks_have() -> None:
+    assert run_ranks(2, cases.gathered) == [[7.0] * 3] * 2
