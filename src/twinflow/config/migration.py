@@ -1,0 +1,105 @@
+"""Every key of DeepSpeed's config and what becomes of it here, as the tables of docs/coming-from-deepspeed.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from twinflow.config.fields import HONOURED, UNUSED
+from twinflow.config.messages import dotted
+from twinflow.config.params import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULES
+from twinflow.config.registry import Key, keys
+
+WORKS: Final = "works"
+DIFFERS: Final = "works, with a difference"
+NO_EFFECT: Final = "accepted, no effect"
+REFUSED: Final = "refused unless off"
+STATUSES: Final = (WORKS, DIFFERS, NO_EFFECT, REFUSED)
+
+_BLOCKS: Final = "`initialize` wraps the model's blocks itself; DeepSpeed waits for the model to call its `checkpoint`"
+_NOT_FULLY_SHARD: Final = "stage 3 without offload_param refuses it, because fully_shard divides gradients itself"
+
+# What a key that works does otherwise than in DeepSpeed 0.19.8. Whether a key works at all is the declarations' to say.
+DIFFERENCES: Final[Mapping[str, str]] = {
+    "optimizer.type": "any class of torch.optim runs on the host too; some types of DeepSpeed's are refused, see below",
+    "scheduler.type": "any class of torch.optim.lr_scheduler as well",
+    "zero_optimization.stage": "3 is torch's fully_shard, block by block; it takes our rules, not a torch.optim class",
+    "zero_optimization.offload_optimizer.ratio": (
+        'exact to 128 elements and with any stage, where DeepSpeed needs stage 3; "auto" finds the quickest'
+    ),
+    "zero_optimization.offload_param.device": "offload_optimizer has to be on cpu as well",
+    "activation_checkpointing.partition_activations": _BLOCKS,
+    "activation_checkpointing.cpu_checkpointing": _BLOCKS,
+    "sparse_attention.mode": "`initialize` applies the section to the model; DeepSpeed 0.19 has removed it",
+    "pipeline.stages": "also for a whole model, which is then split; DeepSpeed takes a PipelineModule's own",
+    "pipeline.partition": "also for a whole model; DeepSpeed takes a PipelineModule's own",
+    "tensor_parallel.autotp_size": "ready for our GPT, Llama, Mistral, Qwen2, GPT-2 and BERT; others name a plan",
+    "prescale_gradients": _NOT_FULLY_SHARD,
+    "gradient_predivide_factor": _NOT_FULLY_SHARD,
+}
+
+
+def status(key: Key) -> str:
+    """What becomes of a key, in a few words."""
+    if key.rule.kind == HONOURED:
+        return DIFFERS if dotted(key.path) in DIFFERENCES or key.rule.hints else WORKS
+    return NO_EFFECT if key.rule.kind == UNUSED else REFUSED
+
+
+def deepspeed_keys() -> list[Key]:
+    """The keys that DeepSpeed has too, in the order of declaration."""
+    return [key for key in keys() if not key.rule.ours]
+
+
+def summary() -> str:
+    """How many keys there are of each status, as a table."""
+    counts = Counter(status(key) for key in deepspeed_keys())
+    lines = [f"| {name} | {counts[name]} |" for name in STATUSES]
+    return "\n".join(["| status | keys |", "|---|---:|", *lines, f"| all | {counts.total()} |"]) + "\n"
+
+
+def migration_tables() -> str:
+    """A table for each section of the config, and those of optimizers and schedules."""
+    groups: dict[str, list[Key]] = {}
+    for key in deepspeed_keys():
+        groups.setdefault(key.path[0] if len(key.path) > 1 else "", []).append(key)
+    lines: list[str] = []
+    for name, group in groups.items():
+        lines += [f"### {f'`{name}`' if name else 'At the top'}", "", *_table(group), ""]
+    return "\n".join([*lines, *_choices()]) + "\n"
+
+
+def _table(group: list[Key]) -> Iterator[str]:
+    yield "| key | status | here |"
+    yield "|---|---|---|"
+    for key in group:
+        yield f"| `{dotted(key.path)}` | {status(key)} | {_cell(_text(key))} |"
+
+
+def _text(key: Key) -> str:
+    """What happens, why nothing happens, or what to use instead."""
+    if status(key) != DIFFERS:
+        return key.rule.text
+    told = [key.rule.text, DIFFERENCES.get(dotted(key.path), "")]
+    told += [f'"{value}" is refused: {text}' for value, text in (key.rule.hints or {}).items()]
+    return ". ".join(part[0].upper() + part[1:] for part in told if part)
+
+
+def _choices() -> Iterator[str]:
+    """What `optimizer.type` and `scheduler.type` may be, with options that are not taken as they are."""
+    yield from ["### Optimizers and schedules", "", "| type | status | here |", "|---|---|---|"]
+    for name, options in (*OPTIMIZERS.items(), *SCHEDULES.items()):
+        found = list(keys(options))
+        told = [
+            f"{label}: {', '.join(names)}"
+            for kind, label in ((NO_EFFECT, "no effect"), (REFUSED, "at their defaults only"))
+            if (names := [f"`{dotted(key.path)}`" for key in found if status(key) == kind])
+        ]
+        yield f"| `{name}` | {WORKS} | {'; '.join(told) or 'all options'} |"
+    for name, instead in REFUSED_OPTIMIZERS.items():
+        yield f"| `{name}` | refused | {_cell(instead)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
