@@ -26,6 +26,7 @@ LAYERS = [
     ("build_parallel",),
     ("build",),
     ("models", "bench"),
+    ("compat", "integrations"),
     ("cli",),
     ("__main__",),
 ]

@@ -39,7 +39,7 @@ from twin_support import (
 
 from twinflow.device import _ThreadEvent
 from twinflow.offload.gather import TakenGradient
-from twinflow.optim.loss_scale import dynamic, static
+from twinflow.optim.loss_scale import LossScale, dynamic, static
 from twinflow.rules import RULES
 from twinflow.rules.formats import split
 
@@ -188,6 +188,17 @@ def test_a_step_that_is_not_finite_touches_nothing(how: str, states: str, early:
         train(model, optimizer, range(4, 6))
         assert all(torch.isfinite(value).all() for value in snapshot(model, optimizer).values())
         assert optimizer.metrics()["skipped_steps"] == 1
+
+
+@pytest.mark.parametrize("scale", [None, dynamic(4, 1000, 1, 1.0)], ids=["no scale", "scaled"])
+def test_an_overflow_is_one_of_scaled_gradients(scale: LossScale | None) -> None:
+    model = gpt()
+    with closing(twin(model, skip_nonfinite=True, loss_scale=scale)) as optimizer:
+        assert not optimizer.overflow
+        train(model, optimizer, [0], nan_step=0)
+        assert optimizer.overflow == (scale is not None)
+        train(model, optimizer, [1])
+        assert not optimizer.overflow
 
 
 def test_without_a_gate_a_nan_goes_through_as_in_torch() -> None:

@@ -64,8 +64,8 @@ def export_checkpoint(
     check_name("the folder's name", out.name)
     _check_out(out, replace)
     raw_config = _read_config(config)
-    masters = _masters(found)
-    entries = [_entry(found, name, masters.get(name), DTYPES[dtype]) for name in found.names("model")]
+    masters = masters_of(found)
+    entries = [make_entry(found, name, masters.get(name), DTYPES[dtype]) for name in found.names("model")]
     num_bytes = sum(entry.num_bytes for entry in entries)
     on_bytes = counting(on_progress, num_bytes)
     partial = side_path(out.parent, out.name, "partial")
@@ -124,7 +124,7 @@ def _read_config(path: Path | None) -> bytes | None:
     return raw
 
 
-def _masters(found: Checkpoint) -> dict[str, str]:
+def masters_of(found: Checkpoint) -> dict[str, str]:
     """The weights that have an fp32 master in the checkpoint, and its name in the optimizer's file."""
     if "optimizer" not in found.files():
         return {}
@@ -134,7 +134,8 @@ def _masters(found: Checkpoint) -> dict[str, str]:
     return {name: master for name, master in tensors.items() if master in there}
 
 
-def _entry(found: Checkpoint, name: str, master: str | None, dtype: torch.dtype) -> Entry:
+def make_entry(found: Checkpoint, name: str, master: str | None, dtype: torch.dtype) -> Entry:
+    """One weight of the checkpoint in a dtype, from its master where it has one; read when it is asked for."""
     own = found.dtype("model", name)
     shape = found.shape("model", name)
     if not own.is_floating_point:  # a mask, a counter

@@ -52,6 +52,9 @@ def launch(
         _option("master_port", f"The port there. Default: {DEFAULT_PORT}; a free one where all is on this machine."),
     ] = None,
     module: Annotated[bool, _option("module", "The script is a module, as in python -m.")] = False,
+    compat: Annotated[
+        bool, _option("compat", "The script is for DeepSpeed: `import deepspeed` gives it twinflow.")
+    ] = False,
     max_restarts: Annotated[int, _option("max_restarts", "Start all ranks again after a failure, so many times.")] = 0,
     dry_run: Annotated[bool, _option("dry_run", "Print the commands, one a line, and start nothing.")] = False,
 ) -> None:
@@ -60,7 +63,7 @@ def launch(
     The first rank that fails ends all of them, is named, and gives the exit code.
     """
     try:
-        program = make_program(script, tuple(arguments or ()), module)
+        program = replace(make_program(script, tuple(arguments or ()), module), compat=compat)
         check_counts(num_gpus, num_procs, num_nodes, hostfile)
         if hostfile is None:
             pool = local_pool(num_gpus, num_procs, torch.cuda.device_count())

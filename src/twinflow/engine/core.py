@@ -8,7 +8,7 @@ moment where somebody looks at them or the next backward needs the loss scale. B
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +21,9 @@ from twinflow.activations import Handle
 from twinflow.checkpoint import Entry, export_weights
 from twinflow.dist.agree import gather_json
 from twinflow.engine import restore, state
+from twinflow.engine.answers import Answers, instead
 from twinflow.engine.background import BackgroundSave
 from twinflow.engine.loader import ResumableLoader
-from twinflow.engine.place import Place
 from twinflow.engine.reports import Reports
 from twinflow.engine.settings import EngineSettings
 from twinflow.engine.values import cast_floats
@@ -34,7 +34,7 @@ from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel.tensor import same_randoms
 
 
-class Engine(Place):
+class Engine(Answers):
     """One model, its optimizer and what belongs to them. Attributes it does not have are the module's."""
 
     def __init__(
@@ -57,6 +57,7 @@ class Engine(Place):
         self._is_pending = False  # the last step's outcome has not been looked at
         self._was_boundary = False
         self.part = 0  # micro-batches of the step under way
+        self._is_last: bool | None = None  # whether the caller has said that this one is the last of them
         self._lr_kwargs: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -65,7 +66,9 @@ class Engine(Place):
         try:
             return getattr(self.module, name)
         except AttributeError:
-            raise AttributeError(f"neither the engine nor its module has an attribute {name!r}") from None
+            raise AttributeError(
+                f"neither the engine nor its module has an attribute {name!r}{instead(name)}"
+            ) from None
 
     # The loop.
 
@@ -200,7 +203,12 @@ class Engine(Place):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way is the last of its step."""
-        return self.part + 1 >= self.gradient_accumulation_steps()
+        return self.part + 1 >= self.gradient_accumulation_steps() if self._is_last is None else self._is_last
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the micro-batch under way is the last of its step, from now on until said otherwise; None: the
+        engine counts. A step may have fewer than the config's number of them, and not more."""
+        self._is_last = is_boundary
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` changed the model."""
@@ -249,14 +257,6 @@ class Engine(Place):
         """Momentum, or betas, of each param group."""
         self._settle()
         return [group.get("betas", group.get("momentum")) for group in self._need_optimizer().param_groups]
-
-    def get_global_grad_norm(self) -> float | None:
-        """Norm of the last step's gradients before clipping; waits until it is known."""
-        return self.optimizer.grad_norm if self.optimizer is not None else None
-
-    def loss_scale(self) -> float:
-        """What the next loss is multiplied with."""
-        return self.optimizer.loss_scale if self.optimizer is not None else 1.0
 
     # Checkpoints.
 
@@ -341,19 +341,7 @@ class Engine(Place):
         export_weights(entries, folder / save_filename)
         return True
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The module's parameters, with every update in them that is due."""
-        return (param for _, param in self.named_parameters(recurse=recurse))
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same with their names."""
-        if self.optimizer is not None and self.optimizer.runtime.job is None:  # not in the middle of a step
-            self.optimizer.wait()
-        return self.module.named_parameters(*args, **kwargs)
-
-    def module_state_dict(self) -> dict[str, Any]:
-        """The module's state dict, with every update in it that is due."""
-        return self.module.state_dict()
+    save_fp16_model = save_16bit_model
 
     # The rest.
 

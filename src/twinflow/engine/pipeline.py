@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -52,6 +52,7 @@ class PipelineEngine(Engine):
         self._wire, self._ties, self._deferral = links.wire, links.ties, links.deferral
         self._runners: dict[int, Runner] = {}  # by micro-batches
         self._batches: Iterator[Any] | None = None  # of the engine's own loader
+        self._batch_fn: Callable[[Any], Any] | None = None  # from what it gives to (inputs, target)
 
     # The loop.
 
@@ -134,13 +135,15 @@ class PipelineEngine(Engine):
             raise
 
     def _own_batches(self) -> Iterator[Any]:
-        if self.training_dataloader is None:
-            raise bad_value("data_iter", None, "an iterator of (inputs, target), or training_data for initialize()")
         if self._batches is None:
+            if self.training_dataloader is None:
+                raise bad_value("data_iter", None, "an iterator of (inputs, target), or training_data for initialize()")
             self._batches = _again_and_again(self.training_dataloader)
         return self._batches
 
     def _placed(self, batch: Any) -> tuple[Any, Any]:
+        if self._batch_fn is not None:
+            batch = self._batch_fn(batch)
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise bad_value("a micro-batch", type(batch).__name__, "a pair: inputs (a tensor or a tuple), and target")
         inputs, target = (to_device(part, self.device) for part in batch)
@@ -169,7 +172,28 @@ class PipelineEngine(Engine):
         """Not for a pipeline."""
         _refuse("step")
 
+    # Where batches come from.
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """What `train_batch()` takes batches from, epoch after epoch, where it is given nothing."""
+        self.training_dataloader, self._batches = loader, None
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """The same for an iterator, until it ends."""
+        self._batches = iterator
+
+    def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
+        """What makes a pair of inputs and target of a batch; None: it is one."""
+        self._batch_fn = fn
+
+    def reset_activation_shape(self) -> None:
+        """Nothing to do: stages tell each other the shapes that come."""
+
     # What it knows.
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """Which rank of the pipeline this is."""
+        return self.module.index
 
     def is_first_stage(self) -> bool:
         """Whether inputs are needed here."""

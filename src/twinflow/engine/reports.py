@@ -56,7 +56,7 @@ class Reports:
         timers: Timers | None = None,
         profiler: Profiler | None = None,
     ) -> None:
-        self._every, self._writer, self._timers, self._profiler = steps_per_print, writer, timers, profiler
+        self.every, self._writer, self._timers, self._profiler = steps_per_print, writer, timers, profiler
         self._loss: Tensor | None = None  # of the step under way
         self._late: deque[_Late] = deque()
         self._waited_s = 0.0  # by all forwards so far
@@ -80,7 +80,7 @@ class Reports:
 
     def add_loss(self, loss: Tensor) -> None:
         """A micro-batch's share of the step's loss."""
-        if self._writer is not None or self._every:
+        if self._writer is not None or self.every:
             loss = loss.detach().float()
             self._loss = loss if self._loss is None else self._loss + loss
 
@@ -101,7 +101,7 @@ class Reports:
             scale = engine.optimizer.current_loss_scale if engine.optimizer is not None else 1.0
             self._late.append(_Late(engine.global_samples, late, lr, scale))
             self._write(all_of_them=False)
-        if self._every and engine.global_steps % self._every == 0:
+        if self.every and engine.global_steps % self.every == 0:
             self._print(engine, late)
 
     def _print(self, engine: Engine, loss: LateScalar) -> None:
@@ -118,6 +118,17 @@ class Reports:
             late = self._late.popleft()
             tags = {"train_loss": late.loss.get(), "lr": late.lr, "loss_scale": late.loss_scale}
             self._writer.write([(f"Train/Samples/{tag}", value, late.samples) for tag, value in tags.items()])
+
+    @property
+    def writes(self) -> bool:
+        """Whether there is a monitor here."""
+        return self._writer is not None
+
+    def write(self, events: Sequence[tuple[str, float, int]]) -> None:
+        """Numbers of the user's own, after those of the steps before."""
+        if self._writer is not None:
+            self._write(all_of_them=True)
+            self._writer.write(events)
 
     def close(self) -> None:
         """Write what is still on its way."""

@@ -24,6 +24,7 @@ class Program:
     module: bool = False
     python: str = "python"
     directory: str = "."
+    compat: bool = False  # written for DeepSpeed: `import deepspeed` is twinflow
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def _torchrun(host: Host, node_rank: int, num_nodes: int, program: Program, meet
     }
     words = [f"{name}={value}" for name, value in options.items()]
     worker = ["-m", "twinflow.launch.worker", *([f"--attempt={meeting.attempt}"] if meeting.attempt else [])]
-    worker += [*(["--module"] if program.module else []), program.script]
+    worker += [*(["--compat"] if program.compat else []), *(["--module"] if program.module else []), program.script]
     return [program.python, "-m", "torch.distributed.run", *words, *worker, *program.arguments]
 
 

@@ -128,12 +128,14 @@ def _wait(child: subprocess.Popen[bytes], stop: Stop) -> int:
 
 
 def main() -> None:
-    """`python -m twinflow.launch.worker [--attempt=N] [--module] script arguments`, by torchrun."""
+    """`python -m twinflow.launch.worker [--attempt=N] [--compat] [--module] script arguments`, by torchrun."""
     words = sys.argv[1:]
     if words[0].startswith("--attempt="):  # a torchrun that the launcher has started again counts from 0
         os.environ["TORCHELASTIC_RESTART_COUNT"] = words.pop(0).partition("=")[2]
+    compat = ["-m", "twinflow.compat"] if words[0] == "--compat" else []
+    words = words[bool(compat) :]
     module = words[0] == "--module"
-    argv = [sys.executable, "-u", *(["-m"] if module else []), *words[module:]]
+    argv = [sys.executable, "-u", *compat, *(["-m"] if module else []), *words[module:]]
     sys.exit(run_rank(argv, int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))))
 
 

@@ -132,7 +132,7 @@ class TwinOptimizer(Optimizer):
         self.ratio, self.placement = ratio, placement
         self._auto: AutoPlacement | None = None
         self.trace = Trace()
-        self._loss_scale = loss_scale or static(1.0)
+        self._loss_scale, self._scales_loss = loss_scale or static(1.0), loss_scale is not None
         self.num_steps = self.num_skipped = 0
         self._is_stateless = False  # SGD without momentum
         self._was_applied = False  # the last step
@@ -321,6 +321,11 @@ class TwinOptimizer(Optimizer):
         """Whether the last step changed anything; waits until that is known."""
         self._read_decision()
         return self._was_applied
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because scaled gradients were too large; never without a loss scale."""
+        return self._scales_loss and self.num_steps > 0 and not self.was_applied
 
     @property
     def loss_scale(self) -> float:

@@ -1,0 +1,73 @@
+"""`deepspeed.runtime.config` and `deepspeed.runtime.zero.config`: a config as an object with their attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, IntEnum
+from typing import Any
+
+from twinflow.compat.comm import get_world_size
+from twinflow.config import load_config, resolve_batch
+from twinflow.config.read import read_source
+from twinflow.config.zero import ZeroOptimization
+from twinflow.errors import bad_value
+
+DeepSpeedConfigError = ValueError
+
+
+class ZeroStageEnum(IntEnum):
+    """What ranks share."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+class OffloadDeviceEnum(str, Enum):
+    """Where things can live."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class DeepSpeedConfig:
+    """A config, checked, its batch sizes worked out; other attributes are those of twinflow's `Config`."""
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+        for name, value in (("mpu", mpu), ("mesh_device", mesh_device)):
+            if value is not None:
+                raise bad_value(name, type(value).__name__, "None", "initialize() makes the groups of ranks.")
+        self._param_dict: Mapping[str, Any] = read_source(config)[1]
+        self._config = parsed = load_config(config)
+        batch = resolve_batch(parsed, get_world_size())
+        self.train_batch_size, self.train_micro_batch_size_per_gpu = batch.train_batch_size, batch.micro_batch_size
+        self.gradient_accumulation_steps = batch.accumulation_steps
+        self.zero_config = parsed.zero_optimization
+        self.zero_optimization_stage = self.zero_config.stage
+        self.zero_enabled = self.zero_optimization_stage > 0
+        self.float16_config, self.bfloat16_config = parsed.fp16, parsed.bf16
+        self.optimizer_name = parsed.optimizer.type.lower() if parsed.optimizer is not None else None
+        self.optimizer_params = dict(parsed.optimizer.params) if parsed.optimizer is not None else None
+        self.scheduler_name = parsed.scheduler.type if parsed.scheduler is not None else None
+        self.scheduler_params = dict(parsed.scheduler.params) if parsed.scheduler is not None else None
+        self.activation_checkpointing_config = parsed.activation_checkpointing
+        self.flops_profiler_config = parsed.flops_profiler
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._config, name)
+
+    def print_user_config(self) -> None:
+        """The config as it is, every default filled in."""
+        print(self._config.model_dump_json(indent=2))
+
+    print = print_user_config
+
+
+def get_zero_config(param_dict: Mapping[str, Any]) -> ZeroOptimization:
+    """The section of a whole config."""
+    return load_config({"zero_optimization": param_dict.get("zero_optimization", {})}).zero_optimization

@@ -1,0 +1,190 @@
+"""How `import deepspeed` finds the names of names.py: modules made of the table, a finder, and a distribution.
+
+A name is looked up when it is first asked for. Every module counts as a package: only then does Python come back to the
+finder for `from deepspeed.x import y` where there is no y, and the reason can be told.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from os import PathLike
+from types import ModuleType
+from typing import Any
+
+from twinflow.compat.names import ALIASES, TABLE, VERSION, Entry, Ours, Refused, Through
+
+NAME = "deepspeed"
+_DOCS = "docs/compat.md lists all names"
+
+
+class CompatModule(ModuleType):
+    """One module of the table."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"{NAME}.{path}" if path else NAME, f"twinflow under the names of DeepSpeed {VERSION}.")
+        self._path = path
+        self.__path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__version__":
+            raise AttributeError(name)
+        found = self._find(name)
+        if found is None:
+            raise AttributeError(missing(self._path, name))
+        setattr(self, name, found[0])
+        return found[0]
+
+    def _find(self, name: str) -> tuple[Any] | None:
+        """What a name stands for, in a tuple; None where it stands for nothing."""
+        entry = entries(self._path).get(name)
+        below = join(self._path, name)
+        if isinstance(entry, Ours):
+            return (entry.resolve(),)
+        if entry is None and is_module(below):
+            return (module_at(below),)
+        through = entries(self._path).get("*")
+        if entry is None and isinstance(through, Through):
+            source = importlib.import_module(through.module)
+            return (getattr(source, name),) if hasattr(source, name) else None
+        return None
+
+    def __dir__(self) -> list[str]:
+        own = [name for name, entry in entries(self._path).items() if isinstance(entry, Ours)]
+        return sorted({*own, *children(self._path)})
+
+
+def entries(path: str) -> Mapping[str, Entry]:
+    """Of one module, by name."""
+    return TABLE.get(real_path(path), {})
+
+
+def real_path(path: str) -> str:
+    """Where the table has a module: some have two names."""
+    for alias, path_of_it in ALIASES.items():
+        if path == alias or path.startswith(f"{alias}."):
+            return path_of_it + path[len(alias) :]
+    return path
+
+
+def is_module(path: str) -> bool:
+    """Whether there is such a module, or one below it."""
+    real = real_path(path)
+    return any(name == real or name.startswith(f"{real}.") for name in (*TABLE, *ALIASES))
+
+
+def children(path: str) -> list[str]:
+    """Names of the modules just below one."""
+    real = real_path(path)
+    start = f"{real}." if real else ""
+    return sorted({name[len(start) :].split(".")[0] for name in (*TABLE, *ALIASES) if name.startswith(start)} - {""})
+
+
+def join(path: str, name: str) -> str:
+    """The path of a module below another."""
+    return f"{path}.{name}" if path else name
+
+
+def missing(path: str, name: str) -> str:
+    """Why a name is not there, and what to use."""
+    whole, entry = f"{NAME}.{join(path, name)}", entries(path).get(name)
+    if isinstance(entry, Refused):
+        return f"{whole} is not there in twinflow.compat; {entry.remedy}"
+    known = sorted({*(key for key, one in entries(path).items() if isinstance(one, Ours)), *children(path)})
+    near = get_close_matches(name, {*known, *entries(path)}, 1)
+    hint = f"Did you mean {near[0]}?" if near else f"There is: {', '.join(known)}."
+    return f"{whole} is not there in twinflow.compat. {hint} {_DOCS}; for DeepSpeed itself, run without twinflow.compat"
+
+
+def module_at(path: str) -> CompatModule:
+    """The one module of a path: below the top, which is twinflow.compat.deepspeed."""
+    if not path:
+        top = importlib.import_module("twinflow.compat.deepspeed")
+        assert isinstance(top, CompatModule)
+        return top
+    real = real_path(path)
+    if real != path:
+        return module_at(real)
+    parent, _, last = path.rpartition(".")
+    above = module_at(parent)
+    if last not in vars(above):
+        setattr(above, last, CompatModule(path))
+    found: CompatModule = vars(above)[last]
+    return found
+
+
+class CompatFinder(Loader):
+    """On sys.meta_path: answers for deepspeed and all below it, and for its version."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        """A spec for a module that there is; for another below deepspeed an ImportError that says what to use."""
+        top, _, below = fullname.partition(".")
+        if top != NAME:
+            return None
+        if is_module(below) or not below:
+            return ModuleSpec(fullname, self, is_package=True)
+        refused = _refused_above(below)
+        raise ModuleNotFoundError(missing(*refused) if refused else missing(*_split(below)))
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module of the table; the same one under both of its names."""
+        return module_at(spec.name.partition(".")[2])
+
+    def exec_module(self, module: ModuleType) -> None:
+        """There is nothing to run."""
+
+    def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
+        """For importlib.metadata: libraries ask for DeepSpeed's version before they import it."""
+        name = getattr(context, "name", None)
+        return [CompatDistribution()] if name in (None, NAME) else []
+
+    def invalidate_caches(self) -> None:
+        """Nothing is cached."""
+
+
+def _refused_above(path: str) -> tuple[str, str] | None:
+    """The first part of a path that is refused by name: where, and what."""
+    parts = path.split(".")
+    for i in range(len(parts)):
+        above = ".".join(parts[:i])
+        if isinstance(entries(above).get(parts[i]), Refused):
+            return above, parts[i]
+    return None
+
+
+def _split(path: str) -> tuple[str, str]:
+    above, _, last = path.rpartition(".")
+    return above, last
+
+
+class CompatDistribution(importlib.metadata.Distribution):
+    """What importlib.metadata tells of `deepspeed`."""
+
+    def read_text(self, filename: str | PathLike[str]) -> str | None:
+        """Name and version, as the file of an installed package has them."""
+        if str(filename) != "METADATA":
+            return None
+        return f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\nSummary: twinflow.compat, not DeepSpeed\n"
+
+    def locate_file(self, path: str | PathLike[str]) -> Any:
+        """There are no files."""
+        raise FileNotFoundError(str(path))
+
+
+def all_names() -> Iterator[tuple[str, Entry]]:
+    """Every name of the table with its full path, for docs and tests."""
+    for path, names in TABLE.items():
+        for name, entry in names.items():
+            yield f"{NAME}.{join(path, name)}", entry
+
+
+def make_top() -> CompatModule:
+    """The module `deepspeed`, for twinflow.compat.deepspeed to put in its own place."""
+    top = CompatModule("")
+    sys.modules["twinflow.compat.deepspeed"] = top
+    return top

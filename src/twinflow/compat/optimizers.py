@@ -1,0 +1,177 @@
+"""DeepSpeed's optimizers by name, for use alone; given to `initialize`, they only say which rule and options to use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from twinflow.errors import bad_value
+from twinflow.optim.host import HostAdagrad, HostAdamW, HostLion
+from twinflow.rules import ADAM, ADAMW
+
+_OPTIONS = ("lr", "betas", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "maximize")
+
+
+class Named(Optimizer):
+    """An optimizer that says which of our rules it is."""
+
+    _rule_name: str
+
+    @property
+    def rule_name(self) -> str | None:
+        """In a config; None where this very optimizer has to go on, with the state that it has."""
+        return None if self.state or getattr(self, "states", "fp32") != "fp32" else self._rule_name
+
+    def options(self) -> dict[str, Any]:
+        """Its defaults, as `optimizer.params` has them."""
+        return {name: self.defaults[name] for name in _OPTIONS if name in self.defaults}
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Its parameter groups, with the options that a rule has."""
+        kept = ("params", "param_names", "initial_lr", *_OPTIONS)
+        return [{name: value for name, value in group.items() if name in kept} for group in self.param_groups]
+
+
+class DeepSpeedCPUAdam(Named, HostAdamW):
+    """AdamW, or Adam with `adamw_mode=False`, on CPU tensors.
+
+    Half-precision parameters get an fp32 master, which DeepSpeed's do not. Without `fp32_optimizer_states` moments are
+    bf16, the second one rounded stochastically.
+    """
+
+    def __init__(
+        self,
+        model_params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        _refuse_modes(bias_correction, amsgrad)
+        self.rule = ADAMW if adamw_mode else ADAM
+        self._rule_name, self.adam_w_mode = ("adamw" if adamw_mode else "adam"), adamw_mode
+        HostAdamW.__init__(
+            self, model_params, lr, betas, eps, weight_decay, states="fp32" if fp32_optimizer_states else "bf16"
+        )
+
+    def options(self) -> dict[str, Any]:
+        """Its defaults; a config says with `adam_w_mode` what "adam" means."""
+        return {**super().options(), "adam_w_mode": self.adam_w_mode}
+
+
+class DeepSpeedCPUAdagrad(Named, HostAdagrad):
+    """Adagrad on CPU tensors."""
+
+    _rule_name = "adagrad"
+
+    def __init__(
+        self,
+        model_params: ParamsT,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        _refuse_modes(True, amsgrad)
+        states = "fp32" if fp32_optimizer_states else "bf16"
+        HostAdagrad.__init__(self, model_params, lr, weight_decay=weight_decay, eps=eps, states=states)
+
+
+class DeepSpeedCPULion(Named, HostLion):
+    """Lion on CPU tensors."""
+
+    _rule_name = "lion"
+
+    def __init__(
+        self,
+        model_params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        states = "fp32" if fp32_optimizer_states else "bf16"
+        HostLion.__init__(self, model_params, lr, betas, weight_decay, states=states)
+
+
+class FusedAdam(Named, torch.optim.Adam):
+    """torch's Adam, decoupled weight decay unless `adam_w_mode` is false: fused on a GPU, and on a CPU."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        _refuse_modes(bias_correction, amsgrad)
+        self._rule_name = "adamw" if adam_w_mode else "adam"
+        self.adam_w_mode, self.set_grad_none = adam_w_mode, set_grad_none
+        torch.optim.Adam.__init__(
+            self, params, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=adam_w_mode
+        )
+
+    def options(self) -> dict[str, Any]:
+        """Its defaults; a config says with `adam_w_mode` what "adam" means."""
+        return {**super().options(), "adam_w_mode": self.adam_w_mode}
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop gradients, or fill them with zeros where `set_grad_none` is false."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+class FusedLion(Named):
+    """Lion in plain torch operations, wherever the parameters are."""
+
+    _rule_name = "lion"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        self.set_grad_none = set_grad_none
+        Optimizer.__init__(self, params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            lr, (first, second) = group["lr"], group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                momentum = state.setdefault("exp_avg", torch.zeros_like(param))
+                param.mul_(1.0 - lr * group["weight_decay"])
+                param.add_(momentum.lerp(param.grad, 1.0 - first).sign_(), alpha=-lr)
+                momentum.lerp_(param.grad, 1.0 - second)
+        return loss
+
+
+def _refuse_modes(bias_correction: bool, amsgrad: bool) -> None:
+    if not bias_correction:
+        raise bad_value("bias_correction", bias_correction, [True], "Bias correction is always on.")
+    if amsgrad:
+        remedy = "DeepSpeed ignores it; build torch.optim.AdamW(..., amsgrad=True) to have it."
+        raise bad_value("amsgrad", amsgrad, [False], remedy)

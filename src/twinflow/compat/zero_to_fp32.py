@@ -1,0 +1,62 @@
+"""`deepspeed.utils.zero_to_fp32`: fp32 weights out of a checkpoint that the engine saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from twinflow.checkpoint import exporting
+from twinflow.checkpoint.exporting import export_checkpoint, find_checkpoint
+from twinflow.errors import bad_value
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, Tensor]:
+    """The weights of a checkpoint in fp32, on the host: from masters where there are some, whatever ranks saved it."""
+    if lazy_mode:
+        remedy = "convert_zero_checkpoint_to_fp32_state_dict() writes files with one tensor in memory at a time."
+        raise bad_value("lazy_mode", True, [False], remedy)
+    found = find_checkpoint(Path(checkpoint_dir), tag)
+    masters = exporting.masters_of(found)
+    trained = set(found.meta.get("optimizer_state") or {})
+    names = [name for name in found.names("model") if not exclude_frozen_parameters or name in trained]
+    weights = {name: exporting.make_entry(found, name, masters.get(name), torch.float32).read() for name in names}
+    aliases = found.meta.get("aliases") or {}
+    return weights | {name: weights[first] for name, first in aliases.items() if first in weights}
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: str | int = "5GB",
+    safe_serialization: bool = True,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """The same as safetensors files in a folder, as `twinflow export` writes them; nothing is pickled."""
+    if exclude_frozen_parameters:
+        raise bad_value("exclude_frozen_parameters", True, [False], "Leave them out with save_checkpoint().")
+    export_checkpoint(Path(checkpoint_dir), Path(output_dir), tag, shard_bytes=_bytes(max_shard_size))
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> nn.Module:
+    """A model on the host with a checkpoint's weights; parameters that the checkpoint does not have stay."""
+    model = model.cpu()
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def _bytes(size: str | int) -> int:
+    if isinstance(size, int):
+        return size
+    number, unit = size[:-2], size[-2:].upper()
+    if unit not in _UNITS or not number.isdigit():
+        raise bad_value("max_shard_size", size, "bytes, or a number with KB, MB, GB or TB, like 5GB")
+    return int(number) * _UNITS[unit]

@@ -1,0 +1,162 @@
+"""`import deepspeed` as twinflow: what is found, what is refused with which words, and that it is only when asked."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from twinflow import compat
+from twinflow.cli.launch import CONTEXT, launch
+from twinflow.compat import __main__ as command
+from twinflow.compat.finder import CompatFinder, all_names, missing
+from twinflow.compat.names import ALIASES, TABLE, Ours, Refused
+from twinflow.compat.table import markdown
+
+DOCS = Path(__file__).parents[2] / "docs" / "compat.md"
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    compat.install()
+    yield
+    compat.uninstall()
+
+
+def test_nothing_is_there_until_it_is_asked_for() -> None:
+    assert not any(isinstance(finder, CompatFinder) for finder in sys.meta_path)
+    code = (
+        "import importlib.util, sys, twinflow.compat\n"
+        "before = importlib.util.find_spec('deepspeed')\n"
+        "assert 'twinflow' not in str(before), before\n"
+        "twinflow.compat.install()\n"
+        "import deepspeed\n"
+        "assert deepspeed.__version__ == '0.19.8', deepspeed\n"
+        "assert 'torch' not in sys.modules, 'names are looked up when they are used'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def known_version() -> str | None:
+    try:
+        return importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def test_libraries_that_look_for_it_find_it() -> None:
+    before = known_version()  # of a real one, where the tests run beside it
+    compat.install()
+    assert importlib.util.find_spec("deepspeed") is not None
+    assert importlib.util.find_spec("deepspeed.ops.adam") is not None
+    assert importlib.metadata.version("deepspeed") == compat.VERSION
+    assert importlib.metadata.metadata("deepspeed")["Name"] == "deepspeed"
+    assert importlib.metadata.version("torch")  # others are found as before
+    compat.uninstall()
+    assert "deepspeed" not in sys.modules
+    assert known_version() == before
+
+
+def test_the_real_one_is_not_pushed_aside_once_it_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
+    with pytest.raises(RuntimeError, match="imported already"):
+        compat.install()
+
+
+@pytest.mark.parametrize("path", [path for path in TABLE if path])
+def test_every_module_is_imported_by_name(path: str, installed: None) -> None:
+    module = importlib.import_module(f"deepspeed.{path}")
+    top = importlib.import_module("deepspeed")
+    for part in path.split("."):
+        top = getattr(top, part)
+    assert module is top
+    for name, entry in TABLE[path].items():
+        if isinstance(entry, Ours):
+            assert getattr(module, name) is entry.resolve()
+            assert name in dir(module)
+
+
+def test_a_module_with_two_names_is_one_module(installed: None) -> None:
+    for alias, path in ALIASES.items():
+        assert importlib.import_module(f"deepspeed.{alias}") is importlib.import_module(f"deepspeed.{path}")
+    assert importlib.import_module("twinflow.compat.deepspeed") is importlib.import_module("deepspeed")
+
+
+@pytest.mark.parametrize(("name", "entry"), [pair for pair in all_names() if isinstance(pair[1], Refused)])
+def test_what_is_refused_says_what_to_use(name: str, entry: Refused, installed: None) -> None:
+    above, _, last = name.rpartition(".")
+    module = importlib.import_module(above)
+    with pytest.raises(AttributeError) as error:
+        getattr(module, last)
+    assert entry.remedy in str(error.value)
+    with pytest.raises(ImportError) as imported:
+        exec(f"from {above} import {last}")
+    assert entry.remedy in str(imported.value)
+    with pytest.raises(ImportError, match="not there in twinflow"):
+        importlib.import_module(f"{name}.deeper")
+    assert not hasattr(module, last)
+
+
+def test_a_name_that_nobody_knows(installed: None) -> None:
+    with pytest.raises(AttributeError, match=r"deepspeed\.initialise is not there.*Did you mean initialize\?"):
+        _ = importlib.import_module("deepspeed").initialise
+    with pytest.raises(ImportError, match=r"ops\.adam\.FusedAdm is not there.*Did you mean FusedAdam\?"):
+        exec("from deepspeed.ops.adam import FusedAdm")
+    assert "There is: DeepSpeedCPULion" in missing("ops.lion", "zzz")
+
+
+def test_the_docs_have_the_table() -> None:
+    assert markdown() in DOCS.read_text(), (
+        "run python -m twinflow.compat.table, and put what it prints into docs/compat.md"
+    )
+
+
+# The command.
+
+
+def test_a_script_runs_as_main_with_its_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "beside.py").write_text("VALUE = 3\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, beside, deepspeed\n"
+        "print(__name__, sys.argv[1:], beside.VALUE, deepspeed.__version__, os.environ['LOCAL_RANK'])\n"
+    )
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in command.alone():
+        monkeypatch.setenv(name, "")  # so that it is taken away afterwards
+        monkeypatch.delenv(name)
+    command.main([str(script), "--deepspeed_config", "a b"])
+    compat.uninstall()
+    assert capsys.readouterr().out == "__main__ ['--deepspeed_config', 'a b'] 3 0.19.8 0\n"
+
+
+@pytest.mark.parametrize(("words", "error"), [([], "no script"), (["-m"], "no module"), (["gone.py"], "gone.py")])
+def test_a_command_without_a_script(words: list[str], error: str) -> None:
+    with pytest.raises(SystemExit, match=error):
+        command.main(words)
+    compat.uninstall()
+
+
+def test_the_launcher_hands_it_on(tmp_path: Path) -> None:
+    script = tmp_path / "x.py"
+    script.write_text("")
+    app = typer.Typer()
+    app.command(context_settings=CONTEXT)(launch)
+    for options, found in ((["--compat"], True), ([], False)):
+        words = [*options, "--num_procs", "2", "--dry_run", str(script), "--compat"]
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.output
+        assert (f"twinflow.launch.worker --compat {script} --compat" in result.output) is found
+        assert result.output.strip().endswith(f"{script} --compat")
