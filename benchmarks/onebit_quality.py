@@ -202,8 +202,9 @@ def launch(**order: Any) -> dict[str, Any]:
 
 
 def measure(parts: list[str], seeds: list[int], is_tiny: bool) -> list[dict[str, Any]]:
-    """Rows, each with the plain optimizer's loss where there is one; two runs at a time."""
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+    """Rows, each with the plain optimizer's loss where there is one; as many runs at a time as cores allow."""
+    at_once = max(2, (os.cpu_count() or 1) // WORLD)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
         start = str(Path(folder) / "start.pt")
 
         def go(name: str, seed: int, lr: float, begins: str | None = None, ends: str | None = None) -> Future[Any]:

@@ -1,14 +1,21 @@
-"""The sweep of `sparse_attention.py --tune`: tiles, warps and stages of our kernels, each kernel timed alone."""
+"""The sweep of `sparse_attention.py --tune`: tiles, warps, stages and variants of our kernels, each kernel timed alone.
+
+Each kernel of each shape is swept in a process of its own, which is given up where it breaks or stands still: what the
+candidate after the last result did to the GPU does not harm the others.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from sparse_common import (
@@ -32,30 +39,71 @@ from twinflow.attention.extras import Extras, Sizes
 from twinflow.attention.launch import Call
 from twinflow.attention.tuning import Tuning, tunings_for
 
-PATTERNS = ("bigbird", "random 10%")
+PATTERNS = ("bigbird", "longformer", "fixed", "random 10%")
+COMPILED = ("bigbird", "random 10%")  # the others have the same kernels
 KERNELS = ("forward", "queries", "keys")
-KEYS = ("shape", "pattern", "kernel")
-NUMBERS = ("tile_rows", "tile_cols", "num_warps", "num_stages", "max_registers")
-BEST = 5  # of a kernel, that are printed
+KEYS = ("shape", "kernel")
+BEST = 8  # of a kernel, that are printed beside the table's
+PATIENCE_S = 60.0  # for one result, the process's start included
 
-# Rows, columns, warps, stages, registers.
-FORWARD = (
-    (128, 64, 4, 3), (128, 64, 4, 2), (128, 64, 8, 3), (128, 64, 8, 3, 128), (128, 64, 8, 2), (128, 64, 8, 4),
-    (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (128, 32, 4, 4),
-)  # fmt: skip
-BACKWARD = (
-    (128, 64, 8, 3), (128, 64, 8, 3, 128), (128, 64, 8, 2), (128, 64, 4, 2), (128, 128, 8, 2), (64, 64, 4, 3),
-    (64, 64, 4, 2), (64, 64, 8, 3), (64, 128, 8, 2), (64, 128, 4, 2), (128, 32, 8, 3), (64, 32, 4, 3),
-)  # fmt: skip
-INTERPRETED = ((32, 32, 4, 1),)
+Case = tuple[str, Tuning]
+Numbers = tuple[int, ...]
+
+TMA: Row = {"tma": True}
+
+# Rows, columns, warps, stages, registers; and variants.
+Given = tuple[Numbers, tuple[Row, ...]]
+WIDE: dict[str, tuple[Given, ...]] = {
+    "forward": (
+        ((64, 64, 4, 3), ({}, TMA)),
+        ((64, 32, 4, 3), (TMA,)),
+        ((64, 64, 4, 1), (TMA,)),
+        ((64, 128, 4, 1, 168), (TMA,)),
+    ),
+    "queries": (
+        ((64, 64, 4, 2), (TMA)),
+        ((128, 64, 8, 3), ({},)),
+        ((64, 32, 4, 2), (TMA,)),
+        ((64, 64, 4, 1, 168), (TMA,)),
+        ((64, 128, 4, 1), (TMA,)),
+    ),
+    "keys": (
+        ((64, 64, 4, 2), ({}, TMA)),
+        ((128, 64, 8, 3), ({}, TMA)),
+        ((64, 32, 4, 2), (TMA,)),
+        ((64, 32, 4, 3), (TMA,)),
+    ),
+}
+NARROW: dict[str, tuple[Given, ...]] = {
+    "forward": (
+        ((64, 64, 4, 3), ({},)),
+        ((64, 128, 4, 2), (TMA)),
+        ((64, 128, 4, 3), (TMA,)),
+        ((64, 128, 4, 1, 128), (TMA,)),
+    ),
+    "queries": (
+        ((128, 64, 8, 3, 128), ({}, TMA)),
+        ((64, 64, 4, 3), (TMA)),
+        ((64, 64, 4, 2), (TMA,)),
+        ((64, 64, 4, 1), (TMA,)),
+    ),
+    "keys": (
+        ((64, 64, 4, 3), ({},)),
+        ((64, 128, 4, 2), ({}, TMA)),
+        ((64, 64, 4, 2, 168), (TMA,)),
+    ),
+}
+INTERPRETED: tuple[Given, ...] = (((32, 32, 4, 1), ({}, TMA)),)
 
 
 def candidates(scale: Scale, shape: Shape, kernel: str) -> list[Tuning]:
     """The table's first, then the others."""
-    known: Tuning = getattr(tunings_for(shape.head_dim, scale.dtype), kernel)
-    given: tuple[tuple[int, ...], ...] = FORWARD if kernel == "forward" else BACKWARD
-    given = given if scale.device == "cuda" else INTERPRETED
-    return [known, *(tuning for tuning in (Tuning(*numbers) for numbers in given) if tuning != known)]
+    known = replace(getattr(tunings_for(shape.head_dim, scale.dtype), kernel), otherwise=None)
+    given = INTERPRETED
+    if scale.device == "cuda":
+        given = (WIDE if shape.head_dim > 64 else NARROW)[kernel]
+    found = [Tuning(*numbers, **more) for numbers, variants in given for more in variants]
+    return [known, *(tuning for tuning in found if tuning != known)]
 
 
 class Tuner:
@@ -86,7 +134,7 @@ class Tuner:
 
 def jobs(scale: Scale) -> list[Callable[[], object]]:
     """All that must be compiled, each to be run once."""
-    cases = itertools.product(KERNELS, scale.shapes, PATTERNS)
+    cases = itertools.product(KERNELS, scale.shapes, COMPILED)
     triples = [(case, tuning) for case in cases for tuning in candidates(scale, case[1], case[0])]
 
     @lru_cache(maxsize=4)
@@ -99,35 +147,86 @@ def jobs(scale: Scale) -> list[Callable[[], object]]:
     return [partial(one, *case, tuning) for case, tuning in triples]
 
 
-def sweep(scale: Scale, clock: Clock) -> Iterator[Row]:
-    """Every candidate of every kernel; one that does not fit or is wrong takes infinitely long."""
-    for shape, pattern in itertools.product(scale.shapes, PATTERNS):
+def measure(scale: Scale, shape: Shape, kernel: str, cases: list[Case]) -> Iterator[float]:
+    """Milliseconds of each case, structure by structure; infinite where it does not fit or is wrong."""
+    clock = Clock(scale.device)
+    for pattern, group in itertools.groupby(cases, lambda case: case[0]):
         tuner = Tuner(scale, shape, pattern)
-        for kernel in KERNELS:
-            truth: list[Tensor] = []
-            for tuning in candidates(scale, shape, kernel):
-                row: Row = {"shape": str(shape), "pattern": pattern, "kernel": kernel, **asdict(tuning)}
-                row |= {"is_table": not truth, "ms": math.inf}
-                try:
-                    found = tuner.work(kernel, tuning)()
-                    truth = truth or found
-                    if relative(found, truth) < TOLERANCE:
-                        row["ms"] = clock.ms(tuner.work(kernel, tuning))
-                except Exception as error:  # too much shared memory, or too few registers
-                    print(f"{tuning}: {type(error).__name__} {str(error)[:100]}", file=sys.stderr)
-                yield row
+        truth = tuner.work(kernel, candidates(scale, shape, kernel)[0])()
+        for _, tuning in group:
+            ms = math.inf
+            try:
+                error = relative(tuner.work(kernel, tuning)(), truth)
+                if error < TOLERANCE:
+                    ms = clock.ms(tuner.work(kernel, tuning))
+                else:
+                    print(f"{kernel} {shape} {pattern} {tuning}: error {error}", file=sys.stderr, flush=True)
+            except RuntimeError as error:  # of the GPU: all that follows would fail too
+                if "CUDA error" in str(error) or "[CUDA]" in str(error):
+                    raise
+                print(f"{tuning}: {str(error)[:100]}", file=sys.stderr, flush=True)
+            except Exception as error:  # too much shared memory, or too few registers
+                print(f"{tuning}: {type(error).__name__} {str(error)[:100]}", file=sys.stderr, flush=True)
+            yield ms
+
+
+def send(pipe: Connection, *args: Any) -> None:
+    """Results of `measure`, to another process."""
+    for ms in measure(*args):
+        pipe.send(ms)
+
+
+def guarded(scale: Scale, shape: Shape, kernel: str, cases: list[Case]) -> list[float]:
+    """The same, by processes: one that breaks, or is silent for too long, is replaced, from the case after its last."""
+    found: list[float] = []
+    context = multiprocessing.get_context("spawn")
+    while len(found) < len(cases):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=send, args=(sender, scale, shape, kernel, cases[len(found) :]))
+        process.start()
+        sender.close()
+        try:
+            while len(found) < len(cases) and receiver.poll(PATIENCE_S):
+                found.append(receiver.recv())
+        except EOFError:
+            pass
+        if len(found) < len(cases):
+            print(f"given up: {kernel} {shape} {cases[len(found)]}", file=sys.stderr, flush=True)
+            found.append(math.inf)
+            process.kill()
+        process.join()
+    return found
+
+
+def sweep(scale: Scale) -> Iterator[Row]:
+    """Every candidate of every kernel on every structure."""
+    for shape, kernel in itertools.product(scale.shapes, KERNELS):
+        tunings = candidates(scale, shape, kernel)
+        cases = [(pattern, tuning) for pattern in PATTERNS for tuning in tunings]
+        times = guarded if scale.device == "cuda" else lambda *args: list(measure(*args))
+        by_case = dict(zip(cases, times(scale, shape, kernel, cases), strict=True))
+        for tuning in tunings:
+            row: Row = {"shape": str(shape), "kernel": kernel, **asdict(tuning), "is_table": tuning is tunings[0]}
+            yield row | {pattern: by_case[pattern, tuning] for pattern in PATTERNS}
+
+
+def name_of(row: Row) -> str:
+    """A tuning in a few words."""
+    numbers = [row[key] for key in ("tile_rows", "tile_cols", "num_warps", "num_stages", "max_registers")]
+    words = [" ".join(str(number) for number in numbers if number is not None)]
+    return ", ".join([*words, *(["tma"] if row["tma"] else [])])
 
 
 def report(scale: Scale) -> None:
-    """Sweep, and print the best few of each kernel and what the table has."""
+    """Sweep, and print all results, then the best few of each kernel after what the table has."""
     start = time.perf_counter()
-    rows, body = list(sweep(scale, Clock(scale.device))), []
-    for (shape, pattern, kernel), group in itertools.groupby(rows, lambda row: [row[key] for key in KEYS]):
-        ordered = sorted(group, key=lambda row: float(row["ms"]))
-        for place, row in enumerate(ordered):
-            if place < BEST or row["is_table"]:
-                cells = [shape, pattern, kernel, "in the table" if row["is_table"] else str(place + 1)]
-                body.append([*cells, *(str(row[key]) for key in NUMBERS), shown(row["ms"], 3)])
+    rows, body = list(sweep(scale)), []
+    for (shape, kernel), group in itertools.groupby(rows, lambda row: [row[key] for key in KEYS]):
+        first, *others = group
+        others.sort(key=lambda row: math.prod(float(row[pattern]) / float(first[pattern]) for pattern in PATTERNS))
+        for row in [first, *others[:BEST]]:
+            cells = [shape, kernel, name_of(row) + " (table)" * row["is_table"]]
+            body.append([*cells, *(shown(row[pattern], 3) for pattern in PATTERNS)])
+    print("\n".join(to_json({"rows": rows})))
     lines = ["# Tunings of sparse attention", "", *header(), f"- {time.perf_counter() - start:.0f} s"]
-    lines += table("Best of each kernel", [*KEYS, "place", *NUMBERS, "ms"], body)
-    print("\n".join([*lines, "", *to_json({"rows": rows})]))
+    print("\n".join([*lines, *table("Best of each kernel, ms", [*KEYS, "tuning", *PATTERNS], body)]))

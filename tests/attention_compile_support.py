@@ -1,9 +1,9 @@
 """Compiles the kernels of attention for an H100 or H200, which needs no GPU, the way a call on one would.
 
-`python tests/attention_compile_support.py DIM-DTYPE-BLOCK-HEADS-KV_HEADS[-causal] ...` prints a line of JSON for each
-kernel of each call: what was called, the kernel's name, its registers, bytes spilled, shared memory, and how many
-products on tensor cores and asynchronous copies it has. It is a process of its own, since it gives Triton a driver that
-only knows the target.
+`python tests/attention_compile_support.py DIM-DTYPE-BLOCK-HEADS-KV_HEADS[-causal] ...` prints a line of JSON
+for each kernel of each call: what was called, the kernel's name, its registers, bytes spilled, shared memory, warps,
+and how many products on tensor cores and asynchronous copies it has. It is a process of its own, since it gives Triton
+a driver that only knows the target.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def recorder(name: str) -> Callable[..., None]:
             "spilled_bytes": spilled,
             "shared_bytes": compiled.metadata.shared,
             "tensor_products": text.count("warp_group_dot "),
+            "warps": compiled.metadata.num_warps,
             "copies": text.count("async_copy_global_to_local"),
+            "descriptor_copies": text.count("async_tma_copy_global_to_local"),
         }
         print(json.dumps(found), flush=True)
 

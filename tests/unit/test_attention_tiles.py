@@ -12,7 +12,7 @@ from torch import Tensor
 from twinflow.attention import BigBirdSparsityConfig, LocalSlidingWindowSparsityConfig
 from twinflow.attention.layout import Layout, from_dense
 from twinflow.attention.tiles import BITS, NUM_PIECES, Span, TilePlan, TileSize, Work, cells, device_plan, tile_plan
-from twinflow.attention.tuning import TUNING, tunings_for
+from twinflow.attention.tuning import TUNING, WITH_DESCRIPTORS, tunings_for
 
 CPU = torch.device("cpu")
 
@@ -189,7 +189,7 @@ def test_scratch_is_bounded_whatever_is_attended() -> None:
 
 
 def test_tiles_of_the_table_fit_the_codes() -> None:
-    for tunings in TUNING.values():
+    for tunings in (*TUNING.values(), *WITH_DESCRIPTORS.values()):
         for tuning in (tunings.forward, tunings.queries, tunings.keys):
             assert tuning.tile_rows // 16 <= BITS
             assert tuning.tile_rows % 16 == 0

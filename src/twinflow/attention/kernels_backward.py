@@ -2,7 +2,7 @@
 """Backward: probabilities are computed again from the log-sum-exp that forward has kept.
 
 `query_gradients` owns tiles of queries, `key_gradients` tiles of keys: no two programs write to one place, and every
-sum has one order. Pieces of rows and columns that tiles.py has cut are summed by `reduce`.
+sum has one order. Pieces of rows and columns that tiles.py has cut are summed by kernels_sums.py.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import triton
 import triton.language as tl
 
 from twinflow.attention.kernels_common import (
-    CUT_COLUMNS,
     ITEM_COLUMNS,
     LOG2E,
     code_positions,
     dropout_factor,
     extra_bias,
     extra_mask,
+    first_codes,
     head_base,
+    head_rows,
     layout_mask,
     load_rows,
     load_tile,
@@ -26,6 +27,7 @@ from twinflow.attention.kernels_common import (
     product,
     read_code,
     scratch_rows,
+    split_head,
     store_rows,
 )
 
@@ -74,47 +76,70 @@ def query_gradients(
     S: tl.constexpr,
 ) -> None:
     """One item of one head; also writes delta, the sum of out * grad of each query, for the other kernels."""
-    item, batch_head = own_item(sizes)
-    batch = (batch_head // sizes.num_heads).to(tl.int64)
-    head = (batch_head % sizes.num_heads).to(tl.int64)
+    item, head = own_item(sizes)
     first = 0
     if not S.ONE_PATTERN:  # else there are as many items for each head, and reading so would only cost time
-        pattern = tl.load(plan.heads + head * 2)
+        pattern = tl.load(plan.heads + head % sizes.num_heads * 2)
         first = tl.load(plan.item_starts + pattern)
         if item >= tl.load(plan.item_starts + pattern + 1) - first:
             return
     row = plan.items + (first + item) * ITEM_COLUMNS
-    tile = tl.load(row)
-    start = tl.load(row + 1)
-    mid = tl.load(row + 2)
-    stop = tl.load(row + 3)
+    record = (head, tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4))
+    _work_queries(record, q, k, v, out, lse, grad, delta, dq, strides, plan, scratch, extras, drop, sizes, S)
+
+
+@triton.jit
+def _work_queries(
+    item: tl.tuple,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    grad: tl.tensor,
+    delta: tl.tensor,
+    dq: tl.tensor,
+    strides: tl.tuple,
+    plan: tl.tuple,
+    scratch: tl.tuple,
+    extras: tl.tuple,
+    drop: tl.tuple,
+    sizes: tl.tuple,
+    S: tl.constexpr,
+) -> None:
+    """One item: the head of all the batch's, own tile, other tiles, slot."""
+    batch_head, tile, start, mid, stop, slot = item
+    batch, head = split_head(batch_head, sizes.num_heads)
+    codes = first_codes(plan, start, mid, S)
 
     own = tl.arange(0, S.OWN)
     query = tile * S.OWN - sizes.q_start + own
     is_there = (query >= 0) & (query < sizes.num_queries)
+    at = batch_head.to(tl.int64) * sizes.num_queries + query
+    row_lse = tl.load(lse + at, mask=is_there, other=float("inf"))  # no load waits for the store below
     q_tile = load_rows(head_base(q, strides.q, batch, head), query, is_there, strides.q[2], S)
     grad_tile = load_rows(head_base(grad, strides.grad, batch, head), query, is_there, strides.grad[2], S)
     out_tile = load_rows(head_base(out, strides.out, batch, head), query, is_there, strides.out[2], S)
     row_delta = tl.sum(out_tile.to(tl.float32) * grad_tile.to(tl.float32), 1)  # [own]
-    at = batch_head.to(tl.int64) * sizes.num_queries + query
     tl.store(delta + at, row_delta, mask=is_there)  # pieces of a row that is cut write the same
-    lines = (tl.load(lse + at, mask=is_there, other=float("inf")), row_delta)
+    lines = (row_lse, row_delta)
 
-    keys = (head_base(k, strides.k, batch, head // S.GROUP), strides.k[2])
-    values = (head_base(v, strides.v, batch, head // S.GROUP), strides.v[2])
+    kv_head = head // S.GROUP
+    first_row = (batch * (sizes.num_heads // S.GROUP) + kv_head) * sizes.num_keys
+    keys = head_rows(k, strides.k, batch, kv_head, first_row, S)
+    values = head_rows(v, strides.v, batch, kv_head, first_row, S)
     tiles = (q_tile, grad_tile)
     where = (batch, head)
     acc = tl.full([S.OWN, S.PADDED_DIM], 0.0, tl.float32)
     if S.HAS_FULL:
-        acc = _walk_keys(acc, tiles, lines, query, keys, values, plan.codes, start, mid, where, extras, drop, sizes,
-                         False, S)  # fmt: skip
+        acc = _walk_keys(acc, tiles, lines, query, keys, values, plan.codes, start, mid, codes[0], where, extras, drop,
+                         sizes, False, S)  # fmt: skip
     if S.HAS_PARTIAL:
-        acc = _walk_keys(acc, tiles, lines, query, keys, values, plan.codes, mid, stop, where, extras, drop, sizes,
-                         True, S)  # fmt: skip
+        acc = _walk_keys(acc, tiles, lines, query, keys, values, plan.codes, mid, stop, codes[1], where, extras, drop,
+                         sizes, True, S)  # fmt: skip
 
     base = head_base(dq, strides.dq, batch, head)
     if S.HAS_CUTS:
-        slot = tl.load(row + 4)
         if slot < 0:
             store_rows(base, query, is_there, strides.dq[2], acc * sizes.scale, S)
         else:
@@ -135,6 +160,7 @@ def _walk_keys(
     codes: tl.tensor,
     start: tl.tensor,
     stop: tl.tensor,
+    next_code: tl.tensor,
     where: tl.tuple,
     extras: tl.tuple,
     drop: tl.tuple,
@@ -146,7 +172,6 @@ def _walk_keys(
     q_tile, grad_tile = tiles
     lse, delta = lines
     rows = query[:, None]
-    next_code = read_code(codes, start, S)
     for tile in tl.range(start, stop):
         code = next_code
         next_code = read_code(codes, tile + 1, S)
@@ -189,21 +214,41 @@ def key_gradients(
     GROUP query heads share a head of keys; IN_PROGRAM of them are summed here, so that dk and dv have
     num_heads // IN_PROGRAM heads.
     """
-    item, batch_output = own_item(sizes)
-    num_outputs = sizes.num_heads // S.IN_PROGRAM
-    batch = (batch_output // num_outputs).to(tl.int64)
-    output = (batch_output % num_outputs).to(tl.int64)
+    item, head = own_item(sizes)
     first = 0
     if not S.ONE_PATTERN:  # else there are as many items for each head, and reading so would only cost time
-        pattern = tl.load(plan.heads + output * 2)
+        pattern = tl.load(plan.heads + head % (sizes.num_heads // S.IN_PROGRAM) * 2)
         first = tl.load(plan.item_starts + pattern)
         if item >= tl.load(plan.item_starts + pattern + 1) - first:
             return
     row = plan.items + (first + item) * ITEM_COLUMNS
-    tile = tl.load(row)
-    start = tl.load(row + 1)
-    mid = tl.load(row + 2)
-    stop = tl.load(row + 3)
+    record = (head, tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4))
+    _work_keys(record, q, k, v, lse, grad, delta, dk, dv, strides, plan, scratch, extras, drop, sizes, S)
+
+
+@triton.jit
+def _work_keys(
+    item: tl.tuple,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    lse: tl.tensor,
+    grad: tl.tensor,
+    delta: tl.tensor,
+    dk: tl.tensor,
+    dv: tl.tensor,
+    strides: tl.tuple,
+    plan: tl.tuple,
+    scratch: tl.tuple,
+    extras: tl.tuple,
+    drop: tl.tuple,
+    sizes: tl.tuple,
+    S: tl.constexpr,
+) -> None:
+    """One item: the head of all the batch's outputs, own tile, other tiles, slot."""
+    batch_output, tile, start, mid, stop, slot = item
+    batch, output = split_head(batch_output, sizes.num_heads // S.IN_PROGRAM)
+    codes = first_codes(plan, start, mid, S)
 
     own = tl.arange(0, S.OWN)
     key = tile * S.OWN + own
@@ -218,21 +263,20 @@ def key_gradients(
     for member in range(S.IN_PROGRAM):
         head = output * S.IN_PROGRAM + member
         where = (batch, head)
-        queries = (head_base(q, strides.q, batch, head), strides.q[2])
-        grads = (head_base(grad, strides.grad, batch, head), strides.grad[2])
         line = (batch * sizes.num_heads + head) * sizes.num_queries
+        queries = head_rows(q, strides.q, batch, head, line, S)
+        grads = head_rows(grad, strides.grad, batch, head, line, S)
         lines = (lse + line, delta + line)
         if S.HAS_FULL:
             dk_acc, dv_acc = _walk_queries(dk_acc, dv_acc, tiles, key, queries, grads, lines, plan.codes, start, mid,
-                                           where, extras, drop, sizes, False, S)  # fmt: skip
+                                           codes[0], where, extras, drop, sizes, False, S)  # fmt: skip
         if S.HAS_PARTIAL:
             dk_acc, dv_acc = _walk_queries(dk_acc, dv_acc, tiles, key, queries, grads, lines, plan.codes, mid, stop,
-                                           where, extras, drop, sizes, True, S)  # fmt: skip
+                                           codes[1], where, extras, drop, sizes, True, S)  # fmt: skip
 
     dk_base = head_base(dk, strides.dk, batch, output)
     dv_base = head_base(dv, strides.dv, batch, output)
     if S.HAS_CUTS:
-        slot = tl.load(row + 4)
         if slot < 0:
             store_rows(dk_base, key, is_there, strides.dk[2], dk_acc * sizes.scale, S)
             store_rows(dv_base, key, is_there, strides.dv[2], dv_acc, S)
@@ -257,6 +301,7 @@ def _walk_queries(
     codes: tl.tensor,
     start: tl.tensor,
     stop: tl.tensor,
+    next_code: tl.tensor,
     where: tl.tuple,
     extras: tl.tuple,
     drop: tl.tuple,
@@ -267,78 +312,30 @@ def _walk_queries(
     """Adds what tiles start to stop of queries give to the gradients of keys (but for the scale) and values."""
     k_tile, v_tile = tiles
     rows = key[:, None]
-    next_code = read_code(codes, start, S)
     for tile in tl.range(start, stop):
         code = next_code
         next_code = read_code(codes, tile + 1, S)
         query = code_positions(code, S) - sizes.q_start
         cols = query[None, :]
+        at = query
+        if MASKED:
+            at = tl.minimum(tl.maximum(query, 0), sizes.num_queries - 1)
         q_tile = load_tile(queries[0], code, sizes.q_start, sizes.num_queries, queries[1], MASKED, S)
         scores = product(k_tile, tl.trans(q_tile), None, S)  # [own, other]
         grad_tile = load_tile(grads[0], code, sizes.q_start, sizes.num_queries, grads[1], MASKED, S)
         dp = product(v_tile, tl.trans(grad_tile), None, S)
         keep = cols >= 0
-        at = query
         if MASKED:
-            at = tl.minimum(tl.maximum(query, 0), sizes.num_queries - 1)
             keep = layout_mask(code, tl.arange(0, S.OWN)[:, None], cols, rows, sizes, S)
-        row_lse = tl.load(lines[0] + at)[None, :]
+        row_lse = tl.load(lines[0] + at)[None, :]  # here and below, as late as can be: registers are short
         p = probabilities(scores, keep, cols, rows, row_lse, where, extras, sizes, MASKED, S)
+        row_delta = tl.load(lines[1] + at)[None, :]
         kept = p
         if S.DROPOUT:
             factor = dropout_factor(cols, rows, where[0], where[1], drop, sizes)
             kept = p * factor
             dp = dp * factor
         dv_acc = product(kept.to(grad_tile.dtype), grad_tile, dv_acc, S)
-        ds = p * (dp - tl.load(lines[1] + at)[None, :])
+        ds = p * (dp - row_delta)
         dk_acc = product(ds.to(q_tile.dtype), q_tile, dk_acc, S)
     return dk_acc, dv_acc
-
-
-@triton.jit(do_not_specialize=["sizes", "count", "start"])
-def reduce(
-    first: tl.tensor,
-    second: tl.tensor | None,
-    strides: tl.tuple,
-    plan: tl.tuple,
-    scratch: tl.tuple,
-    sizes: tl.tuple,
-    count: tl.tensor,
-    start: tl.tensor,
-    ROWS: tl.constexpr,
-    S: tl.constexpr,
-) -> None:
-    """Some rows of a tile that was cut: the sum of its pieces, of one gradient or of two.
-
-    A gradient has `count` rows from position `start` on.
-    """
-    part = tl.program_id(0) % (S.OWN // ROWS)
-    cut = tl.program_id(0) // (S.OWN // ROWS) % sizes.num_items
-    batch = (tl.program_id(0) // (S.OWN // ROWS) // sizes.num_items // sizes.num_heads).to(tl.int64)
-    head = (tl.program_id(0) // (S.OWN // ROWS) // sizes.num_items % sizes.num_heads).to(tl.int64)
-    pattern = tl.load(plan.heads + head * 2)
-    cuts = tl.load(plan.cut_starts + pattern)
-    if cut >= tl.load(plan.cut_starts + pattern + 1) - cuts:
-        return
-    row = plan.cuts + (cuts + cut) * CUT_COLUMNS
-    place = batch * sizes.num_slots + tl.load(plan.heads + head * 2 + 1) + tl.load(row + 1)  # int64
-    stop = place + tl.load(row + 2)
-    own = part * ROWS + tl.arange(0, ROWS)
-    index = tl.load(row) * S.OWN - start + own
-    is_there = (index >= 0) & (index < count)
-    acc = _sum_pieces(scratch.first, place, stop, own, ROWS, S)
-    store_rows(head_base(first, strides.first, batch, head), index, is_there, strides.first[2], acc, S)
-    if second is not None:
-        acc = _sum_pieces(scratch.second, place, stop, own, ROWS, S)
-        store_rows(head_base(second, strides.second, batch, head), index, is_there, strides.second[2], acc, S)
-
-
-@triton.jit
-def _sum_pieces(
-    scratch: tl.tensor, start: tl.tensor, stop: tl.tensor, own: tl.tensor, ROWS: tl.constexpr, S: tl.constexpr
-) -> tl.tensor:
-    """Rows of pieces start to stop, in their order."""
-    acc = tl.full([ROWS, S.PADDED_DIM], 0.0, tl.float32)
-    for place in tl.range(start, stop):
-        acc += tl.load(scratch_rows(scratch, place, own, S))
-    return acc

@@ -44,6 +44,18 @@ def own_item(sizes: tl.tuple) -> tl.tuple:
 
 
 @triton.jit
+def split_head(batch_head: tl.tensor, num_heads: tl.tensor) -> tl.tuple:
+    """Batch and head, as int64."""
+    return (batch_head // num_heads).to(tl.int64), (batch_head % num_heads).to(tl.int64)
+
+
+@triton.jit
+def first_codes(plan: tl.tuple, start: tl.tensor, mid: tl.tensor, S: tl.constexpr) -> tl.tuple:
+    """Codes of the first tiles without and with a mask, read before all else: loads of those tiles wait for them."""
+    return read_code(plan.codes, start, S), read_code(plan.codes, mid, S)
+
+
+@triton.jit
 def read_code(codes: tl.tensor, tile: tl.tensor, S: tl.constexpr) -> tl.tensor:
     """The code of a tile's unit, or of the unit of each of its tokens [OTHER] where it has several.
 
@@ -74,21 +86,25 @@ def load_tile(
 ) -> tl.tensor:
     """Rows [OTHER, PADDED_DIM] of a matrix that has `count`, from position `first` on.
 
-    For rows that are not there others are read (their scores are masked): a mask here would cost more.
+    For rows that are not there others are read (their scores are masked): a mask here would cost more. With TMA, base
+    is a descriptor of the rows of all heads, and stride the first of this one.
     """
-    d = tl.arange(0, S.PADDED_DIM)
-    if S.UNIT == S.OTHER and not MASKED:
-        start = ((code >> BITS) * S.OTHER - first).to(tl.int64) * stride
-        pointers = (base + start) + (tl.arange(0, S.OTHER)[:, None] * stride + d[None, :])
+    if S.TMA and not MASKED:
+        return base.load([stride + (code >> BITS) * S.OTHER - first, 0])
     else:
-        index = code_positions(code, S) - first
-        if MASKED:
-            index = tl.minimum(tl.maximum(index, 0), count - 1)
-        pointers = base + (index.to(tl.int64)[:, None] * stride + d[None, :])
-    if S.HEAD_DIM == S.PADDED_DIM:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=d[None, :] < S.HEAD_DIM, other=0.0)
+        d = tl.arange(0, S.PADDED_DIM)
+        if S.UNIT == S.OTHER and not MASKED:
+            start = ((code >> BITS) * S.OTHER - first).to(tl.int64) * stride
+            pointers = (base + start) + (tl.arange(0, S.OTHER)[:, None] * stride + d[None, :])
+        else:
+            index = code_positions(code, S) - first
+            if MASKED:
+                index = tl.minimum(tl.maximum(index, 0), count - 1)
+            pointers = base + (index.to(tl.int64)[:, None] * stride + d[None, :])
+        if S.HEAD_DIM == S.PADDED_DIM:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=d[None, :] < S.HEAD_DIM, other=0.0)
 
 
 @triton.jit
@@ -104,6 +120,17 @@ def product(a: tl.tensor, b: tl.tensor, acc: tl.tensor | None, S: tl.constexpr) 
 def head_base(base: tl.tensor, strides: tl.tuple, batch: tl.tensor, head: tl.tensor) -> tl.tensor:
     """Where the matrix of one head starts; batch and head are int64."""
     return base + batch * strides[0] + head * strides[1]
+
+
+@triton.jit
+def head_rows(
+    base: tl.tensor, strides: tl.tuple, batch: tl.tensor, head: tl.tensor, first_row: tl.tensor, S: tl.constexpr
+) -> tl.tuple:
+    """What `load_tile` takes for the matrix of one head: base and stride, or with TMA a descriptor and a row."""
+    if S.TMA:
+        return base, first_row.to(tl.int32)
+    else:
+        return head_base(base, strides, batch, head), strides[2]
 
 
 @triton.jit

@@ -19,7 +19,9 @@ from twinflow.attention.kernels_common import (
     dropout_factor,
     extra_bias,
     extra_mask,
+    first_codes,
     head_base,
+    head_rows,
     layout_mask,
     load_rows,
     load_tile,
@@ -27,6 +29,7 @@ from twinflow.attention.kernels_common import (
     product,
     read_code,
     scratch_rows,
+    split_head,
     store_rows,
 )
 
@@ -48,26 +51,46 @@ def forward(
 ) -> None:
     """One item of one head."""
     item, batch_head = own_item(sizes)
-    batch = (batch_head // sizes.num_heads).to(tl.int64)
-    head = (batch_head % sizes.num_heads).to(tl.int64)
     first = 0
     if not S.ONE_PATTERN:  # else there are as many items for each head, and reading so would only cost time
-        pattern = tl.load(plan.heads + head * 2)
+        pattern = tl.load(plan.heads + batch_head % sizes.num_heads * 2)
         first = tl.load(plan.item_starts + pattern)
         if item >= tl.load(plan.item_starts + pattern + 1) - first:
             return
     row = plan.items + (first + item) * ITEM_COLUMNS
-    tile = tl.load(row)
-    start = tl.load(row + 1)
-    mid = tl.load(row + 2)
-    stop = tl.load(row + 3)
+    record = (batch_head, tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4))
+    _work(record, q, k, v, out, lse, strides, plan, scratch, extras, drop, sizes, S)
+
+
+@triton.jit
+def _work(
+    item: tl.tuple,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    strides: tl.tuple,
+    plan: tl.tuple,
+    scratch: tl.tuple,
+    extras: tl.tuple,
+    drop: tl.tuple,
+    sizes: tl.tuple,
+    S: tl.constexpr,
+) -> None:
+    """One item of one head: the head of all the batch's, own tile, other tiles, slot."""
+    batch_head, tile, start, mid, stop, slot = item
+    batch, head = split_head(batch_head, sizes.num_heads)
+    codes = first_codes(plan, start, mid, S)
 
     own = tl.arange(0, S.OWN)
     query = tile * S.OWN - sizes.q_start + own
     is_there = (query >= 0) & (query < sizes.num_queries)
     q_tile = load_rows(head_base(q, strides.q, batch, head), query, is_there, strides.q[2], S)
-    keys = (head_base(k, strides.k, batch, head // S.GROUP), strides.k[2])
-    values = (head_base(v, strides.v, batch, head // S.GROUP), strides.v[2])
+    kv_head = head // S.GROUP
+    first_row = (batch * (sizes.num_heads // S.GROUP) + kv_head) * sizes.num_keys
+    keys = head_rows(k, strides.k, batch, kv_head, first_row, S)
+    values = head_rows(v, strides.v, batch, kv_head, first_row, S)
     state = (
         tl.full([S.OWN, S.PADDED_DIM], 0.0, tl.float32),
         tl.full([S.OWN], LOWEST, tl.float32),
@@ -75,14 +98,15 @@ def forward(
     )
     where = (batch, head)
     if S.HAS_FULL:
-        state = _walk(state, q_tile, query, keys, values, plan.codes, start, mid, where, extras, drop, sizes, False, S)
+        state = _walk(state, q_tile, query, keys, values, plan.codes, start, mid, codes[0], where, extras, drop,
+                      sizes, False, S)  # fmt: skip
     if S.HAS_PARTIAL:
-        state = _walk(state, q_tile, query, keys, values, plan.codes, mid, stop, where, extras, drop, sizes, True, S)
+        state = _walk(state, q_tile, query, keys, values, plan.codes, mid, stop, codes[1], where, extras, drop,
+                      sizes, True, S)  # fmt: skip
 
     lines = lse + batch_head.to(tl.int64) * sizes.num_queries
     base = head_base(out, strides.out, batch, head)
     if S.HAS_CUTS:
-        slot = tl.load(row + 4)
         if slot < 0:
             _finish(state, query, is_there, base, strides.out[2], lines, S)
         else:
@@ -104,6 +128,7 @@ def _walk(
     codes: tl.tensor,
     start: tl.tensor,
     stop: tl.tensor,
+    next_code: tl.tensor,
     where: tl.tuple,
     extras: tl.tuple,
     drop: tl.tuple,
@@ -115,7 +140,6 @@ def _walk(
     acc, top, weight = state
     factor = sizes.scale * LOG2E
     rows = query[:, None]
-    next_code = read_code(codes, start, S)
     for tile in tl.range(start, stop):
         code = next_code
         next_code = read_code(codes, tile + 1, S)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from twinflow.attention.extras import Extras, Sizes, as_4d, scale_of, seed_word, threshold
 from twinflow.attention.layout import Layout
 from twinflow.attention.tiles import Span, TilePlan, TileSize, Work, device_plan
-from twinflow.attention.tuning import Tunings, padded_dim
+from twinflow.attention.tuning import Tuning, Tunings, padded_dim
 
 REDUCE_ROWS = 16  # of a program that puts pieces together: small, since there are few tiles to spread
 
@@ -91,6 +92,7 @@ class Shape(NamedTuple):
     DROPOUT: bool
     PRECISION: str
     UPCAST: bool
+    TMA: bool = False
 
 
 class ForwardStrides(NamedTuple):
@@ -180,6 +182,28 @@ class Call:
             UPCAST=is_interpreting() and self.dtype == torch.bfloat16,
         )
 
+    def prepare(self, tuning: Tuning, others: Sequence[Tensor], by_keys: bool) -> tuple[Tuning, TilePlan, Shape]:
+        """The tuning that this call allows for a kernel that walks over `others`, its plan, and its constants."""
+        if tuning.tma and not self._allows_descriptors(tuning.size, others, by_keys):
+            tuning = tuning.otherwise or replace(tuning, tma=False)
+        plan = self.plan(tuning.size, by_keys)
+        assert not (tuning.tma and plan.has_partial)
+        shape = self.shape(tuning.size, plan, self.in_program if by_keys else 1)
+        return tuning, plan, shape._replace(TMA=tuning.tma)
+
+    def _allows_descriptors(self, size: TileSize, others: Sequence[Tensor], by_keys: bool) -> bool:
+        """Whether every other tile is so many whole rows side by side, none of its scores has a mask or an extra, and
+        the GPU has what loads them."""
+        layout, extras, dim = self.layout, self.extras, self.sizes.head_dim
+        start, stop = self.span.queries if by_keys else self.span.keys
+        has_extras = any(x is not None for x in (extras.bias, extras.relative, extras.key_padding, extras.mask))
+        is_whole = not layout.is_causal and max(size.own, size.other) <= layout.block
+        is_whole = is_whole and start % size.other == 0 and stop % size.other == 0
+        are_rows = all(x.is_contiguous() and x.data_ptr() % 16 == 0 and x.numel() // dim < 2**31 for x in others)
+        is_plain = not has_extras and extras.dropout == 0.0 and self.dtype != torch.float32 and dim == padded_dim(dim)
+        has_loader = self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) >= (9, 0)
+        return is_whole and are_rows and is_plain and has_loader
+
     def extra_args(self) -> ExtraArgs:
         """Tensors of the extras."""
         extras = self.extras
@@ -220,6 +244,15 @@ def launch(kernel: Any, num_programs: int, args: tuple[Any, ...], options: dict[
     """Runs a kernel on the current stream."""
     assert 0 < num_programs < 2**31, num_programs
     kernel[(num_programs,)](*args, **options)
+
+
+def other_rows(tensor: Tensor, shape: Shape) -> Any:
+    """A tensor that is walked over, or with TMA a descriptor of its rows, of all heads of the batch."""
+    if not shape.TMA:
+        return tensor
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(tensor.reshape(-1, shape.HEAD_DIM), [shape.OTHER, shape.HEAD_DIM])
 
 
 def scratch(call: Call, plan: TilePlan, size: TileSize, count: int) -> list[Tensor]:

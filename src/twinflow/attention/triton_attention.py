@@ -24,6 +24,7 @@ from twinflow.attention.launch import (
     Strides,
     is_interpreting,
     launch,
+    other_rows,
     plan_args,
     scratch,
     strides_of,
@@ -90,18 +91,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     """The result, and the log-sum-exp of each row in base 2, [B, H, queries] in fp32."""
     from twinflow.attention import kernels_forward as kernels
 
-    tuning, sizes = call.tunings.forward, call.sizes
-    plan = call.plan(tuning.size, by_keys=False)
+    sizes = call.sizes
+    tuning, plan, shape = call.prepare(call.tunings.forward, (k, v), by_keys=False)
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    shape = call.shape(tuning.size, plan)
     strides = ForwardStrides(strides_of(q), strides_of(k), strides_of(v), strides_of(out))
     pieces = None
     if plan.num_slots:
         (sums,) = scratch(call, plan, tuning.size, 1)
         tops, weights = (torch.empty(sums.shape[:2], dtype=torch.float32, device=q.device) for _ in range(2))
         pieces = ForwardScratch(sums, tops, weights)
-    args = (q, k, v, out, lse, strides, plan_args(plan), pieces, call.extra_args(), call.drop())
+    tensors = (q, other_rows(k, shape), other_rows(v, shape), out, lse)
+    args = (*tensors, strides, plan_args(plan), pieces, call.extra_args(), call.drop())
     heads = sizes.batch * sizes.num_heads
     size_args = call.size_args(plan.max_items, plan.num_slots, plan.num_long)
     launch(kernels.forward, plan.max_items * heads, (*args, size_args, shape), tuning.options)
@@ -154,14 +155,15 @@ def query_gradients(
 ) -> tuple[Tensor, Tensor]:
     """The gradient of q, and delta, the sum of out * grad of each query."""
     from twinflow.attention import kernels_backward as kernels
+    from twinflow.attention import kernels_sums
 
-    tuning, sizes = call.tunings.queries, call.sizes
-    plan = call.plan(tuning.size, by_keys=False)
+    sizes = call.sizes
+    tuning, plan, shape = call.prepare(call.tunings.queries, (k, v), by_keys=False)
     dq, delta = torch.empty_like(q), torch.empty_like(lse)
-    shape = call.shape(tuning.size, plan)
     strides = QueryStrides(*(strides_of(tensor) for tensor in (q, k, v, out, grad, dq)))
     pieces = GradientScratch(*scratch(call, plan, tuning.size, 1)) if plan.num_slots else None
-    args = (q, k, v, out, lse, grad, delta, dq, strides, plan_args(plan), pieces, call.extra_args(), call.drop())
+    tensors = (q, other_rows(k, shape), other_rows(v, shape), out, lse, grad, delta, dq)
+    args = (*tensors, strides, plan_args(plan), pieces, call.extra_args(), call.drop())
     heads = sizes.batch * sizes.num_heads
     size_args = call.size_args(plan.max_items, plan.num_slots, plan.num_long)
     launch(kernels.query_gradients, plan.max_items * heads, (*args, size_args, shape), tuning.options)
@@ -170,7 +172,7 @@ def query_gradients(
         size_args = call.size_args(plan.max_cuts, plan.num_slots)
         places = (sizes.num_queries, call.extras.q_start)
         reduce_args = (dq, None, ReduceStrides(strides.dq, None), plan_args(plan), pieces, size_args, *places)
-        launch(kernels.reduce, num_programs, (*reduce_args, REDUCE_ROWS, shape), {"num_warps": 4})
+        launch(kernels_sums.reduce, num_programs, (*reduce_args, REDUCE_ROWS, shape), {"num_warps": 4})
     return dq, delta
 
 
@@ -182,20 +184,20 @@ def key_gradients(
     Where query heads that share keys have different patterns, each head's own gradients are made in fp32 and summed.
     """
     from twinflow.attention import kernels_backward as kernels
+    from twinflow.attention import kernels_sums
 
-    tuning, sizes = call.tunings.keys, call.sizes
-    in_program = call.in_program
-    plan = call.plan(tuning.size, by_keys=True)
+    sizes, in_program = call.sizes, call.in_program
+    tuning, plan, shape = call.prepare(call.tunings.keys, (q, grad), by_keys=True)
     num_outputs = sizes.num_heads // in_program
     if in_program == sizes.group:
         dk, dv = torch.empty_like(k), torch.empty_like(v)
     else:
         whole = (sizes.batch, sizes.num_heads, sizes.num_keys, sizes.head_dim)
         dk, dv = (torch.empty(whole, dtype=torch.float32, device=k.device) for _ in range(2))
-    shape = call.shape(tuning.size, plan, in_program)
     strides = KeyStrides(*(strides_of(tensor) for tensor in (q, k, v, grad, dk, dv)))
     pieces = GradientScratch(*scratch(call, plan, tuning.size, 2)) if plan.num_slots else None
-    args = (q, k, v, lse, grad, delta, dk, dv, strides, plan_args(plan), pieces, call.extra_args(), call.drop())
+    tensors = (other_rows(q, shape), k, v, lse, other_rows(grad, shape), delta, dk, dv)
+    args = (*tensors, strides, plan_args(plan), pieces, call.extra_args(), call.drop())
     heads = sizes.batch * num_outputs
     size_args = call.size_args(plan.max_items, plan.num_slots, plan.num_long)
     launch(kernels.key_gradients, plan.max_items * heads, (*args, size_args, shape), tuning.options)
@@ -205,7 +207,7 @@ def key_gradients(
         places = (sizes.num_keys, 0)
         outputs = (dk, dv, ReduceStrides(strides.dk, strides.dv))
         reduce_args = (*outputs, plan_args(plan), pieces, size_args, *places)
-        launch(kernels.reduce, num_programs, (*reduce_args, REDUCE_ROWS, shape), {"num_warps": 4})
+        launch(kernels_sums.reduce, num_programs, (*reduce_args, REDUCE_ROWS, shape), {"num_warps": 4})
     if in_program != sizes.group:
         grouped = (sizes.batch, sizes.num_kv_heads, sizes.group, sizes.num_keys, sizes.head_dim)
         dk, dv = (tensor.view(grouped).sum(2).to(k.dtype) for tensor in (dk, dv))

@@ -5,7 +5,7 @@ Chosen for an H200 so that the kernels compiled for it keep their tiles in regis
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +21,8 @@ class Tuning:
     num_warps: int
     num_stages: int
     max_registers: int | None = None  # of a thread, where fewer let two programs share a multiprocessor
+    tma: bool = False  # other tiles by descriptors, where a call allows them
+    otherwise: Tuning | None = None  # where it does not; None: the same without descriptors
 
     @property
     def size(self) -> TileSize:
@@ -58,6 +60,12 @@ TUNING: dict[tuple[int, bool], Tunings] = {
     (256, True): Tunings(Tuning(16, 16, 4, 2), Tuning(16, 16, 4, 2), Tuning(32, 16, 8, 2)),
 }
 
+# By the head dimension: for half precision, where tiles come by descriptors.
+WITH_DESCRIPTORS: dict[int, Tunings] = {
+    64: Tunings(Tuning(64, 128, 4, 2, tma=True), Tuning(64, 64, 4, 2, tma=True), Tuning(64, 128, 4, 2, tma=True)),
+    128: Tunings(Tuning(64, 128, 4, 1, 168, tma=True), Tuning(64, 64, 4, 2, tma=True), Tuning(64, 64, 4, 2, tma=True)),
+}
+
 
 def padded_dim(head_dim: int) -> int:
     """The next power of two, at least 16."""
@@ -65,5 +73,13 @@ def padded_dim(head_dim: int) -> int:
 
 
 def tunings_for(head_dim: int, dtype: torch.dtype) -> Tunings:
-    """The table's."""
-    return TUNING[padded_dim(head_dim), dtype == torch.float32]
+    """The tables'."""
+    found = TUNING[padded_dim(head_dim), dtype == torch.float32]
+    fast = WITH_DESCRIPTORS.get(head_dim)
+    if fast is None or dtype == torch.float32:
+        return found
+    return Tunings(
+        replace(fast.forward, otherwise=found.forward),
+        replace(fast.queries, otherwise=found.queries),
+        replace(fast.keys, otherwise=found.keys),
+    )
