@@ -17,6 +17,7 @@ import datetime
 import itertools
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -319,6 +320,7 @@ def page(facts: Row) -> str:
     """The result as Markdown, one JSON line last."""
     lines = [f"# Sparse attention, {facts['date']}", "", *header(), f"- {facts['dtype']}, batch 1"]
     lines += [f"- largest error against float64 at {facts['check_length']} tokens, of the norm: {facts['error']:.1e}"]
+    lines += ["- cut short: what was measured until then"] if facts["was_cut"] else []
     first = ["heads", "tokens", "structure", "block", "density", "pass", "ours, ms"]
     parts = facts["parts"]
     body = []
@@ -401,15 +403,20 @@ def main() -> None:
     error, clock = check(scale), Clock(scale.device)
     print(f"checked after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     facts: Row = {"date": datetime.date.today().isoformat(), "dtype": str(scale.dtype).removeprefix("torch.")}
-    facts |= {"check_length": scale.check_length, "error": error, "parts": {}}
+    facts |= {"check_length": scale.check_length, "error": error, "was_cut": False, "parts": {}}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     for part in parts:
         begin = time.perf_counter()
         measure = MEASURES[part] if part != "patterns" else partial(measure_patterns, flex_names=given.flex.split(","))
         facts["parts"][part] = []
-        for row in measure(scale, clock):
-            facts["parts"][part].append(row)
-            for name in PASSES:  # at once: a run may be cut short
-                print(*cells_of(row, name), sep=" | ", file=sys.stderr, flush=True)
+        try:
+            for row in measure(scale, clock):
+                facts["parts"][part].append(row)
+                for name in PASSES:
+                    print(*cells_of(row, name), sep=" | ", file=sys.stderr, flush=True)
+        except KeyboardInterrupt:  # or somebody's limit: what there is counts
+            facts["was_cut"] = True
+            break
         print(f"{part}: {time.perf_counter() - begin:.0f} s", file=sys.stderr)
     facts["seconds"] = round(time.perf_counter() - start)
     text = page(facts)

@@ -31,14 +31,17 @@ def run_ranks(
         context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "twinflow.build", "twinflow.models.gpt"])
         given = (max(world, 1), backend if world > 0 else "", folder, work, args)
         ranks = [context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(max(world, 1))]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(timeout_s)
-        stuck = [rank for rank, process in enumerate(ranks) if process.is_alive()]
-        for rank, process in enumerate(ranks):
-            if rank in stuck:
-                process.kill()
+        stuck = list(range(len(ranks)))
+        try:
+            for process in ranks:
+                process.start()
+            for process in ranks:
+                process.join(timeout_s)
+            stuck = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+        finally:  # a test that is out of time leaves none of them to others
+            for rank in stuck:
+                if ranks[rank].pid is not None:
+                    ranks[rank].kill()
         errors = [path.read_text() for path in sorted(Path(folder).glob("*.error")) if path.stat().st_size]
         assert not stuck or errors, f"ranks {stuck} did not end"
         silent = {rank: p.exitcode for rank, p in enumerate(ranks) if not (Path(folder) / f"{rank}.json").exists()}

@@ -24,7 +24,8 @@ class Ended:
 def run_script(script: Path, cwd: Path, logs: Path, timeout_s: float = 240.0) -> Ended:
     """Run a file as `python FILE` would, in a process of its own."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "twinflow", "twinflow.build", "twinflow.models.gpt", "twinflow.optim"])
+    names = ("build", "models.gpt", "optim")
+    context.set_forkserver_preload(["torch", "torch._dynamo", *(f"twinflow.{name}" for name in names)])
     out, err = logs / "stdout.txt", logs / "stderr.txt"
     process = context.Process(target=_run, args=(str(script), str(cwd), str(out), str(err)))
     process.start()

@@ -131,3 +131,45 @@ def load_and_go_on(rank: int, world: int, config: dict[str, Any], folder: str) -
     found = steps(engine, FREEZE + 5, FREEZE + 12)
     engine.destroy()
     return {**found, "errors": errors}
+
+
+def lose_steps(rank: int, world: int, config: dict[str, Any]) -> dict[str, Any]:
+    """After the switch: how much errors change in a step that is skipped, and in one that has hardly a gradient."""
+    engine = engine_of(config)
+    steps(engine, 0, 6)
+    assert engine.optimizer.is_compressed
+    params = dict(engine.module.named_parameters())
+    bad, batch = params["position_embedding.weight"], batch_of(0)[:2]
+    before = own_errors(engine)
+    for param in params.values():  # no gradients but one that is not finite, on one rank
+        value = torch.inf if param is bad and rank == 1 else 0.0
+        param.register_hook(lambda grad, value=value: torch.full_like(grad, value))
+    engine.backward(engine(batch[:, :-1], batch[:, 1:]).loss)
+    engine.step()
+    skipped = own_errors(engine)
+    engine(batch[:, :-1], batch[:, 1:])
+    params["position_embedding.weight"].register_hook(torch.zeros_like)
+    engine.backward(bad.square().sum())
+    engine.step()
+    absent, beside = own_errors(engine), {"position_embedding.weight"}
+    for bucket in engine.optimizer.runtime.buckets:  # neighbours still hear how far owners' weights are from theirs
+        names = {param.name for param in bucket.members}
+        beside |= names if "position_embedding.weight" in names else set()
+    others = before.keys() - beside
+    found = {
+        "skipped": engine.skipped_steps,
+        "in a skipped step": max(relative(before[name], skipped[name]) for name in before),
+        "without gradients": max(relative(skipped[name], absent[name]) for name in others),
+        "number": len(others),
+    }
+    engine.destroy()
+    return found
+
+
+def own_errors(engine: Any) -> dict[str, torch.Tensor]:
+    engine.optimizer.wait()
+    return {name: entry["error"].clone() for name, entry in engine.optimizer.exchange_errors()["params"].items()}
+
+
+def relative(before: torch.Tensor, after: torch.Tensor) -> float:
+    return float((after - before).abs().max() / before.abs().max())

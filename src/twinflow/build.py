@@ -27,7 +27,6 @@ from twinflow.build_parallel import (
     own_parameters,
     settle,
     spread,
-    sums_replicas,
 )
 from twinflow.config import (
     Batch,
@@ -104,7 +103,7 @@ def initialize(
         if not parks(parsed) and _is_to_partition(parsed, found.num_data, optimizer):
             replaced = partition(module, make_zero(parsed, found.num_data, optimizer is None, grid))
             given = None if given is None else regroup(given, replaced)
-        ties = make_ties(module, grid, sums_replicas(parsed))
+        ties = make_ties(module, grid, parsed)
         for tie in ties:
             undo.callback(tie.close)
         twin = make_optimizer(parsed, batch, module, optimizer, given, ranks, grid)

@@ -127,10 +127,9 @@ def make_zero(config: Config, world_size: int, is_named: bool = True, grid: Grid
     stage, compression = config.zero_optimization.stage, compression_choice(config) if is_named else None
     if compression is not None:
         stage = _stage_with_compression(config, divides)
-    dtype = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     return Zero(
         stage,
-        dtype[config.communication_data_type],
+        wire_dtype(config),
         config.gradient_allreduce_op,
         float(world_size) if config.prescale_gradients else config.gradient_predivide_factor,
         timedelta(seconds=TIMEOUT_S),
@@ -138,6 +137,12 @@ def make_zero(config: Config, world_size: int, is_named: bool = True, grid: Grid
         Compression(**compression) if compression is not None else None,
         grid,
     )
+
+
+def wire_dtype(config: Config) -> torch.dtype | None:
+    """What sums of gradients travel in; None: what gradients are."""
+    dtypes = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return dtypes[config.communication_data_type]
 
 
 def _stage_with_compression(config: Config, divides: Mapping[str, Any]) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from twinflow.activations.wrap import KEY as CLASSES
 from twinflow.activations.wrap import class_of
 from twinflow.attention.patch import apply_section
-from twinflow.build_optimizer import TIMEOUT_S, parks
+from twinflow.build_optimizer import TIMEOUT_S, parks, wire_dtype
 from twinflow.config import Axes, Config, compression_choice, resolve_axes
 from twinflow.dist.agree import gather_json
 from twinflow.dist.group import alone, backend_for, new_group
@@ -238,16 +238,17 @@ def classes_here(names: Sequence[str], module: nn.Module, grid: Grid) -> list[st
 
 
 def sums_replicas(config: Config) -> bool:
-    """Whether replicas sum a tied parameter's gradients before stages do. At stage 3 they have done so already; and in
-    codes, a part with zeros around it would lose more than its share of all."""
-    return config.zero_optimization.stage < 3 and compression_choice(config) is None
+    """Whether replicas sum a tied parameter's gradients before stages do. At stage 3 they have done so already; in
+    codes, a part with zeros around it would lose more than its share of all; and gradients that are divided before they
+    are summed must not have been summed: they are so that fp16 can hold the sum."""
+    divides = config.prescale_gradients or config.gradient_predivide_factor != 1.0
+    return config.zero_optimization.stage < 3 and compression_choice(config) is None and not divides
 
 
-def make_ties(module: nn.Module, grid: Grid | None, replicas_first: bool) -> list[TiedGradients]:
+def make_ties(module: nn.Module, grid: Grid | None, config: Config) -> list[TiedGradients]:
     """Of a pipeline whose parameters are what they will stay; before the optimizer, which gets their sums.
 
-    `replicas_first`: whether replicas sum before stages do. torch names a group after its ranks and how many there are:
-    so every rank makes as many.
+    torch names a group after its ranks and how many there are: so every rank makes as many.
     """
     if grid is None or not isinstance(module, PipelineModule):
         return []
@@ -255,14 +256,16 @@ def make_ties(module: nn.Module, grid: Grid | None, replicas_first: bool) -> lis
     group = new_group("gloo", along)
     said = gather_json(group, [[tie.name, list(tie.ranks)] for tie in module.ties])
     device = next(module.parameters()).device
-    replicas = new_group(backend_for(device), grid.ranks_along(DATA), TIMEOUT) if replicas_first else alone()
+    is_first = sums_replicas(config)
+    replicas = new_group(backend_for(device), grid.ranks_along(DATA), TIMEOUT) if is_first else alone()
     for name, holders in {name: holders for one in said for name, holders in one}.items():
         if name not in own:
             dist.new_group([grid.rank], backend="gloo", use_local_synchronization=True)
             continue
         param = module.get_parameter(own[name].local)
         members = [along[index] for index in holders]
-        ties.append(TiedGradients(param, new_group(backend_for(device), members, TIMEOUT), replicas))
+        holders_group = new_group(backend_for(device), members, TIMEOUT)
+        ties.append(TiedGradients(param, holders_group, replicas, wire_dtype(config)))
         ties[-1].start()
     return ties
 

@@ -10,6 +10,8 @@ from dist_support import run_ranks
 from parallel_cases import NUM_STEPS, OFFLOADS, config_of, train_all
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
+LONG_S = 900  # eight ranks on a machine that may be busy
+pytestmark = pytest.mark.timeout(LONG_S + 100)
 
 
 def truth(num_steps: int = NUM_STEPS, **shape: Any) -> dict[str, Any]:
@@ -63,7 +65,7 @@ def test_pipe_tensor_data(schedule: str) -> None:
         f"{schedule} stage {stage} {offload}": config_of(2, 2, 2, stage=stage, offload=offload, schedule=schedule)
         for stage, offload in product((0, 1, 2), OFFLOADS)
     }
-    check(run_ranks(8, train_all, configs, timeout_s=900), truth())
+    check(run_ranks(8, train_all, configs, timeout_s=LONG_S), truth())
 
 
 @pytest.mark.matrix
@@ -74,7 +76,7 @@ def test_pipe_data(schedule: str) -> None:
         f"{schedule} stage {stage} {offload}": config_of(2, 1, 2, stage=stage, offload=offload, schedule=schedule)
         for stage, offload in product((0, 1, 2, 3), OFFLOADS)
     }
-    check(run_ranks(4, train_all, configs, timeout_s=900), truth())
+    check(run_ranks(4, train_all, configs, timeout_s=LONG_S), truth())
 
 
 @pytest.mark.matrix
@@ -87,7 +89,7 @@ def test_checkpointed_layers_and_sequence_parallel_norms() -> None:
         "sequence": config_of(2, 2, 1, stage=1, **sequence),
         "both": config_of(2, 2, 1, stage=1, schedule="zbv", **sequence, **checkpointed),
     }
-    ranks = run_ranks(4, train_all, configs, timeout_s=600)
+    ranks = run_ranks(4, train_all, configs, timeout_s=LONG_S)
     check(ranks, truth())
     for rank in ranks:
         whole, kept = rank["parts"]["kept"]

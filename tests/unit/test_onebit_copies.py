@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from twinflow.engine.restore import _check_errors
 from twinflow.offload.bucket import Param
 from twinflow.offload.places import place_by_ratio
 from twinflow.offload.plan import HOST, RESIDENT, ROOT, BucketPlan, ParamSpec, plan_buckets
@@ -131,8 +134,37 @@ def test_errors_stay_with_their_replica_or_keep_their_mean(
         flats = {p.index: cut(p, value_of(name_of(p.name), replica.which)) for p in params}
         saved.append(tree_of(params, flats, name_of, replica))
     for params, replica, _ in layout(*after):
-        found = own_errors(saved, params, name_of, replica)
+        found = own_errors(saved, params, name_of, replica, lambda tensor: tensor)
         for param in params:
             values = [value_of(name_of(param.name), i) for i in range(before[2])]
             wanted = values[replica.which] if before[2] == after[2] else torch.stack(values).mean(0)
             assert torch.equal(found[param.index], cut(param, wanted)), param.name
+
+
+def test_only_what_is_needed_is_read() -> None:
+    """All ranks' errors are many times the model: a rank with as many replicas reads its own, and of its own stage."""
+    saved = []
+    for rank, (params, replica, _) in enumerate(layout(2, 1, 3)):
+        flats = {param.index: torch.zeros(param.local.numel()) for param in params}
+        tree = tree_of(params, flats, name_of, replica)
+        for name, entry in tree["params"].items():
+            entry["error"] = (rank, name, entry["error"])
+        saved.append(tree)
+    seen: list[tuple[int, str]] = []
+
+    def read(named: tuple[int, str, Tensor]) -> Tensor:
+        seen.append(named[:2])
+        return named[2]
+
+    params, replica, _ = layout(2, 1, 3)[1]
+    own_errors(saved, params, name_of, replica, read)
+    assert seen == [(1, "embedding"), (1, "up")]
+
+
+def test_errors_of_an_earlier_layout_are_refused() -> None:
+    """They were by piece, and a rank would look in vain for what it needs, with half of the checkpoint loaded."""
+    own: Any = SimpleNamespace(path=Path("step_1"), meta={"errors": [{"replica": 0, "num_replicas": 1, "params": {}}]})
+    _check_errors(own)
+    old: Any = SimpleNamespace(path=Path("step_1"), meta={"errors": [{}, {"embedding/0": {}}]})
+    with pytest.raises(ValueError, match=r"step_1: errors of compressed exchanges.*load_optimizer_states=False"):
+        _check_errors(old)

@@ -12,6 +12,7 @@ the same to the last bit.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -51,6 +52,7 @@ class Errors:
 
     worker: Tensor
     server: Tensor | None
+    said: Tensor | None = None  # where the rows that owners get are kept, for one who may have to take them back
 
     @classmethod
     def zeros(cls, numel: int, world: int, device: torch.device, has_server: bool = True) -> Errors:
@@ -118,13 +120,26 @@ def publish(group: Group, published: Tensor, own: Tensor, coding: Coding) -> Non
     packing.decode(code, published, packed, exponents=coding.exponents, is_scaled=False, is_added=True)
 
 
+def take_back(code: Code, error: Tensor, said: Tensor, exponents: Tensor, wheres: Iterable[slice]) -> None:
+    """`error` in these places as if `said`, the rows that made it what it is, had not been sent. Blocks that held
+    what is not finite have left it as it was."""
+    scales = said[:, : code.scale_bytes(error.numel() // said.shape[0])].view(torch.float32)
+    scales.nan_to_num_(0.0)
+    told = torch.empty_like(error)
+    packing_for(error.device).decode(code, told, said, exponents=exponents, is_scaled=False)
+    for where in wheres:
+        error[where] += told[where]
+
+
 def _to_owners(
     group: Group, whole: Tensor, coding: Coding, errors: Errors, base: Tensor | None, base_factor: float
 ) -> Tensor:
     """All ranks' versions of this rank's part, packed."""
     size = whole.numel() // group.world
     assert size * group.world == whole.numel()
-    packed = torch.empty(group.world, coding.code.row_bytes(size), dtype=torch.uint8, device=whole.device)
+    packed = errors.said
+    if packed is None:
+        packed = torch.empty(group.world, coding.code.row_bytes(size), dtype=torch.uint8, device=whole.device)
     packing_for(whole.device).encode(
         coding.code,
         packed,

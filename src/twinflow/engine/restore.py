@@ -75,8 +75,8 @@ def load(engine: Engine, root: Path, tag: str | None, what: What) -> tuple[str |
         assert engine.optimizer is not None
         engine.optimizer.load_state_dict(head, source)
         if engine.optimizer.is_compressed:
-            read = _reader(found, "rest")
-            engine.optimizer.load_exchange_errors([put_together(one, read) for one in meta.get("errors", [])])
+            rest = _reader(found, "rest")
+            engine.optimizer.load_exchange_errors(meta.get("errors", []), lambda named: put_together(named, rest))
     if what.everything_else:
         for name in COUNTERS:
             setattr(engine, name, meta[name])
@@ -109,7 +109,16 @@ def _check(
         head = {**head, "param_groups": _own_groups(engine.optimizer, head["param_groups"], saved)}
         source = _FileSource(found, engine.optimizer, saved)
         engine.optimizer.check_state(head, source)
+        _check_errors(found)
     return names, source, head, {key: put_together(meta[key], rest) for key in PARTS}
+
+
+def _check_errors(found: Checkpoint) -> None:
+    """Those of compressed exchanges were once kept by piece, for one layout alone."""
+    if any(one and "num_replicas" not in one for one in found.meta.get("errors", [])):
+        given, allowed = "by piece, as an earlier version had them", "by parameter and replica"
+        remedy = "Go on with the version that saved it, or pass load_optimizer_states=False."
+        raise bad_value(f"{found.path}: errors of compressed exchanges", given, allowed, remedy)
 
 
 @dataclass(frozen=True)

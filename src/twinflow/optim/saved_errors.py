@@ -18,6 +18,7 @@ from twinflow.parallel.shard import TensorShard, shard_of
 
 SavedErrors = dict[str, Any]  # one rank's, as a tree of plain values and tensors; empty where there are none
 NameOf = Callable[[str], str]  # from a name here to the one that all layouts know
+Read = Callable[[Any], Tensor]  # a tensor, from what stands for it in a tree that was saved
 
 
 class Replica(NamedTuple):
@@ -38,35 +39,37 @@ def tree_of(params: Sequence[Param], flats: Mapping[int, Tensor], name_of: NameO
 
 
 def own_errors(
-    saved: Sequence[SavedErrors], params: Sequence[Param], name_of: NameOf, replica: Replica
+    saved: Sequence[SavedErrors], params: Sequence[Param], name_of: NameOf, replica: Replica, read: Read
 ) -> dict[int, Tensor]:
-    """From what all ranks have saved, this rank's: flat, by the parameter's index."""
+    """From what all ranks have saved, this rank's: flat, by the parameter's index. All ranks' errors are many times the
+    model, so only what is needed is read, one parameter of one replica at a time."""
     is_same = saved[0]["num_replicas"] == replica.number
-    chosen = [one for one in saved if not is_same or one["replica"] == replica.which]
+    chosen = [replica.which] if is_same else sorted({one["replica"] for one in saved})
     found = {}
     for param in params:
-        wholes = _wholes(chosen, name_of(param.name))
-        mean = torch.stack(wholes).mean(0) if len(wholes) > 1 else wholes[0]
-        shard = shard_of(param.tensor)
+        total: Tensor | None = None
+        for which in chosen:
+            whole = _whole([one for one in saved if one["replica"] == which], name_of(param.name), read)
+            total = whole if total is None else total + whole
+        assert total is not None
+        mean, shard = total / len(chosen), shard_of(param.tensor)
         found[param.index] = (mean if shard is None else shard.cut(mean)).reshape(-1)
     return found
 
 
-def _wholes(saved: Sequence[SavedErrors], name: str) -> list[Tensor]:
-    """Each replica's errors of a parameter, put together from those of its tensor ranks."""
-    wholes: dict[int, Tensor] = {}
-    for one in saved:
-        entry = one["params"].get(name)
-        if entry is None:  # another stage has it
-            continue
-        if entry["part"] is None:
-            wholes[one["replica"]] = entry["error"]
-            continue
+def _whole(saved: Sequence[SavedErrors], name: str, read: Read) -> Tensor:
+    """One replica's errors of a parameter, put together from those of its tensor ranks."""
+    entries = [one["params"][name] for one in saved if name in one["params"]]  # other stages do not have it
+    if entries[0]["part"] is None:
+        return read(entries[0]["error"])
+    whole: Tensor | None = None
+    for entry in entries:
         dim, full, ranges = entry["part"]
-        error, start = entry["error"], 0
-        shape = TensorShard(dim, full, (), 0, 1).whole_shape(error.shape)
-        whole = wholes.setdefault(one["replica"], torch.zeros(shape))
+        error, start = read(entry["error"]), 0
+        if whole is None:
+            whole = torch.zeros(TensorShard(dim, full, (), 0, 1).whole_shape(error.shape))
         for low, high in ranges:
             whole.narrow(dim, low, high - low).copy_(error.narrow(dim, start, high - low))
             start += high - low
-    return [wholes[index] for index in sorted(wholes)]
+    assert whole is not None
+    return whole

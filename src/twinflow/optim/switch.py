@@ -19,7 +19,7 @@ from twinflow.codes.reference import exponents_of, two_to
 from twinflow.errors import bad_value
 from twinflow.offload.bucket import Bucket, target
 from twinflow.optim.onebit.freeze import VarianceWatch, default_window
-from twinflow.optim.saved_errors import Replica, SavedErrors, own_errors, tree_of
+from twinflow.optim.saved_errors import Read, Replica, SavedErrors, own_errors, tree_of
 from twinflow.zero.compression import (
     Compression,
     Exchange,
@@ -55,7 +55,9 @@ class Switch:
             where, whole = bucket.members[0].local.device, bucket.gathered.numel
             exponents = torch.zeros(whole, dtype=torch.uint8, device=where)
             told = torch.zeros(bucket.plan.numel, dtype=bucket.plan.dtype, device=where)
-            self._reserved[bucket.plan.index] = Exchange(exponents, torch.zeros(whole, device=where), told)
+            row_bytes = code_named(self._compression.code).row_bytes(bucket.plan.numel)
+            said = torch.zeros(whole // bucket.plan.numel, row_bytes, dtype=torch.uint8, device=where)
+            self._reserved[bucket.plan.index] = Exchange(exponents, torch.zeros(whole, device=where), told, said)
 
     @property
     def is_made(self) -> bool:
@@ -191,7 +193,7 @@ class Switch:
         if self._optimizer.param_groups[0].get("is_exchanged"):
             self._exchange_from_now_on(None)
 
-    def restore_errors(self, saved: Sequence[SavedErrors]) -> None:
+    def restore_errors(self, saved: Sequence[SavedErrors], read: Read) -> None:
         """Those of all ranks that saved: each replica takes its own, or, where there were others, the mean of all."""
         optimizer = self._optimizer
         team = optimizer.team
@@ -199,7 +201,7 @@ class Switch:
         if team.exchanges is None or not saved or not saved[0]:
             return
         params = optimizer.runtime.params
-        wholes = own_errors(saved, params, self._canonical, Replica(team.rank, team.world))
+        wholes = own_errors(saved, params, self._canonical, Replica(team.rank, team.world), read)
         for bucket in optimizer.runtime.buckets:
             error = team.exchanges.of[bucket.plan.index].error
             for piece in bucket.gathered.slices:

@@ -31,7 +31,7 @@ from twinflow.optim import twin_state
 from twinflow.optim.auto import AutoPlacement, host_share
 from twinflow.optim.loss_scale import LossScale, after_step, static
 from twinflow.optim.options import with_defaults
-from twinflow.optim.saved_errors import SavedErrors
+from twinflow.optim.saved_errors import Read, SavedErrors
 from twinflow.optim.state_kind import StateKind
 from twinflow.optim.switch import Switch
 from twinflow.optim.switch import check as check_compression
@@ -459,10 +459,10 @@ class TwinOptimizer(Optimizer):
         """What this rank has not said to the others yet: a part of a checkpoint that is its own."""
         return self._switch.errors() if self._switch is not None else {}
 
-    def load_exchange_errors(self, saved: Sequence[SavedErrors]) -> None:
-        """Those of all ranks that saved, after `load_state_dict`."""
+    def load_exchange_errors(self, saved: Sequence[SavedErrors], read: Read) -> None:
+        """Those of all ranks that saved, after `load_state_dict`; `read` gives the tensors that are named there."""
         if self._switch is not None:
-            self._switch.restore_errors(saved)
+            self._switch.restore_errors(saved, read)
 
     def export_trace(self, path: str | Path) -> None:
         """Write the spans recorded since `optimizer.trace.start()` as a Chrome/Perfetto timeline."""

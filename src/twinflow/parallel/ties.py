@@ -7,7 +7,8 @@ to the last bit.
 
 Stages are often far apart, and replicas of a stage near. So replicas sum first, each a part; parts are summed over the
 stages; and each replica's gradient is its part of that with zeros around it, which the reduction over replicas, that
-knows nothing of ties, puts together. What travels between stages is a replica's share, in the parameter's dtype.
+knows nothing of ties, puts together. What travels between stages is a replica's share, in the parameter's dtype or
+the one that sums were asked to travel in.
 """
 
 from __future__ import annotations
@@ -25,18 +26,21 @@ from twinflow.offload.bucket import local_of
 
 class TiedGradients:
     """One parameter's, on one of the ranks that hold it; all of them have to call `finish` after every step's last
-    backward, in the same order of ties. `replicas`: ranks that have the same part of the model, or this one alone."""
+    backward, in the same order of ties. `replicas`: ranks that have the same part of the model, or this one alone.
+    `dtype`: that sums travel in; None: the parameter's."""
 
-    def __init__(self, param: nn.Parameter, group: Group, replicas: Group) -> None:
-        self._param, self._group, self._replicas = param, group, replicas
+    def __init__(self, param: nn.Parameter, group: Group, replicas: Group, dtype: torch.dtype | None = None) -> None:
+        self._param, self._group, self._replicas, self._dtype = param, group, replicas, dtype or param.dtype
         self._sum: Tensor | None = None
         self._is_done = False  # the sum of all ranks comes now: let it pass
         hooked: Any = param  # torch does not type this method
         self._handle: RemovableHandle = hooked.register_post_accumulate_grad_hook(self._take)
 
     def start(self) -> None:
-        """All copies are the first holder's."""
+        """All copies are the first holder's. Replicas meet too: what NCCL sets up when ranks first do would otherwise
+        come beside the first step's reductions."""
         with torch.no_grad():
+            self._replicas.broadcast(_local(self._param))
             self._group.broadcast(_local(self._param))
 
     def _take(self, param: Tensor) -> None:
@@ -44,7 +48,7 @@ class TiedGradients:
             return
         grad = _local(param.grad)
         if self._sum is None:
-            self._sum = grad.to(torch.float32, memory_format=torch.contiguous_format)
+            self._sum = grad.float().contiguous()
         else:
             self._sum += grad
         param.grad = None
@@ -70,9 +74,9 @@ class TiedGradients:
             self._is_done = False
 
     def _take_rows(self, here: Tensor, size: int) -> Tensor:
-        """What was taken, in the parameter's dtype: a row for each replica, its last number one if there is any."""
+        """What was taken, as it travels: a row for each replica, its last number one if there is any."""
         taken, self._sum = self._sum, None
-        rows = torch.zeros(self._replicas.world, size + 1, dtype=here.dtype, device=here.device)
+        rows = torch.zeros(self._replicas.world, size + 1, dtype=self._dtype, device=here.device)
         if taken is not None:
             for i, row in enumerate(rows):
                 piece = taken.view(-1)[i * size : (i + 1) * size]  # the last ones may be short, or empty

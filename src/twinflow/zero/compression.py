@@ -13,14 +13,17 @@ not. From then on a step is, for each bucket:
    by what the codes say. What is left is in the next difference. So all ranks have the same weights to the last bit,
    and divided by the learning rate the move is the shared momentum of the next step.
 
-A rank keeps an error for every element of the model (4 bytes) and k (1 byte), and a copy of the published weights of
-its own part; it takes that memory when it starts.
+A step that is skipped, and a parameter that got no gradient anywhere, go no further than 1. Then each rank takes back
+what it has said: the momentum is in there, and nowhere else on a rank that does not own it.
+
+A rank keeps an error for every element of the model (4 bytes), k (1 byte) and its last codes, and a copy of the
+published weights of its own part; it takes that memory when it starts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +32,7 @@ from torch import Tensor
 
 from twinflow.codes import Code, code_named
 from twinflow.codes.reference import two_to
-from twinflow.dist.compressed import Coding, Errors, compressed_reduce_scatter, own_part, publish
+from twinflow.dist.compressed import Coding, Errors, compressed_reduce_scatter, own_part, publish, take_back
 from twinflow.dist.group import Group
 from twinflow.errors import bad_value
 from twinflow.offload.bucket import Bucket, Job
@@ -65,6 +68,7 @@ class Exchange:
     exponents: Tensor  # k + 127 of the whole bucket; 0 where no gradient was ever seen
     error: Tensor  # of the whole bucket, in units of the weights' moves over the learning rate
     told: Tensor  # of this rank's part, as all ranks have it
+    said: Tensor  # by this rank to the owners, in codes: a row for each
 
 
 class Exchanges:
@@ -78,8 +82,15 @@ class Exchanges:
         """This rank's part of the new momentum, times what the update will divide gradients by."""
         own, scale = self.of[bucket.plan.index], job.gate.scale
         coding = Coding(self.code, own.exponents, (1.0 - self.b1) * group.world / scale)
-        compressed_reduce_scatter(group, part, whole, coding, Errors(own.error, None))
+        compressed_reduce_scatter(group, part, whole, coding, Errors(own.error, None, own.said))
         part.mul_(scale)
+
+    def take_back(self, bucket: Bucket, unused: Collection[int]) -> None:
+        """What this rank has said in the last `reduce` of these parameters, which are not updated after all."""
+        own = self.of[bucket.plan.index]
+        pieces = [piece for piece in bucket.gathered.slices if piece.param in unused]
+        wheres = [slice(piece.offset, piece.offset + piece.numel) for piece in pieces]
+        take_back(self.code, own.error, own.said, own.exponents, wheres)
 
     def publish(self, group: Group, bucket: Bucket, flat: Tensor, job: Job) -> None:
         """`flat`: the published weights, but new ones in this rank's part; afterwards, those that all ranks have."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,6 +25,7 @@ from twinflow.dist.group import Group
 from twinflow.offload import gather
 from twinflow.offload.board import POLL_S, AllSummed, Board, Now
 from twinflow.offload.bucket import Bucket, Job, Task
+from twinflow.offload.gate import decide
 from twinflow.offload.plan import ROOT
 from twinflow.offload.slots import FlatPool
 from twinflow.offload.sync import FLAT_FREE, REDUCE_READY
@@ -205,9 +206,22 @@ class Reducer(BoardThread):
         present = {i for i, anywhere in enumerate(rows[:, 1:].any(dim=0).tolist()) if anywhere}
         sums = of_all_axes(rows[:, 0] if self._wire.is_partitioned else rows[:1, 0], self._wire.replica)
         members = {b.plan.index: b.members for b in self._buckets}
+        self._take_back(job, present, sums)
         self._on_agreed(job, [b for b in self._forward if any(p.index in present for p in members[b])])
         self.board.agree(job, present)
         self.board.close_job(job, sums, Now(), are_squares=True)
+
+    def _take_back(self, job: Job, present: Container[int], sums: Tensor) -> None:
+        """Momenta that were sent in codes, and will not be used."""
+        exchanges, stream = self._wire.exchanges(), self._device.stream("reduce")
+        if exchanges is None:
+            return
+        is_skipped = decide(sums.tolist(), job.gate.scale, job.gate.limits).skip
+        for bucket in self._buckets:
+            unused = {param.index for param in bucket.members if is_skipped or param.index not in present}
+            if unused:
+                stream.run(partial(exchanges.take_back, bucket, unused))
+                stream.record().synchronize()  # publishing, on another stream, adds to the same errors
 
     def _own_norms(self, job: Job) -> list[float]:
         """Of this rank's parts, once they are known."""
