@@ -66,16 +66,25 @@ def whole_states(rank: int, world: int, stage: int) -> list[list[float]]:
     return [value.flatten().tolist() for value in found if value is not None]
 
 
-def gathered(rank: int, world: int) -> list[float]:
-    """What the second rank writes in a GatheredParameters."""
+def gathered(rank: int, world: int) -> list[list[float]]:
+    """What the second rank writes in a GatheredParameters: to a parameter, and to one whose state ranks share, before
+    and after a step."""
     compat.install()
     import deepspeed
 
     param = nn.Parameter(torch.zeros(3))
-    with torch.no_grad(), deepspeed.zero.GatheredParameters([param], modifier_rank=1):
+    engine, *_ = deepspeed.initialize(model=net(), config=config(2))
+    step(engine, 0)
+    weight = engine.module[2].weight
+    with torch.no_grad(), deepspeed.zero.GatheredParameters([param, weight], modifier_rank=1):
         if deepspeed.comm.get_rank() == 1:
             param.fill_(7.0)
-    return param.tolist()
+            weight.fill_(7.0)
+    found = [param.tolist(), weight.flatten().tolist()]
+    step(engine, 1)
+    found.append(deepspeed.utils.safe_get_full_fp32_param(weight).flatten().tolist())
+    engine.destroy()
+    return found
 
 
 def hf_trainer(options: dict[str, Any], folder: str, resume: str | None = None) -> dict[str, Any]:
@@ -104,6 +113,7 @@ def hf(folder: str) -> dict[str, Any]:
     """The Trainer with torch's AdamW and no DeepSpeed; the example; then a config that leaves optimizer and schedule to
     the Trainer, whole and resumed, with a short last step."""
     compat.install()  # transformers looks for DeepSpeed once
+    torch.set_num_threads(1)  # tiny models are quicker so
     options: dict[str, Any] = {"gradient_accumulation_steps": 3, "num_train_epochs": 1, "save_steps": 2}
     stock = hf_trainer({**options, "save_strategy": "no"}, folder)
     example = printed("hf_causal_lm.py")

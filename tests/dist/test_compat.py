@@ -27,4 +27,7 @@ def test_all_ranks_have_the_whole_state(stage: int) -> None:
 
 
 def test_what_the_modifier_writes_all_ranks_have() -> None:
-    assert run_ranks(2, cases.gathered) == [[7.0] * 3] * 2
+    one, two = run_ranks(2, cases.gathered)
+    assert one == two
+    assert one[:2] == [[7.0] * 3, [7.0] * 40]
+    assert one[2] == pytest.approx([7.0] * 40, abs=0.1)  # a step of 1e-2 later

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from twinflow.compat import __main__ as command
 from twinflow.compat.finder import CompatFinder, all_names, missing
 from twinflow.compat.names import ALIASES, TABLE, Ours, Refused
 from twinflow.compat.table import markdown
+from twinflow.launch.worker import rank_words
 
 DOCS = Path(__file__).parents[2] / "docs" / "compat.md"
 
@@ -144,9 +146,11 @@ def test_a_script_runs_as_main_with_its_arguments(
 
 @pytest.mark.parametrize(("words", "error"), [([], "no script"), (["-m"], "no module"), (["gone.py"], "gone.py")])
 def test_a_command_without_a_script(words: list[str], error: str) -> None:
+    before = dict(os.environ)
     with pytest.raises(SystemExit, match=error):
         command.main(words)
-    compat.uninstall()
+    assert os.environ == before
+    assert not any(isinstance(finder, CompatFinder) for finder in sys.meta_path)
 
 
 def test_the_launcher_hands_it_on(tmp_path: Path) -> None:
@@ -160,3 +164,20 @@ def test_the_launcher_hands_it_on(tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
         assert (f"twinflow.launch.worker --compat {script} --compat" in result.output) is found
         assert result.output.strip().endswith(f"{script} --compat")
+    refused = CliRunner().invoke(app, ["--no_local_rank", "--dry_run", str(script)])
+    assert refused.exit_code == 1
+    assert "nothing without --compat" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["--compat", "x.py", "--compat"], ["-m", "twinflow.compat", "x.py", "--local_rank=1", "--compat"]),
+        (["--compat", "--module", "m", "a"], ["-m", "twinflow.compat", "-m", "m", "--local_rank=1", "a"]),
+        (["--compat", "--no_local_rank", "x.py"], ["-m", "twinflow.compat", "x.py"]),
+        (["--module", "m", "--no_local_rank"], ["-m", "m", "--no_local_rank"]),
+    ],
+)
+def test_scripts_for_deepspeed_are_told_their_local_rank(words: list[str], found: list[str]) -> None:
+    """As DeepSpeed's launcher does: many take -1, their default, for a run without ranks."""
+    assert rank_words(words, "1") == found

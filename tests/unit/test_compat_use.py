@@ -41,9 +41,17 @@ def deepspeed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     yield deepspeed
     compat.uninstall()
-    gc.collect()  # scripts do not end their engines
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny models are quicker so."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 # Scripts.
@@ -53,6 +61,7 @@ def test_the_transformer_has_deepspeeds_losses() -> None:
     config = str(cases.SCRIPTS / "transformer.json")
     found = cases.printed("transformer.py", "--deepspeed_config", config, "--steps", str(len(TRANSFORMER)))
     assert found["losses"] == pytest.approx(TRANSFORMER, rel=1e-4)
+    gc.collect()  # scripts do not end their engines
 
 
 def test_cpu_adam_alone_has_deepspeeds_losses() -> None:
@@ -224,6 +233,41 @@ def test_the_state_of_a_parameter(deepspeed: Any) -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_what_is_written_into_gathered_weights_is_trained_on(deepspeed: Any, is_counted: bool) -> None:
+    """`.data` hides a write from autograd, but it must not be lost to the master; nor may one that nobody wrote to."""
+    engine, *_ = deepspeed.initialize(model=cases.net(), config=cases.config(2, bf16={"enabled": True}))
+    inputs = torch.ones(4, 6, dtype=torch.bfloat16)
+    weight, other = engine.module[2].weight, engine.module[0].weight
+    read, state = deepspeed.utils.safe_get_full_fp32_param, deepspeed.utils.safe_get_full_optimizer_state
+    for written in (0.5, 0.25):
+        engine.backward(engine(inputs).float().square().mean())
+        engine.step()
+        untouched = read(other)
+        with deepspeed.zero.GatheredParameters(engine.module, modifier_rank=0), torch.no_grad():
+            (weight if is_counted else weight.data).fill_(written)
+        deepspeed.utils.safe_set_full_optimizer_state(weight, state(weight, "exp_avg"), "exp_avg")
+        assert torch.equal(read(weight), torch.full(weight.shape, written))
+        assert torch.equal(read(other), untouched)
+    engine.backward(engine(inputs).float().square().mean())
+    engine.step()
+    assert (read(weight) - 0.25).abs().max() < 0.1
+    engine.destroy()
+
+
+def test_a_frozen_parameter_has_no_state(deepspeed: Any) -> None:
+    from deepspeed import utils
+
+    model = cases.net()
+    model[0].requires_grad_(False)
+    engine, *_ = deepspeed.initialize(model=model, config=cases.config(2))
+    frozen = engine.module[0].weight
+    assert utils.safe_get_full_fp32_param(frozen) is None
+    assert utils.safe_get_full_optimizer_state(frozen, "exp_avg") is None
+    assert utils.safe_get_full_grad(frozen) is None
+    engine.destroy()
+
+
 def test_weights_out_of_a_checkpoint(deepspeed: Any, tmp_path: Path) -> None:
     from deepspeed.utils import zero_to_fp32
 
@@ -240,6 +284,8 @@ def test_weights_out_of_a_checkpoint(deepspeed: Any, tmp_path: Path) -> None:
     assert torch.equal(loaded[2].weight, found["2.weight"])
     zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "saved", tmp_path / "out", "1MB")
     assert (tmp_path / "out" / "model.safetensors").exists()
+    with pytest.raises(ValueError, match=r"save_checkpoint\(\.\.\., exclude_frozen_parameters=True\)"):
+        zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved", exclude_frozen_parameters=True)
     engine.destroy()
 
 

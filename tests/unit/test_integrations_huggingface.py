@@ -3,6 +3,7 @@ resume."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +18,11 @@ from twinflow.optim.twin import Tuning, TwinOptimizer
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
-from twinflow.integrations.accelerate import twin_optimizer  # noqa: E402
-from twinflow.integrations.huggingface import TwinMixin, TwinTrainer  # noqa: E402
+import safetensors.torch  # noqa: E402
 
-STEPS, SAVED = 50, 25
-LOOP, MIDDLE = 20, 10  # steps of a loop of Accelerate
+from twinflow.integrations.accelerate import twin_optimizer  # noqa: E402
+
+LOOP, MIDDLE = 8, 4  # steps of a loop of Accelerate
 TWIN = {"tuning": Tuning(bucket_numel=4096)}
 
 
@@ -37,6 +38,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def huggingface() -> Any:
+    """The integration, which takes seconds to import: only in a process that runs these tests."""
+    return importlib.import_module("twinflow.integrations.huggingface")
+
+
 class Run(NamedTuple):
     logs: list[dict[str, float]]  # of every step
     evals: list[float]
@@ -47,7 +54,7 @@ class Run(NamedTuple):
 def arguments(folder: Path, **options: Any) -> Any:
     given: dict[str, Any] = {
         "output_dir": str(folder),
-        "max_steps": STEPS,
+        "max_steps": 12,
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
         "max_grad_norm": MAX_NORM,
@@ -57,9 +64,9 @@ def arguments(folder: Path, **options: Any) -> Any:
         "warmup_steps": 3,
         "logging_steps": 1,
         "save_strategy": "steps",
-        "save_steps": SAVED,
+        "save_steps": 6,
         "eval_strategy": "steps",
-        "eval_steps": 20,
+        "eval_steps": 5,
         "report_to": [],
         "use_cpu": True,
         "disable_tqdm": True,
@@ -90,17 +97,22 @@ def assert_close(found: Run, wanted: Run) -> None:
     assert found.evals == pytest.approx(wanted.evals, abs=1e-4)
 
 
-def test_a_run_has_the_losses_of_adamw_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    wanted = train(transformers.Trainer, tmp_path / "plain")
-    found = train(TwinTrainer, tmp_path / "twin", keys={"twin": TWIN})
-    assert len(found.logs) == STEPS
+@pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.matrix)])  # an epoch has 10
+def test_a_run_has_the_losses_of_adamw_and_goes_on_with_the_same_bits(
+    huggingface: Any, tmp_path: Path, steps: int
+) -> None:
+    saved = steps // 2
+    sizes = {"max_steps": steps, "save_steps": saved}
+    wanted = train(transformers.Trainer, tmp_path / "plain", **sizes)
+    found = train(huggingface.TwinTrainer, tmp_path / "twin", keys={"twin": TWIN}, **sizes)
+    assert len(found.logs) == steps
     assert sum(entry["grad_norm"] > MAX_NORM for entry in found.logs) > 5, "hardly anything was clipped"
     assert_close(found, wanted)
-    checkpoint = tmp_path / "twin" / f"checkpoint-{SAVED}"
+    checkpoint = tmp_path / "twin" / f"checkpoint-{saved}"
     assert (checkpoint / "twinflow" / "manifest.json").exists()
     assert (checkpoint / "optimizer.pt").stat().st_size < 10_000
-    resumed = train(TwinTrainer, tmp_path / "resumed", resume=checkpoint, keys={"twin": TWIN})
-    assert resumed.logs[SAVED:] == found.logs[SAVED:]
+    resumed = train(huggingface.TwinTrainer, tmp_path / "resumed", resume=checkpoint, keys={"twin": TWIN}, **sizes)
+    assert resumed.logs[saved:] == found.logs[saved:]
     assert_same_weights(resumed.model, found.model)
     assert found.trainer.twin.runtime.settings.early
 
@@ -115,12 +127,14 @@ def test_a_run_has_the_losses_of_adamw_and_goes_on_with_the_same_bits(tmp_path: 
         ("as it is", {"optim": "adafactor", "gradient_accumulation_steps": 1}),
     ],
 )
-def test_other_arguments_mean_what_they_do_without(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_other_arguments_mean_what_they_do_without(
+    huggingface: Any, name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     options = dict(options)
     twin = options.pop("twin", {})
     short = {"max_steps": 6, "save_strategy": "no", "eval_strategy": "no", **options}
     wanted = train(transformers.Trainer, tmp_path, **short)
-    found = train(TwinTrainer, tmp_path, keys={"twin": {**TWIN, **twin}}, **short)
+    found = train(huggingface.TwinTrainer, tmp_path, keys={"twin": {**TWIN, **twin}}, **short)
     assert_close(found, wanted)
     assert found.trainer.twin.rule_name == {"no clipping": "adamw", "sgd": "sgd"}.get(
         name, found.trainer.twin.rule_name
@@ -129,12 +143,19 @@ def test_other_arguments_mean_what_they_do_without(name: str, options: dict[str,
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("options", [{"states": "bf16", "ratio": 0.5}, {"offload_params": True}])
-def test_a_bf16_model_keeps_fp32_masters_over_a_resume(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_bf16_model_keeps_fp32_masters_over_a_resume(
+    huggingface: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
     short = {"max_steps": 8, "save_steps": 4, "eval_steps": 4}
     twin = {"twin": {**TWIN, **options}}
-    found = train(TwinTrainer, tmp_path / "a", model=llama(torch.bfloat16), keys=twin, **short)
+    found = train(huggingface.TwinTrainer, tmp_path / "a", model=llama(torch.bfloat16), keys=twin, **short)
     again = train(
-        TwinTrainer, tmp_path / "b", tmp_path / "a" / "checkpoint-4", llama(torch.bfloat16), keys=twin, **short
+        huggingface.TwinTrainer,
+        tmp_path / "b",
+        tmp_path / "a" / "checkpoint-4",
+        llama(torch.bfloat16),
+        keys=twin,
+        **short,
     )
     assert next(found.model.parameters()).dtype == torch.bfloat16
     assert again.logs[4:] == found.logs[4:]
@@ -142,19 +163,58 @@ def test_a_bf16_model_keeps_fp32_masters_over_a_resume(options: dict[str, Any], 
 
 
 @pytest.mark.matrix
-def test_training_goes_on_when_train_is_called_again(tmp_path: Path) -> None:
+def test_training_goes_on_when_train_is_called_again(huggingface: Any, tmp_path: Path) -> None:
     short = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}
-    first = train(TwinTrainer, tmp_path, keys={"twin": TWIN}, **short)
+    first = train(huggingface.TwinTrainer, tmp_path, keys={"twin": TWIN}, **short)
     twin = first.trainer.twin
     first.trainer.train()
     assert first.trainer.twin is twin
     assert twin.num_steps == 4
 
 
+def test_a_run_that_ended_within_a_step_leaves_nothing_to_the_next(huggingface: Any, tmp_path: Path) -> None:
+    class Stop(transformers.TrainerCallback):  # type: ignore[misc]
+        """Ends a run between two micro-batches, once."""
+
+        is_done = False
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = not self.is_done
+            self.is_done = True
+
+    found = []
+    for kind, keys in ((transformers.Trainer, {}), (huggingface.TwinTrainer, {"twin": TWIN})):
+        quick = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}
+        trainer = kind(llama(), arguments(tmp_path, **quick), train_dataset=samples(8), callbacks=[Stop()], **keys)
+        trainer.train()
+        assert trainer.state.global_step == 0
+        trainer.train()
+        found.append([entry["grad_norm"] for entry in trainer.state.log_history if "loss" in entry])
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
+    assert len(found[1]) == 2
+    trainer.twin.close()
+
+
+def test_a_delayed_update_is_in_the_weights_at_the_end(huggingface: Any, tmp_path: Path) -> None:
+    """And not in those of the best checkpoint, which are loaded after it."""
+    best = {"load_best_model_at_end": True, "eval_steps": 1, "save_steps": 1}
+    for options in ({"save_strategy": "no", "eval_strategy": "no"}, best):
+        delayed = {"twin": {**TWIN, "delayed_update": True}}
+        found = train(huggingface.TwinTrainer, tmp_path, keys=delayed, max_steps=2, **options)
+        weights = {name: value.clone() for name, value in found.model.state_dict().items()}
+        found.trainer.twin.flush()
+        assert all(torch.equal(value, weights[name]) for name, value in found.model.state_dict().items())
+        if options is best:
+            file = Path(found.trainer.state.best_model_checkpoint) / "model.safetensors"
+            saved = safetensors.torch.load_file(file)
+            assert all(torch.equal(value, weights[name]) for name, value in saved.items())
+        found.trainer.twin.close()
+
+
 @pytest.mark.matrix
-def test_a_model_that_is_made_anew_gets_an_optimizer_of_its_own(tmp_path: Path) -> None:
+def test_a_model_that_is_made_anew_gets_an_optimizer_of_its_own(huggingface: Any, tmp_path: Path) -> None:
     short = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}
-    trainer = TwinTrainer(args=arguments(tmp_path, **short), model_init=llama, train_dataset=samples(8))
+    trainer = huggingface.TwinTrainer(args=arguments(tmp_path, **short), model_init=llama, train_dataset=samples(8))
     trainer.train()
     first, model = trainer.twin, trainer.model
     trainer.train()
@@ -164,12 +224,12 @@ def test_a_model_that_is_made_anew_gets_an_optimizer_of_its_own(tmp_path: Path) 
 
 
 @pytest.mark.matrix
-def test_a_mixin_makes_it_of_other_trainers(tmp_path: Path) -> None:
+def test_a_mixin_makes_it_of_other_trainers(huggingface: Any, tmp_path: Path) -> None:
     class Mine(transformers.Trainer):  # type: ignore[misc]
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             return super().compute_loss(*args, **kwargs)
 
-    class MyTwin(TwinMixin, Mine):
+    class MyTwin(huggingface.TwinMixin, Mine):
         pass
 
     short = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}
@@ -177,14 +237,18 @@ def test_a_mixin_makes_it_of_other_trainers(tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-def test_a_twin_optimizer_that_is_given_must_mean_the_same(tmp_path: Path) -> None:
+def test_a_twin_optimizer_that_is_given_must_mean_the_same(huggingface: Any, tmp_path: Path) -> None:
     short = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}
     model = llama()
     given = TwinOptimizer(model, lr=LR, max_grad_norm=2.0, early=True, **TWIN)
     with pytest.raises(ValueError, match=r"max_grad_norm is 1.0; allowed: 2.0"):
-        train(TwinTrainer, tmp_path, model=model, keys={"optimizers": (given, None)}, **short)
+        train(huggingface.TwinTrainer, tmp_path, model=model, keys={"optimizers": (given, None)}, **short)
     found = train(
-        TwinTrainer, tmp_path, model=model, keys={"optimizers": (given, None)}, **{**short, "max_grad_norm": 2.0}
+        huggingface.TwinTrainer,
+        tmp_path,
+        model=model,
+        keys={"optimizers": (given, None)},
+        **{**short, "max_grad_norm": 2.0},
     )
     assert found.trainer.twin is given
     assert given.accumulation_steps == 2
@@ -199,27 +263,31 @@ def test_a_twin_optimizer_that_is_given_must_mean_the_same(tmp_path: Path) -> No
         ({}, {"twin": {"accumulation_steps": 2}}, "gradient_accumulation_steps in TrainingArguments"),
     ],
 )
-def test_what_would_train_wrongly_is_refused(options: Any, keys: Any, message: str, tmp_path: Path) -> None:
+def test_what_would_train_wrongly_is_refused(
+    huggingface: Any, options: Any, keys: Any, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=message):
-        TwinTrainer(llama(), arguments(tmp_path, eval_strategy="no", **options), train_dataset=samples(8), **keys)
+        huggingface.TwinTrainer(
+            llama(), arguments(tmp_path, eval_strategy="no", **options), train_dataset=samples(8), **keys
+        )
 
 
-def test_lora_adapters_train_as_with_adamw(tmp_path: Path) -> None:
+def test_lora_adapters_train_as_with_adamw(huggingface: Any, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    short = {"max_steps": 8, "save_steps": 4, "eval_strategy": "no"}
+    short = {"max_steps": 4, "save_steps": 2, "eval_strategy": "no"}
 
     def adapted() -> Any:
         torch.manual_seed(1)
         return peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
 
     wanted = train(transformers.Trainer, tmp_path / "plain", model=adapted(), **short)
-    found = train(TwinTrainer, tmp_path / "twin", model=adapted(), **short)
+    found = train(huggingface.TwinTrainer, tmp_path / "twin", model=adapted(), **short)
     assert_close(found, wanted)
     assert all("lora" in param.name for param in found.trainer.twin.runtime.params)
-    checkpoint = tmp_path / "twin" / "checkpoint-4"
+    checkpoint = tmp_path / "twin" / "checkpoint-2"
     assert (checkpoint / "adapter_model.safetensors").exists()
-    again = train(TwinTrainer, tmp_path / "again", checkpoint, adapted(), **short)
-    assert again.logs[4:] == found.logs[4:]
+    again = train(huggingface.TwinTrainer, tmp_path / "again", checkpoint, adapted(), **short)
+    assert again.logs[2:] == found.logs[2:]
     assert_same_weights(again.model, found.model)
 
 
@@ -297,6 +365,7 @@ def test_clipping_that_was_not_declared_is_refused() -> None:
     [
         ({"num_processes": 2}, "processes of Accelerate"),
         ({"distributed_type": "FSDP"}, "FSDP"),
+        ({"distributed_type": "MULTI_GPU"}, r"1 \(MULTI_GPU\).*not with torchrun"),  # it would make a DDP
         ({"scaler": object(), "mixed_precision": "fp16"}, "mixed_precision is 'fp16'"),
     ],
 )

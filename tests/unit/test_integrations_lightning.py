@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,15 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from integrations_support import DECAY, LR, MAX_NORM, assert_same_weights, llama, rows
+from integrations_support import DECAY, LR, assert_same_weights
 
-pl = pytest.importorskip("lightning.pytorch")
-pytest.importorskip("transformers")
-from twinflow.integrations.lightning import TwinStrategy  # noqa: E402
-
-STEPS, SAVED = 50, 25
-OFFLOAD = {"device": "cpu", "bucket_numel": 4096}
-CONFIG = {"zero_optimization": {"stage": 0, "offload_optimizer": OFFLOAD}}
 ADAMW = {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY}}
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -33,138 +26,92 @@ pytestmark = [
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     yield
     torch.set_num_threads(before)
 
 
-class Module(pl.LightningModule):  # type: ignore[name-defined,misc]
-    def __init__(self) -> None:
-        super().__init__()
-        self.model, self.losses, self.rates, self.checks = llama(), list[float](), list[float](), list[float]()
-
-    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        loss: torch.Tensor = self.model(input_ids=batch, labels=batch).loss
-        self.losses.append(loss.item())
-        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
-        return loss
-
-    def validation_step(self, batch: torch.Tensor, index: int) -> None:
-        self.checks.append(self.model(input_ids=batch, labels=batch).loss.item())
-
-    test_step = validation_step
-
-    def configure_optimizers(self) -> Any:
-        return None  # the config has one
+@pytest.fixture(scope="module")
+def cases() -> Any:
+    """lightning_cases, which only a process that runs these tests imports."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("lightning.pytorch")
+    return importlib.import_module("lightning_cases")
 
 
-class Configured(Module):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=LR, weight_decay=DECAY)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-def loader(count: int) -> Any:
-    return torch.utils.data.DataLoader(rows(count), batch_size=2)  # type: ignore[arg-type]
-
-
-def trainer(folder: Path, strategy: Any, steps: int = STEPS, every: int = SAVED, **options: Any) -> Any:
-    callback = pl.callbacks.ModelCheckpoint(dirpath=folder, save_top_k=-1, every_n_train_steps=every, filename="{step}")
-    given = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_steps": steps,
-        "accumulate_grad_batches": 2,
-        "gradient_clip_val": MAX_NORM,
-        "callbacks": [callback],
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }
-    return pl.Trainer(strategy=strategy, **{**given, **options})
-
-
-def fit(
-    folder: Path, strategy: Any, module: Any = None, resume: Path | None = None, size: int = 98, **options: Any
-) -> Any:
-    """98 rows are 49 batches, 25 steps: the last of an epoch has one backward."""
-    module = Configured() if module is None else module
-    made = trainer(folder, strategy, **options)
-    made.fit(module, loader(size), loader(4), ckpt_path=str(resume) if resume else None)
-    return module
-
-
-def test_a_fit_has_the_losses_of_adamw_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    wanted = fit(tmp_path / "plain", "auto")
-    found = fit(tmp_path / "twin", TwinStrategy(config=CONFIG))
-    assert len(found.losses) == 2 * 49
+@pytest.mark.parametrize("batches", [9, pytest.param(49, marks=pytest.mark.matrix)])  # of an epoch; 10 or 50 steps
+def test_a_fit_has_the_losses_of_adamw_and_goes_on_with_the_same_bits(cases: Any, tmp_path: Path, batches: int) -> None:
+    saved = batches // 2 + 1
+    sizes = {"size": 2 * batches, "steps": 2 * saved, "every": saved}
+    wanted = cases.fit(tmp_path / "plain", "auto", **sizes)
+    found = cases.fit(tmp_path / "twin", cases.TwinStrategy(config=cases.CONFIG), **sizes)
+    assert len(found.losses) == 2 * batches
     assert found.losses == pytest.approx(wanted.losses, abs=1e-4)
     assert found.checks == pytest.approx(wanted.checks, abs=1e-4)
     assert found.rates == wanted.rates
-    assert len(set(found.rates)) == STEPS
-    checkpoint = tmp_path / "twin" / f"step={SAVED}.ckpt"
-    resumed = fit(tmp_path / "resumed", TwinStrategy(config=CONFIG), resume=checkpoint)
-    assert resumed.losses == found.losses[49:]
+    assert len(set(found.rates)) == 2 * saved
+    checkpoint = tmp_path / "twin" / f"step={saved}.ckpt"
+    resumed = cases.fit(tmp_path / "resumed", cases.TwinStrategy(config=cases.CONFIG), resume=checkpoint, **sizes)
+    assert resumed.losses == found.losses[batches:]
     assert_same_weights(resumed, found)
     # To test a checkpoint takes its weights.
-    module, tester = Configured(), trainer(tmp_path / "other", TwinStrategy(config=CONFIG))
-    tester.test(module, loader(4), ckpt_path=str(checkpoint), verbose=False)
+    module, tester = (
+        cases.Configured(),
+        cases.trainer(tmp_path / "other", cases.TwinStrategy(config=cases.CONFIG), 1, 1),
+    )
+    tester.test(module, cases.loader(4), ckpt_path=str(checkpoint), verbose=False)
     assert module.checks == found.checks[:2]
 
 
-def test_optimizer_and_schedule_may_be_the_configs(tmp_path: Path) -> None:
+def test_optimizer_and_schedule_may_be_the_configs(cases: Any, tmp_path: Path) -> None:
     schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": LR, "warmup_num_steps": 4, "warmup_type": "linear"}}
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "optimizer": ADAMW, "scheduler": schedule}))
-    strategy = TwinStrategy(config=tmp_path / "config.json")
-    found = fit(tmp_path / "a", strategy, Module(), steps=6, every=3, size=16)
+    (tmp_path / "config.json").write_text(json.dumps({**cases.CONFIG, "optimizer": ADAMW, "scheduler": schedule}))
+    strategy = cases.TwinStrategy(config=tmp_path / "config.json")
+    found = cases.fit(tmp_path / "a", strategy, cases.Module(), steps=6, every=3, size=16)
     assert found.rates[0] < found.rates[6] < found.rates[-1] == LR
     resume = tmp_path / "a" / "step=3.ckpt"
-    again = trainer(tmp_path / "b", TwinStrategy(config=tmp_path / "config.json"), steps=6)
-    module = Module()
-    again.fit(module, loader(16), ckpt_path=str(resume))
+    again = cases.trainer(tmp_path / "b", cases.TwinStrategy(config=tmp_path / "config.json"), 6, 6)
+    module = cases.Module()
+    again.fit(module, cases.loader(16), ckpt_path=str(resume))
     assert module.rates[-1] == found.rates[-1]
 
 
 @pytest.mark.matrix
-def test_weights_alone_are_a_file_that_lightning_reads(tmp_path: Path) -> None:
-    callback = pl.callbacks.ModelCheckpoint(dirpath=tmp_path, save_weights_only=True, filename="weights")
-    made = trainer(tmp_path, TwinStrategy(config=CONFIG), steps=2, callbacks=[callback])
-    module = Configured()
-    made.fit(module, loader(8))
+def test_weights_alone_are_a_file_that_lightning_reads(cases: Any, tmp_path: Path) -> None:
+    callback = cases.pl.callbacks.ModelCheckpoint(dirpath=tmp_path, save_weights_only=True, filename="weights")
+    made = cases.trainer(tmp_path, cases.TwinStrategy(config=cases.CONFIG), 2, 2, callbacks=[callback])
+    module = cases.Configured()
+    made.fit(module, cases.loader(8))
     path = tmp_path / "weights.ckpt"
-    assert_same_weights(Configured.load_from_checkpoint(path, weights_only=True), module)
+    assert_same_weights(cases.Configured.load_from_checkpoint(path, weights_only=True), module)
     with pytest.raises(ValueError, match="load_from_checkpoint"):
-        fit(tmp_path / "again", TwinStrategy(config=CONFIG), resume=path, steps=2, size=8)
+        cases.fit(tmp_path / "again", cases.TwinStrategy(config=cases.CONFIG), resume=path, steps=2, size=8)
     with pytest.raises(RuntimeError, match="weights_only=True"):
         made.save_checkpoint(tmp_path / "late.ckpt")
 
 
 @pytest.mark.matrix
-def test_accumulation_that_a_callback_changes(tmp_path: Path) -> None:
+def test_accumulation_that_a_callback_changes(cases: Any, tmp_path: Path) -> None:
     def callbacks() -> list[Any]:
-        return [pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 4})]
+        return [cases.pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 4})]
 
     options = {"accumulate_grad_batches": 1, "steps": 12, "size": 16, "enable_checkpointing": False}
-    wanted = fit(tmp_path / "a", "auto", callbacks=callbacks(), **options)
-    found = fit(tmp_path / "b", TwinStrategy(config=CONFIG), callbacks=callbacks(), **options)
+    wanted = cases.fit(tmp_path / "a", "auto", callbacks=callbacks(), **options)
+    found = cases.fit(tmp_path / "b", cases.TwinStrategy(config=cases.CONFIG), callbacks=callbacks(), **options)
     assert found.losses == pytest.approx(wanted.losses, abs=1e-4)
 
 
 @pytest.mark.matrix
-def test_any_optimizer_of_torch_and_bf16_weights(tmp_path: Path) -> None:
-    class Other(Module):
+def test_any_optimizer_of_torch_and_bf16_weights(cases: Any, tmp_path: Path) -> None:
+    class Other(cases.Module):
         def configure_optimizers(self) -> Any:
             return torch.optim.NAdam(self.parameters(), lr=LR)
 
-    wanted = fit(tmp_path / "a", "auto", Other(), steps=6, size=16)
-    found = fit(tmp_path / "b", TwinStrategy(config=CONFIG), Other(), steps=6, size=16)
+    wanted = cases.fit(tmp_path / "a", "auto", Other(), steps=6, size=16)
+    found = cases.fit(tmp_path / "b", cases.TwinStrategy(config=cases.CONFIG), Other(), steps=6, size=16)
     assert found.losses == pytest.approx(wanted.losses, abs=1e-4)
-    low = fit(tmp_path / "c", TwinStrategy(config=CONFIG), steps=3, size=16, precision="bf16-true")
+    low = cases.fit(tmp_path / "c", cases.TwinStrategy(config=cases.CONFIG), steps=3, size=16, precision="bf16-true")
     assert low.model.dtype == torch.bfloat16
-    assert low.losses == pytest.approx(fit(tmp_path / "d", "auto", steps=3, size=16).losses[:6], abs=0.1)
+    assert low.losses == pytest.approx(cases.fit(tmp_path / "d", "auto", steps=3, size=16).losses[:6], abs=0.1)
 
 
 @pytest.mark.parametrize(
@@ -177,27 +124,31 @@ def test_any_optimizer_of_torch_and_bf16_weights(tmp_path: Path) -> None:
         ({"pipeline": {"stages": 2}}, "initialize"),
     ],
 )
-def test_what_is_the_trainers_business_is_refused(config: dict[str, Any], message: str) -> None:
+def test_what_is_the_trainers_business_is_refused(cases: Any, config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TwinStrategy(config=config)
+        cases.TwinStrategy(config=config)
 
 
-def test_what_would_train_wrongly_is_refused(tmp_path: Path) -> None:
+def test_what_would_train_wrongly_is_refused(cases: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="one of them"):
-        fit(tmp_path, TwinStrategy(config={**CONFIG, "optimizer": ADAMW}))
+        cases.fit(tmp_path, cases.TwinStrategy(config={**cases.CONFIG, "optimizer": ADAMW}))
     with pytest.raises(ValueError, match="gradient_clip_algorithm"):
-        fit(tmp_path, TwinStrategy(config=CONFIG), gradient_clip_algorithm="value")
+        cases.fit(tmp_path, cases.TwinStrategy(config=cases.CONFIG), gradient_clip_algorithm="value")
     with pytest.raises(ValueError, match=r"configure_optimizers\(\) is 0; allowed: 1"):
-        fit(tmp_path, TwinStrategy(config=CONFIG), Module())
+        cases.fit(tmp_path, cases.TwinStrategy(config=cases.CONFIG), cases.Module())
+    averages = cases.pl.callbacks.StochasticWeightAveraging(LR)
+    with pytest.raises(ValueError, match=r"StochasticWeightAveraging.*strategy\.twin\.wait"):
+        cases.fit(tmp_path, cases.TwinStrategy(config=cases.CONFIG), callbacks=[averages])
     with pytest.raises(RuntimeError, match="only while"):
-        _ = TwinStrategy().twin
+        _ = cases.TwinStrategy().twin
 
 
 SCRIPT = """
 import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
-from test_integrations_lightning import *
+from integrations_support import assert_same_weights
+from lightning_cases import *
 strategy = TwinStrategy(config={{"zero_optimization": {{"stage": {stage}, "offload_optimizer": OFFLOAD}}}})
 options = dict(devices=2, steps=6, every=3, use_distributed_sampler=True)
 first = fit(Path({folder!r}) / "a", strategy, size=24, **options)

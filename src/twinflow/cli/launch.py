@@ -55,6 +55,9 @@ def launch(
     compat: Annotated[
         bool, _option("compat", "The script is for DeepSpeed: `import deepspeed` gives it twinflow.")
     ] = False,
+    no_local_rank: Annotated[
+        bool, _option("no_local_rank", "With --compat: without the --local_rank=N that DeepSpeed gives to scripts.")
+    ] = False,
     max_restarts: Annotated[int, _option("max_restarts", "Start all ranks again after a failure, so many times.")] = 0,
     dry_run: Annotated[bool, _option("dry_run", "Print the commands, one a line, and start nothing.")] = False,
 ) -> None:
@@ -63,7 +66,12 @@ def launch(
     The first rank that fails ends all of them, is named, and gives the exit code.
     """
     try:
-        program = replace(make_program(script, tuple(arguments or ()), module), compat=compat)
+        if no_local_rank and not compat:
+            raise bad_value(
+                "--no_local_rank", True, "nothing without --compat", "Scripts are told by LOCAL_RANK alone."
+            )
+        program = make_program(script, tuple(arguments or ()), module)
+        program = replace(program, compat=compat, tells_local_rank=not no_local_rank)
         check_counts(num_gpus, num_procs, num_nodes, hostfile)
         if hostfile is None:
             pool = local_pool(num_gpus, num_procs, torch.cuda.device_count())

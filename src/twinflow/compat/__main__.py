@@ -19,22 +19,20 @@ def main(words: list[str]) -> None:
     """Run the script as `python SCRIPT ARGUMENTS` would, after `install()`."""
     if not words or words[0] in ("-h", "--help"):
         raise SystemExit(USAGE if words else f"{USAGE}\nerror: there is no script")
+    is_module, script = words[0] == "-m", Path(words[0])
+    if is_module and len(words) < 2:
+        raise SystemExit(f"{USAGE}\nerror: there is no module after -m")
+    if not is_module and not script.is_file():
+        raise SystemExit(f"error: {bad_value('script', words[0], 'a file that is there', 'For a module give -m.')}")
     install()
     if rank_environment(os.environ) is None:
         os.environ.update(alone())
-    if words[0] == "-m":
-        if len(words) < 2:
-            raise SystemExit(f"{USAGE}\nerror: there is no module after -m")
-        sys.argv = words[1:]
-        sys.path[0] = ""
+    sys.argv = words[is_module:]
+    sys.path[0] = "" if is_module else str(script.resolve().parent)
+    if is_module:
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        return
-    script = Path(words[0])
-    if not script.is_file():
-        raise SystemExit(f"error: {bad_value('script', words[0], 'a file that is there', 'For a module give -m.')}")
-    sys.argv = words
-    sys.path[0] = str(script.resolve().parent)
-    runpy.run_path(words[0], run_name="__main__")
+    else:
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def alone() -> dict[str, str]:

@@ -13,21 +13,27 @@ from torch import Tensor
 from twinflow.compat.owners import OWNERS
 from twinflow.errors import bad_value
 from twinflow.offload.bucket import Bucket, Param
+from twinflow.offload.changes import check_changed, written
 from twinflow.optim.twin import TwinOptimizer
 
 MASTER = "master"
 
 
-def safe_get_full_fp32_param(param: Tensor) -> Tensor:
-    """The fp32 master of a parameter, every update in it that is due."""
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
+    """The fp32 master of a parameter, every update in it that is due; None for a frozen one, which has none."""
+    if _is_frozen(param):
+        return None
     optimizer, known = OWNERS.need(param)
-    found = _read(optimizer, known, MASTER)
-    assert found is not None
-    return found
+    return _read(optimizer, known, MASTER)
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """One of the optimizer's tensors for a parameter (exp_avg, exp_avg_sq, ...) in fp32; None before its first step."""
+    """One of the optimizer's tensors for a parameter (exp_avg, exp_avg_sq, ...) in fp32.
+
+    None before its first step, and for a frozen one.
+    """
+    if _is_frozen(param):
+        return None
     optimizer, known = OWNERS.need(param)
     _check_key(optimizer, optim_state_key)
     return _read(optimizer, known, optim_state_key)
@@ -36,8 +42,10 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """A parameter's gradient between the last backward of a step and `step()`, in fp32, without the loss scale.
 
-    None at any other moment.
+    None at any other moment, and for a frozen one.
     """
+    if _is_frozen(param):
+        return None
     optimizer, known = OWNERS.need(param)
     runtime = optimizer.runtime
     if runtime.sharing is not None or known.is_sharded or runtime.settings.sums_on_host:
@@ -72,7 +80,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     if optimizer.offloads_params:
         remedy = "Change weights before initialize(), or load a checkpoint."
         raise bad_value("safe_set_full_fp32_param() with zero_optimization.offload_param", "cpu", ["none"], remedy)
-    _settle(optimizer)
+    _settle(optimizer, known)
     flat = value.detach().reshape(-1)
     local = known.local
     local.copy_(flat[known.first : known.first + local.numel()].view(local.shape))
@@ -86,24 +94,31 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
     optimizer, known = OWNERS.need(param)
     _check_shape(known, value)
     _check_key(optimizer, optim_state_key)
-    _settle(optimizer)
+    _settle(optimizer, known)
     _write(known, optim_state_key, value.detach().reshape(-1))
     known.note_write()
 
 
-def _settle(optimizer: TwinOptimizer) -> None:
-    """Nobody works on the state."""
+def _is_frozen(param: Tensor) -> bool:
+    return not param.requires_grad and OWNERS.find(param) is None
+
+
+def _settle(optimizer: TwinOptimizer, param: Param) -> None:
+    """Nobody works on the state, and what somebody wrote into the weight is in its master."""
     if optimizer.runtime.job is not None:
         raise RuntimeError("a parameter's state is read or written between backward() and step(). Call step() first")
     optimizer.runtime.wait()
     optimizer.runtime.wait_for_copies()
     optimizer.runtime.wait_for_readers()
+    if written([param]):
+        check_changed([param], optimizer.runtime.has_unsent)
+        optimizer.runtime.adopt([param], keep=True)
 
 
 def _read(optimizer: TwinOptimizer, param: Param, key: str) -> Tensor | None:
     """One tensor of a parameter, put together from this rank's slices and those of the others; None where no rank has
     anything of it: states before the first step."""
-    _settle(optimizer)
+    _settle(optimizer, param)
     gathered = torch.zeros(param.tensor.numel() + 1, dtype=torch.float32)
     whole, num_found = gathered[:-1], gathered[-1:]  # of slices: a rank may have none
     for bucket, i in _pieces(param):

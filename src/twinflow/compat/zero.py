@@ -87,9 +87,13 @@ class GatheredParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None and self._modifier is not None and dist.is_initialized() and dist.get_world_size() > 1:
-            for param in self._params:
+        if error is not None or self._modifier is None:
+            return
+        for param in self._params:
+            if dist.is_initialized() and dist.get_world_size() > 1:
                 dist.broadcast(param.data, self._modifier)
+            # Writes to `.data` are not counted: so every rank's masters follow, where they do not round to it already.
+            torch.autograd.graph.increment_version(param)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

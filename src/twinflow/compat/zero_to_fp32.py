@@ -18,13 +18,13 @@ def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Tensor]:
     """The weights of a checkpoint in fp32, on the host: from masters where there are some, whatever ranks saved it."""
+    _refuse_exclusion(exclude_frozen_parameters)
     if lazy_mode:
         remedy = "convert_zero_checkpoint_to_fp32_state_dict() writes files with one tensor in memory at a time."
         raise bad_value("lazy_mode", True, [False], remedy)
     found = find_checkpoint(Path(checkpoint_dir), tag)
     masters = exporting.masters_of(found)
-    trained = set(found.meta.get("optimizer_state") or {})
-    names = [name for name in found.names("model") if not exclude_frozen_parameters or name in trained]
+    names = found.names("model")
     weights = {name: exporting.make_entry(found, name, masters.get(name), torch.float32).read() for name in names}
     aliases = found.meta.get("aliases") or {}
     return weights | {name: weights[first] for name, first in aliases.items() if first in weights}
@@ -39,8 +39,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters: bool = False,
 ) -> None:
     """The same as safetensors files in a folder, as `twinflow export` writes them; nothing is pickled."""
-    if exclude_frozen_parameters:
-        raise bad_value("exclude_frozen_parameters", True, [False], "Leave them out with save_checkpoint().")
+    _refuse_exclusion(exclude_frozen_parameters)
     export_checkpoint(Path(checkpoint_dir), Path(output_dir), tag, shard_bytes=_bytes(max_shard_size))
 
 
@@ -51,6 +50,13 @@ def load_state_dict_from_zero_checkpoint(
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
+
+
+def _refuse_exclusion(is_asked_for: bool) -> None:
+    """A checkpoint does not tell frozen parameters from buffers, which have to stay."""
+    if is_asked_for:
+        remedy = "Leave them out when saving: engine.save_checkpoint(..., exclude_frozen_parameters=True)."
+        raise bad_value("exclude_frozen_parameters", True, [False], remedy)
 
 
 def _bytes(size: str | int) -> int:

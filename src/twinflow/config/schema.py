@@ -113,9 +113,7 @@ class DataTypes(Section):
 class ActivationCheckpointing(Section):
     """`activation_checkpointing`: on where a key is true or `layers` is given."""
 
-    partition_activations: bool = honoured(
-        False, "checkpoint; share what is kept among tensor ranks"
-    )
+    partition_activations: bool = honoured(False, "checkpoint; share what is kept among tensor ranks")
     cpu_checkpointing: bool = honoured(False, "checkpoint; inputs of the layers wait for backward on the host")
     contiguous_memory_optimization: bool = unused(False, "buffers on the host are pooled and used again" + _TURNS_ON)
     number_checkpoints: Positive | None = unused(

@@ -65,9 +65,13 @@ def intercept_clipping(accelerator: Any, twin: TwinOptimizer, name: str) -> None
 def check_accelerator(accelerator: Any) -> None:
     """Refuse what would train wrongly."""
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if accelerator.num_processes > 1 or kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"):
-        remedy = "Use twinflow.initialize(), which shares the work between ranks."
-        raise bad_value("processes of Accelerate", f"{accelerator.num_processes} ({kind})", "one", remedy)
+    if accelerator.num_processes > 1 or kind != "NO":  # of one process, too, it would make a DistributedDataParallel
+        remedy = (
+            "twinflow.initialize() shares the work between ranks. Start one process with python, not with torchrun, "
+            "and without RANK and WORLD_SIZE in its environment."
+        )
+        found = f"{accelerator.num_processes} ({kind})"
+        raise bad_value("processes of Accelerate", found, "one, without a launcher", remedy)
     if accelerator.scaler is not None:
         remedy = 'Use "bf16", or an fp16 model with loss_scale= in a loop of your own.'
         raise bad_value("mixed_precision", accelerator.mixed_precision, ["no", "bf16"], remedy)

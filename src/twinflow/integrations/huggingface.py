@@ -46,10 +46,12 @@ class TwinMixin:
         """The optimizer that the Trainer would have made, as a TwinOptimizer, prepared for its accelerator."""
         made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         trainer: Any = self
-        if self.twin is not None and getattr(made, "optimizer", None) is self.twin:
-            return made  # `train` is called again
-        if self.twin is not None:
-            self.twin.close()  # of a model that `model_init` has made before
+        twin = self.twin
+        if twin is not None and getattr(made, "optimizer", made) is twin:
+            twin.zero_grad()  # `train` is called again, maybe after one that ended between two micro-batches
+            return made
+        if twin is not None:
+            twin.close()  # of a model that `model_init` has made before
         check_accelerator(trainer.accelerator)
         self.twin = _adopt(made, trainer) if isinstance(made, TwinOptimizer) else _build(made, trainer)
         trainer.optimizer = connect(trainer.accelerator, self.twin, "TrainingArguments.max_grad_norm")
@@ -67,11 +69,17 @@ class TwinMixin:
         with _streaming(trainer, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
+    def _load_best_model(self) -> None:
+        """After the last update, which must not come over it."""
+        if self.twin is not None:
+            self.twin.flush()
+        super()._load_best_model()  # type: ignore[misc]
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As of a Trainer; the weights are complete when it returns."""
+        """As of a Trainer; the weights are complete when it returns, a delayed update included."""
         result = super().train(*args, **kwargs)  # type: ignore[misc]
         if self.twin is not None:
-            self.twin.wait()
+            self.twin.flush()
         return result
 
 

@@ -127,6 +127,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         if getattr(self.precision_plugin, "scaler", None) is not None:
             remedy = 'Use "bf16-true" or "bf16-mixed", or fp16 in the config of TwinStrategy.'
             raise bad_value("Trainer(precision=)", self.precision_plugin.precision, "one without a scaler", remedy)
+        _refuse_averages(trainer.callbacks)
         config, groups, given = self._configured(trainer), None, None
         if "optimizer" in config:
             _refuse_second(self.lightning_module)
@@ -306,6 +307,15 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
             raise bad_value(f"{key} with TwinStrategy", found[key], ["auto"], f"Leave it out, and set {argument}.")
         found.pop(key, None)
     return found
+
+
+def _refuse_averages(callbacks: list[Any]) -> None:
+    """They read weights after every step, when updates are on their way, and keep them in the checkpoint's file."""
+    for name in ("WeightAveraging", "StochasticWeightAveraging"):
+        kind = getattr(pl.callbacks, name, None)
+        if kind is not None and any(isinstance(callback, kind) for callback in callbacks):
+            remedy = "Average in a callback of your own, after trainer.strategy.twin.wait()."
+            raise bad_value("Trainer(callbacks=)", name, "others with TwinStrategy", remedy)
 
 
 def _only(optimizers: list[Any]) -> Optimizer:

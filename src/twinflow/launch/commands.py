@@ -25,6 +25,7 @@ class Program:
     python: str = "python"
     directory: str = "."
     compat: bool = False  # written for DeepSpeed: `import deepspeed` is twinflow
+    tells_local_rank: bool = True  # ... and is given --local_rank=N
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ def _torchrun(host: Host, node_rank: int, num_nodes: int, program: Program, meet
     }
     words = [f"{name}={value}" for name, value in options.items()]
     worker = ["-m", "twinflow.launch.worker", *([f"--attempt={meeting.attempt}"] if meeting.attempt else [])]
-    worker += [*(["--compat"] if program.compat else []), *(["--module"] if program.module else []), program.script]
+    compat = [] if not program.compat else ["--compat"] if program.tells_local_rank else ["--compat", "--no_local_rank"]
+    worker += [*compat, *(["--module"] if program.module else []), program.script]
     return [program.python, "-m", "torch.distributed.run", *words, *worker, *program.arguments]
 
 

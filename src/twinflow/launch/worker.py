@@ -127,15 +127,26 @@ def _wait(child: subprocess.Popen[bytes], stop: Stop) -> int:
     return code
 
 
+def rank_words(words: list[str], local_rank: str) -> list[str]:
+    """What Python is given: with --compat also `--local_rank=N`, which DeepSpeed's launcher gives to scripts."""
+    words = list(words)
+
+    def take(option: str) -> bool:
+        return words[0] == option and bool(words.pop(0))
+
+    is_compat = take("--compat")
+    is_told = is_compat and not take("--no_local_rank")
+    found = [*(["-m", "twinflow.compat"] if is_compat else []), *(["-m"] if take("--module") else []), words.pop(0)]
+    return [*found, *([f"--local_rank={local_rank}"] if is_told else []), *words]
+
+
 def main() -> None:
-    """`python -m twinflow.launch.worker [--attempt=N] [--compat] [--module] script arguments`, by torchrun."""
+    """`python -m twinflow.launch.worker [--attempt=N] [--compat [--no_local_rank]] [--module] script arguments`, by
+    torchrun."""
     words = sys.argv[1:]
     if words[0].startswith("--attempt="):  # a torchrun that the launcher has started again counts from 0
         os.environ["TORCHELASTIC_RESTART_COUNT"] = words.pop(0).partition("=")[2]
-    compat = ["-m", "twinflow.compat"] if words[0] == "--compat" else []
-    words = words[bool(compat) :]
-    module = words[0] == "--module"
-    argv = [sys.executable, "-u", *compat, *(["-m"] if module else []), *words[module:]]
+    argv = [sys.executable, "-u", *rank_words(words, os.environ["LOCAL_RANK"])]
     sys.exit(run_rank(argv, int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))))
 
 
