@@ -86,11 +86,12 @@ def test_the_other_ways_too() -> None:
 
 
 @needs_triton
-def test_variants_against_the_truth() -> None:
+@pytest.mark.parametrize("names", [["descriptors, shared heads, cut"], pytest.param([], marks=pytest.mark.matrix)])
+def test_variants_against_the_truth(names: list[str]) -> None:
     """Tiles by descriptors."""
     script = str(Path(support.__file__).with_name("attention_variants_support.py"))
-    found = dict(run_python(script, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"))
-    assert len(found) == 4
+    found = dict(run_python(script, *names, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"))
+    assert len(found) == (len(names) or 4)
     assert found == dict.fromkeys(found, "")
 
 

@@ -169,6 +169,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "function from a file": (with_schedule("LambdaLR", lr_lambda=1), "scheduler.params"),
     "schedules in a schedule": (with_schedule("ChainedScheduler", schedulers=[]), "scheduler.params"),
     "begun before": (with_schedule("StepLR", step_size=1, last_epoch=4), "scheduler.params"),
+    "not of JSON": (with_schedule("StepLR", step_size=1, gamma=object()), "scheduler.params.gamma"),
+    "not of JSON, inside": (with_optimizer("AdamW", betas=[object(), 0.9]), "optimizer.params.betas"),
     "asks for a loss": (with_schedule("ReduceLROnPlateau"), "scheduler"),
     "momentum above one": (
         with_schedule("OneCycle", cycle_min_lr=1e-4, cycle_max_lr=1e-3, cycle_max_mom=5.0),

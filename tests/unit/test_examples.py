@@ -46,6 +46,7 @@ SLOW = (
     "hf_trainer.py",
     "lightning_strategy.py",
     "peft_lora.py",
+    "accelerate_loop.py",
 )
 
 

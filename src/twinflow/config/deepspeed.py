@@ -7,6 +7,7 @@ from os import PathLike
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError, to_json
 
 from twinflow.config.fields import REFUSED, Rule, Section, asks_for, is_given, rule_of, switch_of
 from twinflow.config.messages import Path, Shown, dotted, in_words, section_of, unknown, wrong_values
@@ -48,10 +49,26 @@ def _checked(given: dict[str, Any]) -> Config:
         chosen = getattr(config, name)
         if chosen is not None:
             params = _checked_params(kind_of(chosen.type), chosen, name)
+            _check_written(params, name)
             config = config.model_copy(update={name: chosen.model_copy(update={"params": params})})
     _check_together(config)
     config._renamed = tuple(renamed.notes)
     return config
+
+
+def _check_written(params: Mapping[str, Any], name: str) -> None:
+    """Ranks compare their configs, and checkpoints keep them: options must be what JSON can hold."""
+    for key, value in params.items():
+        if not _is_json(value):
+            raise bad_value(f"{name}.params.{key}", Shown(value), "what JSON has: numbers, words, lists and objects")
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        to_json(value)
+    except PydanticSerializationError:
+        return False
+    return True
 
 
 def _names_one(section: object) -> bool:
