@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from twinflow.attention.kernels_common import (
-    ITEM_COLUMNS,
     LOG2E,
     code_positions,
     dropout_factor,
@@ -26,6 +25,7 @@ from twinflow.attention.kernels_common import (
     own_item,
     product,
     read_code,
+    read_item,
     scratch_rows,
     split_head,
     store_rows,
@@ -76,39 +76,14 @@ def query_gradients(
     S: tl.constexpr,
 ) -> None:
     """One item of one head; also writes delta, the sum of out * grad of each query, for the other kernels."""
-    item, head = own_item(sizes)
+    item, batch_head = own_item(sizes)
     first = 0
     if not S.ONE_PATTERN:  # else there are as many items for each head, and reading so would only cost time
-        pattern = tl.load(plan.heads + head % sizes.num_heads * 2)
+        pattern = tl.load(plan.heads + batch_head % sizes.num_heads * 2)
         first = tl.load(plan.item_starts + pattern)
         if item >= tl.load(plan.item_starts + pattern + 1) - first:
             return
-    row = plan.items + (first + item) * ITEM_COLUMNS
-    record = (head, tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4))
-    _work_queries(record, q, k, v, out, lse, grad, delta, dq, strides, plan, scratch, extras, drop, sizes, S)
-
-
-@triton.jit
-def _work_queries(
-    item: tl.tuple,
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    out: tl.tensor,
-    lse: tl.tensor,
-    grad: tl.tensor,
-    delta: tl.tensor,
-    dq: tl.tensor,
-    strides: tl.tuple,
-    plan: tl.tuple,
-    scratch: tl.tuple,
-    extras: tl.tuple,
-    drop: tl.tuple,
-    sizes: tl.tuple,
-    S: tl.constexpr,
-) -> None:
-    """One item: the head of all the batch's, own tile, other tiles, slot."""
-    batch_head, tile, start, mid, stop, slot = item
+    tile, start, mid, stop, slot = read_item(plan, first + item)
     batch, head = split_head(batch_head, sizes.num_heads)
     codes = first_codes(plan, start, mid, S)
 
@@ -214,39 +189,14 @@ def key_gradients(
     GROUP query heads share a head of keys; IN_PROGRAM of them are summed here, so that dk and dv have
     num_heads // IN_PROGRAM heads.
     """
-    item, head = own_item(sizes)
+    item, batch_output = own_item(sizes)
     first = 0
     if not S.ONE_PATTERN:  # else there are as many items for each head, and reading so would only cost time
-        pattern = tl.load(plan.heads + head % (sizes.num_heads // S.IN_PROGRAM) * 2)
+        pattern = tl.load(plan.heads + batch_output % (sizes.num_heads // S.IN_PROGRAM) * 2)
         first = tl.load(plan.item_starts + pattern)
         if item >= tl.load(plan.item_starts + pattern + 1) - first:
             return
-    row = plan.items + (first + item) * ITEM_COLUMNS
-    record = (head, tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4))
-    _work_keys(record, q, k, v, lse, grad, delta, dk, dv, strides, plan, scratch, extras, drop, sizes, S)
-
-
-@triton.jit
-def _work_keys(
-    item: tl.tuple,
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    lse: tl.tensor,
-    grad: tl.tensor,
-    delta: tl.tensor,
-    dk: tl.tensor,
-    dv: tl.tensor,
-    strides: tl.tuple,
-    plan: tl.tuple,
-    scratch: tl.tuple,
-    extras: tl.tuple,
-    drop: tl.tuple,
-    sizes: tl.tuple,
-    S: tl.constexpr,
-) -> None:
-    """One item: the head of all the batch's outputs, own tile, other tiles, slot."""
-    batch_output, tile, start, mid, stop, slot = item
+    tile, start, mid, stop, slot = read_item(plan, first + item)
     batch, output = split_head(batch_output, sizes.num_heads // S.IN_PROGRAM)
     codes = first_codes(plan, start, mid, S)
 

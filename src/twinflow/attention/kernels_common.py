@@ -44,6 +44,13 @@ def own_item(sizes: tl.tuple) -> tl.tuple:
 
 
 @triton.jit
+def read_item(plan: tl.tuple, number: tl.tensor) -> tl.tuple:
+    """Own tile, first of the other tiles, first of those with a mask, end, and slot of a piece."""
+    row = plan.items + number * ITEM_COLUMNS
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
+
+
+@triton.jit
 def split_head(batch_head: tl.tensor, num_heads: tl.tensor) -> tl.tuple:
     """Batch and head, as int64."""
     return (batch_head // num_heads).to(tl.int64), (batch_head % num_heads).to(tl.int64)

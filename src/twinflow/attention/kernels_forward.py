@@ -12,7 +12,6 @@ import triton.language as tl
 
 from twinflow.attention.kernels_common import (
     CUT_COLUMNS,
-    ITEM_COLUMNS,
     LOG2E,
     LOWEST,
     code_positions,
@@ -28,6 +27,7 @@ from twinflow.attention.kernels_common import (
     own_item,
     product,
     read_code,
+    read_item,
     scratch_rows,
     split_head,
     store_rows,
@@ -57,29 +57,7 @@ def forward(
         first = tl.load(plan.item_starts + pattern)
         if item >= tl.load(plan.item_starts + pattern + 1) - first:
             return
-    row = plan.items + (first + item) * ITEM_COLUMNS
-    record = (batch_head, tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4))
-    _work(record, q, k, v, out, lse, strides, plan, scratch, extras, drop, sizes, S)
-
-
-@triton.jit
-def _work(
-    item: tl.tuple,
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    out: tl.tensor,
-    lse: tl.tensor,
-    strides: tl.tuple,
-    plan: tl.tuple,
-    scratch: tl.tuple,
-    extras: tl.tuple,
-    drop: tl.tuple,
-    sizes: tl.tuple,
-    S: tl.constexpr,
-) -> None:
-    """One item of one head: the head of all the batch's, own tile, other tiles, slot."""
-    batch_head, tile, start, mid, stop, slot = item
+    tile, start, mid, stop, slot = read_item(plan, first + item)
     batch, head = split_head(batch_head, sizes.num_heads)
     codes = first_codes(plan, start, mid, S)
 
