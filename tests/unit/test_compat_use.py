@@ -147,6 +147,18 @@ def test_fused_lion_is_lion(deepspeed: Any) -> None:
     torch.testing.assert_close(ours, host, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["adam.FusedAdam", "lion.FusedLion"])
+def test_gradients_may_be_kept_as_zeros(deepspeed: Any, name: str) -> None:
+    module, kind = name.split(".")
+    param = nn.Parameter(torch.ones(3))
+    for is_dropped in (False, True):
+        optimizer = getattr(getattr(deepspeed.ops, module), kind)([param], set_grad_none=is_dropped)
+        param.grad = torch.ones(3)
+        optimizer.zero_grad()
+        assert (param.grad is None) == is_dropped
+        assert is_dropped or not param.grad.any()
+
+
 # The engine.
 
 
@@ -306,6 +318,8 @@ def test_a_model_made_in_deepspeeds_contexts(deepspeed: Any) -> None:
     )
     with pytest.raises(ValueError, match="remote_device is 'nvme'"):
         deepspeed.zero.Init(remote_device="nvme")
+    with pytest.raises(ValueError, match=r"dtype is torch.float16.*bf16 or fp16"):
+        deepspeed.zero.Init(dtype=torch.float16)
     engine, *_ = deepspeed.initialize(model=model, config=cases.config(3))
     cases.step(engine, 0)
     with deepspeed.zero.unwrap_model_for_generation(engine) as module:

@@ -102,7 +102,17 @@ class DeepSpeedCPULion(Named, HostLion):
         HostLion.__init__(self, model_params, lr, betas, weight_decay, states=states)
 
 
-class FusedAdam(Named, torch.optim.Adam):
+class Fused(Named):
+    """An optimizer that says once what `zero_grad` does with gradients."""
+
+    set_grad_none: bool
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop gradients, or fill them with zeros where `set_grad_none` is false."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+class FusedAdam(Fused, torch.optim.Adam):
     """torch's Adam, decoupled weight decay unless `adam_w_mode` is false: fused on a GPU, and on a CPU."""
 
     def __init__(
@@ -128,12 +138,8 @@ class FusedAdam(Named, torch.optim.Adam):
         """Its defaults; a config says with `adam_w_mode` what "adam" means."""
         return {**super().options(), "adam_w_mode": self.adam_w_mode}
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop gradients, or fill them with zeros where `set_grad_none` is false."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
-
-class FusedLion(Named):
+class FusedLion(Fused):
     """Lion in plain torch operations, wherever the parameters are."""
 
     _rule_name = "lion"

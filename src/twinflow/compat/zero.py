@@ -43,6 +43,9 @@ class Init:
     ) -> None:
         if remote_device not in (None, "none", "cpu"):
             raise bad_value("remote_device", remote_device, (None, "none", "cpu"), "Nothing goes to NVMe.")
+        if dtype not in (None, torch.get_default_dtype()):
+            remedy = "Set bf16 or fp16 in the config: initialize() casts the model."
+            raise bad_value("dtype", dtype, [None, torch.get_default_dtype()], remedy)
         for name, value in (("data_parallel_group", data_parallel_group), ("mpu", mpu)):
             if value is not None:
                 raise bad_value(name, type(value).__name__, "None", "initialize() makes the groups of ranks.")
