@@ -74,6 +74,19 @@ def test_no_two_runs_differ() -> None:
         assert all(torch.equal(run[name], runs[0][name]) for name in run)
 
 
+def test_in_a_thread_that_has_done_nothing_else() -> None:
+    """Its memory comes from torch's cache: no other call has given this thread the GPU's context."""
+    layout = BigBirdSparsityConfig(4, 128, num_sliding_window_blocks=3).layout(1024)
+    q, k, v = (torch.randn(1, 4, 1024, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+    def run() -> torch.Tensor:
+        return triton_attention(q, k, v, layout, Extras())
+
+    here = run().clone()
+    with ThreadPoolExecutor(1) as thread:
+        assert torch.equal(thread.submit(run).result(), here)
+
+
 def test_a_long_sequence() -> None:
     """Addresses beyond 2**31 elements, and rows of global tokens cut by the table's own numbers: the last rows, and
     the first, are those of a dense attention to what they keep."""

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import os
 import shlex
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed
+from torch._C._distributed_c10d import HashStore
 
 import twinflow
 from twinflow.cli.launch import free_port
 from twinflow.launch.commands import Meeting, Program, master_address, node_commands
-from twinflow.launch.environment import RankEnvironment, first_host, init_distributed, rank_environment, tasks_per_node
+from twinflow.launch.environment import (
+    RankEnvironment,
+    choose_backend,
+    first_host,
+    init_distributed,
+    rank_environment,
+    shared_card,
+    tasks_per_node,
+)
 from twinflow.launch.failure import Failure, error_of, first_failure, read_failure
 from twinflow.launch.hosts import Host, choose_hosts, parse_hostfile
 
@@ -228,6 +239,26 @@ def test_one_process_has_no_group() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="no CUDA"):
             init_distributed("nccl", env=TORCHRUN)
+
+
+@pytest.mark.parametrize(
+    ("cards", "shared"), [(("a", "b", "c"), None), (("a", "b", "a"), "a"), (("a", "", "b"), ""), (("",) * 3, "")]
+)
+def test_ranks_that_share_a_card_all_know(cards: tuple[str, ...], shared: str | None) -> None:
+    store, timeout = HashStore(), timedelta(seconds=30)
+    with ThreadPoolExecutor(len(cards)) as ranks:
+        said = list(ranks.map(lambda card: shared_card(store, len(cards), card, timeout), cards))
+    assert said == [shared] * len(cards)
+
+
+def test_ranks_that_share_a_card_use_gloo(caplog: pytest.LogCaptureFixture) -> None:
+    assert [choose_backend(asked, None) for asked in ("auto", "nccl")] == ["nccl", "nccl"]
+    assert choose_backend("auto", "") == "gloo"
+    assert not caplog.messages
+    assert choose_backend("auto", "GPU-1") == "gloo"
+    assert "several ranks share the GPU GPU-1" in caplog.text
+    with pytest.raises(ValueError, match=r"Several ranks have the GPU GPU-1: start fewer of them, or use gloo"):
+        choose_backend("nccl", "GPU-1")
 
 
 def test_slurm_variables_make_a_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from twinflow.attention.tuning import Tuning, Tunings, padded_dim
 REDUCE_ROWS = 16  # of a program that puts pieces together: small, since there are few tiles to spread
 
 Strides = tuple[int, int, int]
+_BOUND = threading.local()  # devices whose context a thread has
 
 
 class PlanArgs(NamedTuple):
@@ -250,9 +252,19 @@ def other_rows(tensor: Tensor, shape: Shape) -> Any:
     """A tensor that is walked over, or with TMA a descriptor of its rows, of all heads of the batch."""
     if not shape.TMA:
         return tensor
+    _bind_context(tensor.device)
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(tensor.reshape(-1, shape.HEAD_DIM), [shape.OTHER, shape.HEAD_DIM])
+
+
+def _bind_context(device: torch.device) -> None:
+    """Let this thread have the device's context. torch binds it with the first kernel or allocation of a thread, Triton
+    with its first launch, but it makes descriptors before that: in a backward's thread that has done nothing else yet,
+    and finds its memory in torch's cache, they would fail."""
+    if device.type == "cuda" and device not in _BOUND.__dict__.setdefault("devices", set()):
+        torch.zeros((), device=device)
+        _BOUND.devices.add(device)
 
 
 def scratch(call: Call, plan: TilePlan, size: TileSize, count: int) -> list[Tensor]:

@@ -75,12 +75,11 @@ def init_distributed(
     """
     if dist.is_initialized() or dist_init_required is False:
         return
-    has_cuda = torch.cuda.is_available()
-    backend = dist_backend or ("nccl" if has_cuda else "gloo")
+    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if init_method is not None:
         dist.init_process_group(backend, init_method, timeout, rank=rank, world_size=world_size)
         return
-    join_group(backend, timeout.total_seconds())
+    join_group(dist_backend or "auto", timeout.total_seconds())
     if not dist.is_initialized():
         if world_size > 1:
             remedy = "Start the script with `twinflow launch` or torchrun, or give init_method."

@@ -6,6 +6,7 @@ SLURM_ variables as well. PMI_RANK alone does not count as MPI there, since srun
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
@@ -19,6 +20,7 @@ from typing import Any
 
 from twinflow.errors import bad_value
 
+LOGGER = logging.getLogger("twinflow")
 LOCAL_ADDRESS = "127.0.0.1"
 DEFAULT_PORT = 29500
 # Of nobody (RFC 5737): the way to it is the way out of this machine.
@@ -169,8 +171,8 @@ def init_distributed(
 ) -> RankEnvironment:
     """Join torch's process group as the launcher says; a process without a launcher is a world of one, with no group.
 
-    backend: "nccl", "gloo" or "auto": nccl on machines with CUDA, else gloo. With nccl this process takes the GPU of
-    its local rank. Where a group is there already it stays as it is.
+    backend: "nccl", "gloo" or "auto": nccl where each rank has a GPU of its own, else gloo. This process takes the GPU
+    of its local rank. Where a group is there already it stays as it is.
     """
     import torch
     from torch import distributed
@@ -187,17 +189,45 @@ def init_distributed(
     has_cuda = torch.cuda.is_available()
     if backend == "nccl" and not has_cuda:
         raise bad_value("backend", backend, ("auto", "gloo"), "There is no CUDA here.")
-    chosen = ("nccl" if has_cuda else "gloo") if backend == "auto" else backend
     if has_cuda:
         # Slurm may show each task its own GPU alone, as number 0.
         torch.cuda.set_device(found.local_rank % torch.cuda.device_count())
     os.environ.update(_torchrun_variables(found))  # torch reads some of them, and so do other libraries
     os.environ.update(gloo_variables(found, env))
     timeout = timedelta(seconds=timeout_s)
-    distributed.init_process_group(
-        chosen, store=_attempts_store(found, timeout), timeout=timeout, rank=found.rank, world_size=found.world_size
-    )
+    store = _attempts_store(found, timeout)
+    chosen = backend
+    if backend != "gloo":
+        card = str(torch.cuda.get_device_properties().uuid) if has_cuda else ""
+        chosen = choose_backend(backend, shared_card(store, found.world_size, card, timeout))
+    distributed.init_process_group(chosen, store=store, timeout=timeout, rank=found.rank, world_size=found.world_size)
     return found
+
+
+def shared_card(store: Any, world_size: int, card: str, timeout: timedelta) -> str | None:
+    """A GPU that several ranks have, by its name; "" where a rank has none; None: each has one of its own.
+
+    Every rank asks, with its own card. NCCL would find out in the first step, and not say it well.
+    """
+    if not card or store.add(f"card/{card}", 1) > 1:
+        store.set("shared card", card)
+    if store.add("cards", 1) == world_size:
+        store.set("all cards", "")
+    store.wait(["all cards"], timeout)
+    found: bytes | None = store.get("shared card") if store.check(["shared card"]) else None
+    return None if found is None else found.decode()
+
+
+def choose_backend(asked: str, shared: str | None) -> str:
+    """What "auto" stands for; NCCL is refused where ranks share a card."""
+    if shared is None:
+        return "nccl"
+    if asked == "nccl":
+        remedy = f"Several ranks have the GPU {shared}: start fewer of them, or use gloo."
+        raise bad_value("backend", asked, ("auto", "gloo"), remedy)
+    if shared:
+        LOGGER.warning(f"several ranks share the GPU {shared}: they talk over gloo, through the host")
+    return "gloo"
 
 
 def gloo_variables(found: RankEnvironment, env: Mapping[str, str]) -> dict[str, str]:
@@ -242,12 +272,14 @@ def attempt() -> int:
 
 def _attempts_store(found: RankEnvironment, timeout: timedelta) -> Any:
     """torchrun keeps one store over all its restarts, and gloo would find the addresses of processes that are gone:
-    each attempt gets keys of its own. Without torchrun's store torch makes one."""
+    each attempt gets keys of its own. Without torchrun's store rank 0 has one."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore
+    from torch.distributed.rendezvous import rendezvous
 
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    kept = TCPStore(found.master_addr, found.master_port, is_master=False, timeout=timeout)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        kept: Any = TCPStore(found.master_addr, found.master_port, is_master=False, timeout=timeout)
+    else:
+        kept, _, _ = next(rendezvous("env://", found.rank, found.world_size, timeout=timeout))
     return PrefixStore(f"twinflow/group/{attempt()}", kept)
 
 
