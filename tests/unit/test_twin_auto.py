@@ -13,6 +13,7 @@ import torch
 from twin_support import MAX_NORM, assert_same, batch, gpt, quick_torch, snapshot, train, twin
 
 from twinflow.device import Device
+from twinflow.offload import between
 from twinflow.offload.plan import HOST, RESIDENT, STREAMED
 from twinflow.optim import auto as module
 from twinflow.optim import twin as twin_module
@@ -182,7 +183,7 @@ def test_moving_to_the_host_finds_slots_there() -> None:
         optimizer.wait()
         optimizer.runtime.wait_for_copies()
         for bucket in optimizer.runtime.buckets:
-            optimizer.runtime.move(bucket, HOST)
+            between.move(optimizer.runtime, bucket, HOST)
         train(model, optimizer, range(2, 4))
         with closing(twin(still, lr=1e-2, early=True)) as other:
             train(still, other, range(4))
@@ -205,7 +206,7 @@ def test_sums_follow_their_bucket() -> None:
             optimizer.wait()
             optimizer.runtime.wait_for_copies()
             for bucket in optimizer.runtime.buckets:
-                optimizer.runtime.move(bucket, place)
+                between.move(optimizer.runtime, bucket, place)
                 assert bucket.total is None
         steps(model, optimizer, range(3, 5))
         steps(still, other, range(5))
@@ -225,7 +226,7 @@ def test_a_full_host_stops_moves_and_changes_nothing(gpu: Any, monkeypatch: pyte
 
         monkeypatch.setattr(optimizer.runtime.updater, "new_store", full)
         with pytest.raises(MemoryError):
-            optimizer.runtime.move(optimizer.runtime.buckets[0], HOST)
+            between.move(optimizer.runtime, optimizer.runtime.buckets[0], HOST)
         assert_same(snapshot(model, optimizer), before)
         train(model, optimizer, range(2, 3))
 
@@ -280,7 +281,7 @@ def test_buckets_move_anywhere_and_back(states: str) -> None:
             optimizer.wait()
             optimizer.runtime.wait_for_copies()
             for bucket in optimizer.runtime.buckets[step % 2 :: 2]:
-                optimizer.runtime.move(bucket, way)
+                between.move(optimizer.runtime, bucket, way)
         train(model, optimizer, range(6, 9))
         train(still, other, range(6, 9))
         assert_same(snapshot(model, optimizer), snapshot(still, other))

@@ -7,7 +7,9 @@ moment where somebody looks at them or the next backward needs the loss scale. B
 
 from __future__ import annotations
 
+import inspect
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -30,6 +32,7 @@ from twinflow.engine.values import cast_floats
 from twinflow.errors import bad_value
 from twinflow.launch.watch import Watch
 from twinflow.offload.blocks import find_blocks
+from twinflow.offload.refusals import check_scaled
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel.tensor import same_randoms
 
@@ -59,16 +62,23 @@ class Engine(Answers):
         self.part = 0  # micro-batches of the step under way
         self._is_last: bool | None = None  # whether the caller has said that this one is the last of them
         self._lr_kwargs: dict[str, Any] = {}
+        if optimizer is not None:
+            me = weakref.ref(self)
+            optimizer.runtime.check_backward = lambda: _check_scaled(me())
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "module":
             raise AttributeError(name)
         try:
-            return getattr(self.module, name)
+            found = getattr(self.module, name)
         except AttributeError:
             raise AttributeError(
                 f"neither the engine nor its module has an attribute {name!r}{instead(name)}"
             ) from None
+        optimizer = self.__dict__.get("optimizer")
+        if optimizer is not None and inspect.ismethod(found) and not hasattr(nn.Module, name):
+            optimizer.runtime.show()  # it may read weights past the forwards that wait for them
+        return found
 
     # The loop.
 
@@ -92,6 +102,8 @@ class Engine(Answers):
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Gradients of a micro-batch's loss, which counts for its share of the step; returns that share."""
         optimizer = self._need_optimizer()
+        if not isinstance(loss, Tensor):
+            raise bad_value("loss", loss, "a tensor with a graph behind it, as the model or a loss function returns it")
         self._beat("backward")
         self._settle()
         steps = self.gradient_accumulation_steps()
@@ -107,7 +119,9 @@ class Engine(Answers):
         self._settle()
         loss = loss / self.gradient_accumulation_steps()
         self.reports.add_loss(loss)
-        return loss * self._need_optimizer().loss_scale
+        optimizer = self._need_optimizer()
+        optimizer.runtime.is_scaled = True  # until the step
+        return loss * optimizer.loss_scale
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """After every micro-batch: at the last of a step the optimizer steps, else this only counts."""
@@ -393,3 +407,10 @@ class Engine(Answers):
             last_first.callback(self.wait_for_checkpoint)
             self._settle()
             self.optimizer = self.activations = None
+
+
+def _check_scaled(engine: Engine | None) -> None:
+    optimizer = engine.optimizer if engine is not None else None
+    if engine is not None and optimizer is not None:
+        steps, scale = engine.gradient_accumulation_steps(), optimizer.current_loss_scale
+        check_scaled(optimizer.runtime.is_scaled, steps, scale)

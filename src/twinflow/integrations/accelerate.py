@@ -19,6 +19,8 @@ from twinflow.integrations.norms import Clipping
 from twinflow.integrations.optional import need
 from twinflow.optim.twin import TwinOptimizer
 
+_PRECISIONS = ("no", "bf16")
+
 
 def twin_optimizer(
     accelerator: Any, model: nn.Module, rule: str | Optimizer | Callable[..., Optimizer] = "adamw", **options: Any
@@ -30,6 +32,9 @@ def twin_optimizer(
     """
     need("accelerate", "accelerate", "twinflow.integrations.accelerate")
     check_accelerator(accelerator)
+    if options.get("loss_scale") is not None:
+        remedy = "accelerator.backward() does not apply it. Use bf16, or a loop of your own."
+        raise bad_value("loss_scale", options["loss_scale"], [None], remedy)
     model.to(accelerator.device)
     options = {"early": True, "accumulation_steps": accelerator.gradient_accumulation_steps, **options}
     given = isinstance(rule, Optimizer)
@@ -72,6 +77,7 @@ def check_accelerator(accelerator: Any) -> None:
         )
         found = f"{accelerator.num_processes} ({kind})"
         raise bad_value("processes of Accelerate", found, "one, without a launcher", remedy)
-    if accelerator.scaler is not None:
+    precision = getattr(accelerator, "mixed_precision", "no")
+    if accelerator.scaler is not None or precision not in _PRECISIONS:  # without a GPU fp16 comes without a scaler
         remedy = 'Use "bf16", or an fp16 model with loss_scale= in a loop of your own.'
-        raise bad_value("mixed_precision", accelerator.mixed_precision, ["no", "bf16"], remedy)
+        raise bad_value("mixed_precision", precision, _PRECISIONS, remedy)

@@ -6,6 +6,7 @@ runs as it is, on host copies. Schedulers that were built over it go on: its par
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -47,13 +48,24 @@ def rule_for(optimizer: Optimizer) -> str | None:
     return name
 
 
+def own_options() -> list[str]:
+    """What TwinOptimizer can be told beside an optimizer that has groups and options of its own."""
+    given = inspect.signature(TwinOptimizer.__init__).parameters.values()
+    return [one.name for one in given if one.kind is one.KEYWORD_ONLY and one.name != "param_groups"]
+
+
 def take_over(optimizer: Optimizer, model: nn.Module, **options: Any) -> TwinOptimizer:
     """A TwinOptimizer over `model` with the groups, options and state of `optimizer`, which must not be used again."""
     if isinstance(optimizer, TwinOptimizer):
         raise bad_value("optimizer", "a TwinOptimizer", "a torch.optim.Optimizer to build one of")
+    kind = type(optimizer).__name__
+    for name in options:
+        if name not in own_options():
+            remedy = f"Options of the update are those of the {kind} that is given."
+            raise bad_value("option", name, own_options(), remedy)
     package = type(optimizer).__module__.split(".")[0]
     if package in _ON_GPU:
-        raise bad_value("optimizer", type(optimizer).__name__, "one that runs on the host", _ON_GPU[package])
+        raise bad_value("optimizer", kind, "one that runs on the host", _ON_GPU[package])
     wrapped = vars(optimizer).pop("step", None)  # a scheduler's wrapper, which is not the optimizer's
     try:
         twin = _build(optimizer, model, options)

@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 from twinflow.errors import bad_value
 from twinflow.integrations.accelerate import check_accelerator, connect
 from twinflow.integrations.files import StreamedState
-from twinflow.integrations.given import take_over
+from twinflow.integrations.given import own_options, take_over
 from twinflow.integrations.optional import need
 from twinflow.optim.twin import TwinOptimizer
 
@@ -39,6 +39,7 @@ class TwinMixin:
             if name in self._twin_options:
                 remedy = f"Set {argument} in TrainingArguments."
                 raise bad_value(f"twin[{name!r}]", self._twin_options[name], "nothing", remedy)
+        _check_options(self._twin_options)
         super().__init__(*args, **kwargs)
         _check_arguments(self)
 
@@ -121,6 +122,17 @@ def _adopt(twin: TwinOptimizer, trainer: Any) -> TwinOptimizer:
             raise bad_value("TrainingArguments.max_grad_norm", wanted, [twin.max_grad_norm], remedy)
         twin.set_accumulation_steps(trainer.args.gradient_accumulation_steps)
     return twin
+
+
+def _check_options(given: Mapping[str, Any]) -> None:
+    """What the arguments do not say, and a Trainer's loop does not need to know of."""
+    allowed = [name for name in own_options() if name not in (*_DECLARED, "loss_scale")]
+    for name in given:
+        if name == "loss_scale":
+            raise bad_value("option in twin", name, allowed, "The Trainer does not scale its loss: train in bf16.")
+        if name not in allowed:
+            remedy = "Options of the update are TrainingArguments: optim, learning_rate, weight_decay, optim_args, ..."
+            raise bad_value("option in twin", name, allowed, remedy)
 
 
 def _check_arguments(trainer: Any) -> None:

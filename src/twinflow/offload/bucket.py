@@ -30,6 +30,8 @@ class Param:
     is_late: bool = False  # its gradient is complete only when the outermost backward has ended
     hits: int = 0  # gradients seen since the last step
     was_hit: bool = False  # ... in any backward of this step
+    is_seen: bool = False  # a forward, or a reader, has waited for its weights since the last step
+    is_bypassed: bool = False  # it is used past the forwards that wait: `step` waits instead
     version: int = 0  # of the tensor, after our last write: another number means that somebody else wrote
     buckets: list[Bucket] = field(default_factory=list)
     first: int = 0  # where this rank's part starts in the whole, flattened; 0 where it has all of it

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -65,6 +65,7 @@ class Gate:
         self.norms: tuple[Tensor, Event] | None = None  # the norms' host copy, and when it is there
         self.are_squares = False  # ... or the squares of them
         self.decision: Decision | None = None
+        self.is_dropped = False  # the step is skipped, whatever the norms
         self.counts = {"speculated": 0, "dropped": 0, "held": 0}  # buckets
 
     @property
@@ -86,7 +87,8 @@ class Gate:
         assert self.norms is not None and self.decision is None
         norms, self.norms = self.norms[0], None
         squares = norms.tolist() if self.are_squares else [n * n for n in norms.tolist()]
-        self.decision = decide(squares, self.scale, self.limits)
+        decision = decide(squares, self.scale, self.limits)
+        self.decision = replace(decision, factor=0.0, skip=True, clipped=False) if self.is_dropped else decision
         return self.decision
 
 

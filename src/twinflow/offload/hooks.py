@@ -8,7 +8,7 @@ weights; every module that owns a weight outside any block waits for all of thos
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,8 +24,8 @@ from twinflow.offload.plan import ROOT
 class Listener(Protocol):
     """Who the hooks report to."""
 
-    def before_forward(self, block: int) -> None:
-        """A block's forward is about to run; ROOT for what lies outside any block."""
+    def before_forward(self, block: int, own: Iterable[nn.Parameter] | None = None) -> None:
+        """A block's forward is about to run; ROOT for what lies outside any block, of which it will use its own."""
         ...
 
     def before_model(self) -> None:
@@ -56,17 +56,20 @@ def install(model: nn.Module, blocks: list[Block], listener: Listener) -> list[R
     owner = owners(model, blocks)
     handles = [model.register_forward_hook(_outside_backward(model, listener.after_model))]
     for module in model.modules():
-        owns = any(p.requires_grad for p in module.parameters(recurse=False))
-        if module is model or (owns and id(module) not in inside):
+        owns = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        if module is model:
             handles.append(_before(module, partial(listener.before_forward, ROOT)))
+        elif owns and id(module) not in inside:
+            handles.append(_before(module, partial(listener.before_forward, ROOT, owns)))
         if owns or module is model:
             hook: Any = _only_for(module, listener.wait)
             handles.append(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
             handles.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
     for block in blocks:
         handles.append(_before(block.module, partial(listener.before_forward, block.index)))
-        if any(owner.get(p) == ROOT for p in block.module.parameters()):  # shared with others
-            handles.append(_before(block.module, partial(listener.before_forward, ROOT)))
+        shared = [p for p in block.module.parameters() if owner.get(p) == ROOT]  # with others
+        if shared:
+            handles.append(_before(block.module, partial(listener.before_forward, ROOT, shared)))
     handles.append(_before(model, listener.before_model))  # the last put first: it comes before all waits
     return handles
 

@@ -9,9 +9,9 @@ the rest is the same.
 
 from __future__ import annotations
 
-import math
+import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,21 +19,23 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from twinflow.device import Device
-from twinflow.offload import changes, gather, waits
+from twinflow.offload import changes, gather, refusals, waits
 from twinflow.offload.blocks import Block
 from twinflow.offload.board import AllSummed
-from twinflow.offload.bucket import Bucket, Job, Options, Param, Task, Updater, local_of, new_bucket, set_deadlines
+from twinflow.offload.bucket import Bucket, Job, Options, Param, Updater, local_of, new_bucket, set_deadlines
 from twinflow.offload.collector import Collector
 from twinflow.offload.fetcher import Gather
-from twinflow.offload.gate import Decision, Gate, Limits
+from twinflow.offload.gate import Gate, Limits
 from twinflow.offload.hooks import Recorder, install, take_gradients
 from twinflow.offload.marks import Marks
 from twinflow.offload.parking import Parking
 from twinflow.offload.plan import HOST, ROOT, BucketPlan
-from twinflow.offload.pools import fit_slots, flat_bytes, new_board
+from twinflow.offload.pools import new_board
 from twinflow.offload.settings import Settings
 from twinflow.offload.sharing import Shards, Sharing
 from twinflow.offload.threads import BoardThread, Mover, Worker, end
+
+LOGGER = logging.getLogger("twinflow")
 
 
 class Runtime:
@@ -51,12 +53,13 @@ class Runtime:
         shards: Shards | None = None,
     ) -> None:
         self.device, self.updaters, self.params, self.settings = device, updaters, params, settings
-        self._options, self._loss_scale = options, loss_scale
+        self.options, self._loss_scale = options, loss_scale
         wholes = shards.wholes if shards is not None and shards.wholes is not None else [None] * len(plans)
         pairs = zip(plans, wholes, strict=True)
         self.buckets = [
             new_bucket(params, plan, whole, updaters[plan.place], self._parks(plan)) for plan, whole in pairs
         ]
+        self._by_tensor = {param.tensor: param for param in params}
         self.job: Job | None = None  # the step whose gradients come in now
         self.last: Job | None = None  # the step before
         self.num_jobs = 0
@@ -91,11 +94,25 @@ class Runtime:
         self.marks = Marks(device)
         self.parking: Parking | None = None  # of weights that live on the host
         self.before_gathering: Callable[[], None] = lambda: None  # of weights that ranks have rows of
+        self.is_scaled = False  # the loss of the backward under way is what `TwinOptimizer.backward` makes of it
+        self.check_backward: Callable[[], None] = lambda: None  # an engine's, at the first gradients of a step
+        self.optimizer: Callable[[], Any] | None = None  # a weak reference to whom this belongs
+        refusals.claim(params, self)
 
     @property
     def updater(self) -> Updater:
         """The host's."""
         return self.updaters[HOST]
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether nobody has the optimizer any more; the model's hooks still hold this."""
+        return self.optimizer is not None and self.optimizer() is None
+
+    @property
+    def _can_drop(self) -> bool:
+        """Whether a step whose update has begun can be dropped."""
+        return self.settings.limits.any and self.sharing is None
 
     @property
     def _tensor_device(self) -> torch.device:
@@ -147,24 +164,26 @@ class Runtime:
         self._finish_recording()
         self.marks.after_model()
 
-    def before_forward(self, block: int) -> None:
-        """Wait for one block's weights: here until they are on their way, on the device until they are there."""
+    def before_forward(self, block: int, own: Iterable[nn.Parameter] | None = None) -> None:
+        """Wait for one block's weights: here until they are on their way, on the device until they are there. Of those
+        the caller will use its `own`; None: any."""
         self.board.check()
         self._close_part()
         if self.job is not None:
-            raise RuntimeError(
-                "a forward runs before step(), but the update of the last backward has already begun (early=True). "
-                "Call step() after every `accumulation_steps` backwards, or build the optimizer with early=False"
-            )
+            raise refusals.forward_before_step(self._can_drop)
         if block != ROOT:
             self._runs[block] = self._runs.get(block, 0) + 1
             if self._runs[block] > 1:
                 for bucket in self._by_block.get(block, ()):
                     for param in bucket.members:
                         param.is_late = True
-        for bucket in self._by_block.get(block, ()):
+        buckets = self._by_block.get(block, ())
+        for bucket in buckets:
             if not bucket.is_parked:
                 self.waited_s += waits.hold_forward(self.device, self.board, bucket)
+        members = (param for bucket in buckets for param in bucket.members)
+        for param in members if own is None else (self._by_tensor[p] for p in own if p in self._by_tensor):
+            param.is_seen = True
 
     # Backward.
 
@@ -174,7 +193,10 @@ class Runtime:
         grad = param.tensor.grad
         if grad is None:
             return
-        _check_grad(param, grad)
+        refusals.check_layout(param, grad)
+        if not param.was_hit:
+            self.check_backward()
+            refusals.check_seen(param)
         grad = local_of(grad)
         self._finish_recording()
         param.hits += 1
@@ -234,7 +256,7 @@ class Runtime:
         gate = Gate(settings.limits, self._loss_scale() * self._divisor)
         self.job = Job(
             self.num_jobs,
-            self._options(),
+            self.options(),
             gate,
             is_delayed=is_delayed,
             may_run_ahead=settings.may_run_ahead and not is_delayed,
@@ -272,11 +294,13 @@ class Runtime:
     def step(self) -> Job | None:
         """Close the job: everything that is left of it happens beside what the caller does next."""
         self.board.check()
-        if not self.settings.early:
+        if self.settings.early:
+            refusals.check_taken(self.params, self.settings.num_gathered)
+        else:
             for param in self.params:
                 param.hits = int(param.tensor.grad is not None)
                 param.was_hit = bool(param.hits)
-                _check_grad(param, param.tensor.grad)
+                refusals.check_layout(param, param.tensor.grad)
         self._close_part()
         self._fill_parts()
         has_some = bool(self._num_parts) or any(param.hits for param in self.params)
@@ -285,6 +309,11 @@ class Runtime:
         job = self.job
         if job is None:
             return None
+        self._close(job)
+        return job
+
+    def _close(self, job: Job) -> None:
+        """No more gradients come for it."""
         self.marks.after_backward()
         if self.settings.early:
             self.collector.complete(job, self.params)
@@ -299,12 +328,14 @@ class Runtime:
         else:
             self._close_job(job, *self.collector.fetch_norms(job))
         self._make_due(job)
+        bypassed = refusals.note_bypassed(self.params)
         self._forget_hits()
         for param in self.params:
             param.was_hit = False
         self._runs.clear()
-        self.last, self.job, self._num_parts = job, None, 0
-        return job
+        self.last, self.job, self._num_parts, self.is_scaled = job, None, 0, False
+        for bucket in bypassed:
+            self.waited_s += waits.hold_forward(self.device, self.board, bucket)
 
     def _make_due(self, job: Job) -> None:
         """Which weights the next forward has to see: this job's, or with a delay the one's before."""
@@ -316,18 +347,6 @@ class Runtime:
         if job.is_released:
             for task in job.tasks:
                 task.bucket.due = job.number
-
-    def hold_back(self, number: int) -> None:
-        """The state holds a delayed update that the weights do not: send it with the next step."""
-        decision = Decision(norm=math.nan, factor=1.0, skip=False, clipped=False)
-        gate = Gate(self.settings.limits, 1.0)
-        gate.decision = decision
-        job = Job(number, (), gate, is_delayed=True)
-        job.tasks = [Task(bucket, job, list(range(len(bucket.slices)))) for bucket in self.buckets]
-        self.board.hold_back(job.tasks)
-        if self.sharing is not None:
-            self.sharing.hold_back(job)
-        self.last, self.num_jobs = job, number
 
     # Outside the loop.
 
@@ -345,6 +364,18 @@ class Runtime:
         if last is not None:
             self.board.wait_for(lambda: last.gate.decision is not None and last.is_done)
         waits.hold_readers(self.device, self.board, self.buckets)
+        self._see_all()
+
+    def show(self) -> None:
+        """Until every weight that is due is on its way; whatever is queued from here on finds it there."""
+        for bucket in self.buckets:
+            if not bucket.is_parked:
+                waits.hold_forward(self.device, self.board, bucket)
+        self._see_all()
+
+    def _see_all(self) -> None:
+        for param in self.params:
+            param.is_seen = True
 
     def wait_for_copies(self) -> None:
         """After `wait`: until no stream reads the state any more, so that this thread may write to it."""
@@ -353,6 +384,11 @@ class Runtime:
     def wait_for_readers(self) -> None:
         """Until nobody reads the state as it was (frozen.py), so that it may be written to."""
         self.board.wait_for(lambda: self.board.frozen is None)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any of a step in the making have come."""
+        return self.job is not None or bool(self._num_parts) or any(param.hits for param in self.params)
 
     @property
     def has_unsent(self) -> bool:
@@ -366,15 +402,6 @@ class Runtime:
         """
         changes.adopt(params, keep, values or {})
 
-    def move(self, bucket: Bucket, place: str) -> None:
-        """Let a bucket's state live in another place from now on. MemoryError, and nothing has changed, where that is
-        full. Only after `wait` and `wait_for_copies`, when nothing of it is under way."""
-        self.wait_for_readers()
-        if place != bucket.plan.place:
-            changes.move(bucket, place, self.updaters[place], self._options())
-            self.board.publish_again(bucket)
-            self._fit_pools()
-
     def flush(self) -> None:
         """Put a delayed update that is still to come into the weights now."""
         last = self.last
@@ -384,24 +411,14 @@ class Runtime:
                 task.bucket.due = last.number
         self.wait()
 
-    def change(self, settings: Settings) -> None:
-        """Another number of backwards from the next step on."""
-        if self.job is not None or self._num_parts or any(param.hits for param in self.params):
-            raise RuntimeError("the number of backwards of a step is changed while gradients of one are there")
-        self.wait()
-        self.settings = settings
-        self.board.sums_on_host = settings.sums_on_host
-        self._fit_pools()
-        self.collector.num_parts = settings.num_gathered
-
-    def _fit_pools(self) -> None:
-        board, settings = self.board, self.settings
-        fit_slots(board, settings, sum(not bucket.is_on_device for bucket in self.buckets))
-        board.flats.max_bytes = flat_bytes(settings, [bucket.plan for bucket in self.buckets])
-
     def forget_gradients(self) -> None:
-        """Drop what a step in the making has gathered, as far as no update has begun."""
+        """Drop what a step in the making has gathered. Where updates wait for the norm, one that has begun too."""
         self._close_part()
+        if self.job is not None:
+            if not self._can_drop:
+                raise refusals.cannot_drop(has_ranks=self.sharing is not None)
+            self.job.gate.is_dropped = True
+            self._close(self.job)
         if self.job is None:
             self._forget_hits()
             for param in self.params:
@@ -412,20 +429,6 @@ class Runtime:
             self.board.forget_sums(self.buckets)
             self._num_parts = 0
 
-    def forget_jobs(self, num_jobs: int) -> None:
-        """Start counting anew: the state and the weights are now somebody else's."""
-        self.num_jobs, self.last = num_jobs, None
-        if self.parking is not None:
-            self.parking.leave_all()
-        with self.board.changed:
-            if self.sharing is not None:
-                self.sharing.forget()  # before buckets look as if they had been sent
-            for task in self.board.outbox:  # a delayed update that was still to be sent
-                self.board.free_shadow(task)
-            self.board.outbox.clear()
-            for bucket in self.buckets:
-                bucket.due = bucket.sent = bucket.updated = bucket.published = num_jobs
-
     def close(self) -> None:
         """Finish what has begun, then take all hooks off and end the threads. In the middle of a step: just end."""
         if self.board.is_closing:
@@ -433,6 +436,8 @@ class Runtime:
         try:
             if self.job is None:
                 self.flush()
+            elif not self.settings.limits.any and self.board.error is None:
+                LOGGER.warning("closed between backward() and step(): some weights have this step's update, others not")
         finally:
             if self.parking is not None and self.board.error is None:
                 self.parking.close()
@@ -441,14 +446,8 @@ class Runtime:
             if self._recorder is not None:
                 self._recorder.finish()
             self.model_owner.pop("_twinflow_owner", None)
+            refusals.release(self.params)
             self._end()
             for param in self.params:
                 if isinstance(param.tensor.grad, gather.TakenGradient):
                     param.tensor.grad = None
-
-
-def _check_grad(param: Param, grad: Tensor | None) -> None:
-    if grad is not None and grad.layout != torch.strided:
-        raise ValueError(
-            f"{param.name} has a sparse gradient, which is not supported. Build its module with sparse=False"
-        )

@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from typing import Any, Final
 
 from twinflow.dist.agree import gather_json
+from twinflow.offload import between
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.plan import HOST, PLACES, RESIDENT, ROOT, STREAMED, BucketPlan
 from twinflow.offload.runtime import Runtime
@@ -186,7 +187,7 @@ class AutoPlacement:
         num_moved = 0
         for bucket, place in sorted(moves, key=lambda move: move[1] != HOST):
             try:
-                runtime.move(bucket, place)
+                between.move(runtime, bucket, place)
             except MemoryError:
                 where = "the device's" if place == RESIDENT else "the host's"
                 self._trouble = f"; {where} memory was full after {num_moved} of {len(moves)} moves"

@@ -16,7 +16,8 @@ from torch.optim.optimizer import Optimizer
 from twinflow import native
 from twinflow.device import device_for
 from twinflow.errors import bad_value
-from twinflow.native.threads import default_threads
+from twinflow.native.threads import check_threads, default_threads
+from twinflow.offload import between
 from twinflow.offload.bucket import Job
 from twinflow.offload.figures import figures
 from twinflow.offload.gate import Limits
@@ -24,6 +25,7 @@ from twinflow.offload.places import place_by_ratio, stream
 from twinflow.offload.plan import plan_buckets
 from twinflow.offload.pools import bytes_of_gradients, prepare_shadows
 from twinflow.offload.recipe import Recipe
+from twinflow.offload.refusals import check_free, check_options
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.settings import Settings, Tuning
 from twinflow.offload.torch_state import host_options
@@ -48,6 +50,9 @@ from twinflow.optim.twin_build import (
 )
 from twinflow.optim.twin_checks import (
     check_foreign,
+    check_group,
+    check_groups,
+    check_kinds,
     check_model,
     check_params,
     check_parking,
@@ -108,6 +113,9 @@ class TwinOptimizer(Optimizer):
         **options: Any,
     ) -> None:
         self._runtime: Runtime | None = None
+        check_kinds(loss_scale, tuning, zero)
+        if host_threads is not None:
+            host_threads = check_threads(host_threads, "host_threads")
         model = materialised(model, offload_params)
         self.model = model if isinstance(model, nn.Module) else None
         groups = groups_of(model, param_groups)
@@ -119,12 +127,13 @@ class TwinOptimizer(Optimizer):
             self.rule, self.rule_name = RULES[rule], rule
             check_format(self.rule, states)
             defaults = with_defaults(rule, options)
-            self.rule.check(defaults)
+            check_group(self.rule, defaults)
         else:
             check_foreign(rule, states, param_groups, zero)
             self._recipe = Recipe(rule, groups, options)
             groups, defaults, self.rule_name = self._recipe.groups, self._recipe.defaults, self._recipe.name
         super().__init__(groups, defaults)
+        check_groups(self.rule, self.param_groups)
         native.set_threads(host_threads if host_threads is not None else own_threads(default_threads(os.environ)))
         self.states, self.tuning = states, tuning or Tuning()
         check_tuning(self.tuning, delayed_update)
@@ -138,7 +147,7 @@ class TwinOptimizer(Optimizer):
         self._was_applied = False  # the last step
         self._unread: Job | None = None  # the last job whose decision the loss scale has not seen
         skip = skip_nonfinite if skip_nonfinite is not None else max_grad_norm is not None or loss_scale is not None
-        self._settings = Settings(
+        given = Settings(
             limits=Limits(max_grad_norm, skip),
             early=early,
             accumulation_steps=accumulation_steps,
@@ -147,7 +156,7 @@ class TwinOptimizer(Optimizer):
             num_slots=self.tuning.num_slots,
             parks=offload_params,
         )
-        check_settings(self._settings, self.model)
+        self._settings = check_settings(given, self.model)
         check_model(self.model, zero)
         check_parking(self._settings, self.model, ratio, self.tuning, zero, self.rule)
         self.zero = zero
@@ -166,6 +175,7 @@ class TwinOptimizer(Optimizer):
         aside = None
         if self.model is not None and self._settings.parks:
             aside = set_aside(self.model, [param for group in self.param_groups for param in group["params"]])
+        check_free((name, tensor) for name, tensor, _ in self._named())
         params, specs, order = params_of(self.model, self._named(), self._recipe is None, aside, self.zero)
         if isinstance(self.model, PipelineModule):
             for param in params:
@@ -190,16 +200,18 @@ class TwinOptimizer(Optimizer):
         sizes = [kind.nbytes(plan) for plan in plans]
         self._settings = fitted(self._settings, self.tuning, plans, sizes, room)
         check_room(plans, sizes, room, self.ratio, bytes_of_gradients(self._settings, plans))
+        me = weakref.ref(self)  # the model's hooks hold the runtime, and must not keep the optimizer alive
         runtime = Runtime(
             device,
             kind.new_updaters(device, where),
             params,
             plans,
             self._settings,
-            lambda: [host_options(group) for group in self.param_groups],
-            lambda: self.loss_scale,
+            lambda: _held(me)._options_now(),
+            lambda: _held(me).loss_scale,
             shards,
         )
+        runtime.optimizer = me
         if aside is not None:
             runtime.park(aside.frozen, aside.values, self.team.fetch if self.team and self.team.world > 1 else None)
         # First: an optimizer of the user's may look at the weights when it starts.
@@ -275,12 +287,7 @@ class TwinOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.rule is not None:
-            for group in self.param_groups:
-                self.rule.check(group)
-                if self._is_stateless and float(group.get("momentum", 0.0)):
-                    remedy = "The optimizer was built without momentum and keeps no buffer for it: build a new one."
-                    raise bad_value("momentum", group["momentum"], [0.0], remedy)
+        check_options(self.runtime.job, self._options_now())
         job = self.runtime.step()
         if job is not None:
             self._read_decision()
@@ -294,10 +301,24 @@ class TwinOptimizer(Optimizer):
                 self._switch.after_step()
         return loss
 
+    def _options_now(self) -> list[dict[str, Any]]:
+        """Of each group, as an update takes them when it begins."""
+        for group in self.param_groups if self.rule is not None else ():
+            assert self.rule is not None
+            self.rule.check(group)
+            if self._is_stateless and float(group.get("momentum", 0.0)):
+                remedy = "The optimizer was built without momentum and keeps no buffer for it: build a new one."
+                raise bad_value("momentum", group["momentum"], [0.0], remedy)
+        return [host_options(group) for group in self.param_groups]
+
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """`loss.backward()` with the loss scale applied."""
-        scale = self.loss_scale
-        torch.autograd.backward(loss * scale if scale != 1.0 else loss, retain_graph=retain_graph)
+        scale, runtime = self.loss_scale, self.runtime
+        runtime.is_scaled = True
+        try:
+            torch.autograd.backward(loss * scale if scale != 1.0 else loss, retain_graph=retain_graph)
+        finally:
+            runtime.is_scaled = False
 
     def _read_decision(self) -> None:
         """Let the loss scale and the counters see what became of the last step."""
@@ -360,7 +381,8 @@ class TwinOptimizer(Optimizer):
         }
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients, those gathered for a step that has not begun included."""
+        """Drop gradients, those gathered for a step included. Once its update has begun in backward, only where updates
+        wait for the norm (max_grad_norm, skip_nonfinite); else that is an error."""
         if self._settings.early:
             self.runtime.forget_gradients()
             set_to_none = True
@@ -392,7 +414,7 @@ class TwinOptimizer(Optimizer):
         settings = replace(self._settings, accumulation_steps=accumulation_steps)
         check_settings(settings, self.model)
         if settings.early:
-            self.runtime.change(settings)
+            between.change(self.runtime, settings)
         self._settings = settings
 
     def flush(self) -> None:
@@ -409,6 +431,12 @@ class TwinOptimizer(Optimizer):
             self._runtime.close()
 
     # Saving.
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Threads and page-locked memory cannot be copied."""
+        raise TypeError(
+            "a TwinOptimizer can neither be copied nor pickled. Save its state_dict() and load it into another"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on exactly: fp32 masters and states by parameter name, options, counters."""
@@ -467,3 +495,10 @@ class TwinOptimizer(Optimizer):
     def export_trace(self, path: str | Path) -> None:
         """Write the spans recorded since `optimizer.trace.start()` as a Chrome/Perfetto timeline."""
         write_chrome_trace(self.trace.spans(), Path(path))
+
+
+def _held(me: weakref.ref[TwinOptimizer]) -> TwinOptimizer:
+    found = me()
+    if found is None:
+        raise RuntimeError("the TwinOptimizer of this model is gone. Keep it for as long as the model is trained")
+    return found

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
@@ -13,11 +17,80 @@ from twinflow.errors import bad_value
 from twinflow.offload.bucket import Param
 from twinflow.offload.places import PLACEMENTS
 from twinflow.offload.settings import Settings, Tuning
+from twinflow.optim.loss_scale import LossScale
+from twinflow.optim.options import with_defaults
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.rules import RULES, Rule
 from twinflow.rules.checks import FLOATS
 from twinflow.rules.formats import BLOCK
 from twinflow.zero import Zero
+
+_NONE_TO_TRAIN = "there is no parameter to train: none requires a gradient"
+
+
+def is_number(value: object) -> bool:
+    """Whether it is one of Python's, numpy's or torch's; True and False are none."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.dtype != torch.bool and not value.is_complex() and not value.is_meta
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def number_of(value: Any) -> float:
+    """A number as a float; NaN, which fails every comparison, for all else."""
+    return float(value) if is_number(value) else math.nan
+
+
+def is_flag(value: object) -> bool:
+    """Whether it is True or False, and not something that merely counts as one of them."""
+    return isinstance(value, (bool, np.bool_))
+
+
+def check_whole(name: str, value: object, least: int, allowed: str = "") -> None:
+    """Whole as written: 2.0 is not."""
+    is_tensor = isinstance(value, torch.Tensor) and not value.is_floating_point()
+    is_whole = is_tensor or isinstance(value, Integral)
+    if not (is_whole and number_of(value) >= least):
+        raise bad_value(name, value, allowed or f"a whole number >= {least}")
+
+
+def check_kinds(loss_scale: object, tuning: object, zero: object) -> None:
+    """Arguments that are objects of ours."""
+    if not (loss_scale is None or isinstance(loss_scale, LossScale)):
+        remedy = "Both are in twinflow.optim.loss_scale; a number that stays is static(number)."
+        raise bad_value("loss_scale", loss_scale, "None, static(...) or dynamic(...)", remedy)
+    if not (tuning is None or isinstance(tuning, Tuning)):
+        remedy = 'Write tuning=Tuning(hold="host"), say.'
+        raise bad_value("tuning", tuning, "None, or a twinflow.optim.twin.Tuning", remedy)
+    if not (zero is None or isinstance(zero, Zero)):
+        raise bad_value("zero", zero, "None, or a twinflow.zero.Zero", "Write zero=Zero(stage=2), say.")
+
+
+def check_groups(rule: Rule | None, groups: Iterable[Mapping[str, Any]], where: str = "") -> None:
+    """Options of all groups; an optimizer of the user's has checked its own."""
+    for i, group in enumerate(groups):
+        if rule is not None:
+            check_group(rule, group, f"{where}param_groups[{i}]")
+
+
+def check_group(rule: Rule, options: Mapping[str, Any], label: str = "") -> None:
+    """A rule's options: of the kind that their defaults are, and in range. `label` says whose they are."""
+    try:
+        for name, usual in with_defaults(rule.name, {}).items():
+            _check_option(name, options[name], usual)
+        rule.check(options)
+    except ValueError as error:
+        raise ValueError(f"{label}: {error}" if label else str(error)) from None
+
+
+def _check_option(name: str, value: Any, usual: object) -> None:
+    if isinstance(usual, bool):
+        if not is_flag(value):
+            raise bad_value(name, value, [True, False])
+    elif isinstance(usual, tuple):  # how many, the rule says
+        for i, item in enumerate(value if isinstance(value, (tuple, list)) else ()):
+            _check_option(f"{name}[{i}]", item, usual[0])
+    elif not is_number(value):  # the range, too, is the rule's
+        raise bad_value(name, value, "a number")
 
 
 def check_model(model: nn.Module | None, zero: Zero | None) -> None:
@@ -38,9 +111,13 @@ def groups_of(model: Any, param_groups: Iterable[Any] | None) -> list[Any]:
     if not isinstance(model, nn.Module):
         if param_groups is not None:
             raise bad_value("param_groups", "given", "None where the first argument is not a module")
-        return list(model)
-    groups = list(model.parameters() if param_groups is None else param_groups)
-    return _trainable(groups, isinstance(model, PipelineModule))
+        groups = _trainable(list(model))
+    else:
+        given = list(model.parameters() if param_groups is None else param_groups)
+        groups = _trainable(given, isinstance(model, PipelineModule))
+    if not groups:  # torch would speak of an empty list, which was not given
+        raise ValueError(_NONE_TO_TRAIN)
+    return groups
 
 
 def _trainable(groups: list[Any], keeps_empty: bool = False) -> list[Any]:
@@ -48,12 +125,18 @@ def _trainable(groups: list[Any], keeps_empty: bool = False) -> list[Any]:
     pipeline keeps those too: other stages have parameters in them, and groups are known by number."""
     if not any(isinstance(group, dict) for group in groups):
         named = [item for item in groups if isinstance(item, tuple)]
-        return [item for item in groups if (item[1] if named else item).requires_grad]
+        # What is no tensor stays, for torch to refuse.
+        return [item for item in groups if getattr(item[1] if named else item, "requires_grad", True)]
     kept = []
     for group in groups:
         members = group["params"]
+        if isinstance(members, set):  # torch says why that does not do
+            return groups
         members = [members] if isinstance(members, torch.Tensor) else list(members)
         found = _trainable(members)
+        if "param_names" in group:
+            pairs = zip(members, group["param_names"], strict=True)
+            group = {**group, "param_names": [name for member, name in pairs if member.requires_grad]}
         if found or keeps_empty:
             kept.append({**group, "params": found})
     return kept
@@ -82,17 +165,19 @@ def check_tuning(tuning: Tuning, delayed_update: bool) -> None:
     for name, allowed in (("hold", ("auto", "device", "host")), ("sums", ("auto", "device", "host"))):
         if getattr(tuning, name) not in allowed:
             raise bad_value(f"tuning.{name}", getattr(tuning, name), allowed)
-    if tuning.bucket_numel < BLOCK or tuning.bucket_numel % BLOCK:
+    check_whole("tuning.bucket_numel", tuning.bucket_numel, BLOCK, f"a multiple of {BLOCK}")
+    if tuning.bucket_numel % BLOCK:
         raise bad_value("tuning.bucket_numel", tuning.bucket_numel, f"a multiple of {BLOCK}")
-    if not 0.0 <= tuning.streamed <= 1.0:
+    if not 0.0 <= number_of(tuning.streamed) <= 1.0:
         raise bad_value("tuning.streamed", tuning.streamed, "a number from 0 to 1")
     if tuning.streamed and delayed_update:
         remedy = "Weights of streamed state are written at once; a delayed update would have to keep them apart."
         raise bad_value("tuning.streamed", tuning.streamed, "0 with delayed_update", remedy)
-    if tuning.update_programs is not None and tuning.update_programs < 1:
-        raise bad_value("tuning.update_programs", tuning.update_programs, "None or a whole number >= 1")
-    if tuning.num_slots < 1:
-        raise bad_value("tuning.num_slots", tuning.num_slots, "a whole number >= 1")
+    for name, least in (("update_programs", 1), ("flat_bytes", 0), ("shadow_bytes", 0)):
+        value = getattr(tuning, name)
+        if value is not None:
+            check_whole(f"tuning.{name}", value, least, f"None or a whole number >= {least}")
+    check_whole("tuning.num_slots", tuning.num_slots, 1)
 
 
 def check_ratio(ratio: float | str, placement: str, model: nn.Module | None) -> None:
@@ -140,23 +225,34 @@ def check_parking(
         raise bad_value(f"delayed_update with {name}", True, [False], remedy)
 
 
-def check_settings(settings: Settings, model: nn.Module | None) -> None:
-    """Numbers, and what needs the model."""
-    max_norm = settings.limits.max_norm
-    if max_norm is not None and not 0.0 < max_norm < float("inf"):
-        raise bad_value("max_grad_norm", max_norm, "a number > 0, or None")
-    if settings.accumulation_steps < 1:
-        raise bad_value("accumulation_steps", settings.accumulation_steps, "a whole number >= 1")
+def check_settings(settings: Settings, model: nn.Module | None) -> Settings:
+    """Flags, numbers, and what needs the model; the same with plain numbers."""
+    limits = settings.limits
+    flags = {"skip_nonfinite": limits.skip_nonfinite, "early": settings.early, "offload_params": settings.parks}
+    for name, value in {**flags, "delayed_update": settings.delayed_update}.items():
+        if not is_flag(value):
+            raise bad_value(name, value, [True, False])
+    max_norm = number_of(limits.max_norm) if limits.max_norm is not None else None
+    if max_norm is not None and not 0.0 < max_norm < math.inf:
+        raise bad_value("max_grad_norm", limits.max_norm, "a number > 0, or None")
+    check_whole("accumulation_steps", settings.accumulation_steps, 1)
+    check_whole("delayed_update_start", settings.delayed_update_start, 0)
     if settings.early and model is None:
         raise bad_value("early", True, [False], "Give the model as the first argument to start updates early.")
     if settings.delayed_update and model is None:
         raise bad_value("delayed_update", True, [False], "Give the model as the first argument.")
+    return replace(
+        settings,
+        limits=replace(limits, max_norm=max_norm),
+        accumulation_steps=int(settings.accumulation_steps),
+        delayed_update_start=int(settings.delayed_update_start),
+    )
 
 
 def check_params(params: Sequence[Param], zero: Zero | None) -> None:
     """Parameters as the runtime can take them: whole, or with stage 3 their rows; of our dtypes, all on one device."""
     if not params:
-        raise ValueError("there is no parameter to train: none requires a gradient")
+        raise ValueError(_NONE_TO_TRAIN)
     is_partitioned = zero is not None and not zero.shares_buckets
     for param in params:
         if param.is_sharded != is_partitioned:
@@ -166,6 +262,9 @@ def check_params(params: Sequence[Param], zero: Zero | None) -> None:
         if param.is_sharded and not _has_rows(param.tensor):
             placements = getattr(param.tensor, "placements", ())
             raise bad_value(f"{param.name} placements", placements, "Shard(0) on a mesh of one dimension")
+        if param.tensor.is_meta:
+            remedy = "Give the module as the first argument: its parameters then get memory and values."
+            raise bad_value(f"{param.name} device", "meta", "a device with memory", remedy)
         if param.tensor.dtype not in FLOATS:
             raise bad_value(f"{param.name} dtype", param.tensor.dtype, FLOATS)
         if param.tensor.device != params[0].tensor.device:

@@ -14,11 +14,21 @@ import torch
 from torch import Tensor
 
 from twinflow.errors import bad_value
+from twinflow.offload import between
 from twinflow.offload.bucket import Bucket, Param
 from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.streamed import StreamedUpdater
 from twinflow.offload.updater import RuleUpdater
 from twinflow.optim import loss_scale, switch
+from twinflow.optim.twin_checks import check_groups
+from twinflow.optim.twin_state_checks import (
+    check_entries,
+    check_head,
+    check_members,
+    check_plain,
+    check_watch,
+    is_whole,
+)
 from twinflow.parallel.shard import shard_of
 from twinflow.rules import Rule
 from twinflow.rules.formats import BLOCK
@@ -73,7 +83,10 @@ class _DictSource:
         return {key: tuple(value.shape) for key, value in self._state[name].items() if isinstance(value, Tensor)}
 
     def step(self, name: str) -> int:
-        return int(self._state[name]["step"])
+        step = self._state[name]["step"]
+        if not is_whole(step):
+            raise ValueError(step)
+        return int(step)
 
     def cut(self, name: str, start: int, numel: int) -> Mapping[str, Any]:
         return _cut(self._state[name], start, numel)
@@ -218,7 +231,10 @@ def _pieces(param: Param) -> list[tuple[Bucket, int]]:
 def restore(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source | None = None) -> None:
     """Check all of `saved`, then take it over; entries come from `source`, or from the dict itself."""
     runtime = optimizer.runtime
-    source = source or _DictSource(saved["state"])
+    _check_kind(saved)
+    if source is None:
+        check_plain(saved.get("state"), optimizer.rule)
+        source = _DictSource(saved["state"])
     check(optimizer, saved, source)
     known = set(source.names())
     for param in runtime.params:
@@ -241,7 +257,7 @@ def restore(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source |
     optimizer.num_steps, optimizer.num_skipped = int(saved["num_steps"]), int(saved["num_skipped"])
     optimizer._loss_scale = loss_scale.from_dict(saved["loss_scale"])
     optimizer._unread = None
-    runtime.forget_jobs(int(saved["num_jobs"]))
+    between.forget_jobs(runtime, int(saved["num_jobs"]))
     if optimizer.param_groups[0].get("is_exchanged"):
         # Masters are not what the weights round to: ranks have told each other only a part of the difference.
         runtime.adopt([param for param in runtime.params if param.name not in known], keep=False)
@@ -252,7 +268,7 @@ def restore(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source |
         runtime.adopt([param for param in runtime.params if param.name not in known], keep=False)
         for param in runtime.params:
             param.note_write()
-        runtime.hold_back(runtime.num_jobs)
+        between.hold_back(runtime, runtime.num_jobs)
     else:
         runtime.adopt(runtime.params, keep=True)  # the model's weights win where they are not what a master rounds to
     if optimizer._switch is not None:
@@ -274,25 +290,33 @@ def _cut(entry: Mapping[str, Any], start: int, numel: int) -> dict[str, Any]:
 
 def check(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source) -> None:
     """Raise ValueError where `restore` would go wrong."""
-    if saved.get("kind") != KIND or saved.get("version") != VERSION:
-        given = f"kind {saved.get('kind')!r}, version {saved.get('version')!r}"
-        raise bad_value("state_dict", given, f"kind {KIND!r}, version {VERSION}")
-    if saved["rule"] != optimizer.rule_name:
-        raise bad_value("state_dict: rule", saved["rule"], [optimizer.rule_name])
-    own = {param.name: param for param in optimizer.runtime.params}
-    for name in source.names():
-        if name not in own:
-            raise bad_value("state_dict: parameter", name, "the names of this model's trainable parameters")
-        wanted = tuple(own[name].tensor.shape)
-        for key, shape in source.shapes(name).items():
-            if shape != wanted and not key.endswith("_scale"):
-                raise bad_value(f"state_dict: shape of {name} {key}", shape, [wanted])
-    names = iter(own)
-    groups = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
-    if [list(group["params"]) for group in saved["param_groups"]] != groups:
-        raise bad_value("state_dict: parameters of param_groups", "others", "the same names in the same groups")
-    if optimizer._is_stateless and any(float(group.get("momentum", 0.0)) for group in saved["param_groups"]):
+    _check_kind(saved)
+    check_head(saved, optimizer.rule_name)
+    params, own = optimizer.runtime.params, optimizer.param_groups
+    names = iter(param.name for param in params)
+    check_members([[next(names) for _ in group["params"]] for group in own], saved["param_groups"])
+    groups = [{**group, **new} for group, new in zip(own, saved["param_groups"], strict=True)]  # as they will be
+    check_groups(optimizer.rule, groups, "state_dict: ")
+    check_entries(params, source, optimizer.rule, groups)
+    if optimizer._is_stateless and any(float(group.get("momentum", 0.0)) for group in groups):
         remedy = "This optimizer was built without momentum and keeps no buffer for it."
         raise bad_value("state_dict: momentum", "above 0", [0.0], remedy)
     if saved["has_unsent"] and not optimizer._settings.delayed_update:
         raise bad_value("delayed_update", False, [True], "This state was saved in the middle of a delayed update.")
+    if optimizer._switch is not None and saved.get("switch") is not None:
+        check_watch(saved["switch"])
+
+
+def _check_kind(saved: Any) -> None:
+    """Ours, of this version."""
+    if not isinstance(saved, Mapping):
+        raise bad_value("state_dict", f"of type {type(saved).__name__}", "a dict, as state_dict() gives it")
+    if saved.get("kind") == KIND and saved.get("version") == VERSION:
+        return
+    remedy, given = "", f"kind {saved.get('kind')!r}, version {saved.get('version')!r}"
+    if "kind" not in saved and {"state", "param_groups"} <= set(saved):
+        remedy = (
+            "It looks like that of a torch.optim.Optimizer: load it into that optimizer, built over this model, and "
+            "give the optimizer as rule. TwinOptimizer(model, rule=optimizer) goes on from its state."
+        )
+    raise bad_value("state_dict", given, f"kind {KIND!r}, version {VERSION}", remedy)
