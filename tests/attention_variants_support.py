@@ -1,7 +1,8 @@
 """Variants of the kernels of attention: tiles that come by descriptors.
 
 `TRITON_INTERPRET=1 python tests/attention_variants_support.py` prints a line of JSON for each: its name, and what went
-wrong. It is a process of its own, like attention_support.py; without the variable it runs them on CUDA.
+wrong. It is a process of its own, like attention_support.py, whose cases it runs too where they are named; without the
+variable it runs them on CUDA.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ def main() -> None:
     for name in sys.argv[1:] or VARIANTS:
         problem = ""
         try:
-            run(VARIANTS[name], device)
+            if name in VARIANTS:
+                run(VARIANTS[name], device)
+            else:
+                support.run_case(support.CASES[name], device)
         except Exception:
             problem = traceback.format_exc(limit=-4)
         print(json.dumps([name, problem]), flush=True)

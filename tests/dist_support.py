@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from fork_support import fork_context
 
 TIMEOUT_S = 240.0
 
@@ -27,8 +27,7 @@ def run_ranks(
     `work` is a function of a module in tests/. Without a group for a world of 0: one process that knows of no others.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("forkserver")  # which has torch already: importing it takes longer than most tests
-        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "twinflow.build", "twinflow.models.gpt"])
+        context = fork_context()
         given = (max(world, 1), backend if world > 0 else "", folder, work, args)
         ranks = [context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(max(world, 1))]
         stuck = list(range(len(ranks)))

@@ -6,7 +6,6 @@ outlive them: a line in a log for each thing that began or ended.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -16,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+from fork_support import fork_context
 
 WORLD = 2
 NUM_STEPS = 5
@@ -109,9 +110,7 @@ def draw(seed: int, save_s: float, step_s: float) -> Moment:
 
 def run(folder: Path, attempt: int, moment: Moment | None = None) -> Past:
     """An attempt, killed or not; what it left behind."""
-    context = multiprocessing.get_context("forkserver")
-    # torch imports its compiler when the first weight is drawn.
-    context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "twinflow.build", "twinflow.models.gpt"])
+    context = fork_context()
     folder.mkdir(parents=True, exist_ok=True)
     ranks: list[BaseProcess] = [
         context.Process(target=train, args=(rank, str(folder), attempt), daemon=True) for rank in range(WORLD)

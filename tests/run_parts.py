@@ -24,16 +24,23 @@ ROOT_FILES = ("CMakeLists.txt", "pyproject.toml", "constraints.txt", "README.md"
 RULES = ("adamw", "adam", "adagrad", "lion", "sgd")
 TWIN_FILES = ("exact", "delayed", "accumulation", "any", "traps", "hf", "trainer")
 TWIN = [f"tests/unit/test_twin_{name}.py" for name in TWIN_FILES]
+# Matrices that take long enough for parts of their own.
+KERNELS, RATIO, BACKGROUND = (f"tests/unit/test_{name}.py" for name in ("kernels", "twin_ratio", "background_save"))
+GPU = [f"tests/unit/test_gpu_{name}.py" for name in ("update", "collect", "packing")]
+ATTENTION = [f"tests/unit/test_attention_{name}.py" for name in ("triton", "tiles")]
+NAMED = [KERNELS, *TWIN, RATIO, BACKGROUND, *GPU, *ATTENTION]
 PARTS = {
     "quick": ["-m", "not slow and not matrix"],
     "slow": ["-m", "slow and not gpu"],
-    **{f"kernels-{rule}": ["-m", "matrix", "tests/unit/test_kernels.py", "-k", f"{rule}-"] for rule in RULES},
+    **{f"kernels-{rule}": ["-m", "matrix", KERNELS, "-k", f"{rule}-"] for rule in RULES},
     **{f"twin-{rule}": ["-m", "matrix", TWIN[0], "-k", f"every_combination and {rule}-"] for rule in RULES},
     "twin-others": ["-m", "matrix", *TWIN, "-k", "not every_combination"],
-    "ratio": ["-m", "matrix", "tests/unit/test_twin_ratio.py"],
+    "ratio": ["-m", "matrix", RATIO],
     "dist": ["-m", "matrix", "tests/dist"],
-    "background": ["-m", "matrix", "tests/unit/test_background_save.py"],
-    "gpu-update": ["-m", "matrix", "tests/unit/test_gpu_update.py", "tests/unit/test_gpu_collect.py"],
+    "background": ["-m", "matrix", BACKGROUND],
+    "gpu-update": ["-m", "matrix", *GPU],
+    "attention": ["-m", "matrix", *ATTENTION],
+    "others": ["-m", "matrix", "tests/unit", *(f"--ignore={file}" for file in NAMED)],
 }
 
 

@@ -6,7 +6,6 @@ SIGKILL is real, and it has been reaped when `wait` returns, as a shell would ha
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -15,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOAD = ["run_support", "torch._dynamo", "twinflow.cli.main"]
+from fork_support import fork_context
+
 _DISK_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")  # as Python's audit events name them
 
 
@@ -29,8 +28,7 @@ class TrainProcess:
     def __init__(self, options: Sequence[Any], log: Path, die_at: tuple[Path, int] | None = None) -> None:
         self.log = log
         args = ["train", *(str(option) for option in options)]
-        _CONTEXT.set_forkserver_preload(_PRELOAD)
-        self._process = _CONTEXT.Process(target=_run, args=(args, str(log), die_at), daemon=True)
+        self._process = fork_context().Process(target=_run, args=(args, str(log), die_at), daemon=True)
         self._process.start()
 
     def is_alive(self) -> bool:

@@ -4,7 +4,6 @@ with the variables that a launcher would set."""
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import signal
 import socket
@@ -15,8 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOAD = ["train_ranks_support", "torch._dynamo", "twinflow.cli.main"]
+from fork_support import fork_context
 
 
 class TrainRanks:
@@ -25,11 +23,10 @@ class TrainRanks:
     def __init__(self, options: Sequence[Any], logs: Path, world: int = 2, fault: str = "") -> None:
         logs.mkdir(parents=True, exist_ok=True)
         args = ["train", *(str(option) for option in options)]
-        _CONTEXT.set_forkserver_preload(_PRELOAD)
-        port = free_port()
+        port, context = free_port(), fork_context()
         self.logs = [logs / f"rank{rank}.log" for rank in range(world)]
         self.processes = [
-            _CONTEXT.Process(target=_run, args=(args, str(log), variables(rank, world, port), fault), daemon=True)
+            context.Process(target=_run, args=(args, str(log), variables(rank, world, port), fault), daemon=True)
             for rank, log in enumerate(self.logs)
         ]
         for process in self.processes:

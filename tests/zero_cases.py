@@ -108,9 +108,9 @@ def train(rank: int, world: int, config: dict[str, Any], num_steps: int = NUM_ST
     return found
 
 
-def train_all(rank: int, world: int, configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def train_all(rank: int, world: int, configs: dict[str, dict[str, Any]], num_steps: int = NUM_STEPS) -> dict[str, Any]:
     """Several configs, one after the other."""
-    return {name: train(rank, world, config) for name, config in configs.items()}
+    return {name: train(rank, world, config, num_steps) for name, config in configs.items()}
 
 
 def digest_alone(rank: int, world: int, stage: int | None) -> str:

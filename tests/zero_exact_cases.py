@@ -351,10 +351,12 @@ def _break(optimizer: TwinOptimizer, where: str) -> None:
         stream.run = lambda work, *args, **kwargs: run(broken, *args, **kwargs)  # type: ignore[method-assign]
 
 
-def leave(rank: int, folder: str) -> None:
-    """A process of its own: the first rank fails between two steps, when its threads wait for the second; that one
-    never steps."""
+def leave(folder: str) -> None:
+    """The first rank fails between two steps, when its threads wait for the second, a child that never steps."""
     torch.set_num_threads(1)
+    rank = 0 if os.fork() else 1
+    if rank == 1:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # or who reads what the first says would wait for this one
     dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=2)
     case = Case({"stage": 2}, options={"early": True, "max_grad_norm": 50.0})
     model = Toy(case)
@@ -362,6 +364,7 @@ def leave(rank: int, folder: str) -> None:
     if rank == 1:
         while not Path(folder, "gone").exists():
             time.sleep(0.1)
+        Path(folder, "left").touch()
         os._exit(0)
     optimizer.backward(model(numbers_of(model, case, 0, 0, rank), [0, 1, 2, 3]))
     optimizer.step()
@@ -372,10 +375,8 @@ def leave(rank: int, folder: str) -> None:
 
 def close_in_the_middle(rank: int, world: int) -> dict[str, Any]:
     """With another number of buckets on their way on each rank; then all go on with a new optimizer."""
-    took, cases = (
-        [],
-        (Case({"stage": 1}, options={"early": True}), Case({"stage": 2}, parts=3, options={"early": True})),
-    )
+    cases = (Case({"stage": 1}, options={"early": True}), Case({"stage": 2}, parts=3, options={"early": True}))
+    took: list[float] = []
     model = Toy(cases[0])
     for case in cases:
         optimizer = build(model, case, is_alone=False)

@@ -9,12 +9,17 @@ import pytest
 from dist_support import run_ranks
 from parallel_onebit_cases import FREEZE, NUM_STEPS, load_and_go_on, onebit_config, save_and_go_on, train_all
 
+
 # The token embedding is tied to the head. With 1f1b the first and the last rank have copies of it; with zbv one rank
 # has both stages, and tensor ranks have parts of it, and copies of norms.
-FEW = {
-    "pipe data 1f1b": onebit_config(2, 1, 2, offload="half"),
-    "tensor data": onebit_config(1, 2, 2, stage=2),
-}
+def few(**more: Any) -> dict[str, Any]:
+    return {
+        "pipe data 1f1b": onebit_config(2, 1, 2, offload="half", **more),
+        "tensor data": onebit_config(1, 2, 2, stage=2, **more),
+    }
+
+
+FEW = few()
 MORE = {
     "pipe data zbv": onebit_config(2, 1, 2, stage=1, schedule="zbv"),
     "pipe data interleaved": onebit_config(2, 1, 2, offload="none", schedule="interleaved"),
@@ -50,7 +55,7 @@ def copies(found: dict[str, str], others: dict[str, str]) -> int:
 
 
 def test_copies_stay_copies_and_few_bytes_travel() -> None:
-    ranks = run_ranks(4, train_all, {**SINGLE, **FEW})
+    ranks = run_ranks(4, train_all, {"data": onebit_config(1, 1, 4, num_micro=2), **few(num_micro=2)})
     check(ranks, ranks[0]["data"])
     last = [rank["pipe data 1f1b"]["prints"][-1] for rank in ranks]
     assert copies(last[0], last[2]) == 2  # stages share the embedding: the weight, and the errors of their replica
@@ -60,7 +65,7 @@ def test_copies_stay_copies_and_few_bytes_travel() -> None:
 
 @pytest.mark.matrix
 def test_more_ways() -> None:
-    ranks = run_ranks(4, train_all, {**SINGLE, **MORE}, timeout_s=300)
+    ranks = run_ranks(4, train_all, {**SINGLE, **FEW, **MORE}, timeout_s=300)
     check(ranks, ranks[0]["data"])
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from dist_support import run_ranks
+from fork_support import fork_context
 from zero_trap_cases import (
     alone_with_stage_3,
     beside,
@@ -197,8 +197,7 @@ def _begin(rank: int, folder: str) -> None:
 
 
 def test_a_rank_that_fails_to_begin_ends_the_others(tmp_path: Path) -> None:
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "twinflow.build"])
+    context = fork_context()
     ranks = [context.Process(target=_begin, args=(rank, str(tmp_path)), daemon=True) for rank in range(2)]
     for process in ranks:
         process.start()

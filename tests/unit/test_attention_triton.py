@@ -8,11 +8,11 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import attention_support as support
+import attention_variants_support as variants
 import pytest
 import torch
 
@@ -28,7 +28,6 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 SHARED_BYTES = 227 * 1024  # that a program can have on an H100 or H200
 RESERVED_BYTES = 1024  # of shared memory, for each program
 REGISTERS = 64 * 1024  # of a multiprocessor
-NUM_PROCESSES = 2
 
 
 def run_python(script: str, *names: str, **env: str) -> list[Any]:
@@ -41,25 +40,19 @@ def run_python(script: str, *names: str, **env: str) -> list[Any]:
 
 
 def in_the_interpreter(*names: str) -> dict[str, str]:
-    """What went wrong in each case."""
-    return dict(run_python(support.__file__, *names, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"))
+    """What went wrong in each case or variant, all of them in one process."""
+    return dict(run_python(variants.__file__, *names, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"))
 
 
 @pytest.fixture(scope="module")
 def interpreted(request: pytest.FixtureRequest) -> dict[str, str]:
-    """What went wrong in each case that this session runs, in a few processes."""
+    """What went wrong in each case and variant that this session runs."""
     wanted = [
         item.callspec.params["name"]
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.path == request.path and "interpreted" in item.fixturenames
     ]
-    parts = [wanted[start::NUM_PROCESSES] for start in range(min(NUM_PROCESSES, len(wanted)))]
-    with ThreadPoolExecutor(NUM_PROCESSES) as pool:
-        return {
-            name: problem
-            for found in pool.map(lambda part: in_the_interpreter(*part), parts)
-            for name, problem in found.items()
-        }
+    return in_the_interpreter(*wanted)
 
 
 @needs_triton
@@ -86,13 +79,13 @@ def test_the_other_ways_too() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("names", [["descriptors, shared heads, cut"], pytest.param([], marks=pytest.mark.matrix)])
-def test_variants_against_the_truth(names: list[str]) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if "shared" in name else pytest.mark.matrix) for name in variants.VARIANTS],
+)
+def test_variants_against_the_truth(name: str, interpreted: dict[str, str]) -> None:
     """Tiles by descriptors."""
-    script = str(Path(support.__file__).with_name("attention_variants_support.py"))
-    found = dict(run_python(script, *names, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"))
-    assert len(found) == (len(names) or 4)
-    assert found == dict.fromkeys(found, "")
+    assert not interpreted[name], interpreted[name]
 
 
 ALLOWED: dict[str, Any] = {"structure": "dense", "block": 64, "dtype": "fp16", "heads": (4, 2)}

@@ -754,10 +754,10 @@ def test_processes_killed_while_they_save(tmp_path: Path) -> None:
 
 
 def test_ranks_over_gloo(tmp_path: Path) -> None:
-    ranks = [run_script("gloo", tmp_path / "root", tmp_path / "store", rank, 3) for rank in range(3)]
-    told = [rank.communicate(timeout=240)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0, 0], told
-    assert all("rank 2: No space left on device" in out for out in told), told
+    parent = run_script("gloo", tmp_path / "root", tmp_path / "store", 3)
+    told, _ = parent.communicate(timeout=240)
+    assert parent.returncode == 0, told
+    assert told.count("rank 2: No space left on device") == 3, told  # each of them says so
     assert value_of(opened(tmp_path / "root")) == 5
 
 
@@ -929,8 +929,20 @@ def gloo(root: Path, store: Path, rank: int, world: int) -> None:
     dist.destroy_process_group()
 
 
+def fork_gloo(root: Path, store: Path, world: int) -> int:
+    """Ranks that need not import anything again; how many of them failed."""
+    pids = []
+    for rank in range(world):
+        pids.append(os.fork())
+        if not pids[-1]:
+            gloo(root, store, rank, world)
+            sys.stdout.flush()
+            os._exit(0)
+    return sum(os.waitpid(pid, 0)[1] != 0 for pid in pids)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "kills":
         kills(Path(sys.argv[2]))
     else:
-        gloo(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
+        sys.exit(fork_gloo(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])))

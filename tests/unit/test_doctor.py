@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import typer
+from fork_support import run_script
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
@@ -249,9 +247,9 @@ CODE = "import typer; from twinflow.cli.doctor import doctor; typer.run(doctor)"
         ),
     ],
 )
-def test_variables_that_cannot_work(variable: str, value: str, code: int, words: str) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", CODE], env={**os.environ, variable: value}, capture_output=True, text=True
-    )
+def test_variables_that_cannot_work(variable: str, value: str, code: int, words: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(CODE)
+    run = run_script(script, tmp_path, tmp_path, **{variable: value})
     assert run.returncode == code, run.stderr
     assert words in " ".join(run.stdout.split())

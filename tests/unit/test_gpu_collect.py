@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -227,11 +227,11 @@ def train(device: str, parts: int, **options: Any) -> tuple[Tensor, list[float]]
     return weights, norms
 
 
-def check_runtime(device: str, parts: int) -> None:
+def check_runtime(device: str, parts: int, ways: Sequence[tuple[float, bool]]) -> None:
     """Through the whole runtime: gathered as they come or taken at the end, state on the host or on the device."""
     assert collect.is_usable(torch.device(device))
     weights, norms = train(device, parts, ratio=1.0)
-    for ratio, early in itertools.product((1.0, 0.5, 0.0), (False, True)):
+    for ratio, early in ways:
         other, other_norms = train(device, parts, ratio=ratio, early=early)
         assert torch.equal(weights, other), (ratio, early)
         assert len(set(norms)) == 3
@@ -242,13 +242,17 @@ def check_runtime(device: str, parts: int) -> None:
 
 
 PAIRS = list(itertools.product((BF16, FP16, FP32), repeat=2))
+FEW = ((1.0, True), (0.5, False), (0.0, True))  # ratios, and whether updates are early
+EVERY = tuple(itertools.product((1.0, 0.5, 0.0), (False, True)))
 CASES: dict[str, Callable[[str], None]] = {
     **{f"ways-{str(f)[6:]}-{str(g)[6:]}": partial(check_ways, flat_dtype=f, grad_dtype=g) for f, g in PAIRS},
     **{f"sums-{str(f)[6:]}-{str(g)[6:]}": partial(check_sums, flat_dtype=f, grad_dtype=g) for f, g in PAIRS},
     "missing": check_missing,
     "bad numbers": check_bad_numbers,
-    "runtime": partial(check_runtime, parts=1),
-    "runtime, accumulated": partial(check_runtime, parts=3),
+    "runtime": partial(check_runtime, parts=1, ways=FEW),
+    "runtime, accumulated": partial(check_runtime, parts=3, ways=FEW),
+    "runtime, every way": partial(check_runtime, parts=1, ways=EVERY),
+    "runtime, accumulated, every way": partial(check_runtime, parts=3, ways=EVERY),
 }
 
 
@@ -269,8 +273,8 @@ QUICK = ("bfloat16-float32",)  # the pairs of dtypes that are most in use
 
 
 def _param(name: str) -> Any:
-    is_pair = name.startswith(("ways-", "sums-"))
-    return pytest.param(name, marks=pytest.mark.matrix) if is_pair and not name.endswith(QUICK) else name
+    is_rare = name.startswith(("ways-", "sums-")) and not name.endswith(QUICK)
+    return pytest.param(name, marks=pytest.mark.matrix) if is_rare or name.endswith("every way") else name
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fork_support import Ended, run_script
 from support import OPTIONS, assert_same_bits, buffers, clone, make_gradient, make_store
 
 from twinflow import native
@@ -24,6 +25,13 @@ from twinflow.rules.segment import Segment, Store
 
 needs_native = pytest.mark.skipif(not native.available(), reason="the native library is not installed")
 ADAMW = RULES["adamw"]
+
+
+def run_forked(code: str, folder: Path, **environment: str) -> Ended:
+    """In a process that has torch, but not the library."""
+    script = folder / "script.py"
+    script.write_text(code)
+    return run_script(script, folder, folder, **environment)
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -66,7 +74,7 @@ def test_without_the_library_references_run_and_one_line_says_so(kind: str, tmp_
         import _ctypes
 
         path = Path(_ctypes.__file__)
-    result = run_python(MISSING, TWINFLOW_LIBRARY=str(path))
+    result = run_forked(MISSING, tmp_path, TWINFLOW_LIBRARY=str(path))
     assert result.stdout.split() == ["False", "torch", "0.899"], result.stderr
     lines = [line for line in result.stderr.splitlines() if "twinflow" in line]
     assert len(lines) == 1, result.stderr
@@ -96,15 +104,37 @@ def test_isa_can_be_forced_and_a_wrong_one_is_named() -> None:
         native.set_isa("mmx")
 
 
+# The first call of each process loads the library and counts; a process that ends at once takes nothing down.
+THREADS = """
+import os
+from twinflow import native
+
+def tell():
+    try:
+        print(native.get_threads(), flush=True)
+    except ValueError as error:
+        print(error, flush=True)
+    os._exit(0)
+
+for number in ("3", "many"):
+    if not os.fork():
+        os.environ["TWINFLOW_THREADS"] = number
+        tell()
+    os.wait()
+if not os.fork():
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0]})
+    tell()
+os.wait()
+tell()
+"""
+
+
 @needs_native
 def test_threads_come_from_the_process_not_from_omp() -> None:
-    code = "from twinflow import native; print(native.get_threads())"
-    expected = str(default_threads({}))
-    assert run_python(code, OMP_NUM_THREADS="1").stdout.strip() == expected
-    assert run_python(code, TWINFLOW_THREADS="3", OMP_NUM_THREADS="1").stdout.strip() == "3"
-    assert "TWINFLOW_THREADS is 'many'" in run_python(code, TWINFLOW_THREADS="many").stderr
-    pinned = "import os; os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0]}); " + code
-    assert run_python(pinned).stdout.strip() == "1"
+    result = run_python(THREADS, OMP_NUM_THREADS="1")
+    given, wrong, pinned, own = result.stdout.splitlines()
+    assert (given, pinned, own) == ("3", "1", str(default_threads({}))), result.stderr
+    assert "TWINFLOW_THREADS is 'many'" in wrong
 
 
 @pytest.mark.parametrize("number", [0, -1, 5000, 1.5, "x"])
@@ -184,8 +214,8 @@ print("ok")
 
 
 @needs_native
-def test_a_forked_child_gets_a_pool_of_its_own() -> None:
-    assert run_python(FORK).stdout.strip() == "ok"
+def test_a_forked_child_gets_a_pool_of_its_own(tmp_path: Path) -> None:
+    assert run_forked(FORK, tmp_path).stdout.strip() == "ok"
 
 
 def bad_segments() -> dict[str, tuple[Segment, str]]:
@@ -299,6 +329,6 @@ print("ok", native.get_threads())
 
 
 @needs_native
-def test_a_system_that_gives_fewer_threads_than_wanted() -> None:
-    result = run_python(STARVED)
+def test_a_system_that_gives_fewer_threads_than_wanted(tmp_path: Path) -> None:
+    result = run_forked(STARVED, tmp_path)
     assert result.stdout.split() == ["ok", "1000"], result.stderr

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fork_support import run_script
 
 import twinflow
 
@@ -39,9 +38,9 @@ def test_the_version_has_one_place_and_wheels_two_architectures() -> None:
         pytest.param("twinflow tr", {"train"}, marks=pytest.mark.matrix),
     ],
 )
-def test_the_shell_completes(words: str, completed: set[str]) -> None:
-    env = os.environ | {"_TWINFLOW_COMPLETE": "complete_bash", "COMP_WORDS": words}
-    env |= {"COMP_CWORD": str(words.count(" ")), "PYTHONPATH": str(Path(twinflow.__file__).parents[1])}
-    script = "import sys; sys.argv = ['twinflow']; from twinflow.cli.main import app; app(prog_name='twinflow')"
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+def test_the_shell_completes(words: str, completed: set[str], tmp_path: Path) -> None:
+    env = {"_TWINFLOW_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    script = tmp_path / "complete.py"
+    script.write_text("from twinflow.cli.main import app; app(prog_name='twinflow')")
+    done = run_script(script, tmp_path, tmp_path, timeout_s=60, **env)
     assert set(done.stdout.split()) == completed, done.stderr

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_support import run_script
 
 from twinflow import native
 from twinflow.native import shares, threads
@@ -445,14 +444,18 @@ def test_a_system_that_refuses_divides_the_number(tmp_path: Path, monkeypatch: p
     assert "refuses to bind them (Operation not permitted)" in share.note
 
 
-def run_python(code: str, *arguments: str) -> subprocess.Popen[str]:
-    environ = {name: value for name, value in os.environ.items() if name != "TWINFLOW_THREADS"}
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def run_python(code: str, folder: Path, *arguments: str) -> list[Any]:
+    """What a process of its own, that has torch but no pool yet, prints as JSON."""
+    script = write(folder, {"script.py": code}) / "script.py"
+    ended = run_script(script, folder, folder, *arguments)
+    assert ended.returncode == 0, ended.stderr
+    found: list[Any] = json.loads(ended.stdout)
+    return found
 
 
 RANK = """
 import json, os, sys, threading
+os.environ.pop("TWINFLOW_THREADS", None)
 import torch
 from twinflow import native
 from twinflow.native.shares import share_host
@@ -485,11 +488,9 @@ asleep.set()
 
 @linux
 @pytest.mark.skipif(not native.available(), reason="the native library is not installed")
-def test_two_processes_share_this_machine() -> None:
-    ranks = [run_python(RANK, str(rank), "2") for rank in range(2)]
-    outputs = [rank.communicate(timeout=180) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    found = [json.loads(output) for output, _ in outputs]
+def test_two_processes_share_this_machine(tmp_path: Path) -> None:
+    """Neither needs the other: they run one after the other."""
+    found = [run_python(RANK, tmp_path, str(rank), "2") for rank in range(2)]
     whole = found[0][0]
     assert whole == found[1][0] == sorted(os.sched_getaffinity(0))
     if len(whole) > 1:
@@ -532,11 +533,8 @@ print(json.dumps([whole, now, own]))
 
 @linux
 @pytest.mark.skipif(len(threads.own_cpus()) < 2, reason="one CPU cannot be divided")
-def test_a_thread_with_cpus_of_its_own_keeps_them() -> None:
-    process = run_python(NARROWED)
-    output, errors = process.communicate(timeout=180)
-    assert process.returncode == 0, errors
-    whole, now, own = json.loads(output)
+def test_a_thread_with_cpus_of_its_own_keeps_them(tmp_path: Path) -> None:
+    whole, now, own = run_python(NARROWED, tmp_path)
     assert (now, own) == (whole[:1], whole[-1:])
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from run_support import TrainProcess
 from typer.testing import CliRunner, Result
 
 from twinflow.build import initialize
@@ -339,22 +337,19 @@ def test_a_loss_that_is_not_finite_stops_with_advice(tmp_path: Path, text: Path)
 
 def test_ctrl_c_ends_cleanly_with_a_report(tmp_path: Path, text: Path) -> None:
     out = tmp_path / "run"
-    options = ["train", *SMALL, "--steps", "100000", "--data", str(text), "--out", str(out)]
-    command = [sys.executable, "-m", "twinflow.cli.main", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    process = TrainProcess((*SMALL, "--steps", "100000", "--data", text, "--out", out), tmp_path / "log")
     try:
         deadline = time.monotonic() + 120
         while not ((out / "metrics.jsonl").exists() and len(read_metrics(out / "metrics.jsonl")) > 3):
-            assert process.poll() is None, process.communicate()
+            assert process.is_alive(), process.text()
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=60)
+        process.send(signal.SIGINT)
+        assert process.wait(60) == 130, process.text()
     finally:
-        process.kill()
-    assert process.returncode == 130, stderr
-    assert "Traceback" not in stderr
-    assert "Interrupted after" in stdout
+        process.send(signal.SIGKILL)
+    assert "Traceback" not in process.text()
+    assert "Interrupted after" in process.text()
     assert "interrupted" in (out / "report.html").read_text()
 
 
