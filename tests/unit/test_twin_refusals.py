@@ -8,6 +8,7 @@ import gc
 import logging
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -272,6 +273,11 @@ def test_a_loss_that_the_engine_has_not_scaled_is_refused() -> None:
     engine = engine_of(mlp(), gradient_accumulation_steps=2)
     with pytest.raises(RuntimeError, match=r"neither divides by gradient_accumulation_steps \(2\)"):
         loss_of(engine).backward()
+    engine.zero_grad()
+    engine.backward(loss_of(engine))
+    engine.step()
+    with pytest.raises(RuntimeError, match=r"Call engine\.backward"):  # of a later micro-batch too
+        loss_of(engine).backward()
     engine.destroy()
     norms = []
     for scales in (True, False):
@@ -304,6 +310,15 @@ def test_a_parameter_has_one_optimizer() -> None:
         TwinOptimizer(list(both.parameters()), lr=RATE)
     optimizer.close()
     TwinOptimizer(both["a"], lr=RATE).close()
+
+
+def test_a_copy_is_another_model_and_a_parameter_can_be_saved(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = TwinOptimizer(model, lr=RATE)
+    TwinOptimizer(copy.deepcopy(model), lr=RATE).close()
+    torch.save(model[0].weight, tmp_path / "weight.pt")
+    assert torch.equal(torch.load(tmp_path / "weight.pt", weights_only=True), model[0].weight)
+    optimizer.close()
 
 
 def test_an_optimizer_that_nobody_holds_gives_its_model_up() -> None:

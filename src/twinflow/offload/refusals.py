@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from twinflow.offload.bucket import Bucket, Job, Options, Param
 from twinflow.offload.gather import TakenGradient
@@ -20,7 +21,9 @@ from twinflow.offload.torch_state import changes
 if TYPE_CHECKING:
     from twinflow.offload.runtime import Runtime
 
-OWNER = "_twinflow_owner"  # of a parameter: a weak reference to the runtime that updates it
+# Of each parameter, a weak reference to the runtime that updates it. All optimizers of a process look here; an
+# attribute of the parameter would be saved with it.
+_OWNERS: Any = WeakTensorKeyDictionary()
 
 
 def check_layout(param: Param, grad: Tensor | None) -> None:
@@ -127,16 +130,16 @@ def check_free(tensors: Iterable[tuple[str, nn.Parameter]]) -> None:
 def claim(params: Iterable[Param], runtime: Runtime) -> None:
     """These parameters are this runtime's."""
     for param in params:
-        setattr(param.tensor, OWNER, weakref.ref(runtime))
+        _OWNERS[param.tensor] = weakref.ref(runtime)
 
 
 def release(params: Iterable[Param]) -> None:
     """They are nobody's again."""
     for param in params:
-        param.tensor.__dict__.pop(OWNER, None)
+        _OWNERS.pop(param.tensor, None)
 
 
 def _owner(tensor: nn.Parameter) -> Any:
-    reference = tensor.__dict__.get(OWNER)
+    reference = _OWNERS.get(tensor)
     owner = reference() if reference is not None else None
     return owner if owner is not None and not owner.board.is_closing else None

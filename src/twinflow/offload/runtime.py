@@ -95,7 +95,7 @@ class Runtime:
         self.parking: Parking | None = None  # of weights that live on the host
         self.before_gathering: Callable[[], None] = lambda: None  # of weights that ranks have rows of
         self.is_scaled = False  # the loss of the backward under way is what `TwinOptimizer.backward` makes of it
-        self.check_backward: Callable[[], None] = lambda: None  # an engine's, at the first gradients of a step
+        self.check_backward: Callable[[], None] = lambda: None  # an engine's, at every gradient
         self.optimizer: Callable[[], Any] | None = None  # a weak reference to whom this belongs
         refusals.claim(params, self)
 
@@ -194,8 +194,8 @@ class Runtime:
         if grad is None:
             return
         refusals.check_layout(param, grad)
+        self.check_backward()
         if not param.was_hit:
-            self.check_backward()
             refusals.check_seen(param)
         grad = local_of(grad)
         self._finish_recording()
