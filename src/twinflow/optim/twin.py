@@ -18,8 +18,6 @@ from twinflow.device import device_for
 from twinflow.errors import bad_value
 from twinflow.native.threads import check_threads, default_threads
 from twinflow.offload import between
-from twinflow.offload.bucket import Job
-from twinflow.offload.figures import figures
 from twinflow.offload.gate import Limits
 from twinflow.offload.places import place_by_ratio, stream
 from twinflow.offload.plan import plan_buckets
@@ -31,8 +29,9 @@ from twinflow.offload.settings import Settings, Tuning
 from twinflow.offload.torch_state import host_options
 from twinflow.optim import twin_state
 from twinflow.optim.auto import AutoPlacement, host_share
-from twinflow.optim.loss_scale import LossScale, after_step, static
+from twinflow.optim.loss_scale import LossScale, static
 from twinflow.optim.options import with_defaults
+from twinflow.optim.outcomes import Outcomes
 from twinflow.optim.saved_errors import Read, SavedErrors
 from twinflow.optim.state_kind import StateKind
 from twinflow.optim.switch import Switch
@@ -71,7 +70,7 @@ from twinflow.zero.partitioned import forget_gathered, gathered_blocks, gatherin
 from twinflow.zero.start import own_host_bytes
 
 
-class TwinOptimizer(Optimizer):
+class TwinOptimizer(Outcomes):
     """An optimizer for a model on a GPU (or CPU), with master weights, states and update on the host.
 
     `model` is the module to train, or parameters as torch.optim takes them (then `step` waits for the update: without
@@ -142,10 +141,7 @@ class TwinOptimizer(Optimizer):
         self._auto: AutoPlacement | None = None
         self.trace = Trace()
         self._loss_scale, self._scales_loss = loss_scale or static(1.0), loss_scale is not None
-        self.num_steps = self.num_skipped = 0
         self._is_stateless = False  # SGD without momentum
-        self._was_applied = False  # the last step
-        self._unread: Job | None = None  # the last job whose decision the loss scale has not seen
         skip = skip_nonfinite if skip_nonfinite is not None else max_grad_norm is not None or loss_scale is not None
         given = Settings(
             limits=Limits(max_grad_norm, skip),
@@ -272,12 +268,6 @@ class TwinOptimizer(Optimizer):
         """Whether the state is where it will stay: with ratio "auto", after some steps."""
         return self._auto is None or self._auto.is_settled
 
-    @property
-    def runtime(self) -> Runtime:
-        """The machinery behind this optimizer."""
-        assert self._runtime is not None
-        return self._runtime
-
     # The loop.
 
     @torch.no_grad()
@@ -319,66 +309,6 @@ class TwinOptimizer(Optimizer):
             torch.autograd.backward(loss * scale if scale != 1.0 else loss, retain_graph=retain_graph)
         finally:
             runtime.is_scaled = False
-
-    def _read_decision(self) -> None:
-        """Let the loss scale and the counters see what became of the last step."""
-        job, self._unread = self._unread, None
-        if job is None:
-            return
-        self.runtime.board.wait_for(lambda: job.gate.decision is not None)
-        decision = job.gate.decision
-        assert decision is not None
-        self._was_applied = not decision.skip
-        self.num_skipped += decision.skip
-        self._loss_scale = after_step(self._loss_scale, decision.skip)
-
-    @property
-    def can_skip(self) -> bool:
-        """Whether a step may turn out not to be applied."""
-        return self._settings.limits.skip_nonfinite
-
-    @property
-    def was_applied(self) -> bool:
-        """Whether the last step changed anything; waits until that is known."""
-        self._read_decision()
-        return self._was_applied
-
-    @property
-    def overflow(self) -> bool:
-        """Whether the last step was skipped because scaled gradients were too large; never without a loss scale."""
-        return self._scales_loss and self.num_steps > 0 and not self.was_applied
-
-    @property
-    def loss_scale(self) -> float:
-        """What to multiply the next loss with."""
-        self._read_decision()
-        return self._loss_scale.scale
-
-    @property
-    def current_loss_scale(self) -> float:
-        """The loss scale as far as it is known: without waiting for the last step's outcome."""
-        return self._loss_scale.scale
-
-    @property
-    def grad_norm(self) -> float | None:
-        """The global gradient norm of the last step, before clipping."""
-        job = self.runtime.last
-        if job is None:
-            return None
-        self.runtime.board.wait_for(lambda: job.gate.decision is not None)
-        assert job.gate.decision is not None
-        return job.gate.decision.norm
-
-    def metrics(self) -> dict[str, float]:
-        """Figures of the last step: norm, clipping, what the gate did, bytes moved so far."""
-        norm = self.grad_norm
-        self._read_decision()
-        return {
-            "grad_norm": norm if norm is not None else float("nan"),
-            "skipped_steps": self.num_skipped,
-            "loss_scale": self._loss_scale.scale,
-            **figures(self.runtime),
-        }
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients, those gathered for a step included. Once its update has begun in backward, only where updates

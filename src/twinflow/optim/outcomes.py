@@ -1,0 +1,94 @@
+"""What became of the steps of an optimizer: the loss scale that follows from them, norms and counters.
+
+Whether a step was skipped is known only when its backward has ended on the device. Nobody waits for that before
+somebody asks, or the next loss needs its scale.
+"""
+
+from __future__ import annotations
+
+from torch.optim.optimizer import Optimizer
+
+from twinflow.offload.bucket import Job
+from twinflow.offload.figures import figures
+from twinflow.offload.runtime import Runtime
+from twinflow.offload.settings import Settings
+from twinflow.optim.loss_scale import LossScale, after_step
+
+
+class Outcomes(Optimizer):
+    """The part of a TwinOptimizer that looks back."""
+
+    _runtime: Runtime | None
+    _settings: Settings
+    _loss_scale: LossScale
+    _scales_loss: bool
+    _was_applied = False  # the last step
+    _unread: Job | None = None  # the last job whose decision the loss scale has not seen
+    num_steps = 0
+    num_skipped = 0
+
+    @property
+    def runtime(self) -> Runtime:
+        """The machinery behind this optimizer."""
+        assert self._runtime is not None
+        return self._runtime
+
+    def _read_decision(self) -> None:
+        """Let the loss scale and the counters see what became of the last step."""
+        job, self._unread = self._unread, None
+        if job is None:
+            return
+        self.runtime.board.wait_for(lambda: job.gate.decision is not None)
+        decision = job.gate.decision
+        assert decision is not None
+        self._was_applied = not decision.skip
+        self.num_skipped += decision.skip
+        self._loss_scale = after_step(self._loss_scale, decision.skip)
+
+    @property
+    def can_skip(self) -> bool:
+        """Whether a step may turn out not to be applied."""
+        return self._settings.limits.skip_nonfinite
+
+    @property
+    def was_applied(self) -> bool:
+        """Whether the last step changed anything; waits until that is known."""
+        self._read_decision()
+        return self._was_applied
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because scaled gradients were too large; never without a loss scale."""
+        return self._scales_loss and self.num_steps > 0 and not self.was_applied
+
+    @property
+    def loss_scale(self) -> float:
+        """What to multiply the next loss with."""
+        self._read_decision()
+        return self._loss_scale.scale
+
+    @property
+    def current_loss_scale(self) -> float:
+        """The loss scale as far as it is known: without waiting for the last step's outcome."""
+        return self._loss_scale.scale
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The global gradient norm of the last step, before clipping."""
+        job = self.runtime.last
+        if job is None:
+            return None
+        self.runtime.board.wait_for(lambda: job.gate.decision is not None)
+        assert job.gate.decision is not None
+        return job.gate.decision.norm
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the last step: norm, clipping, what the gate did, bytes moved so far."""
+        norm = self.grad_norm
+        self._read_decision()
+        return {
+            "grad_norm": norm if norm is not None else float("nan"),
+            "skipped_steps": self.num_skipped,
+            "loss_scale": self._loss_scale.scale,
+            **figures(self.runtime),
+        }
