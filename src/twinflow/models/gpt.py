@@ -145,7 +145,7 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Draw the weights."""
-        nn.init.normal_(self.weight, std=self.std)
+        _draw(self.weight, self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -155,7 +155,12 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Draw the weights."""
-        nn.init.normal_(self.weight, std=INIT_STD)
+        _draw(self.weight, INIT_STD)
+
+
+def _draw(weight: Tensor, std: float) -> None:
+    if not weight.is_meta:  # where torch would load its compiler, for two seconds and nothing
+        nn.init.normal_(weight, std=std)
 
 
 class Head(Linear):
