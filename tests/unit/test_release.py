@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from fork_support import run_script
+from typer.main import get_command
 
 import twinflow
+from twinflow.cli.main import Subcommands, app
 
 ROOT = Path(__file__).parents[2]
 if sys.version_info >= (3, 11):
@@ -44,3 +47,25 @@ def test_the_shell_completes(words: str, completed: set[str], tmp_path: Path) ->
     script.write_text("from twinflow.cli.main import app; app(prog_name='twinflow')")
     done = run_script(script, tmp_path, tmp_path, timeout_s=60, **env)
     assert set(done.stdout.split()) == completed, done.stderr
+
+
+def test_every_subcommand_is_there_under_its_name() -> None:
+    group = get_command(app)
+    with group.make_context("twinflow", ["--help"], resilient_parsing=True) as context:
+        assert isinstance(group, Subcommands)
+        for name in group.list_commands(context):
+            found = group.get_command(context, name)
+            assert found.name == name
+            assert found.help
+        assert group.get_command(context, "nonsense") is None
+
+
+def test_the_help_and_the_version_do_not_wait_for_torch() -> None:
+    for words in (["--version"], ["--help"]):
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", "-m", "twinflow", *words], capture_output=True, text=True, check=True
+        )
+        assert "twinflow" in done.stdout
+        loaded = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+        assert "twinflow.cli.main" in loaded
+        assert "torch" not in loaded

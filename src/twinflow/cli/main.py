@@ -1,32 +1,84 @@
-"""The `twinflow` command and its subcommands."""
+"""The `twinflow` command and its subcommands, each of which is loaded when it is called: torch takes seconds."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
-from twinflow.cli.attention import attention_app
-from twinflow.cli.bench import bench_app
-from twinflow.cli.doctor import doctor
-from twinflow.cli.export import export
-from twinflow.cli.importing import import_
-from twinflow.cli.launch import CONTEXT, launch
-from twinflow.cli.plan import plan
-from twinflow.cli.train import train
-from twinflow.version import __version__
 
-app = typer.Typer(
-    name="twinflow",
-    no_args_is_help=True,
-    rich_markup_mode=None,  # plain help wraps: the panels cut off long option names on a narrow terminal
-    # A traceback that prints every local variable of a training loop hides the one line that matters.
-    pretty_exceptions_enable=False,
-)
+class Command(NamedTuple):
+    """Where a subcommand is, and its line in the help."""
+
+    module: str
+    name: str  # of a function, or of a typer app
+    help: str
+
+
+COMMANDS = {
+    "train": Command("train", "train", "Pretrain a GPT with the optimizer on the host, and write a report page."),
+    "plan": Command("plan", "plan", "Say what a model needs on GPU and host, and how long a step takes."),
+    "doctor": Command("doctor", "doctor", "Look at this machine: what works, what is missing, and how to get it."),
+    "launch": Command("launch", "launch", "Start a script as many processes, here or over ssh on other hosts."),
+    "export": Command("export", "export", "Write a checkpoint's weights as safetensors."),
+    "import": Command("importing", "import_", "Convert a DeepSpeed checkpoint."),
+    "bench": Command("bench", "bench_app", "Measure this machine."),
+    "attention": Command("attention", "attention_app", "Sparse attention: look at patterns."),
+}
+
+
+class Subcommands(TyperGroup):
+    """Finds them by the table."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Their names, in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """One of them."""
+        return load(cmd_name) if cmd_name in COMMANDS else None
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Their lines of the help, without loading any."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.help) for name, command in COMMANDS.items()])
+
+
+def load(name: str) -> Any:
+    """A subcommand as click has it."""
+    command = COMMANDS[name]
+    module = import_module(f"twinflow.cli.{command.module}")
+    found: typer.Typer | Callable[..., Any] = getattr(module, command.name)
+    alone = _new_app(add_completion=False)
+    if isinstance(found, typer.Typer):
+        alone.add_typer(found, name=name)
+        group: Any = get_command(alone)
+        return group.commands[name]
+    alone.command(name=name, context_settings=getattr(module, "CONTEXT", None))(found)
+    return get_command(alone)
+
+
+def _new_app(**more: Any) -> typer.Typer:
+    return typer.Typer(
+        no_args_is_help=True,
+        rich_markup_mode=None,  # plain help wraps: the panels cut off long option names on a narrow terminal
+        # A traceback that prints every local variable of a training loop hides the one line that matters.
+        pretty_exceptions_enable=False,
+        **more,
+    )
+
+
+app = _new_app(name="twinflow", cls=Subcommands)
 
 
 def print_version(wanted: bool) -> None:
     """Answer --version and stop."""
+    from twinflow.version import __version__
+
     if wanted:
         typer.echo(f"twinflow {__version__}")
         raise typer.Exit
@@ -39,16 +91,6 @@ def twinflow(
     ] = False,
 ) -> None:
     """Train models larger than GPU memory, with the optimizer on the host."""
-
-
-app.command()(train)
-app.command()(plan)
-app.command()(doctor)
-app.command(context_settings=CONTEXT)(launch)
-app.command()(export)
-app.command(name="import")(import_)
-app.add_typer(bench_app, name="bench")
-app.add_typer(attention_app, name="attention")
 
 
 def main() -> None:
