@@ -38,7 +38,8 @@ def test_the_version_has_one_place_and_wheels_two_architectures() -> None:
     ("words", "completed"),
     [
         ("twinflow train --pipeline-s", {"--pipeline-schedule"}),
-        pytest.param("twinflow tr", {"train"}, marks=pytest.mark.matrix),
+        ("twinflow tr", {"train"}),
+        ("twinflow ", {"train", "plan", "doctor", "launch", "export", "import", "bench", "attention"}),
     ],
 )
 def test_the_shell_completes(words: str, completed: set[str], tmp_path: Path) -> None:

@@ -34,13 +34,25 @@ COMMANDS = {
 class Subcommands(TyperGroup):
     """Finds them by the table."""
 
+    _completes = False
+
     def list_commands(self, ctx: Any) -> list[str]:
         """Their names, in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """One of them."""
-        return load(cmd_name) if cmd_name in COMMANDS else None
+        """One of them; while a shell completes their names, one that only has a name and a line of help."""
+        if cmd_name not in COMMANDS:
+            return None
+        return _named(cmd_name, lambda: None, help=COMMANDS[cmd_name].help) if self._completes else load(cmd_name)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Names that go on so."""
+        self._completes = True
+        try:
+            return super().shell_complete(ctx, incomplete)
+        finally:
+            self._completes = False
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Their lines of the help, without loading any."""
@@ -53,12 +65,17 @@ def load(name: str) -> Any:
     command = COMMANDS[name]
     module = import_module(f"twinflow.cli.{command.module}")
     found: typer.Typer | Callable[..., Any] = getattr(module, command.name)
+    if not isinstance(found, typer.Typer):
+        return _named(name, found, context_settings=getattr(module, "CONTEXT", None))
+    around = _new_app(add_completion=False)
+    around.add_typer(found, name=name)
+    group: Any = get_command(around)
+    return group.commands[name]
+
+
+def _named(name: str, function: Callable[..., Any], **more: Any) -> Any:
     alone = _new_app(add_completion=False)
-    if isinstance(found, typer.Typer):
-        alone.add_typer(found, name=name)
-        group: Any = get_command(alone)
-        return group.commands[name]
-    alone.command(name=name, context_settings=getattr(module, "CONTEXT", None))(found)
+    alone.command(name=name, **more)(function)
     return get_command(alone)
 
 
