@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -133,6 +134,35 @@ def test_a_rate_that_comes_too_late_is_refused() -> None:
     optimizer.close()
 
 
+def test_what_is_no_option_may_change() -> None:
+    model = mlp()
+    optimizer = TwinOptimizer(model, lr=RATE, early=True)
+    group = optimizer.param_groups[0]
+    group["note"], group["numbers"] = object(), np.zeros(3)
+    for step in range(2):
+        loss_of(model).backward()
+        group["seen"] = step
+        optimizer.step()
+    assert optimizer.num_steps == 2
+    optimizer.close()
+
+
+def test_weights_written_between_backward_and_step_are_not_lost_without_a_word() -> None:
+    model = mlp()
+    optimizer = TwinOptimizer(model, lr=RATE, early=True, max_grad_norm=1.0)
+    loss_of(model).backward()
+    with torch.no_grad():
+        model[2].weight.fill_(0.5)
+    with pytest.raises(RuntimeError, match=r"2\.weight was written to between backward\(\) and step\(\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model).backward()
+    optimizer.step()
+    optimizer.wait()
+    assert float((model[2].weight - 0.5).abs().max()) < 2 * RATE
+    optimizer.close()
+
+
 # A step that is dropped
 
 
@@ -185,17 +215,52 @@ def test_after_an_exception_in_backward_the_step_can_be_dropped(
     assert same(train(True), train(False))
 
 
+def test_a_graph_outlasts_a_dropped_step() -> None:
+    model = mlp()
+    optimizer = TwinOptimizer(model, lr=RATE, early=True, max_grad_norm=1.0)
+    for _ in range(2):
+        loss = loss_of(model)
+        loss.backward(retain_graph=True)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert optimizer.num_steps == 2
+    optimizer.close()
+
+
+def test_a_dropped_step_moves_no_schedule() -> None:
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear"}}
+    engine = engine_of(mlp(), scheduler=schedule)
+    for _ in range(2):
+        engine.backward(loss_of(engine))
+        engine.step()
+    rate = engine.get_lr()
+    engine.backward(loss_of(engine))
+    engine.zero_grad()
+    engine.step()
+    assert engine.get_lr() == rate
+    assert engine.optimizer.num_steps == 2
+    engine.destroy()
+
+
 def test_without_a_limit_a_step_cannot_be_dropped(caplog: pytest.LogCaptureFixture) -> None:
     model = mlp()
     optimizer = TwinOptimizer(model, lr=RATE, early=True)
     loss_of(model).backward()
-    with pytest.raises(RuntimeError, match="with max_grad_norm or skip_nonfinite=True a step can be dropped"):
+    with pytest.raises(
+        RuntimeError, match="with max_grad_norm or skip_nonfinite=True, and without delayed_update, a step can"
+    ):
         optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="a forward runs before step"):
         model(torch.zeros(1, 8))
     with caplog.at_level(logging.WARNING, "twinflow"):
         optimizer.close()
     assert "some weights have this step's update, others not" in caplog.text
+    optimizer = TwinOptimizer(model, lr=RATE, early=True, max_grad_norm=1.0, delayed_update=True)
+    loss_of(model).backward()
+    with pytest.raises(RuntimeError, match="without delayed_update"):
+        optimizer.zero_grad()
+    optimizer.close()
 
 
 # Old weights
@@ -248,6 +313,44 @@ def test_a_method_that_comes_instead_of_forward_is_refused() -> None:
     optimizer.close()
 
 
+def test_the_same_where_gradients_are_left_alone() -> None:
+    model = Encoder()
+    optimizer = TwinOptimizer(model, lr=RATE)
+    x = torch.randn(2, 400)
+    model(x).square().mean().backward()
+    optimizer.step()
+    model.encode(x).square().mean().backward()
+    with pytest.raises(RuntimeError, match="had not waited"):
+        optimizer.step()
+    optimizer.close()
+
+
+class Attends(nn.Module):
+    """Its attention reads the weight of a part of it that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x)
+
+
+def test_a_module_that_reads_its_parts_has_waited_for_them() -> None:
+    model = Attends()
+    optimizer = TwinOptimizer(model, lr=RATE, early=True)
+    x = torch.randn(2, 3, 8)
+    for way in (model, model.encode, model.encode):
+        way(x).square().mean().backward()
+        optimizer.step()
+    assert optimizer.num_steps == 3
+    optimizer.close()
+
+
 # An engine
 
 
@@ -277,6 +380,18 @@ def test_a_loss_that_the_engine_has_not_scaled_is_refused() -> None:
     engine.backward(loss_of(engine))
     engine.step()
     with pytest.raises(RuntimeError, match=r"Call engine\.backward"):  # of a later micro-batch too
+        loss_of(engine).backward()
+    engine.zero_grad()
+    engine.part = 0
+    losses = loss_of(engine, 1), loss_of(engine, 2)
+    first = engine.scale(losses[0])
+    engine.backward(losses[1])
+    engine.step()
+    first.backward()
+    engine.step()
+    engine.scale(loss_of(engine)).backward()
+    engine.step()
+    with pytest.raises(RuntimeError, match=r"Call engine\.backward"):  # the one before was scaled
         loss_of(engine).backward()
     engine.destroy()
     norms = []
@@ -308,6 +423,10 @@ def test_a_parameter_has_one_optimizer() -> None:
         TwinOptimizer(both["a"], lr=RATE)
     with pytest.raises(ValueError, match="already has a TwinOptimizer"):
         TwinOptimizer(list(both.parameters()), lr=RATE)
+    with pytest.raises(ValueError, match="already has a TwinOptimizer"):
+        TwinOptimizer(both, lr=RATE, offload_params=True)
+    loss_of(both["a"]).backward()  # nothing was taken away
+    optimizer.step()
     optimizer.close()
     TwinOptimizer(both["a"], lr=RATE).close()
 

@@ -199,23 +199,24 @@ def init_distributed(
     chosen = backend
     if backend != "gloo":
         card = str(torch.cuda.get_device_properties().uuid) if has_cuda else ""
-        chosen = choose_backend(backend, shared_card(store, found.world_size, card, timeout))
+        chosen = choose_backend(backend, shared_card(store, found, card, timeout))
     distributed.init_process_group(chosen, store=store, timeout=timeout, rank=found.rank, world_size=found.world_size)
     return found
 
 
-def shared_card(store: Any, world_size: int, card: str, timeout: timedelta) -> str | None:
+def shared_card(store: Any, rank: RankEnvironment, card: str, timeout: timedelta) -> str | None:
     """A GPU that several ranks have, by its name; "" where a rank has none; None: each has one of its own.
 
     Every rank asks, with its own card. NCCL would find out in the first step, and not say it well.
     """
-    if not card or store.add(f"card/{card}", 1) > 1:
-        store.set("shared card", card)
-    if store.add("cards", 1) == world_size:
-        store.set("all cards", "")
-    store.wait(["all cards"], timeout)
-    found: bytes | None = store.get("shared card") if store.check(["shared card"]) else None
-    return None if found is None else found.decode()
+    turn = store.add(f"cards of {rank.rank}", 1)  # a process may ask again, when it has left its group
+    shared, everyone = f"{turn}: shared card", f"{turn}: all cards"
+    if not card or store.add(f"{turn}: card {card}", 1) > 1:
+        store.set(shared, card)
+    if store.add(f"{turn}: cards", 1) == rank.world_size:
+        store.set(everyone, "")
+    store.wait([everyone], timeout)
+    return store.get(shared).decode() if store.check([shared]) else None
 
 
 def choose_backend(asked: str, shared: str | None) -> str:

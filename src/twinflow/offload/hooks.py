@@ -60,7 +60,8 @@ def install(model: nn.Module, blocks: list[Block], listener: Listener) -> list[R
         if module is model:
             handles.append(_before(module, partial(listener.before_forward, ROOT)))
         elif owns and id(module) not in inside:
-            handles.append(_before(module, partial(listener.before_forward, ROOT, owns)))
+            below = [p for p in module.parameters() if owner.get(p) == ROOT]  # it may read those of its parts
+            handles.append(_before(module, partial(listener.before_forward, ROOT, below)))
         if owns or module is model:
             hook: Any = _only_for(module, listener.wait)
             handles.append(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]

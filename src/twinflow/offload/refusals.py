@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from twinflow.offload.bucket import Bucket, Job, Options, Param
+from twinflow.offload.changes import written as changes_of_weights
 from twinflow.offload.gather import TakenGradient
-from twinflow.offload.torch_state import changes
+from twinflow.offload.torch_state import changes, on_host
 
 if TYPE_CHECKING:
     from twinflow.offload.runtime import Runtime
@@ -51,17 +52,38 @@ def check_taken(params: Sequence[Param], num_gathered: int) -> None:
             )
 
 
-def check_options(job: Job | None, now: Sequence[Options]) -> None:
-    """In `step`: options are still those that the update has begun with."""
+def check_options(job: Job | None, groups: Sequence[Options], names: Iterable[str] | None) -> None:
+    """In `step`: options are still those that the update has begun with. None: any that the groups have."""
     if job is None or job.is_part:
         return
-    for i, (group, seen) in enumerate(zip(now, job.options, strict=True)):
-        for name, value in changes(group, seen).items():
+    for i, (group, seen) in enumerate(zip(groups, job.options, strict=True)):
+        wanted = seen if names is None else [name for name in names if name in seen]
+        now = {name: on_host(group[name]) for name in wanted if name in group and _can_compare(group[name])}
+        for name, value in changes(now, seen).items():
             raise RuntimeError(
                 f"{name} of param_groups[{i}] was changed to {value!r} between backward() and step(), when the update "
                 f"had already begun with {seen.get(name)!r} (early=True, as with the engine). Change it before "
                 "backward() or after step(), or build the optimizer with early=False"
             )
+
+
+def _can_compare(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_can_compare, value))
+    return value is None or isinstance(value, (bool, int, float, str, Tensor))
+
+
+def check_unwritten(params: Sequence[Param], job: Job | None) -> None:
+    """In `step`, before any weight of the job can have been sent: nobody has written to weights since backward."""
+    if job is None or job.is_part:
+        return
+    # Weights of the step before may still arrive, but not those that this step's forward has waited for.
+    written = changes_of_weights(param for param in params if param.was_hit and param.is_seen)
+    if written:
+        raise RuntimeError(
+            f"{written[0].name} was written to between backward() and step(), when its update had already begun "
+            "(early=True): the new values would be lost. Write to weights before backward() or after step()"
+        )
 
 
 def check_seen(param: Param) -> None:
@@ -109,9 +131,8 @@ def cannot_drop(has_ranks: bool) -> RuntimeError:
     if has_ranks:
         why = "and other ranks go on with it. Call step() on all of them"
     else:
-        why = (
-            "and some weights may have it. Call step(); with max_grad_norm or skip_nonfinite=True a step can be dropped"
-        )
+        why = "and cannot be taken back. Call step(); with max_grad_norm or skip_nonfinite=True, and without "
+        why += "delayed_update, a step can be dropped"
     return RuntimeError(f"zero_grad() between backward() and step(): the update has already begun (early=True), {why}")
 
 

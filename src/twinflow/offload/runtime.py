@@ -112,7 +112,13 @@ class Runtime:
     @property
     def _can_drop(self) -> bool:
         """Whether a step whose update has begun can be dropped."""
-        return self.settings.limits.any and self.sharing is None
+        settings = self.settings
+        return settings.limits.any and not settings.delayed_update and not self._has_ranks
+
+    @property
+    def _has_ranks(self) -> bool:
+        """Whether others decide on a step with this one."""
+        return self.sharing is not None or self._close_job != self.board.close_job
 
     @property
     def _tensor_device(self) -> torch.device:
@@ -155,6 +161,7 @@ class Runtime:
         self.before_gathering()
         self._close_part()
         self._runs.clear()
+        self.is_scaled = False
         if self.parking is not None:
             self.parking.before_model()
         self.marks.before_model()
@@ -281,7 +288,10 @@ class Runtime:
         self._recorder = None
 
     def _set_deadlines(self, order: Sequence[int]) -> None:
-        self._by_block.setdefault(ROOT, []).extend(set_deadlines(self.buckets, order))
+        unused = set_deadlines(self.buckets, order)  # whose blocks do not run: whoever uses them waits with the rest
+        self._by_block.setdefault(ROOT, []).extend(unused)
+        for param in (param for bucket in unused for param in bucket.members):
+            param.is_seen = True
 
     def _check_params(self) -> None:
         """Refuse what was frozen or moved since the start; take over weights that somebody else has written."""
@@ -296,11 +306,15 @@ class Runtime:
         self.board.check()
         if self.settings.early:
             refusals.check_taken(self.params, self.settings.num_gathered)
+            if self.settings.limits.any:
+                refusals.check_unwritten(self.params, self.job)
         else:
             for param in self.params:
                 param.hits = int(param.tensor.grad is not None)
                 param.was_hit = bool(param.hits)
                 refusals.check_layout(param, param.tensor.grad)
+                if param.was_hit and self._handles:
+                    refusals.check_seen(param)
         self._close_part()
         self._fill_parts()
         has_some = bool(self._num_parts) or any(param.hits for param in self.params)
@@ -327,13 +341,16 @@ class Runtime:
             self._close_job(job, job.norms, AllSummed(job))
         else:
             self._close_job(job, *self.collector.fetch_norms(job))
-        self._make_due(job)
-        bypassed = refusals.note_bypassed(self.params)
+        is_dropped = job.gate.is_dropped
+        if not is_dropped:  # else weights stay as they were
+            self._make_due(job)
+            self.last = job
+        bypassed = [] if is_dropped else refusals.note_bypassed(self.params)
         self._forget_hits()
         for param in self.params:
             param.was_hit = False
         self._runs.clear()
-        self.last, self.job, self._num_parts, self.is_scaled = job, None, 0, False
+        self.job, self._num_parts, self.is_scaled = None, 0, False
         for bucket in bypassed:
             self.waited_s += waits.hold_forward(self.device, self.board, bucket)
 
@@ -416,7 +433,7 @@ class Runtime:
         self._close_part()
         if self.job is not None:
             if not self._can_drop:
-                raise refusals.cannot_drop(has_ranks=self.sharing is not None)
+                raise refusals.cannot_drop(self._has_ranks)
             self.job.gate.is_dropped = True
             self._close(self.job)
         if self.job is None:

@@ -23,6 +23,7 @@ class Outcomes(Optimizer):
     _loss_scale: LossScale
     _scales_loss: bool
     _was_applied = False  # the last step
+    _was_skipped = False  # ... because a gradient was not finite
     _unread: Job | None = None  # the last job whose decision the loss scale has not seen
     num_steps = 0
     num_skipped = 0
@@ -41,9 +42,14 @@ class Outcomes(Optimizer):
         self.runtime.board.wait_for(lambda: job.gate.decision is not None)
         decision = job.gate.decision
         assert decision is not None
-        self._was_applied = not decision.skip
+        self._was_applied, self._was_skipped = not decision.skip, decision.skip
         self.num_skipped += decision.skip
         self._loss_scale = after_step(self._loss_scale, decision.skip)
+
+    def _note_no_step(self) -> None:
+        """`step` had no gradients."""
+        self._read_decision()
+        self._was_applied = self._was_skipped = False
 
     @property
     def can_skip(self) -> bool:
@@ -59,7 +65,8 @@ class Outcomes(Optimizer):
     @property
     def overflow(self) -> bool:
         """Whether the last step was skipped because scaled gradients were too large; never without a loss scale."""
-        return self._scales_loss and self.num_steps > 0 and not self.was_applied
+        self._read_decision()
+        return self._scales_loss and self._was_skipped
 
     @property
     def loss_scale(self) -> float:

@@ -168,10 +168,10 @@ class TwinOptimizer(Outcomes):
 
     def _build(self) -> Runtime:
         """Plan the buckets, take the weights over, and put hooks on the model."""
+        check_free((name, tensor) for name, tensor, _ in self._named())
         aside = None
         if self.model is not None and self._settings.parks:
             aside = set_aside(self.model, [param for group in self.param_groups for param in group["params"]])
-        check_free((name, tensor) for name, tensor, _ in self._named())
         params, specs, order = params_of(self.model, self._named(), self._recipe is None, aside, self.zero)
         if isinstance(self.model, PipelineModule):
             for param in params:
@@ -277,9 +277,11 @@ class TwinOptimizer(Outcomes):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        check_options(self.runtime.job, self._options_now())
+        check_options(self.runtime.job, self.param_groups, self.defaults if self.rule is not None else None)
         job = self.runtime.step()
-        if job is not None:
+        if job is None:
+            self._note_no_step()
+        else:
             self._read_decision()
             self._unread = job
             self.num_steps += 1
@@ -304,11 +306,11 @@ class TwinOptimizer(Outcomes):
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """`loss.backward()` with the loss scale applied."""
         scale, runtime = self.loss_scale, self.runtime
-        runtime.is_scaled = True
+        before, runtime.is_scaled = runtime.is_scaled, True
         try:
             torch.autograd.backward(loss * scale if scale != 1.0 else loss, retain_graph=retain_graph)
         finally:
-            runtime.is_scaled = False
+            runtime.is_scaled = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients, those gathered for a step included. Once its update has begun in backward, only where updates
@@ -341,8 +343,7 @@ class TwinOptimizer(Outcomes):
 
     def set_accumulation_steps(self, accumulation_steps: int) -> None:
         """From the next step on, so many backwards make one; between a step and the next backward."""
-        settings = replace(self._settings, accumulation_steps=accumulation_steps)
-        check_settings(settings, self.model)
+        settings = check_settings(replace(self._settings, accumulation_steps=accumulation_steps), self.model)
         if settings.early:
             between.change(self.runtime, settings)
         self._settings = settings
