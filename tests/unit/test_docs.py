@@ -19,7 +19,7 @@ import typer.main
 import yaml
 from fork_support import run_script
 
-from twinflow.cli.main import app
+from twinflow.cli.main import COMMANDS, app, load
 from twinflow.config import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -100,6 +100,9 @@ def test_commands_have_the_options_that_are_shown(block: str) -> None:
 def check_options(words: list[str]) -> None:
     """Every option before a script's own is one of the command's."""
     command: Any = typer.main.get_command(app)
+    if words and not words[0].startswith("-"):
+        assert words[0] in COMMANDS, words[0]
+        command, words = load(words[0]), words[1:]
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
         assert words[0] in command.commands, words[0]
         command, words = command.commands[words[0]], words[1:]
