@@ -262,6 +262,8 @@ def test_ranks_that_share_a_card_use_gloo(caplog: pytest.LogCaptureFixture) -> N
     assert "several ranks share the GPU GPU-1" in caplog.text
     with pytest.raises(ValueError, match=r"Several ranks have the GPU GPU-1: start fewer of them, or use gloo"):
         choose_backend("nccl", "GPU-1")
+    with pytest.raises(ValueError, match="A rank has no GPU: give it one, or use gloo"):
+        choose_backend("nccl", "")
 
 
 def test_slurm_variables_make_a_group(monkeypatch: pytest.MonkeyPatch) -> None:

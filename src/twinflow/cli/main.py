@@ -10,6 +10,8 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from twinflow.version import __version__
+
 
 class Command(NamedTuple):
     """Where a subcommand is, and its line in the help."""
@@ -94,8 +96,6 @@ app = _new_app(name="twinflow", cls=Subcommands)
 
 def print_version(wanted: bool) -> None:
     """Answer --version and stop."""
-    from twinflow.version import __version__
-
     if wanted:
         typer.echo(f"twinflow {__version__}")
         raise typer.Exit

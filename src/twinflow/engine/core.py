@@ -120,7 +120,7 @@ class Engine(Answers):
         loss = loss / self.gradient_accumulation_steps()
         self.reports.add_loss(loss)
         optimizer = self._need_optimizer()
-        optimizer.runtime.is_scaled = True  # until the step
+        optimizer.runtime.is_scaled = True  # until the next forward, or the step
         return loss * optimizer.loss_scale
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:

@@ -224,8 +224,8 @@ def choose_backend(asked: str, shared: str | None) -> str:
     if shared is None:
         return "nccl"
     if asked == "nccl":
-        remedy = f"Several ranks have the GPU {shared}: start fewer of them, or use gloo."
-        raise bad_value("backend", asked, ("auto", "gloo"), remedy)
+        why = f"Several ranks have the GPU {shared}: start fewer of them" if shared else "A rank has no GPU: give it one"
+        raise bad_value("backend", asked, ("auto", "gloo"), f"{why}, or use gloo.")
     if shared:
         LOGGER.warning(f"several ranks share the GPU {shared}: they talk over gloo, through the host")
     return "gloo"

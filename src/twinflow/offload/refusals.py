@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from twinflow.offload import changes
 from twinflow.offload.bucket import Bucket, Job, Options, Param
-from twinflow.offload.changes import written as changes_of_weights
 from twinflow.offload.gather import TakenGradient
-from twinflow.offload.torch_state import changes, on_host
+from twinflow.offload.torch_state import changes as changed_options
+from twinflow.offload.torch_state import on_host
 
 if TYPE_CHECKING:
     from twinflow.offload.runtime import Runtime
@@ -59,7 +60,7 @@ def check_options(job: Job | None, groups: Sequence[Options], names: Iterable[st
     for i, (group, seen) in enumerate(zip(groups, job.options, strict=True)):
         wanted = seen if names is None else [name for name in names if name in seen]
         now = {name: on_host(group[name]) for name in wanted if name in group and _can_compare(group[name])}
-        for name, value in changes(now, seen).items():
+        for name, value in changed_options(now, seen).items():
             raise RuntimeError(
                 f"{name} of param_groups[{i}] was changed to {value!r} between backward() and step(), when the update "
                 f"had already begun with {seen.get(name)!r} (early=True, as with the engine). Change it before "
@@ -78,7 +79,7 @@ def check_unwritten(params: Sequence[Param], job: Job | None) -> None:
     if job is None or job.is_part:
         return
     # Weights of the step before may still arrive, but not those that this step's forward has waited for.
-    written = changes_of_weights(param for param in params if param.was_hit and param.is_seen)
+    written = changes.written(param for param in params if param.was_hit and param.is_seen)
     if written:
         raise RuntimeError(
             f"{written[0].name} was written to between backward() and step(), when its update had already begun "
