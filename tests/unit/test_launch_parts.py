@@ -262,7 +262,7 @@ def test_ranks_that_share_a_card_use_gloo(caplog: pytest.LogCaptureFixture) -> N
     assert "several ranks share the GPU GPU-1" in caplog.text
     with pytest.raises(ValueError, match=r"Several ranks have the GPU GPU-1: start fewer of them, or use gloo"):
         choose_backend("nccl", "GPU-1")
-    with pytest.raises(ValueError, match="A rank has no GPU: give it one, or use gloo"):
+    with pytest.raises(ValueError, match="Give every rank a GPU, or use gloo"):
         choose_backend("nccl", "")
 
 

@@ -224,7 +224,7 @@ def choose_backend(asked: str, shared: str | None) -> str:
     if shared is None:
         return "nccl"
     if asked == "nccl":
-        why = f"Several ranks have the GPU {shared}: start fewer of them" if shared else "A rank has no GPU: give it one"
+        why = f"Several ranks have the GPU {shared}: start fewer of them" if shared else "Give every rank a GPU"
         raise bad_value("backend", asked, ("auto", "gloo"), f"{why}, or use gloo.")
     if shared:
         LOGGER.warning(f"several ranks share the GPU {shared}: they talk over gloo, through the host")
