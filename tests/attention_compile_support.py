@@ -1,6 +1,6 @@
 """Compiles the kernels of attention for an H100 or H200, which needs no GPU, the way a call on one would.
 
-`python tests/attention_compile_support.py DIM-DTYPE-BLOCK-HEADS-KV_HEADS[-causal] ...` prints a line of JSON
+`python tests/attention_compile_support.py DIM-DTYPE-BLOCK-HEADS-KV_HEADS[-causal][-portable] ...` prints a line of JSON
 for each kernel of each call: what was called, the kernel's name, its registers, bytes spilled, shared memory, warps,
 and how many products on tensor cores and asynchronous copies it has. It is a process of its own, since it gives Triton
 a driver that only knows the target.
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from twinflow.attention import hopper, pieces
 from twinflow.attention import triton_attention as ours
 from twinflow.attention.extras import Extras, check_call
 from twinflow.attention.launch import Call
@@ -90,8 +92,11 @@ def compile_call(name: str) -> None:
     k = v = q[:, : int(kv_heads)]
     extras = Extras()
     sizes = check_call(q, k, v, layout, extras)
-    call = Call(layout, extras, sizes, q.dtype, q.device, tunings_for(sizes.head_dim, q.dtype))
-    ours.launch = recorder(name)  # type: ignore[assignment]
+    tunings = tunings_for(sizes.head_dim, q.dtype)
+    tunings = replace(tunings, hopper=tunings.hopper and "portable" not in flags)
+    call = Call(layout, extras, sizes, q.dtype, q.device, tunings)
+    for module in (ours, hopper, pieces):
+        module.launch = recorder(name)  # type: ignore[attr-defined]
     out, lse = ours.forward(q, k, v, call)
     _, delta = ours.query_gradients(q, k, v, out, lse, out, call)
     ours.key_gradients(q, k, v, lse, out, delta, call)

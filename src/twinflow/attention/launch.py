@@ -132,6 +132,13 @@ class Call:
         return Span((start, start + self.sizes.num_queries), (0, self.sizes.num_keys))
 
     @property
+    def is_plain(self) -> bool:
+        """Whether scores are products in half precision, scaled, and nothing else."""
+        extras = self.extras
+        has_extras = any(x is not None for x in (extras.bias, extras.relative, extras.key_padding, extras.mask))
+        return not has_extras and extras.dropout == 0.0 and self.dtype != torch.float32
+
+    @property
     def in_program(self) -> int:
         """Query heads of a group that one program can sum: all, where they have one pattern."""
         group, patterns = self.sizes.group, self.layout.head_to_pattern
@@ -140,10 +147,13 @@ class Call:
 
     def plan(self, size: TileSize, by_keys: bool) -> TilePlan:
         """The plan of a kernel, on the device."""
+        return device_plan(self.layout, self.span, size, by_keys, self.work(by_keys), self.device)
+
+    def work(self, by_keys: bool) -> Work:
+        """How plans are run."""
         in_program = self.in_program if by_keys else 1
         heads = self.layout.head_to_pattern[::in_program]
-        work = Work(heads, self.sizes.batch, in_program, self.tunings.min_piece)
-        return device_plan(self.layout, self.span, size, by_keys, work, self.device)
+        return Work(heads, self.sizes.batch, in_program, self.tunings.min_piece)
 
     def size_args(self, num_items: int, num_slots: int = 0, num_long: int = 0) -> SizeArgs:
         """Numbers for a grid of so many items a head."""
@@ -196,15 +206,13 @@ class Call:
     def _allows_descriptors(self, size: TileSize, others: Sequence[Tensor], by_keys: bool) -> bool:
         """Whether every other tile is so many whole rows side by side, none of its scores has a mask or an extra, and
         the GPU has what loads them."""
-        layout, extras, dim = self.layout, self.extras, self.sizes.head_dim
+        layout, dim = self.layout, self.sizes.head_dim
         start, stop = self.span.queries if by_keys else self.span.keys
-        has_extras = any(x is not None for x in (extras.bias, extras.relative, extras.key_padding, extras.mask))
         is_whole = not layout.is_causal and max(size.own, size.other) <= layout.block
         is_whole = is_whole and start % size.other == 0 and stop % size.other == 0
-        are_rows = all(x.is_contiguous() and x.data_ptr() % 16 == 0 and x.numel() // dim < 2**31 for x in others)
-        is_plain = not has_extras and extras.dropout == 0.0 and self.dtype != torch.float32 and dim == padded_dim(dim)
+        are_rows = all(is_rows(x) for x in others) and dim == padded_dim(dim)
         has_loader = self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) >= (9, 0)
-        return is_whole and are_rows and is_plain and has_loader
+        return is_whole and are_rows and self.is_plain and has_loader
 
     def extra_args(self) -> ExtraArgs:
         """Tensors of the extras."""
@@ -248,29 +256,28 @@ def launch(kernel: Any, num_programs: int, args: tuple[Any, ...], options: dict[
     kernel[(num_programs,)](*args, **options)
 
 
+def is_rows(tensor: Tensor) -> bool:
+    """Whether a descriptor can tell the rows of all heads of the batch."""
+    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 and tensor.numel() // tensor.shape[-1] < 2**31
+
+
 def other_rows(tensor: Tensor, shape: Shape) -> Any:
     """A tensor that is walked over, or with TMA a descriptor of its rows, of all heads of the batch."""
     if not shape.TMA:
         return tensor
-    _bind_context(tensor.device)
+    bind_context(tensor.device)
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(tensor.reshape(-1, shape.HEAD_DIM), [shape.OTHER, shape.HEAD_DIM])
 
 
-def _bind_context(device: torch.device) -> None:
+def bind_context(device: torch.device) -> None:
     """Let this thread have the device's context. torch binds it with the first kernel or allocation of a thread, Triton
     with its first launch, but it makes descriptors before that: in a backward's thread that has done nothing else yet,
     and finds its memory in torch's cache, they would fail."""
     if device.type == "cuda" and device not in _BOUND.__dict__.setdefault("devices", set()):
         torch.zeros((), device=device)
         _BOUND.devices.add(device)
-
-
-def scratch(call: Call, plan: TilePlan, size: TileSize, count: int) -> list[Tensor]:
-    """Fp32 memory for the pieces of rows that are cut, so many times."""
-    shape = (call.sizes.batch * plan.num_slots, size.own, padded_dim(call.sizes.head_dim))
-    return [torch.empty(shape, dtype=torch.float32, device=call.device) for _ in range(count)]
 
 
 def _expanded(tensor: Tensor | None, sizes: Sizes) -> tuple[Tensor | None, Strides, int]:

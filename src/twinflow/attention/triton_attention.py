@@ -14,23 +14,22 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from twinflow.attention import hopper
 from twinflow.attention.bias_gradients import bias_gradient, relative_gradient
 from twinflow.attention.extras import Extras, check_call
 from twinflow.attention.launch import (
-    REDUCE_ROWS,
     Call,
-    ForwardScratch,
     ForwardStrides,
     Strides,
     is_interpreting,
     launch,
     other_rows,
     plan_args,
-    scratch,
     strides_of,
     with_dense_rows,
 )
 from twinflow.attention.layout import Layout
+from twinflow.attention.pieces import forward_scratch, gradient_scratch, reduce_forward, reduce_gradients
 from twinflow.attention.tuning import Tunings, tunings_for
 from twinflow.errors import bad_value
 
@@ -91,26 +90,21 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     """The result, and the log-sum-exp of each row in base 2, [B, H, queries] in fp32."""
     from twinflow.attention import kernels_forward as kernels
 
+    cells = hopper.plan_for(call, (q, k, v), by_keys=False, is_forward=True)
+    if cells is not None:
+        return hopper.forward(q, k, v, call, cells)
     sizes = call.sizes
     tuning, plan, shape = call.prepare(call.tunings.forward, (k, v), by_keys=False)
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     strides = ForwardStrides(strides_of(q), strides_of(k), strides_of(v), strides_of(out))
-    pieces = None
-    if plan.num_slots:
-        (sums,) = scratch(call, plan, tuning.size, 1)
-        tops, weights = (torch.empty(sums.shape[:2], dtype=torch.float32, device=q.device) for _ in range(2))
-        pieces = ForwardScratch(sums, tops, weights)
+    pieces = forward_scratch(call, plan, tuning.size)
     tensors = (q, other_rows(k, shape), other_rows(v, shape), out, lse)
-    args = (*tensors, strides, plan_args(plan), pieces, call.extra_args(), call.drop())
+    args = (*tensors, strides, plan_args(plan), pieces if plan.num_slots else None, call.extra_args(), call.drop())
     heads = sizes.batch * sizes.num_heads
     size_args = call.size_args(plan.max_items, plan.num_slots, plan.num_long)
     launch(kernels.forward, plan.max_items * heads, (*args, size_args, shape), tuning.options)
-    if plan.num_slots:
-        num_programs = plan.max_cuts * heads * (tuning.tile_rows // REDUCE_ROWS)
-        size_args = call.size_args(plan.max_cuts, plan.num_slots)
-        reduce_args = (out, lse, strides, plan_args(plan), pieces, size_args, REDUCE_ROWS, shape)
-        launch(kernels.reduce, num_programs, reduce_args, {"num_warps": 4})
+    reduce_forward(out, lse, strides, call, plan, tuning.size, pieces)
     return out, lse
 
 
@@ -136,43 +130,26 @@ class KeyStrides(NamedTuple):
     dv: Strides
 
 
-class ReduceStrides(NamedTuple):
-    """Of batch, head and token."""
-
-    first: Strides
-    second: Strides | None
-
-
-class GradientScratch(NamedTuple):
-    """Of rows that are cut, for each slot."""
-
-    first: Tensor
-    second: Tensor | None = None
-
-
 def query_gradients(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, call: Call
 ) -> tuple[Tensor, Tensor]:
     """The gradient of q, and delta, the sum of out * grad of each query."""
     from twinflow.attention import kernels_backward as kernels
-    from twinflow.attention import kernels_sums
 
+    cells = hopper.plan_for(call, (q, k, v, out, grad), by_keys=False)
+    if cells is not None:
+        return hopper.query_gradients(q, k, v, out, lse, grad, call, cells)
     sizes = call.sizes
     tuning, plan, shape = call.prepare(call.tunings.queries, (k, v), by_keys=False)
     dq, delta = torch.empty_like(q), torch.empty_like(lse)
     strides = QueryStrides(*(strides_of(tensor) for tensor in (q, k, v, out, grad, dq)))
-    pieces = GradientScratch(*scratch(call, plan, tuning.size, 1)) if plan.num_slots else None
+    pieces = gradient_scratch(call, plan, tuning.size, 1)
     tensors = (q, other_rows(k, shape), other_rows(v, shape), out, lse, grad, delta, dq)
-    args = (*tensors, strides, plan_args(plan), pieces, call.extra_args(), call.drop())
+    args = (*tensors, strides, plan_args(plan), pieces if plan.num_slots else None, call.extra_args(), call.drop())
     heads = sizes.batch * sizes.num_heads
     size_args = call.size_args(plan.max_items, plan.num_slots, plan.num_long)
     launch(kernels.query_gradients, plan.max_items * heads, (*args, size_args, shape), tuning.options)
-    if plan.num_slots:
-        num_programs = plan.max_cuts * heads * (tuning.tile_rows // REDUCE_ROWS)
-        size_args = call.size_args(plan.max_cuts, plan.num_slots)
-        places = (sizes.num_queries, call.extras.q_start)
-        reduce_args = (dq, None, ReduceStrides(strides.dq, None), plan_args(plan), pieces, size_args, *places)
-        launch(kernels_sums.reduce, num_programs, (*reduce_args, REDUCE_ROWS, shape), {"num_warps": 4})
+    reduce_gradients(dq, None, call.extras.q_start, call, plan, tuning.size, pieces)
     return dq, delta
 
 
@@ -184,8 +161,10 @@ def key_gradients(
     Where query heads that share keys have different patterns, each head's own gradients are made in fp32 and summed.
     """
     from twinflow.attention import kernels_backward as kernels
-    from twinflow.attention import kernels_sums
 
+    cells = hopper.plan_for(call, (q, k, v, grad), by_keys=True)
+    if cells is not None:
+        return hopper.key_gradients(q, k, v, lse, grad, delta, call, cells)
     sizes, in_program = call.sizes, call.in_program
     tuning, plan, shape = call.prepare(call.tunings.keys, (q, grad), by_keys=True)
     num_outputs = sizes.num_heads // in_program
@@ -195,19 +174,13 @@ def key_gradients(
         whole = (sizes.batch, sizes.num_heads, sizes.num_keys, sizes.head_dim)
         dk, dv = (torch.empty(whole, dtype=torch.float32, device=k.device) for _ in range(2))
     strides = KeyStrides(*(strides_of(tensor) for tensor in (q, k, v, grad, dk, dv)))
-    pieces = GradientScratch(*scratch(call, plan, tuning.size, 2)) if plan.num_slots else None
+    pieces = gradient_scratch(call, plan, tuning.size, 2)
     tensors = (other_rows(q, shape), k, v, lse, other_rows(grad, shape), delta, dk, dv)
-    args = (*tensors, strides, plan_args(plan), pieces, call.extra_args(), call.drop())
+    args = (*tensors, strides, plan_args(plan), pieces if plan.num_slots else None, call.extra_args(), call.drop())
     heads = sizes.batch * num_outputs
     size_args = call.size_args(plan.max_items, plan.num_slots, plan.num_long)
     launch(kernels.key_gradients, plan.max_items * heads, (*args, size_args, shape), tuning.options)
-    if plan.num_slots:
-        num_programs = plan.max_cuts * heads * (tuning.tile_rows // REDUCE_ROWS)
-        size_args = call.size_args(plan.max_cuts, plan.num_slots)._replace(num_heads=num_outputs)
-        places = (sizes.num_keys, 0)
-        outputs = (dk, dv, ReduceStrides(strides.dk, strides.dv))
-        reduce_args = (*outputs, plan_args(plan), pieces, size_args, *places)
-        launch(kernels_sums.reduce, num_programs, (*reduce_args, REDUCE_ROWS, shape), {"num_warps": 4})
+    reduce_gradients(dk, dv, 0, call, plan, tuning.size, pieces)
     if in_program != sizes.group:
         grouped = (sizes.batch, sizes.num_kv_heads, sizes.group, sizes.num_keys, sizes.head_dim)
         dk, dv = (tensor.view(grouped).sum(2).to(k.dtype) for tensor in (dk, dv))

@@ -44,6 +44,7 @@ class Tunings:
     queries: Tuning  # gradients of queries
     keys: Tuning  # gradients of keys and values
     min_piece: int = MIN_PIECE  # fewest tiles of a piece, where long rows are cut
+    hopper: bool = False  # kernels made for Hopper instead, where a call allows them
 
 
 # By the head dimension, padded to a power of two. Half precision first: products on tensor cores.
@@ -63,7 +64,12 @@ TUNING: dict[tuple[int, bool], Tunings] = {
 # By the head dimension: for half precision, where tiles come by descriptors.
 WITH_DESCRIPTORS: dict[int, Tunings] = {
     64: Tunings(Tuning(64, 128, 4, 2, tma=True), Tuning(64, 64, 4, 2, tma=True), Tuning(64, 128, 4, 2, tma=True)),
-    128: Tunings(Tuning(64, 128, 4, 1, 168, tma=True), Tuning(64, 64, 4, 2, tma=True), Tuning(64, 64, 4, 2, tma=True)),
+    128: Tunings(
+        Tuning(64, 128, 4, 1, 168, tma=True),
+        Tuning(64, 64, 4, 2, tma=True),
+        Tuning(64, 64, 4, 2, tma=True),
+        hopper=True,
+    ),
 }
 
 
@@ -82,4 +88,5 @@ def tunings_for(head_dim: int, dtype: torch.dtype) -> Tunings:
         replace(fast.forward, otherwise=found.forward),
         replace(fast.queries, otherwise=found.queries),
         replace(fast.keys, otherwise=found.keys),
+        hopper=fast.hopper,
     )

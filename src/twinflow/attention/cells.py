@@ -1,0 +1,121 @@
+"""Plans of the kernels made for Hopper: own tiles of 128 tokens in two halves, other tiles of 64 or 128.
+
+Blocks of 128 without a diagonal are kept whole by both halves, and tiles.py says all. Else other tiles are cells of 64
+tokens, and each half has a word for each cell: 0, all of the cell is skipped; WHOLE; or a bit for each 16 x 16 scores,
+own tokens first, and DIAGONAL where the cell lies on the diagonal and keeps what is not above it, to the token.
+
+A cell is computed whole, so that this pays only where kept blocks lie together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from twinflow.attention.layout import Layout, from_flat
+from twinflow.attention.tiles import BITS, CACHED_PLANS, Span, TilePlan, TileSize, Work, cells, tile_plan
+
+OWN = 128
+CELL = 64
+SUB = 16  # tokens for each bit, on either side
+WHOLE = 0xFFFF
+DIAGONAL = 1 << 16
+MIN_FILL = 0.6  # of the cells that are computed: below, kernels that gather small blocks are faster
+
+_PER_CELL = CELL // SUB
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CellPlan:
+    """What programs of one kernel do."""
+
+    tiles: TilePlan
+    size: TileSize
+    words: Tensor | None  # int32 [codes, 2 halves]; None where every tile is whole
+
+
+@lru_cache(maxsize=CACHED_PLANS)
+def device_cells(
+    layout: Layout, span: Span, other: int, by_keys: bool, work: Work, device: torch.device
+) -> CellPlan | None:
+    """`cell_plan` on a device; the last ones are kept there."""
+    plan = cell_plan(layout, span, other, by_keys, work)
+    if plan is None:
+        return None
+    words = plan.words.to(device) if plan.words is not None else None
+    return replace(plan, tiles=plan.tiles.to(device), words=words)
+
+
+def cell_plan(layout: Layout, span: Span, other: int, by_keys: bool, work: Work) -> CellPlan | None:
+    """The plan of a layout with one pattern, for whole own tiles; None where cells would be mostly empty.
+
+    `other` is how many tokens of other tiles are best where all are whole.
+    """
+    assert layout.num_patterns == 1
+    if layout.block >= OWN and not layout.is_causal:
+        size = TileSize(OWN, other)
+        return CellPlan(tile_plan(layout, span, size, by_keys, work), size, None)
+    num_own, num_other = (-(-stop // CELL) for _, stop in _turned(span.queries, span.keys, by_keys))
+    places, words = _words(layout, span, by_keys, num_other)
+    if float(_counts(words & WHOLE).sum()) < MIN_FILL * len(words) * _PER_CELL**2:
+        return None
+    own, others = places // num_other, places % num_other
+    rows, cols = _turned(own, others, by_keys)
+    num_rows, num_cols = _turned(num_own, num_other, by_keys)
+    heads = [0] * layout.num_heads
+    coarse = from_flat([rows * num_cols + cols], num_rows, num_cols, CELL, head_to_pattern=heads)
+    size = TileSize(OWN, CELL)
+    tiles = tile_plan(coarse, span, size, by_keys, work)
+    return CellPlan(tiles, size, _halves(tiles, places, words, num_other))
+
+
+def _turned(queries: T, keys: T, by_keys: bool) -> tuple[T, T]:
+    """Own and others, of queries and keys; or the other way round, since this is its own inverse."""
+    return (keys, queries) if by_keys else (queries, keys)
+
+
+def _words(layout: Layout, span: Span, by_keys: bool, num_other: int) -> tuple[Tensor, Tensor]:
+    """Places of the cells that hold any score, own * num_other + other and ascending, and their words."""
+    width = min(layout.block, CELL)
+    own, other = _turned(*cells(layout, 0, span, width), by_keys)
+    per_cell, subs = CELL // width, width // SUB
+    square = sum(1 << (row * _PER_CELL + col) for row in range(subs) for col in range(subs))
+    shift = (own % per_cell) * (subs * _PER_CELL) + (other % per_cell) * subs
+    places, inverse = torch.unique(own // per_cell * num_other + other // per_cell, return_inverse=True)
+    words = torch.zeros_like(places).index_add_(0, inverse, torch.full_like(shift, square) << shift)
+    if layout.is_causal:
+        is_diagonal = places // num_other == places % num_other
+        words = torch.where(is_diagonal, words & _below(by_keys) | DIAGONAL, words)
+    return places, words
+
+
+def _below(by_keys: bool) -> int:
+    """Bits of a cell on the diagonal whose queries see any of their keys."""
+    pairs = ((own, other) for own in range(_PER_CELL) for other in range(_PER_CELL))
+    kept = [own * _PER_CELL + other for own, other in pairs if (own <= other if by_keys else other <= own)]
+    return sum(1 << bit for bit in kept)
+
+
+def _counts(words: Tensor) -> Tensor:
+    """Bits set."""
+    return sum((((words >> bit) & 1) for bit in range(_PER_CELL**2)), torch.zeros_like(words))
+
+
+def _halves(tiles: TilePlan, places: Tensor, words: Tensor, num_other: int) -> Tensor:
+    """Of each code of a plan, the words of both halves of its own tile."""
+    items = tiles.items.long()
+    items = items[torch.argsort(items[:, 1], stable=True)]
+    own = torch.repeat_interleave(items[:, 0], items[:, 3] - items[:, 1])
+    other = tiles.codes[: len(own)].long() >> BITS
+    found = torch.zeros(len(tiles.codes), 2, dtype=torch.int32)
+    for half in range(2):
+        wanted = (own * 2 + half) * num_other + other
+        at = torch.searchsorted(places, wanted).clamp(max=len(places) - 1)
+        found[: len(own), half] = torch.where(places[at] == wanted, words[at], 0).to(torch.int32)
+    return found

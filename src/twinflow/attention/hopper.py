@@ -1,0 +1,157 @@
+"""Launches the kernels made for Hopper, where a call allows them: heads of 128 in half precision, one pattern for all
+heads, whole tiles, and nothing added to scores. Their results are those of triton_attention.py, which falls back on its
+own kernels elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinflow.attention.cells import OWN, CellPlan, device_cells
+from twinflow.attention.extras import scale_of
+from twinflow.attention.launch import Call, ForwardStrides, bind_context, is_interpreting, is_rows, launch, strides_of
+from twinflow.attention.pieces import forward_scratch, gradient_scratch, reduce_forward, reduce_gradients
+
+HEAD_DIM = 128
+HALF = 64
+WHOLE_TILE = 128  # other tokens in forward, where all tiles are whole
+STAGES = {64: 4, 128: 2}  # of other tiles in forward, by their tokens
+BACKWARD_STAGES = 3
+NUM_PROCESSORS = 132  # where kernels are only compiled
+OPTIONS = {"num_warps": 4}
+
+
+def plan_for(call: Call, tensors: Sequence[Tensor], by_keys: bool, is_forward: bool = False) -> CellPlan | None:
+    """The plan of a kernel; None where the call does not allow it."""
+    if not _allows(call) or not all(is_rows(tensor) for tensor in tensors):
+        return None
+    other = WHOLE_TILE if is_forward else HALF
+    return device_cells(call.layout, call.span, other, by_keys, call.work(by_keys), call.device)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, plan: CellPlan) -> tuple[Tensor, Tensor]:
+    """As triton_attention.forward."""
+    from twinflow.attention import kernels_hopper_forward as kernels
+
+    bind_context(q.device)
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    pieces = forward_scratch(call, plan.tiles, plan.size)
+    other = plan.size.other
+    tensors = (_rows(q, HALF), _rows(k, other), _rows(v, other), _rows(out, HALF), lse)
+    constants = (STAGES[other], call.sizes.group, *_constants(call, plan))
+    _launch(kernels.forward, (*tensors, *pieces), call, plan, False, constants)
+    strides = ForwardStrides(*(strides_of(tensor) for tensor in (q, k, v, out)))
+    reduce_forward(out, lse, strides, call, plan.tiles, plan.size, pieces)
+    return out, lse
+
+
+def query_gradients(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, call: Call, plan: CellPlan
+) -> tuple[Tensor, Tensor]:
+    """As triton_attention.query_gradients."""
+    from twinflow.attention import kernels_hopper_backward as kernels
+
+    bind_context(q.device)
+    dq, delta = torch.empty_like(q), torch.empty_like(lse)
+    pieces = gradient_scratch(call, plan.tiles, plan.size, 1)
+    other = plan.size.other
+    tensors = (_rows(q, HALF), _rows(grad, HALF), _rows(k, other), _rows(v, other), out, lse, delta, _rows(dq, HALF))
+    constants = (BACKWARD_STAGES, call.sizes.group, *_constants(call, plan))
+    _launch(kernels.query_gradients, (*tensors, pieces.first), call, plan, False, constants)
+    reduce_gradients(dq, None, 0, call, plan.tiles, plan.size, pieces)
+    return dq, delta
+
+
+def key_gradients(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, delta: Tensor, call: Call, plan: CellPlan
+) -> tuple[Tensor, Tensor]:
+    """As triton_attention.key_gradients."""
+    from twinflow.attention import kernels_hopper_backward as kernels
+
+    bind_context(q.device)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    pieces = gradient_scratch(call, plan.tiles, plan.size, 2)
+    other = plan.size.other
+    others = (_rows(q, other), _rows(grad, other), _vector(lse, other), _vector(delta, other))
+    tensors = (_rows(k, HALF), _rows(v, HALF), *others, _rows(dk, HALF), _rows(dv, HALF))
+    constants = (BACKWARD_STAGES, call.sizes.group, *_constants(call, plan))
+    _launch(kernels.key_gradients, (*tensors, *pieces), call, plan, True, constants)
+    reduce_gradients(dk, dv, 0, call, plan.tiles, plan.size, pieces)
+    return dk, dv
+
+
+def _launch(
+    kernel: Any, tensors: tuple[Any, ...], call: Call, plan: CellPlan, by_keys: bool, constants: tuple[Any, ...]
+) -> None:
+    sizes, tiles = call.sizes, plan.tiles
+    num_heads = sizes.num_kv_heads if by_keys else sizes.num_heads
+    total = tiles.max_items * sizes.batch * num_heads
+    rows = (sizes.num_keys, sizes.num_queries) if by_keys else (sizes.num_queries, sizes.num_keys)
+    numbers = (total, tiles.max_items, tiles.num_long, *rows, tiles.num_slots // num_heads)
+    words = plan.words if plan.words is not None else tiles.items
+    scale = float(scale_of(call.extras, sizes.head_dim))
+    args = (*tensors, tiles.items, tiles.codes, words, scale, *numbers, *constants)
+    launch(kernel, min(total, _num_processors(call.device)), args, OPTIONS)
+
+
+def _constants(call: Call, plan: CellPlan) -> tuple[bool, bool, bool]:
+    return plan.tiles.num_slots > 0, plan.words is not None, call.layout.is_causal
+
+
+def _allows(call: Call) -> bool:
+    sizes = call.sizes
+    is_whole = call.extras.q_start == 0 and sizes.num_queries % OWN == 0 and sizes.num_keys % OWN == 0
+    is_fit = sizes.head_dim == HEAD_DIM and call.layout.num_patterns == 1 and call.is_plain
+    is_fit = is_fit and scale_of(call.extras, sizes.head_dim) > 0.0
+    return call.tunings.hopper and is_whole and is_fit and _is_hopper(call.device) and _has_language()
+
+
+@lru_cache
+def _is_hopper(device: torch.device) -> bool:
+    """Of a GPU; where there is none, kernels are only compiled."""
+    return not is_interpreting() and (device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0))
+
+
+@lru_cache
+def _has_language() -> bool:
+    """Whether this Triton has what the kernels are written in: since 3.6."""
+    try:
+        from twinflow.attention import kernels_hopper_backward, kernels_hopper_forward  # noqa: F401
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+@lru_cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else NUM_PROCESSORS
+
+
+def _rows(tensor: Tensor, count: int) -> Any:
+    """A descriptor of so many rows at a time, of all heads of the batch."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    shape = [count, tensor.shape[-1]]
+    return TensorDescriptor.from_tensor(tensor.reshape(-1, shape[1]), shape, _swizzled(count, shape[1], tensor.dtype))
+
+
+def _vector(tensor: Tensor, count: int) -> Any:
+    """A descriptor of so many numbers at a time."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    return TensorDescriptor.from_tensor(tensor.reshape(-1), [count], layout)
+
+
+@lru_cache
+def _swizzled(count: int, dim: int, dtype: torch.dtype) -> Any:
+    from triton.experimental.gluon import language as gl
+
+    kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+    return gl.NVMMASharedLayout.get_default_for([count, dim], kinds[dtype])

@@ -1,0 +1,418 @@
+# mypy: disallow-untyped-decorators=False
+"""Backward, made for Hopper; see kernels_hopper_common.py. Results are those of kernels_backward.py."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from twinflow.attention.kernels_hopper_common import (
+    HALF,
+    LOADER_REGISTERS,
+    LOG2E,
+    OWN,
+    REGISTERS,
+    WHOLE,
+    give_back,
+    load_tiles,
+    make_bars,
+    masked,
+    read_item,
+    store_piece,
+    store_rows,
+    sync,
+)
+
+
+@gluon.jit(do_not_specialize=["total", "num_items", "num_long", "num_queries", "num_keys", "num_slots"])
+def query_gradients(
+    q: gl.tensor,
+    grad: gl.tensor,
+    k: gl.tensor,
+    v: gl.tensor,
+    out: gl.tensor,
+    lse: gl.tensor,
+    delta: gl.tensor,
+    dq: gl.tensor,
+    sums: gl.tensor,
+    items: gl.tensor,
+    codes: gl.tensor,
+    cells: gl.tensor,
+    scale: gl.tensor,
+    total: gl.tensor,
+    num_items: gl.tensor,
+    num_long: gl.tensor,
+    num_queries: gl.tensor,
+    num_keys: gl.tensor,
+    num_slots: gl.tensor,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+    HAS_CUTS: gl.constexpr,
+    HAS_CELLS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+) -> None:
+    """A program owns queries; q, grad, k, v and dq are descriptors."""
+    OTHER: gl.constexpr = k.block_type.shape[0]
+    DIM: gl.constexpr = k.block_type.shape[1]
+    own_bufs = (
+        gl.allocate_shared_memory(q.dtype, [4, HALF, DIM], q.layout),
+        gl.allocate_shared_memory(q.dtype, [4, HALF, DIM], q.layout),
+    )
+    other_bufs = (
+        gl.allocate_shared_memory(k.dtype, [STAGES, OTHER, DIM], k.layout),
+        gl.allocate_shared_memory(k.dtype, [STAGES, OTHER, DIM], k.layout),
+    )
+    bars = make_bars(STAGES)
+    fence_async_shared()
+    sync()
+    plan = (items, codes, cells)
+    sizes = (total, num_items, num_long, num_queries, num_keys, num_slots)
+    results = (out, lse, delta, dq, sums)
+    gl.warp_specialize(
+        [
+            (
+                _query_rows,
+                (gl.constexpr(0), own_bufs, other_bufs, bars, plan, sizes, results, scale, HAS_CUTS, HAS_CELLS, CAUSAL),
+            ),
+            (
+                _query_rows,
+                (gl.constexpr(1), own_bufs, other_bufs, bars, plan, sizes, results, scale, HAS_CUTS, HAS_CELLS, CAUSAL),
+            ),
+            (load_tiles, ((q, grad), (k, v), own_bufs, other_bufs, bars, plan, sizes, GROUP, gl.constexpr(1))),
+        ],
+        [4, 1],
+        [REGISTERS, LOADER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _query_rows(
+    PART: gl.constexpr,
+    own_bufs: gl.tuple,
+    other_bufs: gl.tuple,
+    bars: gl.tuple,
+    plan: gl.tuple,
+    sizes: gl.tuple,
+    results: gl.tuple,
+    scale: gl.tensor,
+    HAS_CUTS: gl.constexpr,
+    HAS_CELLS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+) -> None:
+    """A warpgroup, with one half of each own tile. Rows of `out` are read an item ahead, into registers."""
+    STAGES: gl.constexpr = other_bufs[0].shape[0]
+    DIM: gl.constexpr = other_bufs[0].shape[2]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    out, lse, delta, dq, sums = results
+    count = 0
+    turn = 0
+    is_held = 0  # whether the item before still has its own tiles
+    head, tile, start, stop, piece = read_item(plan[0], gl.program_id(0), sizes)
+    out_tile = _read_out(out, head * sizes[3] + tile * OWN + PART * HALF, DIM, ROWS)
+    for number in range(gl.program_id(0), sizes[0], gl.num_programs(0)):
+        following = read_item(plan[0], number + gl.num_programs(0), sizes)
+        slot = turn & 1
+        num_tiles = stop - start
+        at = head * sizes[3] + tile * OWN + PART * HALF
+        base = at.to(gl.int64)
+        row_lse = gl.load(lse + base + gl.arange(0, HALF, gl.SliceLayout(1, SCORES)))
+        mbarrier.wait(bars[0].index(slot), (turn >> 1) & 1)
+        q_tile = own_bufs[0].index(slot * 2 + PART)
+        g_tile = own_bufs[1].index(slot * 2 + PART)
+        row_delta = gl.sum(out_tile.to(gl.float32) * g_tile.load(ROWS).to(gl.float32), 1)
+        out_tile = _read_out(out, following[0] * sizes[3] + following[1] * OWN + PART * HALF, DIM, ROWS)
+        gl.store(delta + base + gl.arange(0, HALF, gl.SliceLayout(1, ROWS)), row_delta)
+        row_delta = gl.convert_layout(row_delta, gl.SliceLayout(1, SCORES))
+        acc = gl.full([HALF, DIM], 0.0, gl.float32, SUMS)
+        words = plan[2] + start * 2 + PART
+        word = gl.load(words) if HAS_CELLS else WHOLE
+        for t in range(num_tiles):
+            stage = (count + t) % STAGES
+            phase = ((count + t) // STAGES) & 1
+            own = (q_tile, g_tile, row_lse, row_delta)
+            if HAS_CELLS:
+                next_word = gl.load(words + (t + 1) * 2)
+                mbarrier.wait(bars[2].index(stage), phase)
+                mbarrier.wait(bars[4].index(stage), phase)
+                if word != 0:
+                    acc = _add_to_queries(acc, own, other_bufs, bars, stage, phase, scale, word, True, CAUSAL, SCORES)
+                word = next_word
+            else:
+                acc = _add_to_queries(acc, own, other_bufs, bars, stage, phase, scale, WHOLE, False, False, SCORES)
+            mbarrier.arrive(bars[3].index(stage), count=1)
+            mbarrier.arrive(bars[5].index(stage), count=1)
+            if is_held != 0:
+                give_back(bars, slot ^ 1)
+                is_held = 0
+        count += num_tiles
+        if is_held != 0:
+            give_back(bars, slot ^ 1)
+        is_held = 1
+        acc = acc * scale
+        if HAS_CUTS and piece >= 0:
+            store_piece(sums, (head * sizes[5] + piece).to(gl.int64), acc, PART, SUMS)
+        else:
+            store_rows(dq, at, q_tile, acc.to(q_tile.dtype))
+        turn += 1
+        head, tile, start, stop, piece = following
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _read_out(out: gl.tensor, row: gl.tensor, DIM: gl.constexpr, ROWS: gl.constexpr) -> gl.tensor:
+    rows = gl.arange(0, HALF, gl.SliceLayout(1, ROWS))
+    cols = gl.arange(0, DIM, gl.SliceLayout(0, ROWS))
+    return gl.load(out + row.to(gl.int64) * DIM + (rows[:, None] * DIM + cols[None, :]))
+
+
+@gluon.jit
+def _add_to_queries(
+    acc: gl.tensor,
+    own: gl.tuple,
+    other_bufs: gl.tuple,
+    bars: gl.tuple,
+    stage: gl.tensor,
+    phase: gl.tensor,
+    scale: gl.tensor,
+    word: gl.tensor,
+    HAS_CELLS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    SCORES: gl.constexpr,
+) -> gl.tensor:
+    """What one tile of keys adds to the gradients of queries."""
+    q_tile, g_tile, row_lse, row_delta = own
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    zeros = gl.full([HALF, HALF], 0.0, gl.float32, SCORES)
+    k_tile = other_bufs[0].index(stage)
+    if not HAS_CELLS:
+        mbarrier.wait(bars[2].index(stage), phase)
+    scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if not HAS_CELLS:
+        mbarrier.wait(bars[4].index(stage), phase)
+    v_tile = other_bufs[1].index(stage).permute((1, 0))
+    dp = warpgroup_mma(g_tile, v_tile, zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    if HAS_CELLS and word != WHOLE:
+        scores = masked(scores, word, CAUSAL, False, SCORES)
+    p = gl.exp2(scores * (scale * LOG2E) - row_lse[:, None])
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    ds = gl.convert_layout((p * (dp - row_delta[:, None])).to(k_tile.dtype), OPERAND)
+    acc = warpgroup_mma(ds, k_tile, acc, is_async=True)
+    return warpgroup_mma_wait(0, deps=[acc])
+
+
+@gluon.jit(do_not_specialize=["total", "num_items", "num_long", "num_keys", "num_queries", "num_slots"])
+def key_gradients(
+    k: gl.tensor,
+    v: gl.tensor,
+    q: gl.tensor,
+    grad: gl.tensor,
+    lse: gl.tensor,
+    delta: gl.tensor,
+    dk: gl.tensor,
+    dv: gl.tensor,
+    sums_k: gl.tensor,
+    sums_v: gl.tensor,
+    items: gl.tensor,
+    codes: gl.tensor,
+    cells: gl.tensor,
+    scale: gl.tensor,
+    total: gl.tensor,
+    num_items: gl.tensor,
+    num_long: gl.tensor,
+    num_keys: gl.tensor,
+    num_queries: gl.tensor,
+    num_slots: gl.tensor,
+    STAGES: gl.constexpr,
+    MEMBERS: gl.constexpr,
+    HAS_CUTS: gl.constexpr,
+    HAS_CELLS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+) -> None:
+    """A program owns keys, and sums over the query heads that share them; all but scratch and plan are descriptors."""
+    OTHER: gl.constexpr = q.block_type.shape[0]
+    DIM: gl.constexpr = q.block_type.shape[1]
+    own_bufs = (
+        gl.allocate_shared_memory(k.dtype, [4, HALF, DIM], k.layout),
+        gl.allocate_shared_memory(k.dtype, [4, HALF, DIM], k.layout),
+    )
+    other_bufs = (
+        gl.allocate_shared_memory(q.dtype, [STAGES, OTHER, DIM], q.layout),
+        gl.allocate_shared_memory(q.dtype, [STAGES, OTHER, DIM], q.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, OTHER], lse.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, OTHER], lse.layout),
+    )
+    bars = make_bars(STAGES)
+    fence_async_shared()
+    sync()
+    plan = (items, codes, cells)
+    sizes = (total, num_items, num_long, num_keys, num_queries, num_slots)
+    results = (dk, dv, sums_k, sums_v)
+    gl.warp_specialize(
+        [
+            (
+                _key_rows,
+                (
+                    gl.constexpr(0),
+                    own_bufs,
+                    other_bufs,
+                    bars,
+                    plan,
+                    sizes,
+                    results,
+                    scale,
+                    MEMBERS,
+                    HAS_CUTS,
+                    HAS_CELLS,
+                    CAUSAL,
+                ),
+            ),
+            (
+                _key_rows,
+                (
+                    gl.constexpr(1),
+                    own_bufs,
+                    other_bufs,
+                    bars,
+                    plan,
+                    sizes,
+                    results,
+                    scale,
+                    MEMBERS,
+                    HAS_CUTS,
+                    HAS_CELLS,
+                    CAUSAL,
+                ),
+            ),
+            (
+                load_tiles,
+                ((k, v), (q, grad, lse, delta), own_bufs, other_bufs, bars, plan, sizes, gl.constexpr(1), MEMBERS),
+            ),
+        ],
+        [4, 1],
+        [REGISTERS, LOADER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _key_rows(
+    PART: gl.constexpr,
+    own_bufs: gl.tuple,
+    other_bufs: gl.tuple,
+    bars: gl.tuple,
+    plan: gl.tuple,
+    sizes: gl.tuple,
+    results: gl.tuple,
+    scale: gl.tensor,
+    MEMBERS: gl.constexpr,
+    HAS_CUTS: gl.constexpr,
+    HAS_CELLS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+) -> None:
+    """A warpgroup, with one half of each own tile. Scores are [keys, queries]."""
+    STAGES: gl.constexpr = other_bufs[0].shape[0]
+    DIM: gl.constexpr = other_bufs[0].shape[2]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    dk, dv, sums_k, sums_v = results
+    count = 0
+    turn = 0
+    is_held = 0  # whether the item before still has its own tiles
+    head, tile, start, stop, piece = read_item(plan[0], gl.program_id(0), sizes)
+    for number in range(gl.program_id(0), sizes[0], gl.num_programs(0)):
+        following = read_item(plan[0], number + gl.num_programs(0), sizes)
+        slot = turn & 1
+        num_tiles = stop - start
+        mbarrier.wait(bars[0].index(slot), (turn >> 1) & 1)
+        own = (own_bufs[0].index(slot * 2 + PART), own_bufs[1].index(slot * 2 + PART))
+        dk_acc = gl.full([HALF, DIM], 0.0, gl.float32, SUMS)
+        dv_acc = gl.full([HALF, DIM], 0.0, gl.float32, SUMS)
+        words = plan[2] + start * 2 + PART
+        for _ in range(MEMBERS):
+            word = gl.load(words) if HAS_CELLS else WHOLE
+            for t in range(num_tiles):
+                stage = (count + t) % STAGES
+                phase = ((count + t) // STAGES) & 1
+                if HAS_CELLS:
+                    next_word = gl.load(words + (t + 1) * 2)
+                    mbarrier.wait(bars[2].index(stage), phase)
+                    mbarrier.wait(bars[4].index(stage), phase)
+                    if word != 0:
+                        dk_acc, dv_acc = _add_to_keys(dk_acc, dv_acc, own, other_bufs, bars, stage, phase, scale, word,
+                                                      True, CAUSAL, SCORES)  # fmt: skip
+                    word = next_word
+                else:
+                    dk_acc, dv_acc = _add_to_keys(dk_acc, dv_acc, own, other_bufs, bars, stage, phase, scale, WHOLE,
+                                                  False, False, SCORES)  # fmt: skip
+                mbarrier.arrive(bars[3].index(stage), count=1)
+                mbarrier.arrive(bars[5].index(stage), count=1)
+                if is_held != 0:
+                    give_back(bars, slot ^ 1)
+                    is_held = 0
+            count += num_tiles
+        if is_held != 0:
+            give_back(bars, slot ^ 1)
+        is_held = 1
+        dk_acc = dk_acc * scale
+        if HAS_CUTS and piece >= 0:
+            place = (head * sizes[5] + piece).to(gl.int64)
+            store_piece(sums_k, place, dk_acc, PART, SUMS)
+            store_piece(sums_v, place, dv_acc, PART, SUMS)
+        else:
+            at = head * sizes[3] + tile * OWN + PART * HALF
+            store_rows(dk, at, own[0], dk_acc.to(own[0].dtype))
+            store_rows(dv, at, own[1], dv_acc.to(own[1].dtype))
+        turn += 1
+        head, tile, start, stop, piece = following
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _add_to_keys(
+    dk: gl.tensor,
+    dv: gl.tensor,
+    own: gl.tuple,
+    other_bufs: gl.tuple,
+    bars: gl.tuple,
+    stage: gl.tensor,
+    phase: gl.tensor,
+    scale: gl.tensor,
+    word: gl.tensor,
+    HAS_CELLS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    SCORES: gl.constexpr,
+) -> gl.tuple:
+    """What one tile of queries adds to the gradients of keys and values."""
+    k_tile, v_tile = own
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
+    zeros = gl.full([HALF, HALF], 0.0, gl.float32, SCORES)
+    q_tile = other_bufs[0].index(stage)
+    g_tile = other_bufs[1].index(stage)
+    if not HAS_CELLS:
+        mbarrier.wait(bars[2].index(stage), phase)
+    scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if not HAS_CELLS:
+        mbarrier.wait(bars[4].index(stage), phase)
+    dp = warpgroup_mma(v_tile, g_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    row_lse = other_bufs[2].index(stage).load(QUERIES)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    if HAS_CELLS and word != WHOLE:
+        scores = masked(scores, word, CAUSAL, True, SCORES)
+    p = gl.exp2(scores * (scale * LOG2E) - row_lse[None, :])
+    dv = warpgroup_mma(gl.convert_layout(p.to(q_tile.dtype), OPERAND), g_tile, dv, is_async=True)
+    row_delta = other_bufs[3].index(stage).load(QUERIES)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    ds = gl.convert_layout((p * (dp - row_delta[None, :])).to(q_tile.dtype), OPERAND)
+    dk = warpgroup_mma(ds, q_tile, dk, is_async=True)
+    dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+    return dk, dv

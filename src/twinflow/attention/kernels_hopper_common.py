@@ -1,0 +1,154 @@
+# mypy: disallow-untyped-decorators=False
+"""What kernels made for Hopper share: a program's list of items, the warp that loads, and how results are stored.
+
+A program stays on its multiprocessor and takes items number, number + programs, and so on. Two warpgroups own 64 rows
+each of an item's own tile and share its other tiles, which a warp of its own brings by TMA: while one takes
+exponentials, the products of the other keep the tensor cores busy, and the next item's tiles arrive under this one's.
+
+- `own_bufs`: own tiles, [2 slots x 2 halves, 64, dim] each; the results leave through them.
+- `other_bufs`: two tensors' other tiles, [stages, tile, dim], and where scores are [keys, queries] two vectors of them.
+- `bars`: full and empty, of own tiles, of the first others and of the second.
+- `plan`: items, codes and cells of a CellPlan.
+- `sizes`: items of all heads, items of a head, long ones, own rows, other rows and slots of a head.
+
+Operands that stay the same over a loop are read from shared memory: ptxas 12.8 gives registers that hold one to others.
+What a loop over tiles takes its length from must also be read elsewhere: Triton 3.6 forgets to carry it on otherwise.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+BITS = gl.constexpr(8)  # as tiles.py has it
+ITEM_COLUMNS = gl.constexpr(5)
+HALF = gl.constexpr(64)  # rows of a warpgroup, and tokens of a cell
+OWN = gl.constexpr(128)
+SUB = gl.constexpr(16)  # tokens for each bit of a cell's word, as cells.py has it
+WHOLE = gl.constexpr(0xFFFF)
+DIAGONAL = gl.constexpr(16)
+REGISTERS = gl.constexpr(240)  # of a thread that multiplies
+LOADER_REGISTERS = gl.constexpr(24)
+LOG2E = gl.constexpr(1.4426950408889634)
+
+sync = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name until Triton 3.6
+
+
+@gluon.jit
+def read_item(items: gl.tensor, number: gl.tensor, sizes: gl.tuple) -> gl.tuple:
+    """Head, own tile, first other tile and their end, and slot, of an item, or of the last one where there is none.
+
+    The order is that of kernels_common.own_item.
+    """
+    number = gl.minimum(number, sizes[0] - 1)
+    num_heads = sizes[0] // sizes[1]
+    is_long = number < sizes[2] * num_heads
+    first = gl.where(is_long, 0, sizes[2])
+    width = gl.where(is_long, sizes[2], sizes[1] - sizes[2])
+    number -= first * num_heads
+    row = items + (first + number % width) * ITEM_COLUMNS
+    return number // width, gl.load(row), gl.load(row + 1), gl.load(row + 3), gl.load(row + 4)
+
+
+@gluon.jit
+def make_bars(STAGES: gl.constexpr) -> gl.tuple:
+    """Full and empty, of own tiles and twice of others; the two warpgroups empty what the loading warp has filled."""
+    return (_bars(2, 1), _bars(2, 2), _bars(STAGES, 1), _bars(STAGES, 2), _bars(STAGES, 1), _bars(STAGES, 2))
+
+
+@gluon.jit
+def _bars(NUM: gl.constexpr, ARRIVALS: gl.constexpr) -> gl.tuple:
+    bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit
+def load_tiles(
+    own: gl.tuple,
+    others: gl.tuple,
+    own_bufs: gl.tuple,
+    other_bufs: gl.tuple,
+    bars: gl.tuple,
+    plan: gl.tuple,
+    sizes: gl.tuple,
+    GROUP: gl.constexpr,
+    MEMBERS: gl.constexpr,
+) -> None:
+    """The warp that loads. `own` and `others` are descriptors, in the order of the buffers."""
+    STAGES: gl.constexpr = other_bufs[0].shape[0]
+    OTHER: gl.constexpr = other_bufs[0].shape[1]
+    DIM: gl.constexpr = other_bufs[0].shape[2]
+    HAS_VECTORS: gl.constexpr = len(other_bufs) == 4
+    TILE_BYTES: gl.constexpr = OTHER * (DIM * 2 + (4 if HAS_VECTORS else 0))
+    count = 0
+    turn = 0
+    for number in range(gl.program_id(0), sizes[0], gl.num_programs(0)):
+        head, tile, start, stop, _ = read_item(plan[0], number, sizes)
+        slot = turn & 1
+        at = head * sizes[3] + tile * OWN
+        mbarrier.wait(bars[1].index(slot), ((turn >> 1) & 1) ^ 1)
+        mbarrier.expect(bars[0].index(slot), len(own_bufs) * OWN * DIM * 2)
+        for i in gl.static_range(len(own_bufs)):
+            for half in gl.static_range(2):
+                buf = own_bufs[i].index(slot * 2 + half)
+                tma.async_copy_global_to_shared(own[i], [at + half * HALF, 0], bars[0].index(slot), buf)
+        for member in range(MEMBERS):
+            first = (head * MEMBERS + member) // GROUP * sizes[4]
+            code = gl.load(plan[1] + start)
+            for t in range(start, stop):
+                following = gl.load(plan[1] + t + 1)
+                at = first + (code >> BITS) * OTHER
+                stage = count % STAGES
+                phase = ((count // STAGES) & 1) ^ 1
+                for i in gl.static_range(2):
+                    full = bars[2 + 2 * i].index(stage)
+                    mbarrier.wait(bars[3 + 2 * i].index(stage), phase)
+                    mbarrier.expect(full, TILE_BYTES)
+                    tma.async_copy_global_to_shared(others[i], [at, 0], full, other_bufs[i].index(stage))
+                    if HAS_VECTORS:
+                        tma.async_copy_global_to_shared(others[2 + i], [at], full, other_bufs[2 + i].index(stage))
+                count += 1
+                code = following
+        turn += 1
+
+
+@gluon.jit
+def give_back(bars: gl.tuple, slot: gl.tensor) -> None:
+    """The own tiles of a slot may be overwritten, once what was stored through them has left."""
+    tma.store_wait(0)
+    mbarrier.arrive(bars[1].index(slot), count=1)
+
+
+@gluon.jit
+def store_rows(rows: gl.tensor, row: gl.tensor, buf: gl.tensor, value: gl.tensor) -> None:
+    """Through an own tile that nobody reads any more."""
+    buf.store(value)
+    fence_async_shared()
+    sync()
+    tma.async_copy_shared_to_global(rows, [row, 0], buf)
+
+
+@gluon.jit
+def store_piece(sums: gl.tensor, place: gl.tensor, value: gl.tensor, PART: gl.constexpr, LAYOUT: gl.constexpr) -> None:
+    """To scratch, in fp32."""
+    DIM: gl.constexpr = value.shape[1]
+    rows = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT)) + PART * HALF
+    cols = gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))
+    gl.store(sums + place * (OWN * DIM) + (rows[:, None] * DIM + cols[None, :]), value)
+
+
+@gluon.jit
+def masked(
+    scores: gl.tensor, word: gl.tensor, CAUSAL: gl.constexpr, BY_KEYS: gl.constexpr, LAYOUT: gl.constexpr
+) -> gl.tensor:
+    """Scores of a cell, minus infinity where they are not kept."""
+    rows = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))[:, None]
+    cols = gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))[None, :]
+    keep = ((word >> (rows // SUB * (HALF // SUB) + cols // SUB)) & 1) != 0
+    if CAUSAL:
+        is_seen = (cols >= rows) if BY_KEYS else (cols <= rows)
+        keep = keep & (is_seen | ((word >> DIAGONAL) == 0))
+    return gl.where(keep, scores, float("-inf"))

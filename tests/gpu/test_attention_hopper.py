@@ -1,0 +1,136 @@
+"""The attention kernels made for Hopper against dense attention, and against the kernels for every GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from twinflow.attention import (
+    BigBirdSparsityConfig,
+    BSLongformerSparsityConfig,
+    Extras,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    hopper,
+)
+from twinflow.attention.layout import Layout, from_dense
+from twinflow.attention.triton_attention import triton_attention
+from twinflow.attention.tuning import tunings_for
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available()
+        or torch.cuda.get_device_capability() != (9, 0)
+        or importlib.util.find_spec("triton") is None,
+        reason="needs a Hopper GPU and Triton",
+    ),
+]
+LENGTH = 1024
+
+
+def make_layout(name: str, num_heads: int, block: int, is_causal: bool) -> Layout:
+    kwargs: dict[str, Any] = {"attention": "unidirectional" if is_causal else "bidirectional"}
+    unit = 128 // block
+    if name == "window":
+        return LocalSlidingWindowSparsityConfig(num_heads, block, num_sliding_window_blocks=3 * unit, **kwargs).layout(
+            LENGTH
+        )
+    if name == "fixed":
+        local = {"num_local_blocks": 4 * unit, "num_global_blocks": unit}
+        return FixedSparsityConfig(num_heads, block, **local, **kwargs).layout(LENGTH)
+    if name == "bigbird":
+        return BigBirdSparsityConfig(num_heads, block, num_sliding_window_blocks=3, **kwargs).layout(LENGTH)
+    if name == "longformer":
+        indices = list(range(unit))
+        window = {"num_sliding_window_blocks": 3 * unit, "global_block_indices": indices}
+        return BSLongformerSparsityConfig(num_heads, block, **window, **kwargs).layout(LENGTH)
+    assert name == "holes"  # rows and columns without a block, rows with one, and rows with all
+    grid = torch.zeros(LENGTH // block, LENGTH // block, dtype=torch.bool)
+    grid[2 * unit : 4 * unit] = True
+    grid[4 * unit, : 2 * unit] = True
+    grid[5 * unit :, 6 * unit :] = True
+    return from_dense(grid, block, is_causal=is_causal, num_heads=num_heads)
+
+
+CASES = [
+    ("window", 128, False, (2, 2), 2, torch.bfloat16),
+    ("bigbird", 128, False, (4, 4), 2, torch.bfloat16),
+    ("bigbird", 128, False, (4, 2), 1, torch.float16),
+    ("bigbird", 128, True, (2, 2), 1, torch.bfloat16),
+    ("holes", 128, False, (4, 2), 2, torch.bfloat16),
+    ("holes", 128, True, (2, 1), 2, torch.bfloat16),
+    ("longformer", 64, False, (2, 2), 2, torch.bfloat16),
+    ("fixed", 64, True, (4, 1), 1, torch.bfloat16),
+    ("holes", 64, False, (2, 1), 2, torch.float16),
+    ("window", 32, False, (4, 2), 2, torch.bfloat16),
+    ("longformer", 32, True, (2, 2), 1, torch.float16),
+    ("window", 16, False, (2, 2), 1, torch.bfloat16),
+    ("fixed", 16, True, (2, 2), 2, torch.bfloat16),
+    ("longformer", 16, False, (4, 2), 1, torch.bfloat16),
+]
+
+
+def names_of(case: tuple[Any, ...]) -> str:
+    name, block, is_causal, heads, batch, dtype = case
+    return f"{name}-{block}-{'causal' if is_causal else 'both'}-{heads[0]}:{heads[1]}x{batch}-{str(dtype)[6:]}"
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float) -> torch.Tensor:
+    """The truth, in the dtype of its inputs."""
+    keep = layout.to_dense().to(q.device)
+    keep = keep.repeat_interleave(layout.block, 1).repeat_interleave(layout.block, 2)
+    if layout.is_causal:
+        keep = keep.tril()
+    group = q.shape[1] // k.shape[1]
+    k, v = (tensor.repeat_interleave(group, 1) for tensor in (k, v))
+    scores = (q @ k.transpose(2, 3) * scale).masked_fill(~keep, float("-inf"))
+    return scores.softmax(-1).nan_to_num(0.0) @ v
+
+
+def gradients(out: torch.Tensor, grad: torch.Tensor, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad.to(out.dtype))]
+
+
+def far(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("case", CASES, ids=names_of)
+def test_against_the_truth(case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uncut and cut; each of the three kernels has run, and two runs have the same bits."""
+    name, block, is_causal, (num_heads, num_kv_heads), batch, dtype = case
+    launched: list[str] = []
+    launch = hopper.launch
+
+    def count(kernel: Any, *args: Any) -> None:
+        launched.append(kernel.fn.__name__)
+        launch(kernel, *args)
+
+    monkeypatch.setattr(hopper, "launch", count)
+    layout = make_layout(name, num_heads, block, is_causal)
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(batch, heads, LENGTH, 128) for heads in (num_heads, num_kv_heads, num_kv_heads, num_heads)]
+    q, k, v, grad = (torch.randn(shape, device="cuda", generator=generator).to(dtype) for shape in shapes)
+    inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    expected = gradients(dense(*exact, layout, 0.1), grad, *exact)
+    whole = tunings_for(128, dtype)
+    for tunings in (whole, replace(whole, min_piece=2)):
+        runs = []
+        for _ in range(2):
+            launched.clear()
+            out = triton_attention(q, k, v, layout, Extras(scale=0.1), tunings)
+            runs.append(gradients(out, grad, *inputs))
+            assert sorted(launched) == ["forward", "key_gradients", "query_gradients"]
+        portable = triton_attention(q, k, v, layout, Extras(scale=0.1), replace(tunings, hopper=False))
+        others = gradients(portable, grad, *inputs)
+        assert len(launched) == 3
+        for found, again, other, wanted in zip(*runs, others, expected, strict=True):
+            assert torch.equal(found, again)
+            assert far(found, wanted) < 1.05 * far(other, wanted) + 1e-4, (far(found, wanted), far(other, wanted))
+            assert far(found, wanted) < 6e-3

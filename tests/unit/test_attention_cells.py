@@ -1,0 +1,145 @@
+"""Plans of the kernels made for Hopper: walked in plain Python, they keep the scores that the layout keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twinflow.attention import (
+    BigBirdSparsityConfig,
+    Extras,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    hopper,
+)
+from twinflow.attention.cells import CELL, DIAGONAL, OWN, WHOLE, CellPlan, cell_plan
+from twinflow.attention.extras import check_call
+from twinflow.attention.launch import Call
+from twinflow.attention.layout import Layout, from_dense
+from twinflow.attention.tiles import Span, Work
+from twinflow.attention.tuning import tunings_for
+
+
+def kept_tokens(layout: Layout) -> torch.Tensor:
+    """Bool [queries, keys] of the first head."""
+    tokens = layout.to_dense()[0].repeat_interleave(layout.block, 0).repeat_interleave(layout.block, 1)
+    return tokens.tril() if layout.is_causal else tokens
+
+
+def walk(plan: CellPlan, num_own: int, num_other: int) -> torch.Tensor:
+    """How often each score is visited, bool and never twice, [own, other]."""
+    seen = torch.zeros(num_own, num_other, dtype=torch.int64)
+    for tile, start, _, stop, _ in plan.tiles.items.tolist():
+        for place in range(start, stop):
+            col = (int(plan.tiles.codes[place]) >> 8) * plan.size.other
+            for half in range(2):
+                row = tile * OWN + half * CELL
+                part = seen[row : row + CELL, col : col + plan.size.other]
+                part += bits_of(plan, place, half)
+    assert seen.max() <= 1
+    return seen.bool()
+
+
+def bits_of(plan: CellPlan, place: int, half: int) -> torch.Tensor:
+    """What a half keeps of a tile, but for the triangle of a cell on the diagonal, as int64."""
+    if plan.words is None:
+        return torch.ones(CELL, plan.size.other, dtype=torch.int64)
+    word = int(plan.words[place, half])
+    bits = torch.tensor([word >> bit & 1 for bit in range(16)]).view(4, 4)
+    bits = bits.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    if word & DIAGONAL:
+        assert word & WHOLE != WHOLE  # else kernels would not look at the diagonal
+    return bits
+
+
+def check(layout: Layout, by_keys: bool, other: int = 64) -> CellPlan | None:
+    num_queries, num_keys = layout.num_rows * layout.block, layout.num_cols * layout.block
+    span, work = Span((0, num_queries), (0, num_keys)), Work(layout.head_to_pattern, min_piece=2)
+    plan = cell_plan(layout, span, other, by_keys, work)
+    if plan is None:
+        return None
+    seen = walk(plan, *((num_keys, num_queries) if by_keys else (num_queries, num_keys)))
+    seen = seen.T if by_keys else seen
+    if layout.is_causal:  # the triangles are the kernels'
+        seen = seen.tril()
+    assert torch.equal(seen, kept_tokens(layout))
+    return plan
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    block=st.sampled_from([16, 32, 64, 128]),
+    is_causal=st.booleans(),
+    by_keys=st.booleans(),
+    density=st.floats(0.0, 1.0),
+    seed=st.integers(0, 2**31),
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+)
+def test_every_score_once(
+    block: int, is_causal: bool, by_keys: bool, density: float, seed: int, sizes: tuple[int, int]
+) -> None:
+    """Whatever the layout, empty rows and layouts included; with cells of a diagonal only in square ones."""
+    rows, cols = (size * OWN // block for size in sizes)
+    grid = torch.rand(rows, cols, generator=torch.Generator().manual_seed(seed)) < density
+    check(from_dense(grid, block, is_causal=is_causal, num_heads=2), by_keys)
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_structures_whose_blocks_lie_together(block: int, is_causal: bool, by_keys: bool) -> None:
+    attention = "unidirectional" if is_causal else "bidirectional"
+    window = LocalSlidingWindowSparsityConfig(2, block, num_sliding_window_blocks=384 // block, attention=attention)
+    fixed = FixedSparsityConfig(2, block, num_local_blocks=512 // block, num_global_blocks=128 // block,
+                                attention=attention)  # fmt: skip
+    for pattern in (window, fixed):
+        plan = check(pattern.layout(1024), by_keys, other=128)
+        assert plan is not None
+        assert plan.size.other == (128 if block == 128 and not is_causal else 64)
+        assert (plan.words is None) == (block == 128 and not is_causal)
+
+
+def test_scattered_small_blocks_are_left_to_others() -> None:
+    """Cells would be mostly empty."""
+    grid = torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) < 0.1
+    assert check(from_dense(grid, 16, num_heads=1), False) is None
+    assert check(from_dense(grid[:8, :8], 128, num_heads=1), False) is not None
+
+
+def test_which_calls_have_a_plan() -> None:
+    """Heads of 128 in half precision, whole tiles, one pattern, and nothing added to scores."""
+    pytest.importorskip("triton", minversion="3.6")
+
+    def has_plan(num_tokens: int = 512, dim: int = 128, dtype: torch.dtype = torch.bfloat16, **options: object) -> bool:
+        layout = LocalSlidingWindowSparsityConfig(2, 128, num_sliding_window_blocks=3).layout(512)
+        q = torch.zeros(1, 2, num_tokens, dim, dtype=dtype)
+        extras = Extras(**options)  # type: ignore[arg-type]
+        tunings = tunings_for(dim, dtype)
+        call = Call(layout, extras, check_call(q, q, q, layout, extras), dtype, q.device, tunings)
+        found = hopper.plan_for(call, (q,), by_keys=False)
+        assert hopper.plan_for(replace(call, tunings=replace(tunings, hopper=False)), (q,), by_keys=False) is None
+        assert hopper.plan_for(call, (q.transpose(1, 2),), by_keys=False) is None
+        return found is not None
+
+    assert has_plan()
+    assert has_plan(dtype=torch.float16, scale=0.3)
+    assert not has_plan(num_tokens=500)
+    assert not has_plan(dim=64)
+    assert not has_plan(dtype=torch.float32)
+    assert not has_plan(scale=-1.0)
+    assert not has_plan(dropout=0.1)
+    assert not has_plan(key_padding=torch.ones(1, 512, dtype=torch.bool))
+
+
+def test_heads_that_differ_have_no_plan() -> None:
+    pytest.importorskip("triton", minversion="3.6")
+    layout = BigBirdSparsityConfig(2, 128, different_layout_per_head=True).layout(4096)
+    assert layout.num_patterns == 2
+    q = torch.zeros(1, 2, 4096, 128, dtype=torch.bfloat16)
+    tunings = tunings_for(128, q.dtype)
+    call = Call(layout, Extras(), check_call(q, q, q, layout, Extras()), q.dtype, q.device, tunings)
+    assert hopper.plan_for(call, (q,), by_keys=False) is None
