@@ -134,3 +134,31 @@ def test_against_the_truth(case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatc
             assert torch.equal(found, again)
             assert far(found, wanted) < 1.05 * far(other, wanted) + 1e-4, (far(found, wanted), far(other, wanted))
             assert far(found, wanted) < 6e-3
+
+
+@pytest.mark.parametrize("case", [CASES[2], CASES[12]], ids=names_of)
+def test_heads_side_by_side(case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a projection leaves them, q, k and v in one tensor: the same bits, from the same kernels, and no copy."""
+    name, block, is_causal, (num_heads, num_kv_heads), batch, dtype = case
+    layout = make_layout(name, num_heads, block, is_causal)
+    generator = torch.Generator("cuda").manual_seed(0)
+    counts = (num_heads, num_kv_heads, num_kv_heads)
+    fused = torch.randn(batch, LENGTH, sum(counts) * 128, device="cuda", generator=generator).to(dtype)
+    split = fused.split([count * 128 for count in counts], dim=2)
+    views = [part.unflatten(2, (-1, 128)).transpose(1, 2).requires_grad_() for part in split]
+    whole = [view.detach().contiguous().requires_grad_() for view in views]
+    grad = torch.randn(batch, LENGTH, num_heads, 128, device="cuda", generator=generator).to(dtype).transpose(1, 2)
+    launched: list[str] = []
+    launch = hopper.launch
+
+    def count(kernel: Any, *args: Any) -> None:
+        launched.append(kernel.fn.__name__)
+        launch(kernel, *args)
+
+    monkeypatch.setattr(hopper, "launch", count)
+    found = gradients(triton_attention(*views, layout, Extras()), grad, *views)
+    assert len(launched) == 3
+    expected = gradients(triton_attention(*whole, layout, Extras()), grad.contiguous(), *whole)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    assert found[0].stride() == grad.stride()

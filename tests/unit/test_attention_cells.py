@@ -18,7 +18,7 @@ from twinflow.attention import (
 )
 from twinflow.attention.cells import CELL, DIAGONAL, OWN, WHOLE, CellPlan, cell_plan
 from twinflow.attention.extras import check_call
-from twinflow.attention.launch import Call
+from twinflow.attention.launch import Call, rows_of
 from twinflow.attention.layout import Layout, from_dense
 from twinflow.attention.tiles import Span, Work
 from twinflow.attention.tuning import tunings_for
@@ -122,7 +122,7 @@ def test_which_calls_have_a_plan() -> None:
         call = Call(layout, extras, check_call(q, q, q, layout, extras), dtype, q.device, tunings)
         found = hopper.plan_for(call, (q,), by_keys=False)
         assert hopper.plan_for(replace(call, tunings=replace(tunings, hopper=False)), (q,), by_keys=False) is None
-        assert hopper.plan_for(call, (q.transpose(1, 2),), by_keys=False) is None
+        assert hopper.plan_for(call, (q.transpose(2, 3),), by_keys=False) is None
         return found is not None
 
     assert has_plan()
@@ -143,3 +143,27 @@ def test_heads_that_differ_have_no_plan() -> None:
     tunings = tunings_for(128, q.dtype)
     call = Call(layout, Extras(), check_call(q, q, q, layout, Extras()), q.dtype, q.device, tunings)
     assert hopper.plan_for(call, (q,), by_keys=False) is None
+
+
+def test_rows_of_heads_in_a_matrix() -> None:
+    """One after the other, side by side, side by side with those of other tensors; else there are none."""
+    whole = torch.randn(3, 4, 8, 16)
+    fused = torch.randn(3, 8, 6 * 16)
+    side_by_side = fused[..., 16:80].unflatten(2, (4, 16)).transpose(1, 2)
+    for tensor in (whole, whole.transpose(1, 2), side_by_side, whole[:1, :1], side_by_side[:1]):
+        rows = rows_of(tensor)
+        assert rows is not None
+        batch, heads, length, dim = tensor.shape
+        for number in range(batch * heads):
+            first, col = number // rows.fold * length, number % rows.fold * rows.step
+            part = rows.matrix[first : first + length, col : col + dim]
+            assert torch.equal(part, tensor[number // heads, number % heads])
+    for tensor in (
+        whole.transpose(2, 3),
+        whole[:, :, ::2],
+        whole[:, :1],
+        whole[:, :3],
+        whole[..., 1:],
+        fused[:, :, None, 1:17],
+    ):
+        assert rows_of(tensor) is None

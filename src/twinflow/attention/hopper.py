@@ -13,7 +13,7 @@ from torch import Tensor
 
 from twinflow.attention.cells import OWN, CellPlan, device_cells
 from twinflow.attention.extras import scale_of
-from twinflow.attention.launch import Call, ForwardStrides, bind_context, is_interpreting, is_rows, launch, strides_of
+from twinflow.attention.launch import Call, ForwardStrides, bind_context, is_interpreting, launch, rows_of, strides_of
 from twinflow.attention.pieces import forward_scratch, gradient_scratch, reduce_forward, reduce_gradients
 
 HEAD_DIM = 128
@@ -27,7 +27,7 @@ OPTIONS = {"num_warps": 4}
 
 def plan_for(call: Call, tensors: Sequence[Tensor], by_keys: bool, is_forward: bool = False) -> CellPlan | None:
     """The plan of a kernel; None where the call does not allow it."""
-    if not _allows(call) or not all(is_rows(tensor) for tensor in tensors):
+    if not _allows(call) or not all(rows_of(tensor) is not None for tensor in tensors):
         return None
     other = WHOLE_TILE if is_forward else HALF
     return device_cells(call.layout, call.span, other, by_keys, call.work(by_keys), call.device)
@@ -42,9 +42,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, plan: CellPlan) -> tupl
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     pieces = forward_scratch(call, plan.tiles, plan.size)
     other = plan.size.other
-    tensors = (_rows(q, HALF), _rows(k, other), _rows(v, other), _rows(out, HALF), lse)
+    rows, places = _described((q, HALF), (k, other), (v, other), (out, HALF))
     constants = (STAGES[other], call.sizes.group, *_constants(call, plan))
-    _launch(kernels.forward, (*tensors, *pieces), call, plan, False, constants)
+    _launch(kernels.forward, (*rows, lse, *pieces), places, call, plan, False, constants)
     strides = ForwardStrides(*(strides_of(tensor) for tensor in (q, k, v, out)))
     reduce_forward(out, lse, strides, call, plan.tiles, plan.size, pieces)
     return out, lse
@@ -60,9 +60,11 @@ def query_gradients(
     dq, delta = torch.empty_like(q), torch.empty_like(lse)
     pieces = gradient_scratch(call, plan.tiles, plan.size, 1)
     other = plan.size.other
-    tensors = (_rows(q, HALF), _rows(grad, HALF), _rows(k, other), _rows(v, other), out, lse, delta, _rows(dq, HALF))
+    rows, places = _described((q, HALF), (grad, HALF), (k, other), (v, other), (dq, HALF), (out, HALF))
+    places = (*places, out.stride(2))
     constants = (BACKWARD_STAGES, call.sizes.group, *_constants(call, plan))
-    _launch(kernels.query_gradients, (*tensors, pieces.first), call, plan, False, constants)
+    tensors = (*rows[:5], out, lse, delta, pieces.first)
+    _launch(kernels.query_gradients, tensors, places, call, plan, False, constants)
     reduce_gradients(dq, None, 0, call, plan.tiles, plan.size, pieces)
     return dq, delta
 
@@ -77,16 +79,22 @@ def key_gradients(
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     pieces = gradient_scratch(call, plan.tiles, plan.size, 2)
     other = plan.size.other
-    others = (_rows(q, other), _rows(grad, other), _vector(lse, other), _vector(delta, other))
-    tensors = (_rows(k, HALF), _rows(v, HALF), *others, _rows(dk, HALF), _rows(dv, HALF))
+    rows, places = _described((k, HALF), (v, HALF), (q, other), (grad, other), (dk, HALF), (dv, HALF))
+    tensors = (*rows, _vector(lse, other), _vector(delta, other), *pieces)
     constants = (BACKWARD_STAGES, call.sizes.group, *_constants(call, plan))
-    _launch(kernels.key_gradients, (*tensors, *pieces), call, plan, True, constants)
+    _launch(kernels.key_gradients, tensors, places, call, plan, True, constants)
     reduce_gradients(dk, dv, 0, call, plan.tiles, plan.size, pieces)
     return dk, dv
 
 
 def _launch(
-    kernel: Any, tensors: tuple[Any, ...], call: Call, plan: CellPlan, by_keys: bool, constants: tuple[Any, ...]
+    kernel: Any,
+    tensors: tuple[Any, ...],
+    places: tuple[int, ...],
+    call: Call,
+    plan: CellPlan,
+    by_keys: bool,
+    constants: tuple[Any, ...],
 ) -> None:
     sizes, tiles = call.sizes, plan.tiles
     num_heads = sizes.num_kv_heads if by_keys else sizes.num_heads
@@ -95,7 +103,7 @@ def _launch(
     numbers = (total, tiles.max_items, tiles.num_long, *rows, tiles.num_slots // num_heads)
     words = plan.words if plan.words is not None else tiles.items
     scale = float(scale_of(call.extras, sizes.head_dim))
-    args = (*tensors, tiles.items, tiles.codes, words, scale, *numbers, *constants)
+    args = (*tensors, (tiles.items, tiles.codes, words), places, numbers, scale, *constants)
     launch(kernel, min(total, _num_processors(call.device)), args, OPTIONS)
 
 
@@ -132,12 +140,18 @@ def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else NUM_PROCESSORS
 
 
-def _rows(tensor: Tensor, count: int) -> Any:
-    """A descriptor of so many rows at a time, of all heads of the batch."""
+def _described(*tensors: tuple[Tensor, int]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Descriptors of so many rows at a time, and the places of heads in them."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    shape = [count, tensor.shape[-1]]
-    return TensorDescriptor.from_tensor(tensor.reshape(-1, shape[1]), shape, _swizzled(count, shape[1], tensor.dtype))
+    descriptors, places = [], []
+    for tensor, count in tensors:
+        rows = rows_of(tensor)
+        assert rows is not None, (tensor.shape, tensor.stride())
+        shape = [count, tensor.shape[-1]]
+        descriptors.append(TensorDescriptor.from_tensor(rows.matrix, shape, _swizzled(*shape, tensor.dtype)))
+        places += [rows.fold, rows.step]
+    return tuple(descriptors), tuple(places)
 
 
 def _vector(tensor: Tensor, count: int) -> Any:

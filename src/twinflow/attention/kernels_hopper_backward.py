@@ -20,6 +20,7 @@ from twinflow.attention.kernels_hopper_common import (
     OWN,
     REGISTERS,
     WHOLE,
+    corner,
     give_back,
     load_tiles,
     make_bars,
@@ -31,27 +32,21 @@ from twinflow.attention.kernels_hopper_common import (
 )
 
 
-@gluon.jit(do_not_specialize=["total", "num_items", "num_long", "num_queries", "num_keys", "num_slots"])
+@gluon.jit(do_not_specialize=["places", "sizes"])
 def query_gradients(
     q: gl.tensor,
     grad: gl.tensor,
     k: gl.tensor,
     v: gl.tensor,
+    dq: gl.tensor,
     out: gl.tensor,
     lse: gl.tensor,
     delta: gl.tensor,
-    dq: gl.tensor,
     sums: gl.tensor,
-    items: gl.tensor,
-    codes: gl.tensor,
-    cells: gl.tensor,
+    plan: gl.tuple,
+    places: gl.tuple,
+    sizes: gl.tuple,
     scale: gl.tensor,
-    total: gl.tensor,
-    num_items: gl.tensor,
-    num_long: gl.tensor,
-    num_queries: gl.tensor,
-    num_keys: gl.tensor,
-    num_slots: gl.tensor,
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
     HAS_CUTS: gl.constexpr,
@@ -72,20 +67,44 @@ def query_gradients(
     bars = make_bars(STAGES)
     fence_async_shared()
     sync()
-    plan = (items, codes, cells)
-    sizes = (total, num_items, num_long, num_queries, num_keys, num_slots)
     results = (out, lse, delta, dq, sums)
     gl.warp_specialize(
         [
             (
                 _query_rows,
-                (gl.constexpr(0), own_bufs, other_bufs, bars, plan, sizes, results, scale, HAS_CUTS, HAS_CELLS, CAUSAL),
+                (
+                    gl.constexpr(0),
+                    own_bufs,
+                    other_bufs,
+                    bars,
+                    plan,
+                    places,
+                    sizes,
+                    results,
+                    scale,
+                    HAS_CUTS,
+                    HAS_CELLS,
+                    CAUSAL,
+                ),
             ),
             (
                 _query_rows,
-                (gl.constexpr(1), own_bufs, other_bufs, bars, plan, sizes, results, scale, HAS_CUTS, HAS_CELLS, CAUSAL),
+                (
+                    gl.constexpr(1),
+                    own_bufs,
+                    other_bufs,
+                    bars,
+                    plan,
+                    places,
+                    sizes,
+                    results,
+                    scale,
+                    HAS_CUTS,
+                    HAS_CELLS,
+                    CAUSAL,
+                ),
             ),
-            (load_tiles, ((q, grad), (k, v), own_bufs, other_bufs, bars, plan, sizes, GROUP, gl.constexpr(1))),
+            (load_tiles, ((q, grad), (k, v), own_bufs, other_bufs, bars, plan, places, sizes, GROUP, gl.constexpr(1))),
         ],
         [4, 1],
         [REGISTERS, LOADER_REGISTERS],
@@ -99,6 +118,7 @@ def _query_rows(
     other_bufs: gl.tuple,
     bars: gl.tuple,
     plan: gl.tuple,
+    places: gl.tuple,
     sizes: gl.tuple,
     results: gl.tuple,
     scale: gl.tensor,
@@ -117,7 +137,7 @@ def _query_rows(
     turn = 0
     is_held = 0  # whether the item before still has its own tiles
     head, tile, start, stop, piece = read_item(plan[0], gl.program_id(0), sizes)
-    out_tile = _read_out(out, head * sizes[3] + tile * OWN + PART * HALF, DIM, ROWS)
+    out_tile = _read_out(out, head, tile * OWN + PART * HALF, places, sizes, DIM, ROWS)
     for number in range(gl.program_id(0), sizes[0], gl.num_programs(0)):
         following = read_item(plan[0], number + gl.num_programs(0), sizes)
         slot = turn & 1
@@ -129,7 +149,7 @@ def _query_rows(
         q_tile = own_bufs[0].index(slot * 2 + PART)
         g_tile = own_bufs[1].index(slot * 2 + PART)
         row_delta = gl.sum(out_tile.to(gl.float32) * g_tile.load(ROWS).to(gl.float32), 1)
-        out_tile = _read_out(out, following[0] * sizes[3] + following[1] * OWN + PART * HALF, DIM, ROWS)
+        out_tile = _read_out(out, following[0], following[1] * OWN + PART * HALF, places, sizes, DIM, ROWS)
         gl.store(delta + base + gl.arange(0, HALF, gl.SliceLayout(1, ROWS)), row_delta)
         row_delta = gl.convert_layout(row_delta, gl.SliceLayout(1, SCORES))
         acc = gl.full([HALF, DIM], 0.0, gl.float32, SUMS)
@@ -161,17 +181,30 @@ def _query_rows(
         if HAS_CUTS and piece >= 0:
             store_piece(sums, (head * sizes[5] + piece).to(gl.int64), acc, PART, SUMS)
         else:
-            store_rows(dq, at, q_tile, acc.to(q_tile.dtype))
+            row, col = corner(head, sizes[3], places, 4)
+            store_rows(dq, row + tile * OWN + PART * HALF, col, q_tile, acc.to(q_tile.dtype))
         turn += 1
         head, tile, start, stop, piece = following
     tma.store_wait(0)
 
 
 @gluon.jit
-def _read_out(out: gl.tensor, row: gl.tensor, DIM: gl.constexpr, ROWS: gl.constexpr) -> gl.tensor:
+def _read_out(
+    out: gl.tensor,
+    head: gl.tensor,
+    position: gl.tensor,
+    places: gl.tuple,
+    sizes: gl.tuple,
+    DIM: gl.constexpr,
+    ROWS: gl.constexpr,
+) -> gl.tensor:
+    """Rows of `out`, the sixth tensor with a place; its stride from row to row comes after all places."""
+    row, col = corner(head, sizes[3], places, 5)
+    stride = places[12]
     rows = gl.arange(0, HALF, gl.SliceLayout(1, ROWS))
     cols = gl.arange(0, DIM, gl.SliceLayout(0, ROWS))
-    return gl.load(out + row.to(gl.int64) * DIM + (rows[:, None] * DIM + cols[None, :]))
+    first = out + (row + position).to(gl.int64) * stride + col
+    return gl.load(first + (rows[:, None] * stride + cols[None, :]))
 
 
 @gluon.jit
@@ -210,28 +243,22 @@ def _add_to_queries(
     return warpgroup_mma_wait(0, deps=[acc])
 
 
-@gluon.jit(do_not_specialize=["total", "num_items", "num_long", "num_keys", "num_queries", "num_slots"])
+@gluon.jit(do_not_specialize=["places", "sizes"])
 def key_gradients(
     k: gl.tensor,
     v: gl.tensor,
     q: gl.tensor,
     grad: gl.tensor,
-    lse: gl.tensor,
-    delta: gl.tensor,
     dk: gl.tensor,
     dv: gl.tensor,
+    lse: gl.tensor,
+    delta: gl.tensor,
     sums_k: gl.tensor,
     sums_v: gl.tensor,
-    items: gl.tensor,
-    codes: gl.tensor,
-    cells: gl.tensor,
+    plan: gl.tuple,
+    places: gl.tuple,
+    sizes: gl.tuple,
     scale: gl.tensor,
-    total: gl.tensor,
-    num_items: gl.tensor,
-    num_long: gl.tensor,
-    num_keys: gl.tensor,
-    num_queries: gl.tensor,
-    num_slots: gl.tensor,
     STAGES: gl.constexpr,
     MEMBERS: gl.constexpr,
     HAS_CUTS: gl.constexpr,
@@ -254,8 +281,6 @@ def key_gradients(
     bars = make_bars(STAGES)
     fence_async_shared()
     sync()
-    plan = (items, codes, cells)
-    sizes = (total, num_items, num_long, num_keys, num_queries, num_slots)
     results = (dk, dv, sums_k, sums_v)
     gl.warp_specialize(
         [
@@ -267,6 +292,7 @@ def key_gradients(
                     other_bufs,
                     bars,
                     plan,
+                    places,
                     sizes,
                     results,
                     scale,
@@ -284,6 +310,7 @@ def key_gradients(
                     other_bufs,
                     bars,
                     plan,
+                    places,
                     sizes,
                     results,
                     scale,
@@ -295,7 +322,18 @@ def key_gradients(
             ),
             (
                 load_tiles,
-                ((k, v), (q, grad, lse, delta), own_bufs, other_bufs, bars, plan, sizes, gl.constexpr(1), MEMBERS),
+                (
+                    (k, v),
+                    (q, grad, lse, delta),
+                    own_bufs,
+                    other_bufs,
+                    bars,
+                    plan,
+                    places,
+                    sizes,
+                    gl.constexpr(1),
+                    MEMBERS,
+                ),
             ),
         ],
         [4, 1],
@@ -310,6 +348,7 @@ def _key_rows(
     other_bufs: gl.tuple,
     bars: gl.tuple,
     plan: gl.tuple,
+    places: gl.tuple,
     sizes: gl.tuple,
     results: gl.tuple,
     scale: gl.tensor,
@@ -368,9 +407,11 @@ def _key_rows(
             store_piece(sums_k, place, dk_acc, PART, SUMS)
             store_piece(sums_v, place, dv_acc, PART, SUMS)
         else:
-            at = head * sizes[3] + tile * OWN + PART * HALF
-            store_rows(dk, at, own[0], dk_acc.to(own[0].dtype))
-            store_rows(dv, at, own[1], dv_acc.to(own[1].dtype))
+            at = tile * OWN + PART * HALF
+            row, col = corner(head, sizes[3], places, 4)
+            store_rows(dk, row + at, col, own[0], dk_acc.to(own[0].dtype))
+            row, col = corner(head, sizes[3], places, 5)
+            store_rows(dv, row + at, col, own[1], dv_acc.to(own[1].dtype))
         turn += 1
         head, tile, start, stop, piece = following
     tma.store_wait(0)

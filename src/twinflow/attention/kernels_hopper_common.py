@@ -9,6 +9,7 @@ exponentials, the products of the other keep the tensor cores busy, and the next
 - `other_bufs`: two tensors' other tiles, [stages, tile, dim], and where scores are [keys, queries] two vectors of them.
 - `bars`: full and empty, of own tiles, of the first others and of the second.
 - `plan`: items, codes and cells of a CellPlan.
+- `places`: of each tensor with rows in the order of the descriptors two numbers, see launch.Rows.
 - `sizes`: items of all heads, items of a head, long ones, own rows, other rows and slots of a head.
 
 Operands that stay the same over a loop are read from shared memory: ptxas 12.8 gives registers that hold one to others.
@@ -52,6 +53,13 @@ def read_item(items: gl.tensor, number: gl.tensor, sizes: gl.tuple) -> gl.tuple:
 
 
 @gluon.jit
+def corner(head: gl.tensor, num_rows: gl.tensor, places: gl.tuple, NUMBER: gl.constexpr) -> gl.tuple:
+    """First row and column of a head (of all the batch's) in the matrix of a tensor."""
+    fold = places[2 * NUMBER]
+    return head // fold * num_rows, head % fold * places[2 * NUMBER + 1]
+
+
+@gluon.jit
 def make_bars(STAGES: gl.constexpr) -> gl.tuple:
     """Full and empty, of own tiles and twice of others; the two warpgroups empty what the loading warp has filled."""
     return (_bars(2, 1), _bars(2, 2), _bars(STAGES, 1), _bars(STAGES, 2), _bars(STAGES, 1), _bars(STAGES, 2))
@@ -73,6 +81,7 @@ def load_tiles(
     other_bufs: gl.tuple,
     bars: gl.tuple,
     plan: gl.tuple,
+    places: gl.tuple,
     sizes: gl.tuple,
     GROUP: gl.constexpr,
     MEMBERS: gl.constexpr,
@@ -88,28 +97,38 @@ def load_tiles(
     for number in range(gl.program_id(0), sizes[0], gl.num_programs(0)):
         head, tile, start, stop, _ = read_item(plan[0], number, sizes)
         slot = turn & 1
-        at = head * sizes[3] + tile * OWN
         mbarrier.wait(bars[1].index(slot), ((turn >> 1) & 1) ^ 1)
         mbarrier.expect(bars[0].index(slot), len(own_bufs) * OWN * DIM * 2)
         for i in gl.static_range(len(own_bufs)):
+            row, col = corner(head, sizes[3], places, i)
             for half in gl.static_range(2):
+                at = row + tile * OWN + half * HALF
                 buf = own_bufs[i].index(slot * 2 + half)
-                tma.async_copy_global_to_shared(own[i], [at + half * HALF, 0], bars[0].index(slot), buf)
+                tma.async_copy_global_to_shared(own[i], [at, col], bars[0].index(slot), buf)
         for member in range(MEMBERS):
-            first = (head * MEMBERS + member) // GROUP * sizes[4]
+            other_head = (head * MEMBERS + member) // GROUP
+            row_a, col_a = corner(other_head, sizes[4], places, len(own_bufs))
+            row_b, col_b = corner(other_head, sizes[4], places, len(own_bufs) + 1)
             code = gl.load(plan[1] + start)
             for t in range(start, stop):
                 following = gl.load(plan[1] + t + 1)
-                at = first + (code >> BITS) * OTHER
+                at = (code >> BITS) * OTHER
                 stage = count % STAGES
                 phase = ((count // STAGES) & 1) ^ 1
-                for i in gl.static_range(2):
-                    full = bars[2 + 2 * i].index(stage)
-                    mbarrier.wait(bars[3 + 2 * i].index(stage), phase)
-                    mbarrier.expect(full, TILE_BYTES)
-                    tma.async_copy_global_to_shared(others[i], [at, 0], full, other_bufs[i].index(stage))
-                    if HAS_VECTORS:
-                        tma.async_copy_global_to_shared(others[2 + i], [at], full, other_bufs[2 + i].index(stage))
+                mbarrier.wait(bars[3].index(stage), phase)
+                full = bars[2].index(stage)
+                mbarrier.expect(full, TILE_BYTES)
+                tma.async_copy_global_to_shared(others[0], [row_a + at, col_a], full, other_bufs[0].index(stage))
+                if HAS_VECTORS:
+                    vector = other_head * sizes[4] + at
+                    tma.async_copy_global_to_shared(others[2], [vector], full, other_bufs[2].index(stage))
+                mbarrier.wait(bars[5].index(stage), phase)
+                full = bars[4].index(stage)
+                mbarrier.expect(full, TILE_BYTES)
+                tma.async_copy_global_to_shared(others[1], [row_b + at, col_b], full, other_bufs[1].index(stage))
+                if HAS_VECTORS:
+                    vector = other_head * sizes[4] + at
+                    tma.async_copy_global_to_shared(others[3], [vector], full, other_bufs[3].index(stage))
                 count += 1
                 code = following
         turn += 1
@@ -123,12 +142,12 @@ def give_back(bars: gl.tuple, slot: gl.tensor) -> None:
 
 
 @gluon.jit
-def store_rows(rows: gl.tensor, row: gl.tensor, buf: gl.tensor, value: gl.tensor) -> None:
+def store_rows(rows: gl.tensor, row: gl.tensor, col: gl.tensor, buf: gl.tensor, value: gl.tensor) -> None:
     """Through an own tile that nobody reads any more."""
     buf.store(value)
     fence_async_shared()
     sync()
-    tma.async_copy_shared_to_global(rows, [row, 0], buf)
+    tma.async_copy_shared_to_global(rows, [row, col], buf)
 
 
 @gluon.jit

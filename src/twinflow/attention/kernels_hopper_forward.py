@@ -21,6 +21,7 @@ from twinflow.attention.kernels_hopper_common import (
     OWN,
     REGISTERS,
     WHOLE,
+    corner,
     give_back,
     load_tiles,
     make_bars,
@@ -34,7 +35,7 @@ from twinflow.attention.kernels_hopper_common import (
 LOWEST = gl.constexpr(-1e30)  # below any score that counts, and finite: no difference with it is NaN
 
 
-@gluon.jit(do_not_specialize=["total", "num_items", "num_long", "num_queries", "num_keys", "num_slots"])
+@gluon.jit(do_not_specialize=["places", "sizes"])
 def forward(
     q: gl.tensor,
     k: gl.tensor,
@@ -44,16 +45,10 @@ def forward(
     sums: gl.tensor,
     tops: gl.tensor,
     weights: gl.tensor,
-    items: gl.tensor,
-    codes: gl.tensor,
-    cells: gl.tensor,
+    plan: gl.tuple,
+    places: gl.tuple,
+    sizes: gl.tuple,
     scale: gl.tensor,
-    total: gl.tensor,
-    num_items: gl.tensor,
-    num_long: gl.tensor,
-    num_queries: gl.tensor,
-    num_keys: gl.tensor,
-    num_slots: gl.tensor,
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
     HAS_CUTS: gl.constexpr,
@@ -71,20 +66,44 @@ def forward(
     bars = make_bars(STAGES)
     fence_async_shared()
     sync()
-    plan = (items, codes, cells)
-    sizes = (total, num_items, num_long, num_queries, num_keys, num_slots)
     results = (out, lse, sums, tops, weights)
     gl.warp_specialize(
         [
             (
                 _own_rows,
-                (gl.constexpr(0), own_bufs, other_bufs, bars, plan, sizes, results, scale, HAS_CUTS, HAS_CELLS, CAUSAL),
+                (
+                    gl.constexpr(0),
+                    own_bufs,
+                    other_bufs,
+                    bars,
+                    plan,
+                    places,
+                    sizes,
+                    results,
+                    scale,
+                    HAS_CUTS,
+                    HAS_CELLS,
+                    CAUSAL,
+                ),
             ),
             (
                 _own_rows,
-                (gl.constexpr(1), own_bufs, other_bufs, bars, plan, sizes, results, scale, HAS_CUTS, HAS_CELLS, CAUSAL),
+                (
+                    gl.constexpr(1),
+                    own_bufs,
+                    other_bufs,
+                    bars,
+                    plan,
+                    places,
+                    sizes,
+                    results,
+                    scale,
+                    HAS_CUTS,
+                    HAS_CELLS,
+                    CAUSAL,
+                ),
             ),
-            (load_tiles, ((q,), (k, v), own_bufs, other_bufs, bars, plan, sizes, GROUP, gl.constexpr(1))),
+            (load_tiles, ((q,), (k, v), own_bufs, other_bufs, bars, plan, places, sizes, GROUP, gl.constexpr(1))),
         ],
         [4, 1],
         [REGISTERS, LOADER_REGISTERS],
@@ -98,6 +117,7 @@ def _own_rows(
     other_bufs: gl.tuple,
     bars: gl.tuple,
     plan: gl.tuple,
+    places: gl.tuple,
     sizes: gl.tuple,
     results: gl.tuple,
     scale: gl.tensor,
@@ -143,12 +163,13 @@ def _own_rows(
             gl.store(tops + place * OWN + PART * HALF + rows, top)
             gl.store(weights + place * OWN + PART * HALF + rows, weight)
         else:
+            row, col = corner(head, sizes[3], places, 3)
             at = head * sizes[3] + tile * OWN + PART * HALF
             is_empty = weight == 0.0
             divisor = gl.where(is_empty, 1.0, weight)
             gl.store(lse + at.to(gl.int64) + rows, gl.where(is_empty, float("inf"), top + gl.log2(divisor)))
             acc = acc / gl.convert_layout(divisor, gl.SliceLayout(1, SUMS))[:, None]
-            store_rows(out, at, q_tile, acc.to(q_tile.dtype))
+            store_rows(out, row + tile * OWN + PART * HALF, col, q_tile, acc.to(q_tile.dtype))
         turn += 1
         head, tile, start, stop, piece = following
     tma.store_wait(0)

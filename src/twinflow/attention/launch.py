@@ -256,8 +256,33 @@ def launch(kernel: Any, num_programs: int, args: tuple[Any, ...], options: dict[
     kernel[(num_programs,)](*args, **options)
 
 
+@dataclass(frozen=True)
+class Rows:
+    """All rows of a tensor [batch, heads, tokens, dim] as one matrix: head h, of all the batch's, has the rows from
+    h // fold * tokens on, and the columns from h % fold * step on."""
+
+    matrix: Tensor
+    fold: int
+    step: int
+
+
+def rows_of(tensor: Tensor) -> Rows | None:
+    """As a descriptor can tell them: heads one after the other, or side by side as a projection leaves them."""
+    batch, heads, length, dim = tensor.shape
+    of_batch, of_head, of_token, of_element = tensor.stride()
+    if tensor.data_ptr() % 16 or batch * heads * length >= 2**31:
+        return None
+    if tensor.is_contiguous():
+        return Rows(tensor.view(-1, dim), 1, 0)
+    width = (heads - 1) * of_head + dim
+    is_matrix = of_element == 1 and of_token >= width and (batch == 1 or of_batch == length * of_token)
+    if not is_matrix or of_token * tensor.element_size() % 16 or of_head * tensor.element_size() % 16:
+        return None
+    return Rows(tensor.as_strided((batch * length, width), (of_token, 1)), heads, of_head)
+
+
 def is_rows(tensor: Tensor) -> bool:
-    """Whether a descriptor can tell the rows of all heads of the batch."""
+    """Whether heads lie one after the other, as descriptors of Triton's kernels want them."""
     return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 and tensor.numel() // tensor.shape[-1] < 2**31
 
 
