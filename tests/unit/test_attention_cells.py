@@ -135,6 +135,14 @@ def test_which_calls_have_a_plan() -> None:
     assert not has_plan(key_padding=torch.ones(1, 512, dtype=torch.bool))
 
 
+def test_another_triton_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its language may differ; the kernels for every GPU are written in one that is settled."""
+    triton = pytest.importorskip("triton", minversion="3.6")
+    assert hopper._has_language()
+    monkeypatch.setattr(triton, "__version__", "3.9.0")
+    assert not hopper._has_language.__wrapped__()
+
+
 def test_heads_that_differ_have_no_plan() -> None:
     pytest.importorskip("triton", minversion="3.6")
     layout = BigBirdSparsityConfig(2, 128, different_layout_per_head=True).layout(4096)
