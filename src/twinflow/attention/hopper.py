@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,16 @@ BACKWARD_STAGES = 3
 NUM_PROCESSORS = 132  # where kernels are only compiled
 OPTIONS = {"num_warps": 4}
 TRITONS = (("3", "6"), ("3", "7"))  # whose code for the kernels has been looked at
+
+
+class Shape(NamedTuple):
+    """Constants of a compiled kernel."""
+
+    STAGES: int  # of other tiles
+    GROUP: int  # query heads for each head of keys
+    HAS_CUTS: bool
+    HAS_CELLS: bool  # else every tile is whole
+    CAUSAL: bool
 
 
 def plan_for(call: Call, tensors: Sequence[Tensor], by_keys: bool, is_forward: bool = False) -> CellPlan | None:
@@ -44,8 +54,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, plan: CellPlan) -> tupl
     pieces = forward_scratch(call, plan.tiles, plan.size)
     other = plan.size.other
     rows, places = _described((q, HALF), (k, other), (v, other), (out, HALF))
-    constants = (STAGES[other], call.sizes.group, *_constants(call, plan))
-    _launch(kernels.forward, (*rows, lse, *pieces), places, call, plan, False, constants)
+    _launch(kernels.forward, (*rows, lse, *pieces), places, call, plan, by_keys=False, num_stages=STAGES[other])
     strides = ForwardStrides(*(strides_of(tensor) for tensor in (q, k, v, out)))
     reduce_forward(out, lse, strides, call, plan.tiles, plan.size, pieces)
     return out, lse
@@ -63,9 +72,8 @@ def query_gradients(
     other = plan.size.other
     rows, places = _described((q, HALF), (grad, HALF), (k, other), (v, other), (dq, HALF), (out, HALF))
     places = (*places, out.stride(2))
-    constants = (BACKWARD_STAGES, call.sizes.group, *_constants(call, plan))
     tensors = (*rows[:5], out, lse, delta, pieces.first)
-    _launch(kernels.query_gradients, tensors, places, call, plan, False, constants)
+    _launch(kernels.query_gradients, tensors, places, call, plan, by_keys=False)
     reduce_gradients(dq, None, 0, call, plan.tiles, plan.size, pieces)
     return dq, delta
 
@@ -82,8 +90,7 @@ def key_gradients(
     other = plan.size.other
     rows, places = _described((k, HALF), (v, HALF), (q, other), (grad, other), (dk, HALF), (dv, HALF))
     tensors = (*rows, _vector(lse, other), _vector(delta, other), *pieces)
-    constants = (BACKWARD_STAGES, call.sizes.group, *_constants(call, plan))
-    _launch(kernels.key_gradients, tensors, places, call, plan, True, constants)
+    _launch(kernels.key_gradients, tensors, places, call, plan, by_keys=True)
     reduce_gradients(dk, dv, 0, call, plan.tiles, plan.size, pieces)
     return dk, dv
 
@@ -95,7 +102,7 @@ def _launch(
     call: Call,
     plan: CellPlan,
     by_keys: bool,
-    constants: tuple[Any, ...],
+    num_stages: int = BACKWARD_STAGES,
 ) -> None:
     sizes, tiles = call.sizes, plan.tiles
     num_heads = sizes.num_kv_heads if by_keys else sizes.num_heads
@@ -104,12 +111,9 @@ def _launch(
     numbers = (total, tiles.max_items, tiles.num_long, *rows, tiles.num_slots // num_heads)
     words = plan.words if plan.words is not None else tiles.items
     scale = float(scale_of(call.extras, sizes.head_dim))
-    args = (*tensors, (tiles.items, tiles.codes, words), places, numbers, scale, *constants)
+    shape = Shape(num_stages, sizes.group, tiles.num_slots > 0, plan.words is not None, call.layout.is_causal)
+    args = (*tensors, (tiles.items, tiles.codes, words), places, numbers, scale, shape)
     launch(kernel, min(total, _num_processors(call.device)), args, OPTIONS)
-
-
-def _constants(call: Call, plan: CellPlan) -> tuple[bool, bool, bool]:
-    return plan.tiles.num_slots > 0, plan.words is not None, call.layout.is_causal
 
 
 def _allows(call: Call) -> bool:
@@ -117,13 +121,14 @@ def _allows(call: Call) -> bool:
     is_whole = call.extras.q_start == 0 and sizes.num_queries % OWN == 0 and sizes.num_keys % OWN == 0
     is_fit = sizes.head_dim == HEAD_DIM and call.layout.num_patterns == 1 and call.is_plain
     is_fit = is_fit and scale_of(call.extras, sizes.head_dim) > 0.0
-    return call.tunings.hopper and is_whole and is_fit and _is_hopper(call.device) and _has_language()
+    is_ours = call.tunings.hopper and is_whole and is_fit
+    return is_ours and not is_interpreting() and _is_hopper(call.device) and _has_language()
 
 
 @lru_cache
 def _is_hopper(device: torch.device) -> bool:
     """Of a GPU; where there is none, kernels are only compiled."""
-    return not is_interpreting() and (device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0))
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @lru_cache

@@ -47,11 +47,7 @@ def query_gradients(
     places: gl.tuple,
     sizes: gl.tuple,
     scale: gl.tensor,
-    STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
-    HAS_CUTS: gl.constexpr,
-    HAS_CELLS: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    S: gl.constexpr,
 ) -> None:
     """A program owns queries; q, grad, k, v and dq are descriptors."""
     OTHER: gl.constexpr = k.block_type.shape[0]
@@ -61,50 +57,32 @@ def query_gradients(
         gl.allocate_shared_memory(q.dtype, [4, HALF, DIM], q.layout),
     )
     other_bufs = (
-        gl.allocate_shared_memory(k.dtype, [STAGES, OTHER, DIM], k.layout),
-        gl.allocate_shared_memory(k.dtype, [STAGES, OTHER, DIM], k.layout),
+        gl.allocate_shared_memory(k.dtype, [S.STAGES, OTHER, DIM], k.layout),
+        gl.allocate_shared_memory(k.dtype, [S.STAGES, OTHER, DIM], k.layout),
     )
-    bars = make_bars(STAGES)
+    bars = make_bars(S.STAGES)
     fence_async_shared()
     sync()
     results = (out, lse, delta, dq, sums)
     gl.warp_specialize(
         [
+            (_query_rows, (gl.constexpr(0), own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S)),
+            (_query_rows, (gl.constexpr(1), own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S)),
             (
-                _query_rows,
+                load_tiles,
                 (
-                    gl.constexpr(0),
+                    (q, grad),
+                    (k, v),
                     own_bufs,
                     other_bufs,
                     bars,
                     plan,
                     places,
                     sizes,
-                    results,
-                    scale,
-                    HAS_CUTS,
-                    HAS_CELLS,
-                    CAUSAL,
-                ),
-            ),
-            (
-                _query_rows,
-                (
+                    gl.constexpr(S.GROUP),
                     gl.constexpr(1),
-                    own_bufs,
-                    other_bufs,
-                    bars,
-                    plan,
-                    places,
-                    sizes,
-                    results,
-                    scale,
-                    HAS_CUTS,
-                    HAS_CELLS,
-                    CAUSAL,
                 ),
             ),
-            (load_tiles, ((q, grad), (k, v), own_bufs, other_bufs, bars, plan, places, sizes, GROUP, gl.constexpr(1))),
         ],
         [4, 1],
         [REGISTERS, LOADER_REGISTERS],
@@ -122,9 +100,7 @@ def _query_rows(
     sizes: gl.tuple,
     results: gl.tuple,
     scale: gl.tensor,
-    HAS_CUTS: gl.constexpr,
-    HAS_CELLS: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    S: gl.constexpr,
 ) -> None:
     """A warpgroup, with one half of each own tile. Rows of `out` are read an item ahead, into registers."""
     STAGES: gl.constexpr = other_bufs[0].shape[0]
@@ -154,20 +130,20 @@ def _query_rows(
         row_delta = gl.convert_layout(row_delta, gl.SliceLayout(1, SCORES))
         acc = gl.full([HALF, DIM], 0.0, gl.float32, SUMS)
         words = plan[2] + start * 2 + PART
-        word = gl.load(words) if HAS_CELLS else WHOLE
+        word = gl.load(words) if S.HAS_CELLS else WHOLE
         for t in range(num_tiles):
             stage = (count + t) % STAGES
             phase = ((count + t) // STAGES) & 1
             own = (q_tile, g_tile, row_lse, row_delta)
-            if HAS_CELLS:
+            if S.HAS_CELLS:
                 next_word = gl.load(words + (t + 1) * 2)
                 mbarrier.wait(bars[2].index(stage), phase)
                 mbarrier.wait(bars[4].index(stage), phase)
                 if word != 0:
-                    acc = _add_to_queries(acc, own, other_bufs, bars, stage, phase, scale, word, True, CAUSAL, SCORES)
+                    acc = _add_to_queries(acc, own, other_bufs, bars, stage, phase, scale, word, S, SCORES)
                 word = next_word
             else:
-                acc = _add_to_queries(acc, own, other_bufs, bars, stage, phase, scale, WHOLE, False, False, SCORES)
+                acc = _add_to_queries(acc, own, other_bufs, bars, stage, phase, scale, WHOLE, S, SCORES)
             mbarrier.arrive(bars[3].index(stage), count=1)
             mbarrier.arrive(bars[5].index(stage), count=1)
             if is_held != 0:
@@ -178,7 +154,7 @@ def _query_rows(
             give_back(bars, slot ^ 1)
         is_held = 1
         acc = acc * scale
-        if HAS_CUTS and piece >= 0:
+        if S.HAS_CUTS and piece >= 0:
             store_piece(sums, (head * sizes[5] + piece).to(gl.int64), acc, PART, SUMS)
         else:
             row, col = corner(head, sizes[3], places, 4)
@@ -217,8 +193,7 @@ def _add_to_queries(
     phase: gl.tensor,
     scale: gl.tensor,
     word: gl.tensor,
-    HAS_CELLS: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    S: gl.constexpr,
     SCORES: gl.constexpr,
 ) -> gl.tensor:
     """What one tile of keys adds to the gradients of queries."""
@@ -226,16 +201,16 @@ def _add_to_queries(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     zeros = gl.full([HALF, HALF], 0.0, gl.float32, SCORES)
     k_tile = other_bufs[0].index(stage)
-    if not HAS_CELLS:
+    if not S.HAS_CELLS:
         mbarrier.wait(bars[2].index(stage), phase)
     scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if not HAS_CELLS:
+    if not S.HAS_CELLS:
         mbarrier.wait(bars[4].index(stage), phase)
     v_tile = other_bufs[1].index(stage).permute((1, 0))
     dp = warpgroup_mma(g_tile, v_tile, zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    if HAS_CELLS and word != WHOLE:
-        scores = masked(scores, word, CAUSAL, False, SCORES)
+    if S.HAS_CELLS and word != WHOLE:
+        scores = masked(scores, word, S.CAUSAL, False, SCORES)
     p = gl.exp2(scores * (scale * LOG2E) - row_lse[:, None])
     dp = warpgroup_mma_wait(0, deps=[dp])
     ds = gl.convert_layout((p * (dp - row_delta[:, None])).to(k_tile.dtype), OPERAND)
@@ -259,11 +234,7 @@ def key_gradients(
     places: gl.tuple,
     sizes: gl.tuple,
     scale: gl.tensor,
-    STAGES: gl.constexpr,
-    MEMBERS: gl.constexpr,
-    HAS_CUTS: gl.constexpr,
-    HAS_CELLS: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    S: gl.constexpr,
 ) -> None:
     """A program owns keys, and sums over the query heads that share them; all but scratch and plan are descriptors."""
     OTHER: gl.constexpr = q.block_type.shape[0]
@@ -273,58 +244,25 @@ def key_gradients(
         gl.allocate_shared_memory(k.dtype, [4, HALF, DIM], k.layout),
     )
     other_bufs = (
-        gl.allocate_shared_memory(q.dtype, [STAGES, OTHER, DIM], q.layout),
-        gl.allocate_shared_memory(q.dtype, [STAGES, OTHER, DIM], q.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES, OTHER], lse.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES, OTHER], lse.layout),
+        gl.allocate_shared_memory(q.dtype, [S.STAGES, OTHER, DIM], q.layout),
+        gl.allocate_shared_memory(q.dtype, [S.STAGES, OTHER, DIM], q.layout),
+        gl.allocate_shared_memory(gl.float32, [S.STAGES, OTHER], lse.layout),
+        gl.allocate_shared_memory(gl.float32, [S.STAGES, OTHER], lse.layout),
     )
-    bars = make_bars(STAGES)
+    bars = make_bars(S.STAGES)
     fence_async_shared()
     sync()
+    others = (q, grad, lse, delta)
     results = (dk, dv, sums_k, sums_v)
     gl.warp_specialize(
         [
-            (
-                _key_rows,
-                (
-                    gl.constexpr(0),
-                    own_bufs,
-                    other_bufs,
-                    bars,
-                    plan,
-                    places,
-                    sizes,
-                    results,
-                    scale,
-                    MEMBERS,
-                    HAS_CUTS,
-                    HAS_CELLS,
-                    CAUSAL,
-                ),
-            ),
-            (
-                _key_rows,
-                (
-                    gl.constexpr(1),
-                    own_bufs,
-                    other_bufs,
-                    bars,
-                    plan,
-                    places,
-                    sizes,
-                    results,
-                    scale,
-                    MEMBERS,
-                    HAS_CUTS,
-                    HAS_CELLS,
-                    CAUSAL,
-                ),
-            ),
+            (_key_rows, (gl.constexpr(0), own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S)),
+            (_key_rows, (gl.constexpr(1), own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S)),
             (
                 load_tiles,
                 (
                     (k, v),
-                    (q, grad, lse, delta),
+                    others,
                     own_bufs,
                     other_bufs,
                     bars,
@@ -332,7 +270,7 @@ def key_gradients(
                     places,
                     sizes,
                     gl.constexpr(1),
-                    MEMBERS,
+                    gl.constexpr(S.GROUP),
                 ),
             ),
         ],
@@ -352,10 +290,7 @@ def _key_rows(
     sizes: gl.tuple,
     results: gl.tuple,
     scale: gl.tensor,
-    MEMBERS: gl.constexpr,
-    HAS_CUTS: gl.constexpr,
-    HAS_CELLS: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    S: gl.constexpr,
 ) -> None:
     """A warpgroup, with one half of each own tile. Scores are [keys, queries]."""
     STAGES: gl.constexpr = other_bufs[0].shape[0]
@@ -376,22 +311,22 @@ def _key_rows(
         dk_acc = gl.full([HALF, DIM], 0.0, gl.float32, SUMS)
         dv_acc = gl.full([HALF, DIM], 0.0, gl.float32, SUMS)
         words = plan[2] + start * 2 + PART
-        for _ in range(MEMBERS):
-            word = gl.load(words) if HAS_CELLS else WHOLE
+        for _ in range(S.GROUP):
+            word = gl.load(words) if S.HAS_CELLS else WHOLE
             for t in range(num_tiles):
                 stage = (count + t) % STAGES
                 phase = ((count + t) // STAGES) & 1
-                if HAS_CELLS:
+                if S.HAS_CELLS:
                     next_word = gl.load(words + (t + 1) * 2)
                     mbarrier.wait(bars[2].index(stage), phase)
                     mbarrier.wait(bars[4].index(stage), phase)
                     if word != 0:
                         dk_acc, dv_acc = _add_to_keys(dk_acc, dv_acc, own, other_bufs, bars, stage, phase, scale, word,
-                                                      True, CAUSAL, SCORES)  # fmt: skip
+                                                      S, SCORES)  # fmt: skip
                     word = next_word
                 else:
                     dk_acc, dv_acc = _add_to_keys(dk_acc, dv_acc, own, other_bufs, bars, stage, phase, scale, WHOLE,
-                                                  False, False, SCORES)  # fmt: skip
+                                                  S, SCORES)  # fmt: skip
                 mbarrier.arrive(bars[3].index(stage), count=1)
                 mbarrier.arrive(bars[5].index(stage), count=1)
                 if is_held != 0:
@@ -402,7 +337,7 @@ def _key_rows(
             give_back(bars, slot ^ 1)
         is_held = 1
         dk_acc = dk_acc * scale
-        if HAS_CUTS and piece >= 0:
+        if S.HAS_CUTS and piece >= 0:
             place = (head * sizes[5] + piece).to(gl.int64)
             store_piece(sums_k, place, dk_acc, PART, SUMS)
             store_piece(sums_v, place, dv_acc, PART, SUMS)
@@ -428,8 +363,7 @@ def _add_to_keys(
     phase: gl.tensor,
     scale: gl.tensor,
     word: gl.tensor,
-    HAS_CELLS: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    S: gl.constexpr,
     SCORES: gl.constexpr,
 ) -> gl.tuple:
     """What one tile of queries adds to the gradients of keys and values."""
@@ -439,16 +373,16 @@ def _add_to_keys(
     zeros = gl.full([HALF, HALF], 0.0, gl.float32, SCORES)
     q_tile = other_bufs[0].index(stage)
     g_tile = other_bufs[1].index(stage)
-    if not HAS_CELLS:
+    if not S.HAS_CELLS:
         mbarrier.wait(bars[2].index(stage), phase)
     scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if not HAS_CELLS:
+    if not S.HAS_CELLS:
         mbarrier.wait(bars[4].index(stage), phase)
     dp = warpgroup_mma(v_tile, g_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
     row_lse = other_bufs[2].index(stage).load(QUERIES)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    if HAS_CELLS and word != WHOLE:
-        scores = masked(scores, word, CAUSAL, True, SCORES)
+    if S.HAS_CELLS and word != WHOLE:
+        scores = masked(scores, word, S.CAUSAL, True, SCORES)
     p = gl.exp2(scores * (scale * LOG2E) - row_lse[None, :])
     dv = warpgroup_mma(gl.convert_layout(p.to(q_tile.dtype), OPERAND), g_tile, dv, is_async=True)
     row_delta = other_bufs[3].index(stage).load(QUERIES)

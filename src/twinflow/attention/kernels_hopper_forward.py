@@ -49,61 +49,28 @@ def forward(
     places: gl.tuple,
     sizes: gl.tuple,
     scale: gl.tensor,
-    STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
-    HAS_CUTS: gl.constexpr,
-    HAS_CELLS: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    S: gl.constexpr,
 ) -> None:
     """A program owns queries; q, k, v and out are descriptors. Without cells every tile is kept whole."""
     OTHER: gl.constexpr = k.block_type.shape[0]
     DIM: gl.constexpr = k.block_type.shape[1]
     own_bufs = (gl.allocate_shared_memory(q.dtype, [4, HALF, DIM], q.layout),)
     other_bufs = (
-        gl.allocate_shared_memory(k.dtype, [STAGES, OTHER, DIM], k.layout),
-        gl.allocate_shared_memory(k.dtype, [STAGES, OTHER, DIM], k.layout),
+        gl.allocate_shared_memory(k.dtype, [S.STAGES, OTHER, DIM], k.layout),
+        gl.allocate_shared_memory(k.dtype, [S.STAGES, OTHER, DIM], k.layout),
     )
-    bars = make_bars(STAGES)
+    bars = make_bars(S.STAGES)
     fence_async_shared()
     sync()
     results = (out, lse, sums, tops, weights)
     gl.warp_specialize(
         [
+            (_own_rows, (gl.constexpr(0), own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S)),
+            (_own_rows, (gl.constexpr(1), own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S)),
             (
-                _own_rows,
-                (
-                    gl.constexpr(0),
-                    own_bufs,
-                    other_bufs,
-                    bars,
-                    plan,
-                    places,
-                    sizes,
-                    results,
-                    scale,
-                    HAS_CUTS,
-                    HAS_CELLS,
-                    CAUSAL,
-                ),
+                load_tiles,
+                ((q,), (k, v), own_bufs, other_bufs, bars, plan, places, sizes, gl.constexpr(S.GROUP), gl.constexpr(1)),
             ),
-            (
-                _own_rows,
-                (
-                    gl.constexpr(1),
-                    own_bufs,
-                    other_bufs,
-                    bars,
-                    plan,
-                    places,
-                    sizes,
-                    results,
-                    scale,
-                    HAS_CUTS,
-                    HAS_CELLS,
-                    CAUSAL,
-                ),
-            ),
-            (load_tiles, ((q,), (k, v), own_bufs, other_bufs, bars, plan, places, sizes, GROUP, gl.constexpr(1))),
         ],
         [4, 1],
         [REGISTERS, LOADER_REGISTERS],
@@ -121,9 +88,7 @@ def _own_rows(
     sizes: gl.tuple,
     results: gl.tuple,
     scale: gl.tensor,
-    HAS_CUTS: gl.constexpr,
-    HAS_CELLS: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    S: gl.constexpr,
 ) -> None:
     """A warpgroup, with one half of each own tile."""
     DIM: gl.constexpr = other_bufs[0].shape[2]
@@ -146,9 +111,9 @@ def _own_rows(
         top = gl.full([HALF], LOWEST, gl.float32, gl.SliceLayout(1, SCORES))
         weight = gl.full([HALF], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
         state = (acc, top, weight)
-        if HAS_CELLS:
+        if S.HAS_CELLS:
             state, is_held = _walk_cells(state, q_tile, other_bufs, bars, plan[2] + start * 2 + PART, num_tiles, count,
-                                         slot, is_held, scale * LOG2E, CAUSAL, SCORES, SUMS)  # fmt: skip
+                                         slot, is_held, scale * LOG2E, S.CAUSAL, SCORES, SUMS)  # fmt: skip
         else:
             state, is_held = _walk(state, q_tile, other_bufs, bars, num_tiles, count, slot, is_held, scale * LOG2E,
                                    SCORES, SUMS)  # fmt: skip
@@ -157,7 +122,7 @@ def _own_rows(
         if is_held != 0:
             give_back(bars, slot ^ 1)
         is_held = 1
-        if HAS_CUTS and piece >= 0:
+        if S.HAS_CUTS and piece >= 0:
             place = (head * sizes[5] + piece).to(gl.int64)
             store_piece(sums, place, acc, PART, SUMS)
             gl.store(tops + place * OWN + PART * HALF + rows, top)
