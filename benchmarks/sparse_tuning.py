@@ -114,7 +114,8 @@ class Tuner:
         q, k, v, grad = (tensor.detach() for tensor in inputs(scale, shape, length))
         layout = layout_of(pattern, shape.num_heads, scale.base, length, scale.base)
         sizes = Sizes(1, shape.num_heads, shape.num_heads, length, length, shape.head_dim)
-        self._call = Call(layout, Extras(), sizes, q.dtype, q.device, tunings_for(shape.head_dim, q.dtype))
+        tunings = replace(tunings_for(shape.head_dim, q.dtype), hopper=False)
+        self._call = Call(layout, Extras(), sizes, q.dtype, q.device, tunings)
         out, lse = q, torch.zeros(q.shape[:3], device=q.device)
         delta = lse  # good enough to compile with
         if not is_warming:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,15 +19,13 @@ from twinflow.attention import (
 )
 from twinflow.attention.layout import Layout, from_dense
 from twinflow.attention.triton_attention import triton_attention
-from twinflow.attention.tuning import tunings_for
+from twinflow.attention.tuning import Tunings, tunings_for
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available()
-        or torch.cuda.get_device_capability() != (9, 0)
-        or importlib.util.find_spec("triton") is None,
-        reason="needs a Hopper GPU and Triton",
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or not hopper._has_language(),
+        reason="needs a Hopper GPU and a Triton that its kernels know",
     ),
 ]
 LENGTH = 1024
@@ -86,6 +84,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, sca
     keep = keep.repeat_interleave(layout.block, 1).repeat_interleave(layout.block, 2)
     if layout.is_causal:
         keep = keep.tril()
+    keep = keep[:, : q.shape[2], : k.shape[2]]
     group = q.shape[1] // k.shape[1]
     k, v = (tensor.repeat_interleave(group, 1) for tensor in (k, v))
     scores = (q @ k.transpose(2, 3) * scale).masked_fill(~keep, float("-inf"))
@@ -100,62 +99,98 @@ def far(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("case", CASES, ids=names_of)
-def test_against_the_truth(case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uncut and cut; each of the three kernels has run, and two runs have the same bits."""
-    name, block, is_causal, (num_heads, num_kv_heads), batch, dtype = case
-    launched: list[str] = []
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels made for Hopper that have run."""
+    names: list[str] = []
     launch = hopper.launch
 
     def count(kernel: Any, *args: Any) -> None:
-        launched.append(kernel.fn.__name__)
+        names.append(kernel.fn.__name__)
         launch(kernel, *args)
 
     monkeypatch.setattr(hopper, "launch", count)
-    layout = make_layout(name, num_heads, block, is_causal)
-    generator = torch.Generator("cuda").manual_seed(0)
-    shapes = [(batch, heads, LENGTH, 128) for heads in (num_heads, num_kv_heads, num_kv_heads, num_heads)]
-    q, k, v, grad = (torch.randn(shape, device="cuda", generator=generator).to(dtype) for shape in shapes)
-    inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
+    return names
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tunings]:
+    """Uncut and cut, on all multiprocessors, and on three: then each takes item after item."""
+    whole = tunings_for(128, torch.bfloat16)
+
+    def each() -> Iterator[Tunings]:
+        for tunings in (whole, replace(whole, min_piece=2)):
+            yield tunings
+            with monkeypatch.context() as patch:
+                patch.setattr(hopper, "_num_processors", lambda device: 3)
+                yield tunings
+
+    return each()
+
+
+def check(
+    layout: Layout,
+    tensors: list[torch.Tensor],
+    grad: torch.Tensor,
+    settings: Iterator[Tunings],
+    launched: list[str],
+) -> None:
+    """Each of the three kernels has run, two runs have the same bits, and the error is that of any GPU's kernels."""
+    inputs = [tensor.requires_grad_() for tensor in tensors]
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     expected = gradients(dense(*exact, layout, 0.1), grad, *exact)
-    whole = tunings_for(128, dtype)
-    for tunings in (whole, replace(whole, min_piece=2)):
-        runs = []
-        for _ in range(2):
-            launched.clear()
-            out = triton_attention(q, k, v, layout, Extras(scale=0.1), tunings)
-            runs.append(gradients(out, grad, *inputs))
-            assert sorted(launched) == ["forward", "key_gradients", "query_gradients"]
-        portable = triton_attention(q, k, v, layout, Extras(scale=0.1), replace(tunings, hopper=False))
-        others = gradients(portable, grad, *inputs)
-        assert len(launched) == 3
+    extras = Extras(scale=0.1)
+    for tunings in settings:
+        others = gradients(triton_attention(*inputs, layout, extras, replace(tunings, hopper=False)), grad, *inputs)
+        assert not launched
+        runs = [gradients(triton_attention(*inputs, layout, extras, tunings), grad, *inputs) for _ in range(2)]
+        assert sorted(launched) == sorted(["forward", "key_gradients", "query_gradients"] * 2)
+        launched.clear()
         for found, again, other, wanted in zip(*runs, others, expected, strict=True):
             assert torch.equal(found, again)
             assert far(found, wanted) < 1.05 * far(other, wanted) + 1e-4, (far(found, wanted), far(other, wanted))
             assert far(found, wanted) < 6e-3
 
 
+def draw(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    return [torch.randn(shape, device="cuda", generator=generator).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("case", CASES, ids=names_of)
+def test_against_the_truth(case: tuple[Any, ...], settings: Iterator[Tunings], launched: list[str]) -> None:
+    name, block, is_causal, (num_heads, num_kv_heads), batch, dtype = case
+    layout = make_layout(name, num_heads, block, is_causal)
+    heads = (num_heads, num_kv_heads, num_kv_heads, num_heads)
+    *tensors, grad = draw(dtype, *((batch, count, LENGTH, 128) for count in heads))
+    check(layout, tensors, grad, settings, launched)
+
+
+@pytest.mark.parametrize("lengths", [(512, 1024), (1024, 384)], ids=str)
+@pytest.mark.parametrize("block", [32, 128])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["both", "causal"])
+def test_part_of_a_layout(
+    lengths: tuple[int, int], block: int, is_causal: bool, settings: Iterator[Tunings], launched: list[str]
+) -> None:
+    """Fewer queries than keys, fewer keys than queries, and fewer of one than the layout has."""
+    layout = make_layout("longformer", 2, block, is_causal)
+    num_queries, num_keys = lengths
+    shape, kv_shape = (2, 2, num_queries, 128), (2, 1, num_keys, 128)
+    *tensors, grad = draw(torch.bfloat16, shape, kv_shape, kv_shape, shape)
+    check(layout, tensors, grad, settings, launched)
+
+
 @pytest.mark.parametrize("case", [CASES[2], CASES[12]], ids=names_of)
-def test_heads_side_by_side(case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_side_by_side(case: tuple[Any, ...], launched: list[str]) -> None:
     """As a projection leaves them, q, k and v in one tensor: the same bits, from the same kernels, and no copy."""
     name, block, is_causal, (num_heads, num_kv_heads), batch, dtype = case
     layout = make_layout(name, num_heads, block, is_causal)
-    generator = torch.Generator("cuda").manual_seed(0)
     counts = (num_heads, num_kv_heads, num_kv_heads)
-    fused = torch.randn(batch, LENGTH, sum(counts) * 128, device="cuda", generator=generator).to(dtype)
+    fused, grad = draw(dtype, (batch, LENGTH, sum(counts) * 128), (batch, LENGTH, num_heads, 128))
     split = fused.split([count * 128 for count in counts], dim=2)
     views = [part.unflatten(2, (-1, 128)).transpose(1, 2).requires_grad_() for part in split]
     whole = [view.detach().contiguous().requires_grad_() for view in views]
-    grad = torch.randn(batch, LENGTH, num_heads, 128, device="cuda", generator=generator).to(dtype).transpose(1, 2)
-    launched: list[str] = []
-    launch = hopper.launch
-
-    def count(kernel: Any, *args: Any) -> None:
-        launched.append(kernel.fn.__name__)
-        launch(kernel, *args)
-
-    monkeypatch.setattr(hopper, "launch", count)
+    grad = grad.transpose(1, 2)
     found = gradients(triton_attention(*views, layout, Extras()), grad, *views)
     assert len(launched) == 3
     expected = gradients(triton_attention(*whole, layout, Extras()), grad.contiguous(), *whole)

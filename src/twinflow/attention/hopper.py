@@ -11,9 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from twinflow.attention.cells import OWN, CellPlan, device_cells
+from twinflow.attention.cells import CELL, OWN, CellPlan, device_cells
 from twinflow.attention.extras import scale_of
-from twinflow.attention.launch import Call, ForwardStrides, bind_context, is_interpreting, launch, rows_of, strides_of
+from twinflow.attention.launch import (
+    Call,
+    ForwardStrides,
+    Rows,
+    bind_context,
+    is_interpreting,
+    launch,
+    rows_of,
+    strides_of,
+)
 from twinflow.attention.pieces import forward_scratch, gradient_scratch, reduce_forward, reduce_gradients
 
 HEAD_DIM = 128
@@ -21,6 +30,7 @@ HALF = 64
 WHOLE_TILE = 128  # other tokens in forward, where all tiles are whole
 STAGES = {64: 4, 128: 2}  # of other tiles in forward, by their tokens
 BACKWARD_STAGES = 3
+MIN_SCALE = 1e-30  # of scores; in fp32 it is not zero
 NUM_PROCESSORS = 132  # where kernels are only compiled
 OPTIONS = {"num_warps": 4}
 TRITONS = (("3", "6"), ("3", "7"))  # whose code for the kernels has been looked at
@@ -40,7 +50,8 @@ def plan_for(call: Call, tensors: Sequence[Tensor], by_keys: bool, is_forward: b
     """The plan of a kernel; None where the call does not allow it."""
     if not _allows(call) or not all(rows_of(tensor) is not None for tensor in tensors):
         return None
-    other = WHOLE_TILE if is_forward else HALF
+    is_whole = is_forward and call.layout.block >= OWN and not call.layout.is_causal
+    other = WHOLE_TILE if is_whole else CELL
     return device_cells(call.layout, call.span, other, by_keys, call.work(by_keys), call.device)
 
 
@@ -70,9 +81,10 @@ def query_gradients(
     dq, delta = torch.empty_like(q), torch.empty_like(lse)
     pieces = gradient_scratch(call, plan.tiles, plan.size, 1)
     other = plan.size.other
-    rows, places = _described((q, HALF), (grad, HALF), (k, other), (v, other), (dq, HALF), (out, HALF))
-    places = (*places, out.stride(2))
-    tensors = (*rows[:5], out, lse, delta, pieces.first)
+    rows, places = _described((q, HALF), (grad, HALF), (k, other), (v, other), (dq, HALF))
+    own = _rows(out)
+    places = (*places, own.fold, own.step, own.matrix.stride(0))
+    tensors = (*rows, out, lse, delta, pieces.first)
     _launch(kernels.query_gradients, tensors, places, call, plan, by_keys=False)
     reduce_gradients(dq, None, 0, call, plan.tiles, plan.size, pieces)
     return dq, delta
@@ -112,7 +124,7 @@ def _launch(
     words = plan.words if plan.words is not None else tiles.items
     scale = float(scale_of(call.extras, sizes.head_dim))
     shape = Shape(num_stages, sizes.group, tiles.num_slots > 0, plan.words is not None, call.layout.is_causal)
-    args = (*tensors, (tiles.items, tiles.codes, words), places, numbers, scale, shape)
+    args = (*tensors, (tiles.items, tiles.codes, words), places, *numbers, scale, shape)
     launch(kernel, min(total, _num_processors(call.device)), args, OPTIONS)
 
 
@@ -120,7 +132,7 @@ def _allows(call: Call) -> bool:
     sizes = call.sizes
     is_whole = call.extras.q_start == 0 and sizes.num_queries % OWN == 0 and sizes.num_keys % OWN == 0
     is_fit = sizes.head_dim == HEAD_DIM and call.layout.num_patterns == 1 and call.is_plain
-    is_fit = is_fit and scale_of(call.extras, sizes.head_dim) > 0.0
+    is_fit = is_fit and scale_of(call.extras, sizes.head_dim) >= MIN_SCALE
     is_ours = call.tunings.hopper and is_whole and is_fit
     return is_ours and not is_interpreting() and _is_hopper(call.device) and _has_language()
 
@@ -128,7 +140,9 @@ def _allows(call: Call) -> bool:
 @lru_cache
 def _is_hopper(device: torch.device) -> bool:
     """Of a GPU; where there is none, kernels are only compiled."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @lru_cache
@@ -152,12 +166,18 @@ def _described(*tensors: tuple[Tensor, int]) -> tuple[tuple[Any, ...], tuple[int
 
     descriptors, places = [], []
     for tensor, count in tensors:
-        rows = rows_of(tensor)
-        assert rows is not None, (tensor.shape, tensor.stride())
+        rows = _rows(tensor)
         shape = [count, tensor.shape[-1]]
         descriptors.append(TensorDescriptor.from_tensor(rows.matrix, shape, _swizzled(*shape, tensor.dtype)))
         places += [rows.fold, rows.step]
     return tuple(descriptors), tuple(places)
+
+
+def _rows(tensor: Tensor) -> Rows:
+    """Of a tensor that plan_for has seen, or of an empty one like it."""
+    rows = rows_of(tensor)
+    assert rows is not None, (tensor.shape, tensor.stride())
+    return rows
 
 
 def _vector(tensor: Tensor, count: int) -> Any:

@@ -32,7 +32,7 @@ from twinflow.attention.kernels_hopper_common import (
 )
 
 
-@gluon.jit(do_not_specialize=["places", "sizes"])
+@gluon.jit(do_not_specialize=["total", "num_items", "num_long", "num_own", "num_other", "num_slots"])
 def query_gradients(
     q: gl.tensor,
     grad: gl.tensor,
@@ -45,7 +45,12 @@ def query_gradients(
     sums: gl.tensor,
     plan: gl.tuple,
     places: gl.tuple,
-    sizes: gl.tuple,
+    total: gl.tensor,
+    num_items: gl.tensor,
+    num_long: gl.tensor,
+    num_own: gl.tensor,
+    num_other: gl.tensor,
+    num_slots: gl.tensor,
     scale: gl.tensor,
     S: gl.constexpr,
 ) -> None:
@@ -63,6 +68,7 @@ def query_gradients(
     bars = make_bars(S.STAGES)
     fence_async_shared()
     sync()
+    sizes = (total, num_items, num_long, num_own, num_other, num_slots)
     results = (out, lse, delta, dq, sums)
     gl.warp_specialize(
         [
@@ -215,10 +221,11 @@ def _add_to_queries(
     dp = warpgroup_mma_wait(0, deps=[dp])
     ds = gl.convert_layout((p * (dp - row_delta[:, None])).to(k_tile.dtype), OPERAND)
     acc = warpgroup_mma(ds, k_tile, acc, is_async=True)
-    return warpgroup_mma_wait(0, deps=[acc])
+    acc, ds = warpgroup_mma_wait(0, deps=[acc, ds])
+    return acc
 
 
-@gluon.jit(do_not_specialize=["places", "sizes"])
+@gluon.jit(do_not_specialize=["total", "num_items", "num_long", "num_own", "num_other", "num_slots"])
 def key_gradients(
     k: gl.tensor,
     v: gl.tensor,
@@ -232,7 +239,12 @@ def key_gradients(
     sums_v: gl.tensor,
     plan: gl.tuple,
     places: gl.tuple,
-    sizes: gl.tuple,
+    total: gl.tensor,
+    num_items: gl.tensor,
+    num_long: gl.tensor,
+    num_own: gl.tensor,
+    num_other: gl.tensor,
+    num_slots: gl.tensor,
     scale: gl.tensor,
     S: gl.constexpr,
 ) -> None:
@@ -252,6 +264,7 @@ def key_gradients(
     bars = make_bars(S.STAGES)
     fence_async_shared()
     sync()
+    sizes = (total, num_items, num_long, num_own, num_other, num_slots)
     others = (q, grad, lse, delta)
     results = (dk, dv, sums_k, sums_v)
     gl.warp_specialize(
@@ -384,10 +397,11 @@ def _add_to_keys(
     if S.HAS_CELLS and word != WHOLE:
         scores = masked(scores, word, S.CAUSAL, True, SCORES)
     p = gl.exp2(scores * (scale * LOG2E) - row_lse[None, :])
-    dv = warpgroup_mma(gl.convert_layout(p.to(q_tile.dtype), OPERAND), g_tile, dv, is_async=True)
+    operand = gl.convert_layout(p.to(q_tile.dtype), OPERAND)
+    dv = warpgroup_mma(operand, g_tile, dv, is_async=True)
     row_delta = other_bufs[3].index(stage).load(QUERIES)
     dp = warpgroup_mma_wait(1, deps=[dp])
     ds = gl.convert_layout((p * (dp - row_delta[None, :])).to(q_tile.dtype), OPERAND)
     dk = warpgroup_mma(ds, q_tile, dk, is_async=True)
-    dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+    dk, dv, operand, ds = warpgroup_mma_wait(0, deps=[dk, dv, operand, ds])
     return dk, dv

@@ -28,7 +28,7 @@ HALF = gl.constexpr(64)  # rows of a warpgroup, and tokens of a cell
 OWN = gl.constexpr(128)
 SUB = gl.constexpr(16)  # tokens for each bit of a cell's word, as cells.py has it
 WHOLE = gl.constexpr(0xFFFF)
-DIAGONAL = gl.constexpr(16)
+DIAGONAL_BIT = gl.constexpr(16)
 REGISTERS = gl.constexpr(240)  # of a thread that multiplies
 LOADER_REGISTERS = gl.constexpr(24)
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -169,5 +169,5 @@ def masked(
     keep = ((word >> (rows // SUB * (HALF // SUB) + cols // SUB)) & 1) != 0
     if CAUSAL:
         is_seen = (cols >= rows) if BY_KEYS else (cols <= rows)
-        keep = keep & (is_seen | ((word >> DIAGONAL) == 0))
+        keep = keep & (is_seen | ((word >> DIAGONAL_BIT) == 0))
     return gl.where(keep, scores, float("-inf"))

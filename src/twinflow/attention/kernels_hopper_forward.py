@@ -35,7 +35,7 @@ from twinflow.attention.kernels_hopper_common import (
 LOWEST = gl.constexpr(-1e30)  # below any score that counts, and finite: no difference with it is NaN
 
 
-@gluon.jit(do_not_specialize=["places", "sizes"])
+@gluon.jit(do_not_specialize=["total", "num_items", "num_long", "num_own", "num_other", "num_slots"])
 def forward(
     q: gl.tensor,
     k: gl.tensor,
@@ -47,7 +47,12 @@ def forward(
     weights: gl.tensor,
     plan: gl.tuple,
     places: gl.tuple,
-    sizes: gl.tuple,
+    total: gl.tensor,
+    num_items: gl.tensor,
+    num_long: gl.tensor,
+    num_own: gl.tensor,
+    num_other: gl.tensor,
+    num_slots: gl.tensor,
     scale: gl.tensor,
     S: gl.constexpr,
 ) -> None:
@@ -62,6 +67,7 @@ def forward(
     bars = make_bars(S.STAGES)
     fence_async_shared()
     sync()
+    sizes = (total, num_items, num_long, num_own, num_other, num_slots)
     results = (out, lse, sums, tops, weights)
     gl.warp_specialize(
         [
@@ -180,7 +186,7 @@ def _walk(
             scores = warpgroup_mma_wait(1, deps=[scores])
             mbarrier.arrive(bars[3].index(next_stage), count=1)
             p, top, fade, weight = _weigh(scores, top, weight, factor)
-            acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+            acc, p, operand = warpgroup_mma_wait(0, deps=[acc, p, operand])
             mbarrier.arrive(bars[5].index(stage), count=1)
             acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, SUMS))[:, None]
             operand = gl.convert_layout(p.to(k_bufs.dtype), OPERAND)
@@ -191,7 +197,7 @@ def _walk(
                 is_held = 0
         mbarrier.wait(bars[4].index(stage), phase)
         acc = warpgroup_mma(operand, v_bufs.index(stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
         mbarrier.arrive(bars[5].index(stage), count=1)
     return (acc, top, weight), is_held
 
@@ -234,7 +240,7 @@ def _walk_cells(
             operand = gl.convert_layout(p.to(k_bufs.dtype), OPERAND)
             mbarrier.wait(bars[4].index(stage), phase)
             acc = warpgroup_mma(operand, v_bufs.index(stage), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
+            acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
         else:
             mbarrier.wait(bars[4].index(stage), phase)
         mbarrier.arrive(bars[3].index(stage), count=1)
