@@ -8,7 +8,7 @@ exponentials, the products of the other keep the tensor cores busy, and the next
 - `own_bufs`: own tiles, [2 slots x 2 halves, 64, dim] each; the results leave through them.
 - `other_bufs`: two tensors' other tiles, [stages, tile, dim], and where scores are [keys, queries] two vectors of them.
 - `bars`: full and empty, of own tiles, of the first others and of the second.
-- `plan`: items, codes and cells of a CellPlan.
+- `plan`: items, codes and words of a CellPlan.
 - `places`: of each tensor with rows in the order of the descriptors two numbers, see launch.Rows.
 - `sizes`: items of all heads, items of a head, long ones, own rows, other rows and slots of a head.
 
