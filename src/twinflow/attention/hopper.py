@@ -75,7 +75,7 @@ def query_gradients(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, call: Call, plan: CellPlan
 ) -> tuple[Tensor, Tensor]:
     """As triton_attention.query_gradients."""
-    from twinflow.attention import kernels_hopper_backward as kernels
+    from twinflow.attention import kernels_hopper_queries as kernels
 
     bind_context(q.device)
     dq, delta = torch.empty_like(q), torch.empty_like(lse)
@@ -94,7 +94,7 @@ def key_gradients(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, delta: Tensor, call: Call, plan: CellPlan
 ) -> tuple[Tensor, Tensor]:
     """As triton_attention.key_gradients."""
-    from twinflow.attention import kernels_hopper_backward as kernels
+    from twinflow.attention import kernels_hopper_keys as kernels
 
     bind_context(q.device)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
