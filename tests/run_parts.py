@@ -26,9 +26,11 @@ TWIN_FILES = ("exact", "delayed", "accumulation", "any", "traps", "hf", "trainer
 TWIN = [f"tests/unit/test_twin_{name}.py" for name in TWIN_FILES]
 # Matrices that take long enough for parts of their own.
 KERNELS, RATIO, BACKGROUND = (f"tests/unit/test_{name}.py" for name in ("kernels", "twin_ratio", "background_save"))
+ZOO = "tests/unit/test_zoo.py"
 GPU = [f"tests/unit/test_gpu_{name}.py" for name in ("update", "collect", "packing")]
 ATTENTION = [f"tests/unit/test_attention_{name}.py" for name in ("triton", "tiles")]
-NAMED = [KERNELS, *TWIN, RATIO, BACKGROUND, *GPU, *ATTENTION]
+AS_TORCH = "tests/unit/test_as_torch.py"
+NAMED = [KERNELS, AS_TORCH, *TWIN, RATIO, BACKGROUND, *GPU, *ATTENTION, ZOO]
 PARTS = {
     "quick": ["-m", "not slow and not matrix"],
     "slow": ["-m", "slow and not gpu"],
@@ -36,10 +38,12 @@ PARTS = {
     **{f"twin-{rule}": ["-m", "matrix", TWIN[0], "-k", f"every_combination and {rule}-"] for rule in RULES},
     "twin-others": ["-m", "matrix", *TWIN, "-k", "not every_combination"],
     "ratio": ["-m", "matrix", RATIO],
+    **{f"as-torch-{kind}": ["-m", "matrix", AS_TORCH, "-k", f"{kind}-"] for kind in ("read", "write", "loop")},
     "dist": ["-m", "matrix", "tests/dist"],
     "background": ["-m", "matrix", BACKGROUND],
     "gpu-update": ["-m", "matrix", *GPU],
     "attention": ["-m", "matrix", *ATTENTION],
+    "zoo": ["-m", "matrix", ZOO],
     "others": ["-m", "matrix", "tests/unit", *(f"--ignore={file}" for file in NAMED)],
 }
 
