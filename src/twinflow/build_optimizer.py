@@ -27,7 +27,7 @@ from twinflow.zero.compression import Compression
 
 TIMEOUT_S = 1800.0  # for one rank to wait for another: long after the watch has seen that it hangs
 _OWN_KEYS = {"states", "delayed_update", "delayed_update_start", "host_threads"}
-_OWN_KEYS |= {"hold", "sums", "shadow_bytes", "bucket_numel", "ratio", "placement"}
+_OWN_KEYS |= {"early", "hold", "sums", "shadow_bytes", "bucket_numel", "ratio", "placement"}
 
 
 def parks(config: Config) -> bool:
@@ -77,7 +77,8 @@ def make_optimizer(
     groups = None if isinstance(given, Optimizer) or model_parameters is None else list(model_parameters)
     offload = config.zero_optimization.offload_optimizer
     own = _own_options(config)
-    if isinstance(module, PipelineModule):  # several micro-batches are under way at once
+    if isinstance(module, PipelineModule):  # several micro-batches are under way at once, and the engine runs the loop
+        own["early"] = True if own["early"] == "auto" else own["early"]
         own["tuning"] = replace(own.get("tuning") or Tuning(), sums="device")
     # A scheduler built over the user's optimizer has put a wrapper around its step, which is not the optimizer's.
     wrapped = vars(given).pop("step", None) if isinstance(given, Optimizer) else None
@@ -91,7 +92,6 @@ def make_optimizer(
         skip_nonfinite=config.bf16.check_grad_overflow if config.bf16.enabled else True,
         loss_scale=_loss_scale(config),
         accumulation_steps=batch.accumulation_steps,
-        early=True,
         zero=_zero_of(config, ranks, given is None, grid),
         **own,
         **options,
@@ -161,13 +161,14 @@ def _own_options(config: Config) -> dict[str, Any]:
     """What `offload_optimizer` says beyond DeepSpeed's keys."""
     offload = config.zero_optimization.offload_optimizer
     if offload is None:
-        return {"ratio": 0.0}
+        return {"ratio": 0.0, "early": "auto"}
     tuning: dict[str, Any] = {"hold": offload.hold, "sums": offload.sums, "shadow_bytes": offload.shadow_bytes}
     if offload.bucket_numel is not None:
         tuning["bucket_numel"] = offload.bucket_numel
     return {
         "ratio": 0.0 if offload.device == "none" else offload.ratio,
         "placement": offload.placement,
+        "early": offload.early,
         "delayed_update": offload.delayed_update,
         "delayed_update_start": offload.delayed_update_start,
         "host_threads": offload.host_threads,

@@ -107,6 +107,9 @@ class Device:
         """What the calling thread queues inside runs beside the model's work."""
         return nullcontext()
 
+    def join_streams(self, queue: Any) -> None:
+        """Gradients of one queue may be made on several streams: let the calling thread's wait for the last one's."""
+
     def hold_compute(self, event: Event, point: str) -> None:
         """Let the model's work from now on wait for the event."""
         if point not in self.disabled:
@@ -262,6 +265,14 @@ class CudaDevice(Device):
         stream = self.stream(name)
         assert isinstance(stream, _CudaStream)
         return torch.cuda.stream(stream._stream)
+
+    def join_streams(self, queue: Any) -> None:
+        """Nearly always all of them are made on one."""
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if queue.params and queue.stream != stream:
+            before = torch.cuda.ExternalStream(queue.stream, self.device)  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream(self.device).wait_stream(before)
+        queue.stream = stream
 
     def hold_compute(self, event: Event, point: str) -> None:
         """The GPU waits; the calling thread does not."""

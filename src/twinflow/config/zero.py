@@ -59,6 +59,11 @@ class OffloadOptimizer(Section):
         False, "apply each update one step late, hidden behind a whole step (changes results)", ours=True
     )
     delayed_update_start: Whole = honoured(0, "first step that may be late", ours=True)
+    early: bool | Literal["auto"] = honoured(
+        "auto",
+        "whether updates start during backward; auto: where they could not be undone, after some ordinary steps",
+        ours=True,
+    )
     host_threads: Threads | None = honoured(None, "threads of the update; null: as the cores allow", ours=True)
     hold: Literal["auto", "device", "host"] = honoured(
         "auto", "where gradients wait for the clipping decision", ours=True

@@ -41,13 +41,11 @@ class Answers(Place):
     # Weights.
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The module's parameters, with every update in them that is due."""
+        """The module's parameters; whoever reads one gets every update that is due."""
         return (param for _, param in self.named_parameters(recurse=recurse))
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The same with their names."""
-        if self.optimizer is not None and self.optimizer.runtime.job is None:  # not in the middle of a step
-            self.optimizer.wait()
         return self.module.named_parameters(*args, **kwargs)
 
     def module_state_dict(self) -> dict[str, Any]:

@@ -1,13 +1,12 @@
 """The engine's loop, with the calls that DeepSpeed users know: engine(batch), backward(loss), step().
 
 A step that may be skipped (fp16 overflow, a gradient that is not finite) is known to be one only when its backward has
-ended on the device. `step` does not wait for that: the scheduler and the counters follow in `_settle`, at the next
+ended on the device. `step` does not wait for that: the scheduler and the counters follow in `settle`, at the next
 moment where somebody looks at them or the next backward needs the loss scale. By then the next forward is queued.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 import weakref
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from twinflow.activations import Handle
 from twinflow.checkpoint import Entry, export_weights
@@ -32,13 +32,14 @@ from twinflow.engine.values import cast_floats
 from twinflow.errors import bad_value
 from twinflow.launch.watch import Watch
 from twinflow.offload.blocks import find_blocks
-from twinflow.offload.refusals import check_scaled
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel.tensor import same_randoms
 
 
 class Engine(Answers):
     """One model, its optimizer and what belongs to them. Attributes it does not have are the module's."""
+
+    scales_plain_backwards = True  # whether gradients of a plain `loss.backward()` get the loss scale
 
     def __init__(
         self,
@@ -60,11 +61,15 @@ class Engine(Answers):
         self._is_pending = False  # the last step's outcome has not been looked at
         self._was_boundary = False
         self.part = 0  # micro-batches of the step under way
+        self._is_scaled = False  # the loss of the backward under way has the loss scale in it
         self._is_last: bool | None = None  # whether the caller has said that this one is the last of them
         self._lr_kwargs: dict[str, Any] = {}
         if optimizer is not None:
             me = weakref.ref(self)
-            optimizer.runtime.check_backward = lambda: _check_scaled(me())
+            optimizer.runtime.before_update = lambda: _settle(me())
+            self._handles = _scale_plain_backwards(optimizer, me) if optimizer.scales_loss else []
+        else:
+            self._handles = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "module":
@@ -75,9 +80,6 @@ class Engine(Answers):
             raise AttributeError(
                 f"neither the engine nor its module has an attribute {name!r}{instead(name)}"
             ) from None
-        optimizer = self.__dict__.get("optimizer")
-        if optimizer is not None and inspect.ismethod(found) and not hasattr(nn.Module, name):
-            optimizer.runtime.show()  # it may read weights past the forwards that wait for them
         return found
 
     # The loop.
@@ -89,6 +91,7 @@ class Engine(Answers):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, under autocast and with inputs cast where the config says so."""
         self._beat("forward")
+        self._is_scaled = False
         if self.settings.input_dtype is not None:
             args, kwargs = cast_floats((args, kwargs), self.settings.input_dtype)
         with self.reports.forward(self), self._autocast():
@@ -105,22 +108,26 @@ class Engine(Answers):
         if not isinstance(loss, Tensor):
             raise bad_value("loss", loss, "a tensor with a graph behind it, as the model or a loss function returns it")
         self._beat("backward")
-        self._settle()
+        self.settle()
         steps = self.gradient_accumulation_steps()
         if scale_wrt_gas and steps > 1:
             loss = loss / steps
         self.reports.add_loss(loss)
-        with self.reports.backward():
-            optimizer.backward(loss, retain_graph)
+        before, self._is_scaled = self._is_scaled, True
+        try:
+            with self.reports.backward():
+                optimizer.backward(loss, retain_graph)
+        finally:
+            self._is_scaled = before
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
         """What to call `.backward()` on, in place of `engine.backward(loss)`."""
-        self._settle()
+        self.settle()
         loss = loss / self.gradient_accumulation_steps()
         self.reports.add_loss(loss)
         optimizer = self._need_optimizer()
-        optimizer.runtime.is_scaled = True  # until the next forward, or the step
+        self._is_scaled = True  # until the next forward, or the step
         return loss * optimizer.loss_scale
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -139,16 +146,17 @@ class Engine(Answers):
             with self.reports.step():
                 optimizer.step()
                 optimizer.zero_grad()
+            self._is_scaled = False
             self.global_steps += 1
             self.global_samples += self.train_batch_size()
             self._is_pending, self._lr_kwargs = True, dict(lr_kwargs or {})
             if not optimizer.can_skip:
-                self._settle()
+                self.settle()
         self.micro_steps += 1
         self.part = 0 if self._was_boundary else self.part + 1
         return lr
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """The last step's outcome is needed now: a step that was applied moves the schedule."""
         if not self._is_pending:
             return
@@ -181,7 +189,8 @@ class Engine(Answers):
         return self.optimizer
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that no step has used."""
+        """Drop gradients that no step has used; the next micro-batch is the first of a step."""
+        self.part = 0
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)
 
@@ -212,7 +221,7 @@ class Engine(Answers):
     @property
     def skipped_steps(self) -> int:
         """Steps that were not applied, because a gradient was not finite."""
-        self._settle()
+        self.settle()
         return self.optimizer.num_skipped if self.optimizer is not None else 0
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -226,7 +235,7 @@ class Engine(Answers):
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` changed the model."""
-        self._settle()
+        self.settle()
         return self._was_boundary and self.optimizer is not None and self.optimizer.was_applied
 
     def gradient_accumulation_steps(self) -> int:
@@ -264,12 +273,12 @@ class Engine(Answers):
 
     def get_lr(self) -> list[float]:
         """Learning rate of each param group, for the next step."""
-        self._settle()
+        self.settle()
         return [float(group["lr"]) for group in self._need_optimizer().param_groups]
 
     def get_mom(self) -> list[Any]:
         """Momentum, or betas, of each param group."""
-        self._settle()
+        self.settle()
         return [group.get("betas", group.get("momentum")) for group in self._need_optimizer().param_groups]
 
     # Checkpoints.
@@ -289,7 +298,7 @@ class Engine(Answers):
         what went wrong then is raised by the next call of this, of `wait_for_checkpoint` or of `destroy`.
         """
         self.wait_for_checkpoint()
-        self._settle()
+        self.settle()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         client = dict(client_state or {})
         with self._pause("saving"):
@@ -320,7 +329,7 @@ class Engine(Answers):
         All of it is checked before anything changes.
         """
         self.wait_for_checkpoint()
-        self._settle()
+        self.settle()
         what = restore.What(
             strict=load_module_strict,
             optimizer=load_optimizer_states and not load_module_only,
@@ -405,12 +414,26 @@ class Engine(Answers):
                 last_first.callback(self.activations.remove)
             last_first.callback(self.reports.close)
             last_first.callback(self.wait_for_checkpoint)
-            self._settle()
+            self.settle()
             self.optimizer = self.activations = None
+            for handle in self._handles:
+                handle.remove()
 
 
-def _check_scaled(engine: Engine | None) -> None:
-    optimizer = engine.optimizer if engine is not None else None
-    if engine is not None and optimizer is not None:
-        steps, scale = engine.gradient_accumulation_steps(), optimizer.current_loss_scale
-        check_scaled(optimizer.runtime.is_scaled, steps, scale)
+def _settle(engine: Engine | None) -> None:
+    """An update is about to begin: it uses the learning rate that follows from the last step."""
+    if engine is not None:
+        engine.settle()
+
+
+def _scale_plain_backwards(optimizer: TwinOptimizer, engine: weakref.ref[Engine]) -> list[RemovableHandle]:
+    """With a loss scale all gradients of a step have to have it, those of a plain `loss.backward()` too."""
+
+    def scale(grad: Tensor) -> Tensor:
+        it = engine()
+        if it is None or it.optimizer is None or it._is_scaled or not it.scales_plain_backwards:
+            return grad
+        return grad * it.optimizer.loss_scale
+
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [param.register_hook(scale) for param in params]

@@ -38,6 +38,8 @@ class PipelineEngine(Engine):
 
     module: PipelineModule
 
+    scales_plain_backwards = False  # the runner scales losses
+
     def __init__(
         self,
         module: PipelineModule,
@@ -49,8 +51,6 @@ class PipelineEngine(Engine):
         links: Links,
     ) -> None:
         super().__init__(module, optimizer, scheduler, loader, settings, reports)
-        if optimizer is not None:
-            optimizer.runtime.check_backward = lambda: None  # the runner scales losses
         self._wire, self._ties, self._deferral = links.wire, links.ties, links.deferral
         self._runners: dict[int, Runner] = {}  # by micro-batches
         self._batches: Iterator[Any] | None = None  # of the engine's own loader
@@ -66,7 +66,7 @@ class PipelineEngine(Engine):
         """
         self._need_optimizer()
         self._beat("train_batch")
-        self._settle()
+        self.settle()
         num = self.gradient_accumulation_steps()
         runner, batches = self._runner(num), self._take(data_iter, num)
         self.module.seed_from(self.micro_steps)

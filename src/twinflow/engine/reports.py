@@ -23,19 +23,19 @@ _MOST_LATE = 64  # numbers that may be on their way before the oldest is waited 
 class Writer(Protocol):
     """Takes (tag, value, samples)."""
 
-    def write(self, events: Sequence[tuple[str, float, int]]) -> None: ...  # noqa: D102
+    def write(self, events: Sequence[tuple[str, float, int]]) -> None: ...
 
-    def close(self) -> None: ...  # noqa: D102
+    def close(self) -> None: ...
 
 
 class Timers(Protocol):
     """Measures named stretches of a step."""
 
-    def measure(self, name: str) -> AbstractContextManager[Any]: ...  # noqa: D102
+    def measure(self, name: str) -> AbstractContextManager[Any]: ...
 
-    def add(self, name: str, seconds: float) -> None: ...  # noqa: D102
+    def add(self, name: str, seconds: float) -> None: ...
 
-    def line(self) -> str: ...  # noqa: D102
+    def line(self) -> str: ...
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""Gradients into a bucket's flat buffer on the GPU, and their norm, with one pass over them.
+"""The norm of a bucket's gradients on the GPU.
 
-A kernel that moves a slice also writes the norm of each of its blocks of 128 in fp32 to the bucket's `rows`; the
-bucket's norm is the fp64 norm of all rows. Every way a gradient can come uses the same function for a row and the same
-reduction over all rows, so that the norm is the same to the last bit.
+A kernel writes the norm of each block of 128 in fp32 to the bucket's `rows`; the bucket's norm is the fp64 norm of all
+rows. However gradients have come, a row has the same bits, and so has the norm.
 """
 
 from __future__ import annotations
@@ -40,29 +39,28 @@ def new_rows(numel: int, device: torch.device) -> Tensor:
     return torch.zeros(numel // BLOCK, dtype=torch.float32, device=device)
 
 
-def put(flat: Tensor, rows: Tensor, offset: int, values: Tensor, total: Tensor | None = None) -> None:
-    """A slice of gradients to `offset` of the flat buffer, added to `total` there where that is given.
-
-    The sum is rounded once. `total` has the layout of `flat`, and may be it.
-    """
-    if values.is_contiguous() and values.dtype in _DTYPES:
-        return _launch(flat, total, values, rows, offset, values.numel())
-    part = flat.narrow(0, offset, values.numel())
-    if total is None:
-        part.copy_(values)
-    else:
-        torch.add(total.narrow(0, offset, values.numel()), values, out=part)
-    put_norms(rows, offset, part)
-
-
-def put_total(flat: Tensor, rows: Tensor, offset: int, numel: int, total: Tensor) -> None:
-    """The same for a slice of `total` alone."""
-    _launch(flat, total, None, rows, offset, numel)
-
-
 def put_norms(rows: Tensor, offset: int, values: Tensor) -> None:
-    """The norms alone, of gradients that lie anywhere."""
-    _launch(None, None, values.contiguous(), rows, offset, values.numel())
+    """Norms of the blocks of a slice that starts at `offset` in its bucket; its values may lie anywhere."""
+    from twinflow.gpu.collect_kernel import collect
+
+    values = values.contiguous()
+    numel = values.numel()
+    # The kernel writes wherever it is told to: our mistakes have to end here.
+    assert offset % BLOCK == 0 and -(-(offset + numel) // BLOCK) <= rows.numel(), (offset, numel, rows.shape)
+    assert rows.dtype == torch.float32 and values.device == rows.device, (rows.dtype, values.device)
+    assert values.dtype in _DTYPES, values.dtype
+    if numel == 0:
+        return
+    with torch.cuda.device(rows.device if rows.is_cuda else -1):  # -1 changes nothing
+        collect[(-(-numel // TILE),)](
+            values,
+            rows,
+            offset,
+            numel,
+            TILE=TILE,
+            num_warps=_WARPS,
+            enable_fp_fusion=False,  # each square is rounded before it is added
+        )
 
 
 def norm_of(norm: Tensor, rows: Tensor) -> None:
@@ -76,31 +74,3 @@ def row_norms(flat: Tensor) -> Tensor:
     while squares.shape[1] > 1:
         squares = squares[:, 0::2] + squares[:, 1::2]
     return squares.sqrt().view(-1)
-
-
-def _launch(
-    flat: Tensor | None, total: Tensor | None, values: Tensor | None, rows: Tensor, offset: int, numel: int
-) -> None:
-    from twinflow.gpu.collect_kernel import collect
-
-    # The kernel writes wherever it is told to: our mistakes have to end here.
-    assert offset % BLOCK == 0 and -(-(offset + numel) // BLOCK) <= rows.numel(), (offset, numel, rows.shape)
-    assert rows.dtype == torch.float32
-    for tensor, end in ((flat, offset + numel), (total, offset + numel), (values, numel)):
-        if tensor is not None:
-            assert tensor.device == rows.device and tensor.is_contiguous() and tensor.numel() >= end, tensor.shape
-            assert tensor.dtype in _DTYPES, tensor.dtype
-    if numel == 0:
-        return
-    with torch.cuda.device(rows.device if rows.is_cuda else -1):  # -1 changes nothing
-        collect[(-(-numel // TILE),)](
-            flat,
-            total,
-            values,
-            rows,
-            offset,
-            numel,
-            TILE=TILE,
-            num_warps=_WARPS,
-            enable_fp_fusion=False,  # each square is rounded before it is added
-        )

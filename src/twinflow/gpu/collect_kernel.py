@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""The kernel behind collect.py: a slice of gradients to its place in a bucket, and the norm of each block of 128.
+"""The kernel behind collect.py: the norm of each block of 128 gradients.
 
 The squares of a block are added pair by pair, neighbours first. The two of a pair commute, so a row's bits are the same
 whatever dtype was read and whichever threads held it: `row_norms` in collect.py is the same in torch.
@@ -10,40 +10,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from twinflow.gpu.codecs import BLOCK, from_bf16, to_bf16
+from twinflow.gpu.codecs import BLOCK, from_bf16
 
 LEVELS = tl.constexpr(7)  # 2**7 elements in a block
 
 
 @triton.jit(do_not_specialize=["numel"])
 def collect(
-    flat: tl.tensor | None,
-    total: tl.tensor | None,
-    values: tl.tensor | None,
+    values: tl.tensor,
     rows: tl.tensor,
     offset: tl.tensor,
     numel: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """flat[offset:] = total[offset:] + values, rounded once, and rows[offset // 128:] = norms of what was written.
-
-    Without `total` or `values` the other alone is taken; without `flat` nothing is written but the norms. A tile for
-    each program.
-    """
+    """rows[offset // 128:] = norms of the blocks of `values`. A tile for each program."""
     at = offset.to(tl.int64)  # a bucket may be larger than 2**31
     start = tl.program_id(0).to(tl.int64) * TILE
-    # A mask would keep whole tiles from wide loads and stores.
+    # A mask would keep whole tiles from wide loads.
     if start + TILE <= numel:
-        _collect_tile(flat, total, values, rows, at, start, numel, TILE, False)
+        _collect_tile(values, rows, at, start, numel, TILE, False)
     else:
-        _collect_tile(flat, total, values, rows, at, start, numel, TILE, True)
+        _collect_tile(values, rows, at, start, numel, TILE, True)
 
 
 @triton.jit
 def _collect_tile(
-    flat: tl.tensor | None,
-    total: tl.tensor | None,
-    values: tl.tensor | None,
+    values: tl.tensor,
     rows: tl.tensor,
     at: tl.tensor,
     start: tl.tensor,
@@ -52,41 +44,18 @@ def _collect_tile(
     MASKED: tl.constexpr,
 ) -> None:
     BLOCKS: tl.constexpr = TILE // BLOCK
-    at = at // BLOCK * BLOCK  # it is a multiple: the product tells the compiler so, a hint for an argument would not
     block = start + tl.arange(0, BLOCKS)[:, None] * BLOCK  # [blocks, 1]
     index = block + tl.arange(0, BLOCK)[None, :]  # [blocks, 128]
     mask = index < numel if MASKED else tl.full([BLOCKS, BLOCK], True, tl.int1)
     block_mask = block < numel if MASKED else tl.full([BLOCKS, 1], True, tl.int1)
-    # All [blocks, 128]; what the mask leaves out is zero, in the norm too.
-    if values is None:
-        x = _load(total + at + index, mask)
-    elif total is None:
-        x = _load(values + index, mask)
-    else:
-        x = _load(total + at + index, mask) + _load(values + index, mask)
-    if flat is not None:
-        x = _store_rounded(flat + at + index, x, mask)
-    tl.store(rows + (at + block) // BLOCK, _row_norms(x), mask=block_mask)
+    # What the mask leaves out is zero, in the norm too.
+    tl.store(rows + (at + block) // BLOCK, _row_norms(_load(values + index, mask)), mask=block_mask)
 
 
 @triton.jit
 def _load(pointers: tl.tensor, mask: tl.tensor) -> tl.tensor:
     x = tl.load(pointers, mask=mask, other=0)
     return from_bf16(x.to(tl.int16, bitcast=True)) if x.dtype == tl.bfloat16 else x.to(tl.float32)
-
-
-@triton.jit
-def _store_rounded(pointers: tl.tensor, x: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Write fp32 numbers in the pointers' dtype; what they have become, in fp32."""
-    if pointers.dtype.element_ty == tl.bfloat16:
-        rounded = to_bf16(x)
-        tl.store(pointers, rounded.to(tl.bfloat16, bitcast=True), mask=mask)
-        x = from_bf16(rounded)
-    else:
-        narrow = x.to(pointers.dtype.element_ty)
-        tl.store(pointers, narrow, mask=mask)
-        x = narrow.to(tl.float32)
-    return x
 
 
 @triton.jit

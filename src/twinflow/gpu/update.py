@@ -87,8 +87,12 @@ class FusedUpdate:
         self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         self._numbers = torch.empty(shape, dtype=torch.int32, device=self._device)
 
-    def __call__(self, store: Store, grads: Tensor, numbers: Mapping[int, Numbers]) -> None:
+    def __call__(
+        self, store: Store, grads: Tensor, numbers: Mapping[int, Numbers], decision: Tensor | None = None
+    ) -> None:
         """One step of the pieces whose index is in `numbers`, in place, queued on the current stream.
+
+        `decision`: norm, factor and whether to skip, in fp64 on the device; the factor multiplies that of the numbers.
 
         `store` has the flat buffers of the whole bucket; its weight is not used, nor is its master where the weights
         are fp32. `grads`, flat as well: bf16, fp16 or fp32.
@@ -101,6 +105,9 @@ class FusedUpdate:
         buffers = [_without_bf16(tensor) for tensor in (grads, master, *store.states, *store.scales)]
         with torch.cuda.device(self._device if self._device.type == "cuda" else -1):  # -1 changes nothing
             self._numbers.copy_(self._host, non_blocking=True)
+            if decision is not None:
+                self._numbers.view(torch.float32)[:, 1].mul_(decision[1])
+                self._numbers[:, 0].mul_(decision[2] == 0)
             self._kernel[(self._num_programs,)](
                 self._tiles,
                 self._numbers,

@@ -140,7 +140,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         kept = None if groups is not None else given
         engine, twin, _, scheduler = self._initialize(optimizer=kept, model_parameters=groups, config=config)
         assert twin is not None
-        twin.runtime.check_backward = lambda: None  # the Trainer divides losses, and `backward` here scales them
+        engine.scales_plain_backwards = False  # `backward` here scales losses
         self.engine = engine
         if given is not None:
             follow(given, twin)

@@ -24,12 +24,12 @@ from twinflow.offload.gate import History
 from twinflow.offload.shadow import ShadowPool
 from twinflow.offload.slots import FlatPool, SlotPool
 from twinflow.offload.stages import Stages
-from twinflow.offload.sync import ARRIVED, WEIGHT_SENT
+from twinflow.offload.sync import ARRIVED, RESIDENT_READY, WEIGHT_SENT
 
 if TYPE_CHECKING:
     from twinflow.offload.frozen import Frozen
 
-POLL_S = 2e-4  # how often a thread looks again that waits for an event: a small part of any copy or update
+POLL_S = 5e-4  # how often a thread looks again that waits for an event: a small part of any copy or update
 
 
 class Now:
@@ -114,7 +114,9 @@ class Board:
             (self.resident if task.bucket.is_on_device else self.waiting).append(task)
             if self.sums_on_host:
                 task.bucket.parts.append(task)
-            self.changed.notify_all()
+            if self.sums_on_host or task.job.gate.is_open or not task.bucket.is_on_device:
+                # else nothing happens before `launch`: each thread that wakes costs backward time
+                self.changed.notify_all()
 
     def submit_sums(self, job: Job, buckets: Iterable[Bucket]) -> None:
         """Tasks for buckets that got gradients in earlier backwards of this step, but none in the last."""
@@ -149,6 +151,33 @@ class Board:
                     if not self.sums_on_host or task.is_summed:
                         task.present = task.agreed
             self.changed.notify_all()
+
+    def launch(self, job: Job, decision: Tensor, event: Event) -> None:
+        """Queue the updates whose state is on the device, by deadline. They read the decision there: no thread has to
+        wait for it, and the next forward waits for them by the order of streams alone."""
+        stream = self.device.stream("update")
+        with self.changed:
+            ready = [t for t in self.resident if t.job is job and t.bucket.updater.reads_decision(t.bucket.plan)]
+            if self.frozen is not None:
+                ready = []  # somebody still reads the state: the mover waits for that
+            ready.sort(key=lambda task: task.deadline)
+            for task in ready:
+                self.resident.remove(task)
+        if ready:
+            stream.wait(event, RESIDENT_READY)
+        for task in ready:
+            bucket = task.bucket
+            if bucket.sent_event is not None and WEIGHT_SENT not in self.device.disabled:
+                bucket.sent_event.synchronize()  # the last update has read its numbers, which are written anew
+            task.grads = task.flat
+            update = bucket.updater.prepare(task, 1.0, decision)
+            stream.run(update, span="resident", bucket=bucket.plan.index)
+            task.arrived = bucket.sent_event = stream.record()
+        with self.changed:
+            for task in ready:
+                job.launched.append(task)
+                self._free_gradients(task)
+                task.bucket.updated = task.bucket.sent = job.number
 
     def close_job(self, job: Job, norms: Tensor, event: Event, are_squares: bool = False) -> None:
         """All tasks of the job are submitted; `norms` holds its gradients' norms, or their squares, once `event` is
@@ -317,6 +346,11 @@ class Board:
                 tasks[:] = [t for t in tasks if t.job is not job]
         for task in ahead:
             self._settle(task)
+        for task in job.launched:
+            for i in task.present if not decision.skip else ():
+                task.bucket.steps[i] += 1
+            job.num_left -= 1
+        job.launched.clear()
         self._forget_done(job)
 
     def _settle(self, task: Task) -> None:
@@ -352,8 +386,9 @@ class Board:
         """Nothing of this task happens: state and weights stay as they are, bit for bit."""
         self.free_shadow(task)
         self._free_gradients(task)
-        task.bucket.updated = task.job.number
-        self.outbox.append(task)  # with no weights: whoever waits for this job goes on
+        if not task.job.gate.is_dropped:  # else it was no step, and nobody waits for it
+            task.bucket.updated = task.job.number
+            self.outbox.append(task)  # with no weights: whoever waits for this job goes on
         self._finish(task)
 
     def _finish(self, task: Task) -> None:

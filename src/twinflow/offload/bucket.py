@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from twinflow.device import Event
 from twinflow.offload.gate import Gate
-from twinflow.offload.gather import TakenGradient
 from twinflow.offload.plan import ROOT, BucketPlan, Slice
 from twinflow.offload.slots import Slot
+from twinflow.offload.taken_gradient import TakenGradient
+from twinflow.offload.weight_guard import plain
 from twinflow.rules.segment import Store
 
 Options = Mapping[str, Any]
@@ -28,18 +30,19 @@ class Param:
     tensor: nn.Parameter
     group: int  # index of its param group
     is_late: bool = False  # its gradient is complete only when the outermost backward has ended
-    hits: int = 0  # gradients seen since the last step
+    is_queued: bool = False  # a gradient has come, and waits in `.grad` for the others of its block
+    hits: int = 0  # gradients taken since the last step
     was_hit: bool = False  # ... in any backward of this step
     is_seen: bool = False  # a forward, or a reader, has waited for its weights since the last step
-    is_bypassed: bool = False  # it is used past the forwards that wait: `step` waits instead
+    is_bypassed: bool = False  # compiled graphs use it past our hooks: `step` waits for it
     version: int = 0  # of the tensor, after our last write: another number means that somebody else wrote
+    aliases: list[tuple[Tensor, int]] = field(default_factory=list)  # `.data` that somebody has, and their versions
     buckets: list[Bucket] = field(default_factory=list)
+    _places: list[Place] = field(default_factory=list)
     first: int = 0  # where this rank's part starts in the whole, flattened; 0 where it has all of it
     guard: threading.Lock = field(default_factory=threading.Lock)  # several streams write to it, each to a part
-    taken: Tensor = field(init=False)  # what `.grad` holds when the gradient is gone
-
-    def __post_init__(self) -> None:
-        self.taken = TakenGradient(self.tensor)
+    taken: TakenGradient | None = None  # what `.grad` holds when the gradient is taken
+    watched: Tensor | None = None  # a gradient that was not taken, behind such a stand-in
 
     @property
     def local(self) -> Tensor:
@@ -47,14 +50,44 @@ class Param:
         return local_of(self.tensor)
 
     @property
+    def places(self) -> list[Place]:
+        """Where its gradient is gathered."""
+        if len(self._places) != len(self.buckets):
+            self._places = [_place(self.index, bucket) for bucket in self.buckets]
+        return self._places
+
+    @property
     def is_sharded(self) -> bool:
         """Whether that is not all."""
         return self.local is not self.tensor
+
+    @property
+    def is_written(self) -> bool:
+        """Whether somebody else has written to it since our last write."""
+        local = self.local
+        is_aliased = any(alias._version != version for alias, version in self.aliases)
+        return self.version != local._version or is_aliased
 
     def note_write(self) -> None:
         """We have written to it."""
         with self.guard:
             self.version = self.local._version
+            if self.aliases:
+                self.aliases = [(alias, alias._version) for alias, _ in self.aliases]
+
+    def note_step(self) -> None:
+        """Its values will change: a graph that needs the old ones must fail, as with torch."""
+        with self.guard:
+            torch._C._increment_version([self.local])
+            self.version = self.local._version
+
+
+class Place(NamedTuple):
+    """Where a parameter lies in a bucket."""
+
+    bucket: Bucket
+    cuts: list[Slice]  # of what gradients are gathered in
+    own: list[int]  # which of this rank's slices are its
 
 
 @dataclass(eq=False)
@@ -123,8 +156,9 @@ class Bucket:
         """Views of the parameters as they are now; writes to them are seen by autograd."""
         if self.is_parked:
             return
-        self.targets = [target(p.local, piece) for p, piece in zip(self.params, self.slices, strict=True)]
-        self.addresses = [param.local.data_ptr() for param in self.params]
+        with plain():
+            self.targets = [target(p.local, piece) for p, piece in zip(self.params, self.slices, strict=True)]
+            self.addresses = [param.local.data_ptr() for param in self.params]
 
     @property
     def slices(self) -> Sequence[Slice]:
@@ -163,9 +197,15 @@ class Updater(Protocol):
         """Whether new weights need a page-locked slot; else they can be sent from the state itself."""
         ...
 
-    def prepare(self, task: Task, factor: float) -> Callable[[], None]:
+    def prepare(self, task: Task, factor: float, decision: Tensor | None = None) -> Callable[[], None]:
         """The update of a task's bucket, into its shadow where it has one. By the time it has run, `task.weights` are
-        the new weights; on the device they are set here already, or the parameters themselves are written to."""
+        the new weights; on the device they are set here already, or the parameters themselves are written to.
+
+        `decision`: what `decide_there` has written by the time the update runs; its factor multiplies `factor`."""
+        ...
+
+    def reads_decision(self, plan: BucketPlan) -> bool:
+        """Whether an update takes the clipping decision from the device's memory, and writes the parameters itself."""
         ...
 
     def read(self, bucket: Bucket, index: int) -> dict[str, Tensor]:
@@ -207,6 +247,7 @@ class Job:
     after: Event | None = None  # when the forward and backward that still need the old weights have ended
     tasks: list[Task] = field(default_factory=list)
     num_left: int = 0  # tasks whose update is neither kept nor dropped for good
+    launched: list[Task] = field(default_factory=list)  # updates on the device that read the decision there
     norms: Tensor | None = None  # of each bucket, where the host measures them
 
     @property
@@ -255,6 +296,11 @@ def new_bucket(
     for param in bucket.members:
         param.buckets.append(bucket)
     return bucket
+
+
+def _place(index: int, bucket: Bucket) -> Place:
+    cuts = [piece for piece in bucket.gathered.slices if piece.param == index]
+    return Place(bucket, cuts, [i for i, piece in enumerate(bucket.slices) if piece.param == index])
 
 
 def set_deadlines(buckets: Sequence[Bucket], order: Sequence[int]) -> list[Bucket]:

@@ -4,73 +4,91 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from torch import Tensor, nn
 
 from twinflow.offload.bucket import Bucket, Options, Param, Updater
 from twinflow.offload.plan import HOST
+from twinflow.offload.weight_guard import plain
 
 
-def check_flags(params: Iterable[Param], frozen: Mapping[str, nn.Parameter]) -> None:
-    """Refuse parameters that were frozen or unfrozen since the start."""
-    for param in params:
-        if not param.tensor.requires_grad:
-            raise RuntimeError(f"{param.name} no longer requires a gradient. Build a new optimizer after freezing")
+def check_flags(frozen: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters that were frozen at the start and now require a gradient: they have no state."""
     for name, tensor in frozen.items():
         if tensor.requires_grad:
-            raise RuntimeError(f"{name} now requires a gradient. Build a new optimizer after unfreezing")
+            raise RuntimeError(
+                f"{name} now requires a gradient, but it was frozen when the optimizer was built and has no state. "
+                f"Build a "
+                "new optimizer after unfreezing, or freeze parameters only after building it"
+            )
 
 
-def find_moved(buckets: Iterable[Bucket]) -> list[Param]:
-    """Parameters that somebody gave other memory: `p.data = x` does not count as a write. Their buckets follow.
+def check_memory(params: Iterable[Param]) -> None:
+    """Refuse two parameters on one memory: each would have a master of its own."""
+    with plain():
+        spans = sorted((p.local.data_ptr(), p.local.numel() * p.local.element_size(), p.name) for p in params)
+    for (start, nbytes, name), (other_start, other_bytes, other) in pairwise(spans):
+        if nbytes and other_bytes and start + nbytes > other_start:
+            raise ValueError(
+                f"{name} and {other} are two parameters on one memory, and each would have a master and state of its "
+                f"own. "
+                "Use one nn.Parameter in both places"
+            )
+
+
+def moved(buckets: Iterable[Bucket]) -> list[Param]:
+    """Parameters that somebody gave other memory: `p.data = x` does not count as a write."""
+    found: dict[Param, None] = {}
+    with plain():
+        for bucket in (bucket for bucket in buckets if not bucket.is_parked):
+            pairs = zip(bucket.params, bucket.addresses, strict=True)
+            found.update(dict.fromkeys(param for param, address in pairs if param.local.data_ptr() != address))
+    return list(found)
+
+
+def find_moved(params: Sequence[Param], buckets: Iterable[Bucket]) -> list[Param]:
+    """Parameters that somebody gave other memory; their buckets follow.
 
     In another dtype, or on another device, they are no longer what the buckets were planned for.
     """
-    moved: list[Param] = []
+    buckets = [bucket for bucket in buckets if not bucket.is_parked]
+    found = moved(buckets)
+    if not found:
+        return []
+    check_memory(param for param in params if not any(bucket.is_parked for bucket in param.buckets))
     for bucket in buckets:
-        addresses = [] if bucket.is_parked else [param.local.data_ptr() for param in bucket.params]
-        if addresses == bucket.addresses:
-            continue
-        pairs = zip(bucket.params, addresses, bucket.addresses, strict=True)
-        found = [param for param, new, old in pairs if new != old]
-        for param in found:
-            before, now = bucket.targets[bucket.params.index(param)], param.local
-            if (now.dtype, now.device) != (before.dtype, before.device):
+        for i, param in enumerate(bucket.params):
+            before, now = bucket.targets[i], param.local
+            if param in found and (now.dtype, now.device) != (before.dtype, before.device):
                 raise RuntimeError(
                     f"{param.name} was moved from {before.dtype} on {before.device} to {now.dtype} on {now.device}. "
                     "Convert and move the model before building the optimizer"
                 )
-        moved += found
         bucket.find_targets()
         if bucket.plan.place != HOST and bucket.plan.can_alias and any(t.dim() != 1 for t in bucket.targets):
             raise RuntimeError(
                 f"{found[0].name} is no longer contiguous, but its state on the device lies beside it. Choose the "
                 "memory format before building the optimizer"
             )
-    return moved
+    return found
 
 
 def written(params: Iterable[Param]) -> list[Param]:
     """Parameters that were written to since our last write."""
-    return [param for param in params if param.version != param.local._version]
+    return [param for param in params if param.is_written]
 
 
 def find_changed(params: Sequence[Param], buckets: Iterable[Bucket], wait: Callable[[], None]) -> list[Param]:
     """Parameters with other values, or other memory, than we left them with."""
-    moved = find_moved(buckets)
-    if moved or written(params):
+    has_moved = find_moved(params, buckets)
+    if has_moved or written(params):
         wait()  # it may have been us: weights that no forward has waited for
-    return list(dict.fromkeys([*moved, *written(params)]))
+    return list(dict.fromkeys([*has_moved, *written(params)]))
 
 
 def check_changed(params: Sequence[Param], has_unsent: bool) -> None:
-    """Refuse to go on after somebody has written to weights that were not there, or will be written over."""
-    for param in params:
-        if any(bucket.is_parked for bucket in param.buckets):
-            raise RuntimeError(
-                f"{param.name} was written to, but its weights live in the optimizer's state on the host "
-                "(offload_param). Change weights before the optimizer is built, or load a checkpoint"
-            )
+    """Refuse to go on after somebody has written to weights that will be written over."""
     if has_unsent:
         raise RuntimeError(
             f"{params[0].name} was written to while a delayed update of it was still to come. Load the model before "
@@ -86,7 +104,8 @@ def adopt(params: Sequence[Param], keep: bool, given: Mapping[nn.Parameter, Tens
     for param in params:
         if param.tensor not in given and any(bucket.is_parked for bucket in param.buckets):
             continue
-        values = given.get(param.tensor, param.local).detach().reshape(-1)
+        with plain():
+            values = given.get(param.tensor, param.local).detach().reshape(-1)
         on_host = values if all(bucket.is_on_device for bucket in param.buckets) else values.cpu()
         for bucket in param.buckets:
             source = values if bucket.is_on_device else on_host

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -9,14 +10,14 @@ import torch
 from torch import Tensor
 
 from twinflow.device import Device, Event
-from twinflow.gpu import collect
 from twinflow.offload import gather
 from twinflow.offload.board import Board
 from twinflow.offload.bucket import Bucket, Job, Param, Task, local_of
-from twinflow.offload.plan import BucketPlan, Slice
+from twinflow.offload.gate import decide_there
+from twinflow.offload.plan import BucketPlan
 from twinflow.offload.sharing import Sharing
-from twinflow.offload.slots import RowPool
 from twinflow.offload.sync import FLAT_FREE
+from twinflow.offload.taken_gradient import TakenGradient
 
 
 class Collector:
@@ -35,43 +36,42 @@ class Collector:
         self.num_parts = num_parts  # gradients that make up one: with several, they are summed in fp32
         self._tensor_device = tensor_device
         self._sums: dict[int, Tensor] = {}  # of each bucket
-        self._rows: dict[int, Tensor] = {}  # norms of blocks, of buckets whose gradients come in
-        self._free_rows = RowPool(tensor_device)
-        self._measures_at_once = sharing is None and collect.is_usable(tensor_device)  # as they come in
         self._norms = torch.zeros(len(buckets), dtype=torch.float64, device=tensor_device)  # of each bucket
+        self._decisions = [torch.zeros(3, dtype=torch.float64, device=tensor_device) for _ in range(2)]
+        self._host_decisions = [device.pinned(3, torch.float64) for _ in range(2)]
         self._host_norms = [device.pinned(len(buckets), torch.float64) for _ in range(2)]  # this job's and the last's
 
     # While backward runs.
 
-    def add(self, job: Job | None, param: Param, grad: Tensor) -> None:
-        """Add a gradient to what its buckets hold, on the stream that made it."""
-        for bucket in param.buckets:
-            is_sum = self.num_parts > 1
+    def add(self, job: Job | None, found: Sequence[tuple[Param, Tensor]]) -> None:
+        """Add gradients to what their buckets hold, on the stream that made them."""
+        is_sum = self.num_parts > 1
+        for bucket, pieces in _by_bucket(found).items():
             into = self._sum(bucket) if is_sum else self._task(job, bucket).flat
-            rows = None if is_sum else self._rows_of(bucket)
             assert into is not None
-            self._gather(bucket, partial(gather.add, into, _pieces(bucket, param, grad), param.hits == 1, rows))
+            self._gather(bucket, partial(gather.add, into, pieces))
 
-    def add_last(self, job: Job, param: Param, grad: Tensor) -> None:
-        """The same for the last gradient of a parameter: with it, the parameter is complete."""
+    def add_last(self, job: Job, found: Sequence[tuple[Param, Tensor]]) -> None:
+        """The same for gradients with which their parameters are complete."""
         if self.num_parts == 1:
-            self.add(job, param, grad)
+            self.add(job, found)
         else:
-            for bucket in param.buckets:
-                flat, total, rows = self._task(job, bucket).flat, self._sum(bucket), self._rows_of(bucket)
+            for bucket, pieces in _by_bucket(found).items():
+                flat, total = self._task(job, bucket).flat, self._sum(bucket)
                 assert flat is not None
-                self._gather(bucket, partial(gather.add_last, flat, total, _pieces(bucket, param, grad), rows))
-        self._finish(job, param)
+                self._gather(bucket, partial(gather.add_last, flat, total, pieces))
+        for param, _ in found:
+            self._finish(job, param)
 
     def _gather(self, bucket: Bucket, what: Callable[[], None]) -> None:
         self._device.compute().run(what, "grad", bucket=bucket.plan.index)
 
     def _finish(self, job: Job, param: Param) -> None:
         """Nothing more will come for this parameter, and its gradient is in the flat buffers."""
-        for bucket in param.buckets:
+        for bucket, _, own in param.places:
             task = self._task(job, bucket)
             task.missing.discard(param.index)
-            task.present += [i for i, piece in enumerate(bucket.slices) if piece.param == param.index]
+            task.present += own
             if not task.missing:
                 self._submit(task)
 
@@ -99,33 +99,87 @@ class Collector:
         for bucket in param.buckets:
             flat, slices = self._task(job, bucket).flat, [s for s in bucket.gathered.slices if s.param == param.index]
             assert flat is not None
-            self._gather(bucket, partial(gather.cast, flat, self._sum(bucket), slices, self._rows_of(bucket)))
+            self._gather(bucket, partial(gather.cast, flat, self._sum(bucket), slices))
 
-    def take_all(self, job: Job, params: Sequence[Param]) -> None:
-        """Tasks from the gradients in `.grad`, which are taken away: copies read them after this returns."""
-        flat = {p: local_of(p.tensor.grad).detach().reshape(-1) for p in params if p.tensor.grad is not None}
+    def take_all(self, job: Job, params: Sequence[Param], stand_in: Callable[[Param], TakenGradient]) -> None:
+        """Tasks from the gradients in `.grad`. Copies read these after this returns, so a stand-in takes their place:
+        whoever changes a gradient then gets a copy of it. Gradients in memory of the user's are copied now."""
+        flat: dict[Param, Tensor] = {}
+        for param in params:
+            grad = param.tensor.grad
+            if grad is None:
+                continue
+            held = grad.held if isinstance(grad, TakenGradient) else grad
+            held = param.watched if held is None else held
+            assert held is not None
+            if isinstance(grad, TakenGradient) or param.is_sharded or not _is_shared(grad):
+                if not param.is_sharded:
+                    param.tensor.grad = taken = stand_in(param)
+                    taken.held, taken.is_lent, taken.is_used = held, True, True
+                else:
+                    param.tensor.grad = None
+            else:
+                held = held.clone()
+            flat[param] = local_of(held).detach().reshape(-1)
         if self._sharing is not None:
-            for param, grad in flat.items():
-                for bucket in param.buckets:
-                    into = self._task(job, bucket).flat
-                    assert into is not None
-                    self._gather(bucket, partial(gather.add, into, _pieces(bucket, param, grad), True))
+            for bucket, pieces in _by_bucket(list(flat.items())).items():
+                into = self._task(job, bucket).flat
+                assert into is not None
+                self._gather(bucket, partial(gather.put, into, pieces))
+            for param in flat:
                 self._finish(job, param)
             self.complete(job, ())
-        for bucket in self._buckets if self._sharing is None else ():
+            return
+        for bucket in self._buckets:
             task = Task(bucket, job, [i for i, param in enumerate(bucket.params) if param in flat])
             for i in task.present:
                 piece = bucket.slices[i]
                 task.sources.append((piece.offset, flat[bucket.params[i]][piece.start : piece.start + piece.numel]))
             if task.present and bucket.is_on_device:  # the update there wants them side by side
                 task.flat = self._flat(bucket.plan)
-                pieces = [(bucket.slices[i], source) for i, (_, source) in zip(task.present, task.sources, strict=True)]
-                self._gather(bucket, partial(gather.add, task.flat, pieces, True, self._rows_of(bucket)))
+                own = zip(task.present, task.sources, strict=True)
+                placed: list[gather.Piece] = [(bucket.slices[i], source, True) for i, (_, source) in own]
+                self._gather(bucket, partial(gather.put, task.flat, placed))
                 task.sources = [(0, task.flat)]
             if task.present:
                 self._submit(task)
-        for param in flat:
-            param.tensor.grad = None
+
+    # When a step is given up.
+
+    def read_back(self, job: Job | None, params: Sequence[Param]) -> dict[Param, Tensor]:
+        """The gradients that were taken of these parameters, as torch would have left them in `.grad`. Blocks."""
+        self._device.compute().synchronize()
+        if self._board.sums_on_host:
+            self._board.wait_for(lambda: not any(bucket.parts for bucket in self._buckets if not bucket.is_full))
+        tasks = {task.bucket: task for task in (job.tasks if job is not None else ())}
+        found: dict[Param, Tensor] = {}
+        for param in params:
+            grad = torch.zeros(param.tensor.numel(), dtype=param.tensor.dtype, device=self._tensor_device)
+            for bucket in param.buckets:
+                for i, piece in enumerate(bucket.slices):
+                    if piece.param == param.index:
+                        source = self._taken(bucket, i, tasks.get(bucket) or bucket.task)
+                        if source is not None:
+                            grad[piece.start : piece.start + piece.numel] = source[
+                                piece.offset : piece.offset + piece.numel
+                            ].to(grad.device)
+            found[param] = grad.view(param.tensor.shape)
+        return found
+
+    def _taken(self, bucket: Bucket, index: int, task: Task | None) -> Tensor | None:
+        """Where a slice's gradient lies, in a buffer of its bucket; None where there is none."""
+        if self._board.sums_on_host:
+            return bucket.total if index in bucket.added else None
+        if task is not None and index in task.present:
+            with self._board.changed:  # from the device to the host; one of them stays as it is until `step`
+                held = task.flat if task.flat is not None else task.grads
+            for event in (task.ready, task.arrived):
+                if event is not None:
+                    event.synchronize()
+            return held
+        if self.num_parts > 1:
+            return self._sums.get(bucket.plan.index)
+        return task.flat if task is not None else None
 
     def zero_norms(self) -> None:
         """A new job begins: a bucket without gradients has none."""
@@ -140,6 +194,20 @@ class Collector:
         compute, norms = self._device.compute(), self._host_norms[job.number % 2]
         compute.run(lambda: norms.copy_(self._norms, non_blocking=True))
         return norms, compute.record()
+
+    def fetch_decision(self, job: Job) -> tuple[Tensor, Tensor, Event]:
+        """The clipping decision of the job, made on the device: there, on its way to the host, and when it is there."""
+        compute = self._device.compute()
+        there = self._decisions[job.number % 2]
+        here = self._host_decisions[job.number % 2]
+        gate = job.gate
+
+        def decide() -> None:
+            decide_there(there, self._norms, gate.scale, gate.limits)
+            here.copy_(there, non_blocking=True)
+
+        compute.run(decide)
+        return there, here, compute.record()
 
     # Parts.
 
@@ -172,17 +240,6 @@ class Collector:
             self._device.compute().wait(read_until, FLAT_FREE)
         return flat
 
-    def _rows_of(self, bucket: Bucket) -> Tensor | None:
-        """Where norms of blocks go as gradients are gathered in a flat buffer; None where they are measured later."""
-        if not self._measures_at_once or self._board.sums_on_host:
-            return None
-        index = bucket.plan.index
-        if index not in self._rows:
-            self._rows[index], read_until = self._free_rows.take(bucket.plan)
-            if read_until is not None:
-                self._device.compute().wait(read_until, FLAT_FREE)
-        return self._rows[index]
-
     def _submit(self, task: Task) -> None:
         """All gradients of a task are queued: measure them, and hand the task on."""
         if self._sharing is not None:
@@ -190,12 +247,8 @@ class Collector:
         task.present.sort()
         bucket, compute, flat = task.bucket, self._device.compute(), task.flat
         norm = self._norms[bucket.plan.index]
-        rows = self._rows.pop(bucket.plan.index, None) if flat is not None else None
         if self._board.sums_on_host:
             pass  # the host measures the sum
-        elif rows is not None:
-            empty = [piece for i, piece in enumerate(bucket.slices) if i not in task.present]
-            compute.run(partial(gather.measure_rows, norm, rows, empty))
         elif flat is not None and len(task.present) == len(bucket.slices):
             compute.run(partial(gather.measure, norm, flat))
         else:
@@ -203,8 +256,6 @@ class Collector:
             parts = task.sources if flat is None else [(c.offset, flat[c.offset : c.offset + c.numel]) for c in cuts]
             compute.run(partial(gather.measure_parts, norm, list(parts), bucket.plan.numel))
         task.ready = compute.record()
-        if rows is not None:
-            self._free_rows.give(bucket.plan, rows, task.ready)
         bucket.task = None
         task.job.tasks.append(task)
         self._board.submit(task)
@@ -223,6 +274,21 @@ class Collector:
         sharing.submit(task)
 
 
-def _pieces(bucket: Bucket, param: Param, grad: Tensor) -> list[tuple[Slice, Tensor]]:
-    """The parts of a parameter's gradient that lie in this bucket."""
-    return [(s, grad[s.start : s.start + s.numel]) for s in bucket.gathered.slices if s.param == param.index]
+def _by_bucket(found: Sequence[tuple[Param, Tensor]]) -> dict[Bucket, list[gather.Piece]]:
+    """The parts of gradients that lie in each bucket."""
+    pieces: dict[Bucket, list[gather.Piece]] = {}
+    for param, grad in found:
+        flat = grad.detach().reshape(-1) if grad.requires_grad else grad.reshape(-1)
+        for bucket, cuts, _ in param.places:
+            into = pieces.setdefault(bucket, [])
+            for cut in cuts:
+                values = flat if cut.numel == flat.numel() else flat[cut.start : cut.start + cut.numel]
+                into.append((cut, values, param.hits == 1))
+    return pieces
+
+
+def _is_shared(grad: Tensor) -> bool:
+    """Whether somebody else may write to the memory of a gradient: he has the tensor, or a view of its storage."""
+    storage = grad.untyped_storage()
+    users = int(torch._C._storage_Use_Count(storage._cdata))
+    return users > 2 or storage.nbytes() != grad.numel() * grad.element_size() or sys.getrefcount(grad) > 3

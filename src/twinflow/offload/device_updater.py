@@ -79,41 +79,47 @@ class DeviceUpdater:
         """Zeros; for Adagrad the sum it starts from."""
         slices.clear(self._slice(bucket, index), start_value(options[bucket.params[index].group]))
 
+    def reads_decision(self, plan: BucketPlan) -> bool:
+        """Whether an update takes the clipping decision from the device's memory, and writes the parameters itself."""
+        return self.is_aliased(plan)
+
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
         """Nothing passes through the host."""
         return False
 
     # The update.
 
-    def prepare(self, task: Task, factor: float) -> Callable[[], None]:
+    def prepare(self, task: Task, factor: float, decision: Tensor | None = None) -> Callable[[], None]:
         """What to run on the device's stream; all that may change until it runs is read now."""
         if not self.is_aliased(task.bucket.plan):
             task.weights = self._weights(task.bucket)
-        return self.prepare_on(task.bucket.store, task, factor)
+        return self.prepare_on(task.bucket.store, task, factor, decision)
 
-    def prepare_on(self, store: Store, task: Task, factor: float) -> Callable[[], None]:
+    def prepare_on(self, store: Store, task: Task, factor: float, decision: Tensor | None = None) -> Callable[[], None]:
         """The same for state that lies in other buffers."""
         bucket, grads = task.bucket, task.grads
         assert grads is not None
         numbers = {i: self._hypers.of(task, i, factor) for i in task.present}
         params = [bucket.params[i] for i in task.present] if self.is_aliased(bucket.plan) else []
         if grads.device.type == "cuda" and self._is_fused:
-            return partial(_run, partial(self._update_fused, bucket, store, grads, numbers), params)
-        return partial(_run, partial(self._update_plainly, bucket, store, grads, numbers), params)
+            return partial(_run, partial(self._update_fused, bucket, store, grads, numbers, decision), params)
+        return partial(_run, partial(self._update_plainly, bucket, store, grads, numbers, decision), params)
 
-    def _update_fused(self, bucket: Bucket, store: Store, grads: Tensor, numbers: Mapping[int, Numbers]) -> None:
+    def _update_fused(
+        self, bucket: Bucket, store: Store, grads: Tensor, numbers: Mapping[int, Numbers], decision: Tensor | None
+    ) -> None:
         """The bucket's kernel; its tables are made anew when its parameters have moved."""
         found = self._fused.get(bucket.plan.index)
         try:
             if found is None or found[0] != bucket.addresses:
                 found = self._fused[bucket.plan.index] = (bucket.addresses, self._new_fused(bucket))
-            found[1](store, grads, numbers)
+            found[1](store, grads, numbers, decision)
         except Exception as error:  # Triton compiles at the first launch, which needs more than Triton
             if self._has_run or isinstance(error, AssertionError):
                 raise
             warnings.warn(f"the GPU's fused update cannot run, using slower torch kernels ({error})", stacklevel=2)
             self._is_fused = False
-            self._update_plainly(bucket, store, grads, numbers)
+            self._update_plainly(bucket, store, grads, numbers, decision)
         self._has_run = True
 
     def _new_fused(self, bucket: Bucket) -> FusedUpdate:
@@ -121,9 +127,16 @@ class DeviceUpdater:
         pieces = [Piece(weight, s.offset, s.numel, s.start) for weight, s in weights]
         return FusedUpdate(self.rule, pieces, self.max_programs)
 
-    def _update_plainly(self, bucket: Bucket, store: Store, grads: Tensor, numbers: Mapping[int, Numbers]) -> None:
+    def _update_plainly(
+        self, bucket: Bucket, store: Store, grads: Tensor, numbers: Mapping[int, Numbers], decision: Tensor | None
+    ) -> None:
         """By the host's kernels, or by the reference where there is no Triton."""
         found = []
+        if decision is not None:
+            _, factor, skip = decision.tolist()
+            if skip:
+                return
+            numbers = {i: number._replace(factor=number.factor * factor) for i, number in numbers.items()}
         for i, number in numbers.items():
             piece = bucket.slices[i]
             gradient = grads.narrow(0, piece.offset, piece.numel)

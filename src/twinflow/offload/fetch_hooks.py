@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
 from twinflow.offload.blocks import Block
-from twinflow.offload.hooks import in_backward
+from twinflow.offload.hooks import Hook, in_backward
 
 
 class Keeper(Protocol):
@@ -54,6 +54,20 @@ class Keeper(Protocol):
         """Another number with every step that changes the weights."""
         ...
 
+    def before_error(self) -> None:
+        """A backward is about to fail: leave a state that can be saved."""
+        ...
+
+
+def check_transform() -> None:
+    """Transforms of torch.func save tensors in their own way, which knows nothing of weights that come and go."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise RuntimeError(
+            "The model runs inside a transform of torch.func (grad, vmap, ...), which has no place for weights "
+            "that live on "
+            "the host (offload_param). Leave offload_param out."
+        )
+
 
 class Place(NamedTuple):
     """A tensor in the memory of a block's weights, which may be given back and taken again meanwhile."""
@@ -69,6 +83,7 @@ def put_hooks(parking: Keeper, block: Block) -> list[RemovableHandle]:
     def before(caller: nn.Module, args: Any, kwargs: Any) -> None:
         if caller is not block.module:  # a deep copy has the same hooks
             return
+        check_transform()
         parking.before_block(block.index)
         if not torch.is_grad_enabled():
             open_now.append(None)
@@ -100,8 +115,8 @@ def put_hooks(parking: Keeper, block: Block) -> list[RemovableHandle]:
         return output
 
     outside: Callable[[Any], Any] = torch._dynamo.disable
-    first = block.module.register_forward_pre_hook(outside(before), prepend=True, with_kwargs=True)
-    return [first, block.module.register_forward_hook(outside(after), always_call=True)]
+    first = block.module.register_forward_pre_hook(Hook(outside(before)), prepend=True, with_kwargs=True)
+    return [first, block.module.register_forward_hook(Hook(outside(after)), always_call=True)]
 
 
 def _saving(parking: Keeper, block: Block) -> saved_tensors_hooks:
@@ -118,14 +133,17 @@ def _saving(parking: Keeper, block: Block) -> saved_tensors_hooks:
         if not isinstance(saved, Place):
             return outer_unpack(saved)
         if torch.is_grad_enabled():
+            parking.before_error()
             raise RuntimeError(
                 f"{block.name}: create_graph=True needs its weights again after its backward, but they live on the "
-                "host (offload_param) and are there only while the block runs"
+                "host (offload_param) and are there only while the block runs. Leave offload_param out"
             )
         if saved.edition != parking.edition(block.index):
+            parking.before_error()
             raise RuntimeError(
-                f"{block.name}: its weights, needed for gradient computation, have been modified by a step since the "
-                "forward. Call backward() before step()"
+                f"{block.name}: its weights, needed for gradient computation, have been modified by a step or a write "
+                f"since "
+                "the forward. Call backward() before step(), and write to weights after backward()"
             )
         parking.before_backward(block.index)
         return saved.view

@@ -17,6 +17,7 @@ from torch import Tensor
 from twinflow.device import Device
 from twinflow.offload.board import Board
 from twinflow.offload.bucket import Bucket
+from twinflow.offload.weight_guard import plain
 
 
 @dataclass(eq=False)
@@ -122,7 +123,8 @@ class Frozen:
         return None
 
     def _value(self, reading: _Reading) -> Tensor:
-        with self._device.beside("save"), torch.no_grad():
+        # Weights are read as they are: whoever waited for their update would wait for this very reading.
+        with self._device.beside("save"), torch.no_grad(), plain():
             value = reading.read()
             return value.clone() if value.device.type == "cpu" else value.cpu()
 

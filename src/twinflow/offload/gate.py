@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from twinflow.device import Event
@@ -56,6 +57,19 @@ def decide(sums: Sequence[float], scale: float, limits: Limits) -> Decision:
     return Decision(norm, clip / scale, skip=False, clipped=clip != 1.0)
 
 
+def decide_there(into: Tensor, norms: Tensor, scale: float, limits: Limits) -> None:
+    """`decide` on the device, from the norms of the step's buckets: norm, factor and whether to skip into `into`, fp64.
+
+    Updates there read it where it is, so that nothing waits for the host."""
+    norm = norms.square().sum().sqrt() / scale
+    clip = torch.ones_like(norm)
+    if limits.max_norm is not None:
+        clip = limits.max_norm / (norm + _CLIP_EPS)
+        clip = torch.where(clip > 1.0, 1.0, clip)  # NaN stays NaN, as with torch
+    skip = ~norm.isfinite() if limits.skip_nonfinite else torch.zeros_like(norm)
+    torch.stack([norm, clip / scale, skip.to(norm.dtype)], out=into)
+
+
 class Gate:
     """One step's gate. The worker alone decides; other threads arm it and read the decision."""
 
@@ -64,6 +78,7 @@ class Gate:
         self.scale = scale
         self.norms: tuple[Tensor, Event] | None = None  # the norms' host copy, and when it is there
         self.are_squares = False  # ... or the squares of them
+        self.is_decided_there = False  # ... or what the device has decided (decide_there)
         self.decision: Decision | None = None
         self.is_dropped = False  # the step is skipped, whatever the norms
         self.counts = {"speculated": 0, "dropped": 0, "held": 0}  # buckets
@@ -86,6 +101,11 @@ class Gate:
         """Decide from the norms, which have arrived."""
         assert self.norms is not None and self.decision is None
         norms, self.norms = self.norms[0], None
+        if self.is_decided_there:
+            norm, factor, skip = norms.tolist()
+            decision = Decision(norm, 0.0 if skip else factor, bool(skip), not skip and factor * self.scale != 1.0)
+            self.decision = replace(decision, factor=0.0, skip=True, clipped=False) if self.is_dropped else decision
+            return self.decision
         squares = norms.tolist() if self.are_squares else [n * n for n in norms.tolist()]
         decision = decide(squares, self.scale, self.limits)
         self.decision = replace(decision, factor=0.0, skip=True, clipped=False) if self.is_dropped else decision

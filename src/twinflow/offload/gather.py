@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,44 +11,43 @@ from torch import Tensor
 from twinflow import native
 from twinflow.device import hide_from_children
 from twinflow.gpu import collect
-from twinflow.offload.plan import Slice, padded
+from twinflow.offload.plan import Slice
 from twinflow.rules.formats import BLOCK
 
 if TYPE_CHECKING:
     from twinflow.offload.bucket import Task
 
-Pieces = Sequence[tuple[Slice, Tensor]]
+# a place in a bucket, a part of a gradient, whether it is the first that comes there
+Piece = tuple[Slice, Tensor, bool]
 
 
-def add(into: Tensor, pieces: Pieces, is_first: bool, rows: Tensor | None = None) -> None:
-    """Put (the first) or add (the others) pieces of a gradient into a bucket's buffer.
-
-    Where there are `rows`, here and below, the norms of what is written go there in the same pass (gpu/collect.py).
-    """
-    for piece, values in pieces:
-        if rows is not None:
-            collect.put(into, rows, piece.offset, values, None if is_first else into)
-            continue
-        target = into[piece.offset : piece.offset + piece.numel]
-        target.copy_(values) if is_first else target.add_(values)
+def put(into: Tensor, pieces: Sequence[Piece]) -> None:
+    """Parts of gradients to their places in a bucket's buffer: one call for all of them."""
+    targets = [into.narrow(0, piece[0].offset, piece[0].numel) for piece in pieces]
+    torch._foreach_copy_(targets, [piece[1] for piece in pieces])
 
 
-def add_last(flat: Tensor, total: Tensor, pieces: Pieces, rows: Tensor | None = None) -> None:
-    """The last of several gradients: the sum goes straight to the buffer that travels, rounded once, in one pass."""
-    for piece, values in pieces:
-        if rows is not None:
-            collect.put(flat, rows, piece.offset, values, total)
-            continue
-        where = slice(piece.offset, piece.offset + piece.numel)
+def add(into: Tensor, pieces: Sequence[Piece]) -> None:
+    """Put (the first) or add (the others) parts of gradients into a bucket's buffer."""
+    first = [piece for piece in pieces if piece[2]]
+    if first:
+        put(into, first)
+    others = [piece for piece in pieces if not piece[2]]
+    if others:
+        targets = [into.narrow(0, cut.offset, cut.numel) for cut, _, _ in others]
+        torch._foreach_add_(targets, [values for _, values, _ in others])
+
+
+def add_last(flat: Tensor, total: Tensor, pieces: Sequence[Piece]) -> None:
+    """The last of several gradients: the sum goes straight to the buffer that travels, rounded once."""
+    for cut, values, _ in pieces:
+        where = slice(cut.offset, cut.offset + cut.numel)
         torch.add(total[where], values, out=flat[where])
 
 
-def cast(flat: Tensor, total: Tensor, slices: Sequence[Slice], rows: Tensor | None = None) -> None:
+def cast(flat: Tensor, total: Tensor, slices: Sequence[Slice]) -> None:
     """Slices of an fp32 sum into the flat buffer that travels, rounded to its dtype."""
     for piece in slices:
-        if rows is not None:
-            collect.put_total(flat, rows, piece.offset, piece.numel, total)
-            continue
         where = slice(piece.offset, piece.offset + piece.numel)
         flat[where].copy_(total[where])
 
@@ -65,7 +64,9 @@ def measure(norm: Tensor, flat: Tensor) -> None:
     Always of a whole bucket, so that it is the same to the last bit however the gradients came together.
     """
     if collect.is_usable(norm.device):
-        return measure_parts(norm, [(0, flat)], flat.numel())
+        rows = torch.empty(flat.numel() // BLOCK, dtype=torch.float32, device=norm.device)
+        collect.put_norms(rows, 0, flat)
+        return collect.norm_of(norm, rows)
     if norm.device.type == "cpu":
         norm.copy_(torch.tensor(native.sum_squares([flat])[0], dtype=torch.float64).sqrt())
         return
@@ -86,17 +87,10 @@ def measure_parts(norm: Tensor, sources: Sequence[tuple[int, Tensor]], numel: in
     measure(norm, flat)
 
 
-def measure_rows(norm: Tensor, rows: Tensor, empty: Sequence[Slice]) -> None:
-    """The same where the norms of all blocks are known, but for slices without a gradient."""
-    for piece in empty:
-        rows[piece.offset // BLOCK : (piece.offset + padded(piece.numel)) // BLOCK].zero_()
-    collect.norm_of(norm, rows)
-
-
 def add_on_device(total: Tensor, grads: Tensor, new: Sequence[Slice], known: Sequence[Slice]) -> None:
     """Add a task's gradients to its bucket's total in fp32; slices that are `new` to it start anew."""
-    add(total, [(piece, grads[piece.offset : piece.offset + piece.numel]) for piece in new], is_first=True)
-    add(total, [(piece, grads[piece.offset : piece.offset + piece.numel]) for piece in known], is_first=False)
+    pieces = [(piece, piece in new) for piece in (*new, *known)]
+    add(total, [(cut, grads[cut.offset : cut.offset + cut.numel], is_first) for cut, is_first in pieces])
 
 
 def measure_total(norm: Tensor, total: Tensor, cuts: Sequence[Slice], is_whole: bool) -> None:
@@ -125,32 +119,3 @@ def add_on_host(task: Task) -> None:
         cuts = [bucket.slices[i] for i in sorted(bucket.added.union(task.present))]
         sums = native.sum_squares([total.narrow(0, piece.offset, piece.numel) for piece in cuts])
         task.job.norms[bucket.plan.index] = sum(sums) ** 0.5
-
-
-class TakenGradient(Tensor):
-    """What `.grad` holds after the runtime has taken a gradient: no memory, and an error for whoever reads it.
-
-    With None there, torch's clip_grad_norm_ would return 0 and clip nothing, without a word.
-    """
-
-    @staticmethod
-    def __new__(cls, like: Tensor) -> TakenGradient:
-        """A stand-in of the same shape."""
-        made: TakenGradient = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
-        return made
-
-    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
-        return f"TakenGradient(shape={tuple(self.shape)})"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Any operation on it is a mistake, but taking a reference."""
-        if func is torch.ops.aten.detach.default:
-            return args[0]
-        raise RuntimeError(
-            f"{func.__name__}: this gradient has been taken by TwinOptimizer(early=True), which clips, unscales and "
-            "accumulates by itself (max_grad_norm=, loss_scale=, accumulation_steps=). To work on .grad, build it with "
-            "early=False"
-        )

@@ -1,22 +1,25 @@
-"""What hangs on the model: waits before forwards, gradients taken when they are made, consistent state dicts.
+"""What hangs on the model: each block waits for its own weights, and gradients are reported when they are made.
 
-All hooks are closures over the runtime, so that a deep copy of the model copies no runtime. A block waits for its own
-weights; every module that owns a weight outside any block waits for all of those. Recomputation inside a backward
-(activation checkpointing) runs forwards too: it must not wait, for what it would wait for may need this very backward.
+There is one hook before the model and one before each block, and none on the modules inside. All hooks are closures
+over the runtime, so that a deep copy of the model copies no runtime. Recomputation inside a backward (activation
+checkpointing) runs forwards too: it must not wait, for what it would wait for may need this very backward.
+
+torch.compile: Dynamo traces a module's hooks with its forward. Ours trace to nothing, so that the graphs are those of
+the model without hooks. The waits of a compiled block run before its compiled call instead (`CompiledCall`): outside
+the graph, and before Dynamo looks at the parameters' classes (weight_guard.py).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from twinflow.offload.blocks import Block, owners
+from twinflow.offload.blocks import Block
 from twinflow.offload.bucket import Param
 from twinflow.offload.plan import ROOT
 
@@ -24,8 +27,8 @@ from twinflow.offload.plan import ROOT
 class Listener(Protocol):
     """Who the hooks report to."""
 
-    def before_forward(self, block: int, own: Iterable[nn.Parameter] | None = None) -> None:
-        """A block's forward is about to run; ROOT for what lies outside any block, of which it will use its own."""
+    def check(self) -> None:
+        """Raise if an update has failed: nobody must save weights that it should have changed."""
         ...
 
     def before_model(self) -> None:
@@ -36,12 +39,16 @@ class Listener(Protocol):
         """The whole model's forward has been queued."""
         ...
 
-    def grad_ready(self, param: Param) -> None:
-        """A gradient has been accumulated into a parameter."""
+    def before_forward(self, block: int) -> None:
+        """A block's forward is about to run; ROOT for what lies outside any block."""
         ...
 
-    def wait(self) -> None:
-        """Somebody is about to read the weights."""
+    def before_recompute(self, block: int) -> None:
+        """The same inside a backward."""
+        ...
+
+    def grad_ready(self, param: Param) -> None:
+        """A gradient has been accumulated into a parameter."""
         ...
 
 
@@ -50,29 +57,162 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def install(model: nn.Module, blocks: list[Block], listener: Listener) -> list[RemovableHandle]:
-    """Put the waits on the model."""
-    inside = {id(module) for block in blocks for module in block.module.modules()}
-    owner = owners(model, blocks)
-    handles = [model.register_forward_hook(_outside_backward(model, listener.after_model))]
-    for module in model.modules():
-        owns = [p for p in module.parameters(recurse=False) if p.requires_grad]
-        if module is model:
-            handles.append(_before(module, partial(listener.before_forward, ROOT)))
-        elif owns and id(module) not in inside:
-            below = [p for p in module.parameters() if owner.get(p) == ROOT]  # it may read those of its parts
-            handles.append(_before(module, partial(listener.before_forward, ROOT, below)))
-        if owns or module is model:
-            hook: Any = _only_for(module, listener.wait)
-            handles.append(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
-            handles.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
-    for block in blocks:
-        handles.append(_before(block.module, partial(listener.before_forward, block.index)))
-        shared = [p for p in block.module.parameters() if owner.get(p) == ROOT]  # with others
-        if shared:
-            handles.append(_before(block.module, partial(listener.before_forward, ROOT, shared)))
-    handles.append(_before(model, listener.before_model))  # the last put first: it comes before all waits
-    return handles
+class ModelHooks:
+    """The hooks of one model."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Block], listener: Listener) -> None:
+        self._model = model
+        self._listener = listener
+        self._traced = _Traced()
+        self._handles = [
+            model.register_forward_pre_hook(self._hook(model, self._enter_model), prepend=True),
+            model.register_forward_hook(self._hook(model, self._leave_model)),
+            model.register_state_dict_pre_hook(self._hook(model, listener.check)),  # type: ignore[no-untyped-call]
+        ]
+        self._places: list[tuple[dict[str, nn.Module | None], str, Block]] = []  # where each block is registered
+        self._enter: dict[int, Callable[[], None]] = {}
+        self._wrapped: set[int] = set()  # blocks in whose place torch.compile(block) was put
+        for block in blocks:
+            enter = self._enter[block.index] = self._entry(block.index)
+            if block.module is not model:
+                # torch's CheckpointWrapper recomputes the module inside, and not itself.
+                runs = getattr(block.module, "_checkpoint_wrapped_module", block.module)
+                self._handles.append(runs.register_forward_pre_hook(self._hook(runs, enter), prepend=True))
+                parent, _, key = block.name.rpartition(".")
+                self._places.append((model.get_submodule(parent)._modules, key, block))
+        self.find_compiled()
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether torch.compile has traced a module of the model together with our hooks, which then do nothing."""
+        return self._traced.is_seen
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for module in [self._model, *(block.module for _, _, block in self._places)]:
+            compiled = module._compiled_call_impl
+            if isinstance(compiled, CompiledCall):
+                module._compiled_call_impl = compiled.call
+
+    def find_compiled(self) -> None:
+        """Let blocks that were compiled since the last look wait outside their graphs."""
+        if self._model._compiled_call_impl is not None:
+            _wrap(self._model, self._enter_all)
+        for modules, key, block in self._places:
+            if block.module._compiled_call_impl is not None:
+                _wrap(block.module, self._enter[block.index])
+            found = modules.get(key)
+            is_wrapped = found is not block.module and getattr(found, "_orig_mod", None) is block.module
+            if found is not None and is_wrapped and block.index not in self._wrapped:
+                self._wrapped.add(block.index)  # torch.compile(block) in the block's place
+                hook = self._hook(found, self._enter[block.index])
+                self._handles.append(found.register_forward_pre_hook(hook, prepend=True))
+
+    def _entry(self, block: int) -> Callable[[], None]:
+        listener = self._listener
+
+        def enter() -> None:
+            if in_backward():
+                listener.before_recompute(block)
+            else:
+                listener.before_forward(block)
+
+        return enter
+
+    def _enter_model(self) -> None:
+        if in_backward():
+            self._listener.before_recompute(ROOT)
+            return
+        self.find_compiled()
+        self._listener.before_model()
+        self._listener.before_forward(ROOT)
+
+    def _leave_model(self) -> None:
+        if not in_backward():
+            self._listener.after_model()
+
+    def _enter_all(self) -> None:
+        """Before the compiled call of the whole model, in which no hook runs."""
+        self._enter_model()
+        for enter in self._enter.values():
+            enter()
+
+    def _hook(self, module: nn.Module, call: Callable[[], None]) -> Hook:
+        traced = self._traced
+
+        def hook(caller: nn.Module, *_: Any) -> None:
+            if torch.compiler.is_compiling():
+                traced.note()
+            elif caller is module:  # a deep copy has the same hooks
+                call()
+
+        return Hook(hook)
+
+
+class Hook:
+    """A hook on a module. It is not copied and not saved with the module: it belongs to the optimizer."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module calls."""
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return self
+
+    def __reduce__(self) -> Any:
+        return Hook, (_do_nothing,)
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    """What a loaded model has in a hook's place."""
+
+
+class _Traced:
+    """Whether Dynamo has seen a hook."""
+
+    is_seen = False
+
+    def note(self) -> None:
+        _note_traced(id(self))
+
+    def __init__(self) -> None:
+        _TRACED[id(self)] = weakref.ref(self)
+
+
+_TRACED: dict[int, weakref.ref[_Traced]] = {}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Dynamo calls it while it traces
+def _note_traced(key: int) -> int:
+    found = _TRACED.get(key)
+    traced = found() if found is not None else None
+    if traced is not None:
+        traced.is_seen = True
+    return key
+
+
+class CompiledCall:
+    """The compiled call of a module, and what happens before it."""
+
+    def __init__(self, call: Callable[..., Any], before: Callable[[], None]) -> None:
+        self.call = call
+        self._before = before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Not traced: the call inside is the compiled one."""
+        if not torch.compiler.is_compiling():
+            self._before()
+        return self.call(*args, **kwargs)
+
+
+def _wrap(module: nn.Module, before: Callable[[], None]) -> None:
+    compiled = module._compiled_call_impl
+    if compiled is not None and not isinstance(compiled, CompiledCall):
+        module._compiled_call_impl = CompiledCall(compiled, before)
 
 
 def take_gradients(params: list[Param], listener: Listener) -> list[RemovableHandle]:
@@ -94,48 +234,3 @@ def take_gradients(params: list[Param], listener: Listener) -> list[RemovableHan
     tensors: list[Any] = [param.tensor for param in params]  # torch does not type this method
     hooks = [hook_for(weakref.ref(param)) for param in params]
     return [tensor.register_post_accumulate_grad_hook(hook) for tensor, hook in zip(tensors, hooks, strict=True)]
-
-
-def _before(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
-    return module.register_forward_pre_hook(_outside_backward(module, call), prepend=True)
-
-
-def _outside_backward(module: nn.Module, call: Callable[[], None]) -> Callable[..., None]:
-    def hook(caller: nn.Module, *_: Any) -> None:
-        if caller is module and not in_backward():  # a deep copy has the same hooks
-            call()
-
-    outside_graph: Callable[..., None] = torch._dynamo.disable(hook)  # type: ignore[no-untyped-call]
-    return outside_graph
-
-
-def _only_for(module: nn.Module, call: Callable[[], None]) -> Callable[..., None]:
-    return lambda caller, *_: call() if caller is module else None
-
-
-class Recorder:
-    """Watches the first forward: the order of blocks, and modules that run more than once."""
-
-    def __init__(self, model: nn.Module, blocks: list[Block]) -> None:
-        self.order: list[int] = []
-        self._runs: dict[nn.Module, int] = {}
-        self._handles: list[RemovableHandle] = []
-        for module in model.modules():
-            if any(p.requires_grad for p in module.parameters(recurse=False)):
-                self._handles.append(_before(module, partial(self._ran, module)))
-        for block in blocks:
-            self._handles.append(_before(block.module, partial(self.order.append, block.index)))
-
-    def _ran(self, module: nn.Module) -> None:
-        self._runs[module] = self._runs.get(module, 0) + 1
-
-    def has_run(self, module: nn.Module) -> bool:
-        """Whether a module with parameters of its own has run."""
-        return self._runs.get(module, 0) > 0
-
-    def finish(self) -> set[nn.Parameter]:
-        """Stop watching; the parameters of modules that ran more than once."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        return {p for module, runs in self._runs.items() if runs > 1 for p in module.parameters(recurse=False)}

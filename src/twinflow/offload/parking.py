@@ -3,7 +3,8 @@
 A block's trainable weights are what its buckets' state on the host holds anyway; its frozen ones lie beside them. On
 the device a block has a buffer for each bucket whose memory is there only while the block runs: the buffer's storage is
 given back and taken again, so that what autograd has saved of it is right again when the block's backward begins.
-Meanwhile the parameters themselves show one NaN in their shape: whoever reads them outside their block sees that.
+Meanwhile the parameters themselves have no values (one NaN in their shape) and are guarded (weight_guard.py): whoever
+reads one outside its block gets a copy, and what he writes goes into the state.
 
 A fetch is asked for by the thread that runs the model, in the order of the blocks, some blocks ahead. It takes the
 memory at once, on the model's own stream; a thread (fetcher.py) waits for the block's update, and copies on a stream of
@@ -25,11 +26,13 @@ from twinflow.device import Device, Event
 from twinflow.offload.blocks import Block
 from twinflow.offload.board import Board
 from twinflow.offload.bucket import Bucket
-from twinflow.offload.fetch_hooks import put_hooks
+from twinflow.offload.fetch_hooks import check_transform, put_hooks
 from twinflow.offload.fetcher import Fetch, Fetcher, Gather, Parcel
-from twinflow.offload.hooks import in_backward
+from twinflow.offload.hooks import Hook, in_backward
 from twinflow.offload.plan import padded
 from twinflow.offload.sync import FORWARD
+from twinflow.offload.waits import wait_for_weights
+from twinflow.offload.weight_guard import cover, plain, uncover
 
 _AHEAD = 2  # blocks that are fetched while one runs
 
@@ -42,6 +45,7 @@ class Lot:
     is_here: bool = False  # it has memory on the device
     fetch: Fetch | None = None  # on its way, and not yet waited for
     due: int = 0  # the job whose weights are here
+    num_written: int = 0  # times that somebody else has written to them
 
 
 class Piece(NamedTuple):
@@ -65,6 +69,8 @@ class Parking:
         values: Mapping[nn.Parameter, Tensor],
         gather: Gather | None,
         where: torch.device,
+        on_write: Callable[[Tensor, Tensor], None],
+        before_error: Callable[[], None],
     ) -> None:
         self._device, self._board = device, board
         self._lots: dict[int, Lot] = {}
@@ -75,6 +81,12 @@ class Parking:
         self._begun: set[int] = set()  # ... or has
         self._is_in_backward = False
         self._gathers = gather is not None
+        self._versions: dict[Tensor, int] = {}  # of parameters, when their block began to run
+        self._on_write = on_write  # a block has written to a weight of its own
+        self.before_error = before_error  # a backward is about to fail
+        self.loans: list[
+            tuple[Tensor, Tensor, int]
+        ] = []  # parameters, copies of them that somebody has, their versions
         self._storages: set[int] = set()
         for bucket in buckets:
             if bucket.is_parked:
@@ -135,6 +147,58 @@ class Parking:
         """Whether a parameter's weights live here."""
         return param in self._places
 
+    @property
+    def tensors(self) -> list[nn.Parameter]:
+        """All parameters whose weights live here."""
+        return list(self._places)
+
+    def copy_of(self, param: Tensor) -> Tensor:
+        """A parameter's weights in memory of their own on the device, after the updates that are due."""
+        parcel, view = self._places[param]
+        self._check_whole(parcel)
+        return host_view(parcel, view).to(parcel.flat.device, copy=True)
+
+    def store(self, param: Tensor, values: Tensor, is_running: bool = False) -> None:
+        """Other values for a parameter. Called when nobody reads or updates the state. `is_running`: by its own block,
+        whose graph has them already."""
+        parcel, _ = self._places[param]
+        self._check_whole(parcel)
+        if values.shape != param.shape:
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} whose weights live on the host (offload_param) cannot be "
+                f"given "
+                f"values of shape {tuple(values.shape)}"
+            )
+        values = values.to(device="cpu", dtype=param.dtype)
+        for piece in self.pieces(param):  # type: ignore[arg-type]
+            piece.write(values.reshape(-1)[piece.start : piece.start + piece.numel])
+        for block, lot in self._lots.items() if not is_running else ():
+            if parcel in lot.parcels:
+                lot.num_written += 1
+                self._leave(block)
+
+    def replaced(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Parameters that somebody gave memory of their own, by `set_`, which torch reports to nobody; and their
+        values."""
+        found: list[tuple[nn.Parameter, Tensor]] = []
+        check_transform()
+        with plain():
+            for lot in self._lots.values():
+                for parcel in lot.parcels if not lot.is_here else ():
+                    for param, view in parcel.views:
+                        if param.data_ptr() != self._nan(view).data_ptr():
+                            found.append((param, param.detach()))
+                            param.data = self._nan(view)
+        return found
+
+    def _check_whole(self, parcel: Parcel) -> None:
+        if parcel.host().numel() != parcel.flat.numel():
+            raise RuntimeError(
+                "a weight that lives on several hosts in parts (offload_param with more than one rank) is used "
+                "outside the "
+                "forward of its block, where no rank has all of it. Use it inside its block, or leave offload_param out"
+            )
+
     def pieces(self, param: nn.Parameter) -> list[Piece]:
         """What this process has of a parameter's weights."""
         parcel, view = self._places[param]
@@ -150,10 +214,20 @@ class Parking:
         read = _reader(host, start - low, stop - start)
         return [Piece(start - at, stop - start, read, _copier(read))]
 
-    def show(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    def _hide(self, module: nn.Module, *_: Any) -> None:
+        """A state dict is about to take every parameter as it stands. That needs no copy: `_show` replaces it."""
+        params = [param for param in module._parameters.values() if param is not None and param in self._places]
+        buckets = [parcel.bucket for parcel, _ in map(self._places.__getitem__, params) if parcel.bucket is not None]
+        wait_for_weights(self._device, self._board, buckets)
+        uncover(params)
+
+    def _show(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """In a state dict, the weights where they live. Of those that ranks have in parts, nobody can read any."""
         for name, param in module._parameters.items():
-            if param is None or param not in self._places or prefix + name not in state:
+            if param is None or param not in self._places:
+                continue
+            cover((param,))
+            if prefix + name not in state:
                 continue
             parcel, view = self._places[param]
             is_whole = parcel.host().numel() == parcel.flat.numel()
@@ -166,8 +240,8 @@ class Parking:
         owners: list[Any] = [m for m in model.modules() if any(p in self._places for p in m._parameters.values())]
         handles: list[RemovableHandle] = []
         for module in owners:
-            handles.append(module.register_state_dict_post_hook(_showing(self)))
-            handles.append(module.register_load_state_dict_pre_hook(_refuse))
+            handles.append(module.register_state_dict_pre_hook(Hook(self._hide)))
+            handles.append(module.register_state_dict_post_hook(Hook(self._show)))
         for block in blocks:
             if block.index in self._lots:
                 handles += put_hooks(self, block)
@@ -176,15 +250,6 @@ class Parking:
     def set_order(self, order: Sequence[int]) -> None:
         """As the first forward has shown."""
         self._order = [block for block in dict.fromkeys(order) if block in self._lots]
-
-    def check_blocks(self, unused: Sequence[Block], has_run: Callable[[nn.Module], bool]) -> None:
-        """Refuse blocks whose own forward is never called while modules inside them run: nobody fetches for those."""
-        for block in unused:
-            if block.index in self._lots and any(has_run(module) for module in block.module.modules()):
-                raise RuntimeError(
-                    f"{block.name}: modules inside it run, but its own forward is never called, so that nobody fetches "
-                    "its weights, which live on the host (offload_param). Call the block, or leave offload_param out"
-                )
 
     def before_model(self) -> None:
         """A forward of the whole model begins: nothing is left of the last one, and the first blocks come."""
@@ -207,9 +272,18 @@ class Parking:
 
     def after_block(self, block: int) -> None:
         """A block has run; the last one's backward comes next."""
+        self._keep_writes(block)
         is_last = bool(self._order) and block == self._order[-1]
         if not in_backward() and not (is_last and torch.is_grad_enabled()):
             self._leave(block)
+
+    def _keep_writes(self, block: int) -> None:
+        """What a block has written to its own weights while it ran goes to the host."""
+        for parcel in self._lots[block].parcels:
+            for param, view in parcel.views:
+                if param._version != self._versions.get(param, param._version):
+                    self._on_write(param, view)
+                    self._versions[param] = param._version
 
     def before_backward(self, block: int) -> None:
         """A block's backward begins."""
@@ -246,8 +320,9 @@ class Parking:
                 self._leave(other)
 
     def edition(self, block: int) -> int:
-        """Another number with every step that changes the weights."""
-        return _due(self._lots[block])
+        """Another number with every step, and every write of the user's, that changes the weights."""
+        lot = self._lots[block]
+        return (_due(lot) << 20) + lot.num_written
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the memory of a block's weights."""
@@ -264,9 +339,13 @@ class Parking:
         if lot.fetch is not None:
             self._board.hold(self._event(lot.fetch), FORWARD)
             lot.fetch = None
-            for parcel in lot.parcels:
-                for param, view in parcel.views:
-                    param.data = view
+            with plain():
+                for parcel in lot.parcels:
+                    for param, view in parcel.views:
+                        param.data = view
+                        self._versions[param] = param._version
+        for parcel in lot.parcels:
+            uncover(param for param, _ in parcel.views)
 
     def _event(self, fetch: Fetch) -> Event:
         self._board.wait_for(lambda: fetch.event is not None)
@@ -289,6 +368,8 @@ class Parking:
         if lot.fetch is not None:  # it never ran, and a copy may still write there
             self._board.hold(self._event(lot.fetch), FORWARD)
             lot.fetch = None
+        else:
+            self._keep_writes(block)
         self._give_back(lot)
 
     def leave_all(self) -> None:
@@ -304,8 +385,10 @@ class Parking:
         lot.is_here = False
 
     def _empty(self, parcel: Parcel) -> None:
-        for param, view in parcel.views:
-            param.data = self._nan(view)
+        with plain():
+            for param, view in parcel.views:
+                param.data = self._nan(view)
+        cover(param for param, _ in parcel.views)
         parcel.flat.untyped_storage().resize_(0)
 
     def _nan(self, view: Tensor) -> Tensor:
@@ -326,7 +409,8 @@ class Parking:
             for parcel in lot.parcels:
                 if parcel.host().numel() == parcel.flat.numel():
                     for param, view in parcel.views:
-                        param.data = host_view(parcel, view).clone()
+                        with plain():
+                            param.data = host_view(parcel, view).clone()
 
 
 def host_view(parcel: Parcel, view: Tensor) -> Tensor:
@@ -361,19 +445,7 @@ def _copier(read: Callable[[], Tensor]) -> Callable[[Tensor], None]:
 
 
 def _writer(bucket: Bucket, index: int) -> Callable[[Tensor], None]:
-    return lambda values: bucket.updater.write_master(bucket, index, values.reshape(-1), keep=False)
-
-
-def _showing(parking: Parking) -> Callable[..., None]:
-    return lambda module, state, prefix, _: parking.show(module, state, prefix)
-
-
-def _refuse(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    if any(prefix + name in state for name in module._parameters):
-        raise RuntimeError(
-            f"load_state_dict(): weights of {prefix.rstrip('.')} live in the optimizer's state on the host "
-            "(offload_param). Load them before the optimizer is built, or use engine.load_checkpoint()"
-        )
+    return lambda values: bucket.updater.write_master(bucket, index, values.reshape(-1), keep=True)
 
 
 def _due(lot: Lot) -> int:

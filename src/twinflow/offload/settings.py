@@ -16,6 +16,8 @@ class Settings:
 
     limits: Limits = field(default_factory=Limits)
     early: bool = False  # updates may start during backward
+    watches_first: bool = False  # ... but only after some ordinary steps, where they could not be undone
+    is_short: bool = False  # the device has no room for all gradients at once
     accumulation_steps: int = 1  # backwards that make one step, where `early`
     delayed_update: bool = False
     delayed_update_start: int = 0  # ordinary steps first

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from twinflow.device import Device, Event, Stream
-from twinflow.gpu.collect import new_rows
 from twinflow.offload.plan import BucketPlan
 
 
@@ -138,23 +137,3 @@ class FlatPool:
     def give(self, plan: BucketPlan, flat: Tensor, read_until: Event | None) -> None:
         """Hand a buffer back; whoever takes it next has to wait for the event."""
         self._free.setdefault(plan.layout, deque()).append((flat, read_until))
-
-
-class RowPool:
-    """Buffers for the norms of a bucket's blocks of 128, which are needed only while its gradients come in.
-
-    A buffer serves buckets of one layout: what lies between slices is zero, and stays so.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._free: dict[object, deque[tuple[Tensor, Event]]] = {}
-
-    def take(self, plan: BucketPlan) -> tuple[Tensor, Event | None]:
-        """A buffer and the event after which nobody reads it any more."""
-        free = self._free.setdefault(plan.layout, deque())
-        return free.popleft() if free else (new_rows(plan.numel, self._device), None)
-
-    def give(self, plan: BucketPlan, rows: Tensor, read_until: Event) -> None:
-        """Hand a buffer back; whoever takes it next has to wait for the event."""
-        self._free.setdefault(plan.layout, deque()).append((rows, read_until))

@@ -89,11 +89,15 @@ class StreamedUpdater:
         """Zeros; for Adagrad the sum it starts from."""
         slices.clear(self._slice(bucket, index), start_value(options[bucket.params[index].group]))
 
+    def reads_decision(self, plan: BucketPlan) -> bool:
+        """Whether an update takes the clipping decision from the device's memory, and writes the parameters itself."""
+        return False
+
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
         """The device writes the weights."""
         return False
 
-    def prepare(self, task: Task, factor: float) -> Callable[[], None]:
+    def prepare(self, task: Task, factor: float, decision: Tensor | None = None) -> Callable[[], None]:
         """Not without a stage."""
         raise AssertionError("a streamed bucket is updated by `passage`")
 

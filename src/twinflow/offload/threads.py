@@ -124,12 +124,26 @@ class Mover(BoardThread):
         board = self.board
         with board.changed:
             did = self._decide() + self._start_resident() + self._send() + self._fill_slots()
+            alone = None if did else self._only_norms()
             if did:
                 board.changed.notify_all()
-            else:
+            elif alone is None:
                 is_armed = any(job.gate.norms is not None for job in board.jobs)
                 has_begun = any(task.job.gate.is_open for task in board.resident)
                 self._sleep(is_armed or has_begun or any(task.job.is_released for task in board.outbox))
+
+        if alone is not None:
+            alone.synchronize()  # sleeps until the device has come there; looking again and again would cost more
+
+    def _only_norms(self) -> Event | None:
+        """The event of norms, where nothing else can happen before it."""
+        board = self.board
+        if board.waiting or board.flying or board.ahead or board.outbox or NORMS in board.device.disabled:
+            return None
+        armed = [job.gate.norms[1] for job in board.jobs if job.gate.norms is not None]
+        if len(armed) != 1 or any(task.job.gate.is_open for task in board.resident):
+            return None
+        return armed[0]
 
     def _decide(self) -> int:
         """Open the gates whose norms have come; how many."""

@@ -116,11 +116,15 @@ class TorchUpdater:
         for i, host in enumerate(params):  # an optimizer that was in use goes on counting
             bucket.steps[i] = num_steps(optimizer.state.get(host, {}))
 
+    def reads_decision(self, plan: BucketPlan) -> bool:
+        """Whether an update takes the clipping decision from the device's memory, and writes the parameters itself."""
+        return False
+
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
         """Half precision beside the fp32 master, where that is on the host."""
         return plan.dtype != torch.float32 and not self.is_on_device
 
-    def prepare(self, task: Task, factor: float) -> Callable[[], None]:
+    def prepare(self, task: Task, factor: float, decision: Tensor | None = None) -> Callable[[], None]:
         """The update; on the device the weights are sent from the master."""
         grads = task.grads
         assert grads is not None

@@ -71,11 +71,15 @@ class RuleUpdater:
         """Zeros; for Adagrad the sum it starts from."""
         slices.clear(self._slice(bucket, index), start_value(options[bucket.params[index].group]))
 
+    def reads_decision(self, plan: BucketPlan) -> bool:
+        """Whether an update takes the clipping decision from the device's memory, and writes the parameters itself."""
+        return False
+
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
         """Half precision beside an fp32 master: not bf16, which is half of its master."""
         return plan.dtype not in (torch.float32, torch.bfloat16) and not self.parks
 
-    def prepare(self, task: Task, factor: float) -> Callable[[], None]:
+    def prepare(self, task: Task, factor: float, decision: Tensor | None = None) -> Callable[[], None]:
         """The update, to be run by the worker."""
         return partial(self.update, task, factor)
 

@@ -27,6 +27,16 @@ def hold_forward(device: Device, board: Board, bucket: Bucket) -> float:
     return waited_s
 
 
+def wait_for_weights(device: Device, board: Board, buckets: Sequence[Bucket]) -> None:
+    """Block the calling thread until these buckets' weights are in their parameters: every stream then sees them."""
+    if SENT not in device.disabled:
+        board.wait_for(lambda: all(bucket.shown >= bucket.due for bucket in buckets))
+    for bucket in buckets:
+        event = bucket.shown_event
+        if event is not None and READERS not in device.disabled:
+            event.synchronize()
+
+
 def hold_readers(device: Device, board: Board, buckets: Sequence[Bucket]) -> None:
     """Let whoever reads weights or state from here on get them as they will be."""
     for bucket in buckets:

@@ -52,6 +52,11 @@ class Outcomes(Optimizer):
         self._was_applied = self._was_skipped = False
 
     @property
+    def scales_loss(self) -> bool:
+        """Whether losses are to be multiplied with a scale."""
+        return self._scales_loss
+
+    @property
     def can_skip(self) -> bool:
         """Whether a step may turn out not to be applied."""
         return self._settings.limits.skip_nonfinite

@@ -23,10 +23,11 @@ from twinflow.offload.places import place_by_ratio, stream
 from twinflow.offload.plan import plan_buckets
 from twinflow.offload.pools import bytes_of_gradients, prepare_shadows
 from twinflow.offload.recipe import Recipe
-from twinflow.offload.refusals import check_free, check_options
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.settings import Settings, Tuning
+from twinflow.offload.taken_gradient import TakenGradient
 from twinflow.offload.torch_state import host_options
+from twinflow.offload.weight_guard import check_free, plain
 from twinflow.optim import twin_state
 from twinflow.optim.auto import AutoPlacement, host_share
 from twinflow.optim.loss_scale import LossScale, static
@@ -85,6 +86,11 @@ class TwinOptimizer(Outcomes):
     `offload_params`: weights live on the host too, and blocks fetch theirs when they run. The model may come on the
     host; it computes on the GPU, where there is one.
 
+    `early`: gradients are taken and updates start while backward still runs. What a loop does between backward and
+    `step` has the effect that it has with torch: what was begun is dropped and done again. Without max_grad_norm and
+    skip_nonfinite, updates that were made cannot be dropped, and such a loop gets an error; with "auto", updates then
+    start early only after some steps in which nothing of the kind has happened.
+
     `zero`: the ranks of torch.distributed's world train this model together, each with a batch of its own. All of them
     have to build the same optimizer, and call `step` equally often.
     """
@@ -102,7 +108,7 @@ class TwinOptimizer(Outcomes):
         skip_nonfinite: bool | None = None,
         loss_scale: LossScale | None = None,
         accumulation_steps: int = 1,
-        early: bool = False,
+        early: bool | str = False,
         delayed_update: bool = False,
         delayed_update_start: int = 0,
         host_threads: int | None = None,
@@ -145,7 +151,8 @@ class TwinOptimizer(Outcomes):
         skip = skip_nonfinite if skip_nonfinite is not None else max_grad_norm is not None or loss_scale is not None
         given = Settings(
             limits=Limits(max_grad_norm, skip),
-            early=early,
+            early=True if early == "auto" else early,  # type: ignore[arg-type]
+            watches_first=early == "auto",
             accumulation_steps=accumulation_steps,
             delayed_update=delayed_update,
             delayed_update_start=delayed_update_start,
@@ -176,7 +183,7 @@ class TwinOptimizer(Outcomes):
         if isinstance(self.model, PipelineModule):
             for param in params:
                 param.is_late |= param.name in self.model.reused
-        check_params(params, self.zero)
+        check_params(params, self.zero, aside is not None)
         where = params[0].tensor.device
         if self.zero is not None:
             self.team = Team(self.zero, where)
@@ -206,6 +213,7 @@ class TwinOptimizer(Outcomes):
             lambda: _held(me)._options_now(),
             lambda: _held(me).loss_scale,
             shards,
+            option_names=frozenset(self.defaults) if self.rule is not None else None,
         )
         runtime.optimizer = me
         if aside is not None:
@@ -277,7 +285,6 @@ class TwinOptimizer(Outcomes):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        check_options(self.runtime.job, self.param_groups, self.defaults if self.rule is not None else None)
         job = self.runtime.step()
         if job is None:
             self._note_no_step()
@@ -305,20 +312,23 @@ class TwinOptimizer(Outcomes):
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """`loss.backward()` with the loss scale applied."""
-        scale, runtime = self.loss_scale, self.runtime
-        before, runtime.is_scaled = runtime.is_scaled, True
-        try:
-            torch.autograd.backward(loss * scale if scale != 1.0 else loss, retain_graph=retain_graph)
-        finally:
-            runtime.is_scaled = before
+        scale = self.loss_scale
+        torch.autograd.backward(loss * scale if scale != 1.0 else loss, retain_graph=retain_graph)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients, those gathered for a step included. Once its update has begun in backward, only where updates
-        wait for the norm (max_grad_norm, skip_nonfinite); else that is an error."""
-        if self._settings.early:
-            self.runtime.forget_gradients()
-            set_to_none = True
-        super().zero_grad(set_to_none)
+        """Drop gradients, and what a step in the making has begun with them. Where updates have been written during
+        backward (`early` without max_grad_norm and skip_nonfinite), that is an error."""
+        self.runtime.forget_gradients()
+        with plain():
+            for param in (param for group in self.param_groups for param in group["params"]):
+                grad = param.grad
+                if grad is None or set_to_none:
+                    param.grad = None
+                elif isinstance(grad, TakenGradient):
+                    param.grad = torch.zeros_like(param)
+                else:
+                    grad.detach_()
+                    grad.zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while the optimizer is built: its buckets are planned once."""

@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from twinflow.errors import bad_value
 from twinflow.offload.bucket import Param
+from twinflow.offload.changes import check_memory
 from twinflow.offload.places import PLACEMENTS
 from twinflow.offload.settings import Settings, Tuning
 from twinflow.optim.loss_scale import LossScale
@@ -228,7 +229,9 @@ def check_parking(
 def check_settings(settings: Settings, model: nn.Module | None) -> Settings:
     """Flags, numbers, and what needs the model; the same with plain numbers."""
     limits = settings.limits
-    flags = {"skip_nonfinite": limits.skip_nonfinite, "early": settings.early, "offload_params": settings.parks}
+    if not is_flag(settings.early):
+        raise bad_value("early", settings.early, [True, False, "auto"])
+    flags = {"skip_nonfinite": limits.skip_nonfinite, "offload_params": settings.parks}
     for name, value in {**flags, "delayed_update": settings.delayed_update}.items():
         if not is_flag(value):
             raise bad_value(name, value, [True, False])
@@ -249,7 +252,7 @@ def check_settings(settings: Settings, model: nn.Module | None) -> Settings:
     )
 
 
-def check_params(params: Sequence[Param], zero: Zero | None) -> None:
+def check_params(params: Sequence[Param], zero: Zero | None, parks: bool = False) -> None:
     """Parameters as the runtime can take them: whole, or with stage 3 their rows; of our dtypes, all on one device."""
     if not params:
         raise ValueError(_NONE_TO_TRAIN)
@@ -270,3 +273,5 @@ def check_params(params: Sequence[Param], zero: Zero | None) -> None:
         if param.tensor.device != params[0].tensor.device:
             allowed = f"{params[0].tensor.device}, where {params[0].name} is"
             raise bad_value(f"{param.name} device", str(param.tensor.device), allowed)
+    if not parks:
+        check_memory(params)

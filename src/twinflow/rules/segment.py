@@ -34,7 +34,7 @@ Pair = tuple[Tensor | None, Tensor | None]
 class Zeros(Protocol):
     """Makes a zeroed buffer: torch.zeros, or something that also cares for huge pages."""
 
-    def __call__(self, numel: int, /, *, dtype: torch.dtype) -> Tensor: ...  # noqa: D102
+    def __call__(self, numel: int, /, *, dtype: torch.dtype) -> Tensor: ...
 
 
 @dataclass(frozen=True)

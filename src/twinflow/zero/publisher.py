@@ -21,6 +21,7 @@ from twinflow.offload.board import Board
 from twinflow.offload.bucket import Bucket, Job, target
 from twinflow.offload.sync import PUBLISH_READY
 from twinflow.offload.threads import BoardThread
+from twinflow.offload.weight_guard import plain
 from twinflow.zero.compression import Exchanges
 
 
@@ -117,7 +118,9 @@ class Publisher(BoardThread):
         if group is None:
             bucket.published_event = bucket.sent_event
             return
-        stream, copies, exchanges = self._device.stream("publish"), self._copies(bucket, group), self._exchanges()
+        with plain():  # weights are guarded until this very exchange is over
+            copies = self._copies(bucket, group)
+        stream, exchanges = self._device.stream("publish"), self._exchanges()
         if bucket.sent_event is not None:
             stream.wait(bucket.sent_event, PUBLISH_READY)
 

@@ -1,0 +1,90 @@
+"""Which torch functions only ask about a tensor's form, and never touch its values.
+
+Both stand-ins of the runtime (weight_guard.py, taken_gradient.py) let these pass: answering them needs no wait.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+_PROPERTIES: Final = (
+    "_backward_hooks",
+    "_base",
+    "_cdata",
+    "_grad_fn",
+    "_post_accumulate_grad_hooks",
+    "_version",
+    "device",
+    "dtype",
+    "grad_dtype",
+    "grad_fn",
+    "is_cpu",
+    "is_cuda",
+    "is_leaf",
+    "is_meta",
+    "is_mkldnn",
+    "is_mps",
+    "is_nested",
+    "is_quantized",
+    "is_sparse",
+    "is_sparse_csr",
+    "is_xpu",
+    "itemsize",
+    "layout",
+    "name",
+    "names",
+    "nbytes",
+    "ndim",
+    "output_nr",
+    "requires_grad",
+    "retains_grad",
+    "shape",
+)
+# Not `dim` and `size`: torch.vmap asks for these alone before it reads the tensor in C++.
+_METHODS: Final = (
+    "__hash__",
+    "__len__",
+    "_is_view",
+    "element_size",
+    "get_device",
+    "has_names",
+    "is_complex",
+    "is_conj",
+    "is_contiguous",
+    "is_floating_point",
+    "is_inference",
+    "is_neg",
+    "is_pinned",
+    "is_same_size",
+    "is_shared",
+    "is_signed",
+    "ndimension",
+    "nelement",
+    "numel",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "retain_grad",
+    "storage_offset",
+    "stride",
+)
+_FUNCTIONS: Final = ("is_complex", "is_conj", "is_floating_point", "is_inference", "is_signed", "numel", "is_same_size")
+
+
+def _found() -> frozenset[Any]:
+    properties = [getattr(Tensor, name, None) for name in _PROPERTIES]
+    getters = [found.__get__ for found in properties if found is not None]
+    setters = [Tensor.requires_grad.__set__]  # type: ignore[attr-defined]
+    methods = [getattr(Tensor, name, None) for name in _METHODS]
+    functions = [getattr(torch, name, None) for name in _FUNCTIONS]
+    return frozenset(found for found in [*getters, *setters, *methods, *functions] if found is not None)
+
+
+METADATA: Final = _found()  # what __torch_function__ is given for them
+_GRAD: Any = Tensor.grad  # a descriptor, which torch types as what it gives
+GRAD_ACCESS: Final = frozenset(
+    [_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__]
+)  # of a parameter: not a use of its values

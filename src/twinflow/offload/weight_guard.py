@@ -1,0 +1,363 @@
+"""Reads and writes of weights outside the forward that waits for them.
+
+`step()` returns while updates still run. The forward of a block waits for the block's weights (hooks.py). All other
+code that touches a weight is caught here: between a step and the next forward a parameter's class is a subclass of its
+own class whose `__torch_function__` waits for the weight, runs the operation on the ordinary class, and guards it
+again. torch changes classes in the same way when it materialises an UninitializedParameter. A change takes 0.25 us.
+
+What each access does:
+
+    shape, dtype, grad, ...     passes: values are not touched (metadata.py)
+    p.data                      waits, and notes the alias: torch does not count writes through `.data` as writes to `p`
+    p.data = x                  waits; the runtime finds the new memory before the next update
+    any other operation         waits, then runs; torch counts in-place writes in `p._version`
+
+A weight that lives on the host is not there at all outside its block: a read gets a copy on the device that autograd
+connects with the parameter, and what is written is stored back into the optimizer's state.
+
+Not caught: aliases taken before `step()`, memory read by address (C++ extensions, NumPy views), `torch.tensor(p)`, and
+`torch.func.grad` of a function that is given the parameter itself. Call `optimizer.wait()` before these.
+
+Threads: any thread may read a weight. It waits on the host until the copy to the device has ended, so that every stream
+sees the new values. Only the thread that runs the model changes classes outside of an access.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from twinflow.offload.metadata import GRAD_ACCESS, METADATA
+
+_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_PASSING = METADATA | GRAD_ACCESS
+# These find a parameter in a graph, and do not read it.
+_OF_GRAPHS = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.backward])
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_IN_PLACE = frozenset(["__setitem__", *(f"__i{name}__" for name in _OPERATORS)])
+plain = torch._C.DisableTorchFunctionSubclass  # a context in which guarded weights are ordinary tensors
+
+
+class Owner(Protocol):
+    """The runtime that updates a parameter."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it no longer updates anything."""
+        ...
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether nobody holds its optimizer any more."""
+        ...
+
+    def close(self) -> None: ...
+
+    def settle(self, tensor: Tensor) -> None:
+        """Block until the parameter's values are those that torch would show now."""
+        ...
+
+    def note_alias(self, tensor: Tensor, alias: Tensor) -> None:
+        """`alias` is a `.data` of the parameter: a write to it changes the weight."""
+        ...
+
+    def lives_on_host(self, tensor: Tensor) -> bool:
+        """Whether the parameter has no memory on the device now."""
+        ...
+
+    def fetch_copy(self, tensor: Tensor) -> Tensor:
+        """The values of a weight that lives on the host, on the device."""
+        ...
+
+    def store(self, tensor: Tensor, values: Tensor) -> None:
+        """Other values for a weight that lives on the host."""
+        ...
+
+    def lend(self, tensor: Tensor, copied: Tensor) -> None:
+        """A copy was handed out whose memory somebody may write to; `store` it then."""
+        ...
+
+
+# Of each parameter, a weak reference to its owner. All optimizers of a process look here; an attribute of the parameter
+# would be saved with it.
+_OWNERS: Any = WeakTensorKeyDictionary()
+_GUARDED: dict[type, type] = {}  # the guarded subclass of each class of parameters
+_ORDINARY: dict[type, type] = {}  # and back
+
+
+def check_free(tensors: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raise if another optimizer has one of these parameters. One that nobody holds any more is closed."""
+    for name, tensor in tensors:
+        owner = _owner(tensor)
+        if owner is None:
+            continue
+        if owner.is_forgotten:
+            owner.close()
+        else:
+            raise ValueError(f"{name} already has a TwinOptimizer. Call its close() before building another.")
+
+
+def claim(tensors: Iterable[Tensor], owner: Owner) -> None:
+    for tensor in tensors:
+        _OWNERS[tensor] = weakref.ref(owner)
+
+
+def release(tensors: Iterable[Tensor]) -> None:
+    """The parameters are ordinary ones again, and nobody's."""
+    for tensor in tensors:
+        _OWNERS.pop(tensor, None)
+        uncover_one(tensor)
+
+
+def _owner(tensor: Tensor) -> Owner | None:
+    reference = _OWNERS.get(tensor)
+    owner: Owner | None = reference() if reference is not None else None
+    return owner if owner is not None and not owner.is_closed else None
+
+
+# Classes.
+
+
+def can_cover(tensor: Tensor) -> bool:
+    """Whether the class of this parameter can be changed."""
+    kind = type(tensor)
+    if kind in _ORDINARY:
+        return True
+    try:
+        tensor.__class__ = _guarded(kind)
+        tensor.__class__ = kind
+    except TypeError:  # a class of the user's with another layout
+        return False
+    return True
+
+
+def cover(tensors: Iterable[Tensor]) -> None:
+    """Guard these parameters."""
+    for tensor in tensors:
+        kind = type(tensor)
+        if kind not in _ORDINARY:
+            tensor.__class__ = _GUARDED.get(kind) or _guarded(kind)
+
+
+def uncover(tensors: Iterable[Tensor]) -> None:
+    """Make these parameters ordinary ones: whoever calls this has waited for them."""
+    for tensor in tensors:
+        kind = _ORDINARY.get(type(tensor))
+        if kind is not None:
+            tensor.__class__ = kind
+
+
+def uncover_one(tensor: Tensor) -> None:
+    uncover((tensor,))
+
+
+def _guarded(kind: type) -> type:
+    if kind not in _GUARDED:
+        methods = {
+            "__torch_function__": classmethod(_intercept),
+            "__deepcopy__": _deepcopy,
+            "__reduce_ex__": _reduce,
+            "__setattr__": _setattr,
+            "__module__": __name__,
+        }
+        made = type(kind)(f"Guarded{kind.__name__}", (kind,), methods)
+        _GUARDED[kind] = made
+        _ORDINARY[made] = kind
+    return _GUARDED[kind]
+
+
+def _deepcopy(self: Tensor, memo: dict[int, Any]) -> Tensor:
+    """The copy has the ordinary class."""
+    copied: Tensor = _ordinarily(self, lambda it: copy.deepcopy(it, memo))
+    return copied
+
+
+def _reduce(self: Tensor, protocol: int) -> Any:
+    """A pickle or torch.save of the parameter holds the ordinary class."""
+    return _ordinarily(self, lambda it: it.__reduce_ex__(protocol))  # type: ignore[no-untyped-call]
+
+
+def _setattr(self: Tensor, name: str, value: Any) -> None:
+    """nn.Parameter(p) wants a tensor of p's class from p.detach(), which it then marks as a parameter."""
+    object.__setattr__(self, name, value)
+    if name == "_is_param" and _owner(self) is None:
+        uncover_one(self)
+
+
+def _ordinarily(tensor: Tensor, use: Callable[[Tensor], Any]) -> Any:
+    """A use of the parameter that torch_function does not see."""
+    owner = _owner(tensor)
+    kind = type(tensor)
+    if owner is not None and owner.lives_on_host(tensor):
+        with torch.no_grad():
+            values = owner.fetch_copy(tensor)
+        return use(nn.Parameter(values, tensor.requires_grad))
+    if owner is not None:
+        owner.settle(tensor)
+    uncover_one(tensor)
+    try:
+        return use(tensor)
+    finally:
+        if owner is not None:
+            tensor.__class__ = kind
+
+
+# Operations.
+
+
+def _intercept(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    kwargs = kwargs or {}
+    if func in _PASSING:
+        with plain():
+            return func(*args, **kwargs)
+    return _operate(func, args, kwargs)
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
+def _operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    for tensor in _guarded_in((args, kwargs)):
+        if _owner(tensor) is None:  # nn.Parameter(p) of a guarded p, or a parameter whose optimizer is gone
+            uncover_one(tensor)
+    guarded = {id(tensor): tensor for tensor in _guarded_in((args, kwargs))}
+    if func in _OF_GRAPHS:
+        uncover(guarded.values())
+        try:
+            return func(*args, **kwargs)
+        finally:
+            cover(guarded.values())
+    away = [tensor for tensor in guarded.values() if (it := _owner(tensor)) is not None and it.lives_on_host(tensor)]
+    if away:
+        return _operate_away(func, args, kwargs, away)
+    owners = []
+    for tensor in guarded.values():
+        owner = _owner(tensor)
+        if owner is not None:
+            owner.settle(tensor)
+            owners.append((tensor, owner))
+    uncover(guarded.values())
+    try:
+        result = func(*args, **kwargs)
+    finally:
+        # A parameter whose optimizer is gone stays ordinary.
+        cover(tensor for tensor, owner in owners if not owner.is_closed)
+    if func == _GET_DATA and owners:
+        owners[0][1].note_alias(owners[0][0], result)
+    elif func is Tensor.detach and owners and _is_called_by_parameter():
+        result.__class__ = type(owners[0][0])  # nn.Parameter(p) wants a tensor of p's class
+    return result
+
+
+def _is_called_by_parameter() -> bool:
+    frame: Any = sys._getframe(1)
+    for _ in range(6):  # our own frames, and Dynamo's around them, are between
+        if frame is None:
+            return False
+        if frame.f_code is nn.Parameter.__new__.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _operate_away(func: Any, args: Any, kwargs: dict[str, Any], away: list[Tensor]) -> Any:
+    """An operation on weights that live on the host: on copies; those that it writes to are stored."""
+    if func == _SET_DATA:
+        owner = _need(args[0])
+        owner.store(args[0], args[1])
+        return None
+    copies = {}
+    for tensor in away:
+        with plain():
+            values = _need(tensor).fetch_copy(tensor)
+            if torch.is_grad_enabled() and tensor.requires_grad and not _writes(func):
+                values = _Connected.apply(tensor, values)  # type: ignore[no-untyped-call]
+        copies[id(tensor)] = values
+    if func == _GET_DATA:  # the result of `.data` would count its writes by itself
+        alias = copies[id(args[0])].detach()
+        _need(args[0]).lend(args[0], alias)
+        return alias
+    if func is Tensor.detach and _is_called_by_parameter():  # nn.Parameter(p) wants a tensor of p's class
+        alias = copies[id(args[0])].detach()
+        alias.__class__ = type(args[0])
+        return alias
+    versions = {key: values._version for key, values in copies.items()}
+    result = func(*_replaced(args, copies), **_replaced(kwargs, copies))
+    for tensor in away:
+        values = copies[id(tensor)]
+        owner = _need(tensor)
+        if values._version != versions[id(tensor)]:
+            owner.store(tensor, values)
+        if any(_shares_memory(found, values) for found in _tensors_in(result)):
+            owner.lend(tensor, values.detach())
+    if any(result is values for values in copies.values()):  # an in-place operation returns the parameter
+        return next(tensor for tensor in away if copies[id(tensor)] is result)
+    return result
+
+
+class _Connected(torch.autograd.Function):
+    """A copy of a weight whose gradient is the parameter's."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, values: Tensor) -> Tensor:
+        """`values` are the parameter's, elsewhere."""
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The gradient as it is."""
+        return grad, None
+
+
+def _writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def _need(tensor: Tensor) -> Owner:
+    owner = _owner(tensor)
+    assert owner is not None
+    return owner
+
+
+def _shares_memory(a: Tensor, b: Tensor) -> bool:
+    if a is b or a.layout != torch.strided:
+        return False
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+
+
+def _guarded_in(value: Any) -> Iterator[Tensor]:
+    if type(value) in _ORDINARY:
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _guarded_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _guarded_in(item)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _replaced(value: Any, copies: dict[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return copies.get(id(value), value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_replaced(item, copies) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_replaced(item, copies) for item in value)
+    if isinstance(value, dict):
+        return {key: _replaced(item, copies) for key, item in value.items()}
+    return value
