@@ -169,6 +169,7 @@ def largest(size: str, states: str) -> tuple[dict[str, Any], list[dict[str, Any]
         loss = model(input_ids=x, labels=x).loss
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.detach())
     synchronize()
     row = {"name": f"{size}, {states} state, auto, 1 x {offload.TOKENS}", "states": states, "batch": 1, "ratio": "auto"}
