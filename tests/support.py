@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -41,12 +41,21 @@ def cell_name(cell: tuple[Any, ...]) -> str:
 
 def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """A small set of combinations in which every pair of values of two axes occurs together."""
-    wanted = {(i, a, j, b) for i, j in itertools.combinations(range(len(axes)), 2) for a in axes[i] for b in axes[j]}
+    return pairwise_of(itertools.product(*axes))
+
+
+def pairwise_of(cells: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """A small set of these cells in which every pair of values that occurs together in any of them still does.
+
+    Among equally good cells the first is taken: put cheap ones first.
+    """
+    pairs = {cell: _pairs(cell) for cell in cells}
+    wanted = set().union(*pairs.values())
     chosen = []
     while wanted:
-        best = max(itertools.product(*axes), key=lambda combination: len(wanted & _pairs(combination)))
+        best = max(pairs, key=lambda cell: len(wanted & pairs[cell]))
         chosen.append(best)
-        wanted -= _pairs(best)
+        wanted -= pairs[best]
     return chosen
 
 

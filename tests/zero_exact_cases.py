@@ -249,6 +249,7 @@ def save_after(path: str, case: Case, num_steps: int) -> None:
         assert order is not None
         optimizer.backward(model(numbers, order))
         optimizer.step()
+        optimizer.zero_grad()
     torch.save((model.state_dict(), optimizer.state_dict()), path)
     optimizer.close()
 
@@ -332,6 +333,7 @@ def fail(rank: int, world: int, where: str) -> dict[str, str]:
         try:
             optimizer.backward(model(numbers_of(model, case, step, 0, rank), [0, 1, 2, 3]))
             optimizer.step()
+            optimizer.zero_grad()
         except Exception as error:
             return {"error": type(error).__name__, "cause": repr(error.__cause__)}
     return {"error": "none", "cause": ""}

@@ -391,6 +391,7 @@ def alone_with_stage_3(rank: int, world: int) -> Any:
         loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens[0])
         optimizer.backward(loss)
         optimizer.step()
+        optimizer.zero_grad()
         losses.append(float(loss.detach()))
     optimizer.close()
     return [found.rank, found.world_size, losses[0] > losses[-1]]

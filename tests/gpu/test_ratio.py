@@ -68,6 +68,7 @@ def test_a_checkpoint_loads_at_any_ratio() -> None:
         for step in numbers:
             model(*batch(step)).loss.backward()
             optimizer.step()
+            optimizer.zero_grad()
         optimizer.wait()
 
     model = model_of(torch.bfloat16)
@@ -108,6 +109,7 @@ def test_auto_chooses_moves_and_changes_no_bit(
         between.move(optimizer.runtime, bucket, "host")
     model(*batch(0)).loss.backward()
     optimizer.step()
+    optimizer.zero_grad()
     optimizer.close()
     del model, optimizer, bucket
     gc.collect()

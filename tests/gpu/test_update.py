@@ -64,7 +64,8 @@ def test_rows_of_a_large_bucket() -> None:
     """The kernel's rows have the truth's bits, and the whole norm is that of float64."""
     flat, values = torch.zeros(1 << 26, device="cuda"), torch.randn((1 << 26) - 77, device="cuda") * 1e-3
     rows = collect.new_rows(flat.numel(), flat.device)
-    collect.put(flat, rows, 0, values)
+    flat[: values.numel()] = values
+    collect.put_norms(rows, 0, flat)
     assert torch.equal(rows, collect.row_norms(flat))
     norms = torch.zeros(2, dtype=torch.float64, device="cuda")
     collect.norm_of(norms[0], rows)

@@ -144,6 +144,7 @@ def test_fused_lion_is_lion(deepspeed: Any) -> None:
         for param, optimizer in zip((ours, host), pair, strict=True):
             param.grad = torch.sin(torch.arange(9.0) + step)
             optimizer.step()
+            optimizer.zero_grad()
     torch.testing.assert_close(ours, host, rtol=1e-6, atol=1e-7)
 
 

@@ -121,16 +121,20 @@ def error_of(config: Any) -> str:
     return ""
 
 
-@settings(
-    max_examples=300,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
-)
-@given(combined())
-def test_a_config_trains_or_names_the_key(case: tuple[dict[str, Any], list[str]]) -> None:
-    config, touched = case
-    text = error_of(config)
-    assert not text or names_one_of(text, touched), text
+@pytest.mark.parametrize("num_examples", [100, pytest.param(300, marks=pytest.mark.matrix)])
+def test_a_config_trains_or_names_the_key(num_examples: int) -> None:
+    @settings(
+        max_examples=num_examples,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(combined())
+    def check(case: tuple[dict[str, Any], list[str]]) -> None:
+        config, touched = case
+        text = error_of(config)
+        assert not text or names_one_of(text, touched), text
+
+    check()
 
 
 @pytest.mark.parametrize("key", sorted(GOOD))

@@ -105,6 +105,7 @@ def test_our_own_keys() -> None:
             "placement",
             "delayed_update",
             "delayed_update_start",
+            "early",
             "host_threads",
             "hold",
             "sums",

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from config_support import BASE, mutated, names_one_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,13 +25,17 @@ def error_of(source: Any) -> str:
     return ""
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(mutated())
-def test_a_mutated_config_loads_or_names_the_key(case: tuple[dict[str, Any], list[str]]) -> None:
-    config, touched = case
-    text = error_of(config)
-    if text:
-        assert names_one_of(text, touched), text
+@pytest.mark.parametrize("num_examples", [150, pytest.param(400, marks=pytest.mark.matrix)])
+def test_a_mutated_config_loads_or_names_the_key(num_examples: int) -> None:
+    @settings(max_examples=num_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(mutated())
+    def check(case: tuple[dict[str, Any], list[str]]) -> None:
+        config, touched = case
+        text = error_of(config)
+        if text:
+            assert names_one_of(text, touched), text
+
+    check()
 
 
 @settings(

@@ -396,7 +396,7 @@ def test_a_given_twin_optimizer_and_a_config_that_disagree(changes: dict[str, An
     optimizer.close()
 
 
-@pytest.mark.parametrize("sums", ["host", "device"])
+@pytest.mark.parametrize("sums", ["host", pytest.param("device", marks=pytest.mark.matrix)])
 def test_another_number_of_micro_batches_with_gradients_held_on_the_host(make: Any, sums: str) -> None:
     zero = {"offload_optimizer": {"device": "cpu", "hold": "host", "sums": sums, "bucket_numel": 128}}
     one, two = make(zero_optimization=zero, gradient_accumulation_steps=2), make()

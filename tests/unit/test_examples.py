@@ -41,6 +41,8 @@ def test_there_are_examples() -> None:
 # In the matrix: of these, other tests look at what is behind them.
 SLOW = (
     "state_formats.py",
+    "twin_optimizer.py",
+    "sparse_attention.py",
     "onebit_finetune.py",
     "sparse_bert.py",
     "hf_trainer.py",

@@ -87,29 +87,33 @@ def strided(grad: Tensor) -> Tensor:
     return room[:, 0]
 
 
-def ways(plan: BucketPlan, grads: list[Tensor], device: str) -> dict[str, Callable[[Tensor, Tensor], None]]:
+def pieces_of(pairs: Sequence[tuple[Slice, Tensor]], is_first: bool = True) -> list[gather.Piece]:
+    return [(cut, values, is_first) for cut, values in pairs]
+
+
+def ways(plan: BucketPlan, grads: list[Tensor], device: str) -> dict[str, Callable[[Tensor], None]]:
     """All that end in the same flat buffer."""
     whole, parts = list(zip(plan.slices, grads, strict=True)), in_parts(plan, grads)
     apart = [(s, strided(grad)) for s, grad in whole]
     zeros = [(s, torch.zeros_like(grad)) for s, grad in whole]
 
-    def twice(flat: Tensor, rows: Tensor) -> None:
-        gather.add(flat, zeros, True, rows)
-        gather.add(flat, whole, False, rows)
+    def twice(flat: Tensor) -> None:
+        gather.add(flat, pieces_of(zeros))
+        gather.add(flat, pieces_of(whole, is_first=False))
 
-    def twice_apart(flat: Tensor, rows: Tensor) -> None:
-        gather.add(flat, zeros, True, rows)
-        gather.add(flat, apart, False, rows)
+    def twice_apart(flat: Tensor) -> None:
+        gather.add(flat, pieces_of(zeros))
+        gather.add(flat, pieces_of(apart, is_first=False))
 
     return {
-        "whole": lambda flat, rows: gather.add(flat, whole, True, rows),
-        "in parts": lambda flat, rows: gather.add(flat, parts, True, rows),
-        "strided": lambda flat, rows: gather.add(flat, apart, True, rows),
+        "whole": lambda flat: gather.add(flat, pieces_of(whole)),
+        "in parts": lambda flat: gather.add(flat, pieces_of(parts)),
+        "strided": lambda flat: gather.add(flat, pieces_of(apart)),
         "added": twice,
         "added, strided": twice_apart,
-        "last": lambda flat, rows: gather.add_last(flat, totals(plan, None, device), whole, rows),
-        "last, in parts": lambda flat, rows: gather.add_last(flat, totals(plan, None, device), parts, rows),
-        "cast": lambda flat, rows: gather.cast(flat, totals(plan, grads, device), plan.slices, rows),
+        "last": lambda flat: gather.add_last(flat, totals(plan, None, device), pieces_of(whole)),
+        "last, in parts": lambda flat: gather.add_last(flat, totals(plan, None, device), pieces_of(parts)),
+        "cast": lambda flat: gather.cast(flat, totals(plan, grads, device), plan.slices),
     }
 
 
@@ -124,15 +128,17 @@ def check_ways(device: str, flat_dtype: torch.dtype, grad_dtype: torch.dtype) ->
     plan = plan_of(flat_dtype)
     grads = make_grads(plan, grad_dtype, device)
     expected = torch.zeros(plan.numel, dtype=flat_dtype, device=device)
-    gather.add(expected, list(zip(plan.slices, grads, strict=True)), True)
+    for cut, grad in zip(plan.slices, grads, strict=True):
+        expected[cut.offset : cut.offset + cut.numel] = grad
     norms = {}
     for name, run in ways(plan, grads, device).items():
         flat, rows = fresh(plan, device)
-        run(flat, rows)
+        run(flat)
         same(flat, expected, f"{name}: flat")
+        collect.put_norms(rows, 0, flat)
         same(rows, collect.row_norms(flat), f"{name}: rows")
         norms[name] = torch.full((), math.nan, dtype=torch.float64, device=device)
-        gather.measure_rows(norms[name], rows, [])
+        gather.measure(norms[name], flat)
     sources = [(s.offset, expected[s.offset : s.offset + s.numel]) for s in plan.slices]
     for name, measure in {
         "measured": partial(gather.measure, flat=expected),
@@ -153,43 +159,37 @@ def check_sums(device: str, flat_dtype: torch.dtype, grad_dtype: torch.dtype) ->
     """Sums have torch's rounding: of a total and the last gradient, and of two gradients in the flat buffer."""
     plan = plan_of(flat_dtype)
     first, second = (make_grads(plan, grad_dtype, device, seed) for seed in (1, 2))
-    whole = [list(zip(plan.slices, grads, strict=True)) for grads in (first, second)]
-    for name in ("last", "added"):
-        (flat, rows), (expected, _) = fresh(plan, device), fresh(plan, device)
-        for into, own_rows in ((flat, rows), (expected, None)):
-            if name == "last":
-                gather.add_last(into, totals(plan, first, device), whole[1], own_rows)
-            else:
-                gather.add(into, whole[0], True, own_rows)
-                gather.add(into, whole[1], False, own_rows)
-        same(flat, expected, f"{name}: flat")
-        same(rows, collect.row_norms(flat), f"{name}: rows")
+    last, added = fresh(plan, device)[0], fresh(plan, device)[0]
+    seconds = list(zip(plan.slices, second, strict=True))
+    gather.add_last(last, totals(plan, first, device), pieces_of(seconds))
+    gather.add(added, pieces_of(list(zip(plan.slices, first, strict=True))))
+    gather.add(added, pieces_of(seconds, is_first=False))
+    for cut, a, b in zip(plan.slices, first, second, strict=True):
+        where = slice(cut.offset, cut.offset + cut.numel)
+        same(last[where], (a.float() + b).to(flat_dtype), "last")
+        same(added[where], a.to(flat_dtype).add_(b), "added")
 
 
 def check_missing(device: str) -> None:
-    """Slices without a gradient have no part in the norm, whatever their flat buffer and rows hold."""
+    """Slices without a gradient have no part in the norm, whatever their flat buffer holds."""
     plan = plan_of(BF16)
     grads, present = make_grads(plan, BF16, device), (1, 3, 4)
-    flat, rows = fresh(plan, device)
-    gather.add(flat, [(plan.slices[i], grads[i]) for i in present], True, rows)
-    first, second = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
-    gather.measure_rows(first, rows, [s for i, s in enumerate(plan.slices) if i not in present])
-    gather.measure_parts(second, [(plan.slices[i].offset, grads[i]) for i in present], plan.numel)
-    assert first.item() == second.item()
+    norm = torch.zeros((), dtype=torch.float64, device=device)
+    gather.measure_parts(norm, [(plan.slices[i].offset, grads[i]) for i in present], plan.numel)
     truth = math.sqrt(sum(grads[i].double().square().sum().item() for i in present))
-    assert math.isclose(first.item(), truth, rel_tol=1e-6)
+    assert math.isclose(norm.item(), truth, rel_tol=1e-6)
 
 
 def check_bad_numbers(device: str) -> None:
-    """One gradient that is not finite makes the norm so: the gate needs to know."""
+    """One gradient that is not finite makes the norm so: the clipping decision needs to know."""
     plan = plan_of(BF16)
     for value in (math.inf, -math.inf, math.nan):
         grads = make_grads(plan, BF16, device)
         grads[4][4999] = value
-        flat, rows = fresh(plan, device)
-        gather.add(flat, list(zip(plan.slices, grads, strict=True)), True, rows)
+        flat, _ = fresh(plan, device)
+        gather.put(flat, pieces_of(list(zip(plan.slices, grads, strict=True))))
         norm = torch.zeros((), dtype=torch.float64, device=device)
-        gather.measure_rows(norm, rows, [])
+        gather.measure(norm, flat)
         assert math.isnan(norm.item()) if math.isnan(value) else norm.item() == math.inf, (value, norm)
 
 
@@ -304,15 +304,15 @@ def test_without_triton_or_a_gpu_nothing_is_fused() -> None:
 
 def test_rows_are_checked() -> None:
     """The kernel writes wherever it is told to."""
-    rows, flat = collect.new_rows(256, torch.device("cpu")), torch.zeros(256)
+    rows = collect.new_rows(256, torch.device("cpu"))
     for offset, numel in ((64, 100), (128, 129), (256, 1)):
         with pytest.raises(AssertionError):
-            collect.put(flat, rows, offset, torch.zeros(numel))
+            collect.put_norms(rows, offset, torch.zeros(numel))
     with pytest.raises(AssertionError):
-        collect.put(flat, rows, 0, torch.zeros(128, device="meta"))
+        collect.put_norms(rows, 0, torch.zeros(128, device="meta"))
 
 
-def compiled(flat: str | None, total: str | None, values: str | None, monkeypatch: pytest.MonkeyPatch, to: Path) -> str:
+def compiled(values: str, monkeypatch: pytest.MonkeyPatch, to: Path) -> str:
     """The PTX for an H100 or H200."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(to))
     import triton
@@ -321,38 +321,22 @@ def compiled(flat: str | None, total: str | None, values: str | None, monkeypatc
 
     from twinflow.gpu import collect_kernel
 
-    types = [flat, total, values, "*fp32", "i32", "i32"]
+    types = [values, "*fp32", "i32", "i32"]
     names = collect_kernel.collect.arg_names
     signature = {name: kind or "constexpr" for name, kind in zip(names, [*types, None], strict=True)}
-    constexprs = {(i,): None for i, kind in enumerate(types) if kind is None} | {(len(types),): collect.TILE}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types[:5]) if kind}
+    constexprs = {(len(types),): collect.TILE}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(3)}
     source = ASTSource(collect_kernel.collect, signature, constexprs, aligned)
     options = {"num_warps": 8, "enable_fp_fusion": False}
     return str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    ("types", "loads", "stores"),
-    [
-        (("*bf16", None, "*bf16"), 2, 2),
-        (("*bf16", "*fp32", "*bf16"), 6, 2),
-        (("*bf16", "*fp32", None), 4, 2),
-        ((None, None, "*bf16"), 2, 0),
-        (("*fp32", None, "*fp32"), 4, 4),
-    ],
-    ids=str,
-)
-def test_compiled_it_reads_and_writes_wide_words(
-    types: tuple[str | None, str | None, str | None],
-    loads: int,
-    stores: int,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+@pytest.mark.parametrize(("values", "loads"), [("*bf16", 2), ("*fp32", 4)])
+def test_compiled_it_reads_wide_words(values: str, loads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whole tiles 16 bytes at a time, sixteen elements for each thread; squares are rounded before they are added."""
-    text = compiled(*types, monkeypatch, tmp_path)
-    assert (text.count("ld.global.v4.b32"), text.count("st.global.v4.b32")) == (loads, stores)
+    text = compiled(values, monkeypatch, tmp_path)
+    assert text.count("ld.global.v4.b32") == loads
     assert not re.search(r"\bfma\.|\.ftz|\.approx", text)
     assert "sqrt.rn.f32" in text
 

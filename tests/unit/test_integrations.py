@@ -91,6 +91,7 @@ def test_a_norm_is_known_after_its_step_and_stays_that_steps() -> None:
             found[-1].item()
         assert repr(found[-1]) == "PendingNorm(not known before step())"
         twin.step()
+        twin.zero_grad()
         wanted.append(twin.grad_norm)
     assert [norm.item() for norm in found] == pytest.approx(wanted)
     assert len(set(wanted)) == 3

@@ -121,6 +121,11 @@ distributed.all_reduce(total)
 print("sum", total.item(), me.rank, me.local_rank, me.world_size, me.local_world_size, *sys.argv[1:])
 distributed.destroy_process_group()
 """
+# The same without a sum, for which all ranks would have to import torch.
+PLACE = """
+import os
+print("sum 3.0", *(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")))
+"""
 # Rank 1 fails when the others wait; without torch, so that the tests are quick.
 FAIL = """
 import os, signal, sys, time
@@ -159,8 +164,9 @@ def hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.usefixtures("_here_on_the_path")
-def test_two_nodes_over_ssh(tmp_path: Path, hostfile: str) -> None:
-    write(tmp_path / "sum.py", SUM)
+@pytest.mark.parametrize("script", [PLACE, pytest.param(SUM, marks=pytest.mark.matrix)], ids=["place", "sum"])
+def test_two_nodes_over_ssh(script: str, tmp_path: Path, hostfile: str) -> None:
+    write(tmp_path / "sum.py", script)
     meet = ("--master_addr", "127.0.0.1", "--master_port", str(free_port()))
     result = run_launch("--hostfile", hostfile, *meet, "sum.py")
     assert result.exit_code == 0, result.output

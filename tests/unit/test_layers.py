@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,13 +38,19 @@ def room(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+@cache
+def imports(source: str) -> list[ast.Import | ast.ImportFrom]:
+    """Of a module, at its top or inside a function."""
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
 def imported_rooms(source: str, known: set[str]) -> set[str]:
-    """Rooms of twinflow that a module imports, at its top or inside a function."""
+    """Rooms of twinflow that a module imports."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in imports(source):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+        elif node.level == 0 and node.module:
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         else:
             continue
@@ -73,5 +80,5 @@ def test_an_upward_import_is_found() -> None:
 
 def test_no_relative_imports() -> None:
     for path in MODULES:
-        relative = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom) and n.level]
+        relative = [n for n in imports(path.read_text()) if isinstance(n, ast.ImportFrom) and n.level]
         assert not relative, f"{path} uses a relative import, which the layer test does not follow"

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import torch
 from run_support import TrainProcess
+from twin_support import quick_torch
 from typer.testing import CliRunner, Result
 
 from twinflow.build import initialize
-from twinflow.cli import axes
+from twinflow.cli import axes, run
 from twinflow.cli.main import app
 from twinflow.cli.memory import Available, case_of, plan_memory
 from twinflow.cli.settings import TrainSettings, as_json, check_same_run, engine_config, lr_factor
@@ -41,13 +42,14 @@ SMALL = ("--steps", "4", "--batch-size", "2", "--context", "8", "--valid-every",
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(run, "VALID_BATCHES", 2)  # or validations would take more time than these short trainings
 
 
 @pytest.fixture(autouse=True)
 def _keep_threads() -> Iterator[None]:
-    torch_threads, threads = torch.get_num_threads(), get_threads()
-    yield
-    torch.set_num_threads(torch_threads)
+    threads = get_threads()
+    with quick_torch():
+        yield
     set_threads(threads)
 
 
@@ -118,11 +120,10 @@ def test_the_same_seed_gives_the_same_run(tmp_path: Path, text: Path) -> None:
 @pytest.mark.parametrize(
     ("rule", "states"),
     [
-        ("adamw", "int8"),
         ("lion", "bf16"),
         *(
             pytest.param(*pair, marks=pytest.mark.matrix)
-            for pair in (("adamw", "bf16"), ("adam", "fp32"), ("adagrad", "fp32"), ("sgd", "fp32"))
+            for pair in (("adamw", "int8"), ("adamw", "bf16"), ("adam", "fp32"), ("adagrad", "fp32"), ("sgd", "fp32"))
         ),
     ],
 )
@@ -586,7 +587,8 @@ def write_jsonl(path: Path, values: np.ndarray[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".npy", ".bin"])
-def test_files_of_lines_and_of_tokens_train(suffix: str, tmp_path: Path) -> None:
+def test_files_of_lines_and_of_tokens_train(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "VALID_BATCHES", 16)  # enough to meet every token
     path, values = tmp_path / f"data{suffix}", np.arange(4000, dtype=np.uint16) % 300
     if suffix == ".jsonl":
         write_jsonl(path, values)

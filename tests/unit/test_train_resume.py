@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 from run_support import TrainProcess
+from twin_support import quick_torch
 from typer.testing import CliRunner, Result
 
 from twinflow.checkpoint import disk, open_checkpoint
+from twinflow.cli import run
 from twinflow.cli.main import app
 from twinflow.monitor.metrics import MetricsWriter, Record, StepRecord, ValidRecord, read_metrics
 from twinflow.native import get_threads, set_threads
@@ -73,9 +75,10 @@ def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Runs of the CLI that are not processes of their own: on the CPU, and torch's threads as they were."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    torch_threads, threads = torch.get_num_threads(), get_threads()
-    yield
-    torch.set_num_threads(torch_threads)
+    monkeypatch.setattr(run, "VALID_BATCHES", 2)  # as in run_support
+    threads = get_threads()
+    with quick_torch():
+        yield
     set_threads(threads)
 
 

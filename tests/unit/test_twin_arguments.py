@@ -76,6 +76,7 @@ def test_numbers_of_numpy_and_torch_are_numbers() -> None:
         with closing(TwinOptimizer(model, early=True, **given)) as optimizer:
             loss_of(model).backward()
             optimizer.step()
+            optimizer.zero_grad()
             runs.append(torch.cat([value.flatten() for value in model.state_dict().values()]))
             assert type(optimizer.max_grad_norm) is float
             assert type(optimizer.accumulation_steps) is int
@@ -130,6 +131,7 @@ def test_frozen_ones_among_parameters_are_left_out() -> None:
         with closing(TwinOptimizer(given)) as optimizer:
             loss_of(model).backward()
             optimizer.step()
+            optimizer.zero_grad()
             found = list(optimizer.state_dict()["state"])
             assert found == [f"params[0][{i}]" for i in range(3)] or found == [n for n in names if n != "0.weight"]
     assert torch.equal(model[0].weight, frozen)  # type: ignore[arg-type]

@@ -199,6 +199,7 @@ def test_sums_follow_their_bucket() -> None:
             for part in range(2):
                 net(*batch(2 * step + part)).loss.backward()
             optimizer.step()
+            optimizer.zero_grad()
 
     with closing(twin(model, **options)) as optimizer, closing(twin(still, **options)) as other:
         for step, place in enumerate([RESIDENT, STREAMED, HOST]):
@@ -241,6 +242,7 @@ def test_parameters_that_are_not_contiguous_stay_where_they_can(gpu: Any) -> Non
         for _ in range(5):
             model(torch.randn(2, 3, 9, 9)).square().mean().backward()
             optimizer.step()
+            optimizer.zero_grad()
         assert set(places(optimizer)) == {RESIDENT}
 
 
@@ -252,6 +254,7 @@ def test_a_model_whose_forward_is_never_called_is_left_as_it_is(gpu: Any, caplog
         for _ in range(10):
             wrapper["inner"](torch.randn(2, 8)).sum().backward()
             optimizer.step()
+            optimizer.zero_grad()
         assert optimizer.is_placed
         assert "left as it is" in caplog.messages[-1]
 

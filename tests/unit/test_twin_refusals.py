@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -40,13 +39,28 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def one_step() -> list[Tensor]:
+def one_step(steps: int = 1) -> list[Tensor]:
     """What torch makes of it."""
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    loss_of(model).backward()
-    optimizer.step()
+    train(model, optimizer, steps)
     return weights(model)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 1) -> None:
+    for _ in range(steps):
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_a_step(**options: Any) -> tuple[nn.Sequential, TwinOptimizer]:
+    """After the backward of the second step: where updates cannot be undone, the first step is only watched."""
+    model = mlp()
+    optimizer = TwinOptimizer(model, lr=RATE, early=True, **options)
+    train(model, optimizer)
+    loss_of(model).backward()
+    return model, optimizer
 
 
 def assert_close(a: list[Tensor], b: list[Tensor]) -> None:
@@ -65,39 +79,66 @@ def set_one(model: nn.Sequential) -> None:
     model[2].weight.grad = torch.ones(16, 16)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (nn.Module.zero_grad, r"0\.weight\.grad was dropped after backward"),
-        (drop_one, r"2\.weight\.grad was dropped after backward"),
-        (set_one, r"2\.weight\.grad was set by hand"),
-    ],
-)
-def test_gradients_that_change_after_an_early_backward(change: Callable[[Any], None], message: str) -> None:
+def train_with(change: Callable[[Any], None], optimizer_of: Callable[[nn.Module], Any]) -> list[Tensor]:
+    """Three steps; before the second, somebody changes gradients after backward."""
     model = mlp()
-    optimizer = TwinOptimizer(model, lr=RATE, early=True, max_grad_norm=1.0)
-    before = weights(model)
-    loss_of(model).backward()
-    change(model)
-    with pytest.raises(RuntimeError, match=message):
+    optimizer = optimizer_of(model)
+    for step in range(3):
+        loss_of(model, step).backward()
+        if step == 1:
+            change(model)
         optimizer.step()
-    optimizer.zero_grad()  # goes on
-    optimizer.wait()
-    assert same(weights(model), before)
-    loss_of(model).backward()
-    optimizer.step()
-    optimizer.wait()
-    assert not same(weights(model), before)
+        optimizer.zero_grad()
+    return weights(model)
+
+
+@pytest.mark.parametrize("change", [nn.Module.zero_grad, drop_one, set_one])
+def test_gradients_that_change_after_an_early_backward_change_as_with_torch(change: Callable[[Any], None]) -> None:
+    found = train_with(change, lambda model: TwinOptimizer(model, lr=RATE, early=True, max_grad_norm=1e9))
+    assert_close(found, train_with(change, lambda model: torch.optim.AdamW(model.parameters(), lr=RATE)))
+
+
+@pytest.mark.parametrize("change", [drop_one, set_one])
+def test_where_an_update_was_written_they_are_refused_and_nothing_is_lost(change: Callable[[Any], None]) -> None:
+    model, optimizer = in_a_step()
+    change(model)
+    with pytest.raises(
+        RuntimeError, match=r"2\.weight\.grad is changed between backward\(\) and step\(\), but updates"
+    ):
+        optimizer.step()
+    assert_close(weights(model), one_step(2))  # the step was completed, and can be saved
+    assert set(optimizer.state_dict()["state"])
+    optimizer.zero_grad()
+    train(model, optimizer)
+    assert_close(weights(model), one_step(3))
     optimizer.close()
 
 
 def test_gradients_that_no_backward_made() -> None:
-    model = mlp()
-    optimizer = TwinOptimizer(model, lr=RATE, early=True)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    with pytest.raises(RuntimeError, match="set by hand"):
+    found = []
+    for optimizer_of in (
+        lambda m: TwinOptimizer(m, lr=RATE, early=True),
+        lambda m: torch.optim.AdamW(m.parameters(), lr=RATE),
+    ):
+        model = mlp()
+        optimizer = optimizer_of(model)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
         optimizer.step()
+        found.append(weights(model))
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_grad_norm": 1.0}])
+def test_gradients_that_step_has_used_are_not_used_again_without_a_word(limits: dict[str, Any]) -> None:
+    model, optimizer = in_a_step(**limits)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"Read \.grad between backward\(\) and step"):
+        model[0].weight.grad.norm()
+    with pytest.raises(RuntimeError, match=r"Call zero_grad\(\) after step"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"Call zero_grad\(\) between step\(\) and the next backward"):
+        loss_of(model).backward()
     optimizer.close()
 
 
@@ -109,8 +150,9 @@ def test_a_bad_rate_is_refused_before_anything_changes() -> None:
     optimizer = TwinOptimizer(model, lr=RATE, early=True)
     before = weights(model)
     optimizer.param_groups[0]["lr"] = float("nan")
+    loss_of(model).backward()
     with pytest.raises(ValueError, match="lr is nan"):
-        loss_of(model).backward()
+        optimizer.step()
     optimizer.param_groups[0]["lr"] = RATE
     optimizer.zero_grad()
     assert same(weights(model), before)
@@ -122,15 +164,11 @@ def test_a_bad_rate_is_refused_before_anything_changes() -> None:
 
 
 def test_a_rate_that_comes_too_late_is_refused() -> None:
-    model = mlp()
-    optimizer = TwinOptimizer(model, lr=RATE, early=True)
-    loss_of(model).backward()
+    model, optimizer = in_a_step()
     optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(RuntimeError, match=r"lr of param_groups\[0\] was changed to 0.5 between backward"):
+    with pytest.raises(RuntimeError, match=r"lr of param_groups\[0\] is changed between backward"):
         optimizer.step()
-    optimizer.param_groups[0]["lr"] = RATE
-    optimizer.step()
-    assert optimizer.num_steps == 1
+    assert_close(weights(model), one_step(2))
     optimizer.close()
 
 
@@ -143,23 +181,8 @@ def test_what_is_no_option_may_change() -> None:
         loss_of(model).backward()
         group["seen"] = step
         optimizer.step()
+        optimizer.zero_grad()
     assert optimizer.num_steps == 2
-    optimizer.close()
-
-
-def test_weights_written_between_backward_and_step_are_not_lost_without_a_word() -> None:
-    model = mlp()
-    optimizer = TwinOptimizer(model, lr=RATE, early=True, max_grad_norm=1.0)
-    loss_of(model).backward()
-    with torch.no_grad():
-        model[2].weight.fill_(0.5)
-    with pytest.raises(RuntimeError, match=r"2\.weight was written to between backward\(\) and step\(\)"):
-        optimizer.step()
-    optimizer.zero_grad()
-    loss_of(model).backward()
-    optimizer.step()
-    optimizer.wait()
-    assert float((model[2].weight - 0.5).abs().max()) < 2 * RATE
     optimizer.close()
 
 
@@ -224,6 +247,7 @@ def test_a_graph_outlasts_a_dropped_step() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
     assert optimizer.num_steps == 2
     optimizer.close()
 
@@ -243,24 +267,31 @@ def test_a_dropped_step_moves_no_schedule() -> None:
     engine.destroy()
 
 
-def test_without_a_limit_a_step_cannot_be_dropped(caplog: pytest.LogCaptureFixture) -> None:
-    model = mlp()
-    optimizer = TwinOptimizer(model, lr=RATE, early=True)
-    loss_of(model).backward()
-    with pytest.raises(
-        RuntimeError, match="with max_grad_norm or skip_nonfinite=True, and without delayed_update, a step can"
-    ):
-        optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match="a forward runs before step"):
-        model(torch.zeros(1, 8))
-    with caplog.at_level(logging.WARNING, "twinflow"):
+def test_without_a_limit_a_step_cannot_be_dropped() -> None:
+    for disturb in (TwinOptimizer.zero_grad, lambda optimizer: optimizer.model(torch.zeros(1, 8))):
+        model, optimizer = in_a_step()
+        with pytest.raises(RuntimeError, match="give max_grad_norm or skip_nonfinite=True, with which updates wait"):
+            disturb(optimizer)
+        assert_close(weights(model), one_step(2))
         optimizer.close()
-    assert "some weights have this step's update, others not" in caplog.text
-    optimizer = TwinOptimizer(model, lr=RATE, early=True, max_grad_norm=1.0, delayed_update=True)
-    loss_of(model).backward()
-    with pytest.raises(RuntimeError, match="without delayed_update"):
-        optimizer.zero_grad()
-    optimizer.close()
+
+
+def test_a_delayed_step_can_be_dropped() -> None:
+    found = []
+    for drops in (False, True):
+        model = mlp()
+        optimizer = TwinOptimizer(model, lr=RATE, early=True, max_grad_norm=1.0, delayed_update=True)
+        for step in range(4):
+            if drops and step == 2:
+                loss_of(model, 99).backward()
+                optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.flush()
+        found.append(weights(model))
+        optimizer.close()
+    assert same(*found)
 
 
 # Old weights
@@ -297,32 +328,21 @@ def test_a_method_past_forward_sees_new_weights_from_the_first_step_on(early: bo
     optimizer.close()
 
 
-def test_a_method_that_comes_instead_of_forward_is_refused() -> None:
-    model = Encoder()
-    optimizer = TwinOptimizer(model, lr=RATE, max_grad_norm=0.1, early=True)
-    x = torch.randn(2, 400)
-    for _ in range(2):
-        model(x).square().mean().backward()
-        optimizer.step()
-    with pytest.raises(RuntimeError, match="used by a forward that had not waited for its last update"):
-        model.encode(x).square().mean().backward()
-    optimizer.zero_grad()
-    optimizer.wait()
-    model.encode(x).square().mean().backward()
-    optimizer.step()
-    optimizer.close()
-
-
-def test_the_same_where_gradients_are_left_alone() -> None:
-    model = Encoder()
-    optimizer = TwinOptimizer(model, lr=RATE)
-    x = torch.randn(2, 400)
-    model(x).square().mean().backward()
-    optimizer.step()
-    model.encode(x).square().mean().backward()
-    with pytest.raises(RuntimeError, match="had not waited"):
-        optimizer.step()
-    optimizer.close()
+@pytest.mark.parametrize("early", [False, True])
+def test_a_method_that_comes_instead_of_forward_waits_too(early: bool) -> None:
+    found = []
+    for delay in (0.0, 0.01):
+        model = Encoder()
+        optimizer = TwinOptimizer(model, lr=RATE, max_grad_norm=0.1, early=early)
+        optimizer.runtime.device.delay("in", delay)
+        x = torch.ones(2, 400)
+        for way in (model, model, model.encode, model):
+            way(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(weights(model))
+        optimizer.close()
+    assert same(*found)
 
 
 class Attends(nn.Module):
@@ -347,6 +367,7 @@ def test_a_module_that_reads_its_parts_has_waited_for_them() -> None:
     for way in (model, model.encode, model.encode):
         way(x).square().mean().backward()
         optimizer.step()
+        optimizer.zero_grad()
     assert optimizer.num_steps == 3
     optimizer.close()
 
@@ -372,45 +393,53 @@ def test_a_method_of_the_engine_s_module_sees_new_weights() -> None:
     engine.destroy()
 
 
-def test_a_loss_that_the_engine_has_not_scaled_is_refused() -> None:
-    engine = engine_of(mlp(), gradient_accumulation_steps=2)
-    with pytest.raises(RuntimeError, match=r"neither divides by gradient_accumulation_steps \(2\)"):
-        loss_of(engine).backward()
-    engine.zero_grad()
-    engine.backward(loss_of(engine))
-    engine.step()
-    with pytest.raises(RuntimeError, match=r"Call engine\.backward"):  # of a later micro-batch too
-        loss_of(engine).backward()
-    engine.zero_grad()
-    engine.part = 0
-    losses = loss_of(engine, 1), loss_of(engine, 2)
-    first = engine.scale(losses[0])
-    engine.backward(losses[1])
-    engine.step()
-    first.backward()
-    engine.step()
-    engine.scale(loss_of(engine)).backward()
-    engine.step()
-    with pytest.raises(RuntimeError, match=r"Call engine\.backward"):  # the one before was scaled
-        loss_of(engine).backward()
-    engine.destroy()
-    norms = []
-    for scales in (True, False):
+def test_an_engine_takes_a_plain_backward_as_it_is() -> None:
+    """`loss.backward()` is not divided by the number of micro-batches; `engine.scale` and `engine.backward` divide."""
+    ways: dict[str, Callable[[Any, Tensor], Any]] = {
+        "engine": lambda engine, loss: engine.backward(loss),
+        "scale": lambda engine, loss: engine.scale(loss).backward(),
+        "by hand": lambda engine, loss: (loss / 2).backward(),
+        "mixed": lambda engine, loss: engine.backward(loss) if engine.part else (loss / 2).backward(),
+    }
+    found = {}
+    for name, backward in ways.items():
         engine = engine_of(mlp(), gradient_accumulation_steps=2)
-        for _ in range(2):
-            if scales:
-                engine.scale(loss_of(engine)).backward()
-            else:
-                engine.backward(loss_of(engine))
+        for step in range(4):
+            backward(engine, loss_of(engine, step))
             engine.step()
-        assert engine.global_steps == 1
-        norms.append(engine.get_global_grad_norm())
+        assert engine.global_steps == 2
+        found[name] = weights(engine.module)
         engine.destroy()
-    assert norms[0] == norms[1]
-    plain = engine_of(mlp())
-    loss_of(plain).backward()  # one backward, no scale: nothing is missing
-    plain.step()
-    plain.destroy()
+    for name in ways:
+        assert_close(found[name], found["engine"])
+
+
+def test_a_plain_backward_moves_the_schedule() -> None:
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear"}}
+    rates = []
+    for is_plain in (False, True):
+        engine = engine_of(mlp(), scheduler=schedule)
+        for step in range(4):
+            loss = loss_of(engine, step)
+            loss.backward() if is_plain else engine.backward(loss)
+            engine.step()
+        rates.append((engine.get_lr(), weights(engine.module)))
+        engine.destroy()
+    assert rates[0][0] == rates[1][0] != [0.0]
+    assert same(rates[0][1], rates[1][1])
+
+
+def test_zero_grad_starts_the_count_of_micro_batches_anew() -> None:
+    engine = engine_of(mlp(), gradient_accumulation_steps=2)
+    engine.backward(loss_of(engine, 7))
+    engine.step()
+    engine.zero_grad()
+    for step in range(2):
+        assert engine.global_steps == 0
+        engine.backward(loss_of(engine, step))
+        engine.step()
+    assert engine.global_steps == 1
+    engine.destroy()
 
 
 # Two optimizers
