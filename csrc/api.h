@@ -18,7 +18,6 @@ extern "C" {
 #endif
 
 enum tf_dtype { TF_NONE = 0, TF_F32 = 1, TF_BF16 = 2, TF_F16 = 3 };
-enum tf_rule { TF_ADAMW = 0, TF_ADAM = 1, TF_ADAGRAD = 2, TF_LION = 3, TF_SGD = 4, TF_NUM_RULES = 5 };
 enum tf_format { TF_STATE_F32 = 0, TF_STATE_BF16 = 1, TF_STATE_INT8 = 2 };
 
 // One run of consecutive elements of one parameter, with its own hyper-parameters.
@@ -86,6 +85,8 @@ TF_PUBLIC int32_t tf_get_threads(void);
 TF_PUBLIC const char* tf_isa_available(void);
 TF_PUBLIC const char* tf_isa(void);
 TF_PUBLIC int32_t tf_set_isa(const char* name);
+// Names of the update rules, separated by spaces, in the order of their codes: what tf_segment.rule counts.
+TF_PUBLIC const char* tf_rules(void);
 TF_PUBLIC int32_t tf_api_version(void);
 TF_PUBLIC int64_t tf_segment_size(void);
 TF_PUBLIC int64_t tf_packing_size(void);

@@ -197,6 +197,8 @@ int32_t tf_set_isa(const char* name) {
   return -1;
 }
 
+const char* tf_rules(void) { return kernels().rules; }
+
 int32_t tf_api_version(void) { return TF_API_VERSION; }
 
 int64_t tf_segment_size(void) { return (int64_t)sizeof(tf_segment); }

@@ -313,21 +313,11 @@ struct Update {
 };
 
 void update(const tf_segment& s, int64_t begin, int64_t end) {
-  FlushMode mode(flush_safe(s));
-  Scratch scratch;
-  const Update u{s, scratch};
-  switch (s.rule) {
-    case TF_ADAMW: return u.tiles(Adam<false>(s.hyper), begin, end);
-    case TF_ADAM:  // without weight decay there is nothing to couple
-      if (s.hyper[kL2] == 0.0f) return u.tiles(Adam<false>(s.hyper), begin, end);
-      return u.tiles(Adam<true>(s.hyper), begin, end);
-    case TF_ADAGRAD: return u.tiles(Adagrad(s.hyper), begin, end);
-    case TF_LION: return u.tiles(Lion(s.hyper), begin, end);
-    case TF_SGD:
-      if (sgd_is_plain(s.hyper)) return u.tiles(SgdPlain(s.hyper), begin, end);
-      if (s.hyper[kSgdNesterov] != 0.0f) return u.tiles(Sgd<true>(s.hyper), begin, end);
-      return u.tiles(Sgd<false>(s.hyper), begin, end);
-  }
+  with_rule(s, [&](const auto& rule) {
+    FlushMode mode(harmless(s.factor) && rule.flush_safe());
+    Scratch scratch;
+    Update{s, scratch}.tiles(rule, begin, end);
+  });
 }
 
 // Sixteen lanes, each summed in order, then folded in halves: the definition of the result.
@@ -406,8 +396,8 @@ void decode(const tf_packing& packing, int64_t row, int64_t begin, int64_t end) 
 
 const Kernels& TF_JOIN(kernels_, TF_ISA)() {
   using namespace TF_ISA;
-  static const Kernels table = {TF_STRING(TF_ISA), update, sum_squares, accumulate, cast,  split_all,
-                                join_all,          scale,  encode,      mean,       decode};
+  static const Kernels table = {TF_STRING(TF_ISA), kRuleNames, update, sum_squares, accumulate, cast,
+                                split_all,         join_all,   scale,  encode,      mean,       decode};
   return table;
 }
 

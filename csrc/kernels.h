@@ -16,6 +16,7 @@ constexpr int64_t kPackedBlock = 4096;  // elements of a packed row that share a
 
 struct Kernels {
   const char* isa;
+  const char* rules;  // their names, in the order of the codes
   // Elements [begin, end) of the segment; both are multiples of 128 or the segment's end.
   void (*update)(const tf_segment& segment, int64_t begin, int64_t end);
   double (*sum_squares)(const void* tensor, int dtype, int64_t begin, int64_t end);  // at most kSumChunk elements

@@ -1,5 +1,6 @@
 // The update rules, element by element, in fp32 (SGD also in double). src/twinflow/rules/*.py is the truth: every line
-// here is the same operations in the same order, so results agree bit for bit.
+// here is the same operations in the same order, so results agree bit for bit. A rule is a struct, a code with a name,
+// and a line in with_rule(); nothing else in csrc names one.
 //
 // Why flushing is part of each rule. On x86 an operation on subnormal numbers is some hundred
 // times slower, and the momentum of unused embedding rows decays into that range. So every rule
@@ -14,8 +15,8 @@
 // - Both are: then both are below 2^-124, and the sum is flushed either way.
 // What a gradient becomes on its way into such a sum: g * factor is perturbed only below 2^-126, where
 // its square is zero in both modes. Where weight decay is added to it, or it is divided (Adagrad), the
-// sum is flushed at once, so what goes on is exact. flush_safe() checks the multipliers: 0, or from
-// 2^-126 to 1; the rare call that fails the check runs in IEEE mode.
+// sum is flushed at once, so what goes on is exact. Each rule's flush_safe() checks its multipliers: 0, or
+// from 2^-126 to 1; the rare call that fails the check runs in IEEE mode.
 //
 // SGD always does. It adds in double, where a need not be an fp32 number but may lie halfway between two, and any x
 // decides: a subnormal weight read as zero could change a bit. Nor would it gain much: in double nothing is subnormal
@@ -51,7 +52,14 @@ enum { kAdagradEps = 0, kAdagradStep = 1, kAdagradL2 = 2 };
 enum { kLionOneMinusB1 = 0, kLionOneMinusB2 = 1, kLionLr = 2, kLionDecay = 3 };
 enum { kSgdMomentum = 0, kSgdKeep = 1, kSgdLr = 2, kSgdL2 = 3, kSgdNesterov = 4 };
 
-// A rule takes the gradient g and updates weight p, first state m and second state v of one element.
+// 0, or a normal number of at most 1. By bits: the calling thread may be in flush mode itself.
+static inline bool harmless(float x) {
+  const uint32_t magnitude = bits(x) & 0x7fffffffu;
+  return magnitude == 0 || (magnitude >= 0x00800000u && magnitude <= 0x3f800000u);
+}
+
+// A rule takes the gradient g and updates weight p, first state m and second state v of one element. flush_safe:
+// whether flush mode cannot change a bit with these scalars (the note at the top).
 
 template <bool kCoupled>  // coupled: weight decay enters the gradient (Adam); else it shrinks the weight (AdamW)
 struct Adam {
@@ -65,6 +73,10 @@ struct Adam {
         step(h[kStep]),
         decay(h[kDecay]),
         l2(h[kL2]) {}
+  bool flush_safe() const {  // (1 - b2) g is multiplied by g, which may be large: it must not be perturbed at all
+    return harmless(one_minus_b1) && harmless(b2) && one_minus_b2 >= 0x1p-25f && harmless(step) && harmless(decay) &&
+           harmless(l2);
+  }
   TF_INLINE_MEMBER void operator()(float g, float& p, float& m, float& v) const {
     if (kCoupled) g = flush(g + l2 * p);
     m = flush(m + (g - m) * one_minus_b1);
@@ -78,6 +90,7 @@ struct Adagrad {
   static constexpr bool kFirst = false, kSecond = true;
   float eps, step, l2;
   explicit Adagrad(const float* h) : eps(h[kAdagradEps]), step(h[kAdagradStep]), l2(h[kAdagradL2]) {}
+  bool flush_safe() const { return harmless(step) && harmless(l2); }
   TF_INLINE_MEMBER void operator()(float g, float& p, float&, float& v) const {
     g = flush(g + l2 * p);
     v = flush_positive(v + g * g);
@@ -90,6 +103,7 @@ struct Lion {
   float one_minus_b1, one_minus_b2, lr, decay;
   explicit Lion(const float* h)
       : one_minus_b1(h[kLionOneMinusB1]), one_minus_b2(h[kLionOneMinusB2]), lr(h[kLionLr]), decay(h[kLionDecay]) {}
+  bool flush_safe() const { return harmless(one_minus_b1) && harmless(one_minus_b2) && harmless(decay); }
   TF_INLINE_MEMBER void operator()(float g, float& p, float& m, float&) const {
     const float difference = g - m;
     const float direction = flush(m + difference * one_minus_b1);
@@ -106,6 +120,7 @@ struct SgdPlain {
   float momentum;
   double lr;
   explicit SgdPlain(const float* h) : momentum(h[kSgdMomentum]), lr(h[kSgdLr]) {}
+  bool flush_safe() const { return false; }
   TF_INLINE_MEMBER void operator()(float g, float& p, float& m, float&) const {
     m = flush_mask(momentum * m + g);
     p = flush_mask((float)(p - lr * m));
@@ -121,6 +136,7 @@ struct Sgd {  // all in double: each state and weight is rounded once
   static constexpr bool kFirst = true, kSecond = false;
   double momentum, keep, lr, l2;
   explicit Sgd(const float* h) : momentum(h[kSgdMomentum]), keep(h[kSgdKeep]), lr(h[kSgdLr]), l2(h[kSgdL2]) {}
+  bool flush_safe() const { return false; }
   TF_INLINE_MEMBER void operator()(float g, float& p, float& m, float&) const {
     const double weight = p, grad = g + l2 * weight;
     const double buffer = momentum * m + keep * grad;
@@ -129,26 +145,24 @@ struct Sgd {  // all in double: each state and weight is rounded once
   }
 };
 
-// 0, or a normal number of at most 1. By bits: the calling thread may be in flush mode itself.
-static inline bool harmless(float x) {
-  const uint32_t magnitude = bits(x) & 0x7fffffffu;
-  return magnitude == 0 || (magnitude >= 0x00800000u && magnitude <= 0x3f800000u);
-}
+// Rules by tf_segment's code. Python reads the names, in the order of the codes, and has to have the same.
+enum : int32_t { kAdamWCode, kAdamCode, kAdagradCode, kLionCode, kSgdCode };
+constexpr const char* kRuleNames = "adamw adam adagrad lion sgd";
 
-// Whether flush mode cannot change a bit of this segment's update (the note at the top).
-static bool flush_safe(const tf_segment& s) {
+// Calls `run` with a segment's rule.
+template <class Run>
+static void with_rule(const tf_segment& s, const Run& run) {
   const float* h = s.hyper;
-  if (!harmless(s.factor)) return false;
   switch (s.rule) {
-    case TF_ADAMW:
-    case TF_ADAM:  // (1 - b2) g is multiplied by g, which may be large: it must not be perturbed at all
-      return harmless(h[kOneMinusB1]) && harmless(h[kB2]) && h[kOneMinusB2] >= 0x1p-25f && harmless(h[kStep]) &&
-             harmless(h[kDecay]) && harmless(h[kL2]);
-    case TF_ADAGRAD: return harmless(h[kAdagradStep]) && harmless(h[kAdagradL2]);
-    case TF_LION: return harmless(h[kLionOneMinusB1]) && harmless(h[kLionOneMinusB2]) && harmless(h[kLionDecay]);
-    case TF_SGD: return false;
+    case kAdamWCode: return run(Adam<false>(h));
+    case kAdamCode:  // without weight decay there is nothing to couple
+      return h[kL2] == 0.0f ? run(Adam<false>(h)) : run(Adam<true>(h));
+    case kAdagradCode: return run(Adagrad(h));
+    case kLionCode: return run(Lion(h));
+    case kSgdCode:
+      if (sgd_is_plain(h)) return run(SgdPlain(h));
+      return h[kSgdNesterov] != 0.0f ? run(Sgd<true>(h)) : run(Sgd<false>(h));
   }
-  return false;
 }
 
 }  // namespace TF_ISA

@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 from twinflow import native
+from twinflow.rules import RULES
 
 ROOT = Path(__file__).parents[1]
 DONE = ROOT / "build" / "test-all"
 ROOT_FILES = ("CMakeLists.txt", "pyproject.toml", "constraints.txt", "README.md", "Makefile")
-RULES = ("adamw", "adam", "adagrad", "lion", "sgd")
 TWIN_FILES = ("exact", "delayed", "accumulation", "any", "traps", "hf", "trainer")
 TWIN = [f"tests/unit/test_twin_{name}.py" for name in TWIN_FILES]
 # Matrices that take long enough for parts of their own.

@@ -14,17 +14,9 @@ from twinflow.rules import RULES, Rule
 from twinflow.rules.checks import FLOATS
 from twinflow.rules.segment import Store, encode_state, new_store
 
-OPTIONS: dict[str, Any] = {
-    "lr": 1e-2,
-    "betas": (0.9, 0.99),
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-    "lr_decay": 0.01,
-    "initial_accumulator_value": 0.0,
-    "momentum": 0.9,
-    "dampening": 0.0,
-    "nesterov": False,
-}
+# One set of options for all rules: each reads its own.
+OPTIONS: dict[str, Any] = {name: value for rule in RULES.values() for name, value in rule.defaults.items()}
+OPTIONS |= {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "lr_decay": 0.01, "momentum": 0.9}
 WEIGHTS = (None, *FLOATS)
 # every rule x state format x gradient dtype x weight dtype
 CELLS = [

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from twinflow import native
 from twinflow.models.gpt import GPT, GPTConfig
 from twinflow.offload.gate import Limits, decide
-from twinflow.optim import HostAdagrad, HostAdam, HostAdamW, HostLion, HostSGD
+from twinflow.optim.host import HOST_OPTIMIZERS as HOSTS
 from twinflow.optim.twin import Tuning, TwinOptimizer
+from twinflow.rules import RULES
 
 CONFIG = GPTConfig(vocab_size=64, context=16, num_layers=2, hidden=32, num_heads=2)
-HOSTS = {"adamw": HostAdamW, "adam": HostAdam, "adagrad": HostAdagrad, "lion": HostLion, "sgd": HostSGD}
 RULE_OPTIONS: dict[str, dict[str, Any]] = {
-    "adamw": {"lr": 1e-2, "weight_decay": 0.1},
+    **{name: {"lr": 1e-2, "weight_decay": 0.1} for name in RULES},
     "adam": {"lr": 1e-2, "betas": (0.8, 0.95), "weight_decay": 0.01},
     "adagrad": {"lr": 1e-2, "lr_decay": 0.01, "initial_accumulator_value": 0.1},
     "lion": {"lr": 1e-3, "weight_decay": 0.1},

@@ -11,15 +11,11 @@ import pytest
 import torch
 
 from twinflow.optim import HostAdagrad, HostAdam, HostAdamW, HostLion, HostOptimizer, HostSGD
+from twinflow.optim.host import HOST_OPTIMIZERS
 from twinflow.optim.master import full_master
 from twinflow.rules.segment import Store, decode_state
 
-FORMATS = {HostAdamW: ("fp32", "bf16", "int8"), HostAdam: ("fp32", "bf16", "int8")}
-ALL = [
-    (kind, states)
-    for kind in (HostAdamW, HostAdam, HostAdagrad, HostLion, HostSGD)
-    for states in FORMATS.get(kind, ("fp32", "bf16"))
-]
+ALL = [(kind, states) for kind in HOST_OPTIMIZERS.values() for states in kind.rule.formats]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EXTRA: dict[type[HostOptimizer], dict[str, Any]] = {HostSGD: {"momentum": 0.9}}
 

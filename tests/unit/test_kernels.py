@@ -126,9 +126,7 @@ def test_matrix(cell: tuple[str, str, torch.dtype, torch.dtype | None], threads:
     check_cell(cell, 1_000_000, 3)
 
 
-PAIRS = pairwise(
-    ("adamw", "adam", "adagrad", "lion", "sgd"), ("fp32", "bf16", "int8"), FLOATS, (None, *FLOATS), THREADS
-)
+PAIRS = pairwise(list(RULES), ("fp32", "bf16", "int8"), FLOATS, (None, *FLOATS), THREADS)
 
 
 @settings(max_examples=150, deadline=None)
@@ -260,8 +258,7 @@ def test_nothing_that_is_not_finite_is_lost() -> None:
 def test_subnormals_in_the_state_are_flushed_like_in_the_reference(format: str) -> None:
     """With flush mode on (ordinary numbers) and off (a step size above 1), the bits are the reference's."""
     for lr in (1e-2, 50.0):
-        for name in ("adamw", "adam", "adagrad", "lion", "sgd"):
-            rule = RULES[name]
+        for name, rule in RULES.items():
             if format not in rule.formats:
                 continue
             numel = 2000

@@ -11,9 +11,10 @@ import pytest
 ROOT = Path(__file__).parents[2] / "src" / "twinflow"
 LAYERS = [
     ("errors", "version"),
+    ("rules",),
     ("config", "trace", "launch"),
     ("device",),
-    ("rules", "codes", "loss", "activations", "attention"),
+    ("codes", "loss", "activations", "attention"),
     ("native", "gpu"),
     ("dist",),
     ("planner",),

@@ -11,12 +11,7 @@ from support import OPTIONS
 from twinflow.rules import RULES
 from twinflow.rules.numerics import flush, sqrt
 
-TORCH: dict[str, Any] = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1, foreach=False),
-    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1, foreach=False),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, lr_decay=0.01, eps=1e-8, weight_decay=0.1, foreach=False),
-    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, weight_decay=0.1, foreach=False),
-}
+TORCH = sorted(name for name, rule in RULES.items() if rule.torch_class is not None)
 
 
 def ours(name: str, start: torch.Tensor, grads: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
@@ -50,9 +45,10 @@ SGD_FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def torch_sgd(options: dict[str, Any]) -> Any:
-    chosen = {name: options[name] for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov")}
-    return lambda p: torch.optim.SGD(p, foreach=False, **chosen)
+def torch_of(name: str, options: dict[str, Any]) -> Any:
+    """torch's optimizer for a rule."""
+    chosen = {option.name: options[option.name] for option in RULES[name].options}
+    return lambda p: getattr(torch.optim, RULES[name].torch_class)(p, foreach=False, **chosen)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 10])
@@ -60,16 +56,17 @@ def torch_sgd(options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("form", SGD_FORMS)
 def test_error_of_every_form_of_sgd(form: str, lr: float, steps: int) -> None:
     options = {**OPTIONS, "lr": lr, **SGD_FORMS[form]}
-    compare("sgd", steps, options, torch_sgd(options))
+    compare("sgd", steps, options)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 10])
-@pytest.mark.parametrize("name", sorted(TORCH))
+@pytest.mark.parametrize("name", TORCH)
 def test_error_against_float64_is_no_larger_than_torchs(name: str, steps: int) -> None:
-    compare(name, steps, OPTIONS, TORCH[name])
+    compare(name, steps, OPTIONS)
 
 
-def compare(name: str, steps: int, options: dict[str, Any], optimizer: Any) -> None:
+def compare(name: str, steps: int, options: dict[str, Any]) -> None:
+    optimizer = torch_of(name, options)
     generator = torch.Generator().manual_seed(steps)
     start = torch.randn(200_000, generator=generator)
     grads = [torch.randn(start.numel(), generator=generator) for _ in range(steps)]
@@ -91,7 +88,7 @@ def test_one_step_of_sgd_is_float64_rounded(form: str) -> None:
     huge = torch.tensor([largest, -largest, largest / 2, 1e38, 1.0, 0.0, 1e-30])
     p, g = (x.flatten() for x in torch.meshgrid(huge, torch.cat([huge, torch.tensor([inf, -inf])]), indexing="ij"))
     new, _, _ = RULES["sgd"].apply(p, torch.zeros_like(p), None, g, RULES["sgd"].hyper(options, 1))
-    assert torch.equal(new, flush(theirs(torch_sgd(options), p, [g], torch.float64).float()))
+    assert torch.equal(new, flush(theirs(torch_of("sgd", options), p, [g], torch.float64).float()))
 
 
 def test_lion_against_float64() -> None:

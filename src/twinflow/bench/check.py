@@ -16,15 +16,8 @@ from twinflow.rules.segment import Segment, Store, new_store
 
 # One set of options holds what every rule reads; each takes its own.
 OPTIONS: Final[dict[str, Any]] = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.01,
-    "lr_decay": 0.01,
-    "initial_accumulator_value": 0.0,
-    "momentum": 0.9,
-    "dampening": 0.0,
-    "nesterov": False,
+    **{name: value for rule in RULES.values() for name, value in rule.defaults.items()},
+    **{"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "lr_decay": 0.01, "momentum": 0.9},
 }
 _DTYPES: Final = ((torch.float32, None), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

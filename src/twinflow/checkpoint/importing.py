@@ -38,15 +38,10 @@ _OTHER_KEYS: Final = ("shared_params", "sparse_tensor_module_names", "csr_tensor
 _NEW_KEYS: Final = ("checkpoint_parallel_dimensions", "universal_checkpoint_info")
 # All else in a model file is what the user handed to save_checkpoint as client_state.
 OWN_KEYS: Final = frozenset((*_MODEL_KEYS, *_RUN_KEYS, *_COUNT_KEYS, *_OTHER_KEYS, *_NEW_KEYS))
-ADAM_OPTIONS: Final = ("lr", "betas", "eps", "weight_decay", "initial_lr")
-OPTIONS: Final = (*ADAM_OPTIONS, "momentum", "dampening", "nesterov", "lr_decay", "initial_accumulator_value")
+OPTIONS: Final = ("initial_lr", *(option.name for rule in RULES.values() for option in rule.options))
 UNLIKE: Final = {"amsgrad": False, "maximize": False, "bias_correction": True}  # what our rules always have
-BY_STATES: Final = {
-    ("exp_avg", "exp_avg_sq"): "adamw",
-    ("exp_avg",): "lion",
-    ("sum",): "adagrad",
-    ("momentum_buffer",): "sgd",
-}
+# The first rule that keeps these states, where no file names one: AdamW before Adam.
+BY_STATES: Final = {tuple(sorted(name for name in rule.states if name)): rule.name for rule in reversed(RULES.values())}
 MAX_PLAIN: Final = 1_000_000  # values of a client state; more is a trap of nested references
 
 

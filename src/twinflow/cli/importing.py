@@ -9,15 +9,14 @@ import typer
 
 from twinflow.checkpoint.importing import describe, import_deepspeed
 from twinflow.cli.export import progress, told_errors
+from twinflow.rules import RULES
 
 
 def import_(
     source: Annotated[Path, typer.Argument(metavar="DIR", help="DeepSpeed's folder, or the folder of one tag.")],
     out: Annotated[Path, typer.Argument(help="Folder for engine.load_checkpoint.")],
     tag: Annotated[str | None, typer.Option(help="Which checkpoint. Default: the latest.")] = None,
-    rule: Annotated[
-        str | None, typer.Option(help="adamw, adam, adagrad, lion or sgd. Default: what config and states say.")
-    ] = None,
+    rule: Annotated[str | None, typer.Option(help=f"{', '.join(RULES)}. Default: what config and states say.")] = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave the optimizer's state out.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a checkpoint of that tag.")] = False,
 ) -> None:

@@ -45,22 +45,6 @@ SEQUENCES: Final = "sequences of a step (--batch-size x --accumulation x ranks)"
 SHAPE_OPTIONS: Final = {"hidden": "--hidden-size", "num_heads": "--num-attention-heads", "context": "--seq-length"}
 
 
-@dataclass(frozen=True)
-class RuleChoice:
-    """What a rule starts from when the user names nothing else."""
-
-    lr: float
-    weight_decay: float
-    options: dict[str, Any]
-
-
-RULE_CHOICES: Final = {
-    "adamw": RuleChoice(2e-3, 0.1, {"betas": [0.9, 0.95]}),
-    "adam": RuleChoice(2e-3, 0.0, {"betas": [0.9, 0.95], "adam_w_mode": False}),
-    "adagrad": RuleChoice(1e-2, 0.0, {}),
-    "lion": RuleChoice(3e-4, 0.3, {"betas": [0.9, 0.99]}),
-    "sgd": RuleChoice(0.1, 0.0, {"momentum": 0.9}),
-}
 LARGE_LR: Final = 1.5e-4  # for the GPT-2 shapes; what suits a tiny model would blow them up
 
 
@@ -177,11 +161,14 @@ def choose_shape(
     return (preset if not given else "custom", shape)
 
 
-def choose_rule(name: str) -> RuleChoice:
-    """An update rule's defaults."""
-    if name not in RULE_CHOICES:
-        raise bad_value("--rule", name, RULE_CHOICES)
-    return RULE_CHOICES[name]
+def rule_params(name: str) -> dict[str, Any]:
+    """`optimizer.params` of an update rule when the user names nothing else, as they stand in a config file."""
+    if name not in RULES:
+        raise bad_value("--rule", name, RULES)
+    rule = RULES[name]
+    options = {"lr": rule.defaults["lr"], "weight_decay": 0.0, **rule.train}
+    params = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
+    return {**params, "adam_w_mode": False} if name == "adam" else params
 
 
 def default_batch_size(preset: str) -> int:
@@ -191,8 +178,8 @@ def default_batch_size(preset: str) -> int:
 
 def default_lr(rule: str, shape: GPTConfig) -> float:
     """A peak learning rate that suits rule and size."""
-    lr = choose_rule(rule).lr
-    return min(lr, LARGE_LR) if rule in ("adamw", "adam", "lion") and shape.hidden >= 1024 else lr
+    lr = float(rule_params(rule)["lr"])
+    return min(lr, LARGE_LR) if RULES[rule].is_normalized and shape.hidden >= 1024 else lr
 
 
 def parse_bytes(name: str, text: str | None) -> int | None:
@@ -239,7 +226,7 @@ def engine_config(settings: TrainSettings, states: str, num_ranks: int = 1) -> d
             # Looking for numbers that are not finite would make every gradient wait, as clipping does.
             config["bf16"]["check_grad_overflow"] = False
     if "optimizer" not in config:
-        params = {"lr": settings.lr, "weight_decay": settings.weight_decay, **choose_rule(settings.rule).options}
+        params = {**rule_params(settings.rule), "lr": settings.lr, "weight_decay": settings.weight_decay}
         config["optimizer"] = {"type": settings.rule, "params": params}
     zero = config.setdefault("zero_optimization", {})
     if not isinstance(zero, dict):

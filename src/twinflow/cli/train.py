@@ -19,17 +19,18 @@ from twinflow.cli.run import REPORT, Outcome, Run, prepare, run_training
 from twinflow.cli.settings import (
     BATCH_KEYS,
     TrainSettings,
-    choose_rule,
     choose_shape,
     default_batch_size,
     default_lr,
     parse_bytes,
     parse_ratio,
+    rule_params,
 )
 from twinflow.config import load_config, resolve_batch
 from twinflow.errors import bad_value
 from twinflow.monitor.report import write_report
 from twinflow.native import get_threads
+from twinflow.rules import RULES
 from twinflow.version import __version__
 
 
@@ -74,7 +75,7 @@ def train(
         float | None,
         _option("--grad-clip", "--clip-grad", help="Largest gradient norm; 0 for no clipping.  [default: 1]"),
     ] = None,
-    rule: Annotated[str | None, _option(help="adamw, adam, adagrad, lion or sgd.  [default: adamw]")] = None,
+    rule: Annotated[str | None, _option(help=f"{', '.join(RULES)}.  [default: adamw]")] = None,
     states: Annotated[
         str | None,
         _option(help="Optimizer state: fp32, bf16, int8 (adamw and adam), or auto: what fits.  [default: auto]"),
@@ -162,7 +163,7 @@ def train(
             chosen_rule = only_one("--rule", rule, file_config, "optimizer") or "adamw"
             replicas = check_layout(file_config, shape, ranks.world)
             micro, parts = _batch(batch_size, accumulation, file_config, default_batch_size(name), replicas)
-            choice = choose_rule(chosen_rule)
+            usual = rule_params(chosen_rule)
             chosen_lr = only_one("--lr", lr, file_config, "optimizer")
             decay = only_one("--weight-decay", weight_decay, file_config, "optimizer")
             clip = only_one("--grad-clip", grad_clip, file_config, "gradient_clipping")
@@ -174,7 +175,7 @@ def train(
                 accumulation=parts,
                 lr=default_lr(chosen_rule, shape) if chosen_lr is None else chosen_lr,
                 warmup=steps // 20 if warmup is None else warmup,
-                weight_decay=choice.weight_decay if decay is None else decay,
+                weight_decay=usual["weight_decay"] if decay is None else decay,
                 grad_clip=1.0 if clip is None else clip,
                 rule=chosen_rule,
                 **_offload(states, ratio, placement, delayed_update, file_config),

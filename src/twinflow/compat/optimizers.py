@@ -9,10 +9,10 @@ import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from twinflow.errors import bad_value
-from twinflow.optim.host import HostAdagrad, HostAdamW, HostLion
-from twinflow.rules import ADAM, ADAMW
+from twinflow.optim.host import HostOptimizer
+from twinflow.rules import ADAGRAD, ADAM, ADAMW, LION, RULES
 
-_OPTIONS = ("lr", "betas", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "maximize")
+_OPTIONS = {name for rule in RULES.values() for name in rule.defaults}
 
 
 class Named(Optimizer):
@@ -27,7 +27,7 @@ class Named(Optimizer):
 
     def options(self) -> dict[str, Any]:
         """Its defaults, as `optimizer.params` has them."""
-        return {name: self.defaults[name] for name in _OPTIONS if name in self.defaults}
+        return {name: value for name, value in self.defaults.items() if name in _OPTIONS}
 
     def groups(self) -> list[dict[str, Any]]:
         """Its parameter groups, with the options that a rule has."""
@@ -35,7 +35,7 @@ class Named(Optimizer):
         return [{name: value for name, value in group.items() if name in kept} for group in self.param_groups]
 
 
-class DeepSpeedCPUAdam(Named, HostAdamW):
+class DeepSpeedCPUAdam(Named, HostOptimizer):
     """AdamW, or Adam with `adamw_mode=False`, on CPU tensors.
 
     Half-precision parameters get an fp32 master, which DeepSpeed's do not. Without `fp32_optimizer_states` moments are
@@ -57,7 +57,7 @@ class DeepSpeedCPUAdam(Named, HostAdamW):
         _refuse_modes(bias_correction, amsgrad)
         self.rule = ADAMW if adamw_mode else ADAM
         self._rule_name, self.adam_w_mode = ("adamw" if adamw_mode else "adam"), adamw_mode
-        HostAdamW.__init__(
+        HostOptimizer.__init__(
             self, model_params, lr, betas, eps, weight_decay, states="fp32" if fp32_optimizer_states else "bf16"
         )
 
@@ -66,9 +66,10 @@ class DeepSpeedCPUAdam(Named, HostAdamW):
         return {**super().options(), "adam_w_mode": self.adam_w_mode}
 
 
-class DeepSpeedCPUAdagrad(Named, HostAdagrad):
+class DeepSpeedCPUAdagrad(Named, HostOptimizer):
     """Adagrad on CPU tensors."""
 
+    rule = ADAGRAD
     _rule_name = "adagrad"
 
     def __init__(
@@ -82,12 +83,13 @@ class DeepSpeedCPUAdagrad(Named, HostAdagrad):
     ) -> None:
         _refuse_modes(True, amsgrad)
         states = "fp32" if fp32_optimizer_states else "bf16"
-        HostAdagrad.__init__(self, model_params, lr, weight_decay=weight_decay, eps=eps, states=states)
+        HostOptimizer.__init__(self, model_params, lr, weight_decay=weight_decay, eps=eps, states=states)
 
 
-class DeepSpeedCPULion(Named, HostLion):
+class DeepSpeedCPULion(Named, HostOptimizer):
     """Lion on CPU tensors."""
 
+    rule = LION
     _rule_name = "lion"
 
     def __init__(
@@ -99,7 +101,7 @@ class DeepSpeedCPULion(Named, HostLion):
         fp32_optimizer_states: bool = True,
     ) -> None:
         states = "fp32" if fp32_optimizer_states else "bf16"
-        HostLion.__init__(self, model_params, lr, betas, weight_decay, states=states)
+        HostOptimizer.__init__(self, model_params, lr, betas, weight_decay, states=states)
 
 
 class Fused(Named):

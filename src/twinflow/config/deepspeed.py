@@ -16,6 +16,7 @@ from twinflow.config.read import plain, read_source
 from twinflow.config.renames import Renamed, modernised, other_names
 from twinflow.config.schema import Config, Optimizer, Scheduler
 from twinflow.errors import bad_value
+from twinflow.rules import RULES
 
 _Model = TypeVar("_Model", bound=Section)
 
@@ -172,7 +173,7 @@ def _check_together(config: Config) -> None:
 
 
 def _check_optimizer(config: Config) -> None:
-    """The format of its state, and Nesterov."""
+    """The format of its state, and options that exclude each other."""
     assert config.optimizer is not None
     kind, params = config.optimizer.type.lower(), config.optimizer.params
     offload = config.zero_optimization.offload_optimizer
@@ -181,5 +182,8 @@ def _check_optimizer(config: Config) -> None:
     if states not in allowed:
         remedy = f"These are the formats for optimizer.type {config.optimizer.type!r}."
         raise bad_value("zero_optimization.offload_optimizer.states", states, allowed, remedy)
-    if kind == "sgd" and params.get("nesterov") and (not params.get("momentum") or params.get("dampening")):
-        raise bad_value("optimizer.params.nesterov", True, "false, or true with momentum > 0 and dampening 0")
+    if kind in RULES:
+        try:
+            RULES[kind].check({**RULES[kind].defaults, **params})
+        except ValueError as error:
+            raise ValueError(f"optimizer.params.{error}") from None

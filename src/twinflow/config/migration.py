@@ -40,6 +40,10 @@ DIFFERENCES: Final[Mapping[str, str]] = {
 }
 
 
+# Update rules that are not among them are no part of a migration.
+DEEPSPEED_OPTIMIZERS: Final = ("adam", "adamw", "onebitadam", "adagrad", "lion", "sgd")
+
+
 def status(key: Key) -> str:
     """What becomes of a key, in a few words."""
     if key.rule.kind == HONOURED:
@@ -89,7 +93,8 @@ def _text(key: Key) -> str:
 def _choices() -> Iterator[str]:
     """What `optimizer.type` and `scheduler.type` may be, with options that are not taken as they are."""
     yield from ["### Optimizers and schedules", "", "| type | status | here |", "|---|---|---|"]
-    for name, options in (*OPTIMIZERS.items(), *SCHEDULES.items()):
+    optimizers = {name: OPTIMIZERS[name] for name in DEEPSPEED_OPTIMIZERS}
+    for name, options in (*optimizers.items(), *SCHEDULES.items()):
         found = list(keys(options))
         told = [
             f"{label}: {', '.join(names)}"

@@ -1,6 +1,7 @@
 """`optimizer.params` and `scheduler.params`: the options of each optimizer and schedule, with DeepSpeed's defaults.
 
-DeepSpeed's own optimizers and schedules are sections like any other. Classes of torch.optim and
+The section of an update rule follows from its record in `twinflow.rules`; DeepSpeed's schedules are sections like any
+other. Classes of torch.optim and
 torch.optim.lr_scheduler are asked for their signatures; torch is imported only then.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from typing import Any, Final, Literal
+
+from pydantic import create_model
 
 from twinflow.config.fields import (
     Above,
@@ -27,29 +30,25 @@ from twinflow.config.fields import (
     unused,
 )
 from twinflow.errors import bad_value
+from twinflow.rules import ADAM, ADAMW, RULES
+from twinflow.rules.rule import Rule, Values
 
 CLIPPING = "use gradient_clipping, at the top of the config"
-_RATE = "learning rate"
 _WIRE = "torch.distributed carries everything, over NCCL or gloo"
 _FLAVOUR = "how torch loops over parameters; the host kernel has one way"
 
 
 class Common(Section):
-    """Options of every optimizer of ours."""
+    """Keys of every update rule that are no options of it."""
 
-    weight_decay: Amount = honoured(0.0, "weight decay")
-    maximize: bool = honoured(False, "climb instead of descend")
     foreach: bool | None = unused(None, _FLAVOUR)
     fused: bool | None = unused(None, _FLAVOUR)
     max_grad_norm: Any = refused(None, CLIPPING)
 
 
 class AdamParams(Common):
-    """`optimizer.params` of adam and adamw."""
+    """Keys of adam and adamw that are no options of the rule: the first two choose between rules and defaults."""
 
-    lr: Amount = honoured(1e-3, _RATE)
-    betas: Betas = honoured((0.9, 0.999), "decay of the two moments")
-    eps: Amount = honoured(1e-8, "added to the divisor")
     adam_w_mode: bool = honoured(True, "type adam means AdamW; false: L2 weight decay")
     torch_adam: bool = honoured(False, "no other arithmetic; weight_decay of AdamW defaults to 0.01, as torch has it")
     bias_correction: bool = refused(True, "bias correction is always on: leave it true")
@@ -60,12 +59,33 @@ class AdamParams(Common):
     differentiable: bool = refused(False, "an update cannot be differentiated")
 
 
+_TYPES: Final[Mapping[Values, object]] = {
+    Values.AMOUNT: Amount,
+    Values.NUMBER: Number,
+    Values.START: Single,
+    Values.BETAS: Betas,
+    Values.FLAG: bool,
+}
+
+
+def params_of(rule: Rule, base: type[Common] = Common) -> type[Common]:
+    """The section `optimizer.params` of an update rule."""
+    fields: dict[str, Any] = {}
+    for option in rule.all_options:
+        default = option.default if option.in_config is None else option.in_config
+        fields[option.name] = (_TYPES[option.values], honoured(default, option.text))
+    for key in rule.other_keys:
+        fields[key.name] = (bool, (refused if key.is_refused else unused)(key.default, key.text))
+    return create_model(f"{rule.title}Params", __base__=base, __doc__=f"`optimizer.params` of {rule.name}.", **fields)
+
+
 class OneBitAdamParams(Common):
     """`optimizer.params` of onebitadam."""
 
-    lr: Amount = honoured(1e-3, _RATE)
+    lr: Amount = honoured(1e-3, "learning rate")
     betas: Betas = honoured((0.9, 0.999), "decay of the two moments")
     eps: Amount = honoured(1e-8, "added to the divisor")
+    weight_decay: Amount = honoured(0.0, "weight decay")
     freeze_step: Positive | None = honoured(None, "last step of plain AdamW; null: when the second moment has settled")
     freeze_threshold: Settled = honoured(0.96, "it has, when its sum changes by no more than this over a window")
     freeze_window: Positive | None = honoured(None, "steps; null: as many as the second moment remembers")
@@ -77,36 +97,6 @@ class OneBitAdamParams(Common):
     cuda_aware: bool = unused(False, _WIRE)
     comm_backend_name: str = unused("nccl", _WIRE)
     set_grad_none: bool = unused(True, "gradients are always dropped")
-
-
-class AdagradParams(Common):
-    """`optimizer.params` of adagrad."""
-
-    lr: Amount = honoured(1e-2, _RATE)
-    lr_decay: Amount = honoured(0.0, "decay of the learning rate")
-    eps: Amount = honoured(1e-10, "added to the divisor")
-    initial_accumulator_value: Single = honoured(0.0, "where the sum of squares starts")
-    amsgrad: bool = refused(False, "Adagrad has no such mode: leave it out")
-    fp32_optimizer_states: bool = refused(True, 'use offload_optimizer.states "bf16"')
-
-
-class LionParams(Common):
-    """`optimizer.params` of lion."""
-
-    lr: Amount = honoured(1e-3, _RATE)
-    betas: Betas = honoured((0.9, 0.999), "decay of the direction and of the momentum")
-    set_grad_none: bool = unused(True, "gradients are always dropped")
-    fp32_optimizer_states: bool = refused(True, 'use offload_optimizer.states "bf16"')
-
-
-class SgdParams(Common):
-    """`optimizer.params` of sgd."""
-
-    lr: Amount = honoured(1e-3, _RATE)
-    momentum: Amount = honoured(0.0, "decay of the momentum")
-    dampening: Number = honoured(0.0, "share of the gradient kept out of the momentum")
-    nesterov: bool = honoured(False, "Nesterov momentum: needs momentum > 0 and dampening 0")
-    differentiable: bool = refused(False, "an update cannot be differentiated")
 
 
 class LRRangeTestParams(Section):
@@ -166,21 +156,12 @@ class WarmupCosineLRParams(Section):
 
 
 OPTIMIZERS: Final[Mapping[str, type[Common]]] = {
-    "adam": AdamParams,
-    "adamw": AdamParams,
+    **{name: params_of(rule, AdamParams if rule in (ADAM, ADAMW) else Common) for name, rule in RULES.items()},
     "onebitadam": OneBitAdamParams,
-    "adagrad": AdagradParams,
-    "lion": LionParams,
-    "sgd": SgdParams,
 }
-_COMPACT = ("fp32", "bf16")
 FORMATS: Final[Mapping[str, tuple[str, ...]]] = {  # of the state of each; torch's classes keep fp32
-    "adam": (*_COMPACT, "int8"),
-    "adamw": (*_COMPACT, "int8"),
-    "onebitadam": _COMPACT,
-    "adagrad": _COMPACT,
-    "lion": _COMPACT,
-    "sgd": _COMPACT,
+    **{name: rule.formats for name, rule in RULES.items()},
+    "onebitadam": ("fp32", "bf16"),
 }
 SCHEDULES: Final[Mapping[str, type[Section]]] = {
     "LRRangeTest": LRRangeTestParams,

@@ -14,6 +14,7 @@ from twinflow.config.messages import Path, dotted, in_words, section_of
 from twinflow.config.params import OPTIMIZERS, SCHEDULES
 from twinflow.config.renames import RENAMES
 from twinflow.config.schema import Config
+from twinflow.rules import RULES
 
 _AUTO = ({"const": "auto"},)
 
@@ -106,12 +107,29 @@ def key_tables() -> str:
 
 
 def option_tables() -> str:
-    """The tables of `optimizer.params` and `scheduler.params` in docs/config.md."""
+    """The table of docs/config.md: `optimizer.params` and `scheduler.params` of what is no update rule."""
     lines = ["| type | params (defaults) |", "|---|---|"]
-    for name, section in (*OPTIMIZERS.items(), *SCHEDULES.items()):
+    others = {name: section for name, section in OPTIMIZERS.items() if name not in RULES}
+    for name, section in (*others.items(), *SCHEDULES.items()):
         found = [key for key in keys(section) if key.rule.kind == HONOURED]
         lines.append(f"| `{name}` | {', '.join(f'`{dotted(key.path)}` {_shown(key)}' for key in found)} |")
     return "\n".join(lines) + "\n"
+
+
+def rule_table() -> str:
+    """The table of docs/rules.md: each update rule, its options, and its defaults elsewhere."""
+    lines = ["| rule | on CPU tensors | options (defaults) | in a config | `twinflow train` | states |"]
+    lines.append("|---|---|---|---|---|---|")
+    for name, rule in RULES.items():
+        in_config = {key.path[-1]: key.default for key in keys(OPTIMIZERS[name]) if key.rule.kind == HONOURED}
+        others = {key: value for key, value in in_config.items() if value != rule.defaults.get(key)}
+        cells = [f"`{name}`", f"`Host{rule.title}`", _listed(rule.defaults), _listed(others), _listed(rule.train)]
+        lines.append(f"| {' | '.join([*cells, ', '.join(rule.formats)])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _listed(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{name}` {json.dumps(value)}" for name, value in options.items()) or "the same"
 
 
 def spelling_table() -> str:

@@ -11,6 +11,7 @@ from twinflow.config.messages import Path, dotted
 from twinflow.config.params import AdamParams, Common, OneBitAdamParams, optimizer_kind, schedule_kind
 from twinflow.config.schema import Config
 from twinflow.errors import bad_value
+from twinflow.rules import RULES
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ COMPRESSION_KEYS = ("code", "freeze_step", "freeze_threshold", "freeze_window")
 
 
 def optimizer_choice(config: Config) -> tuple[str, dict[str, Any]]:
-    """The rule of ours (adamw, adam, adagrad, lion, sgd) or the torch.optim class, and the options to build it with.
+    """The name of one of our update rules or of a torch.optim class, and the options to build it with.
 
     Options of our rules come complete, with DeepSpeed's defaults, which are not always torch's.
     """
@@ -98,19 +99,14 @@ def optimizer_choice(config: Config) -> tuple[str, dict[str, Any]]:
     if not issubclass(kind, Common):
         return config.optimizer.type, given
     name, params = config.optimizer.type.lower(), kind.model_validate(given)
-    dropped = {"max_grad_norm", "adam_w_mode", "torch_adam"}
-    options = {
-        key: getattr(params, key)
-        for key, info in kind.model_fields.items()
-        if key not in dropped and (rule := rule_of(info)) is not None and rule.kind == "honoured"
-    }
     if isinstance(params, OneBitAdamParams):
-        options = {key: value for key, value in options.items() if key not in COMPRESSION_KEYS}
         name = "adamw"
+    options = {key: getattr(params, key) for key in RULES[name].defaults}
     if isinstance(params, AdamParams):
         name = "adamw" if name == "adamw" or params.adam_w_mode else "adam"
         if params.torch_adam and name == "adamw" and "weight_decay" not in given:
-            options["weight_decay"] = 1e-2  # torch.optim.AdamW's own default, where DeepSpeed takes that class
+            # torch.optim.AdamW's own default, where DeepSpeed takes that class.
+            options["weight_decay"] = RULES[name].defaults["weight_decay"]
     return name, options
 
 

@@ -144,7 +144,8 @@ class FusedUpdate:
             assert store.master.dtype == _MASTERS[self._weight], store.master.dtype
             self._check_buffer(store.master, self._end)
         for name, state, scales in zip(rule.states, store.states, store.scales, strict=True):
-            may_be_none = name is None or (rule.name == "sgd" and all(own.hyper[0] == 0.0 for own in numbers.values()))
+            is_stateless = rule.state_option is not None and all(own.hyper[0] == 0.0 for own in numbers.values())
+            may_be_none = name is None or is_stateless
             assert (state is None and may_be_none) or (state is not None and name is not None), name
             if state is not None:
                 self._check_buffer(state, self._end)

@@ -1,7 +1,8 @@
 """A torch optimizer that somebody else's loop has built, taken over by a TwinOptimizer.
 
-torch's AdamW, Adam, Adagrad and SGD become our rules, as far as these can do what was asked for; any other optimizer
-runs as it is, on host copies. Schedulers that were built over it go on: its param groups are the TwinOptimizer's.
+Those of torch's optimizers for which there is an update rule here become that rule, as far as it can do what was asked
+for; any other optimizer runs as it is, on host copies. Schedulers that were built over it go on: its param groups are
+the TwinOptimizer's.
 """
 
 from __future__ import annotations
@@ -15,18 +16,13 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from twinflow.errors import bad_value
-from twinflow.optim.options import DEFAULTS
 from twinflow.optim.twin import TwinOptimizer
+from twinflow.rules import RULES
 
 _RULES: Final[Mapping[type[Optimizer], str]] = {
-    torch.optim.AdamW: "adamw",
-    torch.optim.Adam: "adam",
-    torch.optim.Adagrad: "adagrad",
-    torch.optim.SGD: "sgd",
+    getattr(torch.optim, rule.torch_class): rule.name for rule in RULES.values() if rule.torch_class is not None
 }
-_TYPES: Final = {"adamw": "AdamW", "adam": "Adam", "adagrad": "Adagrad", "sgd": "SGD"}  # in a config
 _HOW: Final = ("foreach", "fused", "capturable")  # how torch computes, not what
-_FOREIGN: Final[Mapping[str, Any]] = {"amsgrad": False, "differentiable": False}
 # They update on the GPU, by kernels of their own: (package, what to use instead).
 _ON_GPU: Final[Mapping[str, str]] = {
     "bitsandbytes": 'Use optim="adamw_torch" and states="int8": Adam with 8-bit states, updated on the host.',
@@ -39,11 +35,11 @@ def rule_for(optimizer: Optimizer) -> str | None:
     name = _RULES.get(type(optimizer))
     if name is None or any(entry.get("step", 1) for entry in optimizer.state.values()):  # Adagrad's begins with a sum
         return None
-    foreign = {**_FOREIGN, "decoupled_weight_decay": name == "adamw"}
+    modes = {**RULES[name].torch_modes, "differentiable": False}
     for group in optimizer.param_groups:
-        if any(group.get(key, value) != value for key, value in foreign.items()):
+        if any(group.get(key, value) != value for key, value in modes.items()):
             return None
-        if any(isinstance(group.get(key), torch.Tensor) for key in DEFAULTS[name]):  # a learning rate on the GPU
+        if any(isinstance(group.get(key), torch.Tensor) for key in RULES[name].defaults):  # a learning rate on the GPU
             return None
     return name
 
@@ -84,19 +80,22 @@ def follow(optimizer: Optimizer, twin: TwinOptimizer) -> None:
 
 def groups_for(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Its groups with the options that our rules know; what others have put there is kept."""
-    dropped = {*_HOW, *_FOREIGN, "decoupled_weight_decay"}
+    dropped = {*_HOW, "differentiable", *(key for rule in RULES.values() for key in rule.torch_modes)}
     return [{key: value for key, value in group.items() if key not in dropped} for group in optimizer.param_groups]
 
 
 def section_for(optimizer: Optimizer, rule: str) -> dict[str, Any]:
     """The `optimizer` section of a config that names its rule and defaults."""
-    params = {key: value for key, value in optimizer.defaults.items() if key in DEFAULTS[rule]}
-    return {"type": _TYPES[rule], "params": {**params, **({"adam_w_mode": False} if rule == "adam" else {})}}
+    names = {option.name for option in RULES[rule].options}
+    params = {key: value for key, value in optimizer.defaults.items() if key in names}
+    if rule == "adam":  # what a config calls Adam is AdamW without this
+        params["adam_w_mode"] = False
+    return {"type": RULES[rule].title, "params": params}
 
 
 def _build(optimizer: Optimizer, model: nn.Module, options: dict[str, Any]) -> TwinOptimizer:
     name = rule_for(optimizer)
     if name is None:
         return TwinOptimizer(model, optimizer, **options)
-    defaults = {key: value for key, value in optimizer.defaults.items() if key in (*DEFAULTS[name], "maximize")}
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in RULES[name].defaults}
     return TwinOptimizer(model, name, param_groups=groups_for(optimizer), **options, **defaults)

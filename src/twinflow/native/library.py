@@ -17,6 +17,7 @@ from pathlib import Path
 
 from twinflow.errors import bad_value
 from twinflow.native.threads import default_threads
+from twinflow.rules import RULES
 
 API_VERSION = 3
 FILE_NAME = "libtwinflow.so"
@@ -85,6 +86,7 @@ _SIGNATURES: dict[str, tuple[list[object], object]] = {
     "tf_isa_available": ([], c_char_p),
     "tf_isa": ([], c_char_p),
     "tf_set_isa": ([c_char_p], c_int32),
+    "tf_rules": ([], c_char_p),
     "tf_api_version": ([], c_int32),
     "tf_segment_size": ([], c_int64),
     "tf_packing_size": ([], c_int64),
@@ -141,6 +143,9 @@ def open_library(path: Path | None) -> Loaded:
     wanted = API_VERSION, ctypes.sizeof(CSegment), ctypes.sizeof(CPacking)
     if found != wanted:
         return Loaded(None, path, f"{path.name} has ABI {'/'.join(map(str, found))}, not {'/'.join(map(str, wanted))}")
+    names = library.tf_rules().decode().split()
+    if names != sorted(RULES, key=lambda name: RULES[name].code):
+        return Loaded(None, path, f"{path.name} has the update rules {', '.join(names)}, not {', '.join(RULES)}")
     return Loaded(library, path, None)
 
 

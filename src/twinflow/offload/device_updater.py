@@ -23,7 +23,6 @@ from twinflow.offload import slices
 from twinflow.offload.bucket import Bucket, Options, Param, Task
 from twinflow.offload.numbers import Hypers
 from twinflow.offload.plan import BucketPlan
-from twinflow.offload.updater import start_value
 from twinflow.rules import Rule, reference
 from twinflow.rules.segment import Segment, Store, new_states
 
@@ -70,14 +69,14 @@ class DeviceUpdater:
         return Store(self.format, master, weight, *states)
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
-        """Fresh states are zeros; only Adagrad may start from something else."""
-        if self.rule.name == "adagrad":
+        """Fresh states are zeros, unless the rule has an option for what they start from."""
+        if self.rule.start_option is not None:
             for i in range(len(bucket.slices)):
                 self.clear(bucket, i, options)
 
     def clear(self, bucket: Bucket, index: int, options: Sequence[Options]) -> None:
-        """Zeros; for Adagrad the sum it starts from."""
-        slices.clear(self._slice(bucket, index), start_value(options[bucket.params[index].group]))
+        """States as before the first update."""
+        slices.clear(self._slice(bucket, index), self.rule.start_value(options[bucket.params[index].group]))
 
     def reads_decision(self, plan: BucketPlan) -> bool:
         """Whether an update takes the clipping decision from the device's memory, and writes the parameters itself."""

@@ -67,7 +67,7 @@ def mend_lower(whole: Store) -> None:
 
 
 def clear(store: Store, value: float) -> None:
-    """States as before the first update: zeros, or what Adagrad starts from."""
+    """Every state, and every scale, becomes `value`."""
     for tensor in (*store.states, *store.scales):
         if tensor is not None:
             tensor.fill_(value)

@@ -62,14 +62,14 @@ class RuleUpdater:
         return Store(self.format, hidden_zeros(plan.numel, dtype=torch.float32), kept, *states)
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
-        """Fresh states are zeros; only Adagrad may start from something else."""
-        if self.rule.name == "adagrad":
+        """Fresh states are zeros, unless the rule has an option for what they start from."""
+        if self.rule.start_option is not None:
             for i in range(len(bucket.slices)):
                 self.clear(bucket, i, options)
 
     def clear(self, bucket: Bucket, index: int, options: Sequence[Options]) -> None:
-        """Zeros; for Adagrad the sum it starts from."""
-        slices.clear(self._slice(bucket, index), start_value(options[bucket.params[index].group]))
+        """States as before the first update."""
+        slices.clear(self._slice(bucket, index), self.rule.start_value(options[bucket.params[index].group]))
 
     def reads_decision(self, plan: BucketPlan) -> bool:
         """Whether an update takes the clipping decision from the device's memory, and writes the parameters itself."""
@@ -194,11 +194,6 @@ class RuleUpdater:
     def _slice(self, bucket: Bucket, index: int) -> Store:
         piece = bucket.slices[index]
         return bucket.store.narrow(piece.offset, piece.numel)
-
-
-def start_value(options: Options) -> float:
-    """What a fresh state is filled with."""
-    return float(options.get("initial_accumulator_value", 0.0))
 
 
 def hidden_zeros(numel: int, /, *, dtype: torch.dtype) -> Tensor:

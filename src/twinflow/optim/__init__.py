@@ -1,5 +1,11 @@
-"""Optimizers: `HostAdamW`, `HostAdam`, `HostAdagrad`, `HostLion` and `HostSGD` for CPU tensors."""
+"""Optimizers. For CPU tensors there is one for each update rule: `HostAdamW`, `HostSGD` and so on."""
 
-from twinflow.optim.host import HostAdagrad, HostAdam, HostAdamW, HostLion, HostOptimizer, HostSGD
+from twinflow.optim import host
+from twinflow.optim.host import HostOptimizer
 
-__all__ = ["HostAdagrad", "HostAdam", "HostAdamW", "HostLion", "HostOptimizer", "HostSGD"]
+__all__ = ["HostOptimizer"]
+
+
+def __getattr__(name: str) -> type[HostOptimizer]:
+    """The host optimizers by their classes' names."""
+    return host.__getattr__(name)

@@ -10,7 +10,8 @@ torch's own names (`exp_avg`, `exp_avg_sq`, `sum`, `momentum_buffer`); for int8 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from inspect import Parameter, Signature
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,23 +20,36 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from twinflow import native
 from twinflow.optim import saved
 from twinflow.optim.master import fit_master, fits, is_split
-from twinflow.rules import ADAGRAD, ADAM, ADAMW, LION, SGD, Rule
+from twinflow.rules import RULES, Rule
 from twinflow.rules.checks import FLOATS, check_tensor
 from twinflow.rules.formats import rounding_key
+from twinflow.rules.rule import OptionValue, Values
 from twinflow.rules.segment import Segment, Store, check_format, new_states
 
 
 class HostOptimizer(Optimizer):
-    """What the optimizers below share; they differ in their rule and defaults."""
+    """An optimizer for CPU tensors: `HostAdamW`, `HostSGD` and so on, one class for each update rule.
+
+    Options are those of the rule (docs/rules.md), in torch's order and with torch's names and defaults; flags, such as
+    `maximize`, by name only. `states` is the format of the optimizer state: "fp32", or one of the compact formats that
+    the rule comes in.
+    """
 
     rule: Rule
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any], states: str) -> None:
+    def __init__(self, params: ParamsT, *values: OptionValue, states: str = "fp32", **options: OptionValue) -> None:
+        defaults = self._with_defaults(values, options)
         check_format(self.rule, states)
         self.rule.check(defaults)
         self.states = states
         self._versions: dict[Tensor, int] = {}  # each parameter's version when its master was last in step with it
         super().__init__(params, defaults)
+
+    def _with_defaults(self, values: tuple[OptionValue, ...], options: Mapping[str, OptionValue]) -> dict[str, Any]:
+        """Options as Python would bind them to the arguments of a function."""
+        given = signature_of(self.rule).bind(None, *values, **options)
+        given.apply_defaults()
+        return {name: value for name, value in given.arguments.items() if name not in ("params", "states")}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "states": self.states, "_versions": {}}
@@ -104,27 +118,22 @@ class HostOptimizer(Optimizer):
         changed = self._versions.get(param) != param._version  # new, loaded, or written to by somebody else
         if changed or not fits(param, state, self.states):
             fit_master(param, state, self.states)
-        if not self._keeps_states(group) or any(name in state for name in self.rule.states if name):
+        if not self.rule.keeps_states(group) or any(name in state for name in self.rule.states if name):
             return False
         states, scales = new_states(self.rule, self.states, param.numel(), native.huge_zeros)
         for name, values, scale in zip(self.rule.states, states, scales, strict=True):
             if name is not None and values is not None:
+                if self.rule.start_option is not None:
+                    values.fill_(self.rule.start_value(group))
                 state[name] = values.view(param.shape)
                 if scale is not None:
                     state[f"{name}_scale"] = scale
-        self._first_values(param, group)
         return True
-
-    def _keeps_states(self, group: dict[str, Any]) -> bool:
-        return True
-
-    def _first_values(self, param: Tensor, group: dict[str, Any]) -> None:
-        """Give fresh states values other than zero, where the rule wants that."""
 
     def _store(self, param: Tensor, group: dict[str, Any]) -> Store:
         """The parameter's buffers, flat, as the kernels take them."""
         state, flat = self.state[param], param.detach().view(-1)
-        names = self.rule.states if self._keeps_states(group) else (None, None)
+        names = self.rule.states if self.rule.keeps_states(group) else (None, None)
         first, second = (state[name].view(-1) if name else None for name in names)
         first_scale, second_scale = (state.get(f"{name}_scale") if name else None for name in names)
         if param.dtype == torch.float32:
@@ -150,121 +159,33 @@ class HostOptimizer(Optimizer):
         self._versions = {}  # the next step looks whether parameters and masters agree
 
 
-class HostAdamW(HostOptimizer):
-    """AdamW (decoupled weight decay) on the host; `states` is "fp32", "bf16" or "int8"."""
-
-    rule = ADAMW
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        maximize: bool = False,
-        states: str = "fp32",
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, states)
+def signature_of(rule: Rule) -> Signature:
+    """How the host optimizer of a rule is called."""
+    positional, by_name = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
+    options = [
+        Parameter(option.name, by_name if option.values is Values.FLAG else positional, default=option.default)
+        for option in rule.all_options
+    ]
+    return Signature([Parameter("params", positional), *options, Parameter("states", by_name, default="fp32")])
 
 
-class HostAdam(HostAdamW):
-    """Adam with L2 weight decay on the host; `states` is "fp32", "bf16" or "int8"."""
-
-    rule = ADAM
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
-        states: str = "fp32",
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, states=states)
+def _host_class(rule: Rule) -> type[HostOptimizer]:
+    formats = ", ".join(f'"{format}"' for format in rule.formats)
+    about = {
+        "rule": rule,
+        "__doc__": f"{rule.title} for CPU tensors; `states` is one of {formats}.",
+        "__module__": __name__,
+        "__signature__": signature_of(rule),
+    }
+    return type(f"Host{rule.title}", (HostOptimizer,), about)
 
 
-class HostAdagrad(HostOptimizer):
-    """Adagrad on the host; `states` is "fp32" or "bf16"."""
-
-    rule = ADAGRAD
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-2,
-        lr_decay: float = 0.0,
-        weight_decay: float = 0.0,
-        initial_accumulator_value: float = 0.0,
-        eps: float = 1e-10,
-        *,
-        maximize: bool = False,
-        states: str = "fp32",
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "eps": eps,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, states)
-
-    def _first_values(self, param: Tensor, group: dict[str, Any]) -> None:
-        self.state[param]["sum"].fill_(group["initial_accumulator_value"])
+HOST_OPTIMIZERS: Final[Mapping[str, type[HostOptimizer]]] = {name: _host_class(rule) for name, rule in RULES.items()}
+_BY_CLASS: Final = {kind.__name__: kind for kind in HOST_OPTIMIZERS.values()}
 
 
-class HostLion(HostOptimizer):
-    """Lion on the host; `states` is "fp32" or "bf16"."""
-
-    rule = LION
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
-        states: str = "fp32",
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, states)
-
-
-class HostSGD(HostOptimizer):
-    """SGD with momentum on the host; `states` is "fp32" or "bf16". Without momentum nothing is kept."""
-
-    rule = SGD
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        *,
-        nesterov: bool = False,
-        maximize: bool = False,
-        states: str = "fp32",
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, states)
-
-    def _keeps_states(self, group: dict[str, Any]) -> bool:
-        return float(group["momentum"]) != 0.0
+def __getattr__(name: str) -> type[HostOptimizer]:
+    """`HostAdamW`, `HostAdam` and so on are attributes of this module."""
+    if name not in _BY_CLASS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _BY_CLASS[name]

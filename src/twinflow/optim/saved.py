@@ -13,9 +13,6 @@ from twinflow.rules import Rule
 from twinflow.rules.checks import FLOATS
 from twinflow.rules.segment import Store, decode_state, encode_state, new_states, state_numels
 
-# Options of torch's optimizers that change what a step does and that ours do not have.
-_FOREIGN = {"amsgrad": (False,), "decoupled_weight_decay": {"adamw": (True,), "adam": (False,)}, "centered": (False,)}
-
 
 def check_groups(
     rule: Rule, defaults: Mapping[str, Any], own: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
@@ -30,12 +27,10 @@ def check_groups(
         raise bad_value("state_dict: sizes of param_groups", sizes, [own_sizes])
     for i, group in enumerate(groups):
         rule.check(group)
-        for name, allowed in _FOREIGN.items():
-            values = allowed.get(rule.name, ()) if isinstance(allowed, dict) else allowed
-            if name in group and values and bool(group[name]) not in values:
+        for name, value in rule.torch_modes.items():
+            if bool(group.pop(name, value)) is not value:
                 remedy = f"It was saved by an optimizer that is not {rule.name}"
-                raise bad_value(f"state_dict: param_groups[{i}][{name!r}]", group[name], values, remedy)
-            group.pop(name, None)
+                raise bad_value(f"state_dict: param_groups[{i}][{name!r}]", not value, [value], remedy)
     return groups
 
 
@@ -43,7 +38,7 @@ def read_state(label: str, rule: Rule, states: str, param: Tensor, entry: Mappin
     """One parameter's state in our format `states`, from what was saved."""
     wanted = [name for name in rule.states if name]
     names = [name for name in wanted if entry.get(name) is not None]
-    if names != wanted and (names or rule.name != "sgd"):  # SGD without momentum keeps none
+    if names != wanted and (names or rule.state_option is None):
         raise bad_value(f"{label}: states", sorted(names), [wanted], "It was saved by another kind of optimizer")
     state: dict[str, Any] = {"step": int(entry.get("step", 1 if names else 0))}  # torch's SGD counts no steps
     if names:

@@ -31,7 +31,6 @@ from twinflow.offload.weight_guard import check_free, plain
 from twinflow.optim import twin_state
 from twinflow.optim.auto import AutoPlacement, host_share
 from twinflow.optim.loss_scale import LossScale, static
-from twinflow.optim.options import with_defaults
 from twinflow.optim.outcomes import Outcomes
 from twinflow.optim.saved_errors import Read, SavedErrors
 from twinflow.optim.state_kind import StateKind
@@ -131,7 +130,7 @@ class TwinOptimizer(Outcomes):
                 raise bad_value("rule", rule, RULES)
             self.rule, self.rule_name = RULES[rule], rule
             check_format(self.rule, states)
-            defaults = with_defaults(rule, options)
+            defaults = self.rule.with_defaults(options)
             check_group(self.rule, defaults)
         else:
             check_foreign(rule, states, param_groups, zero)
@@ -170,7 +169,7 @@ class TwinOptimizer(Outcomes):
             self.tuning = replace(self.tuning, sums="device")
         self.team: Team | None = None  # the ranks that share the work
         if self.rule is not None:
-            self._is_stateless = not any(float(group.get("momentum", 1.0)) for group in self.param_groups)
+            self._is_stateless = not any(self.rule.keeps_states(group) for group in self.param_groups)
         self._runtime = self._build()
 
     def _build(self) -> Runtime:
@@ -302,12 +301,15 @@ class TwinOptimizer(Outcomes):
 
     def _options_now(self) -> list[dict[str, Any]]:
         """Of each group, as an update takes them when it begins."""
-        for group in self.param_groups if self.rule is not None else ():
-            assert self.rule is not None
-            self.rule.check(group)
-            if self._is_stateless and float(group.get("momentum", 0.0)):
-                remedy = "The optimizer was built without momentum and keeps no buffer for it: build a new one."
-                raise bad_value("momentum", group["momentum"], [0.0], remedy)
+        rule = self.rule
+        for group in self.param_groups if rule is not None else ():
+            assert rule is not None
+            rule.check(group)
+            if self._is_stateless and rule.keeps_states(group):
+                option = rule.state_option
+                assert option is not None
+                remedy = f"The optimizer was built without {option} and keeps no buffer for it: build a new one."
+                raise bad_value(option, group[option], [0.0], remedy)
         return [host_options(group) for group in self.param_groups]
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:

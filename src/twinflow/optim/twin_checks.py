@@ -19,7 +19,6 @@ from twinflow.offload.changes import check_memory
 from twinflow.offload.places import PLACEMENTS
 from twinflow.offload.settings import Settings, Tuning
 from twinflow.optim.loss_scale import LossScale
-from twinflow.optim.options import with_defaults
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.rules import RULES, Rule
 from twinflow.rules.checks import FLOATS
@@ -76,7 +75,7 @@ def check_groups(rule: Rule | None, groups: Iterable[Mapping[str, Any]], where: 
 def check_group(rule: Rule, options: Mapping[str, Any], label: str = "") -> None:
     """A rule's options: of the kind that their defaults are, and in range. `label` says whose they are."""
     try:
-        for name, usual in with_defaults(rule.name, {}).items():
+        for name, usual in rule.defaults.items():
             _check_option(name, options[name], usual)
         rule.check(options)
     except ValueError as error:

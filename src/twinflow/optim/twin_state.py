@@ -298,9 +298,10 @@ def check(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source) ->
     groups = [{**group, **new} for group, new in zip(own, saved["param_groups"], strict=True)]  # as they will be
     check_groups(optimizer.rule, groups, "state_dict: ")
     check_entries(params, source, optimizer.rule, groups)
-    if optimizer._is_stateless and any(float(group.get("momentum", 0.0)) for group in groups):
-        remedy = "This optimizer was built without momentum and keeps no buffer for it."
-        raise bad_value("state_dict: momentum", "above 0", [0.0], remedy)
+    rule = optimizer.rule
+    if rule is not None and optimizer._is_stateless and any(rule.keeps_states(group) for group in groups):
+        remedy = f"This optimizer was built without {rule.state_option} and keeps no buffer for it."
+        raise bad_value(f"state_dict: {rule.state_option}", "above 0", [0.0], remedy)
     if saved["has_unsent"] and not optimizer._settings.delayed_update:
         raise bad_value("delayed_update", False, [True], "This state was saved in the middle of a delayed update.")
     if optimizer._switch is not None and saved.get("switch") is not None:

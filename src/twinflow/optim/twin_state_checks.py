@@ -133,11 +133,10 @@ def check_entries(
 
 
 def _needed(rule: Rule | None, group: Mapping[str, Any]) -> list[str]:
-    """Tensors without which an entry is not complete: SGD without momentum keeps no buffer."""
-    states = [name for name in (rule.states if rule is not None else ()) if name is not None]
-    if "momentum_buffer" in states and not float(group["momentum"]):
-        states.remove("momentum_buffer")
-    return ["master", *states]
+    """Tensors without which an entry is not complete."""
+    if rule is None or not rule.keeps_states(group):
+        return ["master"]
+    return ["master", *(name for name in rule.states if name is not None)]
 
 
 def _shape(param: Param, key: str) -> tuple[int, ...] | None:

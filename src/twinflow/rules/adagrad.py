@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from twinflow.rules.checks import check_numbers
 from twinflow.rules.numerics import TINY, flush, flush_positive, fp32, sqrt
-from twinflow.rules.rule import Hyper, Options, Rule
+from twinflow.rules.rule import Hyper, Option, Options, OtherKey, Rule, Values, learning_rate, weight_decay
 
-
-def check(options: Options) -> None:
-    """Raise ValueError if an option is out of range."""
-    check_numbers(options, "lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value")
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def hyper(options: Options, step: int) -> Hyper:
@@ -32,4 +29,26 @@ def apply(
     return flush(p - step * (g / (sqrt(v) + eps))), m, v
 
 
-ADAGRAD = Rule("adagrad", 2, (None, "sum"), ("fp32", "bf16"), 3, hyper, check, apply)
+ADAGRAD = Rule(
+    name="adagrad",
+    title="Adagrad",
+    code=2,
+    states=(None, "sum"),
+    formats=("fp32", "bf16"),
+    options=(
+        learning_rate(1e-2),
+        Option("lr_decay", 0.0, "decay of the learning rate"),
+        weight_decay(),
+        Option("initial_accumulator_value", 0.0, "where the sum of squares starts", Values.START),
+        Option("eps", 1e-10, "added to the divisor"),
+    ),
+    num_scalars=3,
+    hyper=hyper,
+    apply=apply,
+    torch_class="Adagrad",
+    other_keys=(
+        OtherKey("amsgrad", False, "Adagrad has no such mode: leave it out", is_refused=True),
+        OtherKey("fp32_optimizer_states", True, 'use offload_optimizer.states "bf16"', is_refused=True),
+    ),
+    start_option="initial_accumulator_value",
+)

@@ -7,18 +7,14 @@ equals c * m / (sqrt(v) + c*eps). One division and one rounding less for each el
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from twinflow.rules.checks import check_betas, check_numbers
 from twinflow.rules.numerics import TINY, flush, flush_positive, fp32, sqrt
-from twinflow.rules.rule import Hyper, Options, Rule
+from twinflow.rules.rule import BETAS, EPS, Hyper, Options, Rule, learning_rate, weight_decay
 
-
-def check(options: Options) -> None:
-    """Raise ValueError if an option of Adam, AdamW or Lion is out of range."""
-    check_numbers(options, "lr", "eps", "weight_decay")
-    check_betas(options)
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def _hyper(options: Options, step: int) -> Hyper:
@@ -74,7 +70,30 @@ def adam_apply(
     return flush(p - move), m, v
 
 
-_STATES = ("exp_avg", "exp_avg_sq")
-_FORMATS = ("fp32", "bf16", "int8")
-ADAMW = Rule("adamw", 0, _STATES, _FORMATS, 7, adamw_hyper, check, adamw_apply)
-ADAM = Rule("adam", 1, _STATES, _FORMATS, 7, adam_hyper, check, adam_apply)
+ADAMW = Rule(
+    name="adamw",
+    title="AdamW",
+    code=0,
+    states=("exp_avg", "exp_avg_sq"),
+    formats=("fp32", "bf16", "int8"),
+    options=(learning_rate(1e-3), BETAS, EPS, weight_decay(1e-2)),
+    num_scalars=7,
+    hyper=adamw_hyper,
+    apply=adamw_apply,
+    torch_class="AdamW",
+    torch_modes={"amsgrad": False, "decoupled_weight_decay": True},
+    train={"lr": 2e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)},
+    is_normalized=True,
+)
+ADAM = replace(
+    ADAMW,
+    name="adam",
+    title="Adam",
+    code=1,
+    options=(learning_rate(1e-3), BETAS, EPS, weight_decay()),
+    hyper=adam_hyper,
+    apply=adam_apply,
+    torch_class="Adam",
+    torch_modes={"amsgrad": False, "decoupled_weight_decay": False},
+    train={"lr": 2e-3, "betas": (0.9, 0.95)},
+)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from twinflow.rules.adam import check
 from twinflow.rules.numerics import flush, fp32
-from twinflow.rules.rule import Hyper, Options, Rule
+from twinflow.rules.rule import (
+    SET_GRAD_NONE,
+    Hyper,
+    Option,
+    Options,
+    OtherKey,
+    Rule,
+    Values,
+    learning_rate,
+    weight_decay,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def hyper(options: Options, step: int) -> Hyper:
@@ -24,8 +35,28 @@ def apply(
     one_minus_b1, one_minus_b2, lr, decay = hyper
     difference = g - m
     direction = flush(m + difference * one_minus_b1)
-    move = torch.where(direction > 0, lr, torch.where(direction < 0, -lr, direction))
+    move = direction.masked_fill(direction > 0, lr).masked_fill(direction < 0, -lr)
     return flush(p * decay - move), flush(m + difference * one_minus_b2), v
 
 
-LION = Rule("lion", 3, ("exp_avg", None), ("fp32", "bf16"), 4, hyper, check, apply)
+LION = Rule(
+    name="lion",
+    title="Lion",
+    code=3,
+    states=("exp_avg", None),
+    formats=("fp32", "bf16"),
+    options=(
+        learning_rate(1e-4, in_config=1e-3),
+        Option("betas", (0.9, 0.99), "decay of the direction and of the momentum", Values.BETAS, (0.9, 0.999)),
+        weight_decay(),
+    ),
+    num_scalars=4,
+    hyper=hyper,
+    apply=apply,
+    other_keys=(
+        SET_GRAD_NONE,
+        OtherKey("fp32_optimizer_states", True, 'use offload_optimizer.states "bf16"', is_refused=True),
+    ),
+    train={"lr": 3e-4, "weight_decay": 0.3, "betas": (0.9, 0.99)},
+    is_normalized=True,
+)

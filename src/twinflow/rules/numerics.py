@@ -9,21 +9,22 @@ references. The note in csrc/rules.h shows why the native kernels may then use t
 from __future__ import annotations
 
 import ctypes
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TINY = 2.0**-100
 
 
 def flush(x: Tensor) -> Tensor:
     """`x` with everything below `TINY` in magnitude replaced by +0; NaN stays."""
-    return torch.where(x.abs() < TINY, 0.0, x)
+    return x.masked_fill(x.abs() < TINY, 0.0)
 
 
 def flush_positive(x: Tensor) -> Tensor:
     """The same for numbers that are never negative."""
-    return torch.where(x < TINY, 0.0, x)
+    return x.masked_fill(x < TINY, 0.0)
 
 
 def sqrt(x: Tensor) -> Tensor:

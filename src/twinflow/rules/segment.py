@@ -184,7 +184,8 @@ def _check_store(segment: Segment, store: Store, prefix: str, numel: int) -> Non
     numels, blocks = state_numels(segment.rule, store.format, numel)
     for i, name in enumerate(segment.rule.states):
         state, scale = store.states[i], store.scales[i]
-        stateless = name == "momentum_buffer" and state is None and segment.hyper[0] == 0.0
+        # The rules that can do without states have the option that says so as their first scalar.
+        stateless = segment.rule.state_option is not None and state is None and segment.hyper[0] == 0.0
         if name is not None and not stateless:
             if state is None:
                 raise bad_value(f"{label}{name}", None, "a tensor")

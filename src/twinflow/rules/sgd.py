@@ -6,21 +6,18 @@ to 7% larger (Nesterov, lr 0.1). A product of two fp32 numbers is exact in doubl
 
 from __future__ import annotations
 
-import math
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from twinflow.errors import bad_value
-from twinflow.rules.checks import check_numbers
 from twinflow.rules.numerics import flush, fp32
-from twinflow.rules.rule import Hyper, Options, Rule
+from twinflow.rules.rule import DIFFERENTIABLE, Hyper, Option, Options, Rule, Values, learning_rate, weight_decay
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-def check(options: Options) -> None:
-    """Raise ValueError if an option is out of range."""
-    check_numbers(options, "lr", "weight_decay", "momentum")
-    check_numbers(options, "dampening", least=-math.inf)
+def check_nesterov(options: Options) -> None:
+    """Nesterov momentum needs a momentum, and no dampening."""
     if options["nesterov"] and (float(options["momentum"]) == 0.0 or float(options["dampening"]) != 0.0):
         raise bad_value("nesterov", True, "False, or True with momentum > 0 and dampening = 0")
 
@@ -39,7 +36,7 @@ def apply(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """One step of SGD. Without a momentum buffer the buffer is taken as zero and not kept."""
     momentum, keep, lr, decay, nesterov = hyper
-    old = m if m is not None else torch.zeros_like(g)
+    old = m if m is not None else g.new_zeros(g.shape)
     weight = p.double()
     if keep == 1.0 and decay == 0.0 and not nesterov:  # as good as torch's, and less work than all of it in double
         buffer = flush(momentum * old + g)
@@ -52,4 +49,25 @@ def apply(
     return flush((weight - lr * direction).float()), (buffer if m is not None else None), v
 
 
-SGD = Rule("sgd", 4, ("momentum_buffer", None), ("fp32", "bf16"), 5, hyper, check, apply)
+SGD = Rule(
+    name="sgd",
+    title="SGD",
+    code=4,
+    states=("momentum_buffer", None),
+    formats=("fp32", "bf16"),
+    options=(
+        learning_rate(1e-3),
+        Option("momentum", 0.0, "decay of the momentum"),
+        Option("dampening", 0.0, "share of the gradient kept out of the momentum", Values.NUMBER),
+        weight_decay(),
+        Option("nesterov", False, "Nesterov momentum: needs momentum > 0 and dampening 0", Values.FLAG),
+    ),
+    num_scalars=5,
+    hyper=hyper,
+    apply=apply,
+    check_together=check_nesterov,
+    torch_class="SGD",
+    other_keys=(DIFFERENTIABLE,),
+    state_option="momentum",
+    train={"lr": 0.1, "momentum": 0.9},
+)

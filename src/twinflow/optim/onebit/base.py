@@ -21,7 +21,8 @@ from twinflow.dist.compressed import Coding, Errors, compressed_all_reduce
 from twinflow.dist.group import Group, alone, backend_for, new_group
 from twinflow.errors import bad_value
 from twinflow.optim.onebit.bucket import FlatBucket, make_buckets
-from twinflow.rules.checks import FLOATS, check_betas, check_numbers
+from twinflow.rules import ADAMW
+from twinflow.rules.checks import FLOATS
 
 LOGGER = logging.getLogger("twinflow")
 BUCKET_NUMEL = 1 << 24
@@ -53,8 +54,7 @@ class CompressedOptimizer(Optimizer):
         bucket_numel: int = BUCKET_NUMEL,
         group: Group | None = None,
     ) -> None:
-        check_numbers(defaults, "lr", "eps", "weight_decay")
-        check_betas(defaults)
+        ADAMW.check(defaults)
         if max_grad_norm is not None and not 0.0 < max_grad_norm < math.inf:
             raise bad_value("max_grad_norm", max_grad_norm, "a number above 0, or None")
         if wire_dtype is not None and wire_dtype not in FLOATS:
@@ -100,8 +100,7 @@ class CompressedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for given in self.param_groups:
-            check_numbers(given, "lr", "eps", "weight_decay")
-            check_betas(given)
+            ADAMW.check(given)
         hits = [bucket.gather() for bucket in self._buckets]
         squares = sum(bucket.sum_squares() for bucket in self._buckets)
         row = torch.tensor([squares, *(hit for own in hits for hit in own)], dtype=torch.float64)

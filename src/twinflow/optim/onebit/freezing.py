@@ -12,7 +12,7 @@ from twinflow.codes.reference import exponents_of
 from twinflow.optim.onebit.base import LOGGER, CompressedOptimizer, Shared
 from twinflow.optim.onebit.bucket import FlatBucket
 from twinflow.optim.onebit.freeze import VarianceWatch, default_window
-from twinflow.rules.checks import check_betas
+from twinflow.rules.rule import check_betas
 from twinflow.zero.compression import Compression
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class FreezingOptimizer(CompressedOptimizer):
     def __init__(
         self, params: ParamsT, defaults: dict[str, Any], compression: Compression, **shared: Unpack[Shared]
     ) -> None:
-        check_betas(defaults)
+        check_betas(defaults["betas"])
         window = compression.freeze_window or default_window(defaults["betas"][1])
         self._watch = VarianceWatch(window, compression.freeze_threshold)
         self.freeze_step = compression.freeze_step
