@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -26,8 +26,6 @@ from twinflow.zero import Zero
 from twinflow.zero.compression import Compression
 
 TIMEOUT_S = 1800.0  # for one rank to wait for another: long after the watch has seen that it hangs
-_OWN_KEYS = {"states", "delayed_update", "delayed_update_start", "host_threads"}
-_OWN_KEYS |= {"early", "hold", "sums", "shadow_bytes", "bucket_numel", "ratio", "placement"}
 
 
 def parks(config: Config) -> bool:
@@ -75,8 +73,7 @@ def make_optimizer(
         rule = name if name in RULES else getattr(torch.optim, name)
     is_torch = given is None and not isinstance(rule, str)
     groups = None if isinstance(given, Optimizer) or model_parameters is None else list(model_parameters)
-    offload = config.zero_optimization.offload_optimizer
-    own = _own_options(config)
+    own = offload_options(config)
     if isinstance(module, PipelineModule):  # several micro-batches are under way at once, and the engine runs the loop
         own["early"] = True if own["early"] == "auto" else own["early"]
         own["tuning"] = replace(own.get("tuning") or Tuning(), sums="device")
@@ -87,7 +84,6 @@ def make_optimizer(
         module,
         rule,
         param_groups=groups,
-        states=offload.states if offload is not None else "fp32",
         max_grad_norm=config.gradient_clipping or None,
         skip_nonfinite=config.bf16.check_grad_overflow if config.bf16.enabled else True,
         loss_scale=_loss_scale(config),
@@ -157,24 +153,18 @@ def _stage_with_compression(config: Config, divides: Mapping[str, Any]) -> int:
     return 1
 
 
-def _own_options(config: Config) -> dict[str, Any]:
-    """What `offload_optimizer` says beyond DeepSpeed's keys."""
+def offload_options(config: Config) -> dict[str, Any]:
+    """`offload_optimizer` as arguments of a TwinOptimizer: its keys by name, those of `Tuning` in one."""
     offload = config.zero_optimization.offload_optimizer
     if offload is None:
         return {"ratio": 0.0, "early": "auto"}
-    tuning: dict[str, Any] = {"hold": offload.hold, "sums": offload.sums, "shadow_bytes": offload.shadow_bytes}
-    if offload.bucket_numel is not None:
-        tuning["bucket_numel"] = offload.bucket_numel
-    return {
-        "ratio": 0.0 if offload.device == "none" else offload.ratio,
-        "placement": offload.placement,
-        "early": offload.early,
-        "delayed_update": offload.delayed_update,
-        "delayed_update_start": offload.delayed_update_start,
-        "host_threads": offload.host_threads,
-        "offload_params": parks(config),
-        "tuning": Tuning(**tuning),
-    }
+    options = {name: getattr(offload, name) for name in offload.own_keys()}
+    tuning = {field.name: options.pop(field.name) for field in fields(Tuning) if field.name in options}
+    options["tuning"] = Tuning(**{name: value for name, value in tuning.items() if value is not None})
+    options["offload_params"] = parks(config)
+    if offload.device == "none":
+        options["ratio"] = 0.0
+    return options
 
 
 def _loss_scale(config: Config) -> LossScale | None:
@@ -212,7 +202,7 @@ def _as_given(
         remedy = "The TwinOptimizer that is given was built with this stage."
         raise bad_value("zero_optimization.stage", stage, [own], remedy)
     offload = config.zero_optimization.offload_optimizer
-    said = sorted(_OWN_KEYS & offload.model_fields_set) if offload is not None else []
+    said = sorted(offload.model_fields_set.intersection(offload.own_keys())) if offload is not None else []
     keys = [f"zero_optimization.offload_optimizer.{name}" for name in said] + ["fp16.enabled"] * config.fp16.enabled
     if keys:
         remedy = "A TwinOptimizer that is given has its own states, tuning and loss scale."

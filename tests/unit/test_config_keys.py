@@ -6,15 +6,18 @@ import inspect
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from twinflow.config import json_schema, load_config, notes, optimizer_choice, params
 from twinflow.config.fields import HONOURED, REFUSED, UNUSED
+from twinflow.config.messages import in_words
 from twinflow.config.registry import Key, keys
 from twinflow.config.renames import RENAMES
+from twinflow.config.zero import OffloadOptimizer
 from twinflow.optim import schedules
+from twinflow.optim.twin import Tuning, TwinOptimizer
 from twinflow.rules import RULES
 
 DOCS = Path(__file__).parents[2] / "docs" / "config.md"
@@ -95,23 +98,15 @@ def test_old_spellings_are_known() -> None:
         assert ".".join(rename.old) not in NAMES
 
 
-def test_our_own_keys() -> None:
-    ours = [name.split(".")[-1] for name, key in zip(NAMES, FOUND, strict=True) if key.rule.ours]
-    assert ours == [
-        *(
-            "hang_timeout_s",
-            "states",
-            "placement",
-            "delayed_update",
-            "delayed_update_start",
-            "early",
-            "host_threads",
-            "hold",
-            "sums",
-        ),
-        *("bucket_numel", "shadow_bytes", "layers", "seed", "keep_last", "background", "background_bytes"),
-        *("schedule", "chunks", "sequence", "plan"),
-    ]
+def test_offload_keys_are_options_of_the_optimizer() -> None:
+    """Under the same name, with the same values: the config adds none that the optimizer would not take itself."""
+    arguments = set(inspect.signature(TwinOptimizer).parameters)
+    tuning = get_type_hints(Tuning, include_extras=True)
+    for name in OffloadOptimizer.own_keys():
+        assert (name in arguments) != (name in tuning), name
+        if name in tuning:
+            info = OffloadOptimizer.model_fields[name]
+            assert in_words(info.annotation, info.metadata).removesuffix(", or null") in in_words(tuning[name])
 
 
 def nested(path: tuple[str, ...], value: Any) -> dict[str, Any]:

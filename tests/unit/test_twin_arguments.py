@@ -61,7 +61,15 @@ def test_an_argument_is_refused_by_name(name: str, value: Any, allowed: str) -> 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("bucket_numel", "128"), ("bucket_numel", 200), ("num_slots", 1.0), ("flat_bytes", -1), ("shadow_bytes", "1")],
+    [
+        ("bucket_numel", "128"),
+        ("bucket_numel", 200),
+        ("num_slots", 1.0),
+        ("num_slots", None),
+        ("flat_bytes", -1),
+        ("hold", "gpu"),
+        ("shadow_bytes", "1"),
+    ],
 )
 def test_a_field_of_tuning_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^tuning.{field} is .*; allowed: "):

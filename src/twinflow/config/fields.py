@@ -31,6 +31,7 @@ class Rule:
     switch: Callable[[Any], bool] | None = None  # REFUSED: whether the value asks for the feature, where `off` is short
     hints: Mapping[str, str] | None = None  # value -> what to use instead, for values that are not allowed
     ours: bool = False  # a key that DeepSpeed does not have
+    for_host: bool = False  # no effect where no optimizer state is on the host
 
     def __call__(self, schema: dict[str, Any]) -> None:
         """Pydantic calls this with the key's JSON Schema."""
@@ -50,9 +51,12 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
 
-def honoured(default: Any, text: str, *, hints: Mapping[str, str] | None = None, ours: bool = False) -> Any:
+def honoured(
+    default: Any, text: str, *, hints: Mapping[str, str] | None = None, ours: bool = False, for_host: bool = False
+) -> Any:
     """A key that does what it says."""
-    return Field(default, description=text, json_schema_extra=Rule(HONOURED, text, hints=hints, ours=ours))
+    rule = Rule(HONOURED, text, hints=hints, ours=ours, for_host=for_host)
+    return Field(default, description=text, json_schema_extra=rule)
 
 
 def needed(text: str) -> Any:
@@ -191,5 +195,6 @@ AutocastDtype = Annotated[
     WithJsonSchema({"enum": ["bfloat16", "float16", "bf16", "fp16", "half", "torch.bfloat16", "torch.float16"]}),
     Allowed("'bfloat16', 'float16', or short 'bf16', 'fp16'"),
 ]
+Side = Literal["auto", "device", "host"]  # where something is kept
 Tags = Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capital), Allowed("'Ignore', 'Warn', 'Fail'")]
 Free = Mapping[str, Any]  # a section whose keys are not looked into

@@ -84,9 +84,10 @@ def _options(sections: Mapping[str, type[Section]]) -> dict[str, Any]:
 def key_tables() -> str:
     """The tables of docs/config.md, one for each kind."""
     found = list(keys())
-    lines = ["### Honoured", "", "| key | default | what it does |", "|---|---|---|"]
+    lines = ["### Honoured", "", "| key | default | values | what it does |", "|---|---|---|---|"]
     lines += [
-        f"| `{dotted(key.path)}`{' (ours)' if key.rule.ours else ''} | {_shown(key)} | {_cell(key.rule.text)} |"
+        f"| `{dotted(key.path)}`{' (ours)' if key.rule.ours else ''} | {_shown(key)} | {_cell(key.allowed)} "
+        f"| {_cell(key.rule.text)} |"
         for key in found
         if key.rule.kind == HONOURED
     ]

@@ -128,9 +128,11 @@ def notes(config: Config) -> list[str]:
             lines.extend(_without_effect(kind.model_validate(dict(chosen.params)), (name, "params")))
     offload = config.zero_optimization.offload_optimizer
     if offload is not None and offload.device == "none":
-        given = sorted({"ratio", "placement", "host_threads", "shadow_bytes"} & offload.model_fields_set)
         because = "no effect here, because device is none: all state is on the GPU"
-        lines += [f"zero_optimization.offload_optimizer.{name}: {because}" for name in given]
+        for name in sorted(offload.model_fields_set):
+            rule = rule_of(type(offload).model_fields[name])
+            if rule is not None and rule.for_host:
+                lines.append(f"zero_optimization.offload_optimizer.{name}: {because}")
     if compression_choice(config) is not None and config.zero_optimization.stage in (0, 2):
         stage = config.zero_optimization.stage
         lines.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from twinflow.config.fields import (
+    HONOURED,
     AnyWhole,
     Buckets,
     Free,
@@ -13,6 +14,7 @@ from twinflow.config.fields import (
     Ratio,
     Section,
     Share,
+    Side,
     Stage,
     Threads,
     Whole,
@@ -20,6 +22,7 @@ from twinflow.config.fields import (
     is_given,
     maybe_section,
     refused,
+    rule_of,
     section,
     unused,
 )
@@ -46,14 +49,16 @@ class OffloadOptimizer(Section):
     pipeline_write: bool = unused(False, _NVME)
     fast_init: bool = unused(False, _NVME)
     ratio: Ratio = honoured(
-        1.0, 'share of the state that lives on the host; "auto": chosen after the first steps, for the quickest step'
+        1.0,
+        'share of the state that lives on the host; "auto": chosen after the first steps, for the quickest step',
+        for_host=True,
     )
     super_offload: bool = refused(False, "leave it out; updates overlap with backward here without it")
     cpuadam_cores_perc: Share = unused(0.8, "host_threads says how many threads update")
 
     states: Literal["fp32", "bf16", "int8"] = honoured("fp32", "format of the optimizer state", ours=True)
     placement: Literal["auto", "front", "tail"] = honoured(
-        "auto", "with a ratio below 1: the end of the model whose state stays on the GPU", ours=True
+        "auto", "with a ratio below 1: the end of the model whose state stays on the GPU", ours=True, for_host=True
     )
     delayed_update: bool = honoured(
         False, "apply each update one step late, hidden behind a whole step (changes results)", ours=True
@@ -64,11 +69,11 @@ class OffloadOptimizer(Section):
         "whether updates start during backward; auto: where they could not be undone, after some ordinary steps",
         ours=True,
     )
-    host_threads: Threads | None = honoured(None, "threads of the update; null: as the cores allow", ours=True)
-    hold: Literal["auto", "device", "host"] = honoured(
-        "auto", "where gradients wait for the clipping decision", ours=True
+    host_threads: Threads | None = honoured(
+        None, "threads of the update; null: as the cores allow", ours=True, for_host=True
     )
-    sums: Literal["auto", "device", "host"] = honoured(
+    hold: Side = honoured("auto", "where gradients wait for the clipping decision", ours=True)
+    sums: Side = honoured(
         "auto",
         "where gradients of several micro-batches are summed; auto: with stage 2 on many ranks, parts as they come",
         ours=True,
@@ -77,8 +82,14 @@ class OffloadOptimizer(Section):
         None, "elements that travel together; null: twinflow's own choice", ours=True
     )
     shadow_bytes: Whole | None = honoured(
-        None, "host memory for updates ahead of the clipping decision; null: what is spare", ours=True
+        None, "host memory for updates ahead of the clipping decision; null: what is spare", ours=True, for_host=True
     )
+
+    @classmethod
+    def own_keys(cls) -> tuple[str, ...]:
+        """What a TwinOptimizer is told: each is an argument of it or a field of its `Tuning`, under the same name."""
+        keys = ((name, rule_of(info)) for name, info in cls.model_fields.items() if name != "device")
+        return tuple(name for name, rule in keys if rule is not None and rule.kind == HONOURED)
 
 
 class OffloadParam(Section):

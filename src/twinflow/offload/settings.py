@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from twinflow.config.fields import Buckets, Positive, Share, Side, Whole
 from twinflow.offload.gate import Limits
 from twinflow.offload.plan import BUCKET_NUMEL
 
 FLAT_BYTES = 3 << 29
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What changes speed and memory, never a result. The types say which values are taken, as in the config, where most
+    of these are keys of `zero_optimization.offload_optimizer`."""
+
+    bucket_numel: Buckets = BUCKET_NUMEL  # elements that travel together
+    num_slots: Positive = 4  # page-locked buckets each way
+    flat_bytes: Whole | None = None  # device memory for gradients on their way out; None: FLAT_BYTES, or less if short
+    hold: Side = "auto"  # where gradients wait for the clipping decision; auto: what fits
+    sums: Side = "auto"  # where gradients of several backwards are summed in fp32; auto: what fits
+    shadow_bytes: Whole | None = None  # host memory for updates ahead of that decision; None: what is spare
+    update_programs: Positive | None = None  # programs of an update on the device; fewer leave it room for the model
+    streamed: Share = 0.0  # share of the buckets on the host whose state passes through the device to be updated
 
 
 @dataclass(frozen=True)
@@ -24,8 +40,13 @@ class Settings:
     hold_on_host: bool = False  # where gradients wait for the gate
     sum_on_host: bool = False  # where the gradients of several backwards are summed
     flat_bytes: int = FLAT_BYTES  # device memory for gradients on their way out, where they need not wait for the gate
-    num_slots: int = 4  # page-locked buckets each way
     parks: bool = False  # weights of blocks live on the host (parking.py)
+    tuning: Tuning = field(default_factory=Tuning)
+
+    @property
+    def num_slots(self) -> int:
+        """Page-locked buckets each way."""
+        return self.tuning.num_slots
 
     @property
     def sums_on_host(self) -> bool:
@@ -41,17 +62,3 @@ class Settings:
     def may_run_ahead(self) -> bool:
         """Whether updates may start before the gate is open: not where it opens before they could."""
         return self.early and not self.delayed_update and not self.sums_on_host
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """What changes speed and memory, never a result."""
-
-    bucket_numel: int = BUCKET_NUMEL  # elements that travel together
-    num_slots: int = 4  # page-locked buckets each way
-    flat_bytes: int | None = None  # device memory for gradients on their way out; None: FLAT_BYTES, or less if short
-    hold: str = "auto"  # where gradients wait for the clipping decision: "device", "host", or what fits
-    sums: str = "auto"  # where gradients of several backwards are summed in fp32: "device", "host", or what fits
-    shadow_bytes: int | None = None  # host memory for updates ahead of that decision; None: what is spare
-    update_programs: int | None = None  # programs of an update on the device; fewer leave it room for the model
-    streamed: float = 0.0  # share of the buckets on the host whose state passes through the device to be updated

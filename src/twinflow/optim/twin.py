@@ -155,8 +155,8 @@ class TwinOptimizer(Outcomes):
             accumulation_steps=accumulation_steps,
             delayed_update=delayed_update,
             delayed_update_start=delayed_update_start,
-            num_slots=self.tuning.num_slots,
             parks=offload_params,
+            tuning=self.tuning,
         )
         self._settings = check_settings(given, self.model)
         check_model(self.model, zero)

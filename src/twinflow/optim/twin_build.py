@@ -148,6 +148,7 @@ def fitted(
         sum_on_host=_keeps_on_host(tuning.sums, 4 * numel, left),
         is_short=_keeps_on_host("auto", nbytes, left),
         flat_bytes=flat_bytes,
+        tuning=tuning,
     )
 
 

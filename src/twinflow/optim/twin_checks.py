@@ -6,13 +6,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from twinflow.config.messages import in_words
 from twinflow.errors import bad_value
 from twinflow.offload.bucket import Param
 from twinflow.offload.changes import check_memory
@@ -22,7 +24,6 @@ from twinflow.optim.loss_scale import LossScale
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.rules import RULES, Rule
 from twinflow.rules.checks import FLOATS
-from twinflow.rules.formats import BLOCK
 from twinflow.zero import Zero
 
 _NONE_TO_TRAIN = "there is no parameter to train: none requires a gradient"
@@ -161,23 +162,20 @@ def check_foreign(rule: object, states: str, param_groups: Iterable[Any] | None,
 
 
 def check_tuning(tuning: Tuning, delayed_update: bool) -> None:
-    """Choices and sizes."""
-    for name, allowed in (("hold", ("auto", "device", "host")), ("sums", ("auto", "device", "host"))):
-        if getattr(tuning, name) not in allowed:
-            raise bad_value(f"tuning.{name}", getattr(tuning, name), allowed)
-    check_whole("tuning.bucket_numel", tuning.bucket_numel, BLOCK, f"a multiple of {BLOCK}")
-    if tuning.bucket_numel % BLOCK:
-        raise bad_value("tuning.bucket_numel", tuning.bucket_numel, f"a multiple of {BLOCK}")
-    if not 0.0 <= number_of(tuning.streamed) <= 1.0:
-        raise bad_value("tuning.streamed", tuning.streamed, "a number from 0 to 1")
+    """Each field has to be what its type takes; a number of numpy or torch counts as one of Python's."""
+    for name, kind in get_type_hints(Tuning, include_extras=True).items():
+        given = getattr(tuning, name)
+        value = given.item() if is_number(given) and isinstance(given, (np.generic, torch.Tensor)) else given
+        try:
+            taken = TypeAdapter(kind).validate_python(value, strict=True)
+            is_taken = isinstance(taken, float) or not isinstance(value, float)  # whole as written: 2.0 is not
+        except ValidationError:
+            is_taken = False
+        if not is_taken:
+            raise bad_value(f"tuning.{name}", given, in_words(kind).replace("null", "None"))
     if tuning.streamed and delayed_update:
         remedy = "Weights of streamed state are written at once; a delayed update would have to keep them apart."
         raise bad_value("tuning.streamed", tuning.streamed, "0 with delayed_update", remedy)
-    for name, least in (("update_programs", 1), ("flat_bytes", 0), ("shadow_bytes", 0)):
-        value = getattr(tuning, name)
-        if value is not None:
-            check_whole(f"tuning.{name}", value, least, f"None or a whole number >= {least}")
-    check_whole("tuning.num_slots", tuning.num_slots, 1)
 
 
 def check_ratio(ratio: float | str, placement: str, model: nn.Module | None) -> None:
