@@ -24,6 +24,7 @@ from twinflow.gpu import FusedUpdate, Piece
 from twinflow.gpu.update import _tile_table
 from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.plan import RESIDENT
+from twinflow.offload.settings import Tuning
 from twinflow.optim.state_kind import StateKind
 from twinflow.rules import RULES, formats, reference
 from twinflow.rules.segment import Segment, new_store
@@ -100,7 +101,7 @@ def test_programs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_bound_reaches_the_update() -> None:
-    kind = StateKind(RULES["adamw"], None, "fp32", update_programs=33)
+    kind = StateKind(RULES["adamw"], None, "fp32", tuning=Tuning(update_programs=33))
     updater = kind.new_updaters(Device(), torch.device("cpu"))[RESIDENT]
     assert isinstance(updater, DeviceUpdater)
     assert updater.max_programs == 33

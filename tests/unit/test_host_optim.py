@@ -13,10 +13,17 @@ import torch
 from twinflow.optim import HostAdagrad, HostAdam, HostAdamW, HostLion, HostOptimizer, HostSGD
 from twinflow.optim.host import HOST_OPTIMIZERS
 from twinflow.optim.master import full_master
+from twinflow.rules import Rule
 from twinflow.rules.segment import Store, decode_state
 
 ALL = [(kind, states) for kind in HOST_OPTIMIZERS.values() for states in kind.rule.formats]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def torch_class(rule: Rule) -> Any:
+    return getattr(torch.optim, rule.torch_class or "")
+
+
 EXTRA: dict[type[HostOptimizer], dict[str, Any]] = {HostSGD: {"momentum": 0.9}}
 
 
@@ -42,11 +49,11 @@ def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
 
 
 PAIRS: list[tuple[Any, Any, dict[str, Any]]] = [
+    *((kind, torch_class(kind.rule), {"lr": 1e-2}) for kind in HOST_OPTIMIZERS.values() if kind.rule.torch_class),
     (HostAdamW, torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
     (HostAdamW, torch.optim.AdamW, {"lr": 1e-2, "maximize": True}),
     (HostAdam, torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95)}),
     (HostAdagrad, torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.1, "initial_accumulator_value": 0.5}),
-    (HostSGD, torch.optim.SGD, {"lr": 1e-2}),
     (HostSGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1}),
     (HostSGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from twinflow.integrations.given import rule_for, section_for, take_over
 from twinflow.integrations.norms import Clipping, PendingNorm
 from twinflow.integrations.optional import need
 from twinflow.optim.twin import Tuning, TwinOptimizer
+from twinflow.rules import RULES
 
 
 def net() -> nn.Sequential:
@@ -37,12 +40,11 @@ def test_a_package_that_is_missing_is_named() -> None:
         need("no_such_package.part", "that one", "TwinTrainer")
 
 
-MAKERS = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
-    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
-    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
-    None: lambda p: torch.optim.NAdam(p, lr=1e-2),
+OF_TORCH = {name: getattr(torch.optim, rule.torch_class) for name, rule in RULES.items() if rule.torch_class}
+MAKERS: dict[str | None, Callable[..., torch.optim.Optimizer]] = {
+    **{name: partial(kind, lr=1e-2, weight_decay=0.1) for name, kind in OF_TORCH.items()},
+    "sgd": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True),
+    None: partial(torch.optim.NAdam, lr=1e-2),
 }
 
 

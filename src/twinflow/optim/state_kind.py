@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,6 +11,7 @@ from twinflow.offload.bucket import Updater
 from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.plan import HOST, RESIDENT, STREAMED, BucketPlan
 from twinflow.offload.recipe import Recipe
+from twinflow.offload.settings import Tuning
 from twinflow.offload.sizes import state_bytes
 from twinflow.offload.streamed import StreamedUpdater
 from twinflow.offload.torch_streamed import StreamedTorchUpdater
@@ -28,8 +29,8 @@ class StateKind:
     format: str
     is_stateless: bool = False  # SGD without momentum
     keeps_weights: bool = False  # new weights wait for a step, beside the state
-    update_programs: int | None = None  # as Tuning has it
     parks: bool = False  # the state holds the weights too, in their own precision
+    tuning: Tuning = field(default_factory=Tuning)
 
     def nbytes(self, plan: BucketPlan) -> int:
         """Memory of a bucket's state in its place."""
@@ -49,7 +50,7 @@ class StateKind:
         return {
             HOST: RuleUpdater(self.rule, self.format, device, keeps_states, self.parks),
             RESIDENT: DeviceUpdater(
-                self.rule, self.format, where, keeps_states, self.keeps_weights, self.update_programs
+                self.rule, self.format, where, keeps_states, self.keeps_weights, self.tuning.update_programs
             ),
             STREAMED: StreamedUpdater(self.rule, self.format, device, where, keeps_states),
         }

@@ -248,9 +248,15 @@ class TwinOptimizer(Outcomes):
         """What is kept for each parameter."""
         # Parameters are what all ranks know of the weights, which the owners have more exactly.
         keeps_weights = self._settings.delayed_update or self._switch is not None
-        programs = self.tuning.update_programs
-        parks = self._settings.parks
-        return StateKind(self.rule, self._recipe, self.states, self._is_stateless, keeps_weights, programs, parks)
+        return StateKind(
+            self.rule,
+            self._recipe,
+            self.states,
+            self._is_stateless,
+            keeps_weights,
+            self._settings.parks,
+            self.tuning,
+        )
 
     def _shadow_bytes(self, unmade_bytes: int) -> int:
         """What may be spent on running ahead: asked for, or half of what is spare once all slots are made."""
