@@ -33,7 +33,6 @@ from twinflow.config.fields import (
 )
 from twinflow.config.parallel import Pipeline, TensorParallel
 from twinflow.config.zero import ZeroOptimization
-from twinflow.rules import RULES
 
 _TURNS_ON = "; like any key here that is true, it turns checkpointing on"
 _COMET = "comet is not written to: use tensorboard, csv_monitor or wandb"
@@ -42,7 +41,7 @@ _COMPILE = "there is no DeepCompile"
 _WRITER = "checkpoints have one way to be written"
 
 
-OptimizerName = Annotated[str, Allowed(f"{', '.join(RULES)}, or the name of a torch.optim class")]
+OptimizerName = Annotated[str, Allowed("the name of an update rule, such as adamw, or of a torch.optim class")]
 ScheduleName = Annotated[
     str,
     Allowed("LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a class of torch.optim.lr_scheduler"),
