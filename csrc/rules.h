@@ -48,7 +48,6 @@ static inline float flush_mask(float x) {
 
 // hyper[] by rule (scalars come from rules/*.py, computed in double, rounded once)
 enum { kOneMinusB1 = 0, kB2 = 1, kOneMinusB2 = 2, kEps = 3, kStep = 4, kDecay = 5, kL2 = 6 };  // Adam, AdamW
-enum { kAdamaxOneMinusB1 = 0, kAdamaxB2 = 1, kAdamaxEps = 2, kAdamaxStep = 3, kAdamaxL2 = 4 };
 enum { kAdagradEps = 0, kAdagradStep = 1, kAdagradL2 = 2 };
 enum { kLionOneMinusB1 = 0, kLionOneMinusB2 = 1, kLionLr = 2, kLionDecay = 3 };
 enum { kSgdMomentum = 0, kSgdKeep = 1, kSgdLr = 2, kSgdL2 = 3, kSgdNesterov = 4 };
@@ -96,27 +95,6 @@ struct Adagrad {
     g = flush(g + l2 * p);
     v = flush_positive(v + g * g);
     p = flush_mask(p - step * (g / (sqrtf(v) + eps)));
-  }
-};
-
-struct Adamax {
-  static constexpr bool kFirst = true, kSecond = true;
-  float one_minus_b1, b2, eps, step, l2;
-  explicit Adamax(const float* h)
-      : one_minus_b1(h[kAdamaxOneMinusB1]),
-        b2(h[kAdamaxB2]),
-        eps(h[kAdamaxEps]),
-        step(h[kAdamaxStep]),
-        l2(h[kAdamaxL2]) {}
-  bool flush_safe() const {
-    return harmless(one_minus_b1) && harmless(b2) && harmless(eps) && harmless(step) && harmless(l2);
-  }
-  TF_INLINE_MEMBER void operator()(float g, float& p, float& m, float& v) const {
-    g = flush(g + l2 * p);
-    m = flush(m + (g - m) * one_minus_b1);
-    const float size = fabsf(g) + eps, decayed = b2 * v;
-    v = flush_positive(size < decayed ? decayed : size);  // a NaN gradient is larger than any maximum
-    p = flush_mask(p - step * (m / v));
   }
 };
 
@@ -168,8 +146,8 @@ struct Sgd {  // all in double: each state and weight is rounded once
 };
 
 // Rules by tf_segment's code. Python reads the names, in the order of the codes, and has to have the same.
-enum : int32_t { kAdamWCode, kAdamCode, kAdagradCode, kLionCode, kSgdCode, kAdamaxCode };
-constexpr const char* kRuleNames = "adamw adam adagrad lion sgd adamax";
+enum : int32_t { kAdamWCode, kAdamCode, kAdagradCode, kLionCode, kSgdCode };
+constexpr const char* kRuleNames = "adamw adam adagrad lion sgd";
 
 // Calls `run` with a segment's rule.
 template <class Run>
@@ -180,7 +158,6 @@ static void with_rule(const tf_segment& s, const Run& run) {
     case kAdamCode:  // without weight decay there is nothing to couple
       return h[kL2] == 0.0f ? run(Adam<false>(h)) : run(Adam<true>(h));
     case kAdagradCode: return run(Adagrad(h));
-    case kAdamaxCode: return run(Adamax(h));
     case kLionCode: return run(Lion(h));
     case kSgdCode:
       if (sgd_is_plain(h)) return run(SgdPlain(h));

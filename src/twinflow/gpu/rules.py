@@ -53,18 +53,6 @@ def adagrad(g: tl.tensor, p: tl.tensor, v: tl.tensor, hyper: tl.tensor) -> tuple
 
 
 @triton.jit
-def adamax(
-    g: tl.tensor, p: tl.tensor, m: tl.tensor, v: tl.tensor, hyper: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Adamax with L2 weight decay. A NaN gradient is larger than any maximum."""
-    g = flush(g + scalar(hyper, 4) * p)
-    m = flush(m + (g - m) * scalar(hyper, 0))
-    size, decayed = tl.abs(g) + scalar(hyper, 2), scalar(hyper, 1) * v
-    v = flush(tl.where(size < decayed, decayed, size))
-    return flush(p - scalar(hyper, 3) * tl.math.div_rn(m, v)), m, v
-
-
-@triton.jit
 def lion(g: tl.tensor, p: tl.tensor, m: tl.tensor, hyper: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """Lion. A NaN direction moves the weight to NaN."""
     lr = scalar(hyper, 2)
@@ -101,8 +89,6 @@ def apply(
         p, m, v = adam(g, p, m, v, hyper, RULE == "adam")
     elif RULE == "adagrad":
         p, v = adagrad(g, p, v, hyper)
-    elif RULE == "adamax":
-        p, m, v = adamax(g, p, m, v, hyper)
     elif RULE == "lion":
         p, m = lion(g, p, m, hyper)
     else:

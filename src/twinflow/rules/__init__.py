@@ -2,11 +2,10 @@
 
 from twinflow.rules.adagrad import ADAGRAD
 from twinflow.rules.adam import ADAM, ADAMW
-from twinflow.rules.adamax import ADAMAX
 from twinflow.rules.lion import LION
 from twinflow.rules.rule import Rule
 from twinflow.rules.sgd import SGD
 
-RULES: dict[str, Rule] = {rule.name: rule for rule in (ADAMW, ADAM, ADAGRAD, LION, SGD, ADAMAX)}
+RULES: dict[str, Rule] = {rule.name: rule for rule in (ADAMW, ADAM, ADAGRAD, LION, SGD)}
 
-__all__ = ["ADAGRAD", "ADAM", "ADAMAX", "ADAMW", "LION", "RULES", "SGD", "Rule"]
+__all__ = ["ADAGRAD", "ADAM", "ADAMW", "LION", "RULES", "SGD", "Rule"]
