@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from twin_support import MAX_NORM, assert_same, batch, gpt, quick_torch, run_engine, snapshot, train, twin
+from twin_support import MAX_NORM, assert_same, batch, gpt, quick_torch, snapshot, train, twin
 
-import twinflow
 from twinflow.device import Device
 from twinflow.offload import between
 from twinflow.offload.plan import HOST, RESIDENT, STREAMED
@@ -79,22 +78,6 @@ def test_a_slow_host_keeps_nothing(gpu: Any, caplog: pytest.LogCaptureFixture) -
         assert until_placed(model, optimizer) < 12
         assert optimizer.host_share == 0.0
         assert [line[:44] for line in caplog.messages] == ["ratio auto: 0.00 of the state on the host (b"]
-
-
-@pytest.mark.parametrize(("reserve_bytes", "place"), [(None, RESIDENT), (0, RESIDENT), (90 * GB, HOST)])
-def test_memory_that_is_reserved_gets_no_state(gpu: Any, reserve_bytes: int | None, place: str) -> None:
-    """From the config on: the device has 90 GB beside what steps need, of which so many stay free."""
-    gpu(100 * GB, 10 * GB, SLOW_HOST)
-    offload = {"device": "cpu", "ratio": "auto", "reserve_bytes": reserve_bytes}
-    config = {
-        "train_batch_size": 2,
-        "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"offload_optimizer": offload},
-    }
-    engine, optimizer, *_ = twinflow.initialize(model=gpt(), config=config)
-    run_engine(engine, range(1))
-    assert set(places(optimizer)) == {place}
-    engine.destroy()
 
 
 def test_a_fast_host_keeps_most(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:

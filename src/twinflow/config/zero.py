@@ -84,12 +84,6 @@ class OffloadOptimizer(Section):
     shadow_bytes: Whole | None = honoured(
         None, "host memory for updates ahead of the clipping decision; null: what is spare", ours=True, for_host=True
     )
-    reserve_bytes: Whole | None = honoured(
-        None,
-        'with ratio "auto": GPU memory that stays free; null: a twentieth, at least 1 GiB',
-        ours=True,
-        for_host=True,
-    )
 
     @classmethod
     def own_keys(cls) -> tuple[str, ...]:

@@ -22,7 +22,6 @@ class Tuning:
     hold: Side = "auto"  # where gradients wait for the clipping decision; auto: what fits
     sums: Side = "auto"  # where gradients of several backwards are summed in fp32; auto: what fits
     shadow_bytes: Whole | None = None  # host memory for updates ahead of that decision; None: what is spare
-    reserve_bytes: Whole | None = None  # device memory that ratio "auto" leaves free; None: a share of all that it has
     update_programs: Positive | None = None  # programs of an update on the device; fewer leave it room for the model
     streamed: Share = 0.0  # share of the buckets on the host whose state passes through the device to be updated
 

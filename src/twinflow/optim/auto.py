@@ -230,8 +230,7 @@ class AutoPlacement:
         host -= max(_HOST_LEAST, int(_HOST_SHARE * host))
         there = 0  # where the device is the host, nothing is gained by calling memory its own
         if capacity is not None:
-            asked = runtime.settings.tuning.reserve_bytes
-            reserve = int(share * (max(_DEVICE_LEAST, _DEVICE_SHARE * capacity) if asked is None else asked))
+            reserve = int(share * max(_DEVICE_LEAST, _DEVICE_SHARE * capacity))
             there = capacity - runtime.device.peak_bytes() + on_device - reserve
         if self._team is not None:
             there, host = (int(value) for value in self._team.least([there, host]))
