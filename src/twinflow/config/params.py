@@ -1,8 +1,7 @@
 """`optimizer.params` and `scheduler.params`: the options of each optimizer and schedule, with DeepSpeed's defaults.
 
 The section of an update rule follows from its record in `twinflow.rules`; DeepSpeed's schedules are sections like any
-other. Classes of torch.optim and
-torch.optim.lr_scheduler are asked for their signatures; torch is imported only then.
+other. Classes of torch.optim and torch.optim.lr_scheduler are asked for their signatures; torch is imported only then.
 """
 
 from __future__ import annotations

@@ -166,6 +166,7 @@ def signature_of(rule: Rule) -> Signature:
         Parameter(option.name, by_name if option.values is Values.FLAG else positional, default=option.default)
         for option in rule.all_options
     ]
+    options.sort(key=lambda option: option.kind)
     return Signature([Parameter("params", positional), *options, Parameter("states", by_name, default="fp32")])
 
 
