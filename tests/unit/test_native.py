@@ -91,6 +91,15 @@ def test_a_library_with_another_abi_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert "ABI" in problem
 
 
+@needs_native
+def test_a_library_with_other_rules_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    more = {**RULES, "newer": replace(ADAMW, name="newer", code=len(RULES))}
+    monkeypatch.setattr("twinflow.native.library.RULES", more)
+    loaded = open_library(load().path)
+    assert loaded.library is None
+    assert re.search("has the update rules adamw, .*, not adamw, .*, newer", str(loaded.problem))
+
+
 @pytest.mark.matrix
 @needs_native
 def test_isa_can_be_forced_and_a_wrong_one_is_named() -> None:
