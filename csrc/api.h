@@ -6,7 +6,7 @@
 #pragma once
 #include <stdint.h>
 
-#define TF_API_VERSION 3
+#define TF_API_VERSION 4
 #ifdef TF_BUILDING
 #define TF_PUBLIC __attribute__((visibility("default")))
 #else
@@ -90,6 +90,236 @@ TF_PUBLIC const char* tf_rules(void);
 TF_PUBLIC int32_t tf_api_version(void);
 TF_PUBLIC int64_t tf_segment_size(void);
 TF_PUBLIC int64_t tf_packing_size(void);
+// The executor (executor.cpp): copies gradients out, updates buckets on the host and sends weights back, by threads of
+// its own. Calls are thread safe. Those that block return -1 when the executor has failed or is closing.
+typedef struct tf_executor tf_executor;
+typedef struct tf_event tf_event;  // a point in a stream's work
+
+// Events of Python's own streams: on a CPU made here and signalled by the stream; on a GPU recorded in a CUDA stream.
+TF_PUBLIC tf_event* tf_event_new(void);
+TF_PUBLIC void tf_event_signal(tf_event* event, int32_t failed);
+TF_PUBLIC tf_event* tf_event_record(int32_t device, void* stream);
+TF_PUBLIC void tf_event_hold(const tf_event* event, void* stream);  // a CUDA stream waits for it
+TF_PUBLIC int32_t tf_event_state(const tf_event* event);            // 1: done, 0: not yet, -1: the work has failed
+TF_PUBLIC int32_t tf_event_wait(const tf_event* event);             // blocks; 1 or -1
+TF_PUBLIC void tf_event_free(tf_event* event);
+TF_PUBLIC int32_t tf_has_cuda(void);
+
+// Waits of the executor that a test can switch off, to see that each is needed.
+enum tf_sync_point {
+  TF_GRAD_READY = 1,    // the copy out starts when the gradients are complete
+  TF_ARRIVED = 2,       // the update starts when the gradients are on the host
+  TF_NORMS = 4,         // the clipping decision is read when it is on the host
+  TF_WEIGHT_SLOT = 8,   // a weight slot is written again when its weights are sent
+  TF_WEIGHT_SENT = 16,  // ... and so is state that weights are sent from
+  TF_OLD_WEIGHTS = 32,  // delayed weights go back when nobody needs the old ones any more
+  TF_SENT = 64,         // a block runs when its weights are on their way
+  TF_FORWARD = 128,     // ... and there
+  TF_READERS = 256,     // whoever asked for weights gets them when they are there
+  TF_FETCH_ROOM = 512   // fetched weights come to the device when nobody uses the memory they go to
+};
+
+typedef struct tf_settings {
+  int32_t device;         // CUDA device; -1: streams are threads
+  int32_t holds_on_host;  // gradients wait for the clipping decision in their slots, not on the device
+  int32_t sums_on_host;   // several backwards make a step, and their gradients are summed on the host
+  int32_t is_external;    // updates are made by the caller (tf_next_update): an optimizer in Python
+  int64_t slot_bytes;
+  int32_t num_slots, num_weight_slots;
+} tf_settings;
+
+typedef struct tf_slice {
+  int64_t offset, numel, first_index;  // in the bucket; first_index: in the parameter
+  void* target;                        // where its weights go on the device; NULL: they are not sent
+  int32_t group;                       // which rows of tf_hyper are its
+  uint32_t param;
+} tf_slice;
+
+typedef struct tf_bucket {
+  int64_t numel;
+  int64_t layout;  // buckets of equal layout can use each other's stores
+  const tf_slice* slices;
+  int64_t* steps;  // updates so far of each slice: owned by Python, counted here
+  int32_t num_slices;
+  int32_t type;  // of gradients and weights
+  int32_t rule, format, is_split;
+  int32_t is_shared;         // other ranks have parts of it: its weights are there when they are published
+  int32_t has_weight_slots;  // new weights go to a slot; else they are sent from the state itself
+} tf_bucket;
+
+typedef struct tf_pointers {  // of one slice in a store; NULL where it has no such buffer
+  void *weight, *master, *state[2];
+  float* scale[2];
+} tf_pointers;
+
+typedef struct tf_job {
+  int64_t number;
+  double scale;        // of the gradients
+  double max_norm;     // NaN: gradients are not clipped
+  int32_t skips;       // a step whose gradients are not finite is skipped
+  int32_t has_limits;  // updates wait for the decision
+  int32_t is_delayed;  // weights go back with the next step
+  int32_t is_part;     // gradients are only summed
+  int32_t runs_ahead;  // updates may be made into spare stores before the decision
+} tf_job;
+
+typedef struct tf_hyper {  // the rule's numbers for slices of a group that have had step - 1 updates
+  int64_t step;
+  int32_t group;
+  float sign;  // -1: maximise
+  float hyper[7];
+} tf_hyper;
+
+typedef struct tf_source {  // gradients on the device, and where they belong in the bucket
+  const void* from;
+  int64_t offset, numel;
+} tf_source;
+
+typedef struct tf_decision {
+  double norm, factor;
+  int32_t skip, clipped;
+  int32_t num_ahead;    // updates that were made before the decision
+  int32_t num_dropped;  // ... and thrown away
+  int32_t num_waiting;  // updates that had waited for it
+} tf_decision;
+
+typedef struct tf_update_task {  // an update that the caller makes
+  int64_t task;
+  int64_t bucket;
+  double factor;
+  void* grads;
+  void* weight_slot;  // NULL: weights are sent from where tf_finish_update says
+} tf_update_task;
+
+typedef struct tf_fetch_item {
+  int64_t bucket;  // whose weights are copied once they are due; -1: `from` is never updated
+  const void* from;
+  void* into;
+  int64_t num_bytes;
+} tf_fetch_item;
+
+typedef struct tf_counters {
+  double busy_s;
+  int64_t bytes_out, bytes_back, bytes_fetched;
+  int64_t num_slots, num_weight_slots, num_unlocked;
+} tf_counters;
+
+typedef struct tf_span {
+  int32_t kind, bucket;
+  double start_s, end_s;
+} tf_span;
+enum tf_span_kind {
+  TF_SPAN_OUT = 0,
+  TF_SPAN_IN = 1,
+  TF_SPAN_UPDATE = 2,
+  TF_SPAN_AHEAD = 3,
+  TF_SPAN_SUM = 4,
+  TF_SPAN_DECISION = 5,
+  TF_SPAN_FETCH = 6
+};
+enum tf_stream_kind { TF_STREAM_OUT = 0, TF_STREAM_IN = 1, TF_STREAM_FETCH = 2 };
+
+TF_PUBLIC tf_executor* tf_executor_new(const tf_settings* settings);  // NULL where there is no such device
+TF_PUBLIC void tf_executor_close(tf_executor* executor);              // ends its threads and streams; nothing is lost
+TF_PUBLIC void tf_executor_free_slots(tf_executor* executor);  // after that, when no caller makes an update any more
+TF_PUBLIC void tf_executor_free(tf_executor* executor);
+TF_PUBLIC void tf_executor_fail(tf_executor* executor);      // whoever waits is told
+TF_PUBLIC int32_t tf_executor_state(tf_executor* executor);  // 0: works, 1: a stream has failed, 2: failed from outside
+TF_PUBLIC void tf_executor_disable(tf_executor* executor, int32_t sync_points);
+TF_PUBLIC void tf_executor_delay(tf_executor* executor, int32_t stream, double seconds);
+TF_PUBLIC void tf_executor_counters(tf_executor* executor, tf_counters* counters);
+TF_PUBLIC void tf_executor_record_spans(tf_executor* executor, int32_t enabled);
+// How many of at most max_spans were written. `anchor`: a recorded CUDA event whose moment is anchor_s.
+TF_PUBLIC int64_t tf_executor_spans(tf_executor* executor, void* anchor, double anchor_s, tf_span* spans,
+                                    int64_t max_spans);
+// Other numbers of slots, or of backwards in a step. Between steps.
+TF_PUBLIC void tf_executor_resize(tf_executor* executor, int32_t num_slots, int32_t num_weight_slots,
+                                  int32_t sums_on_host, int32_t keeps_weight_slots);
+TF_PUBLIC void tf_executor_add_weight_slots(tf_executor* executor, int32_t num_more);
+
+TF_PUBLIC int64_t tf_store_new(tf_executor* executor, const tf_pointers* pointers, int64_t num_slices);
+TF_PUBLIC void tf_store_free(tf_executor* executor, int64_t store);
+TF_PUBLIC void tf_store_add_spare(tf_executor* executor, int64_t layout, int64_t store);
+TF_PUBLIC int64_t tf_store_take_spare(tf_executor* executor, int64_t layout);  // -1: there is none
+// Buckets for which a spare store was missing since the last call; how many of at most max_buckets.
+TF_PUBLIC int64_t tf_store_missing(tf_executor* executor, int64_t* buckets, int64_t max_buckets);
+
+TF_PUBLIC void tf_bucket_set(tf_executor* executor, int64_t bucket, const tf_bucket* spec, int64_t store);
+TF_PUBLIC int64_t tf_bucket_store(tf_executor* executor, int64_t bucket);
+TF_PUBLIC void tf_bucket_set_deadline(tf_executor* executor, int64_t bucket, int64_t deadline);
+TF_PUBLIC void tf_bucket_set_total(tf_executor* executor, int64_t bucket, float* total);
+TF_PUBLIC int64_t tf_bucket_added(tf_executor* executor, int64_t bucket, uint8_t* slices);  // that are in the total
+TF_PUBLIC void tf_bucket_set_due(tf_executor* executor, int64_t bucket, int64_t job_number);
+TF_PUBLIC int64_t tf_bucket_due(tf_executor* executor, int64_t bucket);
+TF_PUBLIC int64_t tf_bucket_shown(tf_executor* executor, int64_t bucket);
+// Weights of a job are in the state, or on their way into the parameters, by work that the caller has queued.
+TF_PUBLIC void tf_bucket_note_updated(tf_executor* executor, int64_t bucket, int64_t job_number);
+// A job is in the state of a bucket on the device, and its weights are still to be sent.
+TF_PUBLIC void tf_bucket_set_unsent(tf_executor* executor, int64_t bucket, int64_t job_number);
+TF_PUBLIC void tf_bucket_note_sent(tf_executor* executor, int64_t bucket, int64_t job_number, const tf_event* event);
+TF_PUBLIC void tf_bucket_note_published(tf_executor* executor, int64_t bucket, int64_t job_number,
+                                        const tf_event* event);
+TF_PUBLIC tf_event* tf_bucket_sent_event(tf_executor* executor, int64_t bucket);       // NULL: nothing is on its way
+TF_PUBLIC tf_event* tf_bucket_published_event(tf_executor* executor, int64_t bucket);  //
+TF_PUBLIC void tf_bucket_freeze(tf_executor* executor, int64_t bucket, int32_t is_frozen);
+TF_PUBLIC int64_t tf_next_wanted(tf_executor* executor, double timeout_s);  // a frozen bucket that an update waits for
+
+TF_PUBLIC int64_t tf_job_new(tf_executor* executor, const tf_job* spec);
+TF_PUBLIC void tf_job_free(tf_executor* executor, int64_t job);
+TF_PUBLIC void tf_job_add_hypers(tf_executor* executor, int64_t job, const tf_hyper* rows, int64_t num_rows);
+// The task of a bucket whose gradients are complete once `ready` is done. `present`: one byte for each slice; NULL:
+// all.
+TF_PUBLIC int64_t tf_submit(tf_executor* executor, int64_t job, int64_t bucket, const tf_source* sources,
+                            int64_t num_sources, const uint8_t* present, const tf_event* ready, int32_t has_flat,
+                            int32_t is_held);
+// A task for gradients of earlier backwards alone.
+TF_PUBLIC int64_t tf_submit_sum(tf_executor* executor, int64_t job, int64_t bucket);
+TF_PUBLIC void tf_agree(tf_executor* executor, int64_t job, const uint8_t* params);  // which got a gradient on any rank
+// All tasks are submitted. The decision (norm, factor, skip) lies in `decision` once `event` is done.
+TF_PUBLIC void tf_job_close(tf_executor* executor, int64_t job, const double* decision, const tf_event* event);
+// ... or follows from the norms of all buckets, once all sums are made and `event` is done.
+TF_PUBLIC void tf_job_close_sums(tf_executor* executor, int64_t job, double* norms, int64_t num_norms,
+                                 const tf_event* event);
+TF_PUBLIC void tf_job_set_norms(tf_executor* executor, int64_t job, double* norms);
+// ... or is this one.
+TF_PUBLIC void tf_job_decide(tf_executor* executor, int64_t job, double norm, double factor, int32_t skip,
+                             int32_t clipped);
+TF_PUBLIC void tf_job_drop(tf_executor* executor, int64_t job);  // before it is closed: nothing of it happens
+TF_PUBLIC void tf_job_release(tf_executor* executor, int64_t job, const tf_event* after);
+TF_PUBLIC int32_t tf_job_decision(tf_executor* executor, int64_t job, tf_decision* decision);  // 1 where there is one
+TF_PUBLIC int32_t tf_job_is_done(tf_executor* executor, int64_t job);
+TF_PUBLIC int32_t tf_job_wait_decision(tf_executor* executor, int64_t job);
+TF_PUBLIC int32_t tf_job_wait_done(tf_executor* executor, int64_t job);
+TF_PUBLIC int32_t tf_job_wait_summed(tf_executor* executor, int64_t job);
+TF_PUBLIC int32_t tf_wait_sums(tf_executor* executor);  // until no task is still to be added to a total
+TF_PUBLIC void tf_forget_sums(tf_executor* executor);
+// Weights that are in the state and wait for their job's release.
+TF_PUBLIC int64_t tf_hold_back(tf_executor* executor, int64_t job, int64_t bucket);
+TF_PUBLIC int64_t tf_take_unsent(tf_executor* executor, int64_t bucket);  // such a task is given up; -1: there is none
+TF_PUBLIC void tf_reset(tf_executor* executor, int64_t job_number);       // nothing is under way: count from here
+
+// Tasks whose gradients the executor does not need any more (event: when its last copy has ended; NULL: it has); how
+// many of at most max_tasks.
+TF_PUBLIC int64_t tf_released(tf_executor* executor, int64_t* tasks, tf_event** events, int64_t max_tasks);
+TF_PUBLIC int32_t tf_will_release(tf_executor* executor);  // whether more will come whatever the caller does
+TF_PUBLIC int32_t tf_wait_released(tf_executor* executor, double timeout_s);
+TF_PUBLIC const void* tf_task_grads(tf_executor* executor, int64_t task);  // waits for them; NULL: not on the host
+
+// Until the weights of these buckets that are due are on their way; then `streams` wait until they are there, or, where
+// there are none, the caller does. The seconds that the caller was blocked before; -1 as above.
+TF_PUBLIC double tf_hold(tf_executor* executor, const int64_t* buckets, int64_t num_buckets, void* const* streams,
+                         int64_t num_streams);
+TF_PUBLIC int32_t tf_wait_shown(tf_executor* executor, const int64_t* buckets, int64_t num_buckets);
+TF_PUBLIC int32_t tf_wait_weights(tf_executor* executor, const int64_t* buckets, int64_t num_buckets);
+TF_PUBLIC int32_t tf_wait_sent(tf_executor* executor, int64_t bucket, int64_t job_number, double timeout_s);  // 0: late
+
+TF_PUBLIC int64_t tf_fetch(tf_executor* executor, const tf_fetch_item* items, int64_t num_items, const tf_event* after);
+TF_PUBLIC tf_event* tf_fetch_wait(tf_executor* executor, int64_t fetch);  // until it is queued; when it will be there
+
+// For an optimizer in Python: the next update, 1; 0 after the time is up.
+TF_PUBLIC int32_t tf_next_update(tf_executor* executor, double timeout_s, tf_update_task* task, uint8_t* present);
+TF_PUBLIC void tf_finish_update(tf_executor* executor, int64_t task, void* const* weights);
+
 // Ask for huge pages under a buffer that has not been touched yet; a hint, never an error.
 TF_PUBLIC void tf_advise_huge(void* buffer, int64_t num_bytes);
 

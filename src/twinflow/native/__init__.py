@@ -1,4 +1,6 @@
-"""The host kernels: a torch-free C++ library bound with ctypes, and torch references where it is missing."""
+"""The native library: host kernels, with torch references where it is missing, and the executor of offloaded training.
+
+It is C++ without torch, bound with ctypes."""
 
 from twinflow.native.kernels import (
     Addresses,

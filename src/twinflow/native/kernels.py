@@ -1,4 +1,5 @@
-"""One Python function for each native kernel; where the library is missing, the torch reference of rules/ runs.
+"""One Python function for each native kernel; where the library is missing, the torch reference of rules/ runs. That is
+enough for the host optimizers of optim/. Offloaded training needs the library (executor.py).
 
 Arguments are checked before anything is touched. A call releases the GIL for as long as it works.
 """
@@ -24,8 +25,8 @@ from twinflow.rules.formats import Key
 from twinflow.rules.rule import Hyper
 from twinflow.rules.segment import Segment, Store, check_segment
 
-_DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-_FORMATS = {"fp32": 0, "bf16": 1, "int8": 2}
+DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+FORMAT_CODES = {"fp32": 0, "bf16": 1, "int8": 2}
 
 
 def update(segments: Sequence[Segment], check: bool = True) -> None:
@@ -110,11 +111,11 @@ def _addresses(segment: Segment) -> Addresses:
 
 
 def _fill(entry: CSegment, segment: Addresses) -> None:
-    entry.grad, entry.numel, entry.grad_type = segment.grad, segment.numel, _DTYPES[segment.grad_dtype]
-    entry.rule, entry.format = segment.rule.code, _FORMATS[segment.format]
+    entry.grad, entry.numel, entry.grad_type = segment.grad, segment.numel, DTYPE_CODES[segment.grad_dtype]
+    entry.rule, entry.format = segment.rule.code, FORMAT_CODES[segment.format]
     entry.first_index, entry.factor, entry.key = segment.first_index, segment.factor, segment.key
     entry.hyper[: len(segment.hyper)] = segment.hyper
-    entry.weight_type = _DTYPES[segment.weight_dtype] if segment.weight_dtype is not None else 0
+    entry.weight_type = DTYPE_CODES[segment.weight_dtype] if segment.weight_dtype is not None else 0
     entry.split_master = segment.is_split
     entry.weight_in, entry.master_in, entry.state_in, entry.scale_in = segment.read
     entry.weight, entry.master, entry.state, entry.scale = segment.write
@@ -135,7 +136,7 @@ def sum_squares(tensors: Sequence[Tensor]) -> list[float]:
     library.tf_sum_squares(
         (ctypes.c_void_p * count)(*(t.data_ptr() for t in tensors)),
         (ctypes.c_int64 * count)(*(t.numel() for t in tensors)),
-        (ctypes.c_int32 * count)(*(_DTYPES[t.dtype] for t in tensors)),
+        (ctypes.c_int32 * count)(*(DTYPE_CODES[t.dtype] for t in tensors)),
         count,
         sums,
     )
@@ -149,7 +150,7 @@ def accumulate(into: Tensor, values: Tensor) -> None:
     library = load().library
     if library is None:
         return reference.accumulate(into, values)
-    library.tf_accumulate(into.data_ptr(), values.data_ptr(), _DTYPES[values.dtype], into.numel())
+    library.tf_accumulate(into.data_ptr(), values.data_ptr(), DTYPE_CODES[values.dtype], into.numel())
 
 
 def cast(into: Tensor, values: Tensor) -> None:
@@ -159,7 +160,9 @@ def cast(into: Tensor, values: Tensor) -> None:
     library = load().library
     if library is None:
         return reference.cast(into, values)
-    library.tf_cast(into.data_ptr(), _DTYPES[into.dtype], values.data_ptr(), _DTYPES[values.dtype], into.numel())
+    library.tf_cast(
+        into.data_ptr(), DTYPE_CODES[into.dtype], values.data_ptr(), DTYPE_CODES[values.dtype], into.numel()
+    )
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:

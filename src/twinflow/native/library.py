@@ -19,7 +19,7 @@ from twinflow.errors import bad_value
 from twinflow.native.threads import default_threads
 from twinflow.rules import RULES
 
-API_VERSION = 3
+API_VERSION = 4
 FILE_NAME = "libtwinflow.so"
 
 
@@ -105,11 +105,16 @@ class Loaded:
 
 @functools.cache
 def load() -> Loaded:
-    """Load once per process. Without a usable library the torch references run, and one line on stderr says so."""
+    """Load once per process. Without a usable library host optimizers use the torch references, offloaded training
+    raises (`executor_library`), and one line on stderr says so."""
     path = find_library(os.environ)
     loaded = open_library(path)
     if loaded.library is None:
-        print(f"twinflow: native kernels are off, using slower torch references ({loaded.problem})", file=sys.stderr)
+        print(
+            f"twinflow: the native library is missing ({loaded.problem}). Host optimizers use slower torch references; "
+            "offloaded training is not possible",
+            file=sys.stderr,
+        )
         return loaded
     loaded.library.tf_set_threads(default_threads(os.environ))
     isa = os.environ.get("TWINFLOW_ISA")

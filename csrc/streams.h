@@ -1,0 +1,86 @@
+// Streams that copy, and events that order them: on a GPU through the CUDA driver, which is loaded when it is first
+// needed, and on a machine without one as threads. Both follow the same rules, so that the executor has one code path,
+// and a test on a CPU can delay any stream.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace tf {
+
+// A point in a stream's work.
+class Event {
+ public:
+  enum State { kFailed = -1, kPending = 0, kDone = 1 };
+  virtual ~Event() = default;
+  virtual State state() = 0;
+  virtual State wait() = 0;  // blocks the calling thread until the state is not kPending
+};
+using EventRef = std::shared_ptr<Event>;
+
+// What a stream or a thread did, and when, in seconds of the monotonic clock (Python's time.perf_counter).
+struct Span {
+  int32_t kind;
+  int32_t bucket;
+  double start_s;
+  double end_s;
+};
+
+// Spans come from several threads. Nothing is kept unless recording is on.
+class SpanLog {
+ public:
+  void set_enabled(bool enabled);
+  bool enabled() const { return enabled_; }
+  void add(const Span& span);
+  std::vector<Span> take();
+
+ private:
+  std::mutex mutex_;
+  std::vector<Span> spans_;
+  volatile bool enabled_ = false;
+};
+
+// Copies in order, beside other streams.
+class Stream {
+ public:
+  virtual ~Stream() = default;
+  virtual void wait(const EventRef& event) = 0;
+  virtual void copy(void* into, const void* from, size_t num_bytes) = 0;
+  virtual EventRef record() = 0;
+  virtual void set_delay(double seconds) = 0;  // before each span's copies; for tests
+  // The copies between these two calls are one span of the log.
+  virtual void begin_span() = 0;
+  virtual void end_span(int32_t kind, int32_t bucket) = 0;
+  // Moves spans that the device has finished to the log. `anchor` is an event whose moment is `anchor_s`.
+  virtual void flush_spans(void* anchor, double anchor_s) = 0;
+};
+
+// Where streams and page-locked memory come from.
+class Driver {
+ public:
+  virtual ~Driver() = default;
+  virtual std::unique_ptr<Stream> new_stream(SpanLog* log) = 0;
+  virtual void* new_pinned(size_t num_bytes, bool* is_locked) = 0;  // nullptr where there is no memory
+  virtual void free_pinned(void* buffer, size_t num_bytes, bool is_locked) = 0;
+  virtual void enter_thread() = 0;                             // called once by every thread of ours that uses streams
+  virtual void hold(void* stream, const EventRef& event) = 0;  // a stream of the caller's waits; null: the caller does
+};
+
+std::shared_ptr<Driver> new_thread_driver();
+// Nullptr where the CUDA driver cannot be loaded or has no such device.
+std::shared_ptr<Driver> new_cuda_driver(int32_t device);
+
+double now_s();
+
+// Of the calling thread, for debuggers and for tests that count ours; 15 characters at most.
+void name_thread(const char* name);
+
+}  // namespace tf
+
+// What Python holds of an event.
+struct tf_event {
+  tf::EventRef ref;
+};

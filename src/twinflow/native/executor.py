@@ -1,0 +1,260 @@
+"""The executor of csrc/executor.cpp and its events, as ctypes sees them: structures and functions of csrc/api.h.
+
+Functions that only look or submit are called with the interpreter lock held: they take about a microsecond, and giving
+the lock away could cost milliseconds. Functions that may block give it away.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_void_p
+from pathlib import Path
+from typing import Any
+
+from twinflow.native.library import load
+
+
+class CSettings(Structure):
+    """tf_settings."""
+
+    _fields_ = (
+        ("device", c_int32),
+        ("holds_on_host", c_int32),
+        ("sums_on_host", c_int32),
+        ("is_external", c_int32),
+        ("slot_bytes", c_int64),
+        ("num_slots", c_int32),
+        ("num_weight_slots", c_int32),
+    )
+
+
+class CSlice(Structure):
+    """tf_slice."""
+
+    _fields_ = (
+        ("offset", c_int64),
+        ("numel", c_int64),
+        ("first_index", c_int64),
+        ("target", c_void_p),
+        ("group", c_int32),
+        ("param", c_uint32),
+    )
+
+
+class CBucket(Structure):
+    """tf_bucket."""
+
+    _fields_ = (
+        ("numel", c_int64),
+        ("layout", c_int64),
+        ("slices", POINTER(CSlice)),
+        ("steps", POINTER(c_int64)),
+        ("num_slices", c_int32),
+        ("type", c_int32),
+        ("rule", c_int32),
+        ("format", c_int32),
+        ("is_split", c_int32),
+        ("is_shared", c_int32),
+        ("has_weight_slots", c_int32),
+    )
+
+
+class CPointers(Structure):
+    """tf_pointers."""
+
+    _fields_ = (("weight", c_void_p), ("master", c_void_p), ("state", c_void_p * 2), ("scale", c_void_p * 2))
+
+
+class CJob(Structure):
+    """tf_job."""
+
+    _fields_ = (
+        ("number", c_int64),
+        ("scale", c_double),
+        ("max_norm", c_double),
+        ("skips", c_int32),
+        ("has_limits", c_int32),
+        ("is_delayed", c_int32),
+        ("is_part", c_int32),
+        ("runs_ahead", c_int32),
+    )
+
+
+class CHyper(Structure):
+    """tf_hyper."""
+
+    _fields_ = (("step", c_int64), ("group", c_int32), ("sign", c_float), ("hyper", c_float * 7))
+
+
+class CSource(Structure):
+    """tf_source."""
+
+    _fields_ = (("from_", c_void_p), ("offset", c_int64), ("numel", c_int64))
+
+
+class CDecision(Structure):
+    """tf_decision."""
+
+    _fields_ = (
+        ("norm", c_double),
+        ("factor", c_double),
+        ("skip", c_int32),
+        ("clipped", c_int32),
+        ("num_ahead", c_int32),
+        ("num_dropped", c_int32),
+        ("num_waiting", c_int32),
+    )
+
+
+class CUpdateTask(Structure):
+    """tf_update_task."""
+
+    _fields_ = (
+        ("task", c_int64),
+        ("bucket", c_int64),
+        ("factor", c_double),
+        ("grads", c_void_p),
+        ("weight_slot", c_void_p),
+    )
+
+
+class CFetchItem(Structure):
+    """tf_fetch_item."""
+
+    _fields_ = (("bucket", c_int64), ("from_", c_void_p), ("into", c_void_p), ("num_bytes", c_int64))
+
+
+class CCounters(Structure):
+    """tf_counters."""
+
+    _fields_ = (
+        ("busy_s", c_double),
+        ("bytes_out", c_int64),
+        ("bytes_back", c_int64),
+        ("bytes_fetched", c_int64),
+        ("num_slots", c_int64),
+        ("num_weight_slots", c_int64),
+        ("num_unlocked", c_int64),
+    )
+
+
+class CSpan(Structure):
+    """tf_span."""
+
+    _fields_ = (("kind", c_int32), ("bucket", c_int32), ("start_s", c_double), ("end_s", c_double))
+
+
+_EXECUTOR = c_void_p
+_EVENT = c_void_p
+_QUICK: dict[str, tuple[list[object], object]] = {
+    "tf_event_new": ([], _EVENT),
+    "tf_event_signal": ([_EVENT, c_int32], None),
+    "tf_event_record": ([c_int32, c_void_p], _EVENT),
+    "tf_event_hold": ([_EVENT, c_void_p], None),
+    "tf_event_state": ([_EVENT], c_int32),
+    "tf_event_free": ([_EVENT], None),
+    "tf_has_cuda": ([], c_int32),
+    "tf_executor_new": ([POINTER(CSettings)], _EXECUTOR),
+    "tf_executor_fail": ([_EXECUTOR], None),
+    "tf_executor_state": ([_EXECUTOR], c_int32),
+    "tf_executor_disable": ([_EXECUTOR, c_int32], None),
+    "tf_executor_delay": ([_EXECUTOR, c_int32, c_double], None),
+    "tf_executor_counters": ([_EXECUTOR, POINTER(CCounters)], None),
+    "tf_executor_record_spans": ([_EXECUTOR, c_int32], None),
+    "tf_store_new": ([_EXECUTOR, POINTER(CPointers), c_int64], c_int64),
+    "tf_store_free": ([_EXECUTOR, c_int64], None),
+    "tf_store_add_spare": ([_EXECUTOR, c_int64, c_int64], None),
+    "tf_store_take_spare": ([_EXECUTOR, c_int64], c_int64),
+    "tf_store_missing": ([_EXECUTOR, POINTER(c_int64), c_int64], c_int64),
+    "tf_bucket_set": ([_EXECUTOR, c_int64, POINTER(CBucket), c_int64], None),
+    "tf_bucket_store": ([_EXECUTOR, c_int64], c_int64),
+    "tf_bucket_set_deadline": ([_EXECUTOR, c_int64, c_int64], None),
+    "tf_bucket_set_total": ([_EXECUTOR, c_int64, c_void_p], None),
+    "tf_bucket_added": ([_EXECUTOR, c_int64, POINTER(c_uint8)], c_int64),
+    "tf_bucket_set_due": ([_EXECUTOR, c_int64, c_int64], None),
+    "tf_bucket_due": ([_EXECUTOR, c_int64], c_int64),
+    "tf_bucket_shown": ([_EXECUTOR, c_int64], c_int64),
+    "tf_bucket_note_updated": ([_EXECUTOR, c_int64, c_int64], None),
+    "tf_bucket_set_unsent": ([_EXECUTOR, c_int64, c_int64], None),
+    "tf_bucket_note_sent": ([_EXECUTOR, c_int64, c_int64, _EVENT], None),
+    "tf_bucket_note_published": ([_EXECUTOR, c_int64, c_int64, _EVENT], None),
+    "tf_bucket_sent_event": ([_EXECUTOR, c_int64], _EVENT),
+    "tf_bucket_published_event": ([_EXECUTOR, c_int64], _EVENT),
+    "tf_bucket_freeze": ([_EXECUTOR, c_int64, c_int32], None),
+    "tf_job_new": ([_EXECUTOR, POINTER(CJob)], c_int64),
+    "tf_job_free": ([_EXECUTOR, c_int64], None),
+    "tf_job_add_hypers": ([_EXECUTOR, c_int64, POINTER(CHyper), c_int64], None),
+    "tf_submit": (
+        [_EXECUTOR, c_int64, c_int64, POINTER(CSource), c_int64, POINTER(c_uint8), _EVENT, c_int32, c_int32],
+        c_int64,
+    ),
+    "tf_submit_sum": ([_EXECUTOR, c_int64, c_int64], c_int64),
+    "tf_agree": ([_EXECUTOR, c_int64, POINTER(c_uint8)], None),
+    "tf_job_close": ([_EXECUTOR, c_int64, c_void_p, _EVENT], None),
+    "tf_job_close_sums": ([_EXECUTOR, c_int64, c_void_p, c_int64, _EVENT], None),
+    "tf_job_set_norms": ([_EXECUTOR, c_int64, c_void_p], None),
+    "tf_job_decide": ([_EXECUTOR, c_int64, c_double, c_double, c_int32, c_int32], None),
+    "tf_job_drop": ([_EXECUTOR, c_int64], None),
+    "tf_job_release": ([_EXECUTOR, c_int64, _EVENT], None),
+    "tf_job_decision": ([_EXECUTOR, c_int64, POINTER(CDecision)], c_int32),
+    "tf_job_is_done": ([_EXECUTOR, c_int64], c_int32),
+    "tf_forget_sums": ([_EXECUTOR], None),
+    "tf_take_unsent": ([_EXECUTOR, c_int64], c_int64),
+    "tf_reset": ([_EXECUTOR, c_int64], None),
+    "tf_released": ([_EXECUTOR, POINTER(c_int64), POINTER(c_void_p), c_int64], c_int64),
+    "tf_will_release": ([_EXECUTOR], c_int32),
+    "tf_fetch": ([_EXECUTOR, POINTER(CFetchItem), c_int64, _EVENT], c_int64),
+    "tf_finish_update": ([_EXECUTOR, c_int64, POINTER(c_void_p)], None),
+}
+_BLOCKING: dict[str, tuple[list[object], object]] = {
+    "tf_event_wait": ([_EVENT], c_int32),
+    "tf_executor_close": ([_EXECUTOR], None),
+    "tf_executor_free_slots": ([_EXECUTOR], None),
+    "tf_executor_free": ([_EXECUTOR], None),
+    "tf_executor_spans": ([_EXECUTOR, c_void_p, c_double, POINTER(CSpan), c_int64], c_int64),
+    "tf_executor_resize": ([_EXECUTOR, c_int32, c_int32, c_int32, c_int32], None),
+    "tf_executor_add_weight_slots": ([_EXECUTOR, c_int32], None),
+    "tf_next_wanted": ([_EXECUTOR, c_double], c_int64),
+    "tf_job_wait_decision": ([_EXECUTOR, c_int64], c_int32),
+    "tf_job_wait_done": ([_EXECUTOR, c_int64], c_int32),
+    "tf_job_wait_summed": ([_EXECUTOR, c_int64], c_int32),
+    "tf_wait_sums": ([_EXECUTOR], c_int32),
+    "tf_hold_back": ([_EXECUTOR, c_int64, c_int64], c_int64),
+    "tf_wait_released": ([_EXECUTOR, c_double], c_int32),
+    "tf_task_grads": ([_EXECUTOR, c_int64], c_void_p),
+    "tf_hold": ([_EXECUTOR, POINTER(c_int64), c_int64, POINTER(c_void_p), c_int64], c_double),
+    "tf_wait_shown": ([_EXECUTOR, POINTER(c_int64), c_int64], c_int32),
+    "tf_wait_weights": ([_EXECUTOR, POINTER(c_int64), c_int64], c_int32),
+    "tf_wait_sent": ([_EXECUTOR, c_int64, c_int64, c_double], c_int32),
+    "tf_fetch_wait": ([_EXECUTOR, c_int64], _EVENT),
+    "tf_next_update": ([_EXECUTOR, c_double, POINTER(CUpdateTask), POINTER(c_uint8)], c_int32),
+}
+
+
+class ExecutorLibrary:
+    """The functions, as attributes of their C names."""
+
+    def __init__(self, path: Path) -> None:
+        for library, functions in ((ctypes.PyDLL(str(path)), _QUICK), (ctypes.CDLL(str(path)), _BLOCKING)):
+            for name, (arguments, result) in functions.items():
+                function = getattr(library, name)
+                function.argtypes = arguments
+                function.restype = result
+                setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        raise AttributeError(name)
+
+
+@functools.cache
+def executor_library() -> ExecutorLibrary:
+    """Raises where the native library is missing: host updates beside the model's work need it."""
+    loaded = load()
+    if loaded.library is None or loaded.path is None:
+        raise RuntimeError(
+            f"The native library is missing ({loaded.problem}), and offloaded training needs it. Reinstall twinflow "
+            "from a wheel, or on a machine with a C++17 compiler; `twinflow doctor` says what is wrong"
+        )
+    return ExecutorLibrary(loaded.path)
