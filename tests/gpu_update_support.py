@@ -208,7 +208,14 @@ def run_case(case: Case, device: str, numels: Sequence[int] = SMALL) -> None:
     for step in range(1, 2 if case.kind == "bits" else 4):
         host_grads, numbers = make_grads(case, start, step), make_numbers(case, start, step)
         grads = host_grads.to(device)
-        fused(ours.store, grads, numbers)
+        if step == 2:  # a decision on the device: half of the factor; before that a step that is skipped
+            fused(ours.store, grads, numbers, torch.tensor([1.0, 0.5, 1.0], dtype=torch.float64, device=device))
+            if device != "cpu":
+                torch.cuda.synchronize()
+            fused(ours.store, grads, numbers, torch.tensor([1.0, 0.5, 0.0], dtype=torch.float64, device=device))
+            numbers = {i: own._replace(factor=own.factor * 0.5) for i, own in numbers.items()}
+        else:
+            fused(ours.store, grads, numbers)
         reference.update(truth(reference_there, grads, numbers))
         if device != "cpu":
             torch.cuda.synchronize()  # as FusedUpdate wants it before the next call

@@ -77,7 +77,7 @@ def test_memory_is_that_of_a_few_blocks() -> None:
         optimizer.zero_grad()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
-    gradients = optimizer.runtime.board.flats.num_bytes
+    gradients = optimizer.runtime.executor.flats.num_bytes
     assert peak < root_bytes + 6 * block_bytes + gradients + (64 << 20)
     assert peak < 12 * block_bytes + gradients
     optimizer.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gpu.test_twin import batch, model_of, train
 
-from twinflow.offload import between
+from twinflow.offload import reconfigure
 from twinflow.offload.plan import RESIDENT
 from twinflow.optim.twin import Tuning, TwinOptimizer
 
@@ -105,8 +105,8 @@ def test_auto_chooses_moves_and_changes_no_bit(
     for bucket in list(optimizer.runtime.buckets):  # every bucket there and back
         optimizer.wait()
         optimizer.runtime.wait_for_copies()
-        between.move(optimizer.runtime, bucket, RESIDENT)
-        between.move(optimizer.runtime, bucket, "host")
+        reconfigure.move(optimizer.runtime, bucket, RESIDENT)
+        reconfigure.move(optimizer.runtime, bucket, "host")
     model(*batch(0)).loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -13,7 +13,7 @@ import torch
 from support import OPTIONS
 
 from twinflow.gpu import FusedUpdate, Numbers, Piece, collect, is_available
-from twinflow.offload import gather
+from twinflow.offload import pack_gradients
 from twinflow.rules import RULES, reference
 from twinflow.rules.formats import rounding_key
 from twinflow.rules.segment import Segment, Store
@@ -69,7 +69,7 @@ def test_rows_of_a_large_bucket() -> None:
     assert torch.equal(rows, collect.row_norms(flat))
     norms = torch.zeros(2, dtype=torch.float64, device="cuda")
     collect.norm_of(norms[0], rows)
-    gather.measure(norms[1], flat)
+    pack_gradients.measure(norms[1], flat)
     assert norms[0] == norms[1]
     torch.testing.assert_close(norms[0], values.double().norm(), rtol=1e-6, atol=0)
 

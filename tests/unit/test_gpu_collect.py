@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from twinflow.gpu import collect
-from twinflow.offload import gather
+from twinflow.offload import pack_gradients
 from twinflow.offload.plan import BucketPlan, ParamSpec, Slice, plan_buckets
 from twinflow.optim.twin import Tuning, TwinOptimizer
 
@@ -87,7 +87,7 @@ def strided(grad: Tensor) -> Tensor:
     return room[:, 0]
 
 
-def pieces_of(pairs: Sequence[tuple[Slice, Tensor]], is_first: bool = True) -> list[gather.Piece]:
+def pieces_of(pairs: Sequence[tuple[Slice, Tensor]], is_first: bool = True) -> list[pack_gradients.Piece]:
     return [(cut, values, is_first) for cut, values in pairs]
 
 
@@ -98,22 +98,22 @@ def ways(plan: BucketPlan, grads: list[Tensor], device: str) -> dict[str, Callab
     zeros = [(s, torch.zeros_like(grad)) for s, grad in whole]
 
     def twice(flat: Tensor) -> None:
-        gather.add(flat, pieces_of(zeros))
-        gather.add(flat, pieces_of(whole, is_first=False))
+        pack_gradients.add(flat, pieces_of(zeros))
+        pack_gradients.add(flat, pieces_of(whole, is_first=False))
 
     def twice_apart(flat: Tensor) -> None:
-        gather.add(flat, pieces_of(zeros))
-        gather.add(flat, pieces_of(apart, is_first=False))
+        pack_gradients.add(flat, pieces_of(zeros))
+        pack_gradients.add(flat, pieces_of(apart, is_first=False))
 
     return {
-        "whole": lambda flat: gather.add(flat, pieces_of(whole)),
-        "in parts": lambda flat: gather.add(flat, pieces_of(parts)),
-        "strided": lambda flat: gather.add(flat, pieces_of(apart)),
+        "whole": lambda flat: pack_gradients.add(flat, pieces_of(whole)),
+        "in parts": lambda flat: pack_gradients.add(flat, pieces_of(parts)),
+        "strided": lambda flat: pack_gradients.add(flat, pieces_of(apart)),
         "added": twice,
         "added, strided": twice_apart,
-        "last": lambda flat: gather.add_last(flat, totals(plan, None, device), pieces_of(whole)),
-        "last, in parts": lambda flat: gather.add_last(flat, totals(plan, None, device), pieces_of(parts)),
-        "cast": lambda flat: gather.cast(flat, totals(plan, grads, device), plan.slices),
+        "last": lambda flat: pack_gradients.add_last(flat, totals(plan, None, device), pieces_of(whole)),
+        "last, in parts": lambda flat: pack_gradients.add_last(flat, totals(plan, None, device), pieces_of(parts)),
+        "cast": lambda flat: pack_gradients.cast(flat, totals(plan, grads, device), plan.slices),
     }
 
 
@@ -138,17 +138,23 @@ def check_ways(device: str, flat_dtype: torch.dtype, grad_dtype: torch.dtype) ->
         collect.put_norms(rows, 0, flat)
         same(rows, collect.row_norms(flat), f"{name}: rows")
         norms[name] = torch.full((), math.nan, dtype=torch.float64, device=device)
-        gather.measure(norms[name], flat)
+        pack_gradients.measure(norms[name], flat)
     sources = [(s.offset, expected[s.offset : s.offset + s.numel]) for s in plan.slices]
     for name, measure in {
-        "measured": partial(gather.measure, flat=expected),
-        "measured in parts": partial(gather.measure_parts, sources=sources, numel=plan.numel),
+        "measured": partial(pack_gradients.measure, flat=expected),
+        "measured in parts": partial(pack_gradients.measure_parts, sources=sources, numel=plan.numel),
         "measured apart": partial(
-            gather.measure_parts, sources=[(at, strided(x)) for at, x in sources], numel=plan.numel
+            pack_gradients.measure_parts, sources=[(at, strided(x)) for at, x in sources], numel=plan.numel
         ),
     }.items():
         norms[name] = torch.full((), math.nan, dtype=torch.float64, device=device)
         measure(norms[name])
+    several = torch.full((4,), math.nan, dtype=torch.float64, device=device)
+    other = torch.ones(128, dtype=flat_dtype, device=device)
+    pack_gradients.measure_many(several, [(2, other), (0, expected), (3, expected.clone())])
+    norms |= {"measured with others": several[0], "measured after others": several[3]}
+    assert several.isnan().tolist() == [False, True, False, False]
+    assert math.isclose(several[2].item(), math.sqrt(128), rel_tol=1e-6)
     found = {name: norm.item() for name, norm in norms.items()}
     assert len(set(found.values())) == 1, found
     truth = expected.double().norm().item()
@@ -161,9 +167,9 @@ def check_sums(device: str, flat_dtype: torch.dtype, grad_dtype: torch.dtype) ->
     first, second = (make_grads(plan, grad_dtype, device, seed) for seed in (1, 2))
     last, added = fresh(plan, device)[0], fresh(plan, device)[0]
     seconds = list(zip(plan.slices, second, strict=True))
-    gather.add_last(last, totals(plan, first, device), pieces_of(seconds))
-    gather.add(added, pieces_of(list(zip(plan.slices, first, strict=True))))
-    gather.add(added, pieces_of(seconds, is_first=False))
+    pack_gradients.add_last(last, totals(plan, first, device), pieces_of(seconds))
+    pack_gradients.add(added, pieces_of(list(zip(plan.slices, first, strict=True))))
+    pack_gradients.add(added, pieces_of(seconds, is_first=False))
     for cut, a, b in zip(plan.slices, first, second, strict=True):
         where = slice(cut.offset, cut.offset + cut.numel)
         same(last[where], (a.float() + b).to(flat_dtype), "last")
@@ -175,7 +181,7 @@ def check_missing(device: str) -> None:
     plan = plan_of(BF16)
     grads, present = make_grads(plan, BF16, device), (1, 3, 4)
     norm = torch.zeros((), dtype=torch.float64, device=device)
-    gather.measure_parts(norm, [(plan.slices[i].offset, grads[i]) for i in present], plan.numel)
+    pack_gradients.measure_parts(norm, [(plan.slices[i].offset, grads[i]) for i in present], plan.numel)
     truth = math.sqrt(sum(grads[i].double().square().sum().item() for i in present))
     assert math.isclose(norm.item(), truth, rel_tol=1e-6)
 
@@ -187,9 +193,9 @@ def check_bad_numbers(device: str) -> None:
         grads = make_grads(plan, BF16, device)
         grads[4][4999] = value
         flat, _ = fresh(plan, device)
-        gather.put(flat, pieces_of(list(zip(plan.slices, grads, strict=True))))
+        pack_gradients.put(flat, pieces_of(list(zip(plan.slices, grads, strict=True))))
         norm = torch.zeros((), dtype=torch.float64, device=device)
-        gather.measure(norm, flat)
+        pack_gradients.measure(norm, flat)
         assert math.isnan(norm.item()) if math.isnan(value) else norm.item() == math.inf, (value, norm)
 
 

@@ -126,7 +126,7 @@ def compiled(
     state = {"fp32": "*fp32", "bf16": "*i16", "int8": "*u8"}[format]
     master = {"split": "*i16", "fp16": "*fp32", "fp32": None}[weight]
     states = [state if name else None for name in RULES[rule].states]
-    types = ["*i64", "*i32", "*i16", master, *states, *["*fp32" if format == "int8" else None] * 2, "i32"]
+    types = ["*i64", "*i32", "*fp64", "*i16", master, *states, *["*fp32" if format == "int8" else None] * 2, "i32"]
     constants = [rule, format, weight, 16, 4096 if is_bounded else 1024, is_bounded]
     signature = {
         name: kind or "constexpr"

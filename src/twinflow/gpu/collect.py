@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from twinflow.rules.formats import BLOCK
 
 TILE = 4096  # elements of one program
 _WARPS = 8  # of 32 threads: sixteen elements for each thread, two wide loads of bf16
+_CHUNK = 4096  # rows that are added up at a time
+_NORM_WARPS = 16
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -43,7 +47,8 @@ def put_norms(rows: Tensor, offset: int, values: Tensor) -> None:
     """Norms of the blocks of a slice that starts at `offset` in its bucket; its values may lie anywhere."""
     from twinflow.gpu.collect_kernel import collect
 
-    values = values.contiguous()
+    if not values.is_contiguous():
+        values = values.contiguous()
     numel = values.numel()
     # The kernel writes wherever it is told to: our mistakes have to end here.
     assert offset % BLOCK == 0 and -(-(offset + numel) // BLOCK) <= rows.numel(), (offset, numel, rows.shape)
@@ -51,7 +56,7 @@ def put_norms(rows: Tensor, offset: int, values: Tensor) -> None:
     assert values.dtype in _DTYPES, values.dtype
     if numel == 0:
         return
-    with torch.cuda.device(rows.device if rows.is_cuda else -1):  # -1 changes nothing
+    with _on(rows):
         collect[(-(-numel // TILE),)](
             values,
             rows,
@@ -65,7 +70,44 @@ def put_norms(rows: Tensor, offset: int, values: Tensor) -> None:
 
 def norm_of(norm: Tensor, rows: Tensor) -> None:
     """The bucket's norm from those of its blocks, into a scalar in fp64."""
-    torch.linalg.vector_norm(rows, dtype=torch.float64, out=norm)
+    from twinflow.gpu import collect_kernel
+
+    assert norm.dtype == torch.float64 and rows.dtype == torch.float32 and norm.device == rows.device, norm.dtype
+    with _on(rows):
+        collect_kernel.norm[(1,)](rows, rows.numel(), norm, CHUNK=_CHUNK, num_warps=_NORM_WARPS, enable_fp_fusion=False)
+
+
+def measure_many(norms: Tensor, flats: Sequence[tuple[int, Tensor]]) -> None:
+    """The norms of whole buckets, each into an element of `norms`: two launches for all of them. The bits are those of
+    `put_norms` and `norm_of`."""
+    from twinflow.gpu import collect_kernel
+
+    flat = flats[0][1]
+    table = torch.empty(len(flats), 4, dtype=torch.int64, pin_memory=norms.is_cuda)
+    entries = table.numpy()
+    total = 0
+    for row, (index, one) in enumerate(flats):
+        assert one.is_contiguous() and one.dtype == flat.dtype and one.numel() % BLOCK == 0, (one.dtype, one.shape)
+        assert one.data_ptr() % 16 == 0 and one.device == norms.device, (one.data_ptr(), one.device)
+        entries[row] = one.data_ptr(), one.numel(), total, index
+        total += one.numel()
+    there = table.to(norms.device, non_blocking=True)
+    rows = torch.empty(total // BLOCK, dtype=torch.float32, device=norms.device)
+    num_tiles = -(-max(one.numel() for _, one in flats) // TILE)
+    element = collect_kernel.ELEMENTS[flat.dtype]
+    with _on(norms):
+        collect_kernel.collect_many[(num_tiles, len(flats))](
+            there, rows, ELEMENT=element, TILE=TILE, num_warps=_WARPS, enable_fp_fusion=False
+        )
+        collect_kernel.norm_many[(len(flats),)](
+            there, rows, norms, CHUNK=_CHUNK, num_warps=_NORM_WARPS, enable_fp_fusion=False
+        )
+
+
+def _on(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device: nothing to do where that is the tensor's, as nearly always."""
+    is_elsewhere = tensor.is_cuda and torch.cuda.current_device() != tensor.device.index
+    return torch.cuda.device(tensor.device) if is_elsewhere else nullcontext()
 
 
 def row_norms(flat: Tensor) -> Tensor:

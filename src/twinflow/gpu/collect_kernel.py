@@ -7,12 +7,15 @@ whatever dtype was read and whichever threads held it: `row_norms` in collect.py
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from twinflow.gpu.codecs import BLOCK, from_bf16
 
 LEVELS = tl.constexpr(7)  # 2**7 elements in a block
+ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+TABLE_COLUMNS = tl.constexpr(4)  # int64: address, elements, where the norms begin, which norm it is
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -31,6 +34,51 @@ def collect(
         _collect_tile(values, rows, at, start, numel, TILE, False)
     else:
         _collect_tile(values, rows, at, start, numel, TILE, True)
+
+
+@triton.jit
+def collect_many(
+    table: tl.tensor,
+    rows: tl.tensor,
+    ELEMENT: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """The same for several buffers: a row of the table has the address of one (a multiple of 16), its elements, and
+    where its norms begin, counted in elements. A tile for each program, a buffer for each row of programs."""
+    own = table + tl.program_id(1).to(tl.int64) * TABLE_COLUMNS
+    numel = tl.load(own + 1)
+    start = tl.program_id(0).to(tl.int64) * TILE
+    if start < numel:
+        values = tl.multiple_of(tl.load(own).to(tl.pointer_type(ELEMENT)), 16)
+        at = tl.load(own + 2)
+        if start + TILE <= numel:
+            _collect_tile(values, rows, at, start, numel, TILE, False)
+        else:
+            _collect_tile(values, rows, at, start, numel, TILE, True)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def norm(rows: tl.tensor, num_rows: tl.tensor, into: tl.tensor, CHUNK: tl.constexpr) -> None:
+    """The fp64 norm of all rows of one buffer."""
+    tl.store(into, _norm(rows, num_rows, CHUNK))
+
+
+@triton.jit
+def norm_many(table: tl.tensor, rows: tl.tensor, norms: tl.tensor, CHUNK: tl.constexpr) -> None:
+    """The same for each buffer of a table, into the element of `norms` that its last column says."""
+    own = table + tl.program_id(0).to(tl.int64) * TABLE_COLUMNS
+    found = _norm(rows + tl.load(own + 2) // BLOCK, tl.load(own + 1) // BLOCK, CHUNK)
+    tl.store(norms + tl.load(own + 3), found)
+
+
+@triton.jit
+def _norm(rows: tl.tensor, num_rows: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
+    index = tl.arange(0, CHUNK)
+    total = tl.zeros([CHUNK], tl.float64)
+    for start in range(0, num_rows, CHUNK):
+        x = tl.load(rows + start + index, mask=start + index < num_rows, other=0.0).to(tl.float64)
+        total += x * x
+    return tl.sqrt(tl.sum(total, axis=0))
 
 
 @triton.jit

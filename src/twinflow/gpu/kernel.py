@@ -40,6 +40,7 @@ HYPER = tl.constexpr(4)
 def update(
     tiles: tl.tensor,
     numbers: tl.tensor,
+    decision: tl.tensor | None,
     grads: tl.tensor,
     master: tl.tensor | None,
     first: tl.tensor | None,
@@ -56,12 +57,19 @@ def update(
 ) -> None:
     """One step of every tile whose piece has numbers. A state that is None is not there.
 
+    decision: norm, factor and whether to skip, in fp64; its factor multiplies that of the numbers.
+
     A program for each tile; with LOOPS any number of programs takes the tiles in turn.
 
     RULE: its name. FORMAT: of the states. WEIGHT: "split" (bf16, the upper halves), "fp16" or "fp32" (the master
     itself). ALIGNMENT: of the weights' addresses. Tensors of bf16 come as int16.
     """
     program = tl.program_id(0)
+    factor = 1.0
+    keeps = 1
+    if decision is not None:
+        factor = tl.load(decision + 1).to(tl.float32)
+        keeps = (tl.load(decision + 2) == 0).to(tl.int32)
     if LOOPS:
         step = tl.num_programs(0)
         weight, at, first_block, count, piece = _read_tile(tiles, program)
@@ -69,17 +77,18 @@ def update(
         for number in range(program, num_tiles, step):
             # The last one reads its own row again.
             following = _read_tile(tiles, tl.where(number + step < num_tiles, number + step, number))
-            if is_wanted != 0:
-                _update_tile(weight, at, first_block, count, numbers + piece * NUMBER_COLUMNS, grads, master, first,
-                             second, first_scales, second_scales, RULE, FORMAT, WEIGHT, ALIGNMENT, TILE)  # fmt: skip
+            if is_wanted * keeps != 0:
+                _update_tile(weight, at, first_block, count, numbers + piece * NUMBER_COLUMNS, factor, grads, master,
+                             first, second, first_scales, second_scales, RULE, FORMAT, WEIGHT, ALIGNMENT,
+                             TILE)  # fmt: skip
             weight, at, first_block, count, piece = following
             is_wanted = tl.load(numbers + piece * NUMBER_COLUMNS)
     else:
         weight, at, first_block, count, piece = _read_tile(tiles, program)
         own = numbers + piece * NUMBER_COLUMNS
-        if tl.load(own) != 0:
-            _update_tile(weight, at, first_block, count, own, grads, master, first, second, first_scales, second_scales,
-                         RULE, FORMAT, WEIGHT, ALIGNMENT, TILE)  # fmt: skip
+        if tl.load(own) * keeps != 0:
+            _update_tile(weight, at, first_block, count, own, factor, grads, master, first, second, first_scales,
+                         second_scales, RULE, FORMAT, WEIGHT, ALIGNMENT, TILE)  # fmt: skip
 
 
 @triton.jit
@@ -96,6 +105,7 @@ def _update_tile(
     first_block: tl.tensor,
     count: tl.tensor,
     own: tl.tensor,
+    factor: tl.tensor,
     grads: tl.tensor,
     master: tl.tensor | None,
     first: tl.tensor | None,
@@ -111,10 +121,10 @@ def _update_tile(
     """A tile, given by its row."""
     # A mask would keep whole tiles from wide loads and stores.
     if count == TILE:
-        _update_elements(weight, at, first_block, count, own, grads, master, first, second, first_scales,
+        _update_elements(weight, at, first_block, count, own, factor, grads, master, first, second, first_scales,
                          second_scales, RULE, FORMAT, WEIGHT, ALIGNMENT, TILE, False)  # fmt: skip
     else:
-        _update_elements(weight, at, first_block, count, own, grads, master, first, second, first_scales,
+        _update_elements(weight, at, first_block, count, own, factor, grads, master, first, second, first_scales,
                          second_scales, RULE, FORMAT, WEIGHT, ALIGNMENT, TILE, True)  # fmt: skip
 
 
@@ -125,6 +135,7 @@ def _update_elements(
     first_block: tl.tensor,
     count: tl.tensor,
     own: tl.tensor,
+    factor: tl.tensor,
     grads: tl.tensor,
     master: tl.tensor | None,
     first: tl.tensor | None,
@@ -150,7 +161,7 @@ def _update_elements(
     weight = tl.multiple_of(weight.to(tl.pointer_type(ELEMENT)), ALIGNMENT) + index
 
     # All [blocks, 128]. What the mask leaves out is zero, and its states stay zero: no block's scale sees them.
-    g = _load_gradient(grads + at + index, mask) * scalar(own, FACTOR)
+    g = _load_gradient(grads + at + index, mask) * (scalar(own, FACTOR) * factor)
     p = _load_weight(weight, master, at + index, mask, WEIGHT)
     m = _load_state(first, first_scales, at + index, scales_at, mask, block_mask, FORMAT, 0)
     v = _load_state(second, second_scales, at + index, scales_at, mask, block_mask, FORMAT, 1)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +35,37 @@ class Piece(NamedTuple):
     offset: int  # in the bucket's flat buffers (gradients, master, states); a multiple of 128
     numel: int
     first_index: int  # position of its element 0 in its parameter; a multiple of 128
+
+
+class Rows:
+    """A row of numbers for each piece of a bucket: (whether to update, factor, key, hyper); floats as fp32 bits."""
+
+    def __init__(self, num_pieces: int) -> None:
+        words = np.zeros((num_pieces, _NUMBER_COLUMNS), dtype=np.int32)
+        self.words = torch.from_numpy(words)
+        self.is_updated = words[:, 0]
+        self.factors = words.view(np.float32)[:, 1]
+        self.keys = words.view(np.uint32)[:, 2:4]
+        self.hypers = words.view(np.float32)[:, 4:]
+
+    @property
+    def are_stateless(self) -> bool:
+        """Whether no piece has a momentum."""
+        return not self.hypers[self.is_updated != 0, 0].any()
+
+    def numbers(self, num_scalars: int) -> dict[int, Numbers]:
+        """The rows of pieces that are updated."""
+        found = np.flatnonzero(self.is_updated).tolist()
+        hypers = self.hypers[:, :num_scalars].tolist()
+        keys = self.keys.tolist()
+        return {i: Numbers(tuple(hypers[i]), float(self.factors[i]), (keys[i][0], keys[i][1])) for i in found}
+
+    def put(self, index: int, numbers: Numbers) -> None:
+        """One piece's row."""
+        self.is_updated[index] = 1
+        self.factors[index] = numbers.factor
+        self.keys[index] = numbers.key
+        self.hypers[index, : len(numbers.hyper)] = numbers.hyper
 
 
 class Numbers(NamedTuple):
@@ -86,6 +119,7 @@ class FusedUpdate:
         shape = (len(pieces), _NUMBER_COLUMNS)
         self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         self._numbers = torch.empty(shape, dtype=torch.int32, device=self._device)
+        self._known: dict[int, tuple[Store, tuple[Tensor | None, ...]]] = {}  # buffers of stores that were checked
 
     def __call__(
         self, store: Store, grads: Tensor, numbers: Mapping[int, Numbers], decision: Tensor | None = None
@@ -97,20 +131,24 @@ class FusedUpdate:
         `store` has the flat buffers of the whole bucket; its weight is not used, nor is its master where the weights
         are fp32. `grads`, flat as well: bf16, fp16 or fp32.
         """
-        if not numbers:
-            return
-        self._check(store, grads, numbers)
-        self._fill(numbers)
-        master = store.master if self._weight != "fp32" else None
-        buffers = [_without_bf16(tensor) for tensor in (grads, master, *store.states, *store.scales)]
-        with torch.cuda.device(self._device if self._device.type == "cuda" else -1):  # -1 changes nothing
-            self._numbers.copy_(self._host, non_blocking=True)
-            if decision is not None:
-                self._numbers.view(torch.float32)[:, 1].mul_(decision[1])
-                self._numbers[:, 0].mul_(decision[2] == 0)
+        if numbers:
+            rows = Rows(len(self._pieces))
+            for index, own in numbers.items():
+                assert 0 <= index < len(self._pieces) and len(own.hyper) == self._rule.num_scalars, (index, own)
+                rows.put(index, own)
+            self.run(store, grads, rows, decision)
+
+    def run(self, store: Store, grads: Tensor, rows: Rows, decision: Tensor | None) -> None:
+        """The same with a row of numbers for each piece."""
+        buffers = self._buffers(store, grads, rows)
+        self._host.copy_(rows.words)
+        self._numbers.copy_(self._host, non_blocking=True)
+        is_elsewhere = self._device.type == "cuda" and torch.cuda.current_device() != self._device.index
+        with torch.cuda.device(self._device) if is_elsewhere else nullcontext():
             self._kernel[(self._num_programs,)](
                 self._tiles,
                 self._numbers,
+                decision,
                 *buffers,
                 len(self._tiles),
                 RULE=self._rule.name,
@@ -123,37 +161,33 @@ class FusedUpdate:
                 enable_fp_fusion=False,  # each product is rounded before it is added, as on the host
             )
 
-    def _fill(self, numbers: Mapping[int, Numbers]) -> None:
-        """Rows of (whether to update, factor, key, hyper); floats as their fp32 bits."""
-        words = self._host.numpy()
-        floats, keys = words.view("float32"), words.view("uint32")
-        words[:, 0] = 0
-        for index, own in numbers.items():
-            words[index, 0] = 1
-            floats[index, 1] = own.factor
-            keys[index, 2:4] = own.key
-            floats[index, 4 : 4 + len(own.hyper)] = own.hyper
-
-    def _check(self, store: Store, grads: Tensor, numbers: Mapping[int, Numbers]) -> None:
-        """The kernel writes wherever it is told to: our mistakes have to end here."""
-        rule = self._rule
-        check_format(rule, store.format)
+    def _buffers(self, store: Store, grads: Tensor, rows: Rows) -> tuple[Tensor | None, ...]:
+        """What the kernel works on. It writes wherever it is told to, so our mistakes have to end here; a store is
+        checked when it comes for the first time."""
         assert grads.dtype in _WEIGHTS, grads.dtype
         self._check_buffer(grads, self._end)
+        known = self._known.get(id(store))
+        if known is None or known[0] is not store:
+            self._check(store, rows)
+            master = store.master if self._weight != "fp32" else None
+            known = (store, tuple(_without_bf16(tensor) for tensor in (master, *store.states, *store.scales)))
+            self._known[id(store)] = known
+        return (_without_bf16(grads), *known[1])
+
+    def _check(self, store: Store, rows: Rows) -> None:
+        rule = self._rule
+        check_format(rule, store.format)
         if self._weight != "fp32":
             assert store.master.dtype == _MASTERS[self._weight], store.master.dtype
             self._check_buffer(store.master, self._end)
         for name, state, scales in zip(rule.states, store.states, store.scales, strict=True):
-            is_stateless = rule.state_option is not None and all(own.hyper[0] == 0.0 for own in numbers.values())
-            may_be_none = name is None or is_stateless
+            may_be_none = name is None or (rule.state_option is not None and rows.are_stateless)
             assert (state is None and may_be_none) or (state is not None and name is not None), name
             if state is not None:
                 self._check_buffer(state, self._end)
             if state is not None and store.format == "int8":
                 assert scales is not None
                 self._check_buffer(scales, -(-self._end // BLOCK))
-        for index, own in numbers.items():
-            assert 0 <= index < len(self._pieces) and len(own.hyper) == rule.num_scalars, (index, own)
 
     def _check_buffer(self, buffer: Tensor, numel: int) -> None:
         assert buffer.device == self._device and buffer.is_contiguous(), (buffer.device, buffer.stride())
