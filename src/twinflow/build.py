@@ -111,16 +111,18 @@ def initialize(
             undo.callback(twin.close)  # else the model would still have one, and no other could be built over it
         scheduler = _make_scheduler(parsed, twin, optimizer, lr_scheduler)
         settings, reports = _engine_settings(parsed, batch, source, ranks, grid), _make_reports(parsed, ranks.rank)
+        activations = checkpoint_activations(parsed, module, twin, grid)
+        if activations is not None:
+            undo.callback(activations.remove)
         if isinstance(module, PipelineModule):
             check_micro_batches(module, batch.accumulation_steps)
             links = Links(make_wire(module, grid, own_device()), ties, make_deferral(module, settings.stage))
             undo.callback(links.wire.close)
-            engine: Engine = PipelineEngine(module, twin, scheduler, None, settings, reports, links)
+            engine: Engine = PipelineEngine(module, twin, scheduler, None, settings, reports, links, activations, watch)
         else:
-            engine = Engine(module, twin, scheduler, None, settings, reports)
-        engine.activations, engine.watch = checkpoint_activations(parsed, module, twin, grid), watch
+            engine = Engine(module, twin, scheduler, None, settings, reports, activations, watch)
         if training_data is not None:
-            engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+            engine.set_training_data(training_data, collate_fn)
         undo.pop_all()
     return engine, twin, engine.training_dataloader, scheduler
 

@@ -1,7 +1,8 @@
 """Streams, events and page-locked memory, the same way on a GPU and without one.
 
-On CUDA a stream is a CUDA stream. On the CPU a stream is a thread that runs its work in order, an event is a future,
-and every stream can be given a delay: a missing wait, harmless by luck on a fast machine, then shows in a test.
+On CUDA a stream is a CUDA stream. On the CPU a stream is a thread that runs its work in order, and every stream can be
+given a delay: a missing wait, harmless by luck on a fast machine, then shows in a test. Events are those of the native
+library, so that its own streams (csrc/streams.cpp) and these can wait for each other.
 
 Every wait names its sync point. A test can switch single points off (`Device.disabled`) and see that results change:
 that is how we know each of them is needed and tested.
@@ -16,32 +17,53 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import repeat
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from twinflow.native.executor import executor_library
 from twinflow.trace import Trace
 
 _PAGE = 4096
 _MADV_DONTFORK, _MADV_DOFORK = 10, 11
 _LARGE_BYTES = 1 << 26  # above the largest size that malloc takes from its heap: such a buffer has its pages for itself
-Work = Callable[[], Any]
+Work = Callable[[], object]
+Mark = float | torch.cuda.Event  # a moment in the model's work: on the CPU, and on a GPU
 
 
-class Event(Protocol):
+class Event:
     """A point in a stream's work."""
+
+    __slots__ = ("_device", "_library", "handle")
+
+    def __init__(self, handle: int | None, device: Device | None = None) -> None:
+        self._library = executor_library()
+        self.handle = self._library.tf_event_new() if handle is None else handle
+        self._device = device
+
+    def __del__(self) -> None:
+        self._library.tf_event_free(self.handle)
 
     def done(self) -> bool:
         """Whether the stream has come past it."""
-        ...
+        return self._check(self._library.tf_event_state(self.handle))
 
     def synchronize(self) -> None:
         """Block the calling thread until the stream has come past it."""
-        ...
+        self._check(self._library.tf_event_wait(self.handle))
+
+    def fire(self, error: BaseException | None) -> None:
+        """The stream has come past it; with an error, its work has failed."""
+        self._library.tf_event_signal(self.handle, error is not None)
+
+    def _check(self, state: int) -> bool:
+        if state < 0:  # work that failed is over, but not done
+            raise (self._device.error if self._device is not None else None) or RuntimeError("Work on a stream failed")
+        return state > 0
 
 
 class Stream(Protocol):
@@ -78,13 +100,35 @@ class Device:
 
     def __init__(self, trace: Trace | None = None) -> None:
         self.trace = trace or Trace()
-        self.disabled: frozenset[str] = frozenset()
+        self.watchers: list[weakref.WeakMethod[Callable[[], None]]] = []  # told of delays and of disabled sync points
+        self._disabled: frozenset[str] = frozenset()
+        self.stream_ids: Iterator[int] = repeat(0)  # each the calling thread's current stream, when it is asked for
         self.error: BaseException | None = None  # the first that work on a stream has raised
-        self.followers: Callable[[], Sequence[Any]] = tuple  # streams of others that wait where the model does
+        self._followers: Callable[[], Sequence[torch.cuda.Stream]] = tuple
         self._delays: dict[str, float] = {}
         self._streams: dict[str, Any] = {}
         self._lock = threading.Lock()  # several threads ask for streams
         self._is_closed = False
+
+    def set_followers(self, find: Callable[[], Sequence[torch.cuda.Stream]]) -> None:
+        """Streams that others run the model's work on. They wait wherever the model's own stream waits."""
+        self._followers = find
+
+    @property
+    def disabled(self) -> frozenset[str]:
+        """Sync points that are skipped."""
+        return self._disabled
+
+    @disabled.setter
+    def disabled(self, points: frozenset[str]) -> None:
+        self._disabled = points
+        self._tell()
+
+    def _tell(self) -> None:
+        for watcher in self.watchers:
+            call = watcher()
+            if call is not None:
+                call()
 
     def stream(self, name: str) -> Stream:
         """The stream of this name, made when first asked for."""
@@ -107,25 +151,36 @@ class Device:
         """What the calling thread queues inside runs beside the model's work."""
         return nullcontext()
 
-    def join_streams(self, queue: Any) -> None:
-        """Gradients of one queue may be made on several streams: let the calling thread's wait for the last one's."""
+    def join_streams(self, streams: Iterable[int]) -> None:
+        """Let the calling thread's stream wait for what was queued on these, by their ids."""
 
     def hold_compute(self, event: Event, point: str) -> None:
         """Let the model's work from now on wait for the event."""
         if point not in self.disabled:
             event.synchronize()  # on the CPU the model runs in the calling thread
 
-    def mark(self) -> Any:
+    def mark(self) -> Mark:
         """A moment in the model's work, for `add_span`."""
         return time.perf_counter()
 
-    def add_span(self, name: str, start: Any, end: Any) -> None:
+    def add_span(self, name: str, start: Mark, end: Mark) -> None:
         """Record in the trace what the model did between two marks."""
+        assert isinstance(start, float) and isinstance(end, float)
         self.trace.add(name, "compute", start, end)
 
     def delay(self, name: str, seconds: float) -> None:
         """Before each piece of work of this stream, sleep (on a GPU: spin). For tests."""
         self._delays[name] = seconds
+        self._tell()
+
+    def delay_of(self, name: str) -> float:
+        """What `delay` has set."""
+        return self._delays.get(name, 0.0)
+
+    def model_streams(self) -> ctypes.Array[ctypes.c_void_p]:
+        """Handles of the streams that the model's work is queued on, for the native executor; none on the CPU, where
+        the calling thread does the work."""
+        return (ctypes.c_void_p * 0)()
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Host memory that streams can copy from and to without stopping; lives until `close`."""
@@ -149,9 +204,10 @@ class Device:
     def reset_peak(self) -> None:
         """Count the peak from here."""
 
-    def seconds(self, start: Any, end: Any) -> float:
+    def seconds(self, start: Mark, end: Mark) -> float:
         """Between two marks; waits for the second."""
-        return float(end - start)
+        assert isinstance(start, float) and isinstance(end, float)
+        return end - start
 
     def close(self) -> None:
         """Wait for all work, then give streams and page-locked memory back."""
@@ -162,33 +218,13 @@ class Device:
             stream.close()
 
 
-class _ThreadEvent:
-    def __init__(self) -> None:
-        self.future: Future[None] = Future()
-
-    def done(self) -> bool:
-        if not self.future.done():
-            return False
-        self.future.result()  # work that failed is over, but not done
-        return True
-
-    def synchronize(self) -> None:
-        self.future.result()
-
-    def fire(self, error: BaseException | None) -> None:
-        if error is None:
-            self.future.set_result(None)
-        else:
-            self.future.set_exception(error)
-
-
 class _ThreadStream:
     """A stream as a thread. Work that raises breaks the stream: whoever waits for a later event gets the exception."""
 
     def __init__(self, name: str, device: Device) -> None:
         self.name = name
         self._device = device
-        self._queue: queue.SimpleQueue[Work | _ThreadEvent | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Work | Event | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._loop, name=f"twinflow-{name}", daemon=True)
         self._thread.start()
@@ -204,8 +240,8 @@ class _ThreadStream:
 
         self._queue.put(traced)
 
-    def record(self) -> _ThreadEvent:
-        event = _ThreadEvent()
+    def record(self) -> Event:
+        event = Event(None, self._device)
         self._queue.put(event)
         return event
 
@@ -226,7 +262,7 @@ class _ThreadStream:
     @torch.no_grad()
     def _loop(self) -> None:
         while (work := self._queue.get()) is not None:
-            if isinstance(work, _ThreadEvent):  # after a failure too: somebody may wait for it
+            if isinstance(work, Event):  # after a failure too: somebody may wait for it
                 work.fire(self._error)
             elif self._error is None:
                 self._error = _failure(work)
@@ -250,6 +286,8 @@ class CudaDevice(Device):
     def __init__(self, device: torch.device, trace: Trace | None = None) -> None:
         super().__init__(trace)
         self.device = device
+        self.stream_ids = map(torch._C._cuda_getCurrentRawStream, repeat(device.index))
+        self._current: dict[int, _CurrentStream] = {}  # by their ids
         self._pinned: dict[int, Tensor] = {}  # by address; the lock guards it
 
     def stream(self, name: str) -> Stream:
@@ -258,7 +296,11 @@ class CudaDevice(Device):
 
     def compute(self) -> Stream:
         """The calling thread's current stream: in a hook, the one that produced the gradient."""
-        return _CudaStream("compute", self, torch.cuda.current_stream(self.device))
+        number = torch._C._cuda_getCurrentRawStream(self.device.index)
+        found = self._current.get(number)
+        if found is None:
+            found = self._current[number] = _CurrentStream("compute", self, torch.cuda.current_stream(self.device))
+        return found
 
     def beside(self, name: str) -> AbstractContextManager[Any]:
         """On a stream of this name."""
@@ -266,28 +308,35 @@ class CudaDevice(Device):
         assert isinstance(stream, _CudaStream)
         return torch.cuda.stream(stream._stream)
 
-    def join_streams(self, queue: Any) -> None:
-        """Nearly always all of them are made on one."""
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if queue.params and queue.stream != stream:
-            before = torch.cuda.ExternalStream(queue.stream, self.device)  # type: ignore[no-untyped-call]
-            torch.cuda.current_stream(self.device).wait_stream(before)
-        queue.stream = stream
+    def join_streams(self, streams: Iterable[int]) -> None:
+        """Nearly always it is the only one."""
+        here = torch._C._cuda_getCurrentRawStream(self.device.index)
+        for stream in streams:
+            if stream != here:
+                other = torch.cuda.ExternalStream(stream, self.device)  # type: ignore[no-untyped-call]
+                torch.cuda.current_stream(self.device).wait_stream(other)
 
     def hold_compute(self, event: Event, point: str) -> None:
         """The GPU waits; the calling thread does not."""
         self.compute().wait(event, point)
-        for stream in self.followers():
+        for stream in self._followers():
             _CudaStream("follower", self, stream).wait(event, point)
 
-    def mark(self) -> Any:
+    def model_streams(self) -> ctypes.Array[ctypes.c_void_p]:
+        """The calling thread's, and those that wait with it."""
+        current = torch._C._cuda_getCurrentRawStream(self.device.index)
+        streams = [current, *(stream.cuda_stream for stream in self._followers())]
+        return (ctypes.c_void_p * len(streams))(*streams)
+
+    def mark(self) -> Mark:
         """A timed event in the current stream."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def add_span(self, name: str, start: Any, end: Any) -> None:
+    def add_span(self, name: str, start: Mark, end: Mark) -> None:
         """The GPU's time between two marks."""
+        assert not isinstance(start, float) and not isinstance(end, float)
         self.trace.gpu(name, "compute", start, end)
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -336,8 +385,9 @@ class CudaDevice(Device):
         """Of torch's own counter."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    def seconds(self, start: Any, end: Any) -> float:
+    def seconds(self, start: Mark, end: Mark) -> float:
         """The GPU's time."""
+        assert not isinstance(start, float) and not isinstance(end, float)
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
 
@@ -355,17 +405,24 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
-class _CudaEvent:
+class _Switched:
+    """The calling thread's work goes to a stream of the current device. torch.cuda.stream takes four times as long."""
+
+    __slots__ = ("_before", "_stream")
+
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        # A thread that waits for it sleeps, and leaves its core to the kernels.
-        self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self.event.record(stream)
+        self._stream = stream
 
-    def done(self) -> bool:
-        return bool(self.event.query())  # type: ignore[no-untyped-call]
+    def __enter__(self) -> None:
+        stream = self._stream
+        self._before = torch._C._cuda_getCurrentStream(stream.device_index)
+        torch._C._cuda_setStream(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
 
-    def synchronize(self) -> None:
-        self.event.synchronize()
+    def __exit__(self, *_: object) -> None:
+        stream_id, device_index, device_type = self._before
+        torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
 class _CudaStream:
@@ -376,8 +433,8 @@ class _CudaStream:
 
     def run(self, work: Work, span: str = "", **args: int) -> None:
         trace = self._device.trace
-        delay = self._device._delays.get(self.name, 0.0)
-        with torch.cuda.stream(self._stream):
+        delay = self._device.delay_of(self.name)
+        with _Switched(self._stream):
             if delay:
                 torch.cuda._sleep(int(delay * 1e9))  # type: ignore[no-untyped-call]
             if not (span and trace.enabled):
@@ -389,13 +446,13 @@ class _CudaStream:
             after.record(self._stream)
             trace.gpu(span, self.name, before, after, **args)
 
-    def record(self) -> _CudaEvent:
-        return _CudaEvent(self._stream)
+    def record(self) -> Event:
+        library = executor_library()
+        return Event(library.tf_event_record(self._device.device.index, self._stream.cuda_stream), self._device)
 
     def wait(self, event: Event, point: str) -> None:
-        assert isinstance(event, _CudaEvent)
         if point not in self._device.disabled:
-            self._stream.wait_event(event.event)
+            executor_library().tf_event_hold(event.handle, self._stream.cuda_stream)
 
     def synchronize(self) -> None:
         self._stream.synchronize()
@@ -403,6 +460,16 @@ class _CudaStream:
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         with torch.cuda.stream(self._stream):
             return torch.zeros(numel, dtype=dtype, device=device)
+
+
+class _CurrentStream(_CudaStream):
+    """The calling thread's own: nothing has to be switched, which takes as long as a launch."""
+
+    def run(self, work: Work, span: str = "", **args: int) -> None:
+        if self._device._delays or self._device.trace.enabled:
+            super().run(work, span, **args)
+        else:
+            work()
 
 
 def hide_from_children(tensor: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ import torch
 from twinflow.errors import bad_value
 
 Value = int | float | str
+
+Source = weakref.WeakMethod[Callable[[int, float], "list[Span]"]]
 
 # Shared by every `span` of a trace that is off: nothing is made and nothing is kept.
 _OFF: Final[AbstractContextManager[None]] = nullcontext()
@@ -57,6 +60,7 @@ class Trace:
         self._entries: deque[Span | _GpuSpan] = deque(maxlen=capacity)
         self._num_recorded = 0
         self._anchors: dict[int, _Anchor] = {}  # the latest of each device
+        self._sources: list[tuple[Source, int | None]] = []  # spans that are recorded elsewhere, taken over in `spans`
 
     def start(self) -> None:
         """Record from now on, beside what is kept already; with CUDA, synchronise once to anchor the current device."""
@@ -70,6 +74,7 @@ class Trace:
 
     def clear(self) -> None:
         """Forget every span."""
+        self._pull()
         with self._lock:
             self._entries.clear()
             self._num_recorded = 0
@@ -99,6 +104,25 @@ class Trace:
             assert device is not None, f"gpu span {name!r}: record both events on their stream first"
             self._record(_GpuSpan(name, track, before, after, args, device.index, self._anchors.get(device.index)))
 
+    def add_source(self, source: Source, device: int | None) -> None:
+        """Spans of the native executor: a weak method that gives, for an anchor of its GPU, what it has recorded since
+        the last call. `device`: the index of that GPU; None on the CPU, whose spans have the host's clock."""
+        self._sources.append((source, device))
+
+    def _pull(self) -> None:
+        for source, device in self._sources:
+            take = source()
+            if take is None:
+                continue
+            handle, at_s = 0, 0.0
+            if device is not None and self._anchors:  # without any, nothing has been recorded
+                if device not in self._anchors:  # another device was the current one when recording began
+                    self.anchor_gpu(device)
+                anchor = self._anchors[device]
+                handle, at_s = anchor.event.cuda_event, anchor.at_s
+            for span in take(handle, at_s):
+                self._record(span)
+
     def anchor_gpu(self, device: int | None = None) -> None:
         """Tie the GPU's clock to the host's, for the GPU spans recorded from now on. Synchronises the device."""
         index = torch.cuda.current_device() if device is None else device
@@ -106,6 +130,7 @@ class Trace:
 
     def spans(self) -> list[Span]:
         """All spans, by their start. Waits for the GPU spans that have not ended yet."""
+        self._pull()
         with self._lock:
             entries = list(self._entries)
         # Outside the lock: waiting for the GPU must not stop the threads that record.

@@ -95,7 +95,7 @@ def kernel_rows(kernels: Kernels) -> Rows:
     if kernels.setting_error is not None:
         return [("library", "not loaded, see the findings")]
     if not kernels.abi_ok:
-        return [("library", f"none: {kernels.problem}"), ("kernels", "torch references")]
+        return [("library", f"none: {kernels.problem}"), ("kernels", "torch references, for host optimizers alone")]
     why = "forced by TWINFLOW_ISA" if kernels.isa_forced else "the best of " + ", ".join(kernels.isa_available)
     agree = "WRONG, see the findings" if kernels.disagreements else "the references' bits"
     return [

@@ -222,8 +222,11 @@ def _judge_kernels(kernels: Kernels) -> list[Finding]:
         what = f"the native kernels compute something else than their references: {', '.join(kernels.disagreements)}"
         return [Finding("broken", what, f"{BUILD_HELP}; until then TWINFLOW_ISA can name another variant")]
     if not kernels.abi_ok:
-        what = f"native library: {kernels.problem}; torch references run instead, many times slower"
-        return [Finding("warning", what, BUILD_HELP)]
+        what = (
+            f"native library: {kernels.problem}; offloaded training, `twinflow train` included, needs it. Host "
+            "optimizers run without it, many times slower, with torch references"
+        )
+        return [Finding("broken", what, BUILD_HELP)]
     return []
 
 

@@ -16,7 +16,7 @@ from twinflow.cli.axes import SECTIONS, axes_of, num_replicas
 from twinflow.errors import bad_value
 from twinflow.models.gpt import PRESET_BATCH, PRESETS, GPTConfig
 from twinflow.native.threads import check_threads
-from twinflow.offload.places import PLACEMENTS
+from twinflow.offload.placement import PLACEMENTS
 from twinflow.rules import RULES
 
 MIN_LR_SHARE: Final = 0.1  # where the cosine ends, as a share of the peak

@@ -59,17 +59,13 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
         raise bad_value("safe_get_full_grad()", "without clipping", "a step that waits for the norm", remedy)
     whole = torch.zeros(known.tensor.numel(), dtype=torch.float32)
     for bucket, i in _pieces(known):
-        task = next((task for task in job.tasks if task.bucket is bucket), bucket.task)
-        with runtime.board.changed:  # gradients move from the device to the host; both stay as they are until `step`
-            held = None if task is None else task.flat if task.flat is not None else task.grads
-        if task is None or held is None:
+        task = next((task for task in job.tasks if task.bucket is bucket), runtime.collector.task_of(bucket))
+        held = runtime.executor.read_grads(task) if task is not None else None
+        if held is None:
             return None
-        for event in (task.ready, task.arrived):
-            if event is not None:
-                event.synchronize()
         piece = bucket.slices[i]
         whole[piece.start : piece.start + piece.numel] = held[piece.offset : piece.offset + piece.numel].float()
-    return (whole / job.gate.scale).view(known.tensor.shape).to(known.tensor.device)
+    return (whole / job.scale).view(known.tensor.shape).to(known.tensor.device)
 
 
 @torch.no_grad()

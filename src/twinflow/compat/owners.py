@@ -28,7 +28,7 @@ class Owners:
         """The optimizer, and what it knows a parameter as; None for one that is not trained."""
         found = self._found.get(tensor)
         optimizer = found[0]() if found is not None else None
-        if optimizer is None or optimizer.runtime.board.is_closing:
+        if optimizer is None or optimizer.runtime.is_closed:
             return None
         return optimizer, optimizer.runtime.params[found[1]]
 

@@ -30,8 +30,11 @@ class Group:
         self.rank = self.ranks.index(dist.get_rank()) if handle is not None else 0
         self.is_on_host = is_on_host  # gloo
         self.sent_bytes = 0  # by this rank, as the collectives are defined: what a backend adds is not in it
-        # gloo: a thread that waits for other ranks goes on without them when this says so. They may never come.
-        self.gives_up: Callable[[], bool] = lambda: False
+        self._gives_up: Callable[[], bool] | None = None
+
+    def give_up_when(self, gives_up: Callable[[], bool]) -> None:
+        """gloo: a thread that waits for other ranks goes on without them when this says so. They may never come."""
+        self._gives_up = gives_up
 
     def reduce_scatter(self, out: Tensor, whole: Tensor, dtype: torch.dtype) -> None:
         """The sum over all ranks of this rank's part of `whole`, sent as `dtype`."""
@@ -139,7 +142,7 @@ class Group:
     def _wait(self, work: Any) -> None:
         """Until all ranks have come."""
         while not work.is_completed():
-            if self.gives_up():
+            if self._gives_up is not None and self._gives_up():
                 # torch waits for a group's work where it destroys the group, at the interpreter's end at the latest.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.handle))  # so this one stays
                 raise RuntimeError("other ranks are no longer waited for: the optimizer is closed, or has failed")

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 
 from twinflow.activations import Handle
@@ -39,8 +40,6 @@ from twinflow.parallel.tensor import same_randoms
 class Engine(Answers):
     """One model, its optimizer and what belongs to them. Attributes it does not have are the module's."""
 
-    scales_plain_backwards = True  # whether gradients of a plain `loss.backward()` get the loss scale
-
     def __init__(
         self,
         module: nn.Module,
@@ -49,11 +48,19 @@ class Engine(Answers):
         loader: Any,
         settings: EngineSettings,
         reports: Reports,
+        activations: Handle | None = None,
+        watch: Watch | None = None,
+        scales_plain_backwards: bool = True,
     ) -> None:
-        self.module, self.optimizer, self.lr_scheduler, self.training_dataloader = module, optimizer, scheduler, loader
-        self.settings, self.reports = settings, reports
-        self.activations: Handle | None = None  # checkpointed layers
-        self.watch: Watch | None = None  # over the other ranks
+        """`scales_plain_backwards`: gradients of a plain `loss.backward()` get the loss scale."""
+        self.module = module
+        self.optimizer = optimizer
+        self.lr_scheduler = scheduler
+        self.training_dataloader = loader
+        self.settings = settings
+        self.reports = reports
+        self.activations = activations  # checkpointed layers
+        self.watch = watch  # over the other ranks
         self.background: BackgroundSave | None = None  # the checkpoint that is being written
         self.global_steps = 0  # steps at an accumulation boundary, skipped ones included
         self.micro_steps = 0
@@ -64,12 +71,12 @@ class Engine(Answers):
         self._is_scaled = False  # the loss of the backward under way has the loss scale in it
         self._is_last: bool | None = None  # whether the caller has said that this one is the last of them
         self._lr_kwargs: dict[str, Any] = {}
+        self._handles: list[RemovableHandle] = []  # of hooks that scale gradients
         if optimizer is not None:
             me = weakref.ref(self)
-            optimizer.runtime.before_update = lambda: _settle(me())
-            self._handles = _scale_plain_backwards(optimizer, me) if optimizer.scales_loss else []
-        else:
-            self._handles = []
+            optimizer.runtime.call_before_update(lambda: _settle(me()))
+            if optimizer.scales_loss and scales_plain_backwards:
+                self._handles = _scale_plain_backwards(optimizer, me)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "module":
@@ -120,6 +127,20 @@ class Engine(Answers):
         finally:
             self._is_scaled = before
         return loss
+
+    def leave_plain_backwards(self) -> None:
+        """From now on gradients of a plain `loss.backward()` do not get the loss scale: the caller scales losses."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def release_scheduler(self) -> None:
+        """From now on somebody else steps and saves the scheduler."""
+        self.lr_scheduler = None
+
+    def count_from(self, global_steps: int) -> None:
+        """The number of steps so far, where somebody else counts them."""
+        self.global_steps = global_steps
 
     def scale(self, loss: Tensor) -> Tensor:
         """What to call `.backward()` on, in place of `engine.backward(loss)`."""
@@ -374,6 +395,10 @@ class Engine(Answers):
             module = block.module
             module.forward = torch.compile(module.forward, backend=backend, **dict(compile_kwargs or {}))
 
+    def set_training_data(self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any] | None) -> None:
+        """Make the engine's own loader of a dataset."""
+        self.training_dataloader = self.deepspeed_io(dataset, collate_fn=collate_fn)
+
     def deepspeed_io(
         self,
         dataset: Any,
@@ -416,8 +441,7 @@ class Engine(Answers):
             last_first.callback(self.wait_for_checkpoint)
             self.settle()
             self.optimizer = self.activations = None
-            for handle in self._handles:
-                handle.remove()
+            self.leave_plain_backwards()
 
 
 def _settle(engine: Engine | None) -> None:
@@ -431,7 +455,7 @@ def _scale_plain_backwards(optimizer: TwinOptimizer, engine: weakref.ref[Engine]
 
     def scale(grad: Tensor) -> Tensor:
         it = engine()
-        if it is None or it.optimizer is None or it._is_scaled or not it.scales_plain_backwards:
+        if it is None or it.optimizer is None or it._is_scaled:
             return grad
         return grad * it.optimizer.loss_scale
 

@@ -10,11 +10,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from twinflow.activations import Handle
 from twinflow.engine.core import Engine
 from twinflow.engine.reports import Reports
 from twinflow.engine.settings import EngineSettings
 from twinflow.engine.values import cast_floats, to_device
 from twinflow.errors import bad_value
+from twinflow.launch.watch import Watch
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel.deferral import Deferral
 from twinflow.parallel.pipeline import PipelineModule
@@ -38,8 +40,6 @@ class PipelineEngine(Engine):
 
     module: PipelineModule
 
-    scales_plain_backwards = False  # the runner scales losses
-
     def __init__(
         self,
         module: PipelineModule,
@@ -49,9 +49,24 @@ class PipelineEngine(Engine):
         settings: EngineSettings,
         reports: Reports,
         links: Links,
+        activations: Handle | None = None,
+        watch: Watch | None = None,
     ) -> None:
-        super().__init__(module, optimizer, scheduler, loader, settings, reports)
-        self._wire, self._ties, self._deferral = links.wire, links.ties, links.deferral
+        # The runner scales losses.
+        super().__init__(
+            module,
+            optimizer,
+            scheduler,
+            loader,
+            settings,
+            reports,
+            activations,
+            watch,
+            scales_plain_backwards=False,
+        )
+        self._wire = links.wire
+        self._ties = links.ties
+        self._deferral = links.deferral
         self._runners: dict[int, Runner] = {}  # by micro-batches
         self._batches: Iterator[Any] | None = None  # of the engine's own loader
         self._batch_fn: Callable[[Any], Any] | None = None  # from what it gives to (inputs, target)

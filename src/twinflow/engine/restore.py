@@ -69,7 +69,6 @@ def load(engine: Engine, root: Path, tag: str | None, what: What) -> tuple[str |
                 engine.lr_scheduler.load_state_dict(before)
             raise
     engine.zero_grad()  # of micro-batches whose step will not come
-    engine.part = 0
     _load_weights(engine, found, names, what, others["extra"])
     if head is not None:
         assert engine.optimizer is not None

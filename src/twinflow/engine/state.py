@@ -116,7 +116,7 @@ def _freeze(engine: Engine) -> Frozen | None:
         raise RuntimeError("save_checkpoint() in the background between backward() and step(). Call step() first")
     runtime.wait()
     runtime.wait_for_copies()
-    return Frozen(runtime.board, runtime.device, limit)
+    return Frozen(runtime.frozen, runtime.device, limit)
 
 
 def _buckets_of(engine: Engine) -> Callable[[Leaf], Sequence[int] | None]:

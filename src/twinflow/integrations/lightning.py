@@ -140,7 +140,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         kept = None if groups is not None else given
         engine, twin, _, scheduler = self._initialize(optimizer=kept, model_parameters=groups, config=config)
         assert twin is not None
-        engine.scales_plain_backwards = False  # `backward` here scales losses
+        engine.leave_plain_backwards()  # `backward` here scales losses
         self.engine = engine
         if given is not None:
             follow(given, twin)
@@ -175,7 +175,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         if self.lr_scheduler_configs:
             raise bad_value("scheduler", "in the config and in configure_optimizers()", "one of them")
         assert self.engine is not None
-        self.engine.lr_scheduler = None
+        self.engine.release_scheduler()
         kind = need(f"{_HOME}.utilities.types", "lightning", "TwinStrategy").LRSchedulerConfig
         self.lr_scheduler_configs = [kind(scheduler, interval="step")]
 
@@ -253,7 +253,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
                 "Trainer.save_checkpoint() after fit(), when the optimizer's state has been given back. Save during "
                 "fit() (ModelCheckpoint), or the weights alone: save_checkpoint(path, weights_only=True)"
             )
-        self.engine.global_steps = checkpoint["global_step"]
+        self.engine.count_from(checkpoint["global_step"])
         self.engine.save_checkpoint(filepath, tag=_FOLDER)
         rest = {key: value for key, value in checkpoint.items() if key not in _OWN}
         super().save_checkpoint(rest, Path(filepath) / _REST, storage_options)

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from twinflow.errors import bad_value
-from twinflow.offload.board import Board
-from twinflow.offload.gate import Gate
+from twinflow.offload.job import Job
 from twinflow.optim.twin import TwinOptimizer
 
 
@@ -56,20 +55,24 @@ class _Step:
     """A step whose norm was asked for."""
 
     def __init__(self) -> None:
-        self.board: Board | None = None
-        self.gate: Gate | None = None  # not the job, which holds on to its buffers
+        self._job: Job | None = None  # until the norm is read, or the next step is made: it holds on to the optimizer
+        self._norm: float | None = None
+
+    def made(self, job: Job) -> None:
+        """The step was made by this job."""
+        self._job = job
 
     def norm(self) -> float:
         """The norm of all gradients, as soon as backward has ended."""
-        gate = self.gate
-        if gate is None or self.board is None:
-            raise RuntimeError(
-                "the gradient norm is read before optimizer.step(), while gradients are on their way to the host. Read "
-                "it after step()"
-            )
-        self.board.wait_for(lambda: gate.decision is not None)
-        assert gate.decision is not None
-        return gate.decision.norm
+        if self._norm is None:
+            if self._job is None:
+                raise RuntimeError(
+                    "the gradient norm is read before optimizer.step(), while gradients are on their way to the host. "
+                    "Read it after step()"
+                )
+            self._norm = self._job.wait_for_decision().norm
+            self._job = None
+        return self._norm
 
 
 class Clipping:
@@ -79,6 +82,7 @@ class Clipping:
         self._optimizer = weakref.ref(optimizer)  # a loop may outlive it
         self._name = name  # of the loop's own option
         self._waiting: list[_Step] = []  # norms that the next step makes known
+        self._made: list[_Step] = []  # of the last step
         optimizer.register_step_post_hook(self._after_step)
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> PendingNorm:
@@ -111,8 +115,10 @@ class Clipping:
         raise bad_value("parameters to clip", f"{len(given & own)} of them and {len(given - own)} others", allowed)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
-        waiting, self._waiting = self._waiting, []
         last = optimizer.runtime.last
-        for step in waiting:
-            if last is not None:
-                step.board, step.gate = optimizer.runtime.board, last.gate
+        for step in self._made:
+            step.norm()
+        self._made = self._waiting if last is not None else []
+        self._waiting = []
+        for step in self._made:
+            step.made(last)

@@ -1,27 +1,30 @@
-"""Parameters, buckets and the work of a step on them, at run time."""
+"""Parameters and buckets, as Python sees them.
+
+What the executor knows of a bucket (where its weights are, which store is its own) is asked from the executor: there is
+no second copy of it here.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from twinflow.device import Event
-from twinflow.offload.gate import Gate
-from twinflow.offload.plan import ROOT, BucketPlan, Slice
-from twinflow.offload.slots import Slot
+from twinflow.offload.plan import HOST, ROOT, BucketPlan, Slice
 from twinflow.offload.taken_gradient import TakenGradient
 from twinflow.offload.weight_guard import plain
+from twinflow.rules.rule import Options
 from twinflow.rules.segment import Store
 
-Options = Mapping[str, Any]
 
-
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Param:
     """A trainable parameter."""
 
@@ -30,7 +33,6 @@ class Param:
     tensor: nn.Parameter
     group: int  # index of its param group
     is_late: bool = False  # its gradient is complete only when the outermost backward has ended
-    is_queued: bool = False  # a gradient has come, and waits in `.grad` for the others of its block
     hits: int = 0  # gradients taken since the last step
     was_hit: bool = False  # ... in any backward of this step
     is_seen: bool = False  # a forward, or a reader, has waited for its weights since the last step
@@ -43,6 +45,10 @@ class Param:
     guard: threading.Lock = field(default_factory=threading.Lock)  # several streams write to it, each to a part
     taken: TakenGradient | None = None  # what `.grad` holds when the gradient is taken
     watched: Tensor | None = None  # a gradient that was not taken, behind such a stand-in
+    is_sharded: bool = field(init=False)  # this rank has only a part of it
+
+    def __post_init__(self) -> None:
+        self.is_sharded = self.local is not self.tensor
 
     @property
     def local(self) -> Tensor:
@@ -57,16 +63,12 @@ class Param:
         return self._places
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether that is not all."""
-        return self.local is not self.tensor
-
-    @property
     def is_written(self) -> bool:
         """Whether somebody else has written to it since our last write."""
-        local = self.local
-        is_aliased = any(alias._version != version for alias, version in self.aliases)
-        return self.version != local._version or is_aliased
+        local = self.local if self.is_sharded else self.tensor
+        if self.version != local._version:
+            return True
+        return bool(self.aliases) and any(alias._version != version for alias, version in self.aliases)
 
     def note_write(self) -> None:
         """We have written to it."""
@@ -75,11 +77,25 @@ class Param:
             if self.aliases:
                 self.aliases = [(alias, alias._version) for alias, _ in self.aliases]
 
+    def note_alias(self, alias: Tensor) -> None:
+        """Somebody has a `.data` of it, and may write there."""
+        self.aliases = [(known, version) for known, version in self.aliases if _is_kept(known, version)]
+        self.aliases.append((alias, alias._version))
+
+    def put_back(self, grad: Tensor) -> None:
+        """Give a gradient to `.grad`, unless somebody has put something else there, and to its stand-in."""
+        taken, self.taken = self.taken, None
+        if taken is not None:
+            taken.held = grad
+            if self.tensor.grad is taken:
+                self.tensor.grad = grad
+
     def note_step(self) -> None:
         """Its values will change: a graph that needs the old ones must fail, as with torch."""
+        local = self.local if self.is_sharded else self.tensor
         with self.guard:
-            torch._C._increment_version([self.local])
-            self.version = self.local._version
+            torch._C._increment_version([local])
+            self.version = local._version
 
 
 class Place(NamedTuple):
@@ -88,6 +104,30 @@ class Place(NamedTuple):
     bucket: Bucket
     cuts: list[Slice]  # of what gradients are gathered in
     own: list[int]  # which of this rank's slices are its
+
+
+class BucketKeeper(Protocol):
+    """What a bucket asks of the executor, which knows where its weights and its state are."""
+
+    def register(self, bucket: Bucket) -> None:
+        """The bucket is new, or its parameters or its state are elsewhere now."""
+        ...
+
+    def set_deadline(self, bucket: Bucket, deadline: int) -> None:
+        """The order in which the next forward needs its weights."""
+        ...
+
+    def store_of(self, bucket: Bucket) -> Store:
+        """Its state."""
+        ...
+
+    def replace_store(self, bucket: Bucket, store: Store) -> None:
+        """Another state: it has moved to another place."""
+        ...
+
+    def due(self, bucket: Bucket) -> int:
+        """The last job whose weights the next forward has to see."""
+        ...
 
 
 @dataclass(eq=False)
@@ -100,30 +140,46 @@ class Bucket:
     plan: BucketPlan
     params: list[Param]  # of each slice
     updater: Updater
-    store: Store
-    steps: list[int]  # updates so far, of each slice
+    first_store: Store  # the first one; updates ahead of the clipping decision swap stores
+    executor: BucketKeeper
     is_parked: bool = False  # its weights live in the state alone: blocks fetch them (parking.py)
-    deadline: int = 0  # the forward's order
-    due: int = 0  # the last job whose weights the next forward has to see
-    sent: int = 0  # the last job whose weights are on their way into the parameters
-    sent_event: Event | None = None  # when they are there
-    updated: int = 0  # the last job that is in the state
-    stored: Event | None = None  # when streamed state is on the host again
-    task: Task | None = None  # this step's, while gradients come in
-    total: Tensor | None = None  # fp32 sum of this step's gradients, where they are summed as tasks
-    added: set[int] = field(default_factory=set)  # the slices that are in it
-    is_full: bool = False  # it is complete, and waits for its update
-    parts: list[Task] = field(default_factory=list)  # tasks still to be added to it, in order
-    targets: list[Tensor] = field(default_factory=list)  # each slice's place in its parameter
-    addresses: list[int] = field(default_factory=list)  # of the parameters, when the places were found
     whole: BucketPlan | None = None
     members: list[Param] = field(default_factory=list)  # parameters of the whole, each once
-    published: int = 0  # where it is shared: the last job whose weights are on their way from all ranks
-    published_event: Event | None = None  # when they are there
+    total: Tensor | None = None  # fp32 sum of this step's gradients, where they are summed as tasks
+    added: set[int] = field(default_factory=set)  # the slices that are in it, where it is on the device
+    stored: Event | None = None  # when streamed state is on the host again
+    targets: list[Tensor] = field(default_factory=list)  # each slice's place in its parameter
+    addresses: list[int] = field(default_factory=list)  # of the parameters, when the places were found
+    landing: Tensor | None = None  # where weights arrive whose parameters are not contiguous
+    landed: int = 0  # the last job whose weights went from there into the parameters
 
     def __post_init__(self) -> None:
         self.members = self.members or list(dict.fromkeys(self.params))
+        self._deadline = 0
+        # Updates so far, of each slice. The native executor counts those on the host in this memory (`keep`),
+        # `DeviceWork` those on the device.
+        self.steps: ctypes.Array[ctypes.c_int64] = (ctypes.c_int64 * len(self.plan.slices))()
         self.find_targets()
+
+    @property
+    def deadline(self) -> int:
+        """The forward's order."""
+        return self._deadline
+
+    @deadline.setter
+    def deadline(self, deadline: int) -> None:
+        self._deadline = deadline
+        self.executor.set_deadline(self, deadline)
+
+    @property
+    def store(self) -> Store:
+        """Its state."""
+        return self.executor.store_of(self)
+
+    @property
+    def due(self) -> int:
+        """The last job whose weights the next forward has to see."""
+        return self.executor.due(self)
 
     @property
     def is_shared(self) -> bool:
@@ -135,30 +191,27 @@ class Bucket:
         """What gradients are gathered in."""
         return self.plan if self.whole is None else self.whole
 
-    @property
-    def shown(self) -> int:
-        """The last job whose weights are on their way into all of its parameters."""
-        return self.published if self.is_shared else self.sent
-
-    @property
-    def shown_event(self) -> Event | None:
-        """When they are there."""
-        return self.published_event if self.is_shared else self.sent_event
-
-    def forget_shown(self) -> None:
-        """They are there."""
-        if self.is_shared:
-            self.published_event = None
-        else:
-            self.sent_event = None
-
     def find_targets(self) -> None:
-        """Views of the parameters as they are now; writes to them are seen by autograd."""
-        if self.is_parked:
-            return
-        with plain():
-            self.targets = [target(p.local, piece) for p, piece in zip(self.params, self.slices, strict=True)]
-            self.addresses = [param.local.data_ptr() for param in self.params]
+        """Views of the parameters as they are now; the executor writes there."""
+        if not self.is_parked:
+            with plain():
+                self.targets = [target(p.local, piece) for p, piece in zip(self.params, self.slices, strict=True)]
+                self.addresses = [param.local.data_ptr() for param in self.params]
+            is_scattered = any(one.dim() != 1 for one in self.targets) and self.plan.place == HOST
+            if is_scattered and self.landing is None:
+                where = self.targets[0].device
+                self.landing = torch.zeros(self.plan.numel, dtype=self.plan.dtype, device=where)
+            elif not is_scattered:
+                self.landing = None
+        self.executor.register(self)
+
+    def move(self, plan: BucketPlan, updater: Updater, store: Store) -> None:
+        """Its state lives in another place from now on."""
+        self.executor.replace_store(self, store)
+        self.plan = plan
+        self.updater = updater
+        self.total = None
+        self.find_targets()
 
     @property
     def slices(self) -> Sequence[Slice]:
@@ -179,10 +232,13 @@ class Bucket:
 
 
 class Updater(Protocol):
-    """What the runtime needs from an optimizer."""
+    """Keeps the state of buckets: what every optimizer offers, wherever its state lives.
 
-    can_shadow: bool  # whether an update can be written beside the state
-    is_on_device: bool  # whether the update runs on a stream of the device; else in the worker
+    Who makes the update depends on the place: the executor for our rules on the host, `HostOptimizer.update` for a
+    user's optimizer there, `DeviceOptimizer.passage` on the device (job.py).
+    """
+
+    is_on_device: bool  # whether the update runs on a stream of the device
     is_all_in_store: bool  # whether a bucket's store, and its parameters, hold all of its state
 
     def new_store(self, plan: BucketPlan) -> Store:
@@ -195,17 +251,6 @@ class Updater(Protocol):
 
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
         """Whether new weights need a page-locked slot; else they can be sent from the state itself."""
-        ...
-
-    def prepare(self, task: Task, factor: float, decision: Tensor | None = None) -> Callable[[], None]:
-        """The update of a task's bucket, into its shadow where it has one. By the time it has run, `task.weights` are
-        the new weights; on the device they are set here already, or the parameters themselves are written to.
-
-        `decision`: what `decide_there` has written by the time the update runs; its factor multiplies `factor`."""
-        ...
-
-    def reads_decision(self, plan: BucketPlan) -> bool:
-        """Whether an update takes the clipping decision from the device's memory, and writes the parameters itself."""
         ...
 
     def read(self, bucket: Bucket, index: int) -> dict[str, Tensor]:
@@ -224,75 +269,23 @@ class Updater(Protocol):
         """A new master for one slice from its parameter's values; `keep` it where they are what it rounds to."""
         ...
 
-    def publish(self, task: Task) -> None:
-        """Set `task.weights` to what follows from the master as it is."""
-        ...
-
     def forget(self, bucket: Bucket) -> None:
         """The bucket moves to another place: drop all that was kept for it."""
         ...
 
 
-@dataclass(eq=False)
-class Job:
-    """One optimizer step: what was asked for when its gradients became final."""
-
-    number: int
-    options: Sequence[Options]  # of each param group
-    gate: Gate
-    is_delayed: bool = False  # the weights go back one step later
-    is_part: bool = False  # gradients of one of several backwards: only summed
-    may_run_ahead: bool = False  # updates may start before the gate is open
-    is_released: bool = False  # the weights may go back
-    after: Event | None = None  # when the forward and backward that still need the old weights have ended
-    tasks: list[Task] = field(default_factory=list)
-    num_left: int = 0  # tasks whose update is neither kept nor dropped for good
-    launched: list[Task] = field(default_factory=list)  # updates on the device that read the decision there
-    norms: Tensor | None = None  # of each bucket, where the host measures them
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every update of a finished step is in the state."""
-        return self.num_left == 0
-
-
-@dataclass(eq=False)
-class Task:
-    """One bucket's part in a job."""
-
-    bucket: Bucket
-    job: Job
-    present: list[int]  # the slices that have a gradient
-    sources: list[tuple[int, Tensor]] = field(default_factory=list)  # offset in the bucket, and what to copy there
-    flat: Tensor | None = None  # the device buffer the gradients are gathered in
-    missing: set[int] = field(default_factory=set)  # parameters whose gradient has not come yet
-    ready: Event | None = None  # the gradients are complete on the device
-    is_complete: bool = False  # ... and were seen to be
-    slot: Slot | None = None  # page-locked memory they go to
-    grads: Tensor | None = None  # its view as numbers; for an update on the device, the flat buffer or the total
-    arrived: Event | None = None  # they are there; on the device: they have been used
-    is_summed: bool = False  # the bucket's total has taken them in
-    is_held: bool = False  # which slices have a gradient is known only when all ranks have said so
-    agreed: list[int] | None = None  # what they have said
-    shadow: Store | None = None  # where the update writes before the gate is open
-    weight_slot: Slot | None = None  # page-locked memory for new weights, where the state does not hold them
-    weights: Sequence[Tensor] = ()  # the new weights of each slice, to go back
-
-    @property
-    def deadline(self) -> tuple[int, int]:
-        """Earlier jobs first, then what the next forward needs first."""
-        return self.job.number, self.bucket.deadline
-
-
 def new_bucket(
-    params: Sequence[Param], plan: BucketPlan, whole: BucketPlan | None, updater: Updater, is_parked: bool
+    params: Sequence[Param],
+    plan: BucketPlan,
+    whole: BucketPlan | None,
+    updater: Updater,
+    is_parked: bool,
+    executor: BucketKeeper,
 ) -> Bucket:
     """A bucket with empty state, known to its parameters; `whole`: with the other ranks' parts."""
     own = [params[piece.param] for piece in plan.slices]
-    bucket = Bucket(plan, own, updater, updater.new_store(plan), [0] * len(plan.slices), is_parked)
-    if whole is not None:
-        bucket.whole = whole
-        bucket.members = list(dict.fromkeys(params[piece.param] for piece in whole.slices))
+    members = list(dict.fromkeys(params[piece.param] for piece in whole.slices)) if whole is not None else []
+    bucket = Bucket(plan, own, updater, updater.new_store(plan), executor, is_parked, whole, members)
     for param in bucket.members:
         param.buckets.append(bucket)
     return bucket
@@ -301,6 +294,11 @@ def new_bucket(
 def _place(index: int, bucket: Bucket) -> Place:
     cuts = [piece for piece in bucket.gathered.slices if piece.param == index]
     return Place(bucket, cuts, [i for i, piece in enumerate(bucket.slices) if piece.param == index])
+
+
+def _is_kept(alias: Tensor, version: int) -> bool:
+    """Whether an alias has been written to, or still may be: somebody else holds it."""
+    return alias._version != version or sys.getrefcount(alias) > 4
 
 
 def set_deadlines(buckets: Sequence[Bucket], order: Sequence[int]) -> list[Bucket]:

@@ -8,9 +8,11 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from twinflow.offload.bucket import Bucket, Options, Param, Updater
-from twinflow.offload.plan import HOST
+from twinflow.offload.bucket import Bucket, Param, Updater
+from twinflow.offload.plan import HOST, BucketPlan
 from twinflow.offload.weight_guard import plain
+from twinflow.rules.rule import Options
+from twinflow.rules.segment import Store
 
 
 def check_flags(frozen: Mapping[str, nn.Parameter]) -> None:
@@ -42,8 +44,10 @@ def moved(buckets: Iterable[Bucket]) -> list[Param]:
     found: dict[Param, None] = {}
     with plain():
         for bucket in (bucket for bucket in buckets if not bucket.is_parked):
-            pairs = zip(bucket.params, bucket.addresses, strict=True)
-            found.update(dict.fromkeys(param for param, address in pairs if param.local.data_ptr() != address))
+            for param, address in zip(bucket.params, bucket.addresses, strict=True):
+                local = param.local if param.is_sharded else param.tensor
+                if local.data_ptr() != address:
+                    found[param] = None
     return list(found)
 
 
@@ -82,8 +86,9 @@ def written(params: Iterable[Param]) -> list[Param]:
 def find_changed(params: Sequence[Param], buckets: Iterable[Bucket], wait: Callable[[], None]) -> list[Param]:
     """Parameters with other values, or other memory, than we left them with."""
     has_moved = find_moved(params, buckets)
-    if has_moved or written(params):
-        wait()  # it may have been us: weights that no forward has waited for
+    if not has_moved and not written(params):
+        return []
+    wait()  # it may have been us: weights that no forward has waited for
     return list(dict.fromkeys([*has_moved, *written(params)]))
 
 
@@ -117,44 +122,50 @@ def adopt(params: Sequence[Param], keep: bool, given: Mapping[nn.Parameter, Tens
 
 def move(bucket: Bucket, place: str, updater: Updater, options: Sequence[Options]) -> None:
     """Take a bucket's state to another place; MemoryError where that is full, with nothing changed."""
-    assert not bucket.added and not bucket.parts
-    old, plan = bucket.updater, replace(bucket.plan, place=place)
+    assert not bucket.added
+    old, before, plan = bucket.updater, bucket.store, replace(bucket.plan, place=place)
     try:
         store = updater.new_store(plan)
     except RuntimeError as error:  # torch's way to say that memory is full
         raise MemoryError(str(error)) from error
-    moved = replace(bucket, plan=plan, updater=updater, store=store, steps=list(bucket.steps))
     if old.is_all_in_store:
-        _copy_store(bucket, moved)
+        _copy_store(bucket, before, store)
+        _switch(bucket, plan, updater, store)
     else:
-        _copy_numbers(bucket, moved, options)
-    old.forget(bucket)
-    bucket.plan, bucket.updater, bucket.store, bucket.total = plan, updater, store, None
+        values = [old.read(bucket, i) for i in range(len(bucket.slices))]
+        _switch(bucket, plan, updater, store)
+        _write(bucket, values, options)
     for param in bucket.members:  # where it is part of the state, it was written to
         param.note_write()
 
 
-def _copy_store(old: Bucket, new: Bucket) -> None:
+def _switch(bucket: Bucket, plan: BucketPlan, updater: Updater, store: Store) -> None:
+    bucket.updater.forget(bucket)
+    bucket.move(plan, updater, store)
+
+
+def _copy_store(bucket: Bucket, old: Store, new: Store) -> None:
     """Buffer by buffer; where the parameters were part of the state and are no more, from them."""
-    pairs = zip((*old.store.states, *old.store.scales), (*new.store.states, *new.store.scales), strict=True)
+    pairs = zip((*old.states, *old.scales), (*new.states, *new.scales), strict=True)
     for source, into in pairs:
         if source is not None and into is not None:
             into.copy_(source)
-    for source, into in ((old.store.master, new.store.master), (old.store.weight, new.store.weight)):
+    for source, into in ((old.master, new.master), (old.weight, new.weight)):
         if into is not None and not into.is_meta:
             if source is not None and not source.is_meta:
                 into.copy_(source)
             else:
-                for piece, target in zip(old.slices, old.targets, strict=True):
+                for piece, target in zip(bucket.slices, bucket.targets, strict=True):
                     into[piece.offset : piece.offset + piece.numel] = target.reshape(-1)
 
 
-def _copy_numbers(old: Bucket, new: Bucket, options: Sequence[Options]) -> None:
+def _write(bucket: Bucket, values: Sequence[Mapping[str, Tensor]], options: Sequence[Options]) -> None:
     """Slice by slice, as for a checkpoint."""
-    values = [old.updater.read(old, i) for i in range(len(old.slices))]
+    updater, steps = bucket.updater, list(bucket.steps)
     for i, value in enumerate(values):  # an optimizer of the user's may look at the weights when it starts
-        new.updater.write_master(new, i, value["master"], keep=False)
-    if new.slices:
-        new.updater.start(new, options)
+        updater.write_master(bucket, i, value["master"], keep=False)
+    if bucket.slices:
+        updater.start(bucket, options)
     for i, value in enumerate(values):
-        new.updater.write(new, i, value)
+        updater.write(bucket, i, value)
+    bucket.steps[:] = steps

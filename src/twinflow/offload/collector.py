@@ -1,4 +1,4 @@
-"""Gradients into buckets: gathered as they come, measured when a bucket is complete, handed to the board as tasks."""
+"""Gradients into buckets: gathered as they come, measured when a bucket is complete, handed on as tasks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from twinflow.device import Device, Event
-from twinflow.offload import gather
-from twinflow.offload.board import Board
-from twinflow.offload.bucket import Bucket, Job, Param, Task, local_of
-from twinflow.offload.gate import decide_there
-from twinflow.offload.plan import BucketPlan
+from twinflow.offload import pack_gradients
+from twinflow.offload.bucket import Bucket, Param, local_of
+from twinflow.offload.clipping import decide_there
+from twinflow.offload.device_work import DeviceWork
+from twinflow.offload.executor import Executor
+from twinflow.offload.job import Job, Task
 from twinflow.offload.sharing import Sharing
-from twinflow.offload.sync import FLAT_FREE
 from twinflow.offload.taken_gradient import TakenGradient
 
 
@@ -26,20 +26,34 @@ class Collector:
     def __init__(
         self,
         device: Device,
-        board: Board,
+        executor: Executor,
+        device_work: DeviceWork,
         buckets: Sequence[Bucket],
         num_parts: int,
         tensor_device: torch.device,
         sharing: Sharing | None,
     ) -> None:
-        self._device, self._board, self._buckets, self._sharing = device, board, buckets, sharing
+        self._device = device
+        self._executor = executor
+        self._device_work = device_work
+        self._buckets = buckets
+        self._sharing = sharing
         self.num_parts = num_parts  # gradients that make up one: with several, they are summed in fp32
         self._tensor_device = tensor_device
+        self._open: dict[Bucket, Task] = {}  # this step's tasks, while gradients for them come in
         self._sums: dict[int, Tensor] = {}  # of each bucket
+        self._wholes: dict[Bucket, pack_gradients.Whole] = {}
+        self._views = pack_gradients.Views()
         self._norms = torch.zeros(len(buckets), dtype=torch.float64, device=tensor_device)  # of each bucket
+        self._norm_of = list(self._norms.unbind())
+        self._unmeasured: list[Task] = []  # of this step
         self._decisions = [torch.zeros(3, dtype=torch.float64, device=tensor_device) for _ in range(2)]
         self._host_decisions = [device.pinned(3, torch.float64) for _ in range(2)]
         self._host_norms = [device.pinned(len(buckets), torch.float64) for _ in range(2)]  # this job's and the last's
+
+    def set_num_parts(self, num_parts: int) -> None:
+        """Another number of gradients makes up one, from the next step on."""
+        self.num_parts = num_parts
 
     # While backward runs.
 
@@ -49,19 +63,39 @@ class Collector:
         for bucket, pieces in _by_bucket(found).items():
             into = self._sum(bucket) if is_sum else self._task(job, bucket).flat
             assert into is not None
-            self._gather(bucket, partial(gather.add, into, pieces))
+            self._gather(bucket, partial(pack_gradients.add, into, pieces))
 
-    def add_last(self, job: Job, found: Sequence[tuple[Param, Tensor]]) -> None:
-        """The same for gradients with which their parameters are complete."""
+    def add_last(self, job: Job, found: Sequence[tuple[Param, Tensor]], wholes: Sequence[Bucket] = ()) -> None:
+        """The same for gradients with which their parameters are complete. `wholes`: the buckets that they make up,
+        where nothing of these has come before."""
+        if wholes:
+            self._put_wholes(job, found, wholes)
+            return
         if self.num_parts == 1:
             self.add(job, found)
         else:
             for bucket, pieces in _by_bucket(found).items():
                 flat, total = self._task(job, bucket).flat, self._sum(bucket)
                 assert flat is not None
-                self._gather(bucket, partial(gather.add_last, flat, total, pieces))
+                self._gather(bucket, partial(pack_gradients.add_last, flat, total, pieces))
         for param, _ in found:
             self._finish(job, param)
+
+    def _put_wholes(self, job: Job, found: Sequence[tuple[Param, Tensor]], buckets: Sequence[Bucket]) -> None:
+        """Nearly all gradients come so: nothing that is known of a bucket is found out again for each of them."""
+        grads = {param.index: grad for param, grad in found}
+        for bucket in buckets:
+            task = self._new_task(job, bucket)
+            assert task.flat is not None
+            whole = self._wholes.get(bucket) or self._new_whole(bucket)
+            self._gather(bucket, partial(torch._foreach_copy_, whole.targets(task.flat), whole.parts(grads)))
+            task.present = list(range(len(bucket.slices)))
+            self._submit(task)
+
+    def _new_whole(self, bucket: Bucket) -> pack_gradients.Whole:
+        shapes = {param.index: param.local.shape for param in bucket.members}
+        self._wholes[bucket] = whole = pack_gradients.Whole(bucket.gathered.slices, shapes, self._views)
+        return whole
 
     def _gather(self, bucket: Bucket, what: Callable[[], None]) -> None:
         self._device.compute().run(what, "grad", bucket=bucket.plan.index)
@@ -87,10 +121,8 @@ class Collector:
         for bucket in self._buckets:
             if self._sharing is not None and bucket.plan.index not in begun:  # others may have gradients for it
                 self._submit(self._task(job, bucket))
-            elif bucket.task is not None:
-                if bucket.task.present:
-                    self._submit(bucket.task)
-                bucket.task = None
+            elif (task := self._open.pop(bucket, None)) is not None and task.present:
+                self._submit(task)
 
     def _round(self, job: Job, param: Param) -> None:
         """A sum that turned out to be complete, into the flat buffers."""
@@ -99,7 +131,7 @@ class Collector:
         for bucket in param.buckets:
             flat, slices = self._task(job, bucket).flat, [s for s in bucket.gathered.slices if s.param == param.index]
             assert flat is not None
-            self._gather(bucket, partial(gather.cast, flat, self._sum(bucket), slices))
+            self._gather(bucket, partial(pack_gradients.cast, flat, self._sum(bucket), slices))
 
     def take_all(self, job: Job, params: Sequence[Param], stand_in: Callable[[Param], TakenGradient]) -> None:
         """Tasks from the gradients in `.grad`. Copies read these after this returns, so a stand-in takes their place:
@@ -125,7 +157,7 @@ class Collector:
             for bucket, pieces in _by_bucket(list(flat.items())).items():
                 into = self._task(job, bucket).flat
                 assert into is not None
-                self._gather(bucket, partial(gather.put, into, pieces))
+                self._gather(bucket, partial(pack_gradients.put, into, pieces))
             for param in flat:
                 self._finish(job, param)
             self.complete(job, ())
@@ -136,10 +168,10 @@ class Collector:
                 piece = bucket.slices[i]
                 task.sources.append((piece.offset, flat[bucket.params[i]][piece.start : piece.start + piece.numel]))
             if task.present and bucket.is_on_device:  # the update there wants them side by side
-                task.flat = self._flat(bucket.plan)
+                task.flat = self._executor.take_flat(bucket.plan, self._device.compute())
                 own = zip(task.present, task.sources, strict=True)
-                placed: list[gather.Piece] = [(bucket.slices[i], source, True) for i, (_, source) in own]
-                self._gather(bucket, partial(gather.put, task.flat, placed))
+                placed: list[pack_gradients.Piece] = [(bucket.slices[i], source, True) for i, (_, source) in own]
+                self._gather(bucket, partial(pack_gradients.put, task.flat, placed))
                 task.sources = [(0, task.flat)]
             if task.present:
                 self._submit(task)
@@ -149,8 +181,9 @@ class Collector:
     def read_back(self, job: Job | None, params: Sequence[Param]) -> dict[Param, Tensor]:
         """The gradients that were taken of these parameters, as torch would have left them in `.grad`. Blocks."""
         self._device.compute().synchronize()
-        if self._board.sums_on_host:
-            self._board.wait_for(lambda: not any(bucket.parts for bucket in self._buckets if not bucket.is_full))
+        if self._executor.sums_on_host:
+            self._executor.wait_for_sums()
+            self._device.stream("update").synchronize()
         tasks = {task.bucket: task for task in (job.tasks if job is not None else ())}
         found: dict[Param, Tensor] = {}
         for param in params:
@@ -158,7 +191,7 @@ class Collector:
             for bucket in param.buckets:
                 for i, piece in enumerate(bucket.slices):
                     if piece.param == param.index:
-                        source = self._taken(bucket, i, tasks.get(bucket) or bucket.task)
+                        source = self._taken(bucket, i, tasks.get(bucket) or self.task_of(bucket))
                         if source is not None:
                             grad[piece.start : piece.start + piece.numel] = source[
                                 piece.offset : piece.offset + piece.numel
@@ -168,18 +201,18 @@ class Collector:
 
     def _taken(self, bucket: Bucket, index: int, task: Task | None) -> Tensor | None:
         """Where a slice's gradient lies, in a buffer of its bucket; None where there is none."""
-        if self._board.sums_on_host:
-            return bucket.total if index in bucket.added else None
+        if self._executor.sums_on_host:
+            added = bucket.added if bucket.is_on_device else self._executor.added(bucket)
+            return bucket.total if index in added else None
         if task is not None and index in task.present:
-            with self._board.changed:  # from the device to the host; one of them stays as it is until `step`
-                held = task.flat if task.flat is not None else task.grads
-            for event in (task.ready, task.arrived):
-                if event is not None:
-                    event.synchronize()
-            return held
+            return self._executor.read_grads(task)
         if self.num_parts > 1:
             return self._sums.get(bucket.plan.index)
         return task.flat if task is not None else None
+
+    def task_of(self, bucket: Bucket) -> Task | None:
+        """This step's task of a bucket, as long as gradients are still to come for it."""
+        return self._open.get(bucket)
 
     def zero_norms(self) -> None:
         """A new job begins: a bucket without gradients has none."""
@@ -190,24 +223,38 @@ class Collector:
         return self._host_norms[job.number % 2].zero_()
 
     def fetch_norms(self, job: Job) -> tuple[Tensor, Event]:
-        """All norms of the job on their way to the host: the one small read that the gate needs."""
+        """All norms of the job on their way to the host: what the clipping decision needs."""
+        self._measure_rest()
         compute, norms = self._device.compute(), self._host_norms[job.number % 2]
         compute.run(lambda: norms.copy_(self._norms, non_blocking=True))
         return norms, compute.record()
 
     def fetch_decision(self, job: Job) -> tuple[Tensor, Tensor, Event]:
         """The clipping decision of the job, made on the device: there, on its way to the host, and when it is there."""
+        self._measure_rest()
         compute = self._device.compute()
         there = self._decisions[job.number % 2]
         here = self._host_decisions[job.number % 2]
-        gate = job.gate
 
         def decide() -> None:
-            decide_there(there, self._norms, gate.scale, gate.limits)
+            decide_there(there, self._norms, job.scale, job.limits)
             here.copy_(there, non_blocking=True)
 
         compute.run(decide)
         return there, here, compute.record()
+
+    def _measures_later(self, task: Task) -> bool:
+        """Whether a bucket's gradients stay where they are until the decision: then all norms are measured together,
+        when the step is closed, with a few launches instead of some for each bucket."""
+        is_whole = task.flat is not None and len(task.present) == len(task.bucket.slices)
+        return is_whole and task.job.limits.any and not self._executor.holds_on_host
+
+    def _measure_rest(self) -> None:
+        flats = [(task.bucket.plan.index, task.flat) for task in self._unmeasured if task.flat is not None]
+        assert len(flats) == len(self._unmeasured)
+        self._unmeasured = []
+        if flats:
+            self._device.compute().run(partial(pack_gradients.measure_many, self._norms, flats))
 
     # Parts.
 
@@ -219,26 +266,19 @@ class Collector:
 
     def _task(self, job: Job | None, bucket: Bucket) -> Task:
         """This step's task of a bucket, with a flat buffer to gather gradients in."""
-        if bucket.task is None:
+        task = self._open.get(bucket)
+        if task is None:
             assert job is not None
-            bucket.task = task = Task(bucket, job, [])
+            task = self._open[bucket] = self._new_task(job, bucket)
             task.missing = {param.index for param in bucket.members}
-            task.flat = self._flat(bucket.plan) if self._sharing is None else self._sharing.take_flat(bucket)
-            task.sources = [(0, task.flat)]
-        return bucket.task
+        return task
 
-    def _flat(self, plan: BucketPlan) -> Tensor:
-        board, flats = self._board, self._board.flats
-        with board.changed:
-            # The mover hands one back with each copy it starts. Where there is none to start, all are held by buckets
-            # that this very thread has to complete: then one more is made.
-            while (taken := flats.take(plan, may_grow=not board.gives_flats())) is None:
-                board.check()
-                board.changed.wait(1.0)
-        flat, read_until = taken
-        if read_until is not None:
-            self._device.compute().wait(read_until, FLAT_FREE)
-        return flat
+    def _new_task(self, job: Job, bucket: Bucket) -> Task:
+        if self._sharing is None:
+            flat = self._executor.take_flat(bucket.plan, self._device.compute())
+        else:
+            flat = self._sharing.take_flat(bucket)
+        return Task(bucket, job, [], [(0, flat)], flat)
 
     def _submit(self, task: Task) -> None:
         """All gradients of a task are queued: measure them, and hand the task on."""
@@ -246,19 +286,24 @@ class Collector:
             return self._share(task, self._sharing)
         task.present.sort()
         bucket, compute, flat = task.bucket, self._device.compute(), task.flat
-        norm = self._norms[bucket.plan.index]
-        if self._board.sums_on_host:
+        norm = self._norm_of[bucket.plan.index]
+        if self._executor.sums_on_host:
             pass  # the host measures the sum
+        elif self._measures_later(task):
+            self._unmeasured.append(task)
         elif flat is not None and len(task.present) == len(bucket.slices):
-            compute.run(partial(gather.measure, norm, flat))
+            compute.run(partial(pack_gradients.measure, norm, flat))
         else:
             cuts = [bucket.slices[i] for i in task.present]
             parts = task.sources if flat is None else [(c.offset, flat[c.offset : c.offset + c.numel]) for c in cuts]
-            compute.run(partial(gather.measure_parts, norm, list(parts), bucket.plan.numel))
+            compute.run(partial(pack_gradients.measure_parts, norm, list(parts), bucket.plan.numel))
         task.ready = compute.record()
-        bucket.task = None
+        self._open.pop(bucket, None)
         task.job.tasks.append(task)
-        self._board.submit(task)
+        if bucket.is_on_device:
+            self._device_work.submit(task)
+        else:
+            self._executor.submit(task)
 
     def _share(self, task: Task, sharing: Sharing) -> None:
         """The same where ranks share the bucket: zeros for what this one has nothing for."""
@@ -266,17 +311,17 @@ class Collector:
         assert flat is not None
         empty = [piece for piece in bucket.gathered.slices if piece.param in task.missing]
         if empty:
-            self._gather(bucket, partial(gather.clear, flat, empty))
+            self._gather(bucket, partial(pack_gradients.clear, flat, empty))
         task.is_held = not all(param.was_hit for param in bucket.members)
         task.ready = compute.record()
-        bucket.task = None
+        self._open.pop(bucket, None)
         task.job.tasks.append(task)
         sharing.submit(task)
 
 
-def _by_bucket(found: Sequence[tuple[Param, Tensor]]) -> dict[Bucket, list[gather.Piece]]:
+def _by_bucket(found: Sequence[tuple[Param, Tensor]]) -> dict[Bucket, list[pack_gradients.Piece]]:
     """The parts of gradients that lie in each bucket."""
-    pieces: dict[Bucket, list[gather.Piece]] = {}
+    pieces: dict[Bucket, list[pack_gradients.Piece]] = {}
     for param, grad in found:
         flat = grad.detach().reshape(-1) if grad.requires_grad else grad.reshape(-1)
         for bucket, cuts, _ in param.places:

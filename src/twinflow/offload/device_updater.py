@@ -18,21 +18,24 @@ from torch import Tensor
 
 from twinflow import native
 from twinflow.gpu import update as gpu
-from twinflow.gpu.update import FusedUpdate, Numbers, Piece
+from twinflow.gpu.update import FusedUpdate, Numbers, Piece, Rows
 from twinflow.offload import slices
-from twinflow.offload.bucket import Bucket, Options, Param, Task
+from twinflow.offload.bucket import Bucket
+from twinflow.offload.job import Passage, Task
 from twinflow.offload.numbers import Hypers
 from twinflow.offload.plan import BucketPlan
+from twinflow.offload.staging import Stage
 from twinflow.rules import Rule, reference
+from twinflow.rules.rule import Options
 from twinflow.rules.segment import Segment, Store, new_states
 
 
 class DeviceUpdater:
     """One of our rules in one of our formats, on the device."""
 
-    can_shadow = False
     is_on_device = True
     is_all_in_store = True
+    reads_decision = True
 
     def __init__(
         self,
@@ -78,47 +81,41 @@ class DeviceUpdater:
         """States as before the first update."""
         slices.clear(self._slice(bucket, index), self.rule.start_value(options[bucket.params[index].group]))
 
-    def reads_decision(self, plan: BucketPlan) -> bool:
-        """Whether an update takes the clipping decision from the device's memory, and writes the parameters itself."""
-        return self.is_aliased(plan)
-
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
         """Nothing passes through the host."""
         return False
 
     # The update.
 
-    def prepare(self, task: Task, factor: float, decision: Tensor | None = None) -> Callable[[], None]:
-        """What to run on the device's stream; all that may change until it runs is read now."""
-        if not self.is_aliased(task.bucket.plan):
-            task.weights = self._weights(task.bucket)
-        return self.prepare_on(task.bucket.store, task, factor, decision)
+    def passage(self, task: Task, factor: float, decision: Tensor | None, stage: Stage | None) -> Passage:
+        """The kernel alone: all of the state is there."""
+        bucket = task.bucket
+        weights = () if self.is_aliased(bucket.plan) else self._weights(bucket)
+        return Passage(None, self.update_of(bucket.store, task, factor, decision), None, weights)
 
-    def prepare_on(self, store: Store, task: Task, factor: float, decision: Tensor | None = None) -> Callable[[], None]:
-        """The same for state that lies in other buffers."""
-        bucket, grads = task.bucket, task.grads
+    def update_of(self, store: Store, task: Task, factor: float, decision: Tensor | None) -> Callable[[], None]:
+        """The update of state that lies in these buffers."""
+        grads = task.grads
         assert grads is not None
-        numbers = {i: self._hypers.of(task, i, factor) for i in task.present}
-        params = [bucket.params[i] for i in task.present] if self.is_aliased(bucket.plan) else []
         if grads.device.type == "cuda" and self._is_fused:
-            return partial(_run, partial(self._update_fused, bucket, store, grads, numbers, decision), params)
-        return partial(_run, partial(self._update_plainly, bucket, store, grads, numbers, decision), params)
+            rows = self._hypers.rows(task, factor)
+            return partial(self._update_fused, task.bucket, store, grads, rows, decision)
+        numbers = {i: self._hypers.of(task, i, factor) for i in task.present}
+        return partial(self._update_plainly, task.bucket, store, grads, numbers, decision)
 
-    def _update_fused(
-        self, bucket: Bucket, store: Store, grads: Tensor, numbers: Mapping[int, Numbers], decision: Tensor | None
-    ) -> None:
+    def _update_fused(self, bucket: Bucket, store: Store, grads: Tensor, rows: Rows, decision: Tensor | None) -> None:
         """The bucket's kernel; its tables are made anew when its parameters have moved."""
         found = self._fused.get(bucket.plan.index)
         try:
             if found is None or found[0] != bucket.addresses:
                 found = self._fused[bucket.plan.index] = (bucket.addresses, self._new_fused(bucket))
-            found[1](store, grads, numbers, decision)
+            found[1].run(store, grads, rows, decision)
         except Exception as error:  # Triton compiles at the first launch, which needs more than Triton
             if self._has_run or isinstance(error, AssertionError):
                 raise
             warnings.warn(f"the GPU's fused update cannot run, using slower torch kernels ({error})", stacklevel=2)
             self._is_fused = False
-            self._update_plainly(bucket, store, grads, numbers, decision)
+            self._update_plainly(bucket, store, grads, rows.numbers(self.rule.num_scalars), decision)
         self._has_run = True
 
     def _new_fused(self, bucket: Bucket) -> FusedUpdate:
@@ -150,13 +147,15 @@ class DeviceUpdater:
         store = self._slice(bucket, index)
         return store.master if store.weight is None else store.weight
 
-    def publish(self, task: Task) -> None:
-        """The new weights are those of the state, where it keeps them."""
-        store = task.bucket.store
-        assert not self.is_aliased(task.bucket.plan)
+    def publish(self, bucket: Bucket) -> Sequence[Tensor]:
+        """The weights of the state, where it keeps them."""
+        assert not self.is_aliased(bucket.plan)
+        return self._weights(bucket)
+
+    def _round(self, store: Store) -> None:
+        """Weights that are kept beside their fp32 master follow it."""
         if store.weight is not None and not store.is_split:
-            store.weight.copy_(store.master)  # so far only updates have written it
-        task.weights = self._weights(task.bucket)
+            store.weight.copy_(store.master)
 
     def _weights(self, bucket: Bucket) -> list[Tensor]:
         return [self._weight(bucket, i) for i in range(len(bucket.slices))]
@@ -181,7 +180,8 @@ class DeviceUpdater:
         where that is not what the parameter was rounded from."""
         store = self._slice(bucket, index)
         if not self.is_aliased(bucket.plan):
-            return slices.write(self.rule, store, values)
+            slices.write(self.rule, store, values)
+            return self._round(store)
         own = _param_values(bucket, index).clone()
         slices.write(self.rule, store, values)
         slices.write_master(store, own, keep=True)
@@ -195,6 +195,8 @@ class DeviceUpdater:
         store = self._slice(bucket, index)
         if not self.is_aliased(bucket.plan) or bucket.plan.dtype == torch.float16:
             slices.write_master(store, values, keep)
+            if not self.is_aliased(bucket.plan):
+                self._round(store)
         elif store.is_split:
             slices.mend_lower(store) if keep else store.master.zero_()
 
@@ -215,14 +217,6 @@ class DeviceUpdater:
             return store
         target = bucket.targets[index]
         return replace(store, master=target) if bucket.plan.dtype == torch.float32 else replace(store, weight=target)
-
-
-def _run(update: Callable[[], None], params: Sequence[Param]) -> None:
-    """The update; autograd and we ourselves get to know that it has written to the parameters."""
-    update()
-    for param in params:
-        torch.autograd.graph.increment_version(param.local)
-        param.note_write()
 
 
 def _param_values(bucket: Bucket, index: int) -> Tensor:

@@ -9,8 +9,19 @@ does.
 
 from __future__ import annotations
 
+from twinflow.offload.settings import Settings
+
 WATCHED_STEPS = 3
 _LONGEST_PAUSE = 1024
+
+
+def num_watched(settings: Settings, can_undo: bool, has_ranks: bool) -> int:
+    """Steps whose gradients stay in `.grad`, before those of others are taken during backward."""
+    if can_undo or settings.is_short or settings.parks:
+        return 0  # or the device has no room for all gradients: they have to leave it at once
+    if settings.accumulation_steps > 1 and (has_ranks or not settings.watches_first):
+        return 0  # sums are made in fp32, by ranks in their own order: that must not change after some steps
+    return WATCHED_STEPS if settings.watches_first else 1
 
 
 class EarlyPolicy:

@@ -1,19 +1,24 @@
-"""The thread that brings parked weights to the device: one queue, one stream, one order, that of the blocks."""
+"""Weights that live on the host, on their way to the device: one queue, one stream, one order, that of the blocks.
+
+Alone, a process asks the executor, whose native thread copies a block's weights as soon as its update is in the state.
+Where ranks share the weights, a thread copies this rank's part and the ranks gather the rest.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+import queue
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from twinflow.device import Device, Event
-from twinflow.offload.board import Board
 from twinflow.offload.bucket import Bucket
+from twinflow.offload.executor import Executor
 from twinflow.offload.sync import FETCH_ROOM
-from twinflow.offload.threads import BoardThread
 
 
 class Gather(Protocol):
@@ -37,49 +42,116 @@ class Parcel:
     bucket: Bucket | None  # whose state they are; None where nothing updates them
 
 
-@dataclass(eq=False)
-class Fetch:
+class Fetch(Protocol):
     """One block's weights on their way."""
 
-    parcels: Sequence[Parcel]
-    after: Event  # the memory they go to is free
-    event: Event | None = None  # when they are there, once that is queued
+    def wait(self) -> Event:
+        """Block until the copy is queued; when it will be there."""
+        ...
 
 
-class Fetcher(BoardThread):
-    """Copies a block's weights as soon as its update is in the state. All ranks ask in the same order."""
-
-    def __init__(self, board: Board, device: Device, gather: Gather | None) -> None:
-        self._device, self._gather = device, gather
-        self._queue: deque[Fetch] = deque()
-        self.fetched_bytes = 0
-        super().__init__(board, "fetcher")
+class Fetcher(Protocol):
+    """Brings blocks' weights to the device, in the order in which they are asked for."""
 
     def ask(self, parcels: Sequence[Parcel], after: Event) -> Fetch:
-        """A fetch that will begin by itself."""
-        fetch = Fetch(parcels, after)
-        with self.board.changed:
-            self._queue.append(fetch)
-            self.board.changed.notify_all()
+        """A fetch that will begin by itself, when the memory that it goes to is free."""
+        ...
+
+
+class NativeFetch:
+    """A fetch of the executor's."""
+
+    def __init__(self, executor: Executor, handle: int, parcels: Sequence[Parcel]) -> None:
+        self._executor = executor
+        self._handle = handle
+        self._parcels = parcels  # kept until the copy is queued
+        self._event: Event | None = None
+
+    def wait(self) -> Event:
+        """The executor copies in the order of the fetches."""
+        if self._event is None:
+            self._event = self._executor.wait_for_fetch(self._handle)
+        return self._event
+
+
+class NativeFetcher:
+    """For one process alone."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    @property
+    def fetched_bytes(self) -> int:
+        """So far."""
+        return int(self._executor.counters.bytes_fetched)
+
+    def ask(self, parcels: Sequence[Parcel], after: Event) -> NativeFetch:
+        """One call for all parcels."""
+        items = [(parcel.bucket, parcel.host(), parcel.flat) for parcel in parcels]
+        return NativeFetch(self._executor, self._executor.fetch(items, after), parcels)
+
+
+@dataclass(eq=False)
+class SharedFetch:
+    """One block's weights, of all ranks."""
+
+    parcels: Sequence[Parcel]
+    after: Event
+    executor: Executor
+    event: Event | None = None
+
+    def wait(self) -> Event:
+        """The thread below sets the event."""
+        with self.executor.changed:
+            while self.event is None:
+                self.executor.check()
+                self.executor.changed.wait(1.0)
+            return self.event
+
+
+class SharedFetcher:
+    """For ranks that have parts: a thread, since Python calls collectives. All ranks ask in the same order."""
+
+    def __init__(self, executor: Executor, device: Device, gather: Gather) -> None:
+        self.fetched_bytes = 0
+        self._executor = executor
+        self._device = device
+        self._gather = gather
+        self._queue: queue.SimpleQueue[SharedFetch | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name="twinflow-fetcher", daemon=True)
+        self._thread.start()
+
+    def ask(self, parcels: Sequence[Parcel], after: Event) -> SharedFetch:
+        """In the order of the blocks."""
+        fetch = SharedFetch(parcels, after, self._executor)
+        self._queue.put(fetch)
         return fetch
 
-    def _turn(self) -> None:
-        board = self.board
-        with board.changed:
-            fetch = self._queue[0] if self._queue else None
-            buckets = [p.bucket for p in fetch.parcels if p.bucket is not None] if fetch is not None else []
-            if fetch is None or any(bucket.shown < bucket.due for bucket in buckets):
-                self._sleep(has_events=False)
-                return
-        event = self._copy(fetch)
-        with board.changed:
-            for bucket in buckets:
-                bucket.sent_event = event  # the state must not change before it has been read
-            fetch.event = event
-            self._queue.popleft()
-            board.changed.notify_all()
+    def join(self) -> None:
+        """End the thread, after the executor was closed."""
+        self._queue.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
-    def _copy(self, fetch: Fetch) -> Event:
+    @torch.no_grad()
+    def _loop(self) -> None:
+        executor = self._executor
+        try:
+            while (fetch := self._queue.get()) is not None and not executor.is_closing:
+                buckets = [parcel.bucket for parcel in fetch.parcels if parcel.bucket is not None]
+                executor.wait_until_shown(buckets)
+                event = self._copy(fetch)
+                for bucket in buckets:
+                    executor.note_sent(bucket, 0, event)  # the state must not change before it has been read
+                with executor.changed:
+                    fetch.event = event
+                    executor.changed.notify_all()
+                del fetch
+        except BaseException as error:
+            if not executor.is_closing:
+                executor.fail(error)
+
+    def _copy(self, fetch: SharedFetch) -> Event:
         stream = self._device.stream("fetch")
         stream.wait(fetch.after, FETCH_ROOM)
         for parcel in fetch.parcels:
@@ -91,12 +163,11 @@ class Fetcher(BoardThread):
 
     def _work(self, parcel: Parcel) -> Callable[[], None]:
         host, gather = parcel.host(), self._gather
-        start = host.numel() * (gather.rank if gather is not None else 0)
+        start = host.numel() * gather.rank
         part = parcel.flat[start : start + host.numel()]
 
         def work() -> None:
             part.copy_(host, non_blocking=True)
-            if gather is not None:
-                gather.all_gather(parcel.flat)
+            gather.all_gather(parcel.flat)
 
         return work

@@ -12,16 +12,20 @@ the graph, and before Dynamo looks at the parameters' classes (weight_guard.py).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import repeat
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from twinflow.offload.blocks import Block
-from twinflow.offload.bucket import Param
+from twinflow.offload.bucket import Bucket, Param
 from twinflow.offload.plan import ROOT
+
+GradientHook = Callable[[torch.Tensor], object]
 
 
 class Listener(Protocol):
@@ -47,8 +51,8 @@ class Listener(Protocol):
         """The same inside a backward."""
         ...
 
-    def grad_ready(self, param: Param) -> None:
-        """A gradient has been accumulated into a parameter."""
+    def take_queue(self, queue: GradientQueue) -> None:
+        """The gradients of a queue have come."""
         ...
 
 
@@ -67,6 +71,7 @@ class ModelHooks:
         self._handles = [
             model.register_forward_pre_hook(self._hook(model, self._enter_model), prepend=True),
             model.register_forward_hook(self._hook(model, self._leave_model)),
+            # torch does not type this method.
             model.register_state_dict_pre_hook(self._hook(model, listener.check)),  # type: ignore[no-untyped-call]
         ]
         self._places: list[tuple[dict[str, nn.Module | None], str, Block]] = []  # where each block is registered
@@ -141,7 +146,7 @@ class ModelHooks:
     def _hook(self, module: nn.Module, call: Callable[[], None]) -> Hook:
         traced = self._traced
 
-        def hook(caller: nn.Module, *_: Any) -> None:
+        def hook(caller: nn.Module, *_: object) -> None:
             if torch.compiler.is_compiling():
                 traced.note()
             elif caller is module:  # a deep copy has the same hooks
@@ -153,21 +158,21 @@ class ModelHooks:
 class Hook:
     """A hook on a module. It is not copied and not saved with the module: it belongs to the optimizer."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(self, call: Callable[..., object]) -> None:
         self._call = call
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module calls."""
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """What the module calls; other inputs or outputs for it, or None."""
         return self._call(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+    def __deepcopy__(self, memo: dict[int, object]) -> Hook:
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[Hook], tuple[Callable[..., object]]]:
         return Hook, (_do_nothing,)
 
 
-def _do_nothing(*_: Any, **__: Any) -> None:
+def _do_nothing(*_: object, **__: object) -> None:
     """What a loaded model has in a hook's place."""
 
 
@@ -198,11 +203,11 @@ def _note_traced(key: int) -> int:
 class CompiledCall:
     """The compiled call of a module, and what happens before it."""
 
-    def __init__(self, call: Callable[..., Any], before: Callable[[], None]) -> None:
+    def __init__(self, call: Callable[..., object], before: Callable[[], None]) -> None:
         self.call = call
         self._before = before
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Not traced: the call inside is the compiled one."""
         if not torch.compiler.is_compiling():
             self._before()
@@ -215,22 +220,143 @@ def _wrap(module: nn.Module, before: Callable[[], None]) -> None:
         module._compiled_call_impl = CompiledCall(compiled, before)
 
 
-def take_gradients(params: list[Param], listener: Listener) -> list[RemovableHandle]:
-    """Report every gradient as soon as it is accumulated.
+class GradientQueue:
+    """Gradients that have come and wait in `.grad` for the others of their block. They are taken together: each call
+    of a kernel from Python takes longer than a small gradient's copy.
 
-    torch's hooks on tensors hide what they hold from the garbage collector: they must not hold the listener, which
-    holds the tensors.
+    A hook on each parameter notes that its gradient has come. There are many, and a hook in Python takes several
+    microseconds: so all but one are made of builtins, and only the parameter whose gradient came last in the backward
+    before has one in Python, which counts. While it is not known which comes last, all of them have.
+
+    torch's hooks on tensors hide what they hold from the garbage collector. They hold this, which therefore holds
+    neither a parameter nor the listener.
     """
+
+    def __init__(self) -> None:
+        self.arrived: list[tuple[int, int]] = []  # parameters by index, and the streams their gradients were made on
+        self.size = 0  # parameters whose gradients come here
+        self.num_expected = 0  # as many as came in the last backward
+        self.num_taken = 0  # in this one
+        self._late: set[int] = set()  # parameters with several gradients in one backward: each is taken at once
+        self._last: int | None = None  # the parameter whose hook counts; None: all of them do
+        self._handles: dict[int, RemovableHandle] = {}
+        self._quick: dict[int, GradientHook] = {}  # hooks that only append to `arrived`
+        self._counting: dict[int, GradientHook] = {}  # hooks that take the gradients when all have come
+
+    def add(self, index: int, is_late: bool) -> None:
+        """Gradients of one more parameter come here."""
+        self.size += 1
+        self.num_expected += 1
+        if is_late:
+            self.set_late(index)
+
+    def attach(self, param: Param, streams: Iterator[int], take: Callable[[GradientQueue], None]) -> RemovableHandle:
+        index = param.index
+        # next(iterator, tensor): each call appends one pair.
+        pairs: Iterator[tuple[int, int]] = zip(repeat(index), streams)
+        self._quick[index] = partial(next, map(self.arrived.append, pairs))
+
+        def hook(tensor: torch.Tensor) -> None:
+            self._quick[index](tensor)
+            if index in self._late:
+                take(self)
+            elif len(dict(self.arrived)) < self.num_expected:
+                self.count_all()
+            else:
+                self._count_at(index)
+                take(self)
+
+        self._counting[index] = hook
+        # torch does not type this method.
+        handle: RemovableHandle = param.tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._handles[index] = handle
+        return handle
+
+    def set_late(self, index: int) -> None:
+        self._late.add(index)
+        self._put(index, self._counting)
+
+    def count_all(self) -> None:
+        """It is not known which gradient will come last."""
+        if self._last is not None:
+            self._last = None
+            for index in self._handles:
+                self._put(index, self._counting)
+
+    def _count_at(self, last: int) -> None:
+        if self._last != last:
+            self._last = last
+            for index in self._handles:
+                self._put(index, self._counting if index == last or index in self._late else self._quick)
+
+    def _put(self, index: int, hooks: dict[int, GradientHook]) -> None:
+        handle = self._handles.get(index)
+        here = handle.hooks_dict_ref() if handle is not None else None
+        if handle is not None and here is not None and handle.id in here:
+            here[handle.id] = hooks[index]
+
+    def end_backward(self) -> None:
+        """All gradients of a backward have been taken: the next one brings as many."""
+        if self.num_taken:
+            self.num_expected = self.num_taken
+        self.num_taken = 0
+
+    def forget(self) -> None:
+        self.arrived.clear()
+        self.num_taken = 0
+
+
+class Queues(NamedTuple):
+    """The queues of all parameters."""
+
+    every: list[GradientQueue]
+    of_param: list[GradientQueue]
+    # The buckets that the parameters of a queue make up; none where they share one with those of another queue.
+    wholes: dict[GradientQueue, list[Bucket]]
+
+
+def new_queues(params: Sequence[Param], buckets: Sequence[Bucket], is_each_alone: bool) -> Queues:
+    """One for each block; parameters outside any block get their gradients at very different times, and have one each.
+    `is_each_alone`: all parameters have."""
+    by_block: dict[int, GradientQueue] = {}
+    found = Queues([], [], {})
+    for param in params:
+        block = param.buckets[0].plan.block if param.buckets else ROOT
+        is_alone = is_each_alone or block == ROOT
+        queue = GradientQueue() if is_alone else by_block.setdefault(block, GradientQueue())
+        if queue not in found.every:
+            found.every.append(queue)
+        queue.add(param.index, param.is_late)
+        found.of_param.append(queue)
+    shared: set[GradientQueue] = set()
+    for bucket in buckets:
+        queues = {found.of_param[param.index] for param in bucket.members}
+        for queue in queues:
+            found.wholes.setdefault(queue, []).append(bucket)
+        if len(queues) > 1:
+            shared |= queues
+    for queue in shared:
+        found.wholes[queue] = []
+    return found
+
+
+def take_gradients(
+    params: Sequence[Param], queues: Sequence[GradientQueue], streams: Iterator[int], listener: Listener
+) -> list[RemovableHandle]:
+    """Report the gradients of a queue as soon as all of them are accumulated. `streams` gives the id of the calling
+    thread's current one, whenever it is asked."""
     reference = weakref.ref(listener)
 
-    def hook_for(param: weakref.ref[Param]) -> Callable[[torch.Tensor], None]:
-        def hook(_: torch.Tensor) -> None:
-            owner, found = reference(), param()
-            if owner is not None and found is not None:
-                owner.grad_ready(found)
+    def take(queue: GradientQueue) -> None:
+        owner = reference()
+        if owner is not None:
+            owner.take_queue(queue)
 
-        return hook
+    handles = [queue.attach(param, streams, take) for param, queue in zip(params, queues, strict=True)]
+    weakref.finalize(listener, _remove, handles).atexit = False  # nobody would take what they note
+    return handles
 
-    tensors: list[Any] = [param.tensor for param in params]  # torch does not type this method
-    hooks = [hook_for(weakref.ref(param)) for param in params]
-    return [tensor.register_post_accumulate_grad_hook(hook) for tensor, hook in zip(tensors, hooks, strict=True)]
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

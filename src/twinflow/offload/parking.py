@@ -7,9 +7,9 @@ Meanwhile the parameters themselves have no values (one NaN in their shape) and 
 reads one outside its block gets a copy, and what he writes goes into the state.
 
 A fetch is asked for by the thread that runs the model, in the order of the blocks, some blocks ahead. It takes the
-memory at once, on the model's own stream; a thread (fetcher.py) waits for the block's update, and copies on a stream of
-its own, after what the model's stream had to do before. Where ranks share the buckets, each copies its part, and they
-gather the rest.
+memory at once, on the model's own stream. As soon as the block's update is in the state, the executor copies the
+weights on a stream of its own, after what the model's stream had to do before. Where ranks share the buckets, a thread
+(`SharedFetcher`) copies this rank's part, and the ranks gather the rest.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from twinflow.device import Device, Event
+from twinflow.device import Device
 from twinflow.offload.blocks import Block
-from twinflow.offload.board import Board
 from twinflow.offload.bucket import Bucket
+from twinflow.offload.executor import Executor
 from twinflow.offload.fetch_hooks import check_transform, put_hooks
-from twinflow.offload.fetcher import Fetch, Fetcher, Gather, Parcel
+from twinflow.offload.fetcher import Fetch, Gather, NativeFetcher, Parcel, SharedFetcher
 from twinflow.offload.hooks import Hook, in_backward
 from twinflow.offload.plan import padded
 from twinflow.offload.sync import FORWARD
-from twinflow.offload.waits import wait_for_weights
 from twinflow.offload.weight_guard import cover, plain, uncover
 
 _AHEAD = 2  # blocks that are fetched while one runs
@@ -63,7 +62,7 @@ class Parking:
     def __init__(
         self,
         device: Device,
-        board: Board,
+        executor: Executor,
         buckets: Sequence[Bucket],
         frozen: Mapping[int, Sequence[nn.Parameter]],
         values: Mapping[nn.Parameter, Tensor],
@@ -72,7 +71,8 @@ class Parking:
         on_write: Callable[[Tensor, Tensor], None],
         before_error: Callable[[], None],
     ) -> None:
-        self._device, self._board = device, board
+        self._device = device
+        self._executor = executor
         self._lots: dict[int, Lot] = {}
         self._places: dict[Any, tuple[Parcel, Tensor]] = {}
         self._nothing: dict[torch.dtype, Tensor] = {}
@@ -84,9 +84,8 @@ class Parking:
         self._versions: dict[Tensor, int] = {}  # of parameters, when their block began to run
         self._on_write = on_write  # a block has written to a weight of its own
         self.before_error = before_error  # a backward is about to fail
-        self.loans: list[
-            tuple[Tensor, Tensor, int]
-        ] = []  # parameters, copies of them that somebody has, their versions
+        # Parameters, copies of them that somebody has, and the versions of the copies.
+        self._loans: list[tuple[Tensor, Tensor, int]] = []
         self._storages: set[int] = set()
         for bucket in buckets:
             if bucket.is_parked:
@@ -104,7 +103,11 @@ class Parking:
                 same = [param for param in params if param.dtype == dtype]
                 self._add(block, self._park_frozen(same, values, where, world, rank))
         self._order = sorted(self._lots)
-        self.fetcher = Fetcher(board, device, gather)
+        self.fetcher: NativeFetcher | SharedFetcher = NativeFetcher(executor)
+        self.threads: list[SharedFetcher] = []
+        if gather is not None:
+            self.fetcher = SharedFetcher(executor, device, gather)
+            self.threads.append(self.fetcher)
 
     def _add(self, block: int, parcel: Parcel) -> None:
         """To a block's lot; the memory it was made with is given back at once, as there is none for all of them."""
@@ -191,6 +194,22 @@ class Parking:
                             param.data = self._nan(view)
         return found
 
+    def lend(self, tensor: Tensor, copied: Tensor) -> None:
+        """Remember a copy that was handed out: somebody may write to its memory."""
+        self._loans.append((tensor, copied, copied._version))
+
+    def written_loans(self) -> list[tuple[Tensor, Tensor]]:
+        """Copies that were written to since they were handed out. Those that nobody else has are forgotten."""
+        written = []
+        kept = []
+        for tensor, copied, version in self._loans:
+            if copied._version != version:
+                written.append((tensor, copied))
+            elif _has_other_users(copied):
+                kept.append((tensor, copied, version))
+        self._loans = kept
+        return written
+
     def _check_whole(self, parcel: Parcel) -> None:
         if parcel.host().numel() != parcel.flat.numel():
             raise RuntimeError(
@@ -218,7 +237,7 @@ class Parking:
         """A state dict is about to take every parameter as it stands. That needs no copy: `_show` replaces it."""
         params = [param for param in module._parameters.values() if param is not None and param in self._places]
         buckets = [parcel.bucket for parcel, _ in map(self._places.__getitem__, params) if parcel.bucket is not None]
-        wait_for_weights(self._device, self._board, buckets)
+        self._executor.wait_for_weights(buckets)
         uncover(params)
 
     def _show(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -337,7 +356,7 @@ class Parking:
             self._leave(block)
         self._ask_for(block)
         if lot.fetch is not None:
-            self._board.hold(self._event(lot.fetch), FORWARD)
+            self._hold(lot.fetch)
             lot.fetch = None
             with plain():
                 for parcel in lot.parcels:
@@ -347,10 +366,13 @@ class Parking:
         for parcel in lot.parcels:
             uncover(param for param, _ in parcel.views)
 
-    def _event(self, fetch: Fetch) -> Event:
-        self._board.wait_for(lambda: fetch.event is not None)
-        assert fetch.event is not None
-        return fetch.event
+    def _hold(self, fetch: Fetch) -> None:
+        """Let the model wait for a fetch."""
+        try:
+            self._device.hold_compute(fetch.wait(), FORWARD)
+        except Exception:
+            self._executor.check()
+            raise
 
     def _ask_for(self, block: int) -> None:
         lot = self._lots[block]
@@ -366,7 +388,7 @@ class Parking:
         if not lot.is_here:
             return
         if lot.fetch is not None:  # it never ran, and a copy may still write there
-            self._board.hold(self._event(lot.fetch), FORWARD)
+            self._hold(lot.fetch)
             lot.fetch = None
         else:
             self._keep_writes(block)
@@ -465,6 +487,11 @@ def _host_of(bucket: Bucket) -> Callable[[], Tensor]:
 def _new_flat(numel: int, dtype: torch.dtype, where: torch.device) -> Tensor:
     """A buffer; its memory is given back before anything uses it."""
     return torch.empty(numel, dtype=dtype, device=where)
+
+
+def _has_other_users(copied: Tensor) -> bool:
+    """Whether anything but this tensor uses its memory."""
+    return int(torch._C._storage_Use_Count(copied.untyped_storage()._cdata)) > 2
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:

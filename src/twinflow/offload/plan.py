@@ -1,6 +1,6 @@
 """Which elements travel together: parameters cut into slices, slices packed into buckets. Plain arithmetic.
 
-A bucket holds slices of one block (see blocks.py), one dtype and one place (see places.py). Slices start at multiples
+A bucket holds slices of one block (blocks.py), one dtype and one place (placement.py). Slices start at multiples
 of 128 inside a bucket and inside their parameter, so that the 8-bit formats' blocks fall in the same places whatever
 the bucket size.
 

@@ -1,4 +1,4 @@
-"""How much memory gradients and weights on their way get: slots on the host, flat buffers on the device."""
+"""Memory for gradients and weights on their way: slots on the host, flat buffers on the device, spare stores."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Sequence
 import torch
 
 from twinflow.device import Device
-from twinflow.offload.board import Board
-from twinflow.offload.bucket import Bucket, Updater
+from twinflow.offload.bucket import Bucket
+from twinflow.offload.executor import Executor
+from twinflow.offload.flats import FlatPool
 from twinflow.offload.plan import HOST, BucketPlan
 from twinflow.offload.settings import Settings
-from twinflow.offload.shadow import ShadowPool
-from twinflow.offload.slots import FlatPool, SlotPool
-from twinflow.offload.sync import ARRIVED, WEIGHT_SLOT
-from twinflow.offload.updater import RuleUpdater
+from twinflow.offload.spare_stores import SpareStores
+from twinflow.rules import Rule
 
 
-def new_board(
-    device: Device, updater: Updater, plans: Sequence[BucketPlan], settings: Settings, tensor_device: torch.device
-) -> Board:
-    """A board with empty pools, sized for these buckets."""
-    hosted, slot_bytes = [p for p in plans if p.place == HOST], bytes_of_slot(plans)
-    return Board(
+def new_executor(
+    device: Device, rule: Rule | None, plans: Sequence[BucketPlan], settings: Settings, tensor_device: torch.device
+) -> Executor:
+    """An executor with empty pools, sized for these buckets; `rule`: of updates on the host, None for a user's own
+    optimizer."""
+    num_hosted = sum(plan.place == HOST for plan in plans)
+    return Executor(
         device,
-        updater,
-        SlotPool(device, num_gradient_slots(settings, len(hosted)), slot_bytes, ARRIVED),
-        SlotPool(device, num_weight_slots(settings, len(hosted)), slot_bytes, WEIGHT_SLOT),
+        rule,
         FlatPool(tensor_device, flat_bytes(settings, plans)),
-        ShadowPool(updater.new_store, updater.release if isinstance(updater, RuleUpdater) else lambda store: None),
+        bytes_of_slot(plans),
+        num_gradient_slots(settings, num_hosted),
+        num_weight_slots(settings, num_hosted),
         settings.hold_on_host,
         settings.sums_on_host,
     )
@@ -49,14 +49,16 @@ def num_weight_slots(settings: Settings, num_buckets: int) -> int:
     return num_buckets if settings.delayed_update else min(settings.num_slots, num_buckets)
 
 
-def fit_slots(board: Board, settings: Settings, num_buckets: int) -> None:
-    """Another number of buckets is on the host, or of micro-batches in a step."""
-    with board.changed:
-        board.slots.limit = num_gradient_slots(settings, num_buckets)
-        board.weight_slots.limit = num_weight_slots(settings, num_buckets)
-        board.slots.trim()
-        if not settings.may_run_ahead:  # else those beyond the limit serve shadows
-            board.weight_slots.trim()
+def fit_pools(executor: Executor, settings: Settings, buckets: Sequence[Bucket]) -> None:
+    """Other buckets are on the host, or another number of micro-batches makes a step."""
+    num_hosted = sum(not bucket.is_on_device for bucket in buckets)
+    executor.set_sums_on_host(settings.sums_on_host)
+    executor.resize(
+        num_gradient_slots(settings, num_hosted),
+        num_weight_slots(settings, num_hosted),
+        keeps_weight_slots=settings.may_run_ahead,  # those beyond the limit serve spare stores
+    )
+    executor.flats.set_limit(flat_bytes(settings, [bucket.plan for bucket in buckets]))
 
 
 def flat_bytes(settings: Settings, plans: Sequence[BucketPlan]) -> int:
@@ -76,12 +78,14 @@ def num_gradient_slots(settings: Settings, num_buckets: int) -> int:
     return num_buckets if settings.delayed_update or holds_on_host else min(settings.num_slots, num_buckets)
 
 
-def prepare_shadows(board: Board, settings: Settings, buckets: Sequence[Bucket], max_bytes: int) -> None:
-    """Let updates run ahead of the gate within this much host memory, and make the shadows now."""
-    board.shadows.max_bytes = max_bytes
-    hosted = [bucket for bucket in buckets if not bucket.is_on_device]
-    if not (settings.may_run_ahead and settings.limits.any and board.updater.can_shadow):
+def prepare_spares(
+    spares: SpareStores, executor: Executor, settings: Settings, buckets: Sequence[Bucket], max_bytes: int
+) -> None:
+    """Let updates run ahead of the clipping decision within this much host memory, and make the stores now."""
+    spares.set_limit(max_bytes)
+    if not (settings.may_run_ahead and settings.limits.any and executor.can_run_ahead):
         return
-    num_made = board.shadows.prepare((bucket.plan, board.shadow_bytes(bucket)) for bucket in hosted)
-    if any(board.updater.needs_weight_slot(bucket.plan) for bucket in hosted):
-        board.weight_slots.prepare(num_made)
+    hosted = [bucket for bucket in buckets if not bucket.is_on_device]
+    num_made = spares.prepare(hosted)
+    if any(bucket.updater.needs_weight_slot(bucket.plan) for bucket in hosted):
+        executor.add_weight_slots(num_made)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from twinflow.offload.bucket import Bucket, Job, Options, Param
+from twinflow.offload.bucket import Bucket, Param
+from twinflow.offload.job import Job
 from twinflow.offload.torch_state import changes as changed_options
+from twinflow.rules.rule import Options
 
 
 def check_layout(param: Param, grad: Tensor | None) -> None:
@@ -30,7 +31,7 @@ def changed_option(job: Job, now: Sequence[Options], names: Container[str] | Non
     return ""
 
 
-def _can_compare(value: Any) -> bool:
+def _can_compare(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_can_compare, value))
     return value is None or isinstance(value, (bool, int, float, str, Tensor))

@@ -1,9 +1,10 @@
-"""The overlap runtime: takes gradients as backward makes them, hands tasks to the worker, lets forwards wait.
+"""The overlap runtime: takes gradients as backward makes them, hands tasks to the executor, lets forwards wait.
 
-The way of a gradient, in execution order: `grad_ready` (a hook, during backward) gathers it in its bucket's flat device
-buffer; a complete bucket becomes a task on the board (board.py), and two threads (threads.py) copy it out, update on
-the host and send the weights back; `step` closes the job without waiting for it; `before_forward` (a hook, in the next
-forward) waits for one block's weights, and whoever else reads a weight waits for it alone (weight_guard.py).
+The way of a gradient, in execution order: a hook puts it into its block's queue (hooks.py); `take_queue`, called by the
+last of them during backward, gathers a block's gradients in its buckets' flat device buffers; a complete bucket becomes
+a task of the executor (executor.py), whose native threads copy it out, update on the host and send the weights back, or
+an update on the device (device_work.py); `step` closes the job without waiting for it; `before_forward` (a hook, in the
+next forward) waits for one block's weights, and whoever else reads a weight waits for it alone (weight_guard.py).
 
 Gradients are taken during backward where `early` allows it (early.py). Else `step` takes them from `.grad`, and the
 rest is the same. What was taken can be given back until `step`, as long as no update has been written (`can_undo`):
@@ -15,51 +16,46 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from twinflow.device import Device
-from twinflow.offload import changes, refusals, waits, weight_guard
+from twinflow.offload import changes, refusals, weight_guard
 from twinflow.offload.blocks import Block
-from twinflow.offload.board import AllSummed
-from twinflow.offload.bucket import Bucket, Job, Options, Param, Updater, local_of, new_bucket, set_deadlines
+from twinflow.offload.bucket import Param, Updater, local_of, new_bucket
+from twinflow.offload.clipping import Limits
 from twinflow.offload.collector import Collector
-from twinflow.offload.early import WATCHED_STEPS, EarlyPolicy
+from twinflow.offload.device_work import DeviceWork
+from twinflow.offload.early import EarlyPolicy, num_watched
+from twinflow.offload.executor import Executor, Held
 from twinflow.offload.fetcher import Gather
-from twinflow.offload.gate import Gate, Limits
-from twinflow.offload.hooks import ModelHooks, take_gradients
-from twinflow.offload.marks import Marks
+from twinflow.offload.forwards import Forwards
+from twinflow.offload.frozen import FrozenState
+from twinflow.offload.hooks import GradientQueue, ModelHooks, new_queues, take_gradients
+from twinflow.offload.job import Job
 from twinflow.offload.parking import Parking
 from twinflow.offload.plan import HOST, ROOT, BucketPlan
-from twinflow.offload.pools import new_board
+from twinflow.offload.pools import new_executor
 from twinflow.offload.settings import Settings
-from twinflow.offload.sharing import Shards, Sharing
+from twinflow.offload.sharing import NormReducer, PythonThread, Shards, SharedBuckets, Sharing
+from twinflow.offload.spare_stores import SpareStores
+from twinflow.offload.step_timer import StepTimer
+from twinflow.offload.sync import READERS
 from twinflow.offload.taken_gradient import TakenGradient
-from twinflow.offload.threads import BoardThread, Mover, Worker, end
+from twinflow.offload.torch_updater import TorchUpdater
+from twinflow.offload.torch_worker import TorchWorker
+from twinflow.offload.updater import RuleUpdater
 from twinflow.offload.weight_guard import plain
+from twinflow.rules.rule import Options
+from twinflow.rules.segment import Store
 
 LOGGER = logging.getLogger("twinflow")
-
-
-class GradientQueue:
-    """Gradients of one block that have come and wait in `.grad` for the others."""
-
-    def __init__(self) -> None:
-        self.params: list[Param] = []
-        self.num_expected = 0  # as many as came in the last backward
-        self.num_taken = 0  # in this one
-        self.stream: int | None = None  # on which the last one was made, where the device has streams
-
-    def forget(self) -> None:
-        for param in self.params:
-            param.is_queued = False
-        self.params.clear()
-        self.num_taken = 0
 
 
 class Runtime:
@@ -76,65 +72,69 @@ class Runtime:
         loss_scale: Callable[[], float],
         shards: Shards | None = None,
         option_names: frozenset[str] | None = None,
+        owner: Callable[[], object | None] | None = None,
     ) -> None:
-        self.device, self.updaters, self.params, self.settings = device, updaters, params, settings
-        self.options, self._loss_scale = options, loss_scale
+        """`owner`: a weak reference to the optimizer, which the model's hooks must not keep alive."""
+        self.device = device
+        self.updaters = updaters
+        self.params = params
+        self.settings = settings
+        self.options = options
+        self._loss_scale = loss_scale
         self._option_names = option_names  # that an update depends on; None: all that a group has
-        wholes = shards.wholes if shards is not None and shards.wholes is not None else [None] * len(plans)
-        pairs = zip(plans, wholes, strict=True)
+        wholes = shards.wholes if isinstance(shards, SharedBuckets) else [None] * len(plans)
+        host = updaters[HOST]
+        rule = host.rule if isinstance(host, RuleUpdater) else None
+        self.executor = executor = new_executor(device, rule, plans, settings, self._tensor_device)
         self.buckets = [
-            new_bucket(params, plan, whole, updaters[plan.place], self._parks(plan)) for plan, whole in pairs
+            new_bucket(params, plan, whole, updaters[plan.place], self._parks(plan), executor)
+            for plan, whole in zip(plans, wholes, strict=True)
         ]
         self._by_tensor: dict[Tensor, Param] = {param.tensor: param for param in params}
         self.job: Job | None = None  # the step whose gradients come in now
         self.last: Job | None = None  # the step before
         self.num_jobs = 0
-        self._by_block: dict[int, list[Bucket]] = {}
-        for bucket in self.buckets:
-            self._by_block.setdefault(bucket.plan.block, []).append(bucket)
         self._num_parts = 0  # backwards of this step whose gradients are on their way to the host's sums
-        self._runs: dict[int, int] = {}  # of each block, in this forward of the model
         self._num_forwards = 0  # of the model, in this step
-        self._order: list[int] | None = None  # of the blocks in the first forward, while it is recorded
-        self._is_recorded = False
-        self._held_by: dict[int, list[Bucket]] = {}  # what the forward of each block waits for
-        self._used_by: dict[int, list[Tensor]] = {}  # the parameters that it uses
+        self._forwards = Forwards(params, self.buckets)
         self._hooks: ModelHooks | None = None
-        self.model_owner: dict[str, Any] = {}  # where the model says that it has an optimizer
+        self.model_owner: dict[str, object] = {}  # where the model says that it has an optimizer
         self._handles: list[RemovableHandle] = []
-        self._frozen: dict[str, nn.Parameter] = {}  # parameters that were so at the start
+        self._untrained: dict[str, nn.Parameter] = {}  # parameters that were so at the start
         self._is_taking: bool | None = None  # whether this step's gradients are taken; None before the first of them
         self._is_disturbed = False  # by somebody who used gradients or weights between backward and step
         self._has_complete = False  # a parameter has all of its gradients of this step
-        self._all_queues: list[GradientQueue] = []
-        self._queues: list[GradientQueue] = []  # of each parameter
-        self._set_queues()
+        # Where several backwards are summed, each gradient goes to its sum at once, and takes no memory after that.
+        self._all_queues, self._queues, self._wholes = new_queues(params, self.buckets, settings.num_gathered > 1)
         self._is_covered = False  # weights are guarded, and no backward has begun since
         self._late_from_now: set[Param] = set()  # from the next step on their gradients are complete only in `step`
-        self.board = new_board(device, updaters[HOST], plans, settings, self._tensor_device)
-        self.worker, self.mover = Worker(self.board, "worker"), Mover(self.board)
-        self._threads = threads = list[BoardThread]([self.worker, self.mover])
+        self.frozen = FrozenState(executor)
+        self.device_work = DeviceWork(device, executor, self.frozen)
+        self.spares = SpareStores(executor, host.new_store, host.release if isinstance(host, RuleUpdater) else _keep)
+        self.worker = TorchWorker(executor, host) if isinstance(host, TorchUpdater) else None
+        self._threads: list[PythonThread] = [] if self.worker is None else [self.worker]
         # Also when this object is forgotten, and before the interpreter ends under threads that still work.
-        self._end = weakref.finalize(self, end, self.board, threads)
+        self._end = weakref.finalize(self, _end, executor, self.device_work, self.spares, self._threads)
         self.sharing: Sharing | None = None
-        self._close_job, self._divisor = self.board.close_job, 1.0
+        self._norm_reducer: NormReducer | None = None
+        self._divisor = 1.0
         where, num_gathered = self._tensor_device, self.settings.num_gathered
-        if shards is not None:
-            work = shards.start(device, self.board, self.buckets, settings, where)
-            threads += work.threads
-            self._divisor = work.divisor
-            if work.reduces:
-                self.sharing = work
-            else:
-                self._close_job = work.close_job
-        self.collector = Collector(device, self.board, self.buckets, num_gathered, where, self.sharing)
+        if isinstance(shards, SharedBuckets):
+            self.sharing = shards.start(device, executor, self.device_work, self.buckets, settings, where)
+        elif shards is not None:
+            self._norm_reducer = shards.start(device, executor, self.device_work, self.buckets, settings, where)
+        between_ranks = self.sharing or self._norm_reducer
+        if between_ranks is not None:
+            self._threads += between_ranks.threads
+            self._divisor = between_ranks.divisor
+        self.collector = Collector(device, executor, self.device_work, self.buckets, num_gathered, where, self.sharing)
         self.waited_s = 0.0  # by forwards, for weights
-        self.marks = Marks(device)
+        self.timer = StepTimer(device)
         self.parking: Parking | None = None  # of weights that live on the host
-        self.before_gathering: Callable[[], None] = lambda: None  # of weights that ranks have rows of
-        self.before_update: Callable[[], None] = lambda: None  # an engine's, before a step reads the options
-        self.optimizer: Callable[[], Any] | None = None  # a weak reference to whom this belongs
-        self._early = EarlyPolicy(settings.early, self._num_watched())
+        self._before_gathering: Callable[[], None] | None = None  # of weights that ranks have rows of
+        self._before_update: Callable[[], None] | None = None
+        self._owner = owner
+        self._early = EarlyPolicy(settings.early, num_watched(settings, self.can_undo, self._has_ranks))
         weight_guard.claim((param.tensor for param in params), self)
 
     @property
@@ -143,14 +143,19 @@ class Runtime:
         return self.updaters[HOST]
 
     @property
+    def fetched_bytes(self) -> int:
+        """Weights of blocks that were fetched so far."""
+        return self.parking.fetcher.fetched_bytes if self.parking is not None else 0
+
+    @property
     def is_forgotten(self) -> bool:
         """Whether nobody has the optimizer any more; the model's hooks still hold this."""
-        return self.optimizer is not None and self.optimizer() is None
+        return self._owner is not None and self._owner() is None
 
     @property
     def is_closed(self) -> bool:
         """Whether it no longer updates anything."""
-        return self.board.is_closing
+        return self.executor.is_closing
 
     @property
     def can_undo(self) -> bool:
@@ -160,20 +165,11 @@ class Runtime:
     @property
     def _has_ranks(self) -> bool:
         """Whether others decide on a step with this one."""
-        return self.sharing is not None or self._close_job != self.board.close_job
+        return self.sharing is not None or self._norm_reducer is not None
 
     @property
     def _tensor_device(self) -> torch.device:
         return self.params[0].tensor.device if self.params else torch.device("cpu")
-
-    def _num_watched(self) -> int:
-        """Steps whose gradients stay in `.grad`, before those of others are taken during backward."""
-        settings = self.settings
-        if self.can_undo or settings.is_short or settings.parks:
-            return 0  # or the device has no room for all gradients: they have to leave it at once
-        if settings.accumulation_steps > 1 and (self._has_ranks or not settings.watches_first):
-            return 0  # sums are made in fp32, by ranks in their own order: that must not change after some steps
-        return WATCHED_STEPS if settings.watches_first else 1
 
     def _parks(self, plan: BucketPlan) -> bool:
         return self.settings.parks and plan.block != ROOT
@@ -199,107 +195,101 @@ class Runtime:
                 runtime.complete_written()
 
         self.parking = Parking(
-            self.device, self.board, self.buckets, frozen, values, gather, where, on_write, before_error
+            self.device, self.executor, self.buckets, frozen, values, gather, where, on_write, before_error
         )
-        self._threads.append(self.parking.fetcher)
+        self._threads += self.parking.threads
         weight_guard.claim(self.parking.tensors, self)
 
-    def attach(self, model: nn.Module, blocks: list[Block], in_order: bool = False) -> None:
-        """Put the hooks on the model, and watch its first forward; unless blocks are known to run `in_order`."""
+    def attach(
+        self,
+        model: nn.Module,
+        blocks: list[Block],
+        in_order: bool = False,
+        before_gathering: Callable[[], None] | None = None,
+    ) -> None:
+        """Put the hooks on the model, and watch its first forward; unless blocks are known to run `in_order`.
+        `before_gathering`: called before each forward, where ranks have rows of the weights."""
+        self._before_gathering = before_gathering
         if model.__dict__.get("_twinflow_owner") == id(model):  # a deep copy has another id
             raise ValueError("the model already has a TwinOptimizer. Call its close() before building another")
         self.model_owner = model.__dict__
         self.model_owner["_twinflow_owner"] = id(model)
-        self._find_users(blocks)
+        self._forwards.find_users(blocks, self.parking)
         if self.parking is not None:
             self._handles += self.parking.attach(model, blocks)
         self._hooks = ModelHooks(model, blocks, self)
         if in_order:
-            self._set_deadlines([block.index for block in blocks])
-            self._is_recorded = True
-        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-        self._handles += take_gradients(self.params, self)
+            self._forwards.set_order([block.index for block in blocks])
+        self._untrained = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self._handles += take_gradients(self.params, self._queues, self.device.stream_ids, self)
+
+    def call_before_update(self, callback: Callable[[], None]) -> None:
+        """Call this whenever a step is about to read the options: it may change them. One callback at a time."""
+        self._before_update = callback
 
     def check(self) -> None:
         """Raise if an update has failed."""
-        self.board.check()
+        self.executor.check()
 
-    def _set_queues(self) -> None:
-        """One for each block. Parameters outside any block get their gradients at very different times."""
-        by_block: dict[int, GradientQueue] = {}
-        for param in self.params:
-            block = param.buckets[0].plan.block if param.buckets else ROOT
-            # Where several backwards are summed, each gradient goes to its sum at once, and takes no memory after that.
-            is_alone = block == ROOT or self.settings.num_gathered > 1
-            queue = GradientQueue() if is_alone else by_block.setdefault(block, GradientQueue())
-            if queue not in self._all_queues:
-                self._all_queues.append(queue)
-            queue.num_expected += 1
-            self._queues.append(queue)
-
-    def _find_users(self, blocks: Sequence[Block]) -> None:
-        """What each block's forward has to wait for: its own buckets, and those of parameters that it shares."""
-        in_blocks: set[Param] = set()
-        for block in blocks:
-            own = [self._by_tensor[p] for p in block.module.parameters() if p in self._by_tensor]
-            in_blocks.update(own)
-            self._used_by[block.index] = [param.tensor for param in own]
-            self._held_by[block.index] = list(dict.fromkeys(bucket for param in own for bucket in param.buckets))
-        rest = [param for param in self.params if param not in in_blocks]
-        self._used_by[ROOT] = [param.tensor for param in rest]
-        self._held_by[ROOT] = list(self._by_block.get(ROOT, ()))
+    def _set_late(self, param: Param) -> None:
+        """It gets several gradients in one backward: each of them is taken when it comes."""
+        param.is_late = True
+        self._queues[param.index].set_late(param.index)
 
     # Forward.
 
     def before_model(self) -> None:
         """A new forward of the whole model: count the runs of its blocks from here."""
         self._take_queues()
-        self.before_gathering()
+        if self._before_gathering is not None:
+            self._before_gathering()
         self._close_part()
-        self._runs.clear()
+        self._forwards.begin()
         self._num_forwards += torch.is_grad_enabled()
-        if not self._is_recorded and self._order is None:
-            self._order = []
         if self.parking is not None:
             self._collect_loans()
             self.parking.before_model()
         if self.settings.early and self._is_taking is None and not self._num_parts:
             with plain():  # buffers of the user's, which backward will add to, stay where they are
-                if any(_is_foreign(param.tensor.grad) for param in self.params):
-                    self._is_taking = False
-        self.marks.before_model()
+                for param in self.params:
+                    grad = param.tensor.grad
+                    if grad is not None and _is_foreign(grad):
+                        self._is_taking = False
+                        break
+        self.timer.before_model()
 
     def after_model(self) -> None:
         """The forward is queued."""
         self._finish_recording()
-        self.marks.after_model()
+        self.timer.after_model()
         self._cover(self.params)
 
     def before_forward(self, block: int) -> None:
         """Wait for one block's weights: here until they are on their way, on the device until they are there."""
-        self.board.check()
+        self.executor.check()
         self._close_part()
         if self._has_complete:
             self._disturb("a forward runs")
         if block != ROOT:
-            if self._order is not None:
-                self._order.append(block)
-            self._runs[block] = self._runs.get(block, 0) + 1
-            if self._runs[block] > 1:
-                for bucket in self._by_block.get(block, ()):
-                    for param in bucket.members:
-                        param.is_late = True
-        for bucket in self._held_by.get(block, ()):
-            if not bucket.is_parked:
-                self.waited_s += waits.hold_forward(self.device, self.board, bucket)
-        used = self._used_by.get(block, ())
-        weight_guard.uncover(tensor for tensor in used if not self._lives_away(tensor))
-        for tensor in used:
-            self._by_tensor[tensor].is_seen = True
+            for param in self._forwards.enter(block):
+                self._set_late(param)
+        self._hold(self._forwards.held(block))
+        weight_guard.uncover(self._forwards.guarded(block))
+        for param in self._forwards.used(block):
+            param.is_seen = True
+
+    def _hold(self, held: Held) -> None:
+        """Let the model wait for weights of these buckets."""
+        if held.buckets:
+            start = time.perf_counter()
+            waited_s = self.executor.hold(held)
+            if waited_s:
+                self.waited_s += waited_s
+                self.device.trace.add("wait", "main", start, start + waited_s, bucket=held.buckets[0].plan.index)
 
     def before_recompute(self, block: int) -> None:
         """A block runs again inside a backward: its weights are those that its forward has waited for."""
-        weight_guard.uncover(tensor for tensor in self._used_by.get(block, ()) if not self._lives_away(tensor))
+        weight_guard.uncover(self._forwards.guarded(block))
 
     def _lives_away(self, tensor: Tensor) -> bool:
         return self.parking is not None and self.parking.holds(tensor)
@@ -315,15 +305,13 @@ class Runtime:
         is_complete = param.hits >= self.settings.num_gathered and not param.is_late and not is_part
         if is_complete and (self._is_taking or self._early.watches):
             self._disturb(f"{param.name} is read")
-        self.board.check()
-        waits.wait_for_weights(self.device, self.board, param.buckets)
+        self.executor.check()
+        self.executor.wait_for_weights(param.buckets)
         param.is_seen = True
 
     def note_alias(self, tensor: Tensor, alias: Tensor) -> None:
         """A write to `alias`, a `.data` of the parameter, changes the weight, and torch does not count it."""
-        param = self._by_tensor[tensor]
-        param.aliases = [(known, version) for known, version in param.aliases if _is_kept(known, version)]
-        param.aliases.append((alias, alias._version))
+        self._by_tensor[tensor].note_alias(alias)
 
     def lives_on_host(self, tensor: Tensor) -> bool:
         """Whether the parameter has no memory of its own on the device."""
@@ -350,67 +338,58 @@ class Runtime:
     def lend(self, tensor: Tensor, copied: Tensor) -> None:
         """A copy was handed out whose memory somebody may write to: look again before the weight is used."""
         assert self.parking is not None
-        self.parking.loans.append((tensor, copied, copied._version))
+        self.parking.lend(tensor, copied)
 
     def _collect_loans(self) -> None:
         """Store copies that were written to since they were handed out, and memory that was put in a weight's place."""
         assert self.parking is not None
         for param, values in self.parking.replaced():
             self.store(param, values)
-        loans, self.parking.loans = self.parking.loans, []
-        for tensor, copied, version in loans:
-            if copied._version != version:
-                self.store(tensor, copied)
-            elif _has_other_users(copied):
-                self.parking.loans.append((tensor, copied, version))
+        for tensor, copied in self.parking.written_loans():
+            self.store(tensor, copied)
 
     def _cover(self, params: Sequence[Param]) -> None:
         """Guard weights, but for those that compiled graphs use without our hooks: `step` has waited for these."""
         self._is_covered = True
-        weight_guard.cover(param.tensor for param in params if not param.is_bypassed)
+        weight_guard.cover([param.tensor for param in params if not param.is_bypassed])
 
     # Backward.
 
-    def grad_ready(self, param: Param) -> None:
-        """A gradient is there. Those of a block are taken together, when the last of them has come: each call of a
-        kernel from Python takes longer than a small gradient's copy."""
-        queue = self._queues[param.index]
-        self.device.join_streams(queue)
-        if not param.is_queued:
-            param.is_queued = True
-            queue.params.append(param)
-        if len(queue.params) >= queue.num_expected or param.is_late:
-            self._take_queue(queue)
-
-    def _take_queue(self, queue: GradientQueue) -> None:
+    def take_queue(self, queue: GradientQueue) -> None:
         """Take the gradients of one block, unless this step's gradients stay in `.grad`."""
-        self.board.check()
-        params, queue.params = queue.params, []
+        self.executor.check()
+        indices, streams = zip(*queue.arrived, strict=True)
+        queue.arrived.clear()
+        self.device.join_streams(set(streams))
+        params = [self.params[index] for index in dict.fromkeys(indices)]
         queue.num_taken += len(params)
         with plain():
+            found: list[tuple[Param, Tensor]] = []
             for param in params:
-                param.is_queued = False
-            found = [(param, grad) for param in params if (grad := self._new_gradient(param)) is not None]
+                grad = param.tensor.grad
+                if param.hits or type(grad) is not Tensor or grad.layout is not torch.strided:
+                    grad = self._new_gradient(param)
+                if grad is not None:
+                    found.append((param, grad))
             if self._is_taking is None and found:
                 self._is_taking = self._early.takes
             if self._is_covered:  # blocks that are recomputed use their weights again
                 self._is_covered = False
-                weight_guard.uncover(p.tensor for p in self.params if not p.hits and not self._lives_away(p.tensor))
+                weight_guard.uncover([p.tensor for p in self.params if not p.hits and not self._lives_away(p.tensor)])
             if self._is_taking:
-                self._take(found)
+                self._take(queue, found)
             else:
                 for param, grad in found:
                     self._leave(param, grad)
-            weight_guard.cover(param.tensor for param, _ in found if not param.is_bypassed)
+            weight_guard.cover([param.tensor for param, _ in found if not param.is_bypassed])
 
     def _take_queues(self) -> None:
         """Backward is over: some blocks may have got fewer gradients than the last time."""
         for queue in self._all_queues:
-            if queue.params:
-                self._take_queue(queue)
-            if queue.num_taken:
-                queue.num_expected = queue.num_taken
-            queue.num_taken = 0
+            if queue.arrived:
+                self.take_queue(queue)
+                queue.count_all()
+            queue.end_backward()
 
     def _new_gradient(self, param: Param) -> Tensor | None:
         """What backward has added to a parameter's gradient; None where somebody has taken it away."""
@@ -437,31 +416,31 @@ class Runtime:
         param.was_hit = True
         if self._early.watches and not param.is_late:
             if param.hits > self.settings.num_gathered:
-                param.is_late = True
+                self._set_late(param)
             elif param.hits == self.settings.num_gathered:
                 self._has_complete = True
                 if not param.is_sharded:
                     param.watched = grad
                     param.tensor.grad = self._stand_in(param)
 
-    def _take(self, found: Sequence[tuple[Param, Tensor]]) -> None:
+    def _take(self, queue: GradientQueue, found: Sequence[tuple[Param, Tensor]]) -> None:
         self._finish_recording()
         wanted = self.settings.num_gathered
+        most = min(wanted, max(1, self._num_forwards))  # that one backward after each forward gives
         last: list[tuple[Param, Tensor]] = []  # gradients with which their parameters are complete
         others: list[tuple[Param, Tensor]] = []
-        for param, grad in found:
-            if not param.was_hit:
+        for pair in found:
+            param = pair[0]
+            if not param.is_seen and not param.was_hit:
                 refusals.check_seen(param)
-            if param.hits >= wanted and not param.is_late and self.job is not None and self.job.is_part:
-                self._close_part()  # another backward without a forward before it
+            if param.hits >= most:
+                self._take_another(param, wanted)
             param.hits += 1
             param.was_hit = True
-            if param.hits > max(1, self._num_forwards) and param.hits <= wanted:
-                param.is_late = True  # it gets several gradients in one backward: reentrant checkpointing
-            if param.hits > wanted and not param.is_late:
-                raise self._too_late(f"{param.name} got {param.hits} gradients")
+            if param.is_sharded:
+                pair = (param, local_of(pair[1]))
             # Pieces for a late parameter say nothing about backwards.
-            (last if param.hits == wanted and not param.is_late else others).append((param, local_of(grad)))
+            (last if param.hits == wanted and not param.is_late else others).append(pair)
         if self.job is None and (last or (others and wanted == 1)):
             if self.settings.sums_on_host and self._num_parts + 1 < self.settings.accumulation_steps:
                 self.job = self._new_part()
@@ -474,7 +453,17 @@ class Runtime:
         if last:
             assert self.job is not None
             self._has_complete |= not self.job.is_part
-            self.collector.add_last(self.job, last)
+            is_whole = wanted == 1 and len(last) == queue.size
+            self.collector.add_last(self.job, last, self._wholes.get(queue, ()) if is_whole else ())
+
+    def _take_another(self, param: Param, wanted: int) -> None:
+        """A parameter gets more gradients than the model had forwards, or than make up one."""
+        if param.hits >= wanted and not param.is_late and self.job is not None and self.job.is_part:
+            self._close_part()  # another backward without a forward before it
+        if param.hits >= max(1, self._num_forwards) and param.hits < wanted:
+            self._set_late(param)  # it gets several gradients in one backward: reentrant checkpointing
+        if param.hits >= wanted and not param.is_late:
+            raise self._too_late(f"{param.name} got {param.hits + 1} gradients")
 
     def _stand_in(self, param: Param) -> TakenGradient:
         """For `.grad`. It is used again unless somebody else has it."""
@@ -505,7 +494,7 @@ class Runtime:
             for param in self.params:
                 watched, param.watched = param.watched, None
                 if watched is not None:
-                    _put_back(param, watched)
+                    param.put_back(watched)
             return
         if not self.can_undo:
             raise self._too_late(reason)
@@ -515,7 +504,7 @@ class Runtime:
         found = self.collector.read_back(self.job, [p for p in wanted if isinstance(p.tensor.grad, TakenGradient)])
         self._drop()
         for param, grad in found.items():
-            _put_back(param, grad)
+            param.put_back(grad)
         self._is_taking = False
 
     def _disturb(self, what: str) -> None:
@@ -537,7 +526,7 @@ class Runtime:
                 self._close(self.job)
 
     def _new_part(self) -> Job:
-        return Job(self.num_jobs + 1, (), Gate(Limits(), 1.0), is_part=True, is_released=True)
+        return Job(self.num_jobs + 1, (), Limits(), 1.0, self.executor, is_part=True)
 
     def _fill_parts(self) -> None:
         """Other ranks may have had more backwards: zeros for those that this one had not."""
@@ -561,47 +550,35 @@ class Runtime:
 
     def _begin(self) -> None:
         """A new job, with the options as they are now."""
-        self.before_update()
+        if self._before_update is not None:
+            self._before_update()
         self._finish_recording()
         self._check_params()
         self.num_jobs += 1
         settings = self.settings
         is_delayed = settings.delayed_update and self.num_jobs > settings.delayed_update_start
-        gate = Gate(settings.limits, self._loss_scale() * self._divisor)
         self.job = Job(
             self.num_jobs,
             self.options(),
-            gate,
+            settings.limits,
+            self._loss_scale() * self._divisor,
+            self.executor,
             is_delayed=is_delayed,
-            may_run_ahead=settings.may_run_ahead and not is_delayed,
-            is_released=not is_delayed,
+            runs_ahead=settings.may_run_ahead and not is_delayed,
         )
-        if self.settings.sums_on_host:
-            self.job.norms = self.collector.new_norms(self.job)
+        if settings.sums_on_host:
+            self.executor.measure(self.job, self.collector.new_norms(self.job))
         self.collector.zero_norms()
 
     def _finish_recording(self) -> None:
         """The first forward is over: its order is the order of deadlines."""
-        if self._is_recorded or self._order is None:
-            return
-        self._is_recorded = True
-        if self.parking is not None:
-            self.parking.set_order(self._order)
-        self._set_deadlines(self._order)
-        self._order = None
-
-    def _set_deadlines(self, order: Sequence[int]) -> None:
-        unused = set_deadlines(self.buckets, order)  # whose blocks do not run: whoever uses them waits with the rest
-        self._by_block.setdefault(ROOT, []).extend(unused)
-        self._held_by.setdefault(ROOT, []).extend(unused)
-        params = dict.fromkeys(param for bucket in unused for param in bucket.members)
-        self._used_by.setdefault(ROOT, []).extend(param.tensor for param in params)
-        for param in params:
-            param.is_seen = True
+        order = self._forwards.finish_recording()
+        if order is not None and self.parking is not None:
+            self.parking.set_order(order)
 
     def _check_params(self) -> None:
         """Refuse what was unfrozen or moved since the start; take over weights that somebody else has written."""
-        changes.check_flags(self._frozen)
+        changes.check_flags(self._untrained)
         changed = changes.find_changed(self.params, self.buckets, self.wait)
         if self.num_jobs == 0:  # nothing has watched so far what was written through `.data`
             changed = self.params
@@ -611,7 +588,7 @@ class Runtime:
 
     def step(self) -> Job | None:
         """Close the job: everything that is left of it happens beside what the caller does next."""
-        self.board.check()
+        self.executor.check()
         self._take_queues()
         if self.parking is not None:
             self._collect_loans()
@@ -665,30 +642,33 @@ class Runtime:
 
     def _close(self, job: Job) -> None:
         """No more gradients come for it."""
-        self.marks.after_backward()
+        self.timer.after_backward()
         if self._is_taking:
             self.collector.complete(job, self.params)
         else:
             self.collector.take_all(job, self.params, self._stand_in)
+        if not job.is_dropped:
+            self._release(self.last)  # before this job's updates write to the state it is sent from
         if self.sharing is not None:
             self.sharing.close(job, [param.was_hit for param in self.params])
+        elif self._norm_reducer is not None:
+            self._norm_reducer.close(job, *self.collector.fetch_norms(job))
         elif self.settings.sums_on_host:
-            self.board.submit_sums(job, self.buckets)
-            assert job.norms is not None
-            self._close_job(job, job.norms, AllSummed(job))
-        elif self._has_ranks:
-            self._close_job(job, *self.collector.fetch_norms(job))
+            self._close_sums(job)
         else:
-            decision, here, event = self.collector.fetch_decision(job)
-            job.gate.is_decided_there = True
-            if not job.gate.is_dropped and not job.gate.is_open and not job.is_delayed:
-                self._wait_for_decision(self.last)  # the number of updates so far depends on it
-                self.board.launch(job, decision, event)
-            self.board.close_job(job, here, event)
-        if job.gate.is_dropped:  # weights stay as they were
+            there, here, event = self.collector.fetch_decision(job)
+            if self.last is not None and job.on_device:
+                self.executor.wait_for_decision(self.last)  # the number of updates so far depends on it
+            self.executor.close_job(job, here, event)
+            self.device_work.close_job(job, there, event)
+        if job.is_dropped:  # weights stay as they were
             self._reset()
             return
-        self._make_due(job)
+        if job.is_released:
+            self.executor.make_due(job)
+        self.executor.collect()
+        self.spares.make_missing()
+        self.executor.warn_of_unlocked()
         self.last = job
         updated = [param for param in self.params if param.was_hit or self.sharing is not None]
         is_traced = self._hooks is not None and self._hooks.is_traced
@@ -700,8 +680,7 @@ class Runtime:
                 param.tensor.grad.is_used = True
         self._early.after_step(self._is_disturbed)
         self._reset()
-        for bucket in bypassed:
-            self.waited_s += waits.hold_forward(self.device, self.board, bucket)
+        self._hold(Held.of(bypassed))
         if self._hooks is not None:
             self._hooks.find_compiled()
             self._cover(updated)
@@ -713,53 +692,71 @@ class Runtime:
             param.was_hit = False
             param.watched = None
         for param in self._late_from_now:
-            param.is_late = True
+            self._set_late(param)
         self._late_from_now.clear()
-        self._runs.clear()
+        self._forwards.forget_runs()
         self._num_forwards = 0
         self.job = None
         self._num_parts = 0
         self._is_taking = None
         self._is_disturbed = self._has_complete = False
 
-    def _wait_for_decision(self, job: Job | None) -> None:
-        if job is not None:
-            self.board.wait_for(lambda: job.gate.decision is not None)
+    def _close_sums(self, job: Job) -> None:
+        """Of a step whose gradients were summed as tasks: some buckets may have got none in the last backward."""
+        known = {task.bucket for task in job.tasks}
+        for bucket in self.buckets:
+            if bucket in known:
+                continue
+            owner = self.device_work.add_nothing if bucket.is_on_device else self.executor.submit_sum
+            task = owner(job, bucket)
+            if task is not None:
+                job.tasks.append(task)
+        measures_there = any(task.bucket.is_on_device for task in job.tasks)
+        self.executor.close_sums(job, self.device.stream("update").record() if measures_there else None)
+        self.device_work.close_job(job, None, None)
 
-    def _make_due(self, job: Job) -> None:
-        """Which weights the next forward has to see: this job's, or with a delay the one's before."""
-        before = self.last
-        if before is not None and not before.is_released:
-            self.board.release(before, self.device.compute().record())
-            for task in before.tasks:
-                task.bucket.due = before.number
-        if job.is_released:
-            for task in job.tasks:
-                task.bucket.due = job.number
+    def _release(self, job: Job | None) -> None:
+        """Let the weights of a delayed job go back; the next forward has to see them."""
+        if job is not None and not job.is_released:
+            after = self.device.compute().record()
+            self.executor.release(job, after)
+            self.device_work.release(job)
+            self.executor.make_due(job)
 
     # Outside the loop.
 
     def wait(self) -> None:
         """Until every update that has begun is in the state, and every weight that is due is in its parameter."""
-        self.board.check()
+        self.executor.check()
         self._close_part()
         if self.job is not None and not self.settings.limits.any:
             raise self._too_late("weights and state are read")
-        self.board.wait_for(lambda: all(bucket.shown >= bucket.due for bucket in self.buckets))
-        last = self.last
-        if last is not None:
-            self.board.wait_for(lambda: last.gate.decision is not None and last.is_done)
-        waits.hold_readers(self.device, self.board, self.buckets)
+        self.executor.wait_until_shown(self.buckets)
+        if self.last is not None:
+            self.executor.wait_for_decision(self.last)
+            self.executor.wait_until_done(self.last)
+        self.executor.wait_for_weights([bucket for bucket in self.buckets if not bucket.is_parked])
+        for bucket in self.buckets:
+            if bucket.stored is not None and READERS not in self.device.disabled:
+                bucket.stored.synchronize()
+        if any(bucket.is_on_device for bucket in self.buckets):  # state that the weights do not show yet
+            self.device.hold_compute(self.device.stream("update").record(), READERS)
+        self.device_work.count_steps()
         for param in self.params:
             param.is_seen = True
 
     def wait_for_copies(self) -> None:
         """After `wait`: until no stream reads the state any more, so that this thread may write to it."""
-        waits.finish_copies(self.device, self.buckets)
+        for bucket in self.buckets:
+            for event in (self.executor.sent_event(bucket), self.executor.published_event(bucket)):
+                if event is not None:
+                    event.synchronize()
+        if any(bucket.is_on_device for bucket in self.buckets):
+            self.device.stream("update").synchronize()
 
     def wait_for_readers(self) -> None:
         """Until nobody reads the state as it was (frozen.py), so that it may be written to."""
-        self.board.wait_for(lambda: self.board.frozen is None)
+        self.frozen.wait_until_over()
 
     @property
     def has_gradients(self) -> bool:
@@ -771,6 +768,16 @@ class Runtime:
         """Whether a delayed update is in the state and not yet in the weights."""
         return self.last is not None and not self.last.is_released
 
+    def change_settings(self, settings: Settings) -> None:
+        """Other settings from the next step on."""
+        self.settings = settings
+        self.collector.set_num_parts(settings.num_gathered)
+
+    def count_jobs_from(self, num_jobs: int, last: Job | None) -> None:
+        """Nothing is under way: `last` is the job whose weights are still to be sent, if there is one."""
+        self.num_jobs = num_jobs
+        self.last = last
+
     def adopt(self, params: Sequence[Param], keep: bool, values: Mapping[nn.Parameter, Tensor] | None = None) -> None:
         """Take over values that somebody else wrote into parameters: a checkpoint loaded into the model, say.
 
@@ -780,11 +787,7 @@ class Runtime:
 
     def flush(self) -> None:
         """Put a delayed update that is still to come into the weights now."""
-        last = self.last
-        if last is not None and not last.is_released:
-            self.board.release(last, self.device.compute().record())
-            for task in last.tasks:
-                task.bucket.due = last.number
+        self._release(self.last)
         self.wait()
 
     def forget_gradients(self) -> None:
@@ -801,27 +804,28 @@ class Runtime:
         """Drop the step in the making: its gradients, its sums, and updates that run ahead of the clipping decision."""
         self._close_part()
         if self.job is not None:
-            self.job.gate.is_dropped = True
+            self.job.drop()
             is_taking, is_disturbed = self._is_taking, self._is_disturbed
             self._close(self.job)
             self._is_taking, self._is_disturbed = is_taking, is_disturbed
         elif self._num_parts:
             if self.sharing is not None:
                 self.sharing.wait_for_sums()
-            self.board.forget_sums(self.buckets)
+            self.executor.forget_sums()
+            self.device_work.forget_sums(self.buckets)
             self._num_parts = 0
 
     def close(self) -> None:
         """Finish what has begun, then take all hooks off and end the threads. In the middle of a step: just end."""
-        if self.board.is_closing:
+        if self.executor.is_closing:
             return
         try:
             if self.job is None:
                 self.flush()
-            elif not self.settings.limits.any and self.board.error is None:
+            elif not self.settings.limits.any and self.executor.error is None:
                 LOGGER.warning("closed between backward() and step(): some weights have this step's update, others not")
         finally:
-            if self.parking is not None and self.board.error is None:
+            if self.parking is not None and self.executor.error is None:
                 self.parking.close()
             for handle in self._handles:
                 handle.remove()
@@ -837,24 +841,29 @@ class Runtime:
                     param.tensor.grad = None
 
 
+def _keep(store: Store) -> None:
+    """What is freed elsewhere."""
+
+
+def _end(executor: Executor, device_work: DeviceWork, spares: SpareStores, threads: Sequence[PythonThread]) -> None:
+    """End all threads after what they do now, and give page-locked memory back."""
+    if threading.current_thread().name.startswith("twinflow-"):
+        # A forgotten runtime, found by the garbage collector in a thread of ours, which must not wait for itself.
+        arguments = (executor, device_work, spares, threads)
+        threading.Thread(target=_join, args=arguments, name="cleaner", daemon=True).start()
+    else:
+        _join(executor, device_work, spares, threads)
+
+
+def _join(executor: Executor, device_work: DeviceWork, spares: SpareStores, threads: Sequence[PythonThread]) -> None:
+    executor.close()
+    device_work.close()
+    for thread in threads:
+        thread.join()
+    executor.free_slots()
+    spares.close()
+    executor.device.close()  # page-locked memory must be unregistered before anybody else gets it
+
+
 def _is_foreign(grad: Tensor | None) -> bool:
     return grad is not None and not isinstance(grad, TakenGradient)
-
-
-def _put_back(param: Param, grad: Tensor) -> None:
-    """Give a gradient to `.grad`, unless somebody has put something else there, and to its stand-in."""
-    taken, param.taken = param.taken, None
-    if taken is not None:
-        taken.held = grad
-        if param.tensor.grad is taken:
-            param.tensor.grad = grad
-
-
-def _is_kept(alias: Tensor, version: int) -> bool:
-    """Whether an alias has been written to, or still may be: somebody else holds it."""
-    return alias._version != version or sys.getrefcount(alias) > 4
-
-
-def _has_other_users(copied: Tensor) -> bool:
-    """Whether anything but this tensor uses its memory."""
-    return int(torch._C._storage_Use_Count(copied.untyped_storage()._cdata)) > 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from twinflow.config.fields import Buckets, Positive, Share, Side, Whole
-from twinflow.offload.gate import Limits
+from twinflow.offload.clipping import Limits
 from twinflow.offload.plan import BUCKET_NUMEL
 
 FLAT_BYTES = 3 << 29
@@ -37,9 +37,10 @@ class Settings:
     accumulation_steps: int = 1  # backwards that make one step, where `early`
     delayed_update: bool = False
     delayed_update_start: int = 0  # ordinary steps first
-    hold_on_host: bool = False  # where gradients wait for the gate
+    hold_on_host: bool = False  # where gradients wait for the clipping decision
     sum_on_host: bool = False  # where the gradients of several backwards are summed
-    flat_bytes: int = FLAT_BYTES  # device memory for gradients on their way out, where they need not wait for the gate
+    # Device memory for gradients on their way out, where they need not wait for the decision.
+    flat_bytes: int = FLAT_BYTES
     parks: bool = False  # weights of blocks live on the host (parking.py)
     tuning: Tuning = field(default_factory=Tuning)
 
@@ -60,5 +61,5 @@ class Settings:
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether updates may start before the gate is open: not where it opens before they could."""
+        """Whether updates may start before the clipping decision: not where it is made before they could."""
         return self.early and not self.delayed_update and not self.sums_on_host

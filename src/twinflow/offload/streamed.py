@@ -7,40 +7,33 @@ way with fp32 states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from twinflow.device import Device
 from twinflow.offload import slices
-from twinflow.offload.bucket import Bucket, Options, Task
+from twinflow.offload.bucket import Bucket
 from twinflow.offload.device_updater import DeviceUpdater
+from twinflow.offload.job import Passage, Task
 from twinflow.offload.plan import BucketPlan
-from twinflow.offload.stages import Stage
+from twinflow.offload.staging import Stage
 from twinflow.rules import Rule
+from twinflow.rules.rule import Options
 from twinflow.rules.segment import Store
 
 _ALIGN = 512  # bytes: every part of a state starts at a multiple
 
 
-class Passage(NamedTuple):
-    """What to queue on a stage's stream, in this order."""
-
-    load: Callable[[], None]
-    update: Callable[[], None]
-    store: Callable[[], None]
-
-
 class StreamedUpdater:
     """One of our rules in one of our formats."""
 
-    can_shadow = False
     is_on_device = True
     is_all_in_store = True
+    reads_decision = True
 
     def __init__(self, rule: Rule, format: str, device: Device, where: torch.device, keeps_states: bool = True) -> None:
         self.rule = rule
@@ -88,31 +81,24 @@ class StreamedUpdater:
         """States as before the first update."""
         slices.clear(self._slice(bucket, index), self.rule.start_value(options[bucket.params[index].group]))
 
-    def reads_decision(self, plan: BucketPlan) -> bool:
-        """Whether an update takes the clipping decision from the device's memory, and writes the parameters itself."""
-        return False
-
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
         """The device writes the weights."""
         return False
 
-    def prepare(self, task: Task, factor: float, decision: Tensor | None = None) -> Callable[[], None]:
-        """Not without a stage."""
-        raise AssertionError("a streamed bucket is updated by `passage`")
-
-    def passage(self, task: Task, factor: float, stage: Stage) -> Passage:
+    def passage(self, task: Task, factor: float, decision: Tensor | None, stage: Stage | None) -> Passage:
         """A bucket's way through a stage."""
+        assert stage is not None
         plan, raw = task.bucket.plan, self._raw[task.bucket.plan.index]
         there = stage.buffer(raw.numel(), self._where)
         key, address = (plan.index, id(stage)), there.data_ptr()
         if key not in self._views or self._views[key][0] != address:  # the buffer has grown
             self._views[key] = address, self._view(plan, there)
-        update = self._there.prepare_on(self._views[key][1], task, factor)
+        update = self._there.update_of(self._views[key][1], task, factor, decision)
         return Passage(partial(_copy, there, raw), update, partial(_copy, raw, there))
 
-    def publish(self, task: Task) -> None:
-        """The parameters are part of the state."""
-        raise AssertionError("weights of streamed buckets are never kept apart")
+    def publish(self, bucket: Bucket) -> Sequence[Tensor]:
+        """None: the parameters are part of the state."""
+        return ()
 
     def forget(self, bucket: Bucket) -> None:
         """Give page-locked memory back."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from twinflow.errors import bad_value
-from twinflow.offload.bucket import Options
+from twinflow.rules.rule import Options
 
 # Not the user's wishes: the lists themselves, and whether a CUDA graph may hold the step, which the host has none of.
 _NOT_OPTIONS: Final = ("params", "param_names", "capturable")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,21 +10,22 @@ import torch
 from torch import Tensor
 
 from twinflow.device import Device
-from twinflow.offload.bucket import Bucket, Options, Param, Task
+from twinflow.offload.bucket import Bucket, Param
+from twinflow.offload.job import Passage, Task
 from twinflow.offload.plan import BucketPlan
 from twinflow.offload.recipe import Recipe
-from twinflow.offload.stages import Stage
-from twinflow.offload.streamed import Passage
+from twinflow.offload.staging import Stage
 from twinflow.offload.torch_updater import TorchUpdater
+from twinflow.rules.rule import Options
 from twinflow.rules.segment import Store
 
 
 class StreamedTorchUpdater:
     """The user's optimizer, one of it for each bucket. Between steps it is an optimizer over host parameters."""
 
-    can_shadow = False
     is_all_in_store = False
     is_on_device = True
+    reads_decision = False
 
     def __init__(self, recipe: Recipe, device: Device, where: torch.device) -> None:
         self._device, self._where = device, where
@@ -38,19 +39,11 @@ class StreamedTorchUpdater:
         """Make the bucket's optimizer."""
         self._host.start(bucket, options)
 
-    def reads_decision(self, plan: BucketPlan) -> bool:
-        """Whether an update takes the clipping decision from the device's memory, and writes the parameters itself."""
-        return False
-
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
         """The device writes the weights."""
         return False
 
-    def prepare(self, task: Task, factor: float, decision: Tensor | None = None) -> Callable[[], None]:
-        """Not without a stage."""
-        raise AssertionError("a streamed bucket is updated by `passage`")
-
-    def passage(self, task: Task, factor: float, stage: Stage) -> Passage:
+    def passage(self, task: Task, factor: float, decision: Tensor | None, stage: Stage | None) -> Passage:
         """A bucket's way through a stage, whose stream owns the memory on the device."""
         bucket, grads = task.bucket, task.grads
         assert grads is not None
@@ -104,9 +97,9 @@ class StreamedTorchUpdater:
     def _kept(self, bucket: Bucket) -> dict[Any, Any]:
         return self._host.inner(bucket).kept
 
-    def publish(self, task: Task) -> None:
-        """The device writes the weights."""
-        raise AssertionError("weights of streamed buckets are never kept apart")
+    def publish(self, bucket: Bucket) -> Sequence[Tensor]:
+        """None: the device writes the parameters."""
+        return ()
 
     def forget(self, bucket: Bucket) -> None:
         """Its optimizer, and page-locked memory."""

@@ -9,7 +9,7 @@ Adafactor) do. One that mixes parameters (a line search, a trust ratio over the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,9 +20,11 @@ from torch.optim.optimizer import Optimizer
 
 from twinflow import native
 from twinflow.device import Device
-from twinflow.offload.bucket import Bucket, Options, Task
+from twinflow.offload.bucket import Bucket
+from twinflow.offload.job import Passage, Task
 from twinflow.offload.plan import BucketPlan
 from twinflow.offload.recipe import Hosts, Recipe
+from twinflow.offload.staging import Stage
 from twinflow.offload.torch_state import (
     beside,
     changes,
@@ -35,6 +37,7 @@ from twinflow.offload.torch_state import (
 )
 from twinflow.offload.updater import hidden_zeros
 from twinflow.rules.formats import rounds_to
+from twinflow.rules.rule import Options
 from twinflow.rules.segment import Store
 
 
@@ -81,8 +84,8 @@ class Inner:
 class TorchUpdater:
     """The user's optimizer, one of it for each bucket; with `where`, on that device."""
 
-    can_shadow = False
     is_all_in_store = False
+    reads_decision = False
 
     def __init__(self, recipe: Recipe, device: Device, where: torch.device | None = None) -> None:
         self.recipe = recipe
@@ -116,30 +119,25 @@ class TorchUpdater:
         for i, host in enumerate(params):  # an optimizer that was in use goes on counting
             bucket.steps[i] = num_steps(optimizer.state.get(host, {}))
 
-    def reads_decision(self, plan: BucketPlan) -> bool:
-        """Whether an update takes the clipping decision from the device's memory, and writes the parameters itself."""
-        return False
-
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
         """Half precision beside the fp32 master, where that is on the host."""
         return plan.dtype != torch.float32 and not self.is_on_device
 
-    def prepare(self, task: Task, factor: float, decision: Tensor | None = None) -> Callable[[], None]:
-        """The update; on the device the weights are sent from the master."""
-        grads = task.grads
-        assert grads is not None
-        if self.is_on_device:
-            self.publish(task)
-            return partial(self._step, task, grads, factor)
-        return partial(self.update, task, factor)
+    def passage(self, task: Task, factor: float, decision: Tensor | None, stage: Stage | None) -> Passage:
+        """The update on the device, where weights are sent from the master."""
+        assert decision is None and task.grads is not None
+        return Passage(None, partial(self._step, task, task.grads, factor), None, self.publish(task.bucket))
 
-    def update(self, task: Task, factor: float) -> None:
-        """One step of the bucket's optimizer in the calling thread, and its weights."""
-        assert task.shadow is None and task.grads is not None
+    def update(self, task: Task, factor: float, weight_slot: Tensor | None) -> Sequence[Tensor]:
+        """One step of the bucket's optimizer on the host, in the calling thread, and its weights."""
+        assert task.grads is not None
         if torch.get_num_threads() != native.get_threads():
             torch.set_num_threads(native.get_threads())  # this thread's own number: torchrun would leave it at one
         self._step(task, task.grads, factor)
-        self.publish(task)
+        if weight_slot is None:
+            return self.publish(task.bucket)
+        native.cast(weight_slot, task.bucket.store.master)
+        return [weight_slot.narrow(0, piece.offset, piece.numel) for piece in task.bucket.slices]
 
     def inner(self, bucket: Bucket) -> Inner:
         """The bucket's optimizer."""
@@ -210,12 +208,9 @@ class TorchUpdater:
         wide = values.float()
         master.copy_(torch.where(rounds_to(master, values.to(master.device)), master, wide) if keep else wide)
 
-    def publish(self, task: Task) -> None:
-        """Weights as they follow from the master: rounded into the slot, or straight from the master."""
-        bucket, plan, slot = task.bucket, task.bucket.plan, task.weight_slot
-        if slot is not None:
-            native.cast(slot.view(plan.dtype, plan.numel), bucket.store.master)
-        task.weights = self._inners[plan.index].flats if slot is None else slot.pieces(plan)
+    def publish(self, bucket: Bucket) -> Sequence[Tensor]:
+        """The weights, straight from the master."""
+        return self._inners[bucket.plan.index].flats
 
     def forget(self, bucket: Bucket) -> None:
         """Its optimizer, and page-locked memory."""

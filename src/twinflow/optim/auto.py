@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from typing import Any, Final
 
 from twinflow.dist.agree import gather_json
-from twinflow.offload import between
+from twinflow.offload import reconfigure
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.plan import HOST, PLACES, RESIDENT, ROOT, STREAMED, BucketPlan
 from twinflow.offload.runtime import Runtime
@@ -69,7 +69,7 @@ class AutoPlacement:
         self._trouble = ""
         self._wanted = self._places()  # what was chosen: memory may have been short for some of it
         self.is_settled = False
-        runtime.marks.is_wanted = True
+        runtime.timer.start()
         runtime.device.reset_peak()  # what building the model took at most says nothing about steps
 
     def after_step(self) -> None:
@@ -87,7 +87,7 @@ class AutoPlacement:
         """The first step has shown what memory steps need: all that is left is for state."""
         runtime = self._runtime
         runtime.wait()
-        if len(runtime.marks.part) != 3:
+        if len(runtime.timer.part) != 3:
             if self._num_steps >= _MAX_UNTIMED:
                 LOGGER.info("ratio auto: left as it is: only parts of the model are called, so no step can be timed")
                 self._settle()
@@ -105,7 +105,7 @@ class AutoPlacement:
 
     def _time(self) -> None:
         """Forward and backward alone: every update is waited for."""
-        runtime, marks = self._runtime, self._runtime.marks.part
+        runtime, marks = self._runtime, self._runtime.timer.part
         runtime.wait()
         if len(marks) == 3:
             forward_s, backward_s = (runtime.device.seconds(*pair) for pair in (marks[:2], marks[1:]))
@@ -122,7 +122,7 @@ class AutoPlacement:
 
     def _watch(self) -> None:
         """What a step takes, from forward to backward: not what the program does between two steps."""
-        marks = self._runtime.marks.step
+        marks = self._runtime.timer.step
         if self._since > _SETTLE and marks is not None:
             self._steps.append(marks)
         if len(self._steps) < _WATCHED:
@@ -164,7 +164,9 @@ class AutoPlacement:
 
     def _settle(self) -> None:
         """One line says where state is now, and why."""
-        self.is_settled, self._runtime.marks.is_wanted, self._since = True, False, 0
+        self.is_settled = True
+        self._since = 0
+        self._runtime.timer.stop()
         if not self._seen:
             return
         share, now = host_share(self._runtime.buckets), shares(self._places())
@@ -187,7 +189,7 @@ class AutoPlacement:
         num_moved = 0
         for bucket, place in sorted(moves, key=lambda move: move[1] != HOST):
             try:
-                between.move(runtime, bucket, place)
+                reconfigure.move(runtime, bucket, place)
             except MemoryError:
                 where = "the device's" if place == RESIDENT else "the host's"
                 self._trouble = f"; {where} memory was full after {num_moved} of {len(moves)} moves"
@@ -247,9 +249,9 @@ class AutoPlacement:
         return on_device, sum(size for place, size in sizes if place != RESIDENT)
 
     def _ahead_numel(self, items: Sequence[Item], size: StateBytes, room: Room) -> int:
-        """Elements that can run ahead of the gate: half of the memory that will be spare holds their shadows."""
+        """Elements whose updates can run ahead of the clipping decision: half of the spare memory holds them."""
         runtime = self._runtime
-        if not (runtime.settings.may_run_ahead and runtime.updater.can_shadow):
+        if not (runtime.settings.may_run_ahead and runtime.worker is None):
             return 0
         total = sum(item.numel for item in items)
         resident = min(total, max(0, room.gpu_bytes) / size.resident)

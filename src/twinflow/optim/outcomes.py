@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from torch.optim.optimizer import Optimizer
 
-from twinflow.offload.bucket import Job
-from twinflow.offload.figures import figures
+from twinflow.offload.job import Job
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.settings import Settings
 from twinflow.optim.loss_scale import LossScale, after_step
@@ -34,14 +33,24 @@ class Outcomes(Optimizer):
         assert self._runtime is not None
         return self._runtime
 
+    @property
+    def scale_rule(self) -> LossScale:
+        """The loss scale and how it changes, as far as it is known."""
+        return self._loss_scale
+
+    def restore_outcomes(self, num_steps: int, num_skipped: int, loss_scale: LossScale) -> None:
+        """Go on from a checkpoint: counters, and the loss scale."""
+        self.num_steps = num_steps
+        self.num_skipped = num_skipped
+        self._loss_scale = loss_scale
+        self._unread = None
+
     def _read_decision(self) -> None:
         """Let the loss scale and the counters see what became of the last step."""
         job, self._unread = self._unread, None
         if job is None:
             return
-        self.runtime.board.wait_for(lambda: job.gate.decision is not None)
-        decision = job.gate.decision
-        assert decision is not None
+        decision = self.runtime.executor.wait_for_decision(job)
         self._was_applied, self._was_skipped = not decision.skip, decision.skip
         self.num_skipped += decision.skip
         self._loss_scale = after_step(self._loss_scale, decision.skip)
@@ -90,17 +99,31 @@ class Outcomes(Optimizer):
         job = self.runtime.last
         if job is None:
             return None
-        self.runtime.board.wait_for(lambda: job.gate.decision is not None)
-        assert job.gate.decision is not None
-        return job.gate.decision.norm
+        return self.runtime.executor.wait_for_decision(job).norm
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the last step: norm, clipping, what the gate did, bytes moved so far."""
+        """Figures of the last step: norm, clipping, updates made ahead of the clipping decision, bytes moved so far."""
         norm = self.grad_norm
         self._read_decision()
         return {
             "grad_norm": norm if norm is not None else float("nan"),
             "skipped_steps": self.num_skipped,
             "loss_scale": self._loss_scale.scale,
-            **figures(self.runtime),
+            **_figures(self.runtime),
         }
+
+
+def _figures(runtime: Runtime) -> dict[str, float]:
+    """Clipping and updates ahead of the decision, of the last step; seconds and bytes, of all steps so far."""
+    job, counters = runtime.last, runtime.executor.counters
+    counts = runtime.executor.counts_of(job) if job is not None else {}
+    decision = job.decision if job is not None else None
+    return {
+        "clip_factor": decision.factor * job.scale if decision is not None and job is not None else 1.0,
+        **{f"gate_{name}": count for name, count in counts.items()},
+        "host_busy_s": counters.busy_s + (runtime.worker.busy_s if runtime.worker is not None else 0.0),
+        "waited_s": runtime.waited_s,
+        "bytes_out": counters.bytes_out,
+        "bytes_back": counters.bytes_back + runtime.fetched_bytes,
+        "shadow_bytes": runtime.spares.num_bytes,
+    }

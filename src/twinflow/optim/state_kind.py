@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
@@ -12,12 +13,14 @@ from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.plan import HOST, RESIDENT, STREAMED, BucketPlan
 from twinflow.offload.recipe import Recipe
 from twinflow.offload.settings import Tuning
-from twinflow.offload.sizes import state_bytes
 from twinflow.offload.streamed import StreamedUpdater
 from twinflow.offload.torch_streamed import StreamedTorchUpdater
 from twinflow.offload.torch_updater import TorchUpdater
 from twinflow.offload.updater import RuleUpdater
+from twinflow.planner import formats
 from twinflow.rules import Rule
+
+_NAMES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True)
@@ -54,3 +57,16 @@ class StateKind:
             ),
             STREAMED: StreamedUpdater(self.rule, self.format, device, where, keeps_states),
         }
+
+
+def state_bytes(
+    rule: Rule | None, format: str, plan: BucketPlan, keeps_states: bool = True, keeps_weights: bool = False
+) -> int:
+    """Memory of a bucket's master, states and scales in its place, by the arithmetic of the planner. An optimizer that
+    is not ours counts as fp32 with two states."""
+    if rule is None:
+        return 12 * plan.numel
+    num_states = sum(name is not None for name in rule.states) if keeps_states else 0
+    keeps_weights = keeps_weights or not plan.can_alias
+    each = formats.state_bytes(format, _NAMES[plan.dtype], keeps_weights, num_states)
+    return int(getattr(each, plan.place) * plan.numel)

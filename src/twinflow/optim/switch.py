@@ -124,7 +124,7 @@ class Switch:
             own.error.copy_(self._shared_momentum(bucket, whole) if steps is not None else torch.zeros(()))
             for param, piece in zip(bucket.params, bucket.slices, strict=True):
                 own.told[piece.offset : piece.offset + piece.numel] = target(param.tensor, piece).reshape(-1)
-        team.exchanges = Exchanges(code_named(self._compression.code), self._b1, self._reserved)
+        team.set_exchanges(Exchanges(code_named(self._compression.code), self._b1, self._reserved))
 
     def _shared_momentum(self, bucket: Bucket, exponents: Tensor) -> Tensor:
         """What the first compressed step begins with: every rank's part, in units of moves over the learning rate."""
@@ -187,7 +187,7 @@ class Switch:
         """After the state was loaded: go on as it says."""
         team = self._optimizer.team
         assert team is not None
-        team.exchanges = None
+        team.set_exchanges(None)
         if watch is not None:
             self._watch.load_state_dict(watch)
         if self._optimizer.param_groups[0].get("is_exchanged"):

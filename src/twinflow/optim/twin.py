@@ -17,11 +17,11 @@ from twinflow import native
 from twinflow.device import device_for
 from twinflow.errors import bad_value
 from twinflow.native.threads import check_threads, default_threads
-from twinflow.offload import between
-from twinflow.offload.gate import Limits
-from twinflow.offload.places import place_by_ratio, stream
+from twinflow.offload import reconfigure
+from twinflow.offload.clipping import Limits
+from twinflow.offload.placement import place_by_ratio, stream
 from twinflow.offload.plan import plan_buckets
-from twinflow.offload.pools import bytes_of_gradients, prepare_shadows
+from twinflow.offload.pools import bytes_of_gradients, prepare_spares
 from twinflow.offload.recipe import Recipe
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.settings import Settings, Tuning
@@ -213,8 +213,8 @@ class TwinOptimizer(Outcomes):
             lambda: _held(me).loss_scale,
             shards,
             option_names=frozenset(self.defaults) if self.rule is not None else None,
+            owner=me,
         )
-        runtime.optimizer = me
         if aside is not None:
             runtime.park(aside.frozen, aside.values, self.team.fetch if self.team and self.team.world > 1 else None)
         # First: an optimizer of the user's may look at the weights when it starts.
@@ -227,21 +227,25 @@ class TwinOptimizer(Outcomes):
         if self._switch is not None:
             self._switch.reserve(runtime.buckets)
         if self.model is not None:
-            runtime.attach(self.model, gathered_blocks(self.model), isinstance(self.model, PipelineModule))
             reference = weakref.ref(self.model)  # the threads know the device, and must not keep the model alive
-            device.followers = lambda: gathering_streams(reference())
-            runtime.before_gathering = lambda: forget_gathered(reference())
+            device.set_followers(lambda: gathering_streams(reference()))
+            runtime.attach(
+                self.model,
+                gathered_blocks(self.model),
+                in_order=isinstance(self.model, PipelineModule),
+                before_gathering=lambda: forget_gathered(reference()),
+            )
         if isinstance(self.ratio, str) and room.device_bytes is not None:
             rates = load_or_measure(where)
             # What is spare is known only when the state is where it will stay.
-            self._auto = AutoPlacement(runtime, self.states, kind.nbytes, rates, self._make_shadows, self.team)
+            self._auto = AutoPlacement(runtime, self.states, kind.nbytes, rates, self._make_spares, self.team)
         else:
-            self._make_shadows(runtime)
+            self._make_spares(runtime)
         return runtime
 
-    def _make_shadows(self, runtime: Runtime) -> None:
-        max_bytes = self._shadow_bytes(runtime.board.unmade_bytes)
-        prepare_shadows(runtime.board, runtime.settings, runtime.buckets, max_bytes)
+    def _make_spares(self, runtime: Runtime) -> None:
+        max_bytes = self._shadow_bytes(runtime.executor.unmade_bytes)
+        prepare_spares(runtime.spares, runtime.executor, runtime.settings, runtime.buckets, max_bytes)
 
     @property
     def kind(self) -> StateKind:
@@ -257,6 +261,21 @@ class TwinOptimizer(Outcomes):
             self._settings.parks,
             self.tuning,
         )
+
+    @property
+    def switch(self) -> Switch | None:
+        """The switch to compressed communication, where the config asks for one."""
+        return self._switch
+
+    @property
+    def is_stateless(self) -> bool:
+        """Whether nothing but a master is kept: SGD without momentum."""
+        return self._is_stateless
+
+    @property
+    def delays_updates(self) -> bool:
+        """Whether the weights of an update go back one step later."""
+        return self._settings.delayed_update
 
     def _shadow_bytes(self, unmade_bytes: int) -> int:
         """What may be spent on running ahead: asked for, or half of what is spare once all slots are made."""
@@ -363,7 +382,7 @@ class TwinOptimizer(Outcomes):
         """From the next step on, so many backwards make one; between a step and the next backward."""
         settings = check_settings(replace(self._settings, accumulation_steps=accumulation_steps), self.model)
         if settings.early:
-            between.change(self.runtime, settings)
+            reconfigure.change(self.runtime, settings)
         self._settings = settings
 
     def flush(self) -> None:

@@ -18,7 +18,7 @@ from twinflow.config.messages import in_words
 from twinflow.errors import bad_value
 from twinflow.offload.bucket import Param
 from twinflow.offload.changes import check_memory
-from twinflow.offload.places import PLACEMENTS
+from twinflow.offload.placement import PLACEMENTS
 from twinflow.offload.settings import Settings, Tuning
 from twinflow.optim.loss_scale import LossScale
 from twinflow.parallel.pipeline import PipelineModule

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from twinflow.errors import bad_value
-from twinflow.offload import between
+from twinflow.offload import reconfigure
 from twinflow.offload.bucket import Bucket, Param
 from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.streamed import StreamedUpdater
@@ -115,9 +115,9 @@ def head(optimizer: TwinOptimizer) -> dict[str, Any]:
         "num_skipped": optimizer.num_skipped,
         "num_jobs": runtime.num_jobs,
         "has_unsent": runtime.has_unsent,
-        "loss_scale": loss_scale.to_dict(optimizer._loss_scale),
+        "loss_scale": loss_scale.to_dict(optimizer.scale_rule),
         "param_groups": groups,
-        **({"switch": optimizer._switch.state()} if optimizer._switch is not None else {}),
+        **({"switch": optimizer.switch.state()} if optimizer.switch is not None else {}),
     }
 
 
@@ -254,10 +254,9 @@ def restore(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source |
         for key in switch.KEYS:
             group.pop(key, None)
         group.update({key: value for key, value in new.items() if key not in dropped})
-    optimizer.num_steps, optimizer.num_skipped = int(saved["num_steps"]), int(saved["num_skipped"])
-    optimizer._loss_scale = loss_scale.from_dict(saved["loss_scale"])
-    optimizer._unread = None
-    between.forget_jobs(runtime, int(saved["num_jobs"]))
+    scale = loss_scale.from_dict(saved["loss_scale"])
+    optimizer.restore_outcomes(int(saved["num_steps"]), int(saved["num_skipped"]), scale)
+    reconfigure.forget_jobs(runtime, int(saved["num_jobs"]))
     if optimizer.param_groups[0].get("is_exchanged"):
         # Masters are not what the weights round to: ranks have told each other only a part of the difference.
         runtime.adopt([param for param in runtime.params if param.name not in known], keep=False)
@@ -268,11 +267,11 @@ def restore(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source |
         runtime.adopt([param for param in runtime.params if param.name not in known], keep=False)
         for param in runtime.params:
             param.note_write()
-        between.hold_back(runtime, runtime.num_jobs)
+        reconfigure.hold_back(runtime, runtime.num_jobs)
     else:
         runtime.adopt(runtime.params, keep=True)  # the model's weights win where they are not what a master rounds to
-    if optimizer._switch is not None:
-        optimizer._switch.restore(saved.get("switch"))
+    if optimizer.switch is not None:
+        optimizer.switch.restore(saved.get("switch"))
 
 
 def _cut(entry: Mapping[str, Any], start: int, numel: int) -> dict[str, Any]:
@@ -299,12 +298,12 @@ def check(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source) ->
     check_groups(optimizer.rule, groups, "state_dict: ")
     check_entries(params, source, optimizer.rule, groups)
     rule = optimizer.rule
-    if rule is not None and optimizer._is_stateless and any(rule.keeps_states(group) for group in groups):
+    if rule is not None and optimizer.is_stateless and any(rule.keeps_states(group) for group in groups):
         remedy = f"This optimizer was built without {rule.state_option} and keeps no buffer for it."
         raise bad_value(f"state_dict: {rule.state_option}", "above 0", [0.0], remedy)
-    if saved["has_unsent"] and not optimizer._settings.delayed_update:
+    if saved["has_unsent"] and not optimizer.delays_updates:
         raise bad_value("delayed_update", False, [True], "This state was saved in the middle of a delayed update.")
-    if optimizer._switch is not None and saved.get("switch") is not None:
+    if optimizer.switch is not None and saved.get("switch") is not None:
         check_watch(saved["switch"])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twinflow.rules.numerics import TINY, flush, flush_positive, fp32, sqrt
-from twinflow.rules.rule import Hyper, Option, Options, OtherKey, Rule, Values, learning_rate, weight_decay
+from twinflow.rules.rule import Hyper, Option, Options, OtherKey, Rule, Values, learning_rate, number, weight_decay
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 def hyper(options: Options, step: int) -> Hyper:
     """Eps, step size, weight_decay."""
-    eps = float(options["eps"])
-    step_size = float(options["lr"]) / (1.0 + (step - 1) * float(options["lr_decay"]))
-    return (fp32(max(eps, TINY) if eps > 0 else 0.0), fp32(step_size), fp32(float(options["weight_decay"])))
+    eps = number(options, "eps")
+    step_size = number(options, "lr") / (1.0 + (step - 1) * number(options, "lr_decay"))
+    return (fp32(max(eps, TINY) if eps > 0 else 0.0), fp32(step_size), fp32(number(options, "weight_decay")))
 
 
 def apply(

@@ -11,18 +11,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from twinflow.rules.numerics import TINY, flush, flush_positive, fp32, sqrt
-from twinflow.rules.rule import BETAS, EPS, Hyper, Options, Rule, learning_rate, weight_decay
+from twinflow.rules.rule import BETAS, EPS, Hyper, Options, Rule, learning_rate, number, numbers, weight_decay
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 def _hyper(options: Options, step: int) -> Hyper:
-    (b1, b2), lr, eps = options["betas"], float(options["lr"]), float(options["eps"])
-    decay = float(options["weight_decay"])
+    (b1, b2), lr, eps = numbers(options, "betas"), number(options, "lr"), number(options, "eps")
+    decay = number(options, "weight_decay")
     first_correction = 1.0 - b1**step
     # 1-bit Adam: gradients that the second moment has seen, and whether it stays as it is.
-    second_correction = math.sqrt(1.0 - b2 ** min(step, options.get("second_step", step)))
+    second_step = number(options, "second_step") if "second_step" in options else step
+    second_correction = math.sqrt(1.0 - b2 ** min(step, second_step))
     b2 = 1.0 if options.get("is_frozen") else b2
     if options.get("is_exchanged"):  # what comes as the gradient is the momentum, and eps is in the second moment
         return tuple(fp32(x) for x in (1.0, 1.0, 0.0, TINY, lr * second_correction / first_correction, decay))
@@ -35,7 +36,7 @@ def _hyper(options: Options, step: int) -> Hyper:
 def adamw_hyper(options: Options, step: int) -> Hyper:
     """1-b1, b2, 1-b2, eps, step size, 1 - lr * weight_decay, 0."""
     *common, decay = _hyper(options, step)
-    return (*common, fp32(1.0 - float(options["lr"]) * float(options["weight_decay"])) if decay else 1.0, 0.0)
+    return (*common, fp32(1.0 - number(options, "lr") * number(options, "weight_decay")) if decay else 1.0, 0.0)
 
 
 def adam_hyper(options: Options, step: int) -> Hyper:

@@ -14,6 +14,8 @@ from twinflow.rules.rule import (
     Rule,
     Values,
     learning_rate,
+    number,
+    numbers,
     weight_decay,
 )
 
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
 
 def hyper(options: Options, step: int) -> Hyper:
     """1-b1, 1-b2, lr, 1 - lr * weight_decay."""
-    (b1, b2), lr = options["betas"], float(options["lr"])
-    return (fp32(1.0 - b1), fp32(1.0 - b2), fp32(lr), fp32(1.0 - lr * float(options["weight_decay"])))
+    (b1, b2), lr = numbers(options, "betas"), number(options, "lr")
+    return (fp32(1.0 - b1), fp32(1.0 - b2), fp32(lr), fp32(1.0 - lr * number(options, "weight_decay")))
 
 
 def apply(

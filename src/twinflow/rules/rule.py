@@ -8,10 +8,10 @@ own methods.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, SupportsFloat
 
 from twinflow.errors import bad_value
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OptionValue = float | bool | tuple[float, float]
-Options = Mapping[str, Any]  # of a param group, which holds more than options: parameters, what schedulers add
+Options = Mapping[str, object]  # of a param group, which holds more than options: parameters, what schedulers add
 Hyper = tuple[float, ...]
 
 
@@ -63,12 +63,26 @@ def check_betas(betas: object) -> None:
             raise bad_value(f"betas[{i}]", beta, "a number in [0, 1)")
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     """`value` as a float; NaN, which fails every comparison, where it is none."""
     try:
-        return float(value)
+        return float(value)  # type: ignore[arg-type]  # whatever else it is raises
     except (TypeError, ValueError):
         return math.nan
+
+
+def number(options: Options, name: str) -> float:
+    """The value of an option that is a number: of Python, numpy or torch."""
+    value = options[name]
+    assert isinstance(value, SupportsFloat), f"{name} has been checked to be a number"
+    return float(value)
+
+
+def numbers(options: Options, name: str) -> tuple[float, ...]:
+    """The same for an option that is several."""
+    values = options[name]
+    assert isinstance(values, Sequence), f"{name} has been checked to be a sequence"
+    return tuple(float(value) for value in values)
 
 
 # What most rules have.
@@ -142,7 +156,7 @@ class Rule:
         """Of every option, `maximize` too."""
         return {option.name: option.default for option in self.all_options}
 
-    def with_defaults(self, given: Options) -> dict[str, Any]:
+    def with_defaults(self, given: Options) -> dict[str, object]:
         """The given options and defaults of the others; an option that the rule does not have is an error."""
         for name in given:
             if name not in self.defaults:
@@ -159,8 +173,8 @@ class Rule:
 
     def start_value(self, options: Options) -> float:
         """What fresh states are filled with."""
-        return float(options[self.start_option]) if self.start_option is not None else 0.0
+        return number(options, self.start_option) if self.start_option is not None else 0.0
 
     def keeps_states(self, options: Options) -> bool:
         """Whether states are kept with these options."""
-        return self.state_option is None or float(options[self.state_option]) != 0.0
+        return self.state_option is None or number(options, self.state_option) != 0.0

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 
 from twinflow.errors import bad_value
 from twinflow.rules.numerics import flush, fp32
-from twinflow.rules.rule import DIFFERENTIABLE, Hyper, Option, Options, Rule, Values, learning_rate, weight_decay
+from twinflow.rules.rule import (
+    DIFFERENTIABLE,
+    Hyper,
+    Option,
+    Options,
+    Rule,
+    Values,
+    learning_rate,
+    number,
+    weight_decay,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,16 +28,16 @@ if TYPE_CHECKING:
 
 def check_nesterov(options: Options) -> None:
     """Nesterov momentum needs a momentum, and no dampening."""
-    if options["nesterov"] and (float(options["momentum"]) == 0.0 or float(options["dampening"]) != 0.0):
+    if options["nesterov"] and (number(options, "momentum") == 0.0 or number(options, "dampening") != 0.0):
         raise bad_value("nesterov", True, "False, or True with momentum > 0 and dampening = 0")
 
 
 def hyper(options: Options, step: int) -> Hyper:
     """Momentum, share of the gradient kept (all of it on the first step, as torch does), lr, weight_decay, nesterov."""
-    keep = 1.0 if step == 1 else 1.0 - float(options["dampening"])
-    if float(options["momentum"]) == 0.0:
+    keep = 1.0 if step == 1 else 1.0 - number(options, "dampening")
+    if number(options, "momentum") == 0.0:
         keep = 1.0
-    numbers = (float(options["momentum"]), keep, float(options["lr"]), float(options["weight_decay"]))
+    numbers = (number(options, "momentum"), keep, number(options, "lr"), number(options, "weight_decay"))
     return (*(fp32(x) for x in numbers), 1.0 if options["nesterov"] else 0.0)
 
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +34,9 @@ from twinflow.codes.reference import two_to
 from twinflow.dist.compressed import Coding, Errors, compressed_reduce_scatter, own_part, publish, take_back
 from twinflow.dist.group import Group
 from twinflow.errors import bad_value
-from twinflow.offload.bucket import Bucket, Job
-from twinflow.rules.rule import Options
+from twinflow.offload.bucket import Bucket
+from twinflow.offload.job import Job
+from twinflow.rules.rule import Options, number, numbers
 
 THRESHOLD = 0.96
 FLOOR = 0.1  # of the mean of a parameter's second moment: nothing that ever saw a gradient is frozen below
@@ -80,7 +80,7 @@ class Exchanges:
 
     def reduce(self, group: Group, bucket: Bucket, part: Tensor, whole: Tensor, job: Job) -> None:
         """This rank's part of the new momentum, times what the update will divide gradients by."""
-        own, scale = self.of[bucket.plan.index], job.gate.scale
+        own, scale = self.of[bucket.plan.index], job.scale
         coding = Coding(self.code, own.exponents, (1.0 - self.b1) * group.world / scale)
         compressed_reduce_scatter(group, part, whole, coding, Errors(own.error, None, own.said))
         part.mul_(scale)
@@ -108,7 +108,7 @@ class Exchanges:
         params = {param.index: param for param in bucket.members}
         for piece in bucket.gathered.slices:
             options = job.options[params[piece.param].group]
-            rate, decay = step_size(options), float(options["lr"]) * float(options["weight_decay"])
+            rate, decay = step_size(options), number(options, "lr") * number(options, "weight_decay")
             if rate <= 0.0:
                 continue
             where = slice(piece.offset, piece.offset + piece.numel)
@@ -119,8 +119,8 @@ class Exchanges:
 
 def step_size(options: Options) -> float:
     """What a momentum times 2**k is multiplied with; the first moment's correction is 1 by then."""
-    second = math.sqrt(1.0 - float(options["betas"][1]) ** int(options["second_step"]))
-    return float(options["lr"]) * second
+    second = math.sqrt(1.0 - numbers(options, "betas")[1] ** int(number(options, "second_step")))
+    return number(options, "lr") * second
 
 
 def floor_of(total: float, count: float) -> float:
@@ -142,9 +142,9 @@ def rounded_variance(exponents: Tensor) -> Tensor:
     return torch.where(exponents != 0, inverse * inverse, 0.0)
 
 
-def check_groups(groups: Sequence[Mapping[str, Any]]) -> float:
+def check_groups(groups: Sequence[Options]) -> float:
     """The decay of the first moment, which all groups must share: it is in the codes."""
-    betas = {float(group["betas"][0]) for group in groups}
+    betas = {numbers(group, "betas")[0] for group in groups}
     if len(betas) > 1:
         remedy = "A bucket may hold parameters of several groups, and its momenta share their codes."
         raise bad_value("betas[0] of the param groups with compressed communication", sorted(betas), "one", remedy)

@@ -8,6 +8,7 @@ This rank's part is in its parameters by then; it is packed, gathered, and the o
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,14 +16,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from twinflow.device import Device
+from twinflow.device import Device, Event
 from twinflow.dist.group import Group
-from twinflow.offload.board import Board
-from twinflow.offload.bucket import Bucket, Job, target
+from twinflow.offload.bucket import Bucket, target
+from twinflow.offload.executor import Executor
+from twinflow.offload.job import Job
 from twinflow.offload.sync import PUBLISH_READY
-from twinflow.offload.threads import BoardThread
 from twinflow.offload.weight_guard import plain
 from twinflow.zero.compression import Exchanges
+
+_LOOK_S = 0.2  # after so long without weights it looks whether they are still expected
 
 
 @dataclass(eq=False)
@@ -46,85 +49,105 @@ class Copies:
     others_flat: list[Tensor]
 
 
-class Publisher(BoardThread):
-    """Gathers what other ranks have updated; without a group, every rank has updated everything."""
+class Publisher:
+    """Gathers what other ranks have updated; without a group, every rank has updated everything.
+
+    `executor.changed` guards the editions.
+    """
 
     def __init__(
         self,
         device: Device,
-        board: Board,
+        executor: Executor,
         buckets: Sequence[Bucket],
         group: Group | None,
         where: torch.device,
         exchanges: Callable[[], Exchanges | None] = lambda: None,
     ) -> None:
         self._exchanges = exchanges  # once weights are published in few bits
-        self._device, self._group = device, group
+        self._device = device
+        self._executor = executor
+        self._changed = executor.changed
+        self._group = group
         self._buckets = {bucket.plan.index: bucket for bucket in buckets}
         self._editions: deque[Edition] = deque()
         self._kept: dict[int, Copies] = {}
         nbytes = max((b.gathered.numel * b.plan.dtype.itemsize for b in buckets if not b.is_parked), default=0)
         # One for all: the stream takes turns.
         self._raw = torch.empty(nbytes if group is not None else 0, dtype=torch.uint8, device=where)
-        super().__init__(board, "publisher")
+        self._thread = threading.Thread(target=self._loop, name="twinflow-publisher", daemon=True)
+        self._thread.start()
 
     def expect(self, job: Job, changed: Sequence[int]) -> None:
         """These buckets, in this order, will be sent by this job on all ranks."""
         same = [bucket for index, bucket in self._buckets.items() if index not in set(changed)]
-        with self.board.changed:
+        with self._changed:
             self._editions.append(Edition(job, deque(self._buckets[index] for index in changed), same))
-            self.board.changed.notify_all()
+            self._changed.notify_all()
 
     def forget(self) -> None:
         """What was expected will not come."""
-        with self.board.changed:
+        with self._changed:
             self._editions.clear()
+
+    def join(self) -> None:
+        """Wait for the thread's end, after the executor was closed."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
     # The thread.
 
+    @torch.no_grad()
+    def _loop(self) -> None:
+        try:
+            while not self._executor.is_closing and self._executor.error is None:
+                self._turn()
+        except BaseException as error:
+            if not self._executor.is_closing:
+                self._executor.fail(error)
+
     def _turn(self) -> None:
-        board = self.board
-        with board.changed:
+        executor = self._executor
+        with self._changed:
             edition = self._editions[0] if self._editions else None
             if edition is None:
-                self._sleep(has_events=False)
+                self._changed.wait(1.0)
                 return
-            decision = edition.job.gate.decision
-            if decision is not None and decision.skip:
-                edition.same += edition.changed
-                edition.changed.clear()
-            for bucket in edition.same:
-                bucket.published = edition.job.number
-            edition.same.clear()
-            if not edition.changed:
-                self._editions.popleft()
-                board.changed.notify_all()
-                return
+        number = edition.job.number
+        if executor.wait_for_decision(edition.job).skip:
+            edition.same += edition.changed
+            edition.changed.clear()
+        for bucket in edition.same:
+            executor.note_published(bucket, number, None)
+        edition.same.clear()
+        if edition.changed:
             bucket = edition.changed[0]
-            if bucket.sent < edition.job.number:
-                self._sleep(has_events=False)
-                return
-        self._publish(bucket, edition.job)
-        with board.changed:
-            bucket.published = edition.job.number
+            if not executor.wait_until_sent(bucket, number, _LOOK_S):
+                return  # perhaps it will not come: `forget`
+            executor.note_published(bucket, number, self._publish(bucket, edition.job))
             edition.changed.popleft()
-            board.changed.notify_all()
+        with self._changed:
+            if not edition.changed and self._editions and self._editions[0] is edition:
+                self._editions.popleft()
+            self._changed.notify_all()
 
-    def _publish(self, bucket: Bucket, job: Job) -> None:
-        """Queue the exchange of a bucket whose own part is on its way into the parameters."""
+    def _publish(self, bucket: Bucket, job: Job) -> Event | None:
+        """Queue the exchange of a bucket whose own part is on its way into the parameters; when it is over."""
         group = self._group
         if bucket.is_parked:
-            return  # blocks gather its weights when they run
+            return None  # blocks gather its weights when they run
+        sent = self._executor.sent_event(bucket)
         if group is None:
-            bucket.published_event = bucket.sent_event
-            return
+            return sent
         with plain():  # weights are guarded until this very exchange is over
             copies = self._copies(bucket, group)
         stream, exchanges = self._device.stream("publish"), self._exchanges()
-        if bucket.sent_event is not None:
-            stream.wait(bucket.sent_event, PUBLISH_READY)
+        if sent is not None:
+            stream.wait(sent, PUBLISH_READY)
 
         def exchange() -> None:
+            if bucket.landing is not None:
+                self._executor.land(bucket, job.number)
             if copies.own:
                 torch._foreach_copy_(copies.own_flat, copies.own)
             if exchanges is None:
@@ -141,7 +164,7 @@ class Publisher(BoardThread):
                 param.note_write()
 
         stream.run(exchange, span="publish", bucket=bucket.plan.index)
-        bucket.published_event = stream.record()
+        return stream.record()
 
     def _copies(self, bucket: Bucket, group: Group) -> Copies:
         """Views, made once as long as the parameters stay where they are."""

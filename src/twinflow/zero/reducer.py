@@ -12,6 +12,7 @@ A parameter that got one anywhere is updated everywhere, as it would be in one p
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
@@ -22,14 +23,15 @@ from torch import Tensor
 
 from twinflow.device import Device
 from twinflow.dist.group import Group
-from twinflow.offload import gather
-from twinflow.offload.board import POLL_S, AllSummed, Board, Now
-from twinflow.offload.bucket import Bucket, Job, Task
-from twinflow.offload.gate import decide
+from twinflow.offload import pack_gradients
+from twinflow.offload.bucket import Bucket
+from twinflow.offload.clipping import decide
+from twinflow.offload.device_work import DeviceWork
+from twinflow.offload.executor import Executor
+from twinflow.offload.flats import FlatPool
+from twinflow.offload.job import Job, Task
 from twinflow.offload.plan import ROOT
-from twinflow.offload.slots import FlatPool
 from twinflow.offload.sync import FLAT_FREE, REDUCE_READY
-from twinflow.offload.threads import BoardThread
 from twinflow.zero.compression import Exchanges
 
 
@@ -57,20 +59,27 @@ class Wire:
     replica: Group | None = None  # on the host: ranks that have other parts of the model
 
 
-class Reducer(BoardThread):
-    """Takes complete buckets, hands this rank's part of their sum to the board."""
+class Reducer:
+    """Takes complete buckets, hands this rank's part of their sum to the executor. `executor.changed` guards it."""
 
     def __init__(
         self,
         device: Device,
-        board: Board,
+        executor: Executor,
+        device_work: DeviceWork,
         buckets: Sequence[Bucket],
         wire: Wire,
         flats: FlatPool,
         where: torch.device,
         on_agreed: Callable[[Job, list[int]], None],
     ) -> None:
-        self._device, self._buckets, self._wire, self._flats = device, buckets, wire, flats
+        self._device = device
+        self._executor = executor
+        self._changed = executor.changed
+        self._device_work = device_work
+        self._buckets = buckets
+        self._wire = wire
+        self._flats = flats
         self._on_agreed = on_agreed  # a step is closed on all ranks: the buckets that change, in the forward's order
         self._rounds: deque[Round] = deque()
         self._is_busy = False
@@ -79,19 +88,24 @@ class Reducer(BoardThread):
         self._is_ordered = False  # as the first step has shown
         self._norms = torch.zeros(len(buckets), dtype=torch.float64, device=where)
         self._host_norms = device.pinned(len(buckets), torch.float64)
-        super().__init__(board, "reducer")
+        self._thread = threading.Thread(target=self._loop, name="twinflow-reducer", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the thread's end, after the executor was closed."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
     # Called by the runtime.
 
     def take_flat(self, bucket: Bucket) -> Tensor:
         """A buffer for a whole bucket's gradients."""
-        board = self.board
-        with board.changed:
+        with self._changed:
             # One comes back with each reduction. Where none can be made, all are held by buckets whose turn has not
             # come, and this very thread has to bring the one whose turn it is: then one more is made.
             while (taken := self._flats.take(bucket.gathered, may_grow=not self._gives_flats())) is None:
-                board.check()
-                board.changed.wait(1.0)
+                self._executor.check()
+                self._changed.wait(1.0)
         flat, read_until = taken
         if read_until is not None:
             self._device.compute().wait(read_until, FLAT_FREE)
@@ -102,21 +116,24 @@ class Reducer(BoardThread):
 
     def submit(self, task: Task) -> None:
         """Gradients of a whole bucket, complete on this rank once `task.ready` is done."""
-        with self.board.changed:
+        with self._changed:
             found = self._round(task.job)
             found.tasks[task.bucket.plan.index] = task
             found.came.append(task.bucket.plan.index)
-            self.board.changed.notify_all()
+            self._changed.notify_all()
 
     def close(self, job: Job, hits: Sequence[bool]) -> None:
         """The step's last task is submitted."""
-        with self.board.changed:
+        with self._changed:
             self._round(job).hits = hits
-            self.board.changed.notify_all()
+            self._changed.notify_all()
 
     def wait_for_sums(self) -> None:
-        """Until every task that was submitted is on the board."""
-        self.board.wait_for(lambda: not self._rounds)
+        """Until every task that was submitted is with the executor."""
+        with self._changed:
+            while self._rounds:
+                self._executor.check()
+                self._changed.wait(1.0)
 
     def _round(self, job: Job) -> Round:
         found = next((one for one in self._rounds if one.job is job), None)
@@ -127,12 +144,20 @@ class Reducer(BoardThread):
 
     # The thread.
 
+    @torch.no_grad()
+    def _loop(self) -> None:
+        try:
+            while not self._executor.is_closing and self._executor.error is None:
+                self._turn()
+        except BaseException as error:
+            if not self._executor.is_closing:
+                self._executor.fail(error)
+
     def _turn(self) -> None:
-        board = self.board
-        with board.changed:
+        with self._changed:
             task = self._next()
             if task is None and not self._is_over():
-                self._sleep(has_events=False)
+                self._changed.wait(1.0)
                 return
             self._is_busy, now = True, self._rounds[0]
             if task is not None:
@@ -144,11 +169,11 @@ class Reducer(BoardThread):
             elif not now.job.is_part:
                 self._agree(now)
         finally:
-            with board.changed:
+            with self._changed:
                 self._is_busy = False
                 if task is None:
                     self._rounds.popleft()
-                board.changed.notify_all()
+                self._changed.notify_all()
 
     def _next(self) -> Task | None:
         """The task whose turn it is, if it has come."""
@@ -164,12 +189,12 @@ class Reducer(BoardThread):
 
     def _reduce(self, task: Task) -> None:
         """Queue the sum, and hand the task on with this rank's part of it."""
-        board, bucket, stream = self.board, task.bucket, self._device.stream("reduce")
+        executor, bucket, stream = self._executor, task.bucket, self._device.stream("reduce")
         whole = task.flat
         assert whole is not None and task.ready is not None
-        part = self._take_part(bucket)
+        part = executor.take_flat(bucket.plan, stream, is_own=True)
         stream.wait(task.ready, REDUCE_READY)
-        norm = None if board.sums_on_host else self._norms[bucket.plan.index]
+        norm = None if executor.sums_on_host else self._norms[bucket.plan.index]
         exchanges = self._wire.exchanges()
         work = partial(_sum, self._wire, part, whole)
         if exchanges is not None:
@@ -178,20 +203,12 @@ class Reducer(BoardThread):
         task.ready = stream.record()
         task.flat, task.sources = part, [(0, part)]
         task.present = list(range(len(bucket.slices)))
-        with board.changed:
+        with self._changed:
             self._flats.give(bucket.gathered, whole, task.ready)
-            board.submit(task)
-
-    def _take_part(self, bucket: Bucket) -> Tensor:
-        board, stream = self.board, self._device.stream("reduce")
-        with board.changed:
-            while (taken := board.flats.take(bucket.plan, not board.gives_flats(), stream)) is None:
-                board.check()
-                board.changed.wait(1.0)
-        part, read_until = taken
-        if read_until is not None:
-            stream.wait(read_until, FLAT_FREE)
-        return part
+        if bucket.is_on_device:
+            self._device_work.submit(task)
+        else:
+            executor.submit(task)
 
     def _agree(self, closed: Round) -> None:
         """Tell the others what this rank has, and open the way for what waits for them."""
@@ -208,15 +225,17 @@ class Reducer(BoardThread):
         members = {b.plan.index: b.members for b in self._buckets}
         self._take_back(job, present, sums)
         self._on_agreed(job, [b for b in self._forward if any(p.index in present for p in members[b])])
-        self.board.agree(job, present)
-        self.board.close_job(job, sums, Now(), are_squares=True)
+        self._executor.agree(job, present, len(hits))
+        self._device_work.agree(job, present)
+        self._executor.decide(job, decide(sums.tolist(), job.scale, job.limits))
+        self._device_work.close_job(job, None, None)
 
     def _take_back(self, job: Job, present: Container[int], sums: Tensor) -> None:
         """Momenta that were sent in codes, and will not be used."""
         exchanges, stream = self._wire.exchanges(), self._device.stream("reduce")
         if exchanges is None:
             return
-        is_skipped = decide(sums.tolist(), job.gate.scale, job.gate.limits).skip
+        is_skipped = decide(sums.tolist(), job.scale, job.limits).skip
         for bucket in self._buckets:
             unused = {param.index for param in bucket.members if is_skipped or param.index not in present}
             if unused:
@@ -225,13 +244,9 @@ class Reducer(BoardThread):
 
     def _own_norms(self, job: Job) -> list[float]:
         """Of this rank's parts, once they are known."""
-        board = self.board
-        if board.sums_on_host:
-            summed = AllSummed(job)
-            with board.changed:
-                while not summed.done():
-                    board.check()
-                    board.changed.wait(POLL_S)
+        if self._executor.sums_on_host:
+            self._executor.wait_until_summed(job)
+            self._device.stream("update").synchronize()
             return job.norms.tolist() if job.norms is not None else [math.nan]
         stream = self._device.stream("reduce")
         stream.run(lambda: self._host_norms.copy_(self._norms, non_blocking=True))
@@ -244,7 +259,7 @@ class Reducer(BoardThread):
         forward = sorted(self._buckets, key=lambda b: (b.deadline, b.plan.index))
         row = torch.tensor([*came, *(b.plan.index for b in forward)], dtype=torch.int64)
         first = self._wire.agree.gather_rows(row)[0].tolist()
-        with self.board.changed:
+        with self._changed:
             self._order, self._forward = first[: len(self._buckets)], first[len(self._buckets) :]
             self._is_ordered = True
 
@@ -267,7 +282,7 @@ def _sum(wire: Wire, part: Tensor, whole: Tensor) -> None:
 def _do_and_measure(work: Callable[[], None], part: Tensor, norm: Tensor | None) -> None:
     work()
     if norm is not None:
-        gather.measure(norm, part)
+        pack_gradients.measure(norm, part)
 
 
 def of_all_axes(sums: Tensor, replica: Group | None) -> Tensor:
@@ -280,6 +295,6 @@ def of_all_axes(sums: Tensor, replica: Group | None) -> Tensor:
 
 
 def sum_of_squares(norms: Sequence[float]) -> float:
-    """As the gate adds them up; not finite where one is not."""
+    """The sum of their squares, as `decide` adds them up; not finite where one is not."""
     squares = [norm * norm for norm in norms]
     return math.fsum(squares) if all(map(math.isfinite, squares)) else sum(squares)

@@ -9,7 +9,7 @@ theirs when they run (offload/parking.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,17 +20,19 @@ from torch import Tensor
 from twinflow.device import Device
 from twinflow.dist.group import TIMEOUT, Group, backend_for, new_group
 from twinflow.errors import bad_value
-from twinflow.offload.board import Board
-from twinflow.offload.bucket import Bucket, Job, Task
+from twinflow.offload.bucket import Bucket
+from twinflow.offload.device_work import DeviceWork
+from twinflow.offload.executor import Executor
+from twinflow.offload.flats import FlatPool
+from twinflow.offload.job import Job, Task
 from twinflow.offload.plan import BucketPlan, ParamSpec
 from twinflow.offload.settings import Settings
 from twinflow.offload.shards import part_of, widen
-from twinflow.offload.sharing import Shards
-from twinflow.offload.slots import FlatPool
+from twinflow.offload.sharing import OwnBuckets, Shards, SharedBuckets
 from twinflow.parallel.grid import Grid
 from twinflow.parallel.topology import DATA
-from twinflow.zero.agreer import Agreer
 from twinflow.zero.compression import Compression, Exchanges
+from twinflow.zero.norm_reducer import NormReducer
 from twinflow.zero.publisher import Publisher
 from twinflow.zero.reducer import Reducer, Wire
 
@@ -83,7 +85,8 @@ class Team:
     """The ranks of one optimizer: groups of their own, so that reducing, publishing and the rest never mix."""
 
     def __init__(self, zero: Zero, device: torch.device) -> None:
-        self.zero, self.grid = zero, zero.grid
+        self.zero = zero
+        self.grid = zero.grid
         ranks = None if zero.grid is None else zero.grid.ranks_along(DATA)
         backend = backend_for(device) if zero.shares_buckets else "gloo"  # else nothing large travels here
         self._reduce = new_group(backend, ranks, zero.timeout)
@@ -96,8 +99,9 @@ class Team:
         self.calls: Group = new_group("gloo", ranks, long)
         self.everyone: Group = self.calls if zero.grid is None else zero.grid.everyone  # on all axes
         self.saves: Group = new_group("gloo", timeout=long)  # the same, for checkpoints in the background
-        self.world, self.rank = self.calls.world, self.calls.rank
-        self.exchanges: Exchanges | None = None  # from the switch to compressed communication on
+        self.world = self.calls.world
+        self.rank = self.calls.rank
+        self._exchanges: Exchanges | None = None
 
     @property
     def groups(self) -> dict[str, Group]:
@@ -119,6 +123,15 @@ class Team:
         """Whether this rank has only a part of the state."""
         return self.zero.stage >= 1 and self.world > 1
 
+    @property
+    def exchanges(self) -> Exchanges | None:
+        """Momenta and weights in few bits, from the switch to compressed communication on."""
+        return self._exchanges
+
+    def set_exchanges(self, exchanges: Exchanges | None) -> None:
+        """Compress from now on, or no more."""
+        self._exchanges = exchanges
+
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """All start from the first rank's values."""
         with torch.no_grad():
@@ -134,55 +147,77 @@ class Team:
     def shards(self, plans: Sequence[BucketPlan], params: Sequence[ParamSpec]) -> tuple[list[BucketPlan], Shards]:
         """This rank's part of each bucket, and all that the runtime needs to share them."""
         if not self.zero.shares_buckets:
-            return list(plans), Shards(None, lambda device, board, buckets, *_: self._start_agreer(board, buckets))
+            return list(plans), OwnBuckets(self._start_norm_reducer)
         parts = self.num_parts
         wholes = [widen(plan, params, parts) for plan in plans]
         own = [part_of(whole, self.rank if parts > 1 else 0, parts) for whole in wholes]
-        return own, Shards(wholes, self._start)
+        return own, SharedBuckets(wholes, self._start)
 
-    def _start_agreer(self, board: Board, buckets: Sequence[Bucket]) -> Agreer:
-        self._give_up_with(board)
-        return Agreer(board, buckets, self._agree, self._replica, 1.0 if self.zero.op == "mean" else 1 / self.world)
+    def _start_norm_reducer(
+        self,
+        device: Device,
+        executor: Executor,
+        device_work: DeviceWork,
+        buckets: Sequence[Bucket],
+        settings: Settings,
+        where: torch.device,
+    ) -> NormReducer:
+        self._give_up_with(executor)
+        divisor = 1.0 if self.zero.op == "mean" else 1 / self.world
+        return NormReducer(executor, device_work, buckets, self._agree, self._replica, divisor)
 
-    def _give_up_with(self, board: Board) -> None:
+    def _give_up_with(self, executor: Executor) -> None:
         """No thread waits for other ranks when this one has failed, or is done."""
         for group in self.groups.values():
-            group.gives_up = lambda: board.is_closing or board.error is not None
+            group.give_up_when(lambda: executor.is_closing or executor.error is not None)
 
     def _start(
-        self, device: Device, board: Board, buckets: Sequence[Bucket], settings: Settings, where: torch.device
+        self,
+        device: Device,
+        executor: Executor,
+        device_work: DeviceWork,
+        buckets: Sequence[Bucket],
+        settings: Settings,
+        where: torch.device,
     ) -> _SharedWork:
         is_partitioned = self.num_parts > 1 or self.world == 1
         zero = self.zero
         wire = Wire(
             self._reduce, self._agree, zero.dtype, is_partitioned, zero.predivide, lambda: self.exchanges, self._replica
         )
-        self._give_up_with(board)
-        work = _SharedWork((self.world if self.zero.op == "mean" else 1) / self.zero.predivide)
+        self._give_up_with(executor)
+        divisor = (self.world if zero.op == "mean" else 1) / zero.predivide
         flats = FlatPool(where, settings.flat_bytes)
         group = self._publish if self.num_parts > 1 else None
-        publisher = Publisher(device, board, buckets, group, where, lambda: self.exchanges)
-        reducer = Reducer(device, board, buckets, wire, flats, where, publisher.expect)
-        work.connect(reducer, publisher, [bucket.plan.index for bucket in buckets])
-        return work
+        publisher = Publisher(device, executor, buckets, group, where, lambda: self.exchanges)
+        reducer = Reducer(device, executor, device_work, buckets, wire, flats, where, publisher.expect)
+        return _SharedWork(reducer, publisher, [bucket.plan.index for bucket in buckets], divisor)
 
 
 class _SharedWork:
-    """What the runtime calls."""
+    """What the runtime calls: gradients go to the reducer, and weights come from the publisher."""
 
-    reduces = True
-
-    def __init__(self, divisor: float) -> None:
+    def __init__(self, reducer: Reducer, publisher: Publisher, indices: list[int], divisor: float) -> None:
         self.divisor = divisor
-
-    def connect(self, reducer: Reducer, publisher: Publisher, indices: list[int]) -> None:
-        self._reducer, self._publisher, self._indices = reducer, publisher, indices
         self.threads = (reducer, publisher)
-        self.take_flat: Callable[[Bucket], Tensor] = reducer.take_flat
-        self.submit: Callable[[Task], None] = reducer.submit
-        self.close: Callable[[Job, Sequence[bool]], None] = reducer.close
-        self.wait_for_sums: Callable[[], None] = reducer.wait_for_sums
-        self.forget: Callable[[], None] = publisher.forget
+        self._reducer = reducer
+        self._publisher = publisher
+        self._indices = indices  # of all buckets
+
+    def take_flat(self, bucket: Bucket) -> Tensor:
+        return self._reducer.take_flat(bucket)
+
+    def submit(self, task: Task) -> None:
+        self._reducer.submit(task)
+
+    def close(self, job: Job, hits: Sequence[bool]) -> None:
+        self._reducer.close(job, hits)
+
+    def wait_for_sums(self) -> None:
+        self._reducer.wait_for_sums()
+
+    def forget(self) -> None:
+        self._publisher.forget()
 
     def hold_back(self, job: Job) -> None:
         self._publisher.expect(job, self._indices)

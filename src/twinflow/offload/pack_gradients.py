@@ -1,24 +1,70 @@
-"""Gradients into flat device buffers, and their norms: functions that run on the stream that made the gradients."""
+"""Packing of gradients into flat device buffers, and their norms: functions for the stream that made the gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import weakref
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from twinflow import native
-from twinflow.device import hide_from_children
 from twinflow.gpu import collect
 from twinflow.offload.plan import Slice
 from twinflow.rules.formats import BLOCK
 
-if TYPE_CHECKING:
-    from twinflow.offload.bucket import Task
-
+Form = tuple[tuple[int, torch.Size], ...]  # offsets in a buffer, and what begins there
 # a place in a bucket, a part of a gradient, whether it is the first that comes there
 Piece = tuple[Slice, Tensor, bool]
+
+
+class Views:
+    """Views of flat buffers, kept for as long as the buffer is: to make one takes longer than a small copy."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, dict[int, list[Tensor]]] = {}  # by the buffer, and the number of their form
+        self._numbers: dict[Form, int] = {}
+
+    def number(self, form: Form) -> int:
+        """Buffers pass from bucket to bucket, most of which have one form."""
+        return self._numbers.setdefault(form, len(self._numbers))
+
+    def of(self, flat: Tensor, number: int, form: Form) -> list[Tensor]:
+        """One for each offset and shape of the form."""
+        key = id(flat)
+        by_form = self._found.get(key)
+        if by_form is None:
+            by_form = self._found[key] = {}
+            weakref.finalize(flat, self._found.pop, key, None).atexit = False
+        if number not in by_form:
+            data = flat.data  # what is a view for torch would keep the buffer
+            by_form[number] = [data[at : at + shape.numel()].view(shape) for at, shape in form]
+        return by_form[number]
+
+
+class Whole:
+    """A bucket all of whose gradients come together."""
+
+    def __init__(self, slices: Sequence[Slice], shapes: Mapping[int, torch.Size], views: Views) -> None:
+        self._views = views
+        self._cuts: list[tuple[int, slice | None]] = []  # a parameter, and what of it is here if it is not all
+        form: list[tuple[int, torch.Size]] = []
+        for piece in slices:
+            is_all = piece.numel == shapes[piece.param].numel()
+            cut = None if is_all else slice(piece.start, piece.start + piece.numel)
+            self._cuts.append((piece.param, cut))
+            form.append((piece.offset, shapes[piece.param] if is_all else torch.Size([piece.numel])))
+        self._form = tuple(form)
+        self._number = views.number(self._form)
+
+    def targets(self, flat: Tensor) -> list[Tensor]:
+        """Where each slice's gradient goes."""
+        return self._views.of(flat, self._number, self._form)
+
+    def parts(self, grads: Mapping[int, Tensor]) -> list[Tensor]:
+        """What goes there, of the gradient of each parameter."""
+        found = [grads[index] if cut is None else grads[index].reshape(-1)[cut] for index, cut in self._cuts]
+        return [part.detach() for part in found] if torch.is_grad_enabled() else found
 
 
 def put(into: Tensor, pieces: Sequence[Piece]) -> None:
@@ -74,6 +120,14 @@ def measure(norm: Tensor, flat: Tensor) -> None:
     norm.copy_(torch.linalg.vector_norm(rows, dtype=torch.float64))
 
 
+def measure_many(norms: Tensor, flats: Sequence[tuple[int, Tensor]]) -> None:
+    """`measure` for several buckets, each into an element of `norms`."""
+    if collect.is_usable(norms.device) and all(flat.dtype == flats[0][1].dtype for _, flat in flats):
+        return collect.measure_many(norms, flats)
+    for index, flat in flats:
+        measure(norms[index], flat)
+
+
 def measure_parts(norm: Tensor, sources: Sequence[tuple[int, Tensor]], numel: int) -> None:
     """The same for gradients that lie in tensors of their own, or only in parts of a flat buffer."""
     if collect.is_usable(norm.device):
@@ -102,20 +156,3 @@ def measure_total(norm: Tensor, total: Tensor, cuts: Sequence[Slice], is_whole: 
     # In fp64 throughout, as the host measures its totals: where it is clipped, the factor must be the same.
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
     norm.copy_(norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)), non_blocking=True)
-
-
-def add_on_host(task: Task) -> None:
-    """Add a task's gradients to its bucket's total in fp32; measure the total where it is the last of a step."""
-    bucket, grads = task.bucket, task.grads
-    if bucket.total is None:
-        bucket.total = hide_from_children(native.huge_zeros(bucket.plan.numel, dtype=torch.float32))
-    total = bucket.total
-    for i in task.present:
-        piece = bucket.slices[i]
-        assert grads is not None
-        values, into = (t.narrow(0, piece.offset, piece.numel) for t in (grads, total))
-        native.accumulate(into, values) if i in bucket.added else native.cast(into, values)
-    if task.job.norms is not None:
-        cuts = [bucket.slices[i] for i in sorted(bucket.added.union(task.present))]
-        sums = native.sum_squares([total.narrow(0, piece.offset, piece.numel) for piece in cuts])
-        task.job.norms[bucket.plan.index] = sum(sums) ** 0.5

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from twinflow.device import Device, Event, Stream
+from twinflow.device import Device, Stream
 from twinflow.planner.simulate import NUM_STAGES
 
 
@@ -17,9 +17,9 @@ class Stage:
     """One stream and its buffer."""
 
     def __init__(self, device: Device, number: int) -> None:
-        self._device, self._name = device, f"streamed{number}"
+        self._device = device
+        self._name = f"streamed{number}"
         self._raw: Tensor | None = None
-        self.stored: Event | None = None  # what passed through last is on the host again
 
     @property
     def stream(self) -> Stream:
@@ -34,16 +34,13 @@ class Stage:
 
 
 class Stages:
-    """All of them."""
+    """All of them, in turn."""
 
     def __init__(self, device: Device) -> None:
         self._stages = [Stage(device, number) for number in range(NUM_STAGES)]
 
-    def take(self) -> Stage | None:
-        """One through which nothing passes now. More work in its queue would only keep urgent copies waiting."""
-        for stage in self._stages:
-            if stage.stored is None or stage.stored.done():
-                self._stages.remove(stage)
-                self._stages.append(stage)  # all of them in turn
-                return stage
-        return None
+    def next(self) -> Stage:
+        """The one that was used longest ago."""
+        stage = self._stages.pop(0)
+        self._stages.append(stage)
+        return stage

@@ -1,0 +1,323 @@
+"""Updates and sums on the device: queued on streams by the thread that submits or closes a job, and ordered by streams.
+
+An update that our kernels make reads the clipping decision from the device's memory: nothing waits for the host.
+Two kinds of updates need the decision as a number: those of a user's own optimizer, and those whose norm the host
+measures (`sums_on_host`). A thread waits for it and queues them (`LateUpdates`).
+
+With a delayed update the new weights stay in the state until the job is released; then they are copied into the
+parameters, and only after that the next update may write to the state.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from twinflow.device import Device, Event, Stream
+from twinflow.offload import pack_gradients
+from twinflow.offload.bucket import Bucket
+from twinflow.offload.executor import Executor
+from twinflow.offload.frozen import FrozenState
+from twinflow.offload.job import DeviceOptimizer, Job, Task
+from twinflow.offload.plan import STREAMED, Slice
+from twinflow.offload.staging import Stages
+from twinflow.offload.sync import OLD_WEIGHTS, RESIDENT_READY, STORED, WEIGHT_SENT
+
+
+class DeviceWork:
+    """Of one executor. Autograd's thread or the reducer submits; the user's thread, the reducer or `LateUpdates` queues
+    updates: the lock keeps them apart."""
+
+    def __init__(self, device: Device, executor: Executor, frozen: FrozenState) -> None:
+        self._device = device
+        self._executor = executor
+        self._frozen = frozen
+        self._stages = Stages(device)
+        self._lock = threading.RLock()
+        self._updated: dict[Bucket, Event] = {}  # when the last update of each has run
+        self._uncounted: list[Task] = []  # updates that are queued, of jobs whose decision was not known then
+        self._late: LateUpdates | None = None
+
+    def close(self) -> None:
+        """End the thread, if there is one."""
+        if self._late is not None:
+            self._late.close()
+
+    def submit(self, task: Task) -> None:
+        """A task whose gradients are complete once `task.ready` is done, and stay on the device."""
+        with self._lock:
+            if self._executor.sums_on_host:
+                self._add(task)
+                if task.job.is_part:
+                    return
+            task.job.on_device.append(task)
+            # A delayed job's weights stay in the state until the next step: `close_job` comes after their release.
+            if not task.job.limits.any and not task.is_held and not task.job.is_delayed:
+                self._start([task], None, None)
+
+    def agree(self, job: Job, present: set[int]) -> None:
+        """All ranks have said which parameters got a gradient."""
+        with self._lock:
+            for task in job.on_device:
+                if task.is_held:
+                    task.present = [i for i, piece in enumerate(task.bucket.slices) if piece.param in present]
+                    task.is_held = False
+
+    def close_job(self, job: Job, decision: Tensor | None, event: Event | None) -> None:
+        """Queue all updates of a job by deadline. `decision` lies on the device once `event` is done; None: it is known
+        on the host, or will be."""
+        with self._lock:
+            tasks = sorted(job.on_device, key=lambda task: task.deadline)
+            known = job.decision if job.limits.any else None
+            if job.is_dropped or (known is not None and known.skip):
+                self._drop(job)
+            elif job.is_open or decision is not None:
+                early = [task for task in tasks if job.is_open or _optimizer(task.bucket).reads_decision]
+                self._start(early, decision if not job.is_open else None, event)
+            if job.on_device:
+                self._late = self._late or LateUpdates(self._executor, self._start_late)
+                self._late.put(job)
+
+    def _start_late(self, job: Job) -> None:
+        with self._lock:
+            decision = job.decision
+            assert decision is not None
+            if decision.skip:
+                self._drop(job)
+            else:
+                self._start(sorted(job.on_device, key=lambda task: task.deadline), None, None)
+
+    def _drop(self, job: Job) -> None:
+        """Nothing happens: whoever waits for this job goes on."""
+        for task in job.on_device:
+            self._give_flat(task, None)
+            self._forget_sum(task)
+            if not job.is_dropped:
+                self._executor.note_sent(task.bucket, job.number, None)
+        job.on_device.clear()
+
+    def release(self, job: Job) -> None:
+        """Copy the weights of a job that the executor has released into the parameters."""
+        with self._lock:
+            for task in job.unsent:
+                self._frozen.wait_until_read(task.bucket)
+                self._send(task)
+            job.unsent.clear()
+
+    def hold_back(self, task: Task) -> None:
+        """Weights that are in the state already wait for the job's release."""
+        bucket = task.bucket
+        task.weights = _optimizer(bucket).publish(bucket)
+        task.job.unsent.append(task)
+        self._executor.set_unsent(bucket, task.job.number)
+
+    def count_steps(self) -> None:
+        """Count updates whose decision has become known. The next numbers, and whoever reads the state, need that."""
+        with self._lock:
+            left = []
+            for task in self._uncounted:
+                decision = task.job.decision
+                if decision is None:
+                    left.append(task)
+                elif not decision.skip:
+                    _count(task)
+            self._uncounted = left
+
+    # Sums of several backwards.
+
+    def _add(self, task: Task) -> None:
+        stream = self._device.stream("update")
+        if task.ready is not None:
+            stream.wait(task.ready, RESIDENT_READY)
+        bucket = task.bucket
+        stream.run(_sum(task, stream), span="sum", bucket=bucket.plan.index)
+        bucket.added.update(task.present)
+        self._give_flat(task, stream.record())
+        if not task.job.is_part:
+            task.is_summed = True
+            if not task.is_held:
+                task.present = sorted(bucket.added)
+
+    def add_nothing(self, job: Job, bucket: Bucket) -> Task | None:
+        """A task for a bucket that got gradients in earlier backwards of this step, but none in the last."""
+        if not bucket.added:
+            return None
+        task = Task(bucket, job, [])
+        self.submit(task)
+        return task
+
+    def forget_sums(self, buckets: Iterable[Bucket]) -> None:
+        """Drop what earlier backwards of this step have given."""
+        for bucket in buckets:
+            bucket.added.clear()
+
+    # Updates.
+
+    def _start(self, tasks: Sequence[Task], decision: Tensor | None, event: Event | None) -> None:
+        self.count_steps()
+        for task in tasks:
+            bucket, job = task.bucket, task.job
+            job.on_device.remove(task)
+            if not task.present:  # nobody has a gradient for this rank's part
+                self._give_flat(task, None)
+                self._forget_sum(task)
+                if job.is_released:
+                    self._send(task)
+                else:  # other ranks may have one, and publish their parts with the job's release
+                    job.unsent.append(task)
+                continue
+            self._frozen.wait_until_read(bucket)
+            last = self._updated.get(bucket)
+            if last is not None and WEIGHT_SENT not in self._device.disabled:
+                last.synchronize()  # it has read its numbers, which are written anew
+            self._queue(task, decision, event)
+
+    def _queue(self, task: Task, decision: Tensor | None, event: Event | None) -> None:
+        bucket, job = task.bucket, task.job
+        index = bucket.plan.index
+        stage = self._stages.next() if bucket.plan.place == STREAMED else None
+        stream = stage.stream if stage is not None else self._device.stream("update")
+        task.grads = bucket.total if task.is_summed else task.flat
+        factor = 1.0 if decision is not None else job.factor
+        passage = _optimizer(bucket).passage(task, factor, decision, stage)
+        if passage.load is not None:
+            if bucket.stored is not None:
+                stream.wait(bucket.stored, STORED)
+            stream.run(passage.load, span="state in", bucket=index)
+        if event is not None:
+            stream.wait(event, RESIDENT_READY)
+        if task.is_summed and stage is not None:
+            stream.wait(self._device.stream("update").record(), RESIDENT_READY)  # where the sum was made
+        elif task.ready is not None:
+            stream.wait(task.ready, RESIDENT_READY)
+        stream.run(passage.update, span="resident" if stage is None else "streamed", bucket=index)
+        updated = self._updated[bucket] = stream.record()
+        if passage.store is not None:
+            stream.run(passage.store, span="state out", bucket=index)
+            bucket.stored = stream.record()
+        self._give_flat(task, updated)
+        task.weights = passage.weights
+        self._forget_sum(task)
+        if decision is None:  # it is known on the host that the update happens
+            _count(task)
+        else:
+            self._uncounted.append(task)
+        if not task.weights:
+            self._executor.note_sent(bucket, job.number, updated)
+            return
+        self._executor.note_updated(bucket, job.number)
+        if job.is_released:
+            self._send(task)
+        else:
+            job.unsent.append(task)
+
+    def _send(self, task: Task) -> None:
+        """New weights into the parameters."""
+        if not task.present:
+            self._executor.note_sent(task.bucket, task.job.number, None)
+            return
+        bucket, stream = task.bucket, self._device.stream("update")
+        targets = [bucket.targets[i] for i in task.present]
+        weights = [task.weights[i].view(target.shape) for i, target in zip(task.present, targets, strict=True)]
+        params = [bucket.params[i] for i in task.present]
+
+        def copy() -> None:
+            torch._foreach_copy_(targets, weights, non_blocking=True)
+            for param in params:
+                param.note_write()
+
+        if task.job.after is not None:
+            stream.wait(task.job.after, OLD_WEIGHTS)
+        stream.run(copy, span="in", bucket=bucket.plan.index)
+        self._executor.note_sent(bucket, task.job.number, stream.record())
+        task.weights = ()
+
+    def _give_flat(self, task: Task, read_until: Event | None) -> None:
+        if task.flat is not None:
+            with self._executor.changed:
+                self._executor.flats.give(task.bucket.plan, task.flat, read_until)
+        task.flat = None
+        task.sources.clear()
+        task.grads = None
+
+    def _forget_sum(self, task: Task) -> None:
+        if task.is_summed:
+            task.bucket.added.clear()
+
+
+class LateUpdates:
+    """A thread that waits for the clipping decision as a number, and then queues updates on the device."""
+
+    def __init__(self, executor: Executor, start: Callable[[Job], None]) -> None:
+        self._executor = executor
+        self._start = start
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name="twinflow-late-updates", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Job) -> None:
+        """A job with updates that are still to be queued."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._jobs.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    @torch.no_grad()
+    def _loop(self) -> None:
+        try:
+            while (job := self._jobs.get()) is not None:
+                self._executor.wait_for_decision(job)
+                self._start(job)
+                del job
+        except BaseException as error:
+            if not self._executor.is_closing:
+                self._executor.fail(error)
+
+
+def _optimizer(bucket: Bucket) -> DeviceOptimizer:
+    updater = bucket.updater
+    assert updater.is_on_device
+    return updater  # type: ignore[return-value]  # what is on the device is updated there
+
+
+def _count(task: Task) -> None:
+    for i in task.present:
+        task.bucket.steps[i] += 1
+
+
+def _sum(task: Task, stream: Stream) -> Callable[[], None]:
+    """Add a task's gradients to its bucket's total on the device; measure the total of a step."""
+    bucket, flat, norms = task.bucket, task.flat, task.job.norms
+    in_total = bucket.added.union(task.present)
+    new = [bucket.slices[i] for i in task.present if i not in bucket.added]
+    known = [bucket.slices[i] for i in task.present if i in bucket.added]
+    cuts = [bucket.slices[i] for i in sorted(in_total)]
+    is_whole = len(in_total) == len(bucket.slices)
+    if bucket.total is None:
+        assert flat is not None
+        bucket.total = stream.zeros(bucket.plan.numel, torch.float32, flat.device)
+    measured = norms[bucket.plan.index] if norms is not None and not task.job.is_part else None
+    return partial(_add_and_measure, bucket.total, flat, new, known, measured, cuts, is_whole)
+
+
+def _add_and_measure(
+    total: Tensor,
+    flat: Tensor | None,
+    new: Sequence[Slice],
+    known: Sequence[Slice],
+    norm: Tensor | None,
+    cuts: Sequence[Slice],
+    is_whole: bool,
+) -> None:
+    if flat is not None:
+        pack_gradients.add_on_device(total, flat, new, known)
+    if norm is not None:
+        pack_gradients.measure_total(norm, total, cuts, is_whole)

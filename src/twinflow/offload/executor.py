@@ -1,0 +1,759 @@
+"""Python's side of the executor: tasks go in, weights come back, and whoever needs them waits here.
+
+The executor itself is csrc/executor.cpp, which has the table of phases of a task. Two native threads copy
+gradients out, update buckets on the host and send weights back. Updates on the device are queued by the threads that
+submit and close jobs (device_work.py). Python threads take part only where the optimizer itself is Python
+(torch_worker.py), and where ranks exchange (zero/).
+
+Who owns what: the native executor owns slots, events of copies and the order of work. Python owns stores, flat buffers
+and parameters, and keeps each of them as long as a task that uses it is not released (`collect`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from ctypes import c_int64, c_uint8, c_void_p
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from twinflow import native
+from twinflow.device import CudaDevice, Device, Event, Stream, hide_from_children
+from twinflow.native.executor import (
+    CBucket,
+    CCounters,
+    CDecision,
+    CFetchItem,
+    CHyper,
+    CJob,
+    CPointers,
+    CSettings,
+    CSlice,
+    CSource,
+    CSpan,
+    CUpdateTask,
+    executor_library,
+)
+from twinflow.native.kernels import DTYPE_CODES, FORMAT_CODES, pointers
+from twinflow.offload import sync
+from twinflow.offload.bucket import Bucket
+from twinflow.offload.clipping import Decision
+from twinflow.offload.flats import FlatPool
+from twinflow.offload.job import Job, Task
+from twinflow.offload.plan import BucketPlan
+from twinflow.offload.weight_guard import plain
+from twinflow.rules import Rule
+from twinflow.rules.segment import Store
+from twinflow.trace import Span
+
+_STREAMS = {"out": 0, "in": 1, "fetch": 2}
+_SPANS = (("out", "out"), ("in", "in"), ("update", "host"), ("ahead", "host"), ("sum", "host"), ("gate", "mover"))
+_POINTS = {
+    sync.GRAD_READY: 1,
+    sync.ARRIVED: 2,
+    sync.NORMS: 4,
+    sync.WEIGHT_SLOT: 8,
+    sync.WEIGHT_SENT: 16,
+    sync.OLD_WEIGHTS: 32,
+    sync.SENT: 64,
+    sync.FORWARD: 128,
+    sync.READERS: 256,
+    sync.FETCH_ROOM: 512,
+}
+_MAX_RELEASED = 64
+
+
+class WorkerError(RuntimeError):
+    """Something failed in the background; the cause is attached."""
+
+
+class Executor:
+    """One for each optimizer."""
+
+    def __init__(
+        self,
+        device: Device,
+        rule: Rule | None,
+        flats: FlatPool,
+        slot_bytes: int,
+        num_slots: int,
+        num_weight_slots: int,
+        holds_on_host: bool,
+        sums_on_host: bool,
+    ) -> None:
+        self.device = device
+        self.flats = flats
+        self.holds_on_host = holds_on_host  # gradients wait for the clipping decision in their slots
+        self.sums_on_host = sums_on_host  # several backwards make a step, and their gradients are summed as tasks
+        self.slot_bytes = slot_bytes
+        self.num_slots = num_slots
+        self.num_weight_slots = num_weight_slots
+        self.error: BaseException | None = None  # the first that a thread of ours has raised
+        self.is_closing = False
+        self.changed = threading.Condition()  # guards Python's own tables, and wakes its threads
+        self._rule = rule  # None: the optimizer is the user's, in Python
+        self._library = executor_library()
+        self._tasks: dict[int, Task] = {}  # whose gradients the executor still needs
+        self._stores: dict[int, Store] = {}
+        self._own: dict[int, Store] = {}  # of buckets on the device
+        self._on_host: set[int] = set()  # the other buckets
+        self._to_update: dict[int, Task] = {}  # tasks for an optimizer in Python
+        self._layouts: dict[object, int] = {}
+        # Page-locked decisions or norms of the last four jobs: the executor reads them until it has decided.
+        self._decisions: dict[int, Tensor] = {}
+        self._buckets: list[Bucket] = []
+        self._unfinished: list[int] = []  # jobs whose updates may still be to come
+        self._is_recording = False
+        self._has_warned = False
+        self._ids = (c_int64 * _MAX_RELEASED)()
+        self._events = (c_void_p * _MAX_RELEASED)()
+        index = -1 if device.kind == "cpu" else _index_of(device)
+        settings = CSettings(index, holds_on_host, sums_on_host, rule is None, slot_bytes, num_slots, num_weight_slots)
+        self._handle = self._library.tf_executor_new(ctypes.byref(settings))
+        if not self._handle:
+            raise RuntimeError("The CUDA driver (libcuda.so.1) could not be loaded, although torch uses a GPU")
+        watch = weakref.WeakMethod(self._follow_device)
+        device.watchers.append(watch)
+        device.trace.add_source(weakref.WeakMethod(self._spans), None if device.kind == "cpu" else index)
+        self._follow_device()
+
+    def __del__(self) -> None:
+        handle, self._handle = getattr(self, "_handle", None), None
+        if handle:
+            self._library.tf_executor_free(handle)
+
+    # Errors and the end.
+
+    def check(self) -> None:
+        """Raise if a thread or a stream has failed, or there is none any more."""
+        if self.error is None and self.device.error is None and not self.is_closing:
+            if not self._library.tf_executor_state(self._handle):
+                return
+            if self.device.error is None:
+                raise WorkerError("the offload worker failed: a copy between host and device has failed")
+        error = self.error or self.device.error
+        if error is not None:
+            raise WorkerError(f"the offload worker failed: {error!r}") from error
+        raise RuntimeError("the optimizer is closed: build a new one to go on training")
+
+    def fail(self, error: BaseException) -> None:
+        """A thread of ours has raised: whoever waits is told."""
+        with self.changed:
+            if not isinstance(error, WorkerError):  # else it has only seen that another one has failed
+                self.error = self.error or error
+            self.changed.notify_all()
+        self._library.tf_executor_fail(self._handle)
+
+    def close(self) -> None:
+        """End the native threads after what they do now."""
+        with self.changed:
+            self.is_closing = True
+            self.changed.notify_all()
+        self._library.tf_executor_close(self._handle)
+
+    def free_slots(self) -> None:
+        """After `close`, when no thread of Python's updates any more: it may read gradients and write weights there."""
+        self._library.tf_executor_free_slots(self._handle)
+
+    def _ok(self, result: float) -> float:
+        """What a call that may block has returned."""
+        if result < 0:
+            self.check()
+            raise RuntimeError("the optimizer is closed: build a new one to go on training")
+        return result
+
+    # Tests and traces.
+
+    def _follow_device(self) -> None:
+        for name, stream in _STREAMS.items():
+            self._library.tf_executor_delay(self._handle, stream, self.device.delay_of(name))
+        points = sum(bit for point, bit in _POINTS.items() if point in self.device.disabled)
+        self._library.tf_executor_disable(self._handle, points)
+
+    def _spans(self, anchor: int, anchor_s: float) -> list[Span]:
+        """What the executor's threads and streams have done since the last call."""
+        table = (CSpan * 65536)()
+        count = self._library.tf_executor_spans(self._handle, anchor, anchor_s, table, len(table))
+        found = []
+        for entry in table[:count]:
+            name, track = _SPANS[entry.kind] if entry.kind < len(_SPANS) else ("fetch", "fetch")
+            key = "job" if name == "gate" else "bucket"
+            found.append(Span(name, track, entry.start_s, entry.end_s, {key: entry.bucket}))
+        return found
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether updates can be written beside the state."""
+        return self._rule is not None
+
+    @property
+    def counters(self) -> CCounters:
+        """Seconds and bytes so far."""
+        found = CCounters()
+        self._library.tf_executor_counters(self._handle, ctypes.byref(found))
+        return found
+
+    # Memory.
+
+    @property
+    def unmade_bytes(self) -> int:
+        """Page-locked memory that slots may still ask for."""
+        made = self.counters
+        left = max(0, self.num_slots - made.num_slots) + max(0, self.num_weight_slots - made.num_weight_slots)
+        return int(left) * self.slot_bytes
+
+    def set_sums_on_host(self, sums_on_host: bool) -> None:
+        """From the next step on, whether gradients of several backwards are summed as tasks; `resize` follows."""
+        self.sums_on_host = sums_on_host
+
+    def resize(self, num_slots: int, num_weight_slots: int, keeps_weight_slots: bool) -> None:
+        """Other numbers of slots, between steps. `keeps_weight_slots`: those beyond the limit stay."""
+        self.num_slots = num_slots
+        self.num_weight_slots = num_weight_slots
+        self._library.tf_executor_resize(
+            self._handle, num_slots, num_weight_slots, self.sums_on_host, keeps_weight_slots
+        )
+
+    def add_weight_slots(self, num_more: int) -> None:
+        """Make some beyond the limit now, rather than when they are needed."""
+        self._library.tf_executor_add_weight_slots(self._handle, num_more)
+
+    # Stores.
+
+    def layout_of(self, plan: BucketPlan) -> int:
+        """A number for each layout: buckets of equal layout can use each other's stores."""
+        return self._layouts.setdefault(plan.layout, len(self._layouts))
+
+    def add_store(self, plan: BucketPlan, store: Store) -> int:
+        """Tell the executor where a store's buffers are; it is kept until `drop_store`."""
+        table = (CPointers * len(plan.slices))()
+        for entry, piece in zip(table, plan.slices, strict=True):
+            found = pointers(store.narrow(piece.offset, piece.numel))
+            entry.weight = found.weight
+            entry.master = found.master
+            entry.state = found.states
+            entry.scale = found.scales
+        handle: int = self._library.tf_store_new(self._handle, table, len(table))
+        self._stores[handle] = store
+        return handle
+
+    def drop_store(self, handle: int) -> Store:
+        """The executor forgets a store; it is returned."""
+        self._library.tf_store_free(self._handle, handle)
+        return self._stores.pop(handle)
+
+    def add_spare(self, plan: BucketPlan, store: Store) -> None:
+        """A store that updates ahead of the clipping decision may be written to."""
+        self._library.tf_store_add_spare(self._handle, self.layout_of(plan), self.add_store(plan, store))
+
+    def take_spare(self, plan_layout: object) -> Store | None:
+        """Take back a spare store of a layout; None where there is none."""
+        handle = self._library.tf_store_take_spare(self._handle, self._layouts.get(plan_layout, -1))
+        return self.drop_store(handle) if handle >= 0 else None
+
+    def missing_spares(self) -> list[Bucket]:
+        """Buckets that found no spare store since the last call."""
+        count = self._library.tf_store_missing(self._handle, self._ids, _MAX_RELEASED)
+        return [self._buckets[index] for index in self._ids[:count]]
+
+    def store_of(self, bucket: Bucket) -> Store:
+        """The state of a bucket, as it is now."""
+        if bucket.is_on_device:
+            return self._own[bucket.plan.index]
+        return self._stores[self._library.tf_bucket_store(self._handle, bucket.plan.index)]
+
+    def replace_store(self, bucket: Bucket, store: Store) -> None:
+        """Another state for a bucket: it has moved to another place. Between steps."""
+        index = bucket.plan.index
+        if index in self._on_host:
+            self._on_host.remove(index)
+            self.drop_store(self._library.tf_bucket_store(self._handle, index))
+        else:
+            del self._own[index]
+        bucket.first_store = store
+
+    # Buckets.
+
+    def register(self, bucket: Bucket) -> None:
+        """Tell the executor of a bucket, or that its parameters or its state are elsewhere now."""
+        plan = bucket.plan
+        index = plan.index
+        if index == len(self._buckets):
+            self._buckets.append(bucket)
+        table = (CSlice * len(plan.slices))()
+        size = plan.dtype.itemsize
+        for i, (entry, piece, param) in enumerate(zip(table, plan.slices, bucket.params, strict=True)):
+            entry.offset = piece.offset
+            entry.numel = piece.numel
+            entry.first_index = piece.start
+            entry.group = param.group
+            entry.param = param.index
+            if bucket.landing is not None:
+                entry.target = bucket.landing.data_ptr() + piece.offset * size
+            elif bucket.targets:
+                entry.target = bucket.targets[i].data_ptr()
+        store = -1
+        if bucket.is_on_device:
+            self._own[index] = bucket.first_store
+        elif index in self._on_host:
+            store = self._library.tf_bucket_store(self._handle, index)
+        else:
+            store = self.add_store(plan, bucket.first_store)
+            self._on_host.add(index)
+        spec = CBucket(
+            numel=plan.numel,
+            layout=self.layout_of(plan),
+            slices=table,
+            steps=bucket.steps,
+            num_slices=len(table),
+            type=DTYPE_CODES[plan.dtype],
+            rule=self._rule.code if self._rule is not None else 0,
+            format=FORMAT_CODES[bucket.first_store.format],
+            is_split=bucket.first_store.is_split,
+            is_shared=bucket.is_shared,
+            has_weight_slots=bucket.updater.needs_weight_slot(plan),
+        )
+        self._library.tf_bucket_set(self._handle, index, ctypes.byref(spec), store)
+
+    def set_deadline(self, bucket: Bucket, deadline: int) -> None:
+        """The order in which the next forward needs weights."""
+        self._library.tf_bucket_set_deadline(self._handle, bucket.plan.index, deadline)
+
+    def set_total(self, bucket: Bucket, total: Tensor) -> None:
+        """Where the gradients of several backwards are summed."""
+        bucket.total = total
+        self._library.tf_bucket_set_total(self._handle, bucket.plan.index, total.data_ptr())
+
+    def added(self, bucket: Bucket) -> set[int]:
+        """The slices that are in the total of a bucket on the host, of this step's backwards."""
+        slices = (c_uint8 * len(bucket.slices))()
+        self._library.tf_bucket_added(self._handle, bucket.plan.index, slices)
+        return {i for i, is_added in enumerate(slices) if is_added}
+
+    def due(self, bucket: Bucket) -> int:
+        """The last job whose weights the next forward has to see."""
+        found: int = self._library.tf_bucket_due(self._handle, bucket.plan.index)
+        return found
+
+    def shown(self, bucket: Bucket) -> int:
+        """The last job whose weights are on their way into all of its parameters."""
+        found: int = self._library.tf_bucket_shown(self._handle, bucket.plan.index)
+        return found
+
+    def make_due(self, job: Job) -> None:
+        """The next forward has to see this job's weights."""
+        for task in job.tasks:
+            self._library.tf_bucket_set_due(self._handle, task.bucket.plan.index, job.number)
+
+    def note_updated(self, bucket: Bucket, number: int) -> None:
+        """A job is in the state, by an update on the device whose weights are kept apart."""
+        self._library.tf_bucket_note_updated(self._handle, bucket.plan.index, number)
+
+    def set_unsent(self, bucket: Bucket, number: int) -> None:
+        """A job is in the state of a bucket on the device, and its weights are still to be sent."""
+        self._library.tf_bucket_set_unsent(self._handle, bucket.plan.index, number)
+
+    def note_sent(self, bucket: Bucket, number: int, event: Event | None) -> None:
+        """A job's weights are on their way into the parameters, by work on the device."""
+        handle = event.handle if event is not None else None
+        self._library.tf_bucket_note_sent(self._handle, bucket.plan.index, number, handle)
+
+    def note_published(self, bucket: Bucket, number: int, event: Event | None) -> None:
+        """A job's weights are on their way from all ranks."""
+        handle = event.handle if event is not None else None
+        self._library.tf_bucket_note_published(self._handle, bucket.plan.index, number, handle)
+
+    def sent_event(self, bucket: Bucket) -> Event | None:
+        """When the last weights are in the parameters; None where nothing is on its way."""
+        handle = self._library.tf_bucket_sent_event(self._handle, bucket.plan.index)
+        return Event(handle, self.device) if handle else None
+
+    def published_event(self, bucket: Bucket) -> Event | None:
+        """The same from all ranks."""
+        handle = self._library.tf_bucket_published_event(self._handle, bucket.plan.index)
+        return Event(handle, self.device) if handle else None
+
+    def freeze(self, index: int, is_frozen: bool) -> None:
+        """Let no update change a bucket until somebody has read it (frozen.py)."""
+        self._library.tf_bucket_freeze(self._handle, index, is_frozen)
+
+    def next_wanted(self, timeout_s: float) -> int:
+        """A frozen bucket that an update waits for; -1 where there is none."""
+        found: int = self._library.tf_next_wanted(self._handle, timeout_s)
+        return found
+
+    # Jobs.
+
+    def new_job(self, job: Job) -> int:
+        """The executor's number of a job."""
+        if self._is_recording != self.device.trace.enabled:
+            self._is_recording = self.device.trace.enabled
+            self._library.tf_executor_record_spans(self._handle, self._is_recording)
+        limits = job.limits
+        spec = CJob(
+            job.number,
+            job.scale,
+            math.nan if limits.max_norm is None else limits.max_norm,
+            limits.skip_nonfinite,
+            limits.any,
+            job.is_delayed,
+            job.is_part,
+            job.runs_ahead,
+        )
+        handle: int = self._library.tf_job_new(self._handle, ctypes.byref(spec))
+        if not job.is_part and self._rule is not None and job.options:
+            self._add_hypers(handle, job, self._rule)
+        return handle
+
+    def _add_hypers(self, handle: int, job: Job, rule: Rule) -> None:
+        """The rule's numbers for all steps that slices may be at: updates of earlier jobs may still be to come."""
+        self._unfinished = [one for one in self._unfinished if not self._library.tf_job_is_done(self._handle, one)]
+        ahead = range(1, 2 + len(self._unfinished))
+        self._unfinished.append(handle)
+        wanted: set[tuple[int, int]] = set()
+        for bucket in self._buckets:
+            if not bucket.is_on_device:
+                wanted.update(zip((param.group for param in bucket.params), bucket.steps, strict=True))
+        rows = []
+        for group, step in sorted({(group, step + more) for group, step in wanted for more in ahead}):
+            options = job.options[group]
+            row = CHyper(step, group, -1.0 if options.get("maximize") else 1.0)
+            hyper = rule.hyper(options, step)
+            row.hyper[: len(hyper)] = hyper
+            rows.append(row)
+        table = (CHyper * len(rows))(*rows)
+        self._library.tf_job_add_hypers(self._handle, handle, table, len(rows))
+
+    def free_job(self, handle: int) -> None:
+        """Nobody asks for it any more."""
+        if self._handle:  # the garbage collector may have come to the executor first
+            self._library.tf_job_free(self._handle, handle)
+
+    def submit(self, task: Task) -> None:
+        """A task whose gradients are complete on the device once `task.ready` is done."""
+        bucket = task.bucket
+        if self.sums_on_host and bucket.total is None:
+            self.set_total(bucket, _new_total(bucket.plan.numel))
+        sources = (CSource * len(task.sources))()
+        for entry, (offset, source) in zip(sources, task.sources, strict=True):
+            entry.from_ = source.data_ptr()
+            entry.offset = offset
+            entry.numel = source.numel()
+        present = None
+        if len(task.present) != len(bucket.slices):
+            present = (c_uint8 * len(bucket.slices))()
+            for i in task.present:
+                present[i] = 1
+        assert task.ready is not None
+        with self.changed:
+            task.handle = self._library.tf_submit(
+                self._handle,
+                task.job.handle,
+                bucket.plan.index,
+                sources,
+                len(sources),
+                present,
+                task.ready.handle,
+                task.flat is not None,
+                task.is_held,
+            )
+            self._tasks[task.handle] = task
+            self._note_for_python(task)
+
+    def _note_for_python(self, task: Task) -> None:
+        """Remember a task that an optimizer in Python will update, and forget those of steps that were dropped."""
+        if self._rule is None and not task.job.is_part:
+            oldest = task.job.number - 2
+            self._to_update = {key: one for key, one in self._to_update.items() if one.job.number >= oldest}
+            self._to_update[task.handle] = task
+
+    def submit_sum(self, job: Job, bucket: Bucket) -> Task | None:
+        """A task for gradients of earlier backwards alone; None where there were none."""
+        with self.changed:
+            handle = self._library.tf_submit_sum(self._handle, job.handle, bucket.plan.index)
+            if handle < 0:
+                return None
+            task = Task(bucket, job, [], handle=handle)
+            self._note_for_python(task)
+            return task
+
+    def agree(self, job: Job, params: Iterable[int], num_params: int) -> None:
+        """All ranks have said which parameters got a gradient in this job."""
+        table = (c_uint8 * num_params)()
+        for index in params:
+            table[index] = 1
+        self._library.tf_agree(self._handle, job.handle, table)
+
+    def close_job(self, job: Job, decision: Tensor, event: Event) -> None:
+        """All tasks are submitted; the decision lies in page-locked memory once the event is done."""
+        self._decisions[job.number % 4] = decision
+        self._library.tf_job_close(self._handle, job.handle, decision.data_ptr(), event.handle)
+
+    def measure(self, job: Job, norms: Tensor) -> None:
+        """Where the norms of a job's sums go."""
+        job.norms = norms
+        self._library.tf_job_set_norms(self._handle, job.handle, norms.data_ptr())
+
+    def close_sums(self, job: Job, event: Event | None) -> None:
+        """All tasks are submitted; the decision follows from the norms, once all are there and the event is done."""
+        assert job.norms is not None
+        self._decisions[job.number % 4] = job.norms
+        handle = event.handle if event is not None else None
+        self._library.tf_job_close_sums(self._handle, job.handle, job.norms.data_ptr(), job.norms.numel(), handle)
+
+    def decide(self, job: Job, decision: Decision) -> None:
+        """All tasks are submitted, and this is the decision."""
+        self._library.tf_job_decide(
+            self._handle, job.handle, decision.norm, decision.factor, decision.skip, decision.clipped
+        )
+
+    def drop(self, job: Job) -> None:
+        """Nothing of the job shall happen."""
+        self._library.tf_job_drop(self._handle, job.handle)
+
+    def release(self, job: Job, after: Event) -> None:
+        """The weights of a delayed job may go back, after the event."""
+        job.after = after
+        job.is_released = True  # an update on the device may be queued from here on, and looks at `after`
+        self._library.tf_job_release(self._handle, job.handle, after.handle)
+
+    def decision_of(self, job: Job) -> Decision | None:
+        """None where there is none yet."""
+        found = self._decision(job)
+        return Decision(found.norm, found.factor, bool(found.skip), bool(found.clipped)) if found is not None else None
+
+    def counts_of(self, job: Job) -> dict[str, int]:
+        """How many updates were made ahead of the decision, thrown away, and had waited for it."""
+        found = self._decision(job) or CDecision()
+        held = found.num_waiting + sum(task.bucket.is_on_device for task in job.tasks) * job.limits.any
+        return {"speculated": found.num_ahead, "dropped": found.num_dropped, "held": held}
+
+    def _decision(self, job: Job) -> CDecision | None:
+        found = CDecision()
+        return found if self._library.tf_job_decision(self._handle, job.handle, ctypes.byref(found)) else None
+
+    def wait_for_decision(self, job: Job) -> Decision:
+        """Block until the clipping decision is known."""
+        found = job.decision
+        if found is None:
+            self._ok(self._library.tf_job_wait_decision(self._handle, job.handle))
+            found = job.decision
+        assert found is not None
+        return found
+
+    def is_done(self, job: Job) -> bool:
+        """Whether every update on the host is in the state, or dropped."""
+        return bool(self._library.tf_job_is_done(self._handle, job.handle))
+
+    def wait_until_done(self, job: Job) -> None:
+        """Block until that is so."""
+        self._ok(self._library.tf_job_wait_done(self._handle, job.handle))
+
+    def wait_until_summed(self, job: Job) -> None:
+        """Block until all gradients of a job are in their totals on the host."""
+        self._ok(self._library.tf_job_wait_summed(self._handle, job.handle))
+
+    def wait_for_sums(self) -> None:
+        """Block until nothing is still to be added to a total."""
+        self._ok(self._library.tf_wait_sums(self._handle))
+
+    def forget_sums(self) -> None:
+        """Drop what earlier backwards of this step have given."""
+        self.wait_for_sums()
+        self._library.tf_forget_sums(self._handle)
+
+    def hold_back(self, job: Job, bucket: Bucket) -> None:
+        """Weights that are in the state already wait for their job's release."""
+        self._library.tf_hold_back(self._handle, job.handle, bucket.plan.index)
+
+    def take_unsent(self, bucket: Bucket) -> bool:
+        """Give up such a task; whether there was one."""
+        return bool(self._library.tf_take_unsent(self._handle, bucket.plan.index) >= 0)
+
+    def reset(self, number: int) -> None:
+        """Nothing is under way: count jobs from here."""
+        self._library.tf_reset(self._handle, number)
+        for bucket in self._buckets:
+            bucket.landed = number
+
+    # Gradients.
+
+    def take_flat(self, plan: BucketPlan, stream: Stream, is_own: bool = False) -> Tensor:
+        """A device buffer for gradients, to be written on this stream; `is_own`: memory of that stream."""
+        own = stream if is_own else None
+        self.collect()
+        with self.changed:
+            taken = self.flats.take(plan, False, own)
+        while taken is None:
+            # One comes back with each copy out. Where none will, all are held by buckets that this very thread has to
+            # complete: then one more is made.
+            may_grow = not self._library.tf_will_release(self._handle)
+            if not may_grow:
+                self._ok(self._library.tf_wait_released(self._handle, 1.0))
+            self.check()
+            self.collect()
+            with self.changed:
+                taken = self.flats.take(plan, may_grow, own)
+        flat, read_until = taken
+        if read_until is not None:
+            stream.wait(read_until, sync.FLAT_FREE)
+        return flat
+
+    def collect(self) -> None:
+        """Take back gradients that the executor does not need any more."""
+        with self.changed:
+            while count := self._library.tf_released(self._handle, self._ids, self._events, _MAX_RELEASED):
+                for handle, event in zip(self._ids[:count], self._events[:count], strict=True):
+                    task = self._tasks.pop(handle)
+                    if task.flat is not None:
+                        read_until = Event(event, self.device) if event else None
+                        self.flats.give(task.bucket.plan, task.flat, read_until)
+                    elif event:
+                        Event(event, self.device).synchronize()
+                    task.flat = None
+                    task.sources.clear()
+
+    def read_grads(self, task: Task) -> Tensor | None:
+        """A task's gradients as they lie on the device or on the host; None where they are in neither any more."""
+        self.collect()
+        if task.flat is not None:
+            if task.ready is not None:
+                task.ready.synchronize()
+            return task.flat
+        address = self._library.tf_task_grads(self._handle, task.handle)
+        return memory(address, task.bucket.plan.dtype, task.bucket.plan.numel) if address else None
+
+    # Weights.
+
+    def hold(self, held: Held) -> float:
+        """Block until the buckets' weights are on their way, and let the model wait until they are there; the seconds
+        that this took."""
+        streams = self.device.model_streams()
+        result = self._library.tf_hold(self._handle, held.indices, len(held.buckets), streams, len(streams))
+        for bucket in held.buckets:
+            if bucket.landing is not None:
+                self.land(bucket)
+        return self._ok(result)
+
+    def wait_for_weights(self, buckets: Sequence[Bucket]) -> None:
+        """Block until these buckets' weights are in their parameters: every stream then sees them."""
+        self._ok(self._library.tf_wait_weights(self._handle, indices_of(buckets), len(buckets)))
+        for bucket in buckets:
+            if bucket.landing is not None:
+                self.land(bucket)
+                self.device.compute().synchronize()
+
+    def wait_until_shown(self, buckets: Sequence[Bucket]) -> None:
+        """Block until these buckets' weights are on their way."""
+        self._ok(self._library.tf_wait_shown(self._handle, indices_of(buckets), len(buckets)))
+
+    def wait_until_sent(self, bucket: Bucket, number: int, timeout_s: float) -> bool:
+        """Block until this rank's weights of a job are on their way; False when the time is up."""
+        return bool(self._ok(self._library.tf_wait_sent(self._handle, bucket.plan.index, number, timeout_s)))
+
+    def land(self, bucket: Bucket, number: int | None = None) -> None:
+        """Weights of parameters that are not contiguous, from where they arrived into the parameters, by the calling
+        thread's stream. `number`: of the job that they are of; None: the last whose weights are shown."""
+        arrived = self.shown(bucket) if number is None else number
+        with self.changed:
+            if bucket.landed >= arrived:
+                return
+            bucket.landed = arrived
+        assert bucket.landing is not None
+        with torch.no_grad(), plain():
+            for piece, into in zip(bucket.slices, bucket.targets, strict=True):
+                into.copy_(bucket.landing[piece.offset : piece.offset + piece.numel].view(into.shape))
+        for param in bucket.members:
+            param.note_write()
+
+    def fetch(self, items: Sequence[tuple[Bucket | None, Tensor, Tensor]], after: Event) -> int:
+        """Copy weights that live on the host to the device, when their updates are in the state: of each a bucket, or
+        None, where they are, and where they go."""
+        table = (CFetchItem * len(items))()
+        for entry, (bucket, host, into) in zip(table, items, strict=True):
+            entry.bucket = bucket.plan.index if bucket is not None else -1
+            entry.from_ = host.data_ptr()
+            entry.into = into.data_ptr()
+            entry.num_bytes = host.numel() * host.element_size()
+        found: int = self._library.tf_fetch(self._handle, table, len(items), after.handle)
+        return found
+
+    def wait_for_fetch(self, fetch: int) -> Event:
+        """Block until a fetch is queued; when it will be there."""
+        handle = self._library.tf_fetch_wait(self._handle, fetch)
+        if not handle:
+            self._ok(-1)
+        return Event(handle, self.device)
+
+    # For an optimizer in Python.
+
+    def next_update(self, timeout_s: float) -> tuple[Task, float, Tensor | None] | None:
+        """The task to update next, with its gradients; the factor; where its weights go if not into the state. None
+        when the time is up."""
+        found = CUpdateTask()
+        present = (c_uint8 * max(len(bucket.slices) for bucket in self._buckets))()
+        if not self._ok(self._library.tf_next_update(self._handle, timeout_s, ctypes.byref(found), present)):
+            return None
+        bucket = self._buckets[found.bucket]
+        plan = bucket.plan
+        with self.changed:
+            task = self._to_update.pop(found.task)
+        task.present = [i for i in range(len(bucket.slices)) if present[i]]
+        task.grads = memory(found.grads, torch.float32 if self.sums_on_host else plan.dtype, plan.numel)
+        slot = memory(found.weight_slot, plan.dtype, plan.numel) if found.weight_slot else None
+        return task, found.factor, slot
+
+    def finish_update(self, task: Task, weights: Sequence[Tensor]) -> None:
+        """An update that `next_update` gave is made, and the new weights are here."""
+        task.grads = None
+        addresses = (c_void_p * len(weights))(*(weight.data_ptr() for weight in weights))
+        self._library.tf_finish_update(self._handle, task.handle, addresses)
+
+    def warn_of_unlocked(self) -> None:
+        """Once, where memory for copies could not be page-locked."""
+        if not self._has_warned and self.counters.num_unlocked:
+            self._has_warned = True
+            warnings.warn(
+                "Host memory for copies could not be page-locked: they will be slow. Raise the limit with "
+                "`ulimit -l unlimited`.",
+                stacklevel=2,
+            )
+
+
+class Held(NamedTuple):
+    """Buckets that a forward waits for."""
+
+    buckets: Sequence[Bucket]
+    indices: ctypes.Array[c_int64]
+
+    @classmethod
+    def of(cls, buckets: Sequence[Bucket]) -> Held:
+        """As the executor takes them."""
+        return cls(buckets, indices_of(buckets))
+
+
+def indices_of(buckets: Sequence[Bucket]) -> ctypes.Array[c_int64]:
+    """As the executor takes them."""
+    return (c_int64 * len(buckets))(*(bucket.plan.index for bucket in buckets))
+
+
+def _new_total(numel: int) -> Tensor:
+    return hide_from_children(native.huge_zeros(numel, dtype=torch.float32))
+
+
+def _index_of(device: Device) -> int:
+    assert isinstance(device, CudaDevice)
+    index = device.device.index
+    return torch.cuda.current_device() if index is None else int(index)
+
+
+def memory(address: int, dtype: torch.dtype, numel: int) -> Tensor:
+    """Host memory of the executor's as a tensor, which does not keep it alive."""
+    raw = (c_uint8 * (numel * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(raw, dtype=dtype)

@@ -1,0 +1,69 @@
+"""Changes of a runtime between two steps: another number of backwards, state that moves, counters of a checkpoint."""
+
+from __future__ import annotations
+
+import math
+
+from twinflow.offload import changes
+from twinflow.offload.bucket import Bucket
+from twinflow.offload.clipping import Decision, Limits
+from twinflow.offload.job import Job, Task
+from twinflow.offload.pools import fit_pools
+from twinflow.offload.runtime import Runtime
+from twinflow.offload.settings import Settings
+
+
+def change(runtime: Runtime, settings: Settings) -> None:
+    """Another number of backwards from the next step on."""
+    if runtime.has_gradients:
+        raise RuntimeError("the number of backwards of a step is changed while gradients of one are there")
+    runtime.wait()
+    runtime.change_settings(settings)
+    fit_pools(runtime.executor, settings, runtime.buckets)
+
+
+def move(runtime: Runtime, bucket: Bucket, place: str) -> None:
+    """Let a bucket's state live in another place from now on. MemoryError, and nothing has changed, where that is full.
+    Only after `wait` and `wait_for_copies`, when nothing of it is under way."""
+    runtime.wait_for_readers()
+    if place == bucket.plan.place:
+        return
+    last = runtime.last
+    has_unsent = runtime.executor.take_unsent(bucket)  # weights of a delayed update that are still to be sent
+    if last is not None and any(task.bucket is bucket for task in last.unsent):
+        last.unsent = [task for task in last.unsent if task.bucket is not bucket]
+        has_unsent = True
+    changes.move(bucket, place, runtime.updaters[place], runtime.options())
+    if has_unsent and last is not None:
+        _hold_back(runtime, last, bucket)
+    fit_pools(runtime.executor, runtime.settings, runtime.buckets)
+
+
+def forget_jobs(runtime: Runtime, num_jobs: int) -> None:
+    """Start counting anew: the state and the weights are now somebody else's."""
+    runtime.count_jobs_from(num_jobs, None)
+    if runtime.parking is not None:
+        runtime.parking.leave_all()
+    if runtime.sharing is not None:
+        runtime.sharing.forget()  # before buckets look as if they had been sent
+    runtime.executor.reset(num_jobs)
+
+
+def hold_back(runtime: Runtime, number: int) -> None:
+    """The state holds a delayed update that the weights do not: send it with the next step."""
+    job = Job(number, (), Limits(), 1.0, runtime.executor, is_delayed=True)
+    runtime.executor.decide(job, Decision(norm=math.nan, factor=1.0, skip=False, clipped=False))
+    for bucket in runtime.buckets:
+        _hold_back(runtime, job, bucket)
+    if runtime.sharing is not None:
+        runtime.sharing.hold_back(job)
+    runtime.count_jobs_from(number, job)
+
+
+def _hold_back(runtime: Runtime, job: Job, bucket: Bucket) -> None:
+    task = Task(bucket, job, list(range(len(bucket.slices))))
+    job.tasks = [*(known for known in job.tasks if known.bucket is not bucket), task]
+    if bucket.is_on_device:
+        runtime.device_work.hold_back(task)
+    else:
+        runtime.executor.hold_back(job, bucket)

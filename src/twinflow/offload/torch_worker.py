@@ -1,0 +1,48 @@
+"""The thread that updates buckets on the host with a user's own optimizer, which is Python."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+
+from twinflow.offload.executor import Executor
+from twinflow.offload.job import HostOptimizer
+
+_LOOK_S = 1.0  # after so long without an update it looks whether the executor is closing
+
+
+class TorchWorker:
+    """Asks the executor for the next update, by deadline, and makes it."""
+
+    def __init__(self, executor: Executor, optimizer: HostOptimizer) -> None:
+        self.busy_s = 0.0  # so far
+        self._executor = executor
+        self._optimizer = optimizer
+        self._thread = threading.Thread(target=self._loop, name="twinflow-torch-worker", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for its end, after the executor was closed."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    @torch.no_grad()
+    def _loop(self) -> None:
+        executor = self._executor
+        try:
+            while True:
+                found = executor.next_update(_LOOK_S)
+                if found is None:
+                    continue
+                task, factor, weight_slot = found
+                start = time.perf_counter()
+                with executor.device.trace.span("update", track="host", bucket=task.bucket.plan.index):
+                    weights = self._optimizer.update(task, factor, weight_slot)
+                self.busy_s += time.perf_counter() - start
+                executor.finish_update(task, weights)
+                del found, task
+        except BaseException as error:
+            if not executor.is_closing:
+                executor.fail(error)
