@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from torch import Tensor, nn
 
 from twinflow import native
 from twinflow.models.gpt import GPT, GPTConfig
-from twinflow.offload.gate import Limits, decide
+from twinflow.offload.clipping import Limits, decide
 from twinflow.optim.host import HOST_OPTIMIZERS as HOSTS
 from twinflow.optim.twin import Tuning, TwinOptimizer
 from twinflow.rules import RULES
@@ -27,6 +30,16 @@ RULE_OPTIONS: dict[str, dict[str, Any]] = {
     "sgd": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
 }
 MAX_NORM = 1.0
+
+
+def our_threads() -> set[str]:
+    """Threads of optimizers that are alive, Python's and the native library's."""
+    gc.collect()  # optimizers that other tests have forgotten end their threads now, not in the middle of a test
+    found = {f"{thread.name} {thread.native_id}" for thread in threading.enumerate()}
+    for task in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # it has just ended
+            found.add(f"{(task / 'comm').read_text().strip()} {task.name}")
+    return {name for name in found if name.startswith("twinflow-")}
 
 
 @contextmanager

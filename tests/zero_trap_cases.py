@@ -360,7 +360,7 @@ def in_between(rank: int, world: int, folder: str) -> list[Any]:
     engine.set_train_batch_size(2 * SAMPLES)
     engine.save_checkpoint(folder, "second")
     engine.optimizer.load_state_dict(state)  # waits, or the second would be torn
-    is_done = engine.optimizer.runtime.board.frozen is None
+    is_done = engine.optimizer.runtime.frozen.current is None
     said = ""
     tokens = torch.zeros(SAMPLES, 5, dtype=torch.int64)
     engine.set_train_batch_size(SAMPLES)

@@ -385,8 +385,8 @@ def test_state_that_belongs_to_a_whole_parameter_is_refused() -> None:
 def step_with_any(optimizer: TwinOptimizer) -> None:
     """A step with gradients as a backward would make them."""
     for param in optimizer.runtime.params:
-        param.tensor.grad = torch.rand_like(param.tensor)
-        optimizer.runtime.grad_ready(param)
+        param.tensor.grad = None
+        torch.autograd.backward(param.tensor, torch.rand_like(param.tensor))
     optimizer.step()
 
 

@@ -1,4 +1,6 @@
-"""The parts of the offload runtime that need no model: plans, blocks, the gate, pools, memory, streams."""
+"""The parts of the offload runtime that need no model: plans, blocks, the clipping decision, flat buffers, streams.
+
+The executor is in test_executor.py."""
 
 from __future__ import annotations
 
@@ -10,7 +12,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,13 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from twinflow.device import Device, device_for, hide_from_children
+from twinflow.device import Device, Event, device_for, hide_from_children
 from twinflow.offload.blocks import find_blocks, num_owners, owners
-from twinflow.offload.gate import Decision, Gate, History, Limits, decide
+from twinflow.offload.clipping import Decision, Limits, decide, decide_there
+from twinflow.offload.flats import FlatPool
 from twinflow.offload.plan import ROOT, BucketPlan, ParamSpec, Slice, padded, plan_buckets
-from twinflow.offload.shadow import ShadowPool
-from twinflow.offload.slots import FlatPool, SlotPool
-from twinflow.rules.segment import Store
 
 BLOCK = 128
 pytestmark = pytest.mark.timeout(60)
@@ -205,23 +204,7 @@ def test_one_module_in_two_places_is_one_block() -> None:
     assert owners(model, find_blocks(model))[layer.weight] == 0
 
 
-# The gate.
-
-
-class Switch:
-    """An event that is done when told so."""
-
-    def __init__(self) -> None:
-        self.is_done = False
-        self.num_waits = 0
-
-    def done(self) -> bool:
-        return self.is_done
-
-    def synchronize(self) -> None:
-        self.num_waits += 1
-        self.is_done = True
-
+# The clipping decision.
 
 BOTH = Limits(1.0, True)
 
@@ -268,103 +251,44 @@ def test_clipping_is_torchs(sums: list[float], scale: float, max_norm: float | N
     assert decide(list(reversed(sums)), scale, Limits(max_norm, True)) == decision
 
 
-def test_a_gate_opens_with_its_decision() -> None:
-    gate = Gate(BOTH, scale=4.0)
-    assert not gate.is_open
-    assert gate.factor == 0.25
-    gate.arm(torch.tensor([3.0, 4.0], dtype=torch.float64) * 4, Switch())
-    assert not gate.is_open
-    assert gate.resolve() == gate.decision == Decision(5.0, 1.0 / (5.0 + 1e-6) / 4.0, False, True)
-    assert gate.is_open
-    assert gate.factor == gate.decision.factor
-    assert Gate(Limits(), 1.0).is_open
+@pytest.mark.parametrize("max_norm", [None, 1.0, 1e3])
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("norms", [[], [0.0, 0.0], [3.0, 4.0], [3.0, math.nan], [math.inf, 1.0]])
+def test_the_decision_of_the_device_is_that_of_the_host(
+    norms: list[float], skips: bool, max_norm: float | None
+) -> None:
+    limits = Limits(max_norm, skips)
+    for scale in (1.0, 8.0):
+        wanted = decide([norm * norm for norm in norms], scale, limits)
+        found = torch.full((3,), 7.0, dtype=torch.float64)
+        decide_there(found, torch.tensor(norms, dtype=torch.float64), scale, limits)
+        assert found[2].item() == wanted.skip
+        compared = found[:1] if wanted.skip else found[:2]  # a step that is skipped uses no factor
+        torch.testing.assert_close(
+            compared.tolist(), [wanted.norm, wanted.factor][: len(compared)], rtol=1e-15, atol=0, equal_nan=True
+        )
+
+
+def test_limits() -> None:
     assert not Limits().any
     assert Limits(1.0).any
     assert Limits(None, True).any
 
 
-GOOD, CLIPPED, SKIPPED = Decision(1, 1, False, False), Decision(9, 0.1, False, True), Decision(math.nan, 0, True, False)
+# Flat buffers.
 
 
-@pytest.mark.parametrize(
-    ("past", "expected"),
-    [
-        ([], True),
-        ([GOOD], True),
-        ([CLIPPED], False),
-        ([SKIPPED], False),
-        ([CLIPPED, GOOD], False),
-        ([CLIPPED, GOOD, GOOD], True),
-        ([CLIPPED, GOOD] * 4, False),
-        ([CLIPPED] * 100 + [GOOD] * 4, False),
-        ([CLIPPED] * 100 + [GOOD] * 5, True),
-        ([GOOD] * 100 + [CLIPPED] * 3, True),
-        ([GOOD] * 100 + [CLIPPED] * 4, False),
-    ],
-)
-def test_history_stops_when_half_of_the_recent_steps_were_in_vain(past: list[Decision], expected: bool) -> None:
-    history = History()
-    for decision in past:
-        history.note(decision)
-    assert history.speculates == expected
+class Switch(Event):
+    """An event that is done when somebody waits for it."""
 
+    __slots__ = ("num_waits",)
 
-# Pools.
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.num_waits = 0
 
-
-def test_slots_beyond_a_lower_limit_are_given_back() -> None:
-    pool = SlotPool(Device(), limit=4, slot_bytes=64, point="x")
-    taken = [pool.take() for _ in range(4)]
-    pool.limit = 2
-    pool.trim()
-    assert pool.num_made == 4  # all in use
-    for slot in taken:
-        assert slot is not None
-        pool.give(slot)
-    pool.trim()
-    assert (pool.num_made, pool.nbytes) == (2, 128)
-    assert pool.take() is not None and pool.take() is not None and pool.take() is None  # noqa: PT018
-
-
-def test_slots_are_made_up_to_the_limit_and_used_again() -> None:
-    pool = SlotPool(Device(), limit=2, slot_bytes=64, point="x")
-    assert pool.nbytes == 0
-    a, b = pool.take(), pool.take()
-    assert a is not None
-    assert b is not None
-    assert a is not b
-    assert pool.take() is None
-    assert (pool.num_made, pool.nbytes) == (2, 128)
-    assert pool.take(may_grow=True) is not None
-    assert pool.num_made == 3
-    pool.give(a)
-    assert pool.take() is a
-
-
-def test_a_slot_that_is_read_comes_back_when_that_has_ended() -> None:
-    device, event = Device(), Switch()
-    pool = SlotPool(device, limit=1, slot_bytes=64, point="x")
-    slot = pool.take()
-    assert slot is not None
-    pool.give(slot, event)
-    assert pool.take() is None
-    event.is_done = True
-    assert pool.take() is slot
-    pool.give(slot, Switch())
-    device.disabled = frozenset({"x"})  # for tests that see that the wait is needed
-    assert pool.take() is slot
-
-
-def test_the_views_of_a_slot() -> None:
-    slot = SlotPool(Device(), 1, 1024, "x").take()
-    assert slot is not None
-    view = slot.view(torch.bfloat16, 100)
-    assert (view.dtype, view.numel()) == (torch.bfloat16, 100)
-    assert slot.view(torch.bfloat16, 100) is view
-    plan = BucketPlan(0, ROOT, torch.float32, (Slice(0, 0, 5, 0), Slice(1, 0, 7, 128)), 256)
-    pieces = slot.pieces(plan)
-    slot.view(torch.float32, 256).copy_(torch.arange(256.0))
-    assert [piece.tolist() for piece in pieces] == [list(range(5)), list(range(128, 135))]
+    def synchronize(self) -> None:
+        self.num_waits += 1
 
 
 def plan_of(*numels: int, dtype: torch.dtype = torch.float32) -> BucketPlan:
@@ -439,61 +363,6 @@ def test_where_no_flat_will_come_back_one_more_is_made() -> None:
     assert again is not None
     assert again[0] is more[0]
     assert pool.num_bytes == 2 * 512
-
-
-def soon(condition: Any) -> Any:
-    """What the condition gives once it is not None: shadows are made by a thread."""
-    for _ in range(1000):
-        value = condition()
-        if value is not None:
-            return value
-        time.sleep(0.002)
-    raise AssertionError("it did not happen")
-
-
-@pytest.fixture
-def shadows() -> Iterator[ShadowPool]:
-    pool = ShadowPool(lambda plan: Store("fp32", torch.empty(plan.numel)), lambda store: None, 1000)
-    yield pool
-    pool.close()
-
-
-def test_shadows_stay_within_their_bytes(shadows: ShadowPool) -> None:
-    plan = plan_of(100)
-    a, b = (soon(lambda: shadows.take(plan, 400)) for _ in range(2))
-    assert a is not b
-    assert shadows.num_bytes == 800
-    time.sleep(0.02)
-    assert shadows.take(plan, 400) is None
-    assert shadows.num_bytes == 800
-    shadows.give(plan, a)
-    assert shadows.take(plan_of(300), 400) is None  # of another layout
-    assert shadows.take(plan_of(100), 400) is a
-
-
-def test_shadows_that_no_bucket_would_use_are_given_back() -> None:
-    freed: list[Store] = []
-    pool = ShadowPool(lambda plan: Store("fp32", torch.empty(plan.numel)), freed.append, 2000)
-    small, large = plan_of(100), plan_of(300)
-    assert pool.prepare([(small, 400), (small, 400), (large, 1200)]) == 3
-    assert pool.num_bytes == 2000
-    assert pool.prepare([(small, 400)]) == 0  # the others have moved to the device
-    assert pool.num_bytes == 400
-    assert sorted(store.master.numel() for store in freed) == [128, 384]  # padded
-    assert pool.prepare([]) == 0
-    assert pool.num_bytes == 0
-    pool.close()
-
-
-def test_no_bytes_no_shadows(shadows: ShadowPool) -> None:
-    shadows.max_bytes = 0
-    assert shadows.take(plan_of(100), 400) is None
-    time.sleep(0.02)
-    assert shadows.take(plan_of(100), 400) is None
-    assert shadows.num_bytes == 0
-
-
-# Memory.
 
 
 # Streams.

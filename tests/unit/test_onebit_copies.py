@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from twinflow.engine.restore import _check_errors
 from twinflow.offload.bucket import Param
-from twinflow.offload.places import place_by_ratio
+from twinflow.offload.placement import place_by_ratio
 from twinflow.offload.plan import HOST, RESIDENT, ROOT, BucketPlan, ParamSpec, plan_buckets
 from twinflow.offload.shards import widen
 from twinflow.optim.saved_errors import Replica, own_errors, tree_of

@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,36 @@ def test_a_new_anchor_corrects_a_clock_that_drifts(monkeypatch: pytest.MonkeyPat
     before, after = trace.spans()
     assert before.start_s == pytest.approx(1.0, abs=2e-3)
     assert after.start_s == pytest.approx(3.0, abs=2e-3)
+
+
+class Elsewhere:
+    """Records spans of its own, as the native executor does."""
+
+    def __init__(self) -> None:
+        self.anchors: list[tuple[int, float]] = []
+
+    def take(self, anchor: int, anchor_s: float) -> list[Span]:
+        self.anchors.append((anchor, anchor_s))
+        return [Span("copy", "out", anchor_s, anchor_s + 1.0, {})]
+
+
+def test_spans_of_others_get_the_anchor_of_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, trace = FakeGpu(monkeypatch, zero_s=3.0), Trace()
+    monkeypatch.setattr(gpu.Event, "cuda_event", property(id), raising=False)
+    sources = {device: Elsewhere() for device in (None, 0, 1)}
+    for device, source in sources.items():
+        trace.add_source(weakref.WeakMethod(source.take), device)
+    forgotten = Elsewhere()
+    trace.add_source(weakref.WeakMethod(forgotten.take), 0)
+    del forgotten
+    assert len(trace.spans()) == 3  # recording has not begun: nobody has to wait for a GPU
+    assert {source.anchors[0] for source in sources.values()} == {(0, 0.0)}
+    assert gpu.num_syncs == 0
+    trace.start()
+    trace.spans()
+    assert sources[None].anchors[1] == (0, 0.0)
+    assert sources[0].anchors[1] != sources[1].anchors[1]
+    assert all(anchor for anchor, _ in (sources[0].anchors[1], sources[1].anchors[1]))
 
 
 def test_a_device_without_an_anchor_is_placed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

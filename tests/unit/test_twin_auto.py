@@ -13,7 +13,7 @@ import torch
 from twin_support import MAX_NORM, assert_same, batch, gpt, quick_torch, snapshot, train, twin
 
 from twinflow.device import Device
-from twinflow.offload import between
+from twinflow.offload import reconfigure
 from twinflow.offload.plan import HOST, RESIDENT, STREAMED
 from twinflow.optim import auto as module
 from twinflow.optim import twin as twin_module
@@ -98,19 +98,13 @@ def test_what_turns_out_slower_is_taken_back(
     gpu(100 * GB, 10 * GB, FAST_HOST)
     model = gpt()
     with closing(twin(model, ratio="auto", early=True)) as optimizer:
-        updater = optimizer.runtime.updater
-        update = updater.prepare
-        monkeypatch.setattr(updater, "prepare", lambda task, factor: lambda: (_rest(), update(task, factor)()))
+        optimizer.runtime.device.delay("in", 0.02)  # of each bucket whose state is on the host
         monkeypatch.setattr(module, "_scaled", lambda rates, host, link: rates)
         monkeypatch.setattr(module.AutoPlacement, "_timing", lambda self: Timing(1e-3, 2e-3))  # on a quick device
         until_placed(model, optimizer)
         assert any("trying it" in line for line in caplog.messages)
         assert optimizer.host_share == 0.0
         assert caplog.messages[-1].count(" s with ") == 2
-
-
-def _rest() -> None:
-    time.sleep(0.02)
 
 
 def test_a_full_device_keeps_nothing(gpu: Any) -> None:
@@ -183,7 +177,7 @@ def test_moving_to_the_host_finds_slots_there() -> None:
         optimizer.wait()
         optimizer.runtime.wait_for_copies()
         for bucket in optimizer.runtime.buckets:
-            between.move(optimizer.runtime, bucket, HOST)
+            reconfigure.move(optimizer.runtime, bucket, HOST)
         train(model, optimizer, range(2, 4))
         with closing(twin(still, lr=1e-2, early=True)) as other:
             train(still, other, range(4))
@@ -207,7 +201,7 @@ def test_sums_follow_their_bucket() -> None:
             optimizer.wait()
             optimizer.runtime.wait_for_copies()
             for bucket in optimizer.runtime.buckets:
-                between.move(optimizer.runtime, bucket, place)
+                reconfigure.move(optimizer.runtime, bucket, place)
                 assert bucket.total is None
         steps(model, optimizer, range(3, 5))
         steps(still, other, range(5))
@@ -227,7 +221,7 @@ def test_a_full_host_stops_moves_and_changes_nothing(gpu: Any, monkeypatch: pyte
 
         monkeypatch.setattr(optimizer.runtime.updater, "new_store", full)
         with pytest.raises(MemoryError):
-            between.move(optimizer.runtime, optimizer.runtime.buckets[0], HOST)
+            reconfigure.move(optimizer.runtime, optimizer.runtime.buckets[0], HOST)
         assert_same(snapshot(model, optimizer), before)
         train(model, optimizer, range(2, 3))
 
@@ -284,7 +278,7 @@ def test_buckets_move_anywhere_and_back(states: str) -> None:
             optimizer.wait()
             optimizer.runtime.wait_for_copies()
             for bucket in optimizer.runtime.buckets[step % 2 :: 2]:
-                between.move(optimizer.runtime, bucket, way)
+                reconfigure.move(optimizer.runtime, bucket, way)
         train(model, optimizer, range(6, 9))
         train(still, other, range(6, 9))
         assert_same(snapshot(model, optimizer), snapshot(still, other))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-import threading
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -28,6 +28,7 @@ from twin_support import (
     is_loud,
     loss_of,
     matrix_but,
+    our_threads,
     quick_torch,
     restart,
     snapshot,
@@ -37,7 +38,7 @@ from twin_support import (
     weights,
 )
 
-from twinflow.device import _ThreadEvent
+from twinflow.device import Event
 from twinflow.offload.taken_gradient import TakenGradient
 from twinflow.optim.loss_scale import LossScale, dynamic, static
 from twinflow.rules import RULES
@@ -150,15 +151,15 @@ def test_every_combination_has_the_same_bits(combination: tuple[Any, ...]) -> No
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("early", [False, True])
 def test_an_event_that_comes_just_after_a_look_is_not_missed(monkeypatch: pytest.MonkeyPatch, early: bool) -> None:
-    """`done()` may be out of date when it returns: nobody may go to sleep for good on it."""
-    look = _ThreadEvent.done
+    """Events tell nobody that they have come: nobody may go to sleep for good while one is to come."""
+    fire = Event.fire
+    pauses = random.Random(0)
 
-    def slow_look(self: _ThreadEvent) -> bool:
-        found = look(self)
-        time.sleep(0.001)
-        return found
+    def fire_late(self: Event, error: BaseException | None) -> None:
+        time.sleep(pauses.choice((0.0, 1e-5, 1e-4, 1e-3)))
+        fire(self, error)
 
-    monkeypatch.setattr(_ThreadEvent, "done", slow_look)
+    monkeypatch.setattr(Event, "fire", fire_late)
     cell = ("adamw", "fp32", 6, 3)
     check(run(*cell, early=early, delay="out"), *cell)
 
@@ -462,10 +463,10 @@ def test_bf16_weights_are_half_of_their_masters(rule: str, early: bool) -> None:
                 assert torch.equal(weight, split(master.reshape(-1))[0].view(weight.shape))
                 num_ties += int((weight != other).sum())
         assert num_ties or rule != "ties"
-        assert ours.runtime.board.weight_slots.num_made == 0
+        assert ours.runtime.executor.counters.num_weight_slots == 0
         num_states = 0 if rule == "ties" else sum(name is not None for name in RULES[rule].states)
         for bucket in ours.runtime.buckets:
-            assert ours.runtime.board.shadow_bytes(bucket) == bucket.plan.numel * (4 + 4 * num_states)
+            assert ours.runtime.spares.nbytes(bucket) == bucket.plan.numel * (4 + 4 * num_states)
 
 
 @pytest.mark.parametrize("model_first", [True, False])
@@ -876,11 +877,6 @@ def num_hooks(model: nn.Module) -> int:
     ]
     dicts += [param._post_accumulate_grad_hooks or {} for param in model.parameters()]
     return sum(map(len, dicts))
-
-
-def our_threads() -> set[threading.Thread]:
-    gc.collect()  # optimizers that other tests have forgotten end their threads now, not in the middle of a test
-    return {thread for thread in threading.enumerate() if thread.name.startswith("twinflow-")}
 
 
 @pytest.mark.parametrize("steps", [0, 3])

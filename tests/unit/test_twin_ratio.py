@@ -31,7 +31,7 @@ from twin_support import (
     weights,
 )
 
-from twinflow.offload.places import cut, place_by_ratio
+from twinflow.offload.placement import cut, place_by_ratio
 from twinflow.offload.plan import HOST, RESIDENT, ROOT, ParamSpec, plan_buckets
 from twinflow.optim.loss_scale import dynamic
 from twinflow.optim.twin import TwinOptimizer
@@ -399,24 +399,18 @@ def test_a_delayed_update_needs_no_more_buffers_than_there_are(ratio: float) -> 
         train(model, optimizer, range(4))
 
 
-def test_delayed_updates_of_two_steps_begin_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+@pytest.mark.parametrize("delay", ["update", "compute", "in"])
+def test_delayed_updates_of_two_steps_begin_one_after_the_other(delay: str, ratio: float) -> None:
     """The second must not begin before the first one's weights are out, even where both have waited."""
 
-    def run(ratio: float) -> dict[str, Tensor]:
+    def run(**options: Any) -> dict[str, Tensor]:
         model = gpt()
-        with closing(twin(model, lr=1e-2, ratio=ratio, early=True, delayed_update=True)) as optimizer:
-            board, is_over = optimizer.runtime.board, False
-            may_update = board.may_update_there
-
-            def late(task: Any) -> bool:
-                return may_update(task) and (is_over or len({t.job.number for t in board.resident}) > 1)
-
-            monkeypatch.setattr(board, "may_update_there", late)
+        with closing(twin(model, lr=1e-2, early=True, delayed_update=True, **options)) as optimizer:
             train(model, optimizer, range(6))
-            is_over = True
             return snapshot(model, optimizer)
 
-    assert_same(run(0.0), run(1.0))
+    assert_same(run(ratio=1.0), run(ratio=ratio, delay=delay, delay_s=0.001))
 
 
 def test_sizes_are_those_of_real_stores() -> None:

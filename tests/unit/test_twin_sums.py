@@ -58,6 +58,16 @@ def test_sums_on_the_host_are_those_on_the_device(name: str, stream: str) -> Non
         assert host_norms == pytest.approx(device_norms, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_norm_counts_sums_of_both_sides(name: str) -> None:
+    """Buckets whose state is on the device are summed and measured there, however late."""
+    wanted, norms = trained_on_the_device(name)
+    found, found_norms = trained("host", {"update": 0.002}, ratio=0.5, **OPTIONS[name])
+    for a, b in zip(wanted, found, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+    assert found_norms == pytest.approx(norms, rel=1e-6)
+
+
 def test_a_short_step_and_dropped_parts() -> None:
     """step() after two of three backwards uses what came; zero_grad() in the middle forgets it."""
     model, plain = gpt(), gpt()

@@ -23,7 +23,7 @@ from twin_support import matrix_but
 
 import twinflow.offload
 from twinflow.offload import sync
-from twinflow.offload.board import WorkerError
+from twinflow.offload.executor import WorkerError
 from twinflow.offload.weight_guard import plain
 from twinflow.optim.twin import Tuning, TwinOptimizer
 
@@ -114,7 +114,7 @@ class Run:
 
 def threads_of(optimizer: TwinOptimizer) -> list[threading.Thread]:
     runtime = optimizer.runtime
-    owners = (runtime.worker, runtime.mover, *runtime.device._streams.values())
+    owners = (*runtime._threads, *runtime.device._streams.values())
     return [owner._thread for owner in owners]
 
 
@@ -309,7 +309,7 @@ def test_late_gradients_larger_than_the_flat_buffers_do_not_hang() -> None:
         thread.join(2)
         hangs = thread.is_alive()
         if hangs:
-            optimizer.runtime.board.error = RuntimeError("let it go")
+            optimizer.runtime.executor.fail(RuntimeError("let it go"))
             thread.join(5)
         assert not hangs
 
@@ -657,17 +657,25 @@ def assert_it_fails(optimizer: TwinOptimizer, model: nn.Module, call: str) -> No
     model(batch(0))  # the hooks are off: the model is an ordinary one again
 
 
+class Failing(torch.optim.AdamW):
+    """An optimizer of the user's, whose step raises."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        fails()
+
+
 @in_all_modes
 @pytest.mark.parametrize("call", CALLS)
-def test_an_exception_in_the_update_reaches_whoever_comes_next(call: str, mode: str) -> None:
+@pytest.mark.parametrize("ratio", matrix_but([1.0], [1.0, 0.0]))
+def test_an_exception_in_the_update_reaches_whoever_comes_next(call: str, mode: str, ratio: float) -> None:
     model = build(Net)
-    with twin(model, delay=0.0, **MODES[mode]) as optimizer:
-        optimizer.runtime.updater.update = fails  # type: ignore[method-assign]
+    with twin(model, delay=0.0, rule=Failing, ratio=ratio, **MODES[mode]) as optimizer:
         with suppress(WorkerError):  # a hook or step() may see it already
             sum_backward(one_loss(model, batch(0)))
         time.sleep(0.05)
         with suppress(WorkerError):
             optimizer.step()
+            optimizer.zero_grad()
         assert_it_fails(optimizer, model, call)
 
 
@@ -687,27 +695,55 @@ def test_an_exception_in_a_stream_reaches_whoever_comes_next(call: str, stream: 
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("stream", ["in", "out"])
-def test_an_exception_in_a_copy_is_seen_by_a_worker_that_was_busy(stream: str) -> None:
-    """When it looks, the copy's event has long been done: that does not mean that the gradients are there."""
+class Slow(torch.optim.AdamW):
+    """An optimizer of the user's that keeps its thread busy."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        time.sleep(0.02)
+        super().step()
+
+
+def test_gradients_that_fail_are_seen_by_a_worker_that_was_busy() -> None:
+    """When it looks, the event of their copy has long been over: that does not mean that the gradients are there."""
     model = build(Net)
-    with twin(model, delay=0.0) as optimizer:
-        device, updater = optimizer.runtime.device, optimizer.runtime.updater
-        run, update, count = device.stream(stream).run, updater.update, iter(range(100))
+    before = copied(model)
+    with twin(model, delay=0.0, rule=Slow) as optimizer:
+        compute = optimizer.runtime.device.compute()
+        run, count = compute.run, iter(range(100))
 
-        def slow(*arguments: Any) -> None:
-            time.sleep(0.02)
-            update(*arguments)
+        def third_fails(work: Callable[[], Any], *arguments: Any, **options: Any) -> None:
+            run(fails if next(count) == 2 else work, *arguments, **options)  # norms are zeroed, a bucket is measured
 
-        def second_fails(work: Callable[[], Any], *arguments: Any, **options: Any) -> None:
-            run(fails if next(count) == 1 else work, *arguments, **options)
-
-        updater.update = slow  # type: ignore[method-assign]
-        device.stream(stream).run = second_fails  # type: ignore[method-assign]
-        sum_backward(one_loss(model, batch(0)))
-        optimizer.step()
+        compute.run = third_fails  # type: ignore[method-assign]
+        with suppress(WorkerError):
+            sum_backward(one_loss(model, batch(0)))
+            optimizer.step()
         error = until_failed(optimizer, optimizer.wait)
         assert isinstance(error.__cause__, ZeroDivisionError)
+        with suppress(WorkerError):
+            optimizer.close()
+        changed = [name for name, value in copied(model).items() if not torch.equal(value, before[name])]
+        assert len(changed) <= 1  # of the bucket whose gradients were there
+
+
+def test_weights_that_cannot_be_sent_are_seen_by_whoever_waits() -> None:
+    """Those of a delayed update go back when the work before them has ended: it fails, and they stay away."""
+    model = build(Net)
+    before = copied(model)
+    with twin(model, delay=0.0, rule=Slow, delayed_update=True) as optimizer:
+        sum_backward(one_loss(model, batch(0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        sum_backward(one_loss(model, batch(1)))
+        go = threading.Event()
+        optimizer.runtime.device.compute().run(lambda: (go.wait(), fails()))
+        optimizer.step()  # it lets the weights of the first step go
+        go.set()
+        error = until_failed(optimizer, optimizer.wait)
+        assert isinstance(error.__cause__, ZeroDivisionError)
+        with suppress(WorkerError):
+            optimizer.close()
+        assert all(torch.equal(value, before[name]) for name, value in copied(model).items())
 
 
 # Every sync point is needed: without it results change.
@@ -820,6 +856,39 @@ def test_a_result_changes_without_this_sync_point_and_not_with_it(point: str) ->
     longer = ({name: seconds * factor for name, seconds in case.delays.items()} for factor in (1, 4, 16))
     changed = (not same(calm, outcome(case, delays, frozenset({point}))) for delays in longer)  # a busy machine is late
     assert any(changed), "nothing changed: is the wait needed?"
+
+
+DELAYED: dict[str, dict[str, Any]] = {
+    "host": {},
+    "host-clipped": {"max_grad_norm": 0.1},
+    "host-own": {"rule": torch.optim.AdamW, "max_grad_norm": 0.1},
+    "device": {"ratio": 0.0},
+    "device-clipped": {"ratio": 0.0, "max_grad_norm": 0.1},
+    "device-own": {"ratio": 0.0, "rule": torch.optim.AdamW, "max_grad_norm": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", DELAYED)
+def test_old_weights_stay_until_the_device_has_read_them_before_a_flush(name: str) -> None:
+    model = build(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))))
+    with twin(model, delay=0.0, delayed_update=True, **DELAYED[name]) as optimizer:
+        before, seen = copied(model), []
+        sum_backward(one_loss(model, batch(0)))
+        compute = optimizer.runtime.device.compute()
+        optimizer.step()
+        compute.run(lambda: (time.sleep(0.1), seen.append(on_the_device(model))))
+        optimizer.flush()
+        assert all(torch.equal(value, before[key]) for key, value in seen[0].items())
+        assert not any(torch.equal(value, before[key]) for key, value in copied(model).items())
+
+
+@pytest.mark.parametrize("name", DELAYED)
+def test_old_weights_stay_until_the_device_has_read_them(name: str) -> None:
+    """Also where a delayed update is so late that its weights may go back at once."""
+    options = {**DELAYED[name], "delayed_update": True}
+    wanted = outcome(Case({}, {**options, "ratio": 1.0}, read_old=True), {})
+    case = Case({"compute": 0.02}, options, read_old=True)
+    assert same(wanted, outcome(case, case.delays))
 
 
 def test_a_model_converted_after_the_start_is_refused() -> None:
