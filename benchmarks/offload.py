@@ -25,7 +25,7 @@ import torch
 
 from twinflow import native
 from twinflow.bench.machine import read_machine
-from twinflow.offload.gate import Limits
+from twinflow.offload.clipping import Limits
 from twinflow.optim.twin import Tuning, TwinOptimizer
 from twinflow.trace import busy_s, overlap_s
 

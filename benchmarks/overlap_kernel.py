@@ -183,7 +183,7 @@ def overlap(scale: Scale, clock: Clock) -> dict[str, Any]:
 
 def gathering(scale: Scale, clock: Clock) -> list[dict[str, Any]]:
     """A bucket of bf16 gradients: the flat buffer and its norm, made in two ways."""
-    from twinflow.offload import gather
+    from twinflow.offload import pack_gradients
     from twinflow.offload.plan import ParamSpec, plan_buckets
 
     plan = plan_buckets([ParamSpec(str(i), n, 0, BF16) for i, n in enumerate(scale.slices)])[0]
@@ -192,13 +192,13 @@ def gathering(scale: Scale, clock: Clock) -> list[dict[str, Any]]:
     norms = torch.zeros(2, dtype=torch.float64, device=scale.device)
 
     def plain() -> None:
-        gather.put(flat, pieces)
+        pack_gradients.put(flat, pieces)
         found = torch.linalg.vector_norm(flat.view(-1, 128), dim=1, dtype=FP32)
         norms[0].copy_(torch.linalg.vector_norm(found, dtype=torch.float64))
 
     def measured() -> None:
-        gather.put(flat, pieces)
-        gather.measure(norms[1], flat)
+        pack_gradients.put(flat, pieces)
+        pack_gradients.measure(norms[1], flat)
 
     ways = {"copied, then measured by torch": plain, "copied, then measured": measured}
     for work in ways.values():
@@ -211,7 +211,7 @@ def gathering(scale: Scale, clock: Clock) -> list[dict[str, Any]]:
         found.append({"name": name, "ms": ms, "gb_s": 2 * flat.numel() * flat.element_size() / ms / 1e6})
     host_s = time.perf_counter()
     for piece in pieces:
-        gather.put(flat, [piece])
+        pack_gradients.put(flat, [piece])
     found.append(
         {"name": "host time of a launch", "ms": (time.perf_counter() - host_s) * 1e3 / len(pieces), "gb_s": 0.0}
     )

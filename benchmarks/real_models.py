@@ -3,9 +3,10 @@ blocks.
 
 Random weights, bf16, 4 x 2048 tokens, activation checkpointing for each block, AdamW with fp32 state, clipping on but
 not triggered. Every figure is the median of repeated windows, and the spread is printed beside it. Also printed: the
-time that our hooks take on the threads that launch forward and backward, for each parameter. Needs CUDA and
-transformers; `--size tiny` shows on any machine that it works, nothing more. `--save` writes a dated file in
-benchmarks/results.
+time that our hooks take on the threads that launch forward and backward, for each parameter. It is measured twice: by a
+clock around our own functions, and as what launching forward and backward takes longer than without an optimizer, which
+includes what torch needs to call a hook. Needs CUDA and transformers; `--cases tiny:eager` shows on any machine that it
+works, nothing more. `--save` writes a dated file in benchmarks/results.
 
 python benchmarks/real_models.py --cases qwen2.5-1.5b:eager qwen2.5-1.5b:compiled qwen2.5-0.5b:eager 3b:eager
 """
@@ -111,7 +112,7 @@ def measure(step: Callable[[], None], warm_up: int, windows: int, steps: int) ->
 class HookClock:
     """Adds up the time that the runtime's hooks take."""
 
-    NAMES = ("grad_ready", "before_model", "before_forward", "before_recompute", "after_model")
+    NAMES = ("take_queue", "before_model", "before_forward", "before_recompute", "after_model")
 
     def __init__(self, runtime: Any) -> None:
         self.seconds = 0.0
@@ -133,19 +134,38 @@ class HookClock:
         return timed
 
 
-def hook_seconds(model: Any, optimizer: Any, data: torch.Tensor) -> float:
-    """Of one step, with so few tokens that no launch waits for the device."""
-    clock = HookClock(optimizer.runtime)
-    num_steps = 5
-    for step in range(num_steps + 2):
-        if step == 2:
-            clock.seconds = 0.0
+def launch_seconds(model: Any, data: torch.Tensor, after: Callable[[], None]) -> float:
+    """What the launching threads need for forward and backward: the least of some steps, since only other work on the
+    machine makes it longer. With so few tokens that no launch waits for the device."""
+    found = []
+    for _ in range(20):
+        synchronize()
+        start = time.perf_counter()
         model(input_ids=data, labels=data).loss.backward()
+        found.append(time.perf_counter() - start)
+        after()
+    return min(found)
+
+
+def hook_seconds(model: Any, optimizer: Any, data: torch.Tensor, alone_s: float) -> tuple[float, float]:
+    """Of one step: inside our functions, and all that forward and backward take beyond `alone_s`."""
+
+    def after() -> None:
         optimizer.step()
         optimizer.zero_grad()
         optimizer.wait()
-        synchronize()
-    return clock.seconds / num_steps
+
+    beyond_s = launch_seconds(model, data, after) - alone_s
+    clock = HookClock(optimizer.runtime)
+    inside: list[float] = []
+
+    def read_clock() -> None:
+        inside.append(clock.seconds)
+        after()
+        clock.seconds = 0.0
+
+    launch_seconds(model, data, read_clock)
+    return statistics.median(inside), beyond_s
 
 
 def host_rate() -> float:
@@ -164,7 +184,18 @@ def host_rate() -> float:
     return rate
 
 
-def run_case(shape: str, is_compiled: bool, options: argparse.Namespace) -> list[Row]:
+@dataclass
+class Setting:
+    """One optimizer to measure."""
+
+    name: str
+    options: dict[str, Any]
+    against: float  # seconds
+    limit: float | None
+    num_backwards: int = 1
+
+
+def run_case(shape: str, is_compiled: bool, options: argparse.Namespace, rate: float) -> list[Row]:
     model = build(shape, is_compiled)
     numel = sum(p.numel() for p in model.parameters())
     num_params = len(list(model.parameters()))
@@ -175,38 +206,63 @@ def run_case(shape: str, is_compiled: bool, options: argparse.Namespace) -> list
         for param in model.parameters():
             param.grad = None
 
+    def forward() -> None:
+        model(input_ids=data, labels=data)
+
     windows, steps = options.windows, options.steps
     alone = measure(forward_backward, 3, windows, steps)
+    few = data[:1, :64]  # after the others: blocks are compiled for the first shape that they get
+    alone_s = launch_seconds(model, few, lambda: model.zero_grad(set_to_none=True))
     base = statistics.median(alone)
+    forward_s = statistics.median(measure(forward, 1, windows, steps))
     label = f"{shape}, {'compiled' if is_compiled else 'eager'}"
     rows = [Row(f"{label}: forward + backward alone", alone, base, None, f"{numel / 1e9:.2f} B parameters")]
     limits = {"qwen2.5-1.5b": 1.10 if is_compiled else 1.08, "qwen2.5-0.5b": 1.15, "3b": 1.03}
-    settings: list[tuple[str, dict[str, Any], int, float | None]] = []
+    settings: list[Setting] = []
     for ratio in options.ratios:
         value: Any = ratio if ratio == "auto" else float(ratio)
-        settings.append(
-            (f"ratio {ratio}", {"ratio": value, "max_grad_norm": NEVER}, 12 if ratio == "auto" else 5, None)
-        )
+        limit = limits.get(shape) if ratio in ("auto", "0") else None
+        settings.append(Setting(f"ratio {ratio}", {"ratio": value, "max_grad_norm": NEVER}, base, limit))
     if options.full:
-        settings.append(("all state on the host, no clipping", {"ratio": 1.0}, 5, None))
+        update_s = numel / rate
+        bound = max(base, update_s)
+        clipped_bound = base - forward_s + max(forward_s, update_s)
+        whole = {"ratio": 1.0}
+        settings.append(Setting("all state on the host, no clipping, of its bound", whole, bound, 1.06))
+        clipped = {"ratio": 1.0, "max_grad_norm": ALWAYS}
         settings.append(
-            ("all state on the host, every step clipped", {"ratio": 1.0, "max_grad_norm": ALWAYS}, 10, None)
+            Setting("all state on the host, every step clipped, of its bound", clipped, clipped_bound, 1.08)
         )
-    for name, given, warm_up, _ in settings:
+        four = {"ratio": "auto", "max_grad_norm": NEVER, "accumulation_steps": 4}
+        settings.append(Setting("four micro-batches, ratio auto", four, 4 * base, 1.05, 4))
+    for setting in (one for one in settings if options.only in one.name):
         gc.collect()
-        optimizer = TwinOptimizer(model, "adamw", lr=1e-5, early=True, tuning=Tuning(), **given)
+        optimizer = TwinOptimizer(model, "adamw", lr=1e-5, early=True, tuning=Tuning(), **setting.options)
 
-        def step(optimizer: Any = optimizer) -> None:
-            model(input_ids=data, labels=data).loss.backward()
+        def step(optimizer: Any = optimizer, num_backwards: int = setting.num_backwards) -> None:
+            for _ in range(num_backwards):
+                (model(input_ids=data, labels=data).loss / num_backwards).backward()
             optimizer.step()
             optimizer.zero_grad()
 
-        found = measure(step, warm_up, windows, steps)
-        microseconds = 1e6 * hook_seconds(model, optimizer, data[:1, :64]) / num_params
-        limit = limits.get(shape) if name in ("ratio auto", "ratio 0") and "clipped" not in name else None
-        more = f"hooks {microseconds:.1f} us a parameter, {optimizer.host_share:.2f} of the state on the host"
-        rows.append(Row(f"{label}: {name}", found, base, limit, more))
+        warm_up = 12 if setting.options["ratio"] == "auto" else 6
+        measure(step, warm_up - 1, 1, 1)
+        before_s = optimizer.metrics()["host_busy_s"]
+        num_steps = max(1, steps // setting.num_backwards)
+        found = measure(step, 0, windows, num_steps)
+        busy_s = (optimizer.metrics()["host_busy_s"] - before_s) / (windows * num_steps)
+        more = f"{optimizer.host_share:.2f} of the state on the host, which is busy for {busy_s:.3f} s"
+        if setting.num_backwards == 1:
+            inside, beyond = (1e6 * s / num_params for s in hook_seconds(model, optimizer, few, alone_s))
+            more = (
+                f"hooks {inside:.1f} us a parameter in our functions, {beyond:.1f} us beyond forward + backward alone, "
+                f"{more}"
+            )
+        rows.append(Row(f"{label}: {setting.name}", found, setting.against, setting.limit, more))
         print(rows[-1].text, flush=True)
+        if options.full and setting.options == {"ratio": 1.0}:
+            rows.append(busy_row(label, optimizer, step, base / 2))
+            print(rows[-1].text, flush=True)
         optimizer.close()
         del optimizer, step
         gc.collect()
@@ -215,29 +271,61 @@ def run_case(shape: str, is_compiled: bool, options: argparse.Namespace) -> list
     return rows
 
 
+def busy_row(label: str, optimizer: Any, step: Callable[[], None], seconds: float) -> Row:
+    """From the call of a step until its weights are there, while the main thread computes in Python or sleeps."""
+
+    def compute() -> None:
+        end = time.perf_counter() + seconds
+        total = 0
+        while time.perf_counter() < end:
+            total += sum(range(100))
+
+    def until_updated(meanwhile: Callable[[], None]) -> list[float]:
+        found = []
+        for _ in range(7):
+            synchronize()
+            start = time.perf_counter()
+            step()
+            meanwhile()
+            optimizer.wait()
+            synchronize()
+            found.append(time.perf_counter() - start)
+        return found[2:]
+
+    asleep = statistics.median(until_updated(lambda: time.sleep(seconds)))
+    return Row(
+        f"{label}: a step and its updates, a busy main thread beside a sleeping one",
+        until_updated(compute),
+        asleep,
+        1.05,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=["qwen2.5-1.5b:eager", "qwen2.5-1.5b:compiled", "3b:eager"])
-    parser.add_argument("--ratios", nargs="+", default=["0", "auto"])
+    parser.add_argument("--ratios", nargs="*", default=["0", "auto"])
     parser.add_argument("--full", action="store_true", help="all state on the host too, without clipping and clipped")
+    parser.add_argument("--only", default="", help="only settings whose name holds this text")
     parser.add_argument("--windows", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     machine = read_machine()
+    rate = host_rate()
     lines = [
         f"# Published shapes beside forward and backward alone, {datetime.date.today()}",
         "",
         f"{torch.cuda.get_device_name() if CUDA else 'no GPU'}, {describe(machine)}; torch "
         f"{torch.__version__}; {BATCH} x {TOKENS} tokens, native {native.available()}",
-        f"Host update alone: {host_rate() / 1e9:.2f} G param/s",
+        f"Host update alone: {rate / 1e9:.2f} G param/s",
         "",
         "| case | s/step | spread | x | wanted | |",
         "|---|---:|---|---:|---|---|",
     ]
     for case in options.cases:
         shape, _, way = case.partition(":")
-        lines += [row.text for row in run_case(shape, way == "compiled", options)]
+        lines += [row.text for row in run_case(shape, way == "compiled", options, rate)]
         gc.collect()
         if CUDA:
             torch.cuda.empty_cache()
