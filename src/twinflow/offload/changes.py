@@ -26,10 +26,10 @@ def check_flags(frozen: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def check_memory(params: Iterable[Param]) -> None:
+def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
     """Refuse two parameters on one memory: each would have a master of its own."""
     with plain():
-        spans = sorted((p.local.data_ptr(), p.local.numel() * p.local.element_size(), p.name) for p in params)
+        spans = sorted((t.data_ptr(), t.numel() * t.element_size(), name) for name, t in named if not t.is_meta)
     for (start, nbytes, name), (other_start, other_bytes, other) in pairwise(spans):
         if nbytes and other_bytes and start + nbytes > other_start:
             raise ValueError(
@@ -60,7 +60,8 @@ def find_moved(params: Sequence[Param], buckets: Iterable[Bucket]) -> list[Param
     found = moved(buckets)
     if not found:
         return []
-    check_memory(param for param in params if not any(bucket.is_parked for bucket in param.buckets))
+    here = [param for param in params if not any(bucket.is_parked for bucket in param.buckets)]
+    check_memory((param.name, param.local) for param in here)
     for bucket in buckets:
         for i, param in enumerate(bucket.params):
             before, now = bucket.targets[i], param.local

@@ -39,6 +39,7 @@ from twinflow.offload.metadata import GRAD_ACCESS, METADATA
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _PASSING = METADATA | GRAD_ACCESS
+_LAYOUT = {Tensor.stride, Tensor.is_contiguous}
 # These find a parameter in a graph, and do not read it.
 _OF_GRAPHS = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.backward])
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
@@ -217,6 +218,8 @@ def _intercept(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = N
     kwargs = kwargs or {}
     if func in _PASSING:
         with plain():
+            if func in _LAYOUT and _lives_away(args[0]):  # what stands for it has no layout of its own
+                return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)
             return func(*args, **kwargs)
     return _operate(func, args, kwargs)
 
@@ -233,7 +236,7 @@ def _operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return func(*args, **kwargs)
         finally:
             cover(guarded.values())
-    away = [tensor for tensor in guarded.values() if (it := _owner(tensor)) is not None and it.lives_on_host(tensor)]
+    away = [tensor for tensor in guarded.values() if _lives_away(tensor)]
     if away:
         return _operate_away(func, args, kwargs, away)
     owners = []
@@ -268,9 +271,10 @@ def _is_called_by_parameter() -> bool:
 
 def _operate_away(func: Any, args: Any, kwargs: dict[str, Any], away: list[Tensor]) -> Any:
     """An operation on weights that live on the host: on copies; those that it writes to are stored."""
-    if func == _SET_DATA:
-        owner = _need(args[0])
-        owner.store(args[0], args[1])
+    if func == _SET_DATA and _lives_away(args[0]):
+        values = args[1]
+        if values is not args[0]:  # else nothing is to be done: model.to(the device that it has)
+            _need(args[0]).store(args[0], _need(values).fetch_copy(values) if _lives_away(values) else values)
         return None
     copies = {}
     for tensor in away:
@@ -318,6 +322,11 @@ class _Connected(torch.autograd.Function):
 def _writes(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def _lives_away(tensor: Tensor) -> bool:
+    owner = _owner(tensor)
+    return owner is not None and owner.lives_on_host(tensor)
 
 
 def _need(tensor: Tensor) -> Owner:

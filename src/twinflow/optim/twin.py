@@ -18,6 +18,7 @@ from twinflow.device import device_for
 from twinflow.errors import bad_value
 from twinflow.native.threads import check_threads, default_threads
 from twinflow.offload import reconfigure
+from twinflow.offload.changes import check_memory
 from twinflow.offload.clipping import Limits
 from twinflow.offload.placement import place_by_ratio, stream
 from twinflow.offload.plan import plan_buckets
@@ -177,6 +178,7 @@ class TwinOptimizer(Outcomes):
         check_free((name, tensor) for name, tensor, _ in self._named())
         aside = None
         if self.model is not None and self._settings.parks:
+            check_memory((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
             aside = set_aside(self.model, [param for group in self.param_groups for param in group["params"]])
         params, specs, order = params_of(self.model, self._named(), self._recipe is None, aside, self.zero)
         if isinstance(self.model, PipelineModule):

@@ -271,4 +271,4 @@ def check_params(params: Sequence[Param], zero: Zero | None, parks: bool = False
             allowed = f"{params[0].tensor.device}, where {params[0].name} is"
             raise bad_value(f"{param.name} device", str(param.tensor.device), allowed)
     if not parks:
-        check_memory(params)
+        check_memory((param.name, param.local) for param in params)
