@@ -249,6 +249,8 @@ TF_PUBLIC int64_t tf_bucket_store(tf_executor* executor, int64_t bucket);
 TF_PUBLIC void tf_bucket_set_deadline(tf_executor* executor, int64_t bucket, int64_t deadline);
 TF_PUBLIC void tf_bucket_set_total(tf_executor* executor, int64_t bucket, float* total);
 TF_PUBLIC int64_t tf_bucket_added(tf_executor* executor, int64_t bucket, uint8_t* slices);  // that are in the total
+// The slices whose weights were sent since the last call; how many.
+TF_PUBLIC int64_t tf_bucket_take_sent(tf_executor* executor, int64_t bucket, uint8_t* slices);
 TF_PUBLIC void tf_bucket_set_due(tf_executor* executor, int64_t bucket, int64_t job_number);
 TF_PUBLIC int64_t tf_bucket_due(tf_executor* executor, int64_t bucket);
 TF_PUBLIC int64_t tf_bucket_shown(tf_executor* executor, int64_t bucket);

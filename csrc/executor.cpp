@@ -143,6 +143,7 @@ struct Bucket {
   int64_t published = 0;     // ... from all ranks
   EventRef sent_event;       // the last copy that reads the state, to the parameters or by a fetch: updates wait for it
   EventRef published_event;  // the other ranks' weights are in the parameters
+  std::vector<uint8_t> sent_slices;  // whose weights were sent since the caller last asked
   bool is_frozen = false, is_wanted = false;
   float* total = nullptr;      // fp32 sum of the gradients of several backwards
   std::vector<uint8_t> added;  // the slices that are in it
@@ -312,6 +313,7 @@ class Executor {
   void set_deadline(int64_t index, int64_t deadline);
   void set_total(int64_t index, float* total);
   int64_t added(int64_t index, uint8_t* slices);
+  int64_t take_sent(int64_t index, uint8_t* slices);
   void set_due(int64_t index, int64_t number);
   int64_t due(int64_t index);
   int64_t shown(int64_t index);
@@ -613,6 +615,7 @@ void Executor::set_bucket(int64_t index, const tf_bucket& spec, int64_t store) {
   found.spec.slices = nullptr;
   found.store = store;
   found.added.assign(spec.num_slices, 0);
+  found.sent_slices.resize(spec.num_slices, 0);
 }
 
 int64_t Executor::store_of(int64_t index) {
@@ -636,6 +639,15 @@ int64_t Executor::added(int64_t index, uint8_t* slices) {
   if (found.is_full) return 0;  // an earlier step's
   std::copy(found.added.begin(), found.added.end(), slices);
   return std::count(found.added.begin(), found.added.end(), 1);
+}
+
+int64_t Executor::take_sent(int64_t index, uint8_t* slices) {
+  Lock lock(mutex_);
+  auto& sent = bucket(index).sent_slices;
+  std::copy(sent.begin(), sent.end(), slices);
+  int64_t count = std::count(sent.begin(), sent.end(), 1);
+  std::fill(sent.begin(), sent.end(), 0);
+  return count;
 }
 
 void Executor::set_due(int64_t index, int64_t number) {
@@ -1189,6 +1201,7 @@ void Executor::copy_back(Task& task) {
     char* target = static_cast<char*>(one.slices[i].target);
     auto* source = static_cast<const char*>(weight_of(task, i));
     int64_t length = one.slices[i].numel * size;
+    one.sent_slices[i] = 1;
     counters_.bytes_back += length;
     if (into && target == into + num_bytes && source == from + num_bytes) {
       num_bytes += length;
@@ -1692,6 +1705,9 @@ int64_t tf_bucket_store(tf_executor* e, int64_t bucket) { return e->executor.sto
 void tf_bucket_set_deadline(tf_executor* e, int64_t bucket, int64_t at) { e->executor.set_deadline(bucket, at); }
 void tf_bucket_set_total(tf_executor* e, int64_t bucket, float* total) { e->executor.set_total(bucket, total); }
 int64_t tf_bucket_added(tf_executor* e, int64_t bucket, uint8_t* slices) { return e->executor.added(bucket, slices); }
+int64_t tf_bucket_take_sent(tf_executor* e, int64_t bucket, uint8_t* slices) {
+  return e->executor.take_sent(bucket, slices);
+}
 void tf_bucket_set_due(tf_executor* e, int64_t bucket, int64_t number) { e->executor.set_due(bucket, number); }
 int64_t tf_bucket_due(tf_executor* e, int64_t bucket) { return e->executor.due(bucket); }
 int64_t tf_bucket_shown(tf_executor* e, int64_t bucket) { return e->executor.shown(bucket); }

@@ -618,6 +618,46 @@ def test_a_parameter_that_is_frozen_for_some_steps(mode: str) -> None:
     assert_as_plain(Net, Run(losses), **MODES[mode])
 
 
+class Convolutions(nn.Module):
+    """Two weights that are not contiguous, of which the second gets a gradient in the third step alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 3, 2)
+        self.second = nn.Conv2d(2, 3, 2)
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        found = self.first(x).mean()
+        return found + self.second(x).mean() if self.num_calls == 3 else found
+
+
+@in_all_modes
+def test_a_weight_that_is_not_contiguous_stays_as_it_is_without_a_gradient(mode: str) -> None:
+    """Weights of the others in its bucket arrive; what somebody has written to this one must not be lost."""
+
+    def train(optimizer_of: Callable[[nn.Module], Any]) -> dict[str, Tensor]:
+        model = build(lambda: nn.Sequential(Convolutions()).to(memory_format=torch.channels_last))
+        optimizer = optimizer_of(model)
+        for step in range(4):
+            x = batch(step)[:4].reshape(1, 2, 4, 4).to(memory_format=torch.channels_last)
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                with torch.no_grad():
+                    model.get_parameter("0.second.weight").mul_(0.5)
+        return copied(model)
+
+    options = {key: value for key, value in MODES[mode].items() if key != "max_grad_norm"}
+    if mode == "early-clipped":
+        options["max_grad_norm"] = 1e6
+    truth = train(lambda model: torch.optim.AdamW(model.parameters(), **ADAMW))
+    for name, value in train(lambda model: TwinOptimizer(model, **ADAMW, **options)).items():
+        torch.testing.assert_close(value, truth[name], rtol=0, atol=1e-6, msg=name)
+
+
 # Failures in the background.
 
 

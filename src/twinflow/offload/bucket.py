@@ -151,7 +151,6 @@ class Bucket:
     targets: list[Tensor] = field(default_factory=list)  # each slice's place in its parameter
     addresses: list[int] = field(default_factory=list)  # of the parameters, when the places were found
     landing: Tensor | None = None  # where weights arrive whose parameters are not contiguous
-    landed: int = 0  # the last job whose weights went from there into the parameters
 
     def __post_init__(self) -> None:
         self.members = self.members or list(dict.fromkeys(self.params))

@@ -579,8 +579,6 @@ class Executor:
     def reset(self, number: int) -> None:
         """Nothing is under way: count jobs from here."""
         self._library.tf_reset(self._handle, number)
-        for bucket in self._buckets:
-            bucket.landed = number
 
     # Gradients.
 
@@ -635,11 +633,11 @@ class Executor:
         """Block until the buckets' weights are on their way, and let the model wait until they are there; the seconds
         that this took."""
         streams = self.device.model_streams()
-        result = self._library.tf_hold(self._handle, held.indices, len(held.buckets), streams, len(streams))
+        waited_s = self._ok(self._library.tf_hold(self._handle, held.indices, len(held.buckets), streams, len(streams)))
         for bucket in held.buckets:
             if bucket.landing is not None:
                 self.land(bucket)
-        return self._ok(result)
+        return waited_s
 
     def wait_for_weights(self, buckets: Sequence[Bucket]) -> None:
         """Block until these buckets' weights are in their parameters: every stream then sees them."""
@@ -657,20 +655,20 @@ class Executor:
         """Block until this rank's weights of a job are on their way; False when the time is up."""
         return bool(self._ok(self._library.tf_wait_sent(self._handle, bucket.plan.index, number, timeout_s)))
 
-    def land(self, bucket: Bucket, number: int | None = None) -> None:
-        """Weights of parameters that are not contiguous, from where they arrived into the parameters, by the calling
-        thread's stream. `number`: of the job that they are of; None: the last whose weights are shown."""
-        arrived = self.shown(bucket) if number is None else number
-        with self.changed:
-            if bucket.landed >= arrived:
-                return
-            bucket.landed = arrived
+    def land(self, bucket: Bucket) -> None:
+        """Copy the weights of parameters that are not contiguous from where they arrived into the parameters, on the
+        calling thread's stream. Slices that were not updated have nothing there."""
         assert bucket.landing is not None
+        sent = (c_uint8 * len(bucket.slices))()
+        if not self._library.tf_bucket_take_sent(self._handle, bucket.plan.index, sent):
+            return
+        found = [i for i, is_sent in enumerate(sent) if is_sent]
         with torch.no_grad(), plain():
-            for piece, into in zip(bucket.slices, bucket.targets, strict=True):
+            for i in found:
+                piece, into = bucket.slices[i], bucket.targets[i]
                 into.copy_(bucket.landing[piece.offset : piece.offset + piece.numel].view(into.shape))
-        for param in bucket.members:
-            param.note_write()
+        for i in found:  # not the others: somebody may have written to them
+            bucket.params[i].note_write()
 
     def fetch(self, items: Sequence[tuple[Bucket | None, Tensor, Tensor]], after: Event) -> int:
         """Copy weights that live on the host to the device, when their updates are in the state: of each a bucket, or

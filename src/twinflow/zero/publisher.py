@@ -147,7 +147,7 @@ class Publisher:
 
         def exchange() -> None:
             if bucket.landing is not None:
-                self._executor.land(bucket, job.number)
+                self._executor.land(bucket)
             if copies.own:
                 torch._foreach_copy_(copies.own_flat, copies.own)
             if exchanges is None:
