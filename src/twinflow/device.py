@@ -288,6 +288,7 @@ class CudaDevice(Device):
         self.device = device
         self.stream_ids = map(torch._C._cuda_getCurrentRawStream, repeat(device.index))
         self._current: dict[int, _CurrentStream] = {}  # by their ids
+        self._handles: dict[tuple[int, ...], ctypes.Array[ctypes.c_void_p]] = {}  # what `model_streams` has returned
         self._pinned: dict[int, Tensor] = {}  # by address; the lock guards it
 
     def stream(self, name: str) -> Stream:
@@ -325,8 +326,11 @@ class CudaDevice(Device):
     def model_streams(self) -> ctypes.Array[ctypes.c_void_p]:
         """The calling thread's, and those that wait with it."""
         current = torch._C._cuda_getCurrentRawStream(self.device.index)
-        streams = [current, *(stream.cuda_stream for stream in self._followers())]
-        return (ctypes.c_void_p * len(streams))(*streams)
+        streams = (current, *(stream.cuda_stream for stream in self._followers()))
+        found = self._handles.get(streams)
+        if found is None:
+            found = self._handles[streams] = (ctypes.c_void_p * len(streams))(*streams)
+        return found
 
     def mark(self) -> Mark:
         """A timed event in the current stream."""

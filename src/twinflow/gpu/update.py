@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ LARGE_TILE = 4096  # ... where a few programs have them all: as many threads as 
 _WARP_NUMEL = 128  # elements of 32 threads: four for each thread, as the note in kernel.py wants it
 _NUMBER_COLUMNS = 12  # as kernel.py has it
 _VECTOR_BYTES = 16  # the widest load of a thread
+_MAX_KNOWN = 8  # stores of one bucket, which has one for each staging buffer that it passes through
 _WEIGHTS = {torch.bfloat16: "split", torch.float16: "fp16", torch.float32: "fp32"}
 _MASTERS = {"split": torch.int16, "fp16": torch.float32}
 
@@ -38,11 +39,12 @@ class Piece(NamedTuple):
 
 
 class Rows:
-    """A row of numbers for each piece of a bucket: (whether to update, factor, key, hyper); floats as fp32 bits."""
+    """A row of numbers for each piece of a bucket: (whether to update, factor, key, hyper); floats as fp32 bits. The
+    rows lie in host memory, page-locked for a GPU."""
 
-    def __init__(self, num_pieces: int) -> None:
-        words = np.zeros((num_pieces, _NUMBER_COLUMNS), dtype=np.int32)
-        self.words = torch.from_numpy(words)
+    def __init__(self, num_pieces: int, is_pinned: bool) -> None:
+        self.words = torch.zeros(num_pieces, _NUMBER_COLUMNS, dtype=torch.int32, pin_memory=is_pinned)
+        words = self.words.numpy()
         self.is_updated = words[:, 0]
         self.factors = words.view(np.float32)[:, 1]
         self.keys = words.view(np.uint32)[:, 2:4]
@@ -68,6 +70,14 @@ class Rows:
         self.hypers[index, : len(numbers.hyper)] = numbers.hyper
 
 
+class _Checked(NamedTuple):
+    """A store that has passed all checks."""
+
+    store: Store
+    buffers: tuple[Tensor | None, ...]  # as the kernel takes them
+    kinds: tuple[object, ...]
+
+
 class Numbers(NamedTuple):
     """What a step of one piece needs beside tensors."""
 
@@ -89,8 +99,8 @@ def is_interpreting() -> bool:
 class FusedUpdate:
     """Updates of one bucket: a launch each.
 
-    The kernel knows the weights by address: they must stay where they are. All launches share one buffer of numbers:
-    the previous one must have finished before the next call.
+    The kernel knows the weights by address: they must stay where they are. All launches share the numbers in `rows`:
+    the previous one must have finished before anybody writes there.
 
     With `max_programs` no more than so many programs run, and leave the rest of the device to others; without, there is
     one for each tile. Neither that nor the `tile` changes a bit.
@@ -116,10 +126,10 @@ class FusedUpdate:
         self._is_bounded = max_programs is not None
         self._num_programs = min(len(table), max_programs) if max_programs is not None else len(table)
         self._tiles = table.to(self._device)
-        shape = (len(pieces), _NUMBER_COLUMNS)
-        self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        self._numbers = torch.empty(shape, dtype=torch.int32, device=self._device)
-        self._known: dict[int, tuple[Store, tuple[Tensor | None, ...]]] = {}  # buffers of stores that were checked
+        self.rows = Rows(len(pieces), is_pinned=self._device.type == "cuda")
+        self._numbers = torch.empty_like(self.rows.words, device=self._device)
+        self._known: dict[int, _Checked] = {}  # by the ids of stores
+        self._compiled: dict[object, Callable[..., None]] = {}  # launches of the kernel as it was compiled
 
     def __call__(
         self, store: Store, grads: Tensor, numbers: Mapping[int, Numbers], decision: Tensor | None = None
@@ -132,56 +142,70 @@ class FusedUpdate:
         are fp32. `grads`, flat as well: bf16, fp16 or fp32.
         """
         if numbers:
-            rows = Rows(len(self._pieces))
+            self.rows.is_updated[:] = 0
             for index, own in numbers.items():
                 assert 0 <= index < len(self._pieces) and len(own.hyper) == self._rule.num_scalars, (index, own)
-                rows.put(index, own)
-            self.run(store, grads, rows, decision)
+                self.rows.put(index, own)
+            self.run(store, grads, decision)
 
-    def run(self, store: Store, grads: Tensor, rows: Rows, decision: Tensor | None) -> None:
-        """The same with a row of numbers for each piece."""
-        buffers = self._buffers(store, grads, rows)
-        self._host.copy_(rows.words)
-        self._numbers.copy_(self._host, non_blocking=True)
-        is_elsewhere = self._device.type == "cuda" and torch.cuda.current_device() != self._device.index
-        with torch.cuda.device(self._device) if is_elsewhere else nullcontext():
-            self._kernel[(self._num_programs,)](
-                self._tiles,
-                self._numbers,
-                decision,
-                *buffers,
-                len(self._tiles),
-                RULE=self._rule.name,
-                FORMAT=store.format,
-                WEIGHT=self._weight,
-                ALIGNMENT=self._alignment,
-                TILE=self._tile,
-                LOOPS=self._is_bounded,
-                num_warps=self._tile // _WARP_NUMEL,
-                enable_fp_fusion=False,  # each product is rounded before it is added, as on the host
-            )
-
-    def _buffers(self, store: Store, grads: Tensor, rows: Rows) -> tuple[Tensor | None, ...]:
-        """What the kernel works on. It writes wherever it is told to, so our mistakes have to end here; a store is
-        checked when it comes for the first time."""
+    def run(self, store: Store, grads: Tensor, decision: Tensor | None) -> None:
+        """The same with the numbers that are in `rows`."""
+        checked = self._checked(store)
         assert grads.dtype in _WEIGHTS, grads.dtype
         self._check_buffer(grads, self._end)
-        known = self._known.get(id(store))
-        if known is None or known[0] is not store:
-            self._check(store, rows)
-            master = store.master if self._weight != "fp32" else None
-            known = (store, tuple(_without_bf16(tensor) for tensor in (master, *store.states, *store.scales)))
-            self._known[id(store)] = known
-        return (_without_bf16(grads), *known[1])
+        self._numbers.copy_(self.rows.words, non_blocking=True)
+        shape = (self._rule.name, store.format, self._weight, self._alignment, self._tile, self._is_bounded)
+        arguments = (
+            self._tiles,
+            self._numbers,
+            decision,
+            _without_bf16(grads),
+            *checked.buffers,
+            len(self._tiles),
+            *shape,
+        )
+        # Triton compiles a kernel for each kind of arguments: types, what is None, what lies at a multiple of 16 bytes.
+        kind = (store.format, _kind(grads), _kind(decision), *checked.kinds)
+        is_elsewhere = self._device.type == "cuda" and torch.cuda.current_device() != self._device.index
+        with torch.cuda.device(self._device) if is_elsewhere else nullcontext():
+            self._launch(kind, arguments)
 
-    def _check(self, store: Store, rows: Rows) -> None:
+    def _launch(self, kind: tuple[object, ...], arguments: tuple[object, ...]) -> None:
+        """At each launch Triton finds out which of its compiled kernels fits, which takes longer than all the rest. So
+        we ask for it once for each kind of arguments."""
+        known = self._compiled.get(kind)
+        if known is not None:
+            known(*arguments)
+            return
+        compiled = self._kernel[(self._num_programs,)](
+            *arguments,
+            num_warps=self._tile // _WARP_NUMEL,
+            enable_fp_fusion=False,  # each product is rounded before it is added, as on the host
+        )
+        if compiled is not None:  # Triton's interpreter compiles nothing
+            self._compiled[kind] = compiled[(self._num_programs, 1, 1)]
+
+    def _checked(self, store: Store) -> _Checked:
+        """What the kernel works on. It writes wherever it is told to, so our mistakes have to end here; a store is
+        checked when it comes for the first time."""
+        known = self._known.get(id(store))
+        if known is None:
+            self._check(store)
+            master = store.master if self._weight != "fp32" else None
+            buffers = tuple(_without_bf16(tensor) for tensor in (master, *store.states, *store.scales))
+            if len(self._known) >= _MAX_KNOWN:  # they are kept, or another store could get the id of one of them
+                self._known.clear()
+            known = self._known[id(store)] = _Checked(store, buffers, tuple(map(_kind, buffers)))
+        return known
+
+    def _check(self, store: Store) -> None:
         rule = self._rule
         check_format(rule, store.format)
         if self._weight != "fp32":
             assert store.master.dtype == _MASTERS[self._weight], store.master.dtype
             self._check_buffer(store.master, self._end)
         for name, state, scales in zip(rule.states, store.states, store.scales, strict=True):
-            may_be_none = name is None or (rule.state_option is not None and rows.are_stateless)
+            may_be_none = name is None or (rule.state_option is not None and self.rows.are_stateless)
             assert (state is None and may_be_none) or (state is not None and name is not None), name
             if state is not None:
                 self._check_buffer(state, self._end)
@@ -222,6 +246,11 @@ def _tile_table(pieces: Sequence[Piece], tile: int = TILE) -> Tensor:
         )
         parts.append(torch.stack(columns, dim=1))
     return torch.cat(parts)
+
+
+def _kind(tensor: Tensor | None) -> object:
+    """What a compiled kernel depends on."""
+    return None if tensor is None else (tensor.dtype, tensor.data_ptr() % _VECTOR_BYTES)
 
 
 def _without_bf16(tensor: Tensor | None) -> Tensor | None:

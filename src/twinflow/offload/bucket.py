@@ -90,12 +90,14 @@ class Param:
             if self.tensor.grad is taken:
                 self.tensor.grad = grad
 
-    def note_step(self) -> None:
-        """Its values will change: a graph that needs the old ones must fail, as with torch."""
-        local = self.local if self.is_sharded else self.tensor
-        with self.guard:
-            torch._C._increment_version([local])
-            self.version = local._version
+
+def note_step(params: Sequence[Param]) -> None:
+    """The values of these will change: a graph that needs the old ones must fail, as with torch."""
+    own = [param.local if param.is_sharded else param.tensor for param in params]
+    torch._C._increment_version(own)
+    for param, local in zip(params, own, strict=True):
+        with param.guard:
+            param.version = local._version
 
 
 class Place(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -65,12 +65,8 @@ class Collector:
             assert into is not None
             self._gather(bucket, partial(pack_gradients.add, into, pieces))
 
-    def add_last(self, job: Job, found: Sequence[tuple[Param, Tensor]], wholes: Sequence[Bucket] = ()) -> None:
-        """The same for gradients with which their parameters are complete. `wholes`: the buckets that they make up,
-        where nothing of these has come before."""
-        if wholes:
-            self._put_wholes(job, found, wholes)
-            return
+    def add_last(self, job: Job, found: Sequence[tuple[Param, Tensor]]) -> None:
+        """The same for gradients with which their parameters are complete."""
         if self.num_parts == 1:
             self.add(job, found)
         else:
@@ -81,9 +77,9 @@ class Collector:
         for param, _ in found:
             self._finish(job, param)
 
-    def _put_wholes(self, job: Job, found: Sequence[tuple[Param, Tensor]], buckets: Sequence[Bucket]) -> None:
-        """Nearly all gradients come so: nothing that is known of a bucket is found out again for each of them."""
-        grads = {param.index: grad for param, grad in found}
+    def put_wholes(self, job: Job, grads: Mapping[int, Tensor], buckets: Sequence[Bucket]) -> None:
+        """The same for all gradients of some buckets at once, by the index of their parameters. Nearly all gradients
+        come so: nothing that is known of a bucket is found out again for each of them."""
         for bucket in buckets:
             task = self._new_task(job, bucket)
             assert task.flat is not None

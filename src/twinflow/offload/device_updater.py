@@ -18,7 +18,7 @@ from torch import Tensor
 
 from twinflow import native
 from twinflow.gpu import update as gpu
-from twinflow.gpu.update import FusedUpdate, Numbers, Piece, Rows
+from twinflow.gpu.update import FusedUpdate, Numbers, Piece
 from twinflow.offload import slices
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.job import Passage, Task
@@ -98,30 +98,34 @@ class DeviceUpdater:
         grads = task.grads
         assert grads is not None
         if grads.device.type == "cuda" and self._is_fused:
-            rows = self._hypers.rows(task, factor)
-            return partial(self._update_fused, task.bucket, store, grads, rows, decision)
+            fused = self._fused_of(task.bucket)
+            self._hypers.put(fused.rows, task, factor)
+            return partial(self._update_fused, fused, task.bucket, store, grads, decision)
         numbers = {i: self._hypers.of(task, i, factor) for i in task.present}
         return partial(self._update_plainly, task.bucket, store, grads, numbers, decision)
 
-    def _update_fused(self, bucket: Bucket, store: Store, grads: Tensor, rows: Rows, decision: Tensor | None) -> None:
-        """The bucket's kernel; its tables are made anew when its parameters have moved."""
-        found = self._fused.get(bucket.plan.index)
+    def _update_fused(
+        self, fused: FusedUpdate, bucket: Bucket, store: Store, grads: Tensor, decision: Tensor | None
+    ) -> None:
         try:
-            if found is None or found[0] != bucket.addresses:
-                found = self._fused[bucket.plan.index] = (bucket.addresses, self._new_fused(bucket))
-            found[1].run(store, grads, rows, decision)
+            fused.run(store, grads, decision)
         except Exception as error:  # Triton compiles at the first launch, which needs more than Triton
             if self._has_run or isinstance(error, AssertionError):
                 raise
             warnings.warn(f"the GPU's fused update cannot run, using slower torch kernels ({error})", stacklevel=2)
             self._is_fused = False
-            self._update_plainly(bucket, store, grads, rows.numbers(self.rule.num_scalars), decision)
+            self._update_plainly(bucket, store, grads, fused.rows.numbers(self.rule.num_scalars), decision)
         self._has_run = True
 
-    def _new_fused(self, bucket: Bucket) -> FusedUpdate:
-        weights = zip(self._weights(bucket), bucket.slices, strict=True)
-        pieces = [Piece(weight, s.offset, s.numel, s.start) for weight, s in weights]
-        return FusedUpdate(self.rule, pieces, self.max_programs)
+    def _fused_of(self, bucket: Bucket) -> FusedUpdate:
+        """The bucket's kernel and its tables, which are made anew when its parameters have moved."""
+        found = self._fused.get(bucket.plan.index)
+        if found is None or found[0] != bucket.addresses:
+            weights = zip(self._weights(bucket), bucket.slices, strict=True)
+            pieces = [Piece(weight, s.offset, s.numel, s.start) for weight, s in weights]
+            found = (bucket.addresses, FusedUpdate(self.rule, pieces, self.max_programs))
+            self._fused[bucket.plan.index] = found
+        return found[1]
 
     def _update_plainly(
         self, bucket: Bucket, store: Store, grads: Tensor, numbers: Mapping[int, Numbers], decision: Tensor | None

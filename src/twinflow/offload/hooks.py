@@ -306,13 +306,20 @@ class GradientQueue:
         self.num_taken = 0
 
 
+class Whole(NamedTuple):
+    """The parameters of one queue, which share no bucket with those of another."""
+
+    params: list[Param]
+    tensors: list[nn.Parameter]
+    buckets: list[Bucket]
+
+
 class Queues(NamedTuple):
     """The queues of all parameters."""
 
     every: list[GradientQueue]
     of_param: list[GradientQueue]
-    # The buckets that the parameters of a queue make up; none where they share one with those of another queue.
-    wholes: dict[GradientQueue, list[Bucket]]
+    wholes: dict[GradientQueue, Whole]
 
 
 def new_queues(params: Sequence[Param], buckets: Sequence[Bucket], is_each_alone: bool) -> Queues:
@@ -326,17 +333,20 @@ def new_queues(params: Sequence[Param], buckets: Sequence[Bucket], is_each_alone
         queue = GradientQueue() if is_alone else by_block.setdefault(block, GradientQueue())
         if queue not in found.every:
             found.every.append(queue)
+            found.wholes[queue] = Whole([], [], [])
         queue.add(param.index, param.is_late)
         found.of_param.append(queue)
+        found.wholes[queue].params.append(param)
+        found.wholes[queue].tensors.append(param.tensor)
     shared: set[GradientQueue] = set()
     for bucket in buckets:
         queues = {found.of_param[param.index] for param in bucket.members}
         for queue in queues:
-            found.wholes.setdefault(queue, []).append(bucket)
+            found.wholes[queue].buckets.append(bucket)
         if len(queues) > 1:
             shared |= queues
     for queue in shared:
-        found.wholes[queue] = []
+        del found.wholes[queue]
     return found
 
 

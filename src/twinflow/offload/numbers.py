@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ _START = np.uint64(0x8CB92BA72F3D8DD7)
 class _Slices(NamedTuple):
     """What does not change from step to step, of each slice of a bucket."""
 
+    has_one_group: bool  # which all of them are in
     groups: np.ndarray[tuple[int], np.dtype[np.int64]]
     keys: np.ndarray[tuple[int], np.dtype[np.uint64]]  # the part of the rounding key that the parameter makes
 
@@ -32,6 +34,8 @@ class Hypers:
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
         self._slices: dict[Bucket, _Slices] = {}
+        self._options: Sequence[Options] = ()  # of the job that was asked for last
+        self._known: dict[tuple[int, int], Hyper] = {}  # by group and step, with these options
 
     def of(self, task: Task, i: int, factor: float) -> Numbers:
         """For one slice of a task."""
@@ -39,18 +43,19 @@ class Hypers:
         options = task.job.options[param.group]
         return Numbers(self._rule.hyper(options, step), _signed(factor, options), rounding_key(step, param.index))
 
-    def rows(self, task: Task, factor: float) -> Rows:
-        """For all slices of a task, those without a gradient left out."""
+    def put(self, rows: Rows, task: Task, factor: float) -> None:
+        """Those of all slices of a task into its rows, and which slices have a gradient."""
         bucket = task.bucket
         static = self._slices.get(bucket) or self._add(bucket)
-        rows = Rows(len(bucket.slices))
+        rows.is_updated[:] = len(task.present) == len(bucket.slices)
         rows.is_updated[task.present] = 1
-        steps = np.array(bucket.steps, dtype=np.int64) + 1
-        for group, step in {*zip(static.groups.tolist(), steps.tolist(), strict=True)}:
-            options = task.job.options[group]
-            hyper: Hyper = self._rule.hyper(options, step)
-            own = (static.groups == group) & (steps == step)
-            rows.factors[own] = _signed(factor, options)
+        steps: np.ndarray[tuple[int], np.dtype[np.int64]] = np.frombuffer(memoryview(bucket.steps), np.int64) + 1
+        is_uniform = static.has_one_group and bool((steps == steps[0]).all())
+        num_looked_at = 1 if is_uniform else len(steps)
+        for group, step in {*zip(static.groups[:num_looked_at].tolist(), steps[:num_looked_at].tolist(), strict=True)}:
+            hyper = self._hyper(task.job.options, group, step)
+            own = slice(None) if is_uniform else (static.groups == group) & (steps == step)
+            rows.factors[own] = _signed(factor, task.job.options[group])
             rows.hypers[own, : len(hyper)] = hyper
         z = steps.astype(np.uint64) * _OF_STEP + static.keys
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -58,12 +63,19 @@ class Hypers:
         z ^= z >> np.uint64(31)
         rows.keys[:, 0] = z & np.uint64(0xFFFFFFFF)
         rows.keys[:, 1] = z >> np.uint64(32)
-        return rows
+
+    def _hyper(self, options: Sequence[Options], group: int, step: int) -> Hyper:
+        if self._options is not options:
+            self._options = options
+            self._known = {}
+        if (group, step) not in self._known:
+            self._known[group, step] = self._rule.hyper(options[group], step)
+        return self._known[group, step]
 
     def _add(self, bucket: Bucket) -> _Slices:
         groups = np.array([param.group for param in bucket.params], dtype=np.int64)
         params = np.array([param.index for param in bucket.params], dtype=np.uint64)
-        self._slices[bucket] = found = _Slices(groups, params * _OF_PARAM + _START)
+        self._slices[bucket] = found = _Slices(len({*groups.tolist()}) == 1, groups, params * _OF_PARAM + _START)
         return found
 
 

@@ -38,6 +38,8 @@ from twinflow.offload.metadata import GRAD_ACCESS, METADATA
 
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+# A guarded class has a `__setattr__` in Python; a change of class need not pass through it.
+_SET_CLASS = object.__dict__["__class__"].__set__
 _PASSING = METADATA | GRAD_ACCESS
 _LAYOUT = {Tensor.stride, Tensor.is_contiguous}
 # These find a parameter in a graph, and do not read it.
@@ -145,7 +147,7 @@ def cover(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         kind = type(tensor)
         if kind not in _ORDINARY:
-            tensor.__class__ = _GUARDED.get(kind) or _guarded(kind)
+            _SET_CLASS(tensor, _GUARDED.get(kind) or _guarded(kind))
 
 
 def uncover(tensors: Iterable[Tensor]) -> None:
@@ -153,7 +155,7 @@ def uncover(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         kind = _ORDINARY.get(type(tensor))
         if kind is not None:
-            tensor.__class__ = kind
+            _SET_CLASS(tensor, kind)
 
 
 def uncover_one(tensor: Tensor) -> None:

@@ -74,6 +74,8 @@ def _number(value: object) -> float:
 def number(options: Options, name: str) -> float:
     """The value of an option that is a number: of Python, numpy or torch."""
     value = options[name]
+    if type(value) is float:  # nearly always; the check of a protocol takes several microseconds
+        return value
     assert isinstance(value, SupportsFloat), f"{name} has been checked to be a number"
     return float(value)
 
