@@ -1,4 +1,4 @@
-"""The state of buckets on the host that our kernels update (csrc/executor.cpp): how it is made, read and written."""
+"""The state of buckets on the host that our kernels update (csrc/executor_worker.cpp): how it is made, read and written."""
 
 from __future__ import annotations
 
