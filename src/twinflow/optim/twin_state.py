@@ -32,6 +32,7 @@ from twinflow.optim.twin_state_checks import (
 from twinflow.parallel.shard import shard_of
 from twinflow.rules import Rule
 from twinflow.rules.formats import BLOCK
+from twinflow.state_dict import tensor_of
 
 if TYPE_CHECKING:
     from twinflow.optim.twin import TwinOptimizer
@@ -217,7 +218,8 @@ def _read_param(optimizer: TwinOptimizer, param: Param) -> dict[str, Any]:
         if isinstance(parts[0][name], dict):  # what a torch optimizer keeps, for whole parameters: in its own shapes
             entry[name] = parts[0][name]
             continue
-        values = parts[0][name] if len(parts) == 1 else torch.cat([part[name] for part in parts])
+        tensors = [tensor_of(part, name) for part in parts]
+        values = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         entry[name] = values if name.endswith("_scale") else values.view(param.tensor.shape)
     return entry
 
