@@ -93,7 +93,10 @@ def _normal(given: Iterable[ParamEntry]) -> tuple[list[Tensor] | list[StateDict]
             if isinstance(param, tuple):
                 names[param[1]] = param[0]
             tensor = param[1] if isinstance(param, tuple) else param
-            assert isinstance(tensor, Tensor)
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    f"optimizer can only optimize Tensors, but one of the params is {type(tensor).__name__}"
+                )
             if tensor.requires_grad:
                 found.append(tensor)
         return found

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import Final, SupportsInt
+from typing import Final
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from twinflow.errors import bad_value
 from twinflow.rules.rule import Options
-from twinflow.state_dict import StateDict, map_tensors, params_of
+from twinflow.state_dict import StateDict, int_of, map_tensors, params_of
 
 # Not the user's wishes: the lists themselves, and whether a CUDA graph may hold the step, which the host has none of.
 _NOT_OPTIONS: Final = ("params", "param_names", "capturable")
@@ -108,8 +108,4 @@ def own_gradients(state: StateDict, grads: Tensor) -> None:
 
 def num_steps(state: Mapping[str, object]) -> int:
     """How many updates a state has seen: at least one unless it says none, as Adagrad's does when it is new."""
-    if "step" not in state:
-        return int(bool(state))
-    step = state["step"]
-    assert isinstance(step, SupportsInt)  # a number or a tensor
-    return int(step)
+    return int_of(state, "step") if "step" in state else int(bool(state))
