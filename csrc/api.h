@@ -90,7 +90,7 @@ TF_PUBLIC const char* tf_rules(void);
 TF_PUBLIC int32_t tf_api_version(void);
 TF_PUBLIC int64_t tf_segment_size(void);
 TF_PUBLIC int64_t tf_packing_size(void);
-// The executor (executor.cpp): copies gradients out, updates buckets on the host and sends weights back, by threads of
+// The executor (executor.h): copies gradients out, updates buckets on the host and sends weights back, by threads of
 // its own. Calls are thread safe. Those that block return -1 when the executor has failed or is closing.
 typedef struct tf_executor tf_executor;
 typedef struct tf_event tf_event;  // a point in a stream's work

@@ -1,3 +1,8 @@
+// Streams and events (streams.h), for machines with a GPU and for machines without one.
+//
+// Without a GPU each stream is a thread, which owns its queue and works through it in order; an event is a flag that
+// the thread sets. With a GPU the CUDA driver has the queues: the functions here only enqueue, from any thread of ours
+// that has called `enter_thread`. A stream is used by one thread at a time (the executor's lock), an event by any.
 #include "streams.h"
 
 #include <dlfcn.h>

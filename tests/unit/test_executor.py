@@ -1,4 +1,4 @@
-"""The native executor (csrc/executor.cpp) without a model: small buckets on the host, streams as threads.
+"""The native executor (csrc/executor*.cpp) without a model: small buckets on the host, streams as threads.
 
 Gradients are plain tensors, and every moment that matters is an event that the test fires. The truth is the torch
 reference of the rules, one step after the other.

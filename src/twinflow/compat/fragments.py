@@ -15,6 +15,7 @@ from twinflow.errors import bad_value
 from twinflow.offload.bucket import Bucket, Param
 from twinflow.offload.changes import check_changed, written
 from twinflow.optim.twin import TwinOptimizer
+from twinflow.state_dict import dict_of
 
 MASTER = "master"
 
@@ -130,9 +131,9 @@ def _read(optimizer: TwinOptimizer, param: Param, key: str) -> Tensor | None:
 
 
 def _read_piece(optimizer: TwinOptimizer, bucket: Bucket, index: int, key: str) -> Tensor | None:
-    values: dict[str, Any] = bucket.updater.read(bucket, index)
+    values = bucket.updater.read(bucket, index)
     if optimizer.rule is None and key != MASTER:  # what an optimizer of the user's keeps
-        values = values["state"]
+        values = dict_of(values, "state")
     found = values.get(key)
     return found if isinstance(found, Tensor) else None
 

@@ -1,4 +1,4 @@
-"""The executor of csrc/executor.cpp and its events, as ctypes sees them: structures and functions of csrc/api.h.
+"""The executor of csrc/executor.h and its events, as ctypes sees them: structures and functions of csrc/api.h.
 
 Functions that only look or submit are called with the interpreter lock held: they take about a microsecond, and giving
 the lock away could cost milliseconds. Functions that may block give it away.

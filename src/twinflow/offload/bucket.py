@@ -254,11 +254,11 @@ class Updater(Protocol):
         """Whether new weights need a page-locked slot; else they can be sent from the state itself."""
         ...
 
-    def read(self, bucket: Bucket, index: int) -> dict[str, Tensor]:
-        """One slice's master and states as flat fp32 tensors, by name."""
+    def read(self, bucket: Bucket, index: int) -> Mapping[str, object]:
+        """One slice's master and states as flat fp32 tensors, by name; of a user's optimizer also its options."""
         ...
 
-    def write(self, bucket: Bucket, index: int, values: Mapping[str, Tensor]) -> None:
+    def write(self, bucket: Bucket, index: int, values: Mapping[str, object]) -> None:
         """Take over what `read` gave."""
         ...
 

@@ -13,6 +13,7 @@ from twinflow.offload.plan import HOST, BucketPlan
 from twinflow.offload.weight_guard import plain
 from twinflow.rules.rule import Options
 from twinflow.rules.segment import Store
+from twinflow.state_dict import tensor_of
 
 
 def check_flags(frozen: Mapping[str, nn.Parameter]) -> None:
@@ -160,11 +161,11 @@ def _copy_store(bucket: Bucket, old: Store, new: Store) -> None:
                     into[piece.offset : piece.offset + piece.numel] = target.reshape(-1)
 
 
-def _write(bucket: Bucket, values: Sequence[Mapping[str, Tensor]], options: Sequence[Options]) -> None:
+def _write(bucket: Bucket, values: Sequence[Mapping[str, object]], options: Sequence[Options]) -> None:
     """Slice by slice, as for a checkpoint."""
     updater, steps = bucket.updater, list(bucket.steps)
     for i, value in enumerate(values):  # an optimizer of the user's may look at the weights when it starts
-        updater.write_master(bucket, i, value["master"], keep=False)
+        updater.write_master(bucket, i, tensor_of(value, "master"), keep=False)
     if bucket.slices:
         updater.start(bucket, options)
     for i, value in enumerate(values):

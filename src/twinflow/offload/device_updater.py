@@ -179,7 +179,7 @@ class DeviceUpdater:
         found = slices.read_one(self.rule, self._mended(bucket, index), key)
         return found.cpu() if found is not None else None
 
-    def write(self, bucket: Bucket, index: int, values: Mapping[str, Tensor]) -> None:
+    def write(self, bucket: Bucket, index: int, values: Mapping[str, object]) -> None:
         """Take over what `read` gave, from any format. A parameter that is part of the state wins over the master,
         where that is not what the parameter was rounded from."""
         store = self._slice(bucket, index)

@@ -1,6 +1,6 @@
 """Python's side of the executor: tasks go in, weights come back, and whoever needs them waits here.
 
-The executor itself is csrc/executor.cpp, which has the table of phases of a task. Two native threads copy
+The executor itself is csrc/executor.h, which has the table of phases of a task. Two native threads copy
 gradients out, update buckets on the host and send weights back. Updates on the device are queued by the threads that
 submit and close jobs (device_work.py). Python threads take part only where the optimizer itself is Python
 (torch_worker.py), and where ranks exchange (zero/).

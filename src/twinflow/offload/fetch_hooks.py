@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from twinflow.offload.blocks import Block
 from twinflow.offload.hooks import Hook, in_backward
+
+_Pack = Callable[[Tensor], object]
+_Unpack = Callable[[object], Tensor]
 
 
 class Keeper(Protocol):
@@ -78,9 +81,9 @@ class Place(NamedTuple):
 
 def put_hooks(parking: Keeper, block: Block) -> list[RemovableHandle]:
     """Before a block's forward and after it."""
-    open_now: list[Any] = []  # what is around forwards that run
+    open_now: list[saved_tensors_hooks | None] = []  # what is around forwards that run
 
-    def before(caller: nn.Module, args: Any, kwargs: Any) -> None:
+    def before(caller: nn.Module, args: object, kwargs: object) -> None:
         if caller is not block.module:  # a deep copy has the same hooks
             return
         check_transform()
@@ -91,13 +94,14 @@ def put_hooks(parking: Keeper, block: Block) -> list[RemovableHandle]:
         given = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
         for tensor in given:
             if tensor.grad_fn is not None:
-                tensor.register_hook(lambda _: parking.after_backward(block.index))
+                tensor.register_hook(lambda _: parking.after_backward(block.index))  # type: ignore[no-untyped-call]
         if in_backward() and any(tensor.grad_fn is None for tensor in given):  # reentrant checkpointing
             parking.leave_others(block.index)
-        open_now.append(_saving(parking, block))
-        open_now[-1].__enter__()
+        saving = _saving(parking, block)
+        open_now.append(saving)
+        saving.__enter__()
 
-    def after(caller: nn.Module, _: Any, output: Any) -> Any:
+    def after(caller: nn.Module, _: object, output: object) -> object:
         if caller is not block.module:
             return None
         context = open_now.pop() if open_now else None
@@ -110,26 +114,29 @@ def put_hooks(parking: Keeper, block: Block) -> list[RemovableHandle]:
         if torch.is_grad_enabled() and not in_backward():
             for tensor in given:
                 if tensor.requires_grad and tensor.grad_fn is not None:
-                    tensor.register_hook(lambda _: parking.before_backward(block.index))
+                    tensor.register_hook(lambda _: parking.before_backward(block.index))  # type: ignore[no-untyped-call]
         parking.after_block(block.index)
         return output
 
-    outside: Callable[[Any], Any] = torch._dynamo.disable
+    outside: Callable[[Callable[..., object]], Callable[..., object]] = torch._dynamo.disable
     first = block.module.register_forward_pre_hook(Hook(outside(before)), prepend=True, with_kwargs=True)
     return [first, block.module.register_forward_hook(Hook(outside(after)), always_call=True)]
 
 
 def _saving(parking: Keeper, block: Block) -> saved_tensors_hooks:
     """Around a forward: weights are saved as places; all else as whoever is around us wants it, checkpointing, say."""
-    get_outer: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+    # torch has no public name for the hooks that are around ours, and older ones have no name at all.
+    get_outer: Callable[[bool], tuple[_Pack, _Unpack] | None] = getattr(
+        torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
+    )
     outer_pack, outer_unpack = get_outer(True) or (_same, _same)
 
-    def pack(tensor: Tensor) -> Any:
+    def pack(tensor: Tensor) -> object:
         if parking.owns(tensor):
             return Place(tensor.detach(), parking.edition(block.index))
         return outer_pack(tensor)
 
-    def unpack(saved: Any) -> Any:
+    def unpack(saved: object) -> Tensor:
         if not isinstance(saved, Place):
             return outer_unpack(saved)
         if torch.is_grad_enabled():
@@ -151,11 +158,12 @@ def _saving(parking: Keeper, block: Block) -> saved_tensors_hooks:
     return saved_tensors_hooks(pack, unpack)
 
 
-def _same(value: Any) -> Any:
+def _same(value: object) -> Tensor:
+    assert isinstance(value, Tensor)
     return value
 
 
-def _tensors(value: Any) -> Iterator[Any]:
+def _tensors(value: object) -> Iterator[Tensor]:
     """All tensors in containers and dataclasses."""
     for leaf in tree_flatten(value)[0]:
         if isinstance(leaf, Tensor):
@@ -165,12 +173,14 @@ def _tensors(value: Any) -> Iterator[Any]:
                 yield from _tensors(getattr(leaf, item.name, None))
 
 
-def _copied(value: Any, is_weight: Callable[[Tensor], bool], name: str) -> Any:
+def _copied(value: object, is_weight: Callable[[Tensor], bool], name: str) -> object:
     """The same with copies of what lies in the weights' memory, which is given back."""
     if isinstance(value, Tensor):
         return value.clone() if is_weight(value) else value
-    if type(value) in (tuple, list):
-        return type(value)(_copied(item, is_weight, name) for item in value)
+    if type(value) is tuple:
+        return tuple(_copied(item, is_weight, name) for item in value)
+    if type(value) is list:
+        return [_copied(item, is_weight, name) for item in value]
     if type(value) is dict:
         return {key: _copied(item, is_weight, name) for key, item in value.items()}
     if any(is_weight(tensor) for tensor in _tensors(value)):

@@ -1,7 +1,7 @@
 """The work of a step: a job is one step, a task is one bucket's part in it. And what optimizers do with a task.
 
 Who owns a task: the thread that takes gradients makes it, fills it and submits it. From then on a task on the host
-belongs to the executor (csrc/executor.cpp has its phases), and one on the device to `DeviceWork` (device_work.py).
+belongs to the executor (csrc/executor.h has its phases), and one on the device to `DeviceWork` (device_work.py).
 Where ranks share a bucket, the thread of the reducer has the task in between (zero/reducer.py).
 """
 

@@ -5,7 +5,7 @@ Both stand-ins of the runtime (weight_guard.py, taken_gradient.py) let these pas
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ _METHODS: Final = (
 _FUNCTIONS: Final = ("is_complex", "is_conj", "is_floating_point", "is_inference", "is_signed", "numel", "is_same_size")
 
 
-def _found() -> frozenset[Any]:
+def _found() -> frozenset[object]:
     properties = [getattr(Tensor, name, None) for name in _PROPERTIES]
     getters = [found.__get__ for found in properties if found is not None]
     setters = [Tensor.requires_grad.__set__]  # type: ignore[attr-defined]
@@ -84,7 +84,5 @@ def _found() -> frozenset[Any]:
 
 
 METADATA: Final = _found()  # what __torch_function__ is given for them
-_GRAD: Any = Tensor.grad  # a descriptor, which torch types as what it gives
-GRAD_ACCESS: Final = frozenset(
-    [_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__]
-)  # of a parameter: not a use of its values
+# Access to a parameter's `.grad` is not a use of its values. torch types the descriptor as what it gives.
+GRAD_ACCESS: Final = frozenset([Tensor.grad.__get__, Tensor.grad.__set__, Tensor.grad.__delete__])  # type: ignore[union-attr]

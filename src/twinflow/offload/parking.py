@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,14 @@ class Piece(NamedTuple):
     write: Callable[[Tensor], None]
 
 
+class _Engine(Protocol):
+    """What torch's autograd engine offers, which has no types."""
+
+    def queue_callback(self, callback: Callable[[], None]) -> None:
+        """Call it when the outermost backward has ended."""
+        ...
+
+
 class Parking:
     """All blocks' weights. Everything here is called by the thread that runs the model, or its backward."""
 
@@ -74,7 +82,7 @@ class Parking:
         self._device = device
         self._executor = executor
         self._lots: dict[int, Lot] = {}
-        self._places: dict[Any, tuple[Parcel, Tensor]] = {}
+        self._places: dict[Tensor, tuple[Parcel, Tensor]] = {}
         self._nothing: dict[torch.dtype, Tensor] = {}
         self._order: list[int] = []  # of the blocks, in a forward
         self._trail: list[int] = []  # blocks whose backward is to come
@@ -151,7 +159,7 @@ class Parking:
         return param in self._places
 
     @property
-    def tensors(self) -> list[nn.Parameter]:
+    def tensors(self) -> list[Tensor]:
         """All parameters whose weights live here."""
         return list(self._places)
 
@@ -173,7 +181,7 @@ class Parking:
                 f"values of shape {tuple(values.shape)}"
             )
         values = values.to(device="cpu", dtype=param.dtype)
-        for piece in self.pieces(param):  # type: ignore[arg-type]
+        for piece in self.pieces(param):
             piece.write(values.reshape(-1)[piece.start : piece.start + piece.numel])
         for block, lot in self._lots.items() if not is_running else ():
             if parcel in lot.parcels:
@@ -218,7 +226,7 @@ class Parking:
                 "forward of its block, where no rank has all of it. Use it inside its block, or leave offload_param out"
             )
 
-    def pieces(self, param: nn.Parameter) -> list[Piece]:
+    def pieces(self, param: Tensor) -> list[Piece]:
         """What this process has of a parameter's weights."""
         parcel, view = self._places[param]
         host, at, bucket = parcel.host, int(view.storage_offset()), parcel.bucket
@@ -233,14 +241,14 @@ class Parking:
         read = _reader(host, start - low, stop - start)
         return [Piece(start - at, stop - start, read, _copier(read))]
 
-    def _hide(self, module: nn.Module, *_: Any) -> None:
+    def _hide(self, module: nn.Module, *_: object) -> None:
         """A state dict is about to take every parameter as it stands. That needs no copy: `_show` replaces it."""
         params = [param for param in module._parameters.values() if param is not None and param in self._places]
         buckets = [parcel.bucket for parcel, _ in map(self._places.__getitem__, params) if parcel.bucket is not None]
         self._executor.wait_for_weights(buckets)
         uncover(params)
 
-    def _show(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def _show(self, module: nn.Module, state: dict[str, object], prefix: str, *_: object) -> None:
         """In a state dict, the weights where they live. Of those that ranks have in parts, nobody can read any."""
         for name, param in module._parameters.items():
             if param is None or param not in self._places:
@@ -256,11 +264,11 @@ class Parking:
 
     def attach(self, model: nn.Module, blocks: Sequence[Block]) -> list[RemovableHandle]:
         """Hooks on the blocks; they come after the runtime's own, which are put before them later."""
-        owners: list[Any] = [m for m in model.modules() if any(p in self._places for p in m._parameters.values())]
+        owners = [m for m in model.modules() if any(p in self._places for p in m._parameters.values())]
         handles: list[RemovableHandle] = []
         for module in owners:
-            handles.append(module.register_state_dict_pre_hook(Hook(self._hide)))
-            handles.append(module.register_state_dict_post_hook(Hook(self._show)))
+            handles.append(module.register_state_dict_pre_hook(Hook(self._hide)))  # type: ignore[no-untyped-call]
+            handles.append(module.register_state_dict_post_hook(Hook(self._show)))  # type: ignore[no-untyped-call]
         for block in blocks:
             if block.index in self._lots:
                 handles += put_hooks(self, block)
@@ -318,7 +326,7 @@ class Parking:
         """See to it that nothing stays when this backward has ended."""
         if not self._is_in_backward and in_backward():
             self._is_in_backward = True
-            engine: Any = torch.autograd.Variable._execution_engine  # torch has no public name for it
+            engine: _Engine = torch.autograd.Variable._execution_engine  # torch has no public name for it
             engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:

@@ -6,14 +6,14 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from twinflow.errors import bad_value
-from twinflow.offload.torch_state import beside, group_of, on_host, wide
+from twinflow.offload.torch_state import beside, dict_on_host, group_of, on_host, wide
+from twinflow.state_dict import ParamEntry, StateDict, params_of
 
 Hosts = Mapping[Tensor, nn.Parameter]  # what stands for each of the model's parameters
 
@@ -26,23 +26,25 @@ class Recipe:
     """
 
     def __init__(
-        self, rule: Optimizer | Callable[..., Optimizer], given: Iterable[Any], options: Mapping[str, Any]
+        self, rule: Optimizer | Callable[..., Optimizer], given: Iterable[ParamEntry], options: Mapping[str, object]
     ) -> None:
         self._rule, self._options = rule, dict(options)
         self._given, names = _normal(given)
-        known = [param for entry in self._given for param in _params_of(entry)]
+        known = [param for entry in self._given for param in _params_in(entry)]
         if isinstance(rule, Optimizer):
             _check_instance(rule, known, options)
-            whole, back = rule, {param: param for param in known}
+            whole = rule
+            back: dict[Tensor, Tensor] = {param: param for param in known}
         else:
             # Pages nobody writes to: stand-ins cost address space only, where the real ones may not fit twice.
             stands = {p: nn.Parameter(torch.empty(p.shape, dtype=torch.float32, device="cpu")) for p in known}
-            whole, back = self._call(stands), {stand: param for param, stand in stands.items()}
+            whole = self._call(stands)
+            back = {stand: param for param, stand in stands.items()}
         _check_step(whole)
         kind = type(whole)
         self.name = f"{kind.__module__}.{kind.__qualname__}"
-        self.defaults: dict[str, Any] = dict(whole.defaults)
-        self.groups: list[dict[str, Any]] = [_over(group, back, names) for group in whole.param_groups]
+        self.defaults: StateDict = dict(whole.defaults)
+        self.groups: list[StateDict] = [_over(group, back, names) for group in whole.param_groups]
 
     def build(self, hosts: Hosts) -> Optimizer:
         """A fresh optimizer over some of the parameters, as they are on the host."""
@@ -64,7 +66,7 @@ class Recipe:
 
     def _clone(self, source: Optimizer, hosts: Hosts) -> Optimizer:
         """The same optimizer over host parameters, by way of its attributes: few constructors can be called again."""
-        memo: dict[int, Any] = {id(p): hosts.get(p, p) for p in _members(source)}  # found in the place of a copy
+        memo: dict[int, object] = {id(p): hosts.get(p, p) for p in _members(source)}  # found in the place of a copy
         inner: Optimizer = object.__new__(type(source))
         others = {k: v for k, v in vars(source).items() if k not in ("state", "param_groups")}
         vars(inner).update(copy.deepcopy(others, memo))
@@ -76,21 +78,25 @@ class Recipe:
         inner.state = defaultdict(dict)
         for param, host in hosts.items():
             if param in source.state:
-                state = {k: wide(v) for k, v in on_host(source.state[param]).items()}
+                state = {k: wide(v) for k, v in dict_on_host(source.state[param]).items()}
                 inner.state[host] = beside(host, state, group_of(inner, host))
         return inner
 
 
-def _normal(given: Iterable[Any]) -> tuple[list[Any], dict[Tensor, str]]:
+def _normal(given: Iterable[ParamEntry]) -> tuple[list[Tensor] | list[StateDict], dict[Tensor, str]]:
     """Parameters or groups of them, trainable ones only, that can be gone through again; and their names if given."""
     names: dict[Tensor, str] = {}
 
-    def tensors(params: Iterable[Any]) -> list[Tensor]:
+    def tensors(params: Iterable[object]) -> list[Tensor]:
         found = []
         for param in params:
             if isinstance(param, tuple):
                 names[param[1]] = param[0]
             tensor = param[1] if isinstance(param, tuple) else param
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    f"optimizer can only optimize Tensors, but one of the params is {type(tensor).__name__}"
+                )
             if tensor.requires_grad:
                 found.append(tensor)
         return found
@@ -98,40 +104,44 @@ def _normal(given: Iterable[Any]) -> tuple[list[Any], dict[Tensor, str]]:
     entries = list(given)
     if not (entries and isinstance(entries[0], dict)):
         return tensors(entries), names
-    groups = []
+    groups: list[StateDict] = []
     for entry in entries:
+        assert isinstance(entry, dict)
         params = [entry["params"]] if isinstance(entry["params"], Tensor) else list(entry["params"])
         names.update(zip(params, entry.get("param_names", ()), strict=False))
         groups.append({**{k: v for k, v in entry.items() if k != "param_names"}, "params": tensors(params)})
     return groups, names
 
 
-def _params_of(entry: Any) -> list[Tensor]:
-    return entry["params"] if isinstance(entry, dict) else [entry]
+def _params_in(entry: Tensor | StateDict) -> list[Tensor]:
+    return params_of(entry) if isinstance(entry, dict) else [entry]
 
 
-def _replaced(given: list[Any], hosts: Hosts) -> list[Any]:
+def _replaced(given: list[Tensor] | list[StateDict], hosts: Hosts) -> list[nn.Parameter] | list[StateDict]:
     """What the user gave, with host parameters in the place of the model's, and nothing where there is none."""
-    if not (given and isinstance(given[0], dict)):
-        return [hosts[param] for param in given if param in hosts]
-    groups = [{**group, "params": [hosts[p] for p in group["params"] if p in hosts]} for group in given]
-    return [group for group in groups if group["params"]]
+    groups = [entry for entry in given if isinstance(entry, dict)]
+    if not groups:
+        return [hosts[param] for param in given if isinstance(param, Tensor) and param in hosts]
+    replaced: list[StateDict] = [
+        {**group, "params": [hosts[p] for p in params_of(group) if p in hosts]} for group in groups
+    ]
+    return [group for group in replaced if group["params"]]
 
 
 def _members(optimizer: Optimizer) -> set[Tensor]:
     return {param for group in optimizer.param_groups for param in group["params"]}
 
 
-def _over(group: Mapping[str, Any], back: Mapping[Any, Tensor], names: Mapping[Tensor, str]) -> dict[str, Any]:
+def _over(group: Mapping[str, object], back: Mapping[Tensor, Tensor], names: Mapping[Tensor, str]) -> StateDict:
     """A group of the whole optimizer, over the model's parameters."""
-    params = [back[param] for param in group["params"] if param in back]
+    params = [back[param] for param in params_of(group) if param in back]
     own = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     if names and all(param in names for param in params):
         own["param_names"] = [names[param] for param in params]
     return {**own, "params": params}
 
 
-def _check_instance(source: Optimizer, known: Sequence[Tensor], options: Mapping[str, Any]) -> None:
+def _check_instance(source: Optimizer, known: Sequence[Tensor], options: Mapping[str, object]) -> None:
     kind = type(source).__name__
     if options:
         raise bad_value("options", dict(options), f"none: the {kind} given as rule has its own")

@@ -11,6 +11,7 @@ from twinflow import native
 from twinflow.rules import Rule, formats
 from twinflow.rules.formats import BLOCK, rounds_to
 from twinflow.rules.segment import Store, decode_state, encode_saved
+from twinflow.state_dict import tensor_of
 
 _CHUNK = 1 << 22  # elements that are worked on at once: what is made for them should not need much memory
 
@@ -34,16 +35,16 @@ def read_one(rule: Rule, store: Store, key: str) -> Tensor | None:
     return decode_state(store, which) if store.format == "int8" else store.states[which]
 
 
-def write(rule: Rule, whole: Store, values: Mapping[str, Tensor]) -> None:
+def write(rule: Rule, whole: Store, values: Mapping[str, object]) -> None:
     """Take over what `read` gave, from any format."""
     for at, store in _chunks(whole):
         numel, device = store.master.numel(), store.master.device
-        set_master(store, values["master"][at : at + numel].to(device).float())
+        set_master(store, tensor_of(values, "master")[at : at + numel].to(device).float())
         for which, name in enumerate(rule.states):
             if name is not None and name in values and store.states[which] is not None:
-                scale = values.get(f"{name}_scale")
+                scale = tensor_of(values, f"{name}_scale") if f"{name}_scale" in values else None
                 cut = scale[at // BLOCK : -(-(at + numel) // BLOCK)].to(device) if scale is not None else None
-                encode_saved(store, which, values[name][at : at + numel].to(device).float(), cut)
+                encode_saved(store, which, tensor_of(values, name)[at : at + numel].to(device).float(), cut)
 
 
 def write_master(whole: Store, values: Tensor, keep: bool) -> None:

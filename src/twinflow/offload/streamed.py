@@ -116,7 +116,7 @@ class StreamedUpdater:
         """One of them; a bf16 state as it is."""
         return slices.read_one(self.rule, self._mended(bucket, index), key)
 
-    def write(self, bucket: Bucket, index: int, values: Mapping[str, Tensor]) -> None:
+    def write(self, bucket: Bucket, index: int, values: Mapping[str, object]) -> None:
         """Take over what `read` gave. The parameter wins where the master is not what it was rounded from."""
         store, own = self._slice(bucket, index), bucket.targets[index].cpu()
         slices.write(self.rule, store, values)

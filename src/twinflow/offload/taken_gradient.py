@@ -17,7 +17,8 @@ gradient of another backward.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ class TakenGradient(Tensor):
         made.is_lent = False
         return made
 
-    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+    def __repr__(self, *_: object, **__: object) -> str:  # type: ignore[override]
         if self.is_used:
             return f"TakenGradient(shape={tuple(self.shape)}, used by step())"
         return repr(self.value())
@@ -91,24 +92,37 @@ class TakenGradient(Tensor):
         return self.held
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Whatever is done with it is done with the gradient."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             # An operator of C++ comes here by way of a dispatch mode (a counter of operations, say): see below.
             if func in _PASSING or isinstance(func, torch._ops.OpOverload):
                 return func(*args, **kwargs)
-            args, kwargs = _values(args), _values(kwargs)
+            args = [_values(item) for item in args]
+            kwargs = {key: _values(item) for key, item in kwargs.items()}
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """What autograd does with it, when it has another gradient for the parameter."""
         if func is torch.ops.aten.detach.default:
             return args[0]
-        if func in (_ADD_INTO, _ADD) and isinstance(args[0], cls):
+        if func in (_ADD_INTO, _ADD) and isinstance(args[0], cls) and isinstance(args[1], Tensor):
             return args[0]._accumulate(args[1], into=func is _ADD_INTO)
-        return func(*_values(args), **_values(kwargs or {}))
+        return func(*map(_values, args), **{key: _values(item) for key, item in (kwargs or {}).items()})
 
     def _accumulate(self, more: Tensor, into: bool) -> Tensor:
         """Add the gradient of another backward; `into`: to this very tensor."""
@@ -127,11 +141,12 @@ class TakenGradient(Tensor):
         return value.add_(more) if into else value + more
 
 
-def _values(value: Any) -> Any:
+def _values(value: object) -> object:
     if isinstance(value, TakenGradient):
         return value.value()
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_values, value))
+        named_tuple: Callable[..., object] = type(value)
+        return named_tuple(*map(_values, value))
     if isinstance(value, (tuple, list)):
         return type(value)(map(_values, value))
     if isinstance(value, dict):

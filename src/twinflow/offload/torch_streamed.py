@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from twinflow.device import Device
 from twinflow.offload.bucket import Bucket, Param
@@ -18,6 +17,7 @@ from twinflow.offload.staging import Stage
 from twinflow.offload.torch_updater import TorchUpdater
 from twinflow.rules.rule import Options
 from twinflow.rules.segment import Store
+from twinflow.state_dict import StateDict
 
 
 class StreamedTorchUpdater:
@@ -78,23 +78,24 @@ class StreamedTorchUpdater:
                 inner.optimizer.state[param] = {k: self._back(v, old.get(k)) for k, v in state.items()}
         kept.clear()
 
-    def _back(self, value: Any, old: Any) -> Any:
+    def _back(self, value: object, old: object) -> object:
         """State on the host: where it was before if it still fits there."""
         if isinstance(value, dict):
             return {k: self._back(v, old.get(k) if isinstance(old, dict) else None) for k, v in value.items()}
-        if type(value) in (list, tuple):
+        if type(value) is list or type(value) is tuple:
             known = old if isinstance(old, (list, tuple)) and len(old) == len(value) else [None] * len(value)
-            return type(value)(map(self._back, value, known))
+            moved = [self._back(item, before) for item, before in zip(value, known, strict=True)]
+            return moved if type(value) is list else tuple(moved)
         if not isinstance(value, Tensor) or (value.ndim == 0 and value.device.type == "cpu"):
             return value
-        fits = isinstance(old, Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype) and old is not value
-        if not fits:
-            if isinstance(old, Tensor):
-                self._device.release(old)
-            old = self._device.pinned(value.numel(), value.dtype).view(value.shape)
-        return old.copy_(value, non_blocking=True)
+        if isinstance(old, Tensor):
+            if (old.shape, old.dtype) == (value.shape, value.dtype) and old is not value:
+                return old.copy_(value, non_blocking=True)
+            self._device.release(old)
+        fresh = self._device.pinned(value.numel(), value.dtype).view(value.shape)
+        return fresh.copy_(value, non_blocking=True)
 
-    def _kept(self, bucket: Bucket) -> dict[Any, Any]:
+    def _kept(self, bucket: Bucket) -> dict[nn.Parameter, StateDict]:
         return self._host.inner(bucket).kept
 
     def publish(self, bucket: Bucket) -> Sequence[Tensor]:
@@ -106,17 +107,17 @@ class StreamedTorchUpdater:
         self._release(list(self._host.inner(bucket).optimizer.state.values()))
         self._host.forget(bucket)
 
-    def _release(self, value: Any) -> None:
+    def _release(self, value: object) -> None:
         if isinstance(value, Tensor):
             self._device.release(value)
         for item in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
             self._release(item)
 
-    def read(self, bucket: Bucket, index: int) -> dict[str, Any]:
+    def read(self, bucket: Bucket, index: int) -> StateDict:
         """As of a bucket on the host."""
         return self._host.read(bucket, index)
 
-    def write(self, bucket: Bucket, index: int, values: Mapping[str, Any]) -> None:
+    def write(self, bucket: Bucket, index: int, values: Mapping[str, object]) -> None:
         """As of a bucket on the host."""
         self._host.write(bucket, index, values)
         inner = self._host.inner(bucket)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +27,9 @@ from twinflow.offload.staging import Stage
 from twinflow.offload.torch_state import (
     beside,
     changes,
+    dict_on_host,
     host_options,
     num_steps,
-    on_host,
     one_group,
     own_gradients,
     read_back,
@@ -39,6 +38,7 @@ from twinflow.offload.updater import hidden_zeros
 from twinflow.rules.formats import rounds_to
 from twinflow.rules.rule import Options
 from twinflow.rules.segment import Store
+from twinflow.state_dict import StateDict, dict_of, params_of, tensor_of
 
 
 @dataclass
@@ -49,25 +49,26 @@ class Inner:
     params: list[nn.Parameter]  # of each slice
     flats: list[Tensor]  # the same memory, flat: each slice of the master
     outer: list[int | None]  # the user's group that each of its groups belongs to; None: it is empty
-    seen: dict[int, dict[str, Any]]  # the options of the user's groups when last looked at
-    kept: dict[Any, Any] = field(default_factory=dict)  # states on the host, while the optimizer works on the device
+    seen: dict[int, StateDict]  # the options of the user's groups when last looked at
+    # States on the host, while the optimizer works on the device.
+    kept: dict[nn.Parameter, StateDict] = field(default_factory=dict)
 
-    def groups(self) -> list[tuple[dict[str, Any], int]]:
+    def groups(self) -> list[tuple[StateDict, int]]:
         """Its groups, and the user's that each belongs to."""
         pairs = zip(self.optimizer.param_groups, self.outer, strict=True)
         return [(group, outer) for group, outer in pairs if outer is not None]
 
-    def group_of(self, param: nn.Parameter) -> tuple[dict[str, Any], dict[str, Any]]:
+    def group_of(self, param: nn.Parameter) -> tuple[StateDict, StateDict]:
         """The group that a parameter is in, and the user's options for it."""
-        return next((group, self.seen[g]) for group, g in self.groups() if any(p is param for p in group["params"]))
+        return next((group, self.seen[g]) for group, g in self.groups() if any(p is param for p in params_of(group)))
 
     def follow(self, options: Sequence[Options]) -> None:
         """Take over what the user has changed since the last look, and only that: optimizers also count steps and keep
         estimates in their groups, which are not the user's."""
         for group, g in self.groups():
-            group.update(on_host(changes(options[g], self.seen[g])))
+            group.update(dict_on_host(changes(options[g], self.seen[g])))
         for g, seen in self.seen.items():
-            seen.update(on_host(changes(options[g], seen)))
+            seen.update(dict_on_host(changes(options[g], seen)))
 
     def step(self, task: Task, grads: Tensor) -> None:
         """One step with fp32 gradients, for the slices that have one."""
@@ -113,7 +114,7 @@ class TorchUpdater:
         seen = {g: host_options(options[g]) for g in set(outer_of.values())}
         inner = self._inners[bucket.plan.index] = Inner(optimizer, params, flats, outer, seen)
         for group, g in inner.groups():
-            group.update(on_host(seen[g]))
+            group.update(dict_on_host(seen[g]))
             if "capturable" in group:
                 group["capturable"] = False
         for i, host in enumerate(params):  # an optimizer that was in use goes on counting
@@ -143,7 +144,7 @@ class TorchUpdater:
         """The bucket's optimizer."""
         return self._inners[bucket.plan.index]
 
-    def beside(self, bucket: Bucket, param: nn.Parameter) -> dict[str, Any]:
+    def beside(self, bucket: Bucket, param: nn.Parameter) -> StateDict:
         """Copies of a parameter's state where the parameter is now."""
         inner = self.inner(bucket)
         return beside(param, inner.optimizer.state[param], inner.group_of(param)[0], copies=True)
@@ -177,24 +178,24 @@ class TorchUpdater:
             native.scale_in_place(grads, factor)
         return grads
 
-    def read(self, bucket: Bucket, index: int) -> dict[str, Any]:
+    def read(self, bucket: Bucket, index: int) -> StateDict:
         """One slice's flat master; under `state` what its optimizer keeps for it, as it is; under `group` what the
         optimizer itself has written into its param group (counters, say)."""
         inner = self._inners[bucket.plan.index]
         param = inner.params[index]
         state = dict(inner.optimizer.state.get(param, {}))
-        values: dict[str, Any] = {"master": inner.flats[index].cpu(), "state": read_back(state)}
+        values: StateDict = {"master": inner.flats[index].cpu(), "state": read_back(state)}
         own = changes(*inner.group_of(param))
         return {**values, "group": own} if own else values
 
-    def write(self, bucket: Bucket, index: int, values: Mapping[str, Any]) -> None:
+    def write(self, bucket: Bucket, index: int, values: Mapping[str, object]) -> None:
         """Take over copies of what `read` gave."""
         inner = self._inners[bucket.plan.index]
         param = inner.params[index]
-        inner.flats[index].copy_(values["master"])
+        inner.flats[index].copy_(tensor_of(values, "master"))
         group = inner.group_of(param)[0]
-        inner.optimizer.state[param] = beside(param, on_host(values.get("state", {})), group)
-        group.update(on_host(values.get("group", {})))
+        inner.optimizer.state[param] = beside(param, dict_on_host(dict_of(values, "state")), group)
+        group.update(dict_on_host(dict_of(values, "group")))
 
     def clear(self, bucket: Bucket, index: int, options: Sequence[Options]) -> None:
         """Forget what the optimizer keeps for one slice."""

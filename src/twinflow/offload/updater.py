@@ -1,4 +1,4 @@
-"""The state of buckets on the host that our kernels update (csrc/executor.cpp): how it is made, read and written."""
+"""State of buckets on the host that our kernels update (csrc/executor_worker.cpp): how it is made, read and written."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class RuleUpdater:
         """One of them; a bf16 state as it is."""
         return slices.read_one(self.rule, self._slice(bucket, index), key)
 
-    def write(self, bucket: Bucket, index: int, values: Mapping[str, Tensor]) -> None:
+    def write(self, bucket: Bucket, index: int, values: Mapping[str, object]) -> None:
         """Take over what `read` gave, from any format."""
         slices.write(self.rule, self._slice(bucket, index), values)
         self._round(bucket, index)

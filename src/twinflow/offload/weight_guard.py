@@ -27,8 +27,9 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from types import FrameType
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,7 @@ _LAYOUT = {Tensor.stride, Tensor.is_contiguous}
 _OF_GRAPHS = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.backward])
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _IN_PLACE = frozenset(["__setitem__", *(f"__i{name}__" for name in _OPERATORS)])
+_Result = TypeVar("_Result")
 plain = torch._C.DisableTorchFunctionSubclass  # a context in which guarded weights are ordinary tensors
 
 
@@ -91,7 +93,7 @@ class Owner(Protocol):
 
 # Of each parameter, a weak reference to its owner. All optimizers of a process look here; an attribute of the parameter
 # would be saved with it.
-_OWNERS: Any = WeakTensorKeyDictionary()
+_OWNERS: MutableMapping[Tensor, weakref.ref[Owner]] = WeakTensorKeyDictionary()
 _GUARDED: dict[type, type] = {}  # the guarded subclass of each class of parameters
 _ORDINARY: dict[type, type] = {}  # and back
 
@@ -122,7 +124,7 @@ def release(tensors: Iterable[Tensor]) -> None:
 
 def _owner(tensor: Tensor) -> Owner | None:
     reference = _OWNERS.get(tensor)
-    owner: Owner | None = reference() if reference is not None else None
+    owner = reference() if reference is not None else None
     return owner if owner is not None and not owner.is_closed else None
 
 
@@ -177,25 +179,24 @@ def _guarded(kind: type) -> type:
     return _GUARDED[kind]
 
 
-def _deepcopy(self: Tensor, memo: dict[int, Any]) -> Tensor:
+def _deepcopy(self: Tensor, memo: dict[int, object]) -> Tensor:
     """The copy has the ordinary class."""
-    copied: Tensor = _ordinarily(self, lambda it: copy.deepcopy(it, memo))
-    return copied
+    return _ordinarily(self, lambda it: copy.deepcopy(it, memo))
 
 
-def _reduce(self: Tensor, protocol: int) -> Any:
+def _reduce(self: Tensor, protocol: int) -> object:
     """A pickle or torch.save of the parameter holds the ordinary class."""
     return _ordinarily(self, lambda it: it.__reduce_ex__(protocol))  # type: ignore[no-untyped-call]
 
 
-def _setattr(self: Tensor, name: str, value: Any) -> None:
+def _setattr(self: Tensor, name: str, value: object) -> None:
     """nn.Parameter(p) wants a tensor of p's class from p.detach(), which it then marks as a parameter."""
     object.__setattr__(self, name, value)
     if name == "_is_param" and _owner(self) is None:
         uncover_one(self)
 
 
-def _ordinarily(tensor: Tensor, use: Callable[[Tensor], Any]) -> Any:
+def _ordinarily(tensor: Tensor, use: Callable[[Tensor], _Result]) -> _Result:
     """A use of the parameter that torch_function does not see."""
     owner = _owner(tensor)
     kind = type(tensor)
@@ -216,18 +217,24 @@ def _ordinarily(tensor: Tensor, use: Callable[[Tensor], Any]) -> Any:
 # Operations.
 
 
-def _intercept(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def _intercept(
+    cls: type,
+    func: Callable[..., object],
+    types: Sequence[type],
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
+) -> object:
     kwargs = kwargs or {}
     if func in _PASSING:
         with plain():
-            if func in _LAYOUT and _lives_away(args[0]):  # what stands for it has no layout of its own
-                return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)
+            if func in _LAYOUT and _lives_away(_first(args)):  # what stands for it has no layout of its own
+                return func(torch.empty(_first(args).shape, device="meta"), *args[1:], **kwargs)
             return func(*args, **kwargs)
     return _operate(func, args, kwargs)
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator]
-def _operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _operate(func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     for tensor in _guarded_in((args, kwargs)):
         if _owner(tensor) is None:  # nn.Parameter(p) of a guarded p, or a parameter whose optimizer is gone
             uncover_one(tensor)
@@ -254,14 +261,16 @@ def _operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # A parameter whose optimizer is gone stays ordinary.
         cover(tensor for tensor, owner in owners if not owner.is_closed)
     if func == _GET_DATA and owners:
+        assert isinstance(result, Tensor)
         owners[0][1].note_alias(owners[0][0], result)
     elif func is Tensor.detach and owners and _is_called_by_parameter():
+        assert isinstance(result, Tensor)
         result.__class__ = type(owners[0][0])  # nn.Parameter(p) wants a tensor of p's class
     return result
 
 
 def _is_called_by_parameter() -> bool:
-    frame: Any = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     for _ in range(6):  # our own frames, and Dynamo's around them, are between
         if frame is None:
             return False
@@ -271,14 +280,16 @@ def _is_called_by_parameter() -> bool:
     return False
 
 
-def _operate_away(func: Any, args: Any, kwargs: dict[str, Any], away: list[Tensor]) -> Any:
+def _operate_away(
+    func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], away: list[Tensor]
+) -> object:
     """An operation on weights that live on the host: on copies; those that it writes to are stored."""
-    if func == _SET_DATA and _lives_away(args[0]):
-        values = args[1]
-        if values is not args[0]:  # else nothing is to be done: model.to(the device that it has)
-            _need(args[0]).store(args[0], _need(values).fetch_copy(values) if _lives_away(values) else values)
+    if func == _SET_DATA and _lives_away(_first(args)):
+        param, given = _first(args), _first(args[1:])
+        if given is not param:  # else nothing is to be done: model.to(the device that it has)
+            _need(param).store(param, _need(given).fetch_copy(given) if _lives_away(given) else given)
         return None
-    copies = {}
+    copies: dict[int, Tensor] = {}
     for tensor in away:
         with plain():
             values = _need(tensor).fetch_copy(tensor)
@@ -287,14 +298,16 @@ def _operate_away(func: Any, args: Any, kwargs: dict[str, Any], away: list[Tenso
         copies[id(tensor)] = values
     if func == _GET_DATA:  # the result of `.data` would count its writes by itself
         alias = copies[id(args[0])].detach()
-        _need(args[0]).lend(args[0], alias)
+        _need(_first(args)).lend(_first(args), alias)
         return alias
     if func is Tensor.detach and _is_called_by_parameter():  # nn.Parameter(p) wants a tensor of p's class
         alias = copies[id(args[0])].detach()
-        alias.__class__ = type(args[0])
+        alias.__class__ = type(_first(args))
         return alias
     versions = {key: values._version for key, values in copies.items()}
-    result = func(*_replaced(args, copies), **_replaced(kwargs, copies))
+    result = func(
+        *(_replaced(item, copies) for item in args), **{key: _replaced(item, copies) for key, item in kwargs.items()}
+    )
     for tensor in away:
         values = copies[id(tensor)]
         owner = _need(tensor)
@@ -311,19 +324,25 @@ class _Connected(torch.autograd.Function):
     """A copy of a weight whose gradient is the parameter's."""
 
     @staticmethod
-    def forward(ctx: Any, param: Tensor, values: Tensor) -> Tensor:
+    def forward(ctx: object, param: Tensor, values: Tensor) -> Tensor:
         """`values` are the parameter's, elsewhere."""
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
         """The gradient as it is."""
         return grad, None
 
 
-def _writes(func: Any) -> bool:
+def _writes(func: object) -> bool:
     name = getattr(func, "__name__", "")
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def _first(args: Sequence[object]) -> Tensor:
+    tensor = args[0]
+    assert isinstance(tensor, Tensor)
+    return tensor
 
 
 def _lives_away(tensor: Tensor) -> bool:
@@ -343,8 +362,9 @@ def _shares_memory(a: Tensor, b: Tensor) -> bool:
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
-def _guarded_in(value: Any) -> Iterator[Tensor]:
+def _guarded_in(value: object) -> Iterator[Tensor]:
     if type(value) in _ORDINARY:
+        assert isinstance(value, Tensor)
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
@@ -354,7 +374,7 @@ def _guarded_in(value: Any) -> Iterator[Tensor]:
             yield from _guarded_in(item)
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def _tensors_in(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -362,11 +382,12 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(item)
 
 
-def _replaced(value: Any, copies: dict[int, Tensor]) -> Any:
+def _replaced(value: object, copies: dict[int, Tensor]) -> object:
     if isinstance(value, Tensor):
         return copies.get(id(value), value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_replaced(item, copies) for item in value))
+        named_tuple: Callable[..., object] = type(value)
+        return named_tuple(*(_replaced(item, copies) for item in value))
     if isinstance(value, (tuple, list)):
         return type(value)(_replaced(item, copies) for item in value)
     if isinstance(value, dict):

@@ -15,8 +15,9 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any, Final
+from typing import Final
 
+from twinflow.device import Mark
 from twinflow.dist.agree import gather_json
 from twinflow.offload import reconfigure
 from twinflow.offload.bucket import Bucket
@@ -26,6 +27,7 @@ from twinflow.planner.formats import StateBytes
 from twinflow.planner.placement import Room, choose, input_side_first
 from twinflow.planner.rates import Rates
 from twinflow.planner.simulate import Gate, Item, Timing, Ways
+from twinflow.state_dict import Kind
 from twinflow.zero import Team
 from twinflow.zero.start import own_host_bytes
 
@@ -64,7 +66,7 @@ class AutoPlacement:
         self._timings: list[Timing] = []
         self._num_steps = 0
         self._since = 0  # steps since the last move
-        self._steps: list[tuple[Any, Any]] = []  # the steps that are watched: where each began and ended
+        self._steps: list[tuple[Mark, Mark]] = []  # the steps that are watched: where each began and ended
         self._seen: list[tuple[float, tuple[str, ...]]] = []  # what steps took, with these places
         self._trouble = ""
         self._wanted = self._places()  # what was chosen: memory may have been short for some of it
@@ -238,9 +240,12 @@ class AutoPlacement:
             there, host = (int(value) for value in self._team.least([there, host]))
         return Room(there, host)
 
-    def _agreed(self, value: Any) -> Any:
+    def _agreed(self, value: Kind) -> Kind:
         """What the first rank says: measured times differ, and all have to come to the same choice."""
-        return value if self._team is None else gather_json(self._team.calls, value)[0]
+        if self._team is None:
+            return value
+        said: list[Kind] = gather_json(self._team.calls, value)
+        return said[0]
 
     def _used(self) -> tuple[int, int]:
         """Bytes of state on the device and on the host."""
@@ -273,8 +278,8 @@ class AutoPlacement:
                 break
             places[bucket.plan.index] = HOST
             over, spare = over - self._state_bytes(bucket.plan), spare - needed
-        places = self._agreed(places if tuple(places) != self._places() else None)
-        if places is not None and (num_moved := self._move(places)):
+        agreed = self._agreed(places if tuple(places) != self._places() else None)
+        if agreed is not None and (num_moved := self._move(agreed)):
             LOGGER.info(
                 f"ratio auto: the device's memory has become short: {num_moved} buckets go back to the host, which has "
                 f"{host_share(runtime.buckets):.2f} of the state now{self._trouble}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from inspect import Parameter, Signature
-from typing import Any, Final
+from typing import Final, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from twinflow.rules.checks import FLOATS, check_tensor
 from twinflow.rules.formats import rounding_key
 from twinflow.rules.rule import OptionValue, Values
 from twinflow.rules.segment import Segment, Store, check_format, new_states
+from twinflow.state_dict import StateDict, list_of, value_of
+
+Loss = TypeVar("Loss")
 
 
 class HostOptimizer(Optimizer):
@@ -45,20 +48,22 @@ class HostOptimizer(Optimizer):
         self._versions: dict[Tensor, int] = {}  # each parameter's version when its master was last in step with it
         super().__init__(params, defaults)
 
-    def _with_defaults(self, values: tuple[OptionValue, ...], options: Mapping[str, OptionValue]) -> dict[str, Any]:
+    def _with_defaults(self, values: tuple[OptionValue, ...], options: Mapping[str, OptionValue]) -> StateDict:
         """Options as Python would bind them to the arguments of a function."""
         given = signature_of(self.rule).bind(None, *values, **options)
         given.apply_defaults()
         return {name: value for name, value in given.arguments.items() if name not in ("params", "states")}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         return {**super().__getstate__(), "states": self.states, "_versions": {}}
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: StateDict) -> None:
         """Add a group; its options and parameters are checked before anything changes."""
         self.rule.check({**self.defaults, **param_group})
         params = param_group["params"]
-        if not isinstance(params, (Tensor, set)):  # torch itself refuses a set, whose order is not fixed
+        if isinstance(params, Iterable) and not isinstance(
+            params, (Tensor, set)
+        ):  # torch itself refuses a set, whose order is not fixed
             params = list(params)
             for i, entry in enumerate(params):
                 name, param = entry if isinstance(entry, tuple) else (f"params[{len(self.param_groups)}][{i}]", entry)
@@ -69,8 +74,14 @@ class HostOptimizer(Optimizer):
                 raise ValueError(f"params[{len(self.param_groups)}] holds a parameter twice. Give each one once")
         super().add_param_group({**param_group, "params": params})
 
+    @overload
+    def step(self, closure: None = None, factor: float = 1.0) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], Loss], factor: float = 1.0) -> Loss: ...
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, factor: float = 1.0) -> Any:
+    def step(self, closure: Callable[[], object] | None = None, factor: float = 1.0) -> object:
         """One update of every parameter that has a gradient.
 
         `factor` multiplies the gradients inside the kernel: unscaling and clipping in one number, without a pass.
@@ -84,6 +95,7 @@ class HostOptimizer(Optimizer):
         ready = list(self._ready())
         for name, _, param, _ in ready:
             check_tensor(name, param, FLOATS)
+            assert param.grad is not None
             check_tensor(f"{name}: gradient", param.grad, FLOATS, param.numel())
         segments = [self._segment(*entry, factor) for entry in ready]
         native.update(segments)  # checks every segment before it touches one
@@ -93,7 +105,7 @@ class HostOptimizer(Optimizer):
             self._versions[param] = param._version
         return loss
 
-    def _ready(self) -> Iterable[tuple[str, int, Any, dict[str, Any]]]:
+    def _ready(self) -> Iterable[tuple[str, int, Tensor, StateDict]]:
         """Name, running number, parameter and group of each parameter with a gradient."""
         index = 0
         for g, group in enumerate(self.param_groups):
@@ -103,7 +115,8 @@ class HostOptimizer(Optimizer):
                 if param.grad is not None:
                     yield name, index - 1, param, group
 
-    def _segment(self, name: str, index: int, param: Any, group: dict[str, Any], factor: float) -> Segment:
+    def _segment(self, name: str, index: int, param: Tensor, group: StateDict, factor: float) -> Segment:
+        assert param.grad is not None
         fresh = self._prepare(param, group)
         step = self.state[param]["step"] + 1
         hyper = self.rule.hyper(group, 1 if fresh else step)
@@ -111,7 +124,7 @@ class HostOptimizer(Optimizer):
         store = self._store(param, group)
         return Segment(self.rule, hyper, param.grad.view(-1), store, signed, rounding_key(step, index), name=name)
 
-    def _prepare(self, param: Tensor, group: dict[str, Any]) -> bool:
+    def _prepare(self, param: Tensor, group: StateDict) -> bool:
         """Create or complete the parameter's state; whether its states are new."""
         state = self.state[param]
         state.setdefault("step", 0)
@@ -130,7 +143,7 @@ class HostOptimizer(Optimizer):
                     state[f"{name}_scale"] = scale
         return True
 
-    def _store(self, param: Tensor, group: dict[str, Any]) -> Store:
+    def _store(self, param: Tensor, group: StateDict) -> Store:
         """The parameter's buffers, flat, as the kernels take them."""
         state, flat = self.state[param], param.detach().view(-1)
         names = self.rule.states if self.rule.keeps_states(group) else (None, None)
@@ -142,18 +155,19 @@ class HostOptimizer(Optimizer):
         return Store(self.states, master, flat, (first, second), (first_scale, second_scale))
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Load what `state_dict` gave: bit-exact for the same format, converted from any other or from torch.optim.
 
         Everything is checked before anything changes.
         """
         groups = saved.check_groups(self.rule, self.defaults, self.param_groups, state_dict)
+        entries = value_of(state_dict, "state", dict)
         loaded = {}
         params = [param for group in self.param_groups for param in group["params"]]
-        for i, param in zip([i for group in groups for i in group["params"]], params, strict=True):
-            if i in state_dict["state"]:
+        for i, param in zip([i for group in groups for i in list_of(group, "params")], params, strict=True):
+            if i in entries:
                 label = f"state_dict: state[{i}]"
-                loaded[param] = saved.read_state(label, self.rule, self.states, param, state_dict["state"][i])
+                loaded[param] = saved.read_state(label, self.rule, self.states, param, entries[i])
         super().load_state_dict({"state": {}, "param_groups": groups})
         self.state.update(loaded)
         self._versions = {}  # the next step looks whether parameters and masters agree

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from twinflow.errors import bad_value
 
@@ -118,17 +117,18 @@ def _after_good_step(scale: LossScale) -> tuple[float, int]:
     return grown if math.isfinite(grown) else scale.scale, scale.hysteresis if refilled else scale.hysteresis_left
 
 
-def to_dict(scale: LossScale) -> dict[str, Any]:
+def to_dict(scale: LossScale) -> dict[str, object]:
     """Plain numbers, for a checkpoint."""
     return dataclasses.asdict(scale)
 
 
-def from_dict(saved: Mapping[str, Any]) -> LossScale:
+def from_dict(saved: Mapping[str, object]) -> LossScale:
     """What `to_dict` gave; every field must be there, and nothing else."""
     names = [field.name for field in dataclasses.fields(LossScale)]
     if set(saved) != set(names):
         raise bad_value("loss scale in the checkpoint: keys", sorted(map(str, saved)), [sorted(names)])
-    return LossScale(**saved)
+    made: Callable[..., LossScale] = LossScale  # which checks what it is given
+    return made(**saved)
 
 
 def _check_whole(name: str, value: object, least: int, most: float = math.inf) -> None:

@@ -3,12 +3,11 @@ parameter, `master_lower` (int16) with the parameter itself as the upper half.""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from twinflow import native
+from twinflow.state_dict import StateDict, tensor_of
 
 
 def is_split(param: Tensor, states: str) -> bool:
@@ -16,22 +15,23 @@ def is_split(param: Tensor, states: str) -> bool:
     return states != "fp32" and param.dtype == torch.bfloat16
 
 
-def new_master(param: Tensor, state: dict[str, Any], states: str) -> None:
+def new_master(param: Tensor, state: StateDict, states: str) -> None:
     """A master equal to the parameter as it is."""
     if is_split(param, states):
         state["master_lower"] = torch.zeros(param.shape, dtype=torch.int16)
     else:
-        state["master"] = native.advise_huge(torch.empty(param.shape, dtype=torch.float32))
-        native.cast(state["master"], param.detach())
+        master = native.advise_huge(torch.empty(param.shape, dtype=torch.float32))
+        native.cast(master, param.detach())
+        state["master"] = master
 
 
-def fits(param: Tensor, state: dict[str, Any], states: str) -> bool:
+def fits(param: Tensor, state: StateDict, states: str) -> bool:
     """Whether the master is kept the way this parameter's dtype and the format want it."""
     wanted = set() if param.dtype == torch.float32 else {"master_lower" if is_split(param, states) else "master"}
     return {"master", "master_lower"} & state.keys() == wanted
 
 
-def fit_master(param: Tensor, state: dict[str, Any], states: str) -> None:
+def fit_master(param: Tensor, state: StateDict, states: str) -> None:
     """Bring the master in step with a parameter that may have been written to, loaded or cast since.
 
     Where the master still rounds to the parameter it keeps its full precision; elsewhere the parameter is taken over.
@@ -52,14 +52,13 @@ def fit_master(param: Tensor, state: dict[str, Any], states: str) -> None:
     state["master"] = torch.where(agrees, master, value.float())
 
 
-def full_master(param: Tensor, state: dict[str, Any]) -> Tensor | None:
+def full_master(param: Tensor, state: StateDict) -> Tensor | None:
     """The master in fp32, from either way of keeping it; None where there is none."""
     if state.get("master") is not None:
-        master: Tensor = state["master"]
-        return master
+        return tensor_of(state, "master")
     if state.get("master_lower") is None or param.dtype != torch.bfloat16:
         return None
-    upper, lower = param.detach(), state["master_lower"]
+    upper, lower = param.detach(), tensor_of(state, "master_lower")
     # A lower half that does not belong to this upper one could make a NaN of it: of 0, say.
     joined = native.join(upper, lower)
     return torch.where(native.split(joined)[0] == upper, joined, upper.float())

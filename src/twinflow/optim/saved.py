@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,17 +11,18 @@ from twinflow.errors import bad_value
 from twinflow.rules import Rule
 from twinflow.rules.checks import FLOATS
 from twinflow.rules.segment import Store, decode_state, encode_state, new_states, state_numels
+from twinflow.state_dict import StateDict, int_of, list_of, params_of, saved_groups
 
 
 def check_groups(
-    rule: Rule, defaults: Mapping[str, Any], own: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+    rule: Rule, defaults: Mapping[str, object], own: Sequence[Mapping[str, object]], state_dict: Mapping[str, object]
+) -> list[StateDict]:
     """The saved groups with our defaults filled in, or a ValueError that says what does not fit."""
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise bad_value("state_dict", sorted(map(str, state_dict)), "a dict with 'state' and 'param_groups'")
-    groups = [{**defaults, **group} for group in state_dict["param_groups"]]
-    sizes, own_sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in own]
+    groups = [{**defaults, **group} for group in saved_groups(state_dict)]
+    sizes, own_sizes = [len(list_of(group, "params")) for group in groups], [len(params_of(group)) for group in own]
     if sizes != own_sizes:
         raise bad_value("state_dict: sizes of param_groups", sizes, [own_sizes])
     for i, group in enumerate(groups):
@@ -34,13 +34,14 @@ def check_groups(
     return groups
 
 
-def read_state(label: str, rule: Rule, states: str, param: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
+def read_state(label: str, rule: Rule, states: str, param: Tensor, entry: Mapping[str, object]) -> StateDict:
     """One parameter's state in our format `states`, from what was saved."""
     wanted = [name for name in rule.states if name]
     names = [name for name in wanted if entry.get(name) is not None]
     if names != wanted and (names or rule.state_option is None):
         raise bad_value(f"{label}: states", sorted(names), [wanted], "It was saved by another kind of optimizer")
-    state: dict[str, Any] = {"step": int(entry.get("step", 1 if names else 0))}  # torch's SGD counts no steps
+    counted = int_of(entry, "step") if "step" in entry else 1 if names else 0  # torch's SGD counts no steps
+    state: StateDict = {"step": counted}
     if names:
         buffers, scales = new_states(rule, states, param.numel())
         store = Store(states, param.detach().view(-1), None, buffers, scales)
@@ -55,18 +56,17 @@ def read_state(label: str, rule: Rule, states: str, param: Tensor, entry: Mappin
     for name, dtype in (("master", torch.float32), ("master_lower", torch.int16)):
         master = entry.get(name)
         if master is not None and param.dtype != torch.float32:
-            _check(f"{label}[{name!r}]", master, (dtype,), param.shape)
-            state[name] = master.detach().cpu().clone().contiguous()
+            state[name] = (
+                _check(f"{label}[{name!r}]", master, (dtype,), param.shape).detach().cpu().clone().contiguous()
+            )
     return state
 
 
-def _read_one(label: str, rule: Rule, store: Store, which: int, entry: Mapping[str, Any], shape: torch.Size) -> None:
+def _read_one(label: str, rule: Rule, store: Store, which: int, entry: Mapping[str, object], shape: torch.Size) -> None:
     """One state into `store`: copied where the format is the same, else decoded and encoded."""
     name, into, own_scale = rule.states[which], store.states[which], store.scales[which]
     assert name is not None and into is not None
-    values, scale = entry[name], entry.get(f"{name}_scale")
-    _check(label, values, (*FLOATS, torch.float64, torch.uint8), shape)
-    values = values.detach().cpu().reshape(-1)
+    values = _check(label, entry[name], (*FLOATS, torch.float64, torch.uint8), shape).detach().cpu().reshape(-1)
     if values.dtype != torch.uint8:
         if values.dtype == into.dtype:
             into.copy_(values)
@@ -74,9 +74,8 @@ def _read_one(label: str, rule: Rule, store: Store, which: int, entry: Mapping[s
             encode_state(store, which, values.float())
         return
     blocks = state_numels(rule, "int8", values.numel())[1][which]
-    _check(f"{label} scales", scale, (torch.float32,), torch.Size([blocks]))
-    assert isinstance(scale, Tensor)
-    scale = scale.detach().cpu()
+    saved_scale = entry.get(f"{name}_scale")
+    scale = _check(f"{label} scales", saved_scale, (torch.float32,), torch.Size([blocks])).detach().cpu()
     if own_scale is not None:
         into.copy_(values)
         own_scale.copy_(scale)
@@ -86,10 +85,11 @@ def _read_one(label: str, rule: Rule, store: Store, which: int, entry: Mapping[s
     encode_state(store, which, decoded)
 
 
-def _check(label: str, value: Any, dtypes: tuple[torch.dtype, ...], shape: torch.Size) -> None:
+def _check(label: str, value: object, dtypes: tuple[torch.dtype, ...], shape: torch.Size) -> Tensor:
     if not isinstance(value, Tensor):
         raise bad_value(label, value, "a tensor")
     if value.dtype not in dtypes:
         raise bad_value(f"{label} dtype", value.dtype, dtypes)
     if value.shape != shape:
         raise bad_value(f"{label} shape", tuple(value.shape), [tuple(shape)])
+    return value

@@ -8,17 +8,18 @@ keeps its mean.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from twinflow.offload.bucket import Param
 from twinflow.parallel.shard import TensorShard, shard_of
+from twinflow.state_dict import StateDict, int_of, value_of
 
-SavedErrors = dict[str, Any]  # one rank's, as a tree of plain values and tensors; empty where there are none
+SavedErrors = StateDict  # one rank's, as a tree of plain values and tensors; empty where there are none
 NameOf = Callable[[str], str]  # from a name here to the one that all layouts know
-Read = Callable[[Any], Tensor]  # a tensor, from what stands for it in a tree that was saved
+Read = Callable[[object], Tensor]  # a tensor, from what stands for it in a tree that was saved
 
 
 class Replica(NamedTuple):
@@ -44,7 +45,7 @@ def own_errors(
     """From what all ranks have saved, this rank's: flat, by the parameter's index. All ranks' errors are many times the
     model, so only what is needed is read, one parameter of one replica at a time."""
     is_same = saved[0]["num_replicas"] == replica.number
-    chosen = [replica.which] if is_same else sorted({one["replica"] for one in saved})
+    chosen = [replica.which] if is_same else sorted({int_of(one, "replica") for one in saved})
     found = {}
     for param in params:
         total: Tensor | None = None
@@ -59,7 +60,8 @@ def own_errors(
 
 def _whole(saved: Sequence[SavedErrors], name: str, read: Read) -> Tensor:
     """One replica's errors of a parameter, put together from those of its tensor ranks."""
-    entries = [one["params"][name] for one in saved if name in one["params"]]  # other stages do not have it
+    all_params = [value_of(one, "params", dict) for one in saved]
+    entries = [params[name] for params in all_params if name in params]  # other stages do not have it
     if entries[0]["part"] is None:
         return read(entries[0]["error"])
     whole: Tensor | None = None

@@ -13,11 +13,10 @@ import copy
 import inspect
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ WARMUP_TYPES = ("log", "linear")
 CYCLE_BETA2 = 0.99
 
 
-def build_scheduler(name: str, params: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:
+def build_scheduler(name: str, params: Mapping[str, object], optimizer: Optimizer) -> LRScheduler:
     """A schedule by name over `optimizer`: one of `SCHEDULES`, or a class of torch.optim.lr_scheduler."""
     known = {**_torch_schedules(), **SCHEDULES}
     by_lower = {key.lower(): key for key in known}
@@ -41,10 +40,11 @@ def build_scheduler(name: str, params: Mapping[str, Any], optimizer: Optimizer) 
     _check_params(kind, params)
     if kind not in SCHEDULES.values():
         _try_out(kind, params, optimizer)
-    return kind(optimizer=optimizer, **params)
+    make: Callable[..., LRScheduler] = kind
+    return make(optimizer=optimizer, **params)
 
 
-def _try_out(kind: type[LRScheduler], params: Mapping[str, Any], optimizer: Optimizer) -> None:
+def _try_out(kind: type[LRScheduler], params: Mapping[str, object], optimizer: Optimizer) -> None:
     """PyTorch's schedules check little of what they are given and fail in some later step: one step of one that nobody
     uses.
     """
@@ -54,12 +54,13 @@ def _try_out(kind: type[LRScheduler], params: Mapping[str, Any], optimizer: Opti
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            kind(optimizer=Optimizer(groups, dict(optimizer.defaults)), **params).step()
+            make: Callable[..., LRScheduler] = kind
+            make(optimizer=Optimizer(groups, dict(optimizer.defaults)), **params).step()
     except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
         raise ValueError(f"scheduler.type {kind.__name__} with scheduler.params {dict(params)}: {error}") from error
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+def _options(group: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
@@ -159,11 +160,11 @@ class StepSchedule(LRScheduler):
                 group["lr"] = lr
         self._last_lr = [lr.clone() if isinstance(lr, Tensor) else lr for lr in (g["lr"] for g in groups)]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The step, as DeepSpeed saves it; the rest comes from the config."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Go to the saved step (also one that DeepSpeed saved) and write its values into the optimizer."""
         self.step(_check_integer("last_batch_iteration", state_dict.get("last_batch_iteration"), -1))
 
@@ -366,7 +367,7 @@ def _torch_schedules() -> dict[str, type[LRScheduler]]:
     }
 
 
-def _check_params(kind: type, params: Mapping[str, Any]) -> None:
+def _check_params(kind: type, params: Mapping[str, object]) -> None:
     """Refuse parameters that `kind` does not have, and the lack of those it needs."""
     allowed = {name: p for name, p in inspect.signature(kind).parameters.items() if name != "optimizer"}
     for key, value in params.items():
@@ -384,7 +385,7 @@ def _nearest(name: object, allowed: Iterable[str]) -> str:
     return f"Did you mean {by_lower[found[0]]!r}?" if found else ""
 
 
-def _momentum_key(group: Mapping[str, Any], optimizer: Optimizer) -> str:
+def _momentum_key(group: Mapping[str, object], optimizer: Optimizer) -> str:
     """The option of a group that holds its momentum; "" where there is none or it is switched off."""
     if "betas" in group:
         return "betas"

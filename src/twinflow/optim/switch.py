@@ -9,17 +9,25 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from twinflow.codes import code_named
 from twinflow.codes.reference import exponents_of, two_to
 from twinflow.errors import bad_value
 from twinflow.offload.bucket import Bucket, target
+from twinflow.offload.device_updater import DeviceUpdater
+from twinflow.offload.runtime import Runtime
+from twinflow.offload.settings import Tuning
+from twinflow.offload.updater import RuleUpdater
 from twinflow.optim.onebit.freeze import VarianceWatch, default_window
 from twinflow.optim.saved_errors import Read, Replica, SavedErrors, own_errors, tree_of
+from twinflow.rules import Rule
+from twinflow.rules.rule import number, numbers
+from twinflow.state_dict import StateDict, tensor_of
+from twinflow.zero import Team
 from twinflow.zero.compression import (
     Compression,
     Exchange,
@@ -30,21 +38,55 @@ from twinflow.zero.compression import (
     rounded_variance,
 )
 
-if TYPE_CHECKING:
-    from twinflow.optim.twin import TwinOptimizer
-
 LOGGER = logging.getLogger("twinflow")
 LOOKS = 10  # in a window
 KEYS = ("is_exchanged", "second_step")  # of the param groups, from the switch on
 
 
+class Compressible(Protocol):
+    """What is needed of a TwinOptimizer here."""
+
+    @property
+    def model(self) -> nn.Module | None: ...
+
+    @property
+    def rule(self) -> Rule | None: ...
+
+    @property
+    def rule_name(self) -> str: ...
+
+    @property
+    def states(self) -> str: ...
+
+    @property
+    def ratio(self) -> float | str: ...
+
+    @property
+    def tuning(self) -> Tuning: ...
+
+    @property
+    def team(self) -> Team | None: ...
+
+    @property
+    def runtime(self) -> Runtime: ...
+
+    @property
+    def num_steps(self) -> int: ...
+
+    @property
+    def param_groups(self) -> list[StateDict]: ...
+
+    @property
+    def can_compress(self) -> bool: ...
+
+
 class Switch:
     """Called after each step. Exchanges have their memory from the start: a switch must not run out of it."""
 
-    def __init__(self, optimizer: TwinOptimizer, compression: Compression) -> None:
+    def __init__(self, optimizer: Compressible, compression: Compression) -> None:
         self._optimizer, self._compression = optimizer, compression
         self._b1 = check_groups(optimizer.param_groups)
-        window = compression.freeze_window or default_window(float(optimizer.param_groups[0]["betas"][1]))
+        window = compression.freeze_window or default_window(numbers(optimizer.param_groups[0], "betas")[1])
         self._every = max(1, window // LOOKS)
         self._watch = VarianceWatch(max(1, window // self._every), compression.freeze_threshold)
         self._reserved: dict[int, Exchange] = {}  # by the bucket's index
@@ -78,7 +120,7 @@ class Switch:
         elif optimizer.num_steps % self._every == 0:
             optimizer.runtime.wait()
             rows = team.everyone.gather_rows(torch.tensor([self._own_total()], dtype=torch.float64))
-            lr = max(float(group["lr"]) for group in optimizer.param_groups)
+            lr = max(number(group, "lr") for group in optimizer.param_groups)
             if self._watch.see(float(rows.sum()), lr):
                 self.make()
 
@@ -89,7 +131,7 @@ class Switch:
             for i, param in enumerate(bucket.params):
                 found = _updater(bucket).read_one(bucket, i, "exp_avg_sq")
                 if found is not None and bucket.steps[i]:
-                    b2 = float(self._optimizer.param_groups[param.group]["betas"][1])
+                    b2 = numbers(self._optimizer.param_groups[param.group], "betas")[1]
                     total += float(found.sum(dtype=torch.float64)) / (1.0 - b2 ** bucket.steps[i])
         return total
 
@@ -133,7 +175,7 @@ class Switch:
         whole, size = torch.zeros(exponents.numel(), dtype=torch.bfloat16), bucket.plan.numel
         for i, piece in enumerate(bucket.slices):
             start = team.rank * size + piece.offset
-            whole[start : start + piece.numel] = _updater(bucket).read_one(bucket, i, "exp_avg")
+            whole[start : start + piece.numel] = _read(bucket, i, "exp_avg")
         team.calls.all_gather(whole)
         return torch.where(exponents != 0, whole.float() * two_to(exponents), 0.0) * self._b1
 
@@ -144,7 +186,7 @@ class Switch:
         own = torch.zeros(2, len(optimizer.runtime.params), dtype=torch.float64)  # sums, and numbers of elements
         for bucket in optimizer.runtime.buckets:
             for i, piece in enumerate(bucket.slices):
-                variance = _updater(bucket).read_one(bucket, i, "exp_avg_sq")
+                variance = _read(bucket, i, "exp_avg_sq")
                 own[0, piece.param] += float(variance.sum(dtype=torch.float64))
                 own[1, piece.param] += int(variance.count_nonzero())
         totals, counts = team.calls.gather_rows(own.view(-1)).sum(0).view(2, -1).tolist()
@@ -153,18 +195,17 @@ class Switch:
     def _exponents(self, bucket: Bucket, i: int, steps: int | None, floors: Sequence[float]) -> Tensor:
         group = self._optimizer.param_groups[bucket.params[i].group]
         if steps is None:
-            variance = _updater(bucket).read_one(bucket, i, "exp_avg_sq")
-            return exponents_of(variance, 0.0)
+            return exponents_of(_read(bucket, i, "exp_avg_sq"), 0.0)
         values = _updater(bucket).read(bucket, i)
-        variance = raised(values["exp_avg_sq"], floors[bucket.slices[i].param])
-        correction = math.sqrt(1.0 - float(group["betas"][1]) ** steps)
-        found = exponents_of(variance, float(group["eps"]) * correction)
+        variance = raised(tensor_of(values, "exp_avg_sq"), floors[bucket.slices[i].param])
+        correction = math.sqrt(1.0 - numbers(group, "betas")[1] ** steps)
+        found = exponents_of(variance, number(group, "eps") * correction)
         _updater(bucket).write(bucket, i, {**values, "exp_avg_sq": rounded_variance(found)})
         return found
 
     # Saving.
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> StateDict:
         """What the watch remembers."""
         return self._watch.state_dict()
 
@@ -183,7 +224,7 @@ class Switch:
                 wholes[piece.param][piece.start : piece.start + piece.numel] = flat
         return tree_of(optimizer.runtime.params, wholes, self._canonical, Replica(team.rank, team.world))
 
-    def restore(self, watch: Mapping[str, Any] | None) -> None:
+    def restore(self, watch: Mapping[str, object] | None) -> None:
         """After the state was loaded: go on as it says."""
         team = self._optimizer.team
         assert team is not None
@@ -214,11 +255,18 @@ class Switch:
         return aliases.get(name, name)
 
 
-def _updater(bucket: Bucket) -> Any:
+def _updater(bucket: Bucket) -> RuleUpdater | DeviceUpdater:
+    assert isinstance(bucket.updater, (RuleUpdater, DeviceUpdater)), "`check` refuses all others"
     return bucket.updater
 
 
-def check(optimizer: TwinOptimizer, delayed_update: bool) -> None:
+def _read(bucket: Bucket, index: int, key: str) -> Tensor:
+    found = _updater(bucket).read_one(bucket, index, key)
+    assert found is not None
+    return found
+
+
+def check(optimizer: Compressible, delayed_update: bool) -> None:
     """What compressed communication goes with."""
     name = "compressed communication"
     if optimizer.rule is None or optimizer.rule.name != "adamw":

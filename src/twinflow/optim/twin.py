@@ -7,11 +7,11 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, ParamsT
 
 from twinflow import native
 from twinflow.device import device_for
@@ -38,6 +38,7 @@ from twinflow.optim.state_kind import StateKind
 from twinflow.optim.switch import Switch
 from twinflow.optim.switch import check as check_compression
 from twinflow.optim.twin_build import (
+    Model,
     check_room,
     find_room,
     first_choice,
@@ -61,14 +62,18 @@ from twinflow.optim.twin_checks import (
     check_tuning,
     groups_of,
 )
+from twinflow.optim.twin_state_checks import Source
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.planner.probe import load_or_measure
 from twinflow.rules import RULES, Rule
 from twinflow.rules.segment import check_format
+from twinflow.state_dict import ParamEntry, StateDict
 from twinflow.trace import Trace, write_chrome_trace
 from twinflow.zero import Team, Zero
 from twinflow.zero.partitioned import forget_gathered, gathered_blocks, gathering_streams
 from twinflow.zero.start import own_host_bytes
+
+Loss = TypeVar("Loss")
 
 
 class TwinOptimizer(Outcomes):
@@ -97,10 +102,10 @@ class TwinOptimizer(Outcomes):
 
     def __init__(
         self,
-        model: nn.Module | Callable[[], nn.Module] | Iterable[Any],
+        model: Model,
         rule: str | Optimizer | Callable[..., Optimizer] = "adamw",
         *,
-        param_groups: Iterable[Any] | None = None,
+        param_groups: Iterable[ParamEntry] | None = None,
         states: str = "fp32",
         ratio: float | str = 1.0,
         placement: str = "auto",
@@ -115,15 +120,15 @@ class TwinOptimizer(Outcomes):
         zero: Zero | None = None,
         offload_params: bool = False,
         tuning: Tuning | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         self._runtime: Runtime | None = None
         check_kinds(loss_scale, tuning, zero)
         if host_threads is not None:
             host_threads = check_threads(host_threads, "host_threads")
-        model = materialised(model, offload_params)
-        self.model = model if isinstance(model, nn.Module) else None
-        groups = groups_of(model, param_groups)
+        made = materialised(model, offload_params)
+        self.model = made if isinstance(made, nn.Module) else None
+        groups = groups_of(made, param_groups)
         self.rule: Rule | None = None  # one of ours
         self._recipe: Recipe | None = None  # or the user's
         if isinstance(rule, str):
@@ -136,8 +141,8 @@ class TwinOptimizer(Outcomes):
         else:
             check_foreign(rule, states, param_groups, zero)
             self._recipe = Recipe(rule, groups, options)
-            groups, defaults, self.rule_name = self._recipe.groups, self._recipe.defaults, self._recipe.name
-        super().__init__(groups, defaults)
+            groups, defaults, self.rule_name = [*self._recipe.groups], self._recipe.defaults, self._recipe.name
+        super().__init__(cast(ParamsT, groups), defaults)  # torch refuses what it does not take
         check_groups(self.rule, self.param_groups)
         native.set_threads(host_threads if host_threads is not None else own_threads(default_threads(os.environ)))
         self.states, self.tuning = states, tuning or Tuning()
@@ -304,8 +309,14 @@ class TwinOptimizer(Outcomes):
 
     # The loop.
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], Loss]) -> Loss: ...
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> object:
         """Start what is left of this step's update, and return: the next forward waits where it has to."""
         loss = None
         if closure is not None:
@@ -326,7 +337,7 @@ class TwinOptimizer(Outcomes):
                 self._switch.after_step()
         return loss
 
-    def _options_now(self) -> list[dict[str, Any]]:
+    def _options_now(self) -> list[StateDict]:
         """Of each group, as an update takes them when it begins."""
         rule = self.rule
         for group in self.param_groups if rule is not None else ():
@@ -359,7 +370,7 @@ class TwinOptimizer(Outcomes):
                     grad.detach_()
                     grad.zero_()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: StateDict) -> None:
         """Only while the optimizer is built: its buckets are planned once."""
         if self._runtime is not None:
             raise ValueError("a TwinOptimizer takes all its parameters at the start. Build a new one with all groups")
@@ -402,13 +413,13 @@ class TwinOptimizer(Outcomes):
 
     # Saving.
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """Threads and page-locked memory cannot be copied."""
         raise TypeError(
             "a TwinOptimizer can neither be copied nor pickled. Save its state_dict() and load it into another"
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Everything needed to go on exactly: fp32 masters and states by parameter name, options, counters."""
         if self.team is not None and self.team.is_partitioned:
             raise RuntimeError(
@@ -420,7 +431,7 @@ class TwinOptimizer(Outcomes):
         return twin_state.collect(self)
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any], source: twin_state.Source | None = None) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object], source: Source | None = None) -> None:
         """Take over what `state_dict` gave, from any state format. Everything is checked before anything changes.
 
         With `source`, what was kept for each parameter comes from there, one at a time.
@@ -433,11 +444,11 @@ class TwinOptimizer(Outcomes):
         self.runtime.forget_gradients()
         twin_state.restore(self, state_dict, source)
 
-    def check_state(self, state_dict: Mapping[str, Any], source: twin_state.Source) -> None:
+    def check_state(self, state_dict: Mapping[str, object], source: Source) -> None:
         """Raise what `load_state_dict` would, and change nothing."""
         twin_state.check(self, state_dict, source)
 
-    def stream_state(self) -> tuple[dict[str, Any], Iterator[tuple[str, dict[str, Any]]]]:
+    def stream_state(self) -> tuple[StateDict, Iterator[tuple[str, StateDict]]]:
         """`state_dict` for a model that leaves no room for a copy: its head, and each parameter's entry in turn."""
         self.runtime.wait()
         self._read_decision()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +23,14 @@ from twinflow.optim.auto import first_ratio
 from twinflow.optim.state_kind import StateKind
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.parallel.shard import is_copy, shard_of
+from twinflow.state_dict import ParamEntry
 from twinflow.zero import Team, Zero
 from twinflow.zero.partitioned import gathered_blocks
 from twinflow.zero.start import own_host_bytes
 
 _MOSTLY = 0.85  # of the device's memory: the rest is for activations
 Named = tuple[str, nn.Parameter, int]  # name, parameter, index of its group
+Model = nn.Module | Callable[[], nn.Module] | Iterable[ParamEntry]  # what a TwinOptimizer is given
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ def first_of(tensor: Tensor) -> int:
 def tensors_of(model: nn.Module, aside: Aside | None = None) -> list[Tensor]:
     """All parameters and buffers, each once; of weights that were taken aside, their values."""
     found = dict.fromkeys([*model.parameters(), *model.buffers()])
-    values: Any = aside.values if aside is not None else {}
-    return [values.get(tensor, tensor) for tensor in found]
+    values = aside.values if aside is not None else {}
+    return [values.get(tensor, tensor) if isinstance(tensor, nn.Parameter) else tensor for tensor in found]
 
 
 @dataclass(frozen=True)
@@ -219,12 +220,13 @@ def _size(nbytes: float) -> str:
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
 
 
-def materialised(model: Any, is_for_host: bool = False) -> Any:
+def materialised(model: Model, is_for_host: bool = False) -> nn.Module | Iterable[ParamEntry]:
     """A model with memory: what was given, unless that is a function or lies on the meta device. `is_for_host`: each
     module is made where it is quick, and goes to the host."""
-    is_function = callable(model) and not isinstance(model, nn.Module)
-    is_meta = isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters())
-    if not (is_function or is_meta):
+    if isinstance(model, nn.Module):
+        if not any(p.is_meta for p in model.parameters()):
+            return model
+    elif not callable(model):
         return model
     each = to_host if is_for_host else None
     return build(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"), each=each)

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral, Real
-from typing import Any, get_type_hints
+from typing import SupportsFloat, get_type_hints
 
 import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from twinflow.config.messages import in_words
@@ -24,6 +25,7 @@ from twinflow.optim.loss_scale import LossScale
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.rules import RULES, Rule
 from twinflow.rules.checks import FLOATS
+from twinflow.state_dict import ParamEntry, list_of
 from twinflow.zero import Zero
 
 _NONE_TO_TRAIN = "there is no parameter to train: none requires a gradient"
@@ -36,9 +38,9 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def number_of(value: Any) -> float:
+def number_of(value: object) -> float:
     """A number as a float; NaN, which fails every comparison, for all else."""
-    return float(value) if is_number(value) else math.nan
+    return float(value) if is_number(value) and isinstance(value, SupportsFloat) else math.nan
 
 
 def is_flag(value: object) -> bool:
@@ -66,14 +68,14 @@ def check_kinds(loss_scale: object, tuning: object, zero: object) -> None:
         raise bad_value("zero", zero, "None, or a twinflow.zero.Zero", "Write zero=Zero(stage=2), say.")
 
 
-def check_groups(rule: Rule | None, groups: Iterable[Mapping[str, Any]], where: str = "") -> None:
+def check_groups(rule: Rule | None, groups: Iterable[Mapping[str, object]], where: str = "") -> None:
     """Options of all groups; an optimizer of the user's has checked its own."""
     for i, group in enumerate(groups):
         if rule is not None:
             check_group(rule, group, f"{where}param_groups[{i}]")
 
 
-def check_group(rule: Rule, options: Mapping[str, Any], label: str = "") -> None:
+def check_group(rule: Rule, options: Mapping[str, object], label: str = "") -> None:
     """A rule's options: of the kind that their defaults are, and in range. `label` says whose they are."""
     try:
         for name, usual in rule.defaults.items():
@@ -83,7 +85,7 @@ def check_group(rule: Rule, options: Mapping[str, Any], label: str = "") -> None
         raise ValueError(f"{label}: {error}" if label else str(error)) from None
 
 
-def _check_option(name: str, value: Any, usual: object) -> None:
+def _check_option(name: str, value: object, usual: object) -> None:
     if isinstance(usual, bool):
         if not is_flag(value):
             raise bad_value(name, value, [True, False])
@@ -107,7 +109,7 @@ def check_model(model: nn.Module | None, zero: Zero | None) -> None:
         raise bad_value("world size", dist.get_world_size(), "1: each process would train a model of its own", remedy)
 
 
-def groups_of(model: Any, param_groups: Iterable[Any] | None) -> list[Any]:
+def groups_of(model: nn.Module | Iterable[ParamEntry], param_groups: Iterable[ParamEntry] | None) -> list[ParamEntry]:
     """Parameters or groups as torch.optim.Optimizer takes them; frozen ones left out."""
     if not isinstance(model, nn.Module):
         if param_groups is not None:
@@ -121,33 +123,37 @@ def groups_of(model: Any, param_groups: Iterable[Any] | None) -> list[Any]:
     return groups
 
 
-def _trainable(groups: list[Any], keeps_empty: bool = False) -> list[Any]:
+def _trainable(groups: list[ParamEntry], keeps_empty: bool = False) -> list[ParamEntry]:
     """Without frozen parameters, and without groups that have no others: LoRA scripts pass all they have. A stage of a
     pipeline keeps those too: other stages have parameters in them, and groups are known by number."""
     if not any(isinstance(group, dict) for group in groups):
-        named = [item for item in groups if isinstance(item, tuple)]
         # What is no tensor stays, for torch to refuse.
-        return [item for item in groups if getattr(item[1] if named else item, "requires_grad", True)]
-    kept = []
+        return [item for item in groups if getattr(item[1] if isinstance(item, tuple) else item, "requires_grad", True)]
+    kept: list[ParamEntry] = []
     for group in groups:
-        members = group["params"]
-        if isinstance(members, set):  # torch says why that does not do
+        if not isinstance(group, Mapping):
+            raise bad_value("param_groups", f"groups and a {type(group).__name__}", "only groups, or only parameters")
+        given = group["params"]
+        if isinstance(given, set):  # torch says why that does not do
             return groups
-        members = [members] if isinstance(members, torch.Tensor) else list(members)
+        if not isinstance(given, Iterable):
+            raise bad_value("param_groups: params", given, "parameters")
+        members = [given] if isinstance(given, torch.Tensor) else list(given)
         found = _trainable(members)
         if "param_names" in group:
-            pairs = zip(members, group["param_names"], strict=True)
+            pairs = zip(members, list_of(group, "param_names"), strict=True)
             group = {**group, "param_names": [name for member, name in pairs if member.requires_grad]}
         if found or keeps_empty:
             kept.append({**group, "params": found})
     return kept
 
 
-def _has_rows(tensor: Any) -> bool:
+def _has_rows(tensor: Tensor) -> bool:
+    assert isinstance(tensor, DTensor)
     return len(tensor.placements) == 1 and tensor.placements[0].is_shard(0)
 
 
-def check_foreign(rule: object, states: str, param_groups: Iterable[Any] | None, zero: Zero | None) -> None:
+def check_foreign(rule: object, states: str, param_groups: Iterable[ParamEntry] | None, zero: Zero | None) -> None:
     """What is allowed beside an optimizer of the user's."""
     if not isinstance(rule, Optimizer) and not callable(rule):
         raise bad_value("rule", rule, [*RULES, "a torch.optim.Optimizer class or instance, or a function making one"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from twinflow.offload.updater import RuleUpdater
 from twinflow.optim import loss_scale, switch
 from twinflow.optim.twin_checks import check_groups
 from twinflow.optim.twin_state_checks import (
+    Source,
     check_entries,
     check_head,
     check_members,
@@ -32,9 +33,7 @@ from twinflow.optim.twin_state_checks import (
 from twinflow.parallel.shard import shard_of
 from twinflow.rules import Rule
 from twinflow.rules.formats import BLOCK
-
-if TYPE_CHECKING:
-    from twinflow.optim.twin import TwinOptimizer
+from twinflow.state_dict import StateDict, int_of, mapping_of, params_of, saved_groups, tensor_of
 
 KIND = "twinflow.TwinOptimizer"
 VERSION = 1
@@ -50,30 +49,31 @@ class StreamedTensor(NamedTuple):
     part: tuple[tuple[int, ...], int] | None = None  # of a tensor of that shape, flattened: where it starts
 
 
-class Source(Protocol):
-    """Saved entries of parameters, read one at a time; of a parameter that is a tensor rank's part, that part's."""
+class Saved(switch.Compressible, Protocol):
+    """What is saved of an optimizer: what is read of a TwinOptimizer here, and set again."""
 
-    def names(self) -> Iterable[str]:
-        """The parameters that have one."""
-        ...
+    @property
+    def scale_rule(self) -> loss_scale.LossScale: ...
 
-    def shapes(self, name: str) -> Mapping[str, tuple[int, ...]]:
-        """Of the tensors of one entry, without reading them."""
-        ...
+    @property
+    def num_skipped(self) -> int: ...
 
-    def step(self, name: str) -> int:
-        """Updates so far of one parameter."""
-        ...
+    @property
+    def switch(self) -> switch.Switch | None: ...
 
-    def cut(self, name: str, start: int, numel: int) -> Mapping[str, Any]:
-        """What was kept for some elements of one parameter, flat; what has no elements, whole."""
-        ...
+    @property
+    def is_stateless(self) -> bool: ...
+
+    @property
+    def delays_updates(self) -> bool: ...
+
+    def restore_outcomes(self, num_steps: int, num_skipped: int, loss_scale: loss_scale.LossScale) -> None: ...
 
 
 class _DictSource:
     """The `state` of a state dict."""
 
-    def __init__(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, state: Mapping[str, Mapping[str, object]]) -> None:
         self._state = state
 
     def names(self) -> Iterable[str]:
@@ -83,29 +83,35 @@ class _DictSource:
         return {key: tuple(value.shape) for key, value in self._state[name].items() if isinstance(value, Tensor)}
 
     def step(self, name: str) -> int:
-        step = self._state[name]["step"]
-        if not is_whole(step):
-            raise ValueError(step)
-        return int(step)
+        entry = self._state[name]
+        if not is_whole(entry["step"]):
+            raise ValueError(entry["step"])
+        return int_of(entry, "step")
 
-    def cut(self, name: str, start: int, numel: int) -> Mapping[str, Any]:
+    def cut(self, name: str, start: int, numel: int) -> Mapping[str, object]:
         return _cut(self._state[name], start, numel)
 
 
-def collect(optimizer: TwinOptimizer) -> dict[str, Any]:
+def entries_of(saved: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
+    """What a state dict holds for each parameter, by name; `check_plain` has checked it."""
+    state = mapping_of(saved, "state")
+    return {name: mapping_of(state, name) for name in state}
+
+
+def collect(optimizer: Saved) -> StateDict:
     """The state of an optimizer that has nothing under way. Tensors may be views: clone what must not change."""
     state = {param.name: _read_param(optimizer, param) for param in optimizer.runtime.params}
     return {**head(optimizer), "state": {name: entry for name, entry in state.items() if entry}}
 
 
-def head(optimizer: TwinOptimizer) -> dict[str, Any]:
+def head(optimizer: Saved) -> StateDict:
     """All of the state but what is kept for each parameter."""
     runtime = optimizer.runtime
     names = iter(param.name for param in runtime.params)
     groups = []
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append({**options, "params": [next(names) for _ in group["params"]]})
+        groups.append({**options, "params": [next(names) for _ in params_of(group)]})
     return {
         "kind": KIND,
         "version": VERSION,
@@ -121,7 +127,7 @@ def head(optimizer: TwinOptimizer) -> dict[str, Any]:
     }
 
 
-def stream(optimizer: TwinOptimizer) -> Iterator[tuple[str, dict[str, Any]]]:
+def stream(optimizer: Saved) -> Iterator[tuple[str, StateDict]]:
     """Each updated parameter's entry as in `collect`, with a StreamedTensor in the place of each tensor.
 
     Where ranks have parts of it, an entry for each part that this one has.
@@ -153,7 +159,7 @@ def _specs(rule: Rule, param: Param, bucket: Bucket) -> dict[str, tuple[torch.dt
     return specs
 
 
-def _streamed(rule: Rule, param: Param) -> dict[str, Any]:
+def _streamed(rule: Rule, param: Param) -> StateDict:
     bucket, index = _pieces(param)[0]
     streams = {
         key: StreamedTensor(f"{param.name}/{key}", dtype, dims, partial(_read_one, param, key, dtype, dims))
@@ -162,7 +168,7 @@ def _streamed(rule: Rule, param: Param) -> dict[str, Any]:
     return {"step": bucket.steps[index], **streams}
 
 
-def _streamed_part(rule: Rule, param: Param, bucket: Bucket, index: int) -> dict[str, Any]:
+def _streamed_part(rule: Rule, param: Param, bucket: Bucket, index: int) -> StateDict:
     """The same of one slice."""
     piece, streams = bucket.slices[index], {}
     for key, (dtype, dims) in _specs(rule, param, bucket).items():
@@ -198,7 +204,7 @@ def _read_piece(bucket: Bucket, index: int, key: str) -> Tensor:
     return found
 
 
-def _as_streams(name: str, value: Any) -> Any:
+def _as_streams(name: str, value: object) -> object:
     if isinstance(value, Tensor):
         return StreamedTensor(name, value.dtype, tuple(value.shape), lambda: value)
     if isinstance(value, dict):
@@ -206,18 +212,19 @@ def _as_streams(name: str, value: Any) -> Any:
     return value
 
 
-def _read_param(optimizer: TwinOptimizer, param: Param) -> dict[str, Any]:
+def _read_param(optimizer: Saved, param: Param) -> StateDict:
     """One parameter's step, master and states in its own shape; nothing where it was never updated."""
     pieces = list(_pieces(param))
     if not pieces or pieces[0][0].steps[pieces[0][1]] == 0:
         return {}
     parts = [bucket.updater.read(bucket, i) for bucket, i in pieces]
-    entry: dict[str, Any] = {"step": pieces[0][0].steps[pieces[0][1]]}
+    entry: StateDict = {"step": pieces[0][0].steps[pieces[0][1]]}
     for name in parts[0]:
         if isinstance(parts[0][name], dict):  # what a torch optimizer keeps, for whole parameters: in its own shapes
             entry[name] = parts[0][name]
             continue
-        values = parts[0][name] if len(parts) == 1 else torch.cat([part[name] for part in parts])
+        tensors = [tensor_of(part, name) for part in parts]
+        values = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         entry[name] = values if name.endswith("_scale") else values.view(param.tensor.shape)
     return entry
 
@@ -228,13 +235,13 @@ def _pieces(param: Param) -> list[tuple[Bucket, int]]:
     return sorted(found, key=lambda at: at[0].slices[at[1]].start)
 
 
-def restore(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source | None = None) -> None:
+def restore(optimizer: Saved, saved: Mapping[str, object], source: Source | None = None) -> None:
     """Check all of `saved`, then take it over; entries come from `source`, or from the dict itself."""
     runtime = optimizer.runtime
     _check_kind(saved)
     if source is None:
         check_plain(saved.get("state"), optimizer.rule)
-        source = _DictSource(saved["state"])
+        source = _DictSource(entries_of(saved))
     check(optimizer, saved, source)
     known = set(source.names())
     for param in runtime.params:
@@ -249,14 +256,14 @@ def restore(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source |
                 bucket.updater.write(bucket, i, values)
             else:
                 bucket.updater.clear(bucket, i, optimizer.param_groups)
-    for group, new in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+    for group, new in zip(optimizer.param_groups, saved_groups(saved), strict=True):
         dropped = ("params",) if optimizer.can_compress else ("params", *switch.KEYS)
         for key in switch.KEYS:
             group.pop(key, None)
         group.update({key: value for key, value in new.items() if key not in dropped})
-    scale = loss_scale.from_dict(saved["loss_scale"])
-    optimizer.restore_outcomes(int(saved["num_steps"]), int(saved["num_skipped"]), scale)
-    reconfigure.forget_jobs(runtime, int(saved["num_jobs"]))
+    scale = loss_scale.from_dict(mapping_of(saved, "loss_scale"))
+    optimizer.restore_outcomes(int_of(saved, "num_steps"), int_of(saved, "num_skipped"), scale)
+    reconfigure.forget_jobs(runtime, int_of(saved, "num_jobs"))
     if optimizer.param_groups[0].get("is_exchanged"):
         # Masters are not what the weights round to: ranks have told each other only a part of the difference.
         runtime.adopt([param for param in runtime.params if param.name not in known], keep=False)
@@ -271,15 +278,15 @@ def restore(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source |
     else:
         runtime.adopt(runtime.params, keep=True)  # the model's weights win where they are not what a master rounds to
     if optimizer.switch is not None:
-        optimizer.switch.restore(saved.get("switch"))
+        optimizer.switch.restore(None if saved.get("switch") is None else mapping_of(saved, "switch"))
 
 
-def _cut(entry: Mapping[str, Any], start: int, numel: int) -> dict[str, Any]:
+def _cut(entry: Mapping[str, object], start: int, numel: int) -> StateDict:
     """One slice of a saved parameter, flat."""
-    cut: dict[str, Any] = {}
+    cut: StateDict = {}
     for name, value in entry.items():
         if name.endswith("_scale"):
-            cut[name] = value[start // BLOCK : -(-(start + numel) // BLOCK)].cpu()
+            cut[name] = tensor_of(entry, name)[start // BLOCK : -(-(start + numel) // BLOCK)].cpu()
         elif isinstance(value, Tensor):
             cut[name] = value.detach().reshape(-1)[start : start + numel].cpu()
         elif isinstance(value, dict):
@@ -287,14 +294,14 @@ def _cut(entry: Mapping[str, Any], start: int, numel: int) -> dict[str, Any]:
     return cut
 
 
-def check(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source) -> None:
+def check(optimizer: Saved, saved: Mapping[str, object], source: Source) -> None:
     """Raise ValueError where `restore` would go wrong."""
     _check_kind(saved)
     check_head(saved, optimizer.rule_name)
     params, own = optimizer.runtime.params, optimizer.param_groups
     names = iter(param.name for param in params)
-    check_members([[next(names) for _ in group["params"]] for group in own], saved["param_groups"])
-    groups = [{**group, **new} for group, new in zip(own, saved["param_groups"], strict=True)]  # as they will be
+    check_members([[next(names) for _ in params_of(group)] for group in own], saved["param_groups"])
+    groups = [{**group, **new} for group, new in zip(own, saved_groups(saved), strict=True)]  # as they will be
     check_groups(optimizer.rule, groups, "state_dict: ")
     check_entries(params, source, optimizer.rule, groups)
     rule = optimizer.rule
@@ -307,7 +314,7 @@ def check(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source) ->
         check_watch(saved["switch"])
 
 
-def _check_kind(saved: Any) -> None:
+def _check_kind(saved: object) -> None:
     """Ours, of this version."""
     if not isinstance(saved, Mapping):
         raise bad_value("state_dict", f"of type {type(saved).__name__}", "a dict, as state_dict() gives it")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 from torch import Tensor
 
@@ -16,14 +16,31 @@ from twinflow.parallel.shard import shard_of
 from twinflow.rules import Rule
 from twinflow.rules.formats import BLOCK
 
-if TYPE_CHECKING:
-    from twinflow.optim.twin_state import Source
-
 _COUNTS = ("num_steps", "num_skipped", "num_jobs")
 _DICTS = ("state", "group")  # of an entry, where the rule is an optimizer of the user's
 
 
-def check_head(saved: Mapping[str, Any], rule_name: str) -> None:
+class Source(Protocol):
+    """Saved entries of parameters, read one at a time; of a parameter that is a tensor rank's part, that part's."""
+
+    def names(self) -> Iterable[str]:
+        """The parameters that have one."""
+        ...
+
+    def shapes(self, name: str) -> Mapping[str, tuple[int, ...]]:
+        """Of the tensors of one entry, without reading them."""
+        ...
+
+    def step(self, name: str) -> int:
+        """Updates so far of one parameter."""
+        ...
+
+    def cut(self, name: str, start: int, numel: int) -> Mapping[str, object]:
+        """What was kept for some elements of one parameter, flat; what has no elements, whole."""
+        ...
+
+
+def check_head(saved: Mapping[str, object], rule_name: str) -> None:
     """All but what is kept for each parameter, and the groups."""
     for key in ("rule", *_COUNTS, "has_unsent", "loss_scale", "param_groups"):
         if key not in saved:
@@ -45,15 +62,17 @@ def is_whole(value: object) -> bool:
     return number_of(value).is_integer()
 
 
-def check_watch(saved: Any) -> None:
+def check_watch(saved: object) -> None:
     """What 1-bit Adam remembers of the second moment."""
+    if not isinstance(saved, Mapping):
+        raise bad_value("state_dict: switch", _kind(saved), "what state_dict() gives")
     try:
         VarianceWatch(1, 1.0).load_state_dict(saved)
     except (KeyError, TypeError, ValueError) as error:
         raise bad_value("state_dict: switch", f"without {error}", "what state_dict() gives") from None
 
 
-def check_members(own: Sequence[Sequence[str]], groups: Any) -> None:
+def check_members(own: Sequence[Sequence[str]], groups: object) -> None:
     """The same parameters in the same groups; of others, which they are."""
     allowed = "a list of dicts, each with the names of its 'params'"
     if not isinstance(groups, (list, tuple)):
@@ -88,7 +107,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def check_plain(state: Any, rule: Rule | None) -> None:
+def check_plain(state: object, rule: Rule | None) -> None:
     """Entries of a state dict are dicts, and what is read of them as tensors are tensors."""
     if not isinstance(state, Mapping):
         raise bad_value("state_dict: state", _kind(state), "a dict of entries by parameter name")
@@ -109,7 +128,7 @@ def _kind(value: object) -> str:
 
 
 def check_entries(
-    params: Sequence[Param], source: Source, rule: Rule | None, groups: Sequence[Mapping[str, Any]]
+    params: Sequence[Param], source: Source, rule: Rule | None, groups: Sequence[Mapping[str, object]]
 ) -> None:
     """Each entry is of a parameter that is here, complete, and of its shape."""
     own = {param.name: param for param in params}
@@ -132,7 +151,7 @@ def check_entries(
                 raise bad_value(f"state_dict: shape of {name} {key}", shape, [wanted])
 
 
-def _needed(rule: Rule | None, group: Mapping[str, Any]) -> list[str]:
+def _needed(rule: Rule | None, group: Mapping[str, object]) -> list[str]:
     """Tensors without which an entry is not complete."""
     if rule is None or not rule.keeps_states(group):
         return ["master"]

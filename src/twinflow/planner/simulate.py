@@ -116,7 +116,7 @@ def _delayed(items: Sequence[Item], timing: Timing, rates: Rates, states: str, w
 
 
 class _Play:
-    """The machine and the executor, as `csrc/executor.cpp` moves tasks."""
+    """The machine and the executor, as `csrc/executor.h` moves tasks."""
 
     def __init__(
         self, items: Sequence[Item], timing: Timing, rates: Rates, states: str, gate: Gate, ways: Ways

@@ -10,11 +10,10 @@ another part of the model is gathered with the root, and its weights are waited 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -25,6 +24,7 @@ from twinflow.offload.blocks import Block, find_blocks, owners
 from twinflow.offload.plan import ROOT
 from twinflow.parallel.shard import keep_marks
 from twinflow.parallel.topology import DATA
+from twinflow.state_dict import ParamEntry
 from twinflow.zero.over_gloo import use_host
 from twinflow.zero.shared import Zero
 
@@ -46,13 +46,12 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
             group.broadcast(tensor)
     mesh = DeviceMesh.from_group(group.handle, device.type)
     policy = MixedPrecisionPolicy(reduce_dtype=_reduce_dtype(model, zero, device))
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": OffloadPolicy()}
     blocks = find_blocks(model)
     owner = owners(model, blocks)
     for block in blocks:
         if not any(owner.get(param) == ROOT for param in block.module.parameters()):
-            fully_shard(block.module, **options)
-    fully_shard(model, **options)
+            fully_shard(block.module, mesh=mesh, mp_policy=policy, offload_policy=OffloadPolicy())
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=OffloadPolicy())
     if backend_for(device) == "gloo":
         use_host([module for module in model.modules() if isinstance(module, FSDPModule)], device)
     replaced = {before[name]: param for name, param in model.named_parameters(remove_duplicate=False)}
@@ -74,16 +73,24 @@ def _check(model: nn.Module) -> None:
             raise bad_value(f"{name} dimensions with zero_optimization.stage 3", 0, "1 or more", remedy)
 
 
-def regroup(groups: Iterable[Any], replaced: Replaced) -> list[Any]:
+def regroup(groups: Iterable[ParamEntry], replaced: Replaced) -> list[ParamEntry]:
     """Parameters, names with them, or groups of them, as they are after `partition`."""
 
-    def now(item: Any) -> Any:
-        if isinstance(item, dict):
+    def now(item: ParamEntry) -> ParamEntry:
+        if isinstance(item, Mapping):
             params = item["params"]
-            return {**item, "params": regroup([params] if isinstance(params, torch.Tensor) else params, replaced)}
-        return (item[0], now(item[1])) if isinstance(item, tuple) else replaced.get(item, item)
+            assert isinstance(params, Iterable)
+            return {**item, "params": regroup([params] if isinstance(params, Tensor) else params, replaced)}
+        if isinstance(item, tuple):
+            name, tensor = item
+            return name, _replacement(tensor, replaced)
+        return _replacement(item, replaced)
 
     return [now(item) for item in groups]
+
+
+def _replacement(tensor: Tensor, replaced: Replaced) -> Tensor:
+    return replaced.get(tensor, tensor) if isinstance(tensor, nn.Parameter) else tensor
 
 
 def gathered_blocks(model: nn.Module) -> list[Block]:
@@ -113,6 +120,6 @@ def gathering_streams(model: nn.Module | None) -> list[torch.cuda.Stream]:
     """The streams that read a rank's rows before a block runs; none until the first forward has begun."""
     if not isinstance(model, FSDPModule):
         return []
-    context: Any = model._get_fsdp_state()._comm_ctx  # torch has no public name for it
+    context: object = model._get_fsdp_state()._comm_ctx  # torch has no public name for it
     streams = [getattr(context, name, None) for name in ("all_gather_copy_in_stream", "all_gather_stream")]
     return [stream for stream in streams if isinstance(stream, torch.cuda.Stream)]

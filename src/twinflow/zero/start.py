@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,7 +84,7 @@ def _local_nodes(group: Group, ranks: RankEnvironment, device: torch.device) -> 
 def _node_of(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
-    found: Any = torch.cuda.get_device_properties(device)
+    found: object = torch.cuda.get_device_properties(device)
     names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
     if not all(hasattr(found, name) for name in names):
         return None

@@ -15,20 +15,17 @@ norms takes its place, which is never smaller.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from twinflow.optim.onebit.base import Shared
 from twinflow.optim.onebit.bucket import FlatBucket
 from twinflow.optim.onebit.freezing import FreezingOptimizer
 from twinflow.rules.adam import adamw_hyper
-from twinflow.rules.rule import Hyper
+from twinflow.rules.rule import Hyper, numbers
 from twinflow.zero.compression import THRESHOLD, Compression, floor_of, raised
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class OneBitAdam(FreezingOptimizer):
@@ -86,7 +83,7 @@ class OneBitAdam(FreezingOptimizer):
 
     def _compressed_step(self, bucket: FlatBucket, hits: Sequence[bool], factor: float) -> None:
         self._warn_of_late(bucket, hits)
-        b1 = self._options(bucket)["betas"][0]
+        b1 = numbers(self._options(bucket), "betas")[0]
         self._exchange(bucket, bucket.exp_avg, bucket.grads, (1.0 - b1) * factor, bucket.exp_avg, b1)
         hypers = self._hypers(bucket, hits)
         # The momentum is there already: none of the gradient goes into it.

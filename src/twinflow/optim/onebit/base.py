@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import TypedDict, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,11 @@ from twinflow.errors import bad_value
 from twinflow.optim.onebit.bucket import FlatBucket, make_buckets
 from twinflow.rules import ADAMW
 from twinflow.rules.checks import FLOATS
+from twinflow.state_dict import StateDict, dict_of, int_of, list_of, saved_groups, tensor_of, value_of
 
 LOGGER = logging.getLogger("twinflow")
 BUCKET_NUMEL = 1 << 24
+Loss = TypeVar("Loss")
 _STATES = ("exp_avg", "exp_avg_sq", "worker_error", "server_error", "exponents")
 
 
@@ -45,7 +47,7 @@ class CompressedOptimizer(Optimizer):
     def __init__(
         self,
         params: ParamsT,
-        defaults: dict[str, Any],
+        defaults: dict[str, object],
         code: str,
         *,
         max_grad_norm: float | None = None,
@@ -81,7 +83,7 @@ class CompressedOptimizer(Optimizer):
             self._buckets += make_buckets(given["params"], i, world, rank, bucket_numel)
         self._is_built = True
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         """Only while the optimizer is built: its buckets are planned once."""
         if getattr(self, "_is_built", False):
             raise ValueError("this optimizer takes all its parameters at the start. Build a new one with all groups")
@@ -92,8 +94,14 @@ class CompressedOptimizer(Optimizer):
 
     # The step.
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], Loss]) -> Loss: ...
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> object:
         """One update on all ranks; none on any, where a gradient of one is not finite."""
         loss = None
         if closure is not None:
@@ -149,7 +157,7 @@ class CompressedOptimizer(Optimizer):
         coding = Coding(self.code, bucket.exponents, factor, self.has_feedback)
         compressed_all_reduce(self.group, out, given, coding, bucket.errors, base, base_factor)
 
-    def _options(self, bucket: FlatBucket) -> dict[str, Any]:
+    def _options(self, bucket: FlatBucket) -> dict[str, object]:
         return self.param_groups[bucket.group]
 
     @property
@@ -160,18 +168,18 @@ class CompressedOptimizer(Optimizer):
 
     # Saving.
 
-    def _head(self) -> dict[str, Any]:
+    def _head(self) -> dict[str, object]:
         """What subclasses remember beside tensors, as plain values."""
         return {}
 
-    def _load_head(self, head: Mapping[str, Any]) -> None:
+    def _load_head(self, head: Mapping[str, object]) -> None:
         """Take it over."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Everything this rank needs to go on exactly, its own errors included: for as many ranks as there are now."""
         return self._dict(self.group.world, lambda errors: errors)
 
-    def portable_state_dict(self) -> dict[str, Any]:
+    def portable_state_dict(self) -> dict[str, object]:
         """The same for any number of ranks; all have to call it. What was left unsaid keeps its mean over the ranks."""
 
         def share(errors: list[Tensor]) -> list[Tensor]:
@@ -182,9 +190,9 @@ class CompressedOptimizer(Optimizer):
 
         return self._dict(None, share)
 
-    def _dict(self, world: int | None, share: Callable[[list[Tensor]], list[Tensor]]) -> dict[str, Any]:
+    def _dict(self, world: int | None, share: Callable[[list[Tensor]], list[Tensor]]) -> dict[str, object]:
         numbers = {param: i for i, param in enumerate(p for given in self.param_groups for p in given["params"])}
-        state: dict[int, dict[str, Any]] = {}
+        state: dict[int, dict[str, object]] = {}
         for bucket in self._buckets:
             flats = {"exp_avg": bucket.exp_avg, "exp_avg_sq": bucket.exp_avg_sq, **bucket.extra}
             if bucket.errors is not None:
@@ -198,7 +206,7 @@ class CompressedOptimizer(Optimizer):
                 flats["master"] = bucket.weights
             views = {name: bucket.views(flat) for name, flat in flats.items()}
             for i, param in enumerate(bucket.params):
-                entry: dict[str, Any] = {"step": bucket.steps[i]}
+                entry: dict[str, object] = {"step": bucket.steps[i]}
                 if bucket.frozen_at is not None:
                     entry["frozen_at"] = bucket.frozen_at[i]
                 state[numbers[param]] = entry | {name: found[i].clone() for name, found in views.items()}
@@ -212,20 +220,21 @@ class CompressedOptimizer(Optimizer):
         return {"state": dict(sorted(state.items())), "param_groups": groups, "compression": head}
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Take over what `state_dict` or `portable_state_dict` gave. Everything is checked before anything changes."""
         head, state = self._checked(state_dict)
         params = [param for given in self.param_groups for param in given["params"]]
         entries = {param: state[i] for i, param in enumerate(params)}
         for bucket in self._buckets:
             self._load_bucket(bucket, [entries[param] for param in bucket.params])
-        for given, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+        for given, saved in zip(self.param_groups, saved_groups(state_dict), strict=True):
             given.update({key: value for key, value in saved.items() if key != "params"})
-        self.num_steps, self.num_skipped = int(head["num_steps"]), int(head["num_skipped"])
+        self.num_steps, self.num_skipped = int_of(head, "num_steps"), int_of(head, "num_skipped")
         self._load_head(head)
 
-    def _checked(self, state_dict: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[int, Mapping[str, Any]]]:
-        head, state = state_dict.get("compression", {}), state_dict.get("state", {})
+    def _checked(self, state_dict: Mapping[str, object]) -> tuple[StateDict, dict[int, StateDict]]:
+        head = dict_of(state_dict, "compression")
+        state: dict[int, StateDict] = value_of(state_dict, "state", dict) if "state" in state_dict else {}
         if head.get("kind") != type(self).__name__:
             raise bad_value("state_dict: kind", head.get("kind"), [type(self).__name__])
         saved = (head["world"], head["rank"])
@@ -233,7 +242,7 @@ class CompressedOptimizer(Optimizer):
             remedy = "Errors are those of one rank: save with portable_state_dict() for another number of ranks."
             own = (self.group.world, self.group.rank)
             raise bad_value("state_dict: (ranks, rank)", saved, [own], remedy)
-        sizes = [len(given["params"]) for given in state_dict["param_groups"]]
+        sizes = [len(list_of(given, "params")) for given in saved_groups(state_dict)]
         own_sizes = [len(given["params"]) for given in self.param_groups]
         if sizes != own_sizes:
             raise bad_value("state_dict: sizes of param_groups", sizes, [own_sizes])
@@ -246,8 +255,8 @@ class CompressedOptimizer(Optimizer):
                 raise bad_value(f"state_dict: state[{i}]", sorted(state.get(i, {})), "what state_dict() gave")
         return head, state
 
-    def _load_bucket(self, bucket: FlatBucket, entries: Sequence[Mapping[str, Any]]) -> None:
-        bucket.steps = [int(entry["step"]) for entry in entries]
+    def _load_bucket(self, bucket: FlatBucket, entries: Sequence[Mapping[str, object]]) -> None:
+        bucket.steps = [int_of(entry, "step") for entry in entries]
         has_errors = all("worker_error" in entry for entry in entries)
         is_frozen = all("exponents" in entry for entry in entries)
         server = torch.zeros_like(bucket.weights)
@@ -255,7 +264,7 @@ class CompressedOptimizer(Optimizer):
         if has_errors:
             bucket.errors = Errors.zeros(bucket.numel, self.group.world, bucket.weights.device)
         bucket.exponents = torch.zeros_like(bucket.weights, dtype=torch.uint8) if is_frozen else None
-        bucket.frozen_at = [int(entry["frozen_at"]) for entry in entries] if "frozen_at" in entries[0] else None
+        bucket.frozen_at = [int_of(entry, "frozen_at") for entry in entries] if "frozen_at" in entries[0] else None
         flats: dict[str, Tensor | None] = {"exp_avg": bucket.exp_avg, "exp_avg_sq": bucket.exp_avg_sq}
         flats["exponents"] = bucket.exponents
         extra = [name for name in entries[0] if name not in _STATES and isinstance(entries[0][name], Tensor)]
@@ -266,13 +275,13 @@ class CompressedOptimizer(Optimizer):
             if flat is not None:
                 for view, entry in zip(bucket.views(flat), entries, strict=True):
                     if name in entry:
-                        view.copy_(entry[name])
+                        view.copy_(tensor_of(entry, name))
         if bucket.errors is not None and bucket.errors.server is not None:
             start = bucket.server_start
             bucket.errors.server.copy_(server[start : start + bucket.errors.server.numel()])
         for view, entry, param in zip(bucket.views(bucket.weights), entries, bucket.params, strict=True):
             if param.dtype == torch.float32:
                 continue  # a view of the weights: the model's own state is the truth
-            master = entry.get("master")
+            master = tensor_of(entry, "master") if entry.get("master") is not None else None
             is_same = master is not None and bool((master.to(param.device, param.dtype) == param).all())
             view.copy_(master if master is not None and is_same else param)

@@ -12,7 +12,8 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from twinflow.state_dict import float_of, int_of, value_of
 
 MAX_WINDOW = 1000
 
@@ -44,11 +45,11 @@ class VarianceWatch:
         least, most = sorted((self.sums[0], total))
         return least > 0.0 and least / most >= self.threshold
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """All that it remembers."""
         return {"sums": list(self.sums), "last_lr": self.last_lr, "num_level": self.num_level}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Take it over."""
-        self.sums = deque(float(value) for value in state["sums"])
-        self.last_lr, self.num_level = float(state["last_lr"]), int(state["num_level"])
+        self.sums = deque(float(value) for value in value_of(state, "sums", list))
+        self.last_lr, self.num_level = float_of(state, "last_lr"), int_of(state, "num_level")

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from twinflow.codes.reference import exponents_of
 from twinflow.optim.onebit.base import LOGGER, CompressedOptimizer, Shared
 from twinflow.optim.onebit.bucket import FlatBucket
 from twinflow.optim.onebit.freeze import VarianceWatch, default_window
-from twinflow.rules.rule import check_betas
+from twinflow.rules.rule import check_betas, number, numbers
+from twinflow.state_dict import dict_of, int_of
 from twinflow.zero.compression import Compression
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class FreezingOptimizer(CompressedOptimizer):
     """Keeps the second moment as it is from some step on."""
 
     def __init__(
-        self, params: ParamsT, defaults: dict[str, Any], compression: Compression, **shared: Unpack[Shared]
+        self, params: ParamsT, defaults: dict[str, object], compression: Compression, **shared: Unpack[Shared]
     ) -> None:
         check_betas(defaults["betas"])
-        window = compression.freeze_window or default_window(defaults["betas"][1])
+        window = compression.freeze_window or default_window(numbers(defaults, "betas")[1])
         self._watch = VarianceWatch(window, compression.freeze_threshold)
         self.freeze_step = compression.freeze_step
         self.frozen_step: int | None = None  # the last in full precision, once that is known
@@ -52,7 +50,7 @@ class FreezingOptimizer(CompressedOptimizer):
         """The sum of the second moment, without its bias."""
         total = 0.0
         for bucket in self._buckets:
-            b2 = self._options(bucket)["betas"][1]
+            b2 = numbers(self._options(bucket), "betas")[1]
             steps = max(1, *bucket.steps)
             total += float(bucket.exp_avg_sq.sum(dtype=torch.float64)) / (1.0 - b2**steps)
         return total
@@ -68,7 +66,7 @@ class FreezingOptimizer(CompressedOptimizer):
         for bucket in self._buckets:
             bucket.frozen_at = [max(1, step) for step in bucket.steps]
             self._before_freezing(bucket)
-            exponents = exponents_of(bucket.exp_avg_sq, float(self._options(bucket)["eps"]))
+            exponents = exponents_of(bucket.exp_avg_sq, number(self._options(bucket), "eps"))
             self.group.broadcast(exponents)  # machines of different kinds may round a root differently
             bucket.set_exponents(exponents)
         if self.group.rank == 0:
@@ -88,9 +86,9 @@ class FreezingOptimizer(CompressedOptimizer):
                 "frozen, and are left as they are. Freeze later, or build a new optimizer"
             )
 
-    def _head(self) -> dict[str, Any]:
+    def _head(self) -> dict[str, object]:
         return {"frozen_step": self.frozen_step, "watch": self._watch.state_dict()}
 
-    def _load_head(self, head: Mapping[str, Any]) -> None:
-        self.frozen_step = None if head["frozen_step"] is None else int(head["frozen_step"])
-        self._watch.load_state_dict(head["watch"])
+    def _load_head(self, head: Mapping[str, object]) -> None:
+        self.frozen_step = None if head["frozen_step"] is None else int_of(head, "frozen_step")
+        self._watch.load_state_dict(dict_of(head, "watch"))

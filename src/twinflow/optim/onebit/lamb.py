@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from twinflow.errors import bad_value
 from twinflow.optim.onebit.base import Shared
 from twinflow.optim.onebit.bucket import FlatBucket
 from twinflow.optim.onebit.freezing import FreezingOptimizer
+from twinflow.rules.rule import numbers
+from twinflow.state_dict import float_of, value_of
 from twinflow.zero.compression import THRESHOLD, Compression
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _FRESH = "exp_avg_sq_fresh"
 
@@ -79,7 +78,7 @@ class OneBitLamb(FreezingOptimizer):
 
     def _plain_step(self, number: int, hits: Sequence[bool], factor: float) -> None:
         bucket = self._buckets[number]
-        (b1, b2), eps = self._options(bucket)["betas"], float(self._options(bucket)["eps"])
+        (b1, b2), eps = numbers(self._options(bucket), "betas"), float_of(self._options(bucket), "eps")
         for i, where in enumerate(bucket.ranges()):
             if not hits[i]:
                 continue
@@ -98,17 +97,17 @@ class OneBitLamb(FreezingOptimizer):
     def _step(self, bucket: FlatBucket, i: int, where: slice, move: Tensor, coeff: float | None) -> float:
         """Move one parameter, by its trust ratio where no other number is given; the number."""
         options, weights = self._options(bucket), bucket.weights[where]
-        move = move.add(weights, alpha=float(options["weight_decay"]))
+        move = move.add(weights, alpha=float_of(options, "weight_decay"))
         if coeff is None:
             of_weights, of_move = float(weights.norm()), float(move.norm())
             low, high = self.coeffs
             coeff = min(max(of_weights / of_move, low), high) if of_weights > 0.0 and of_move > 0.0 else 1.0
-        weights.sub_(move, alpha=float(options["lr"]) * coeff)
+        weights.sub_(move, alpha=float_of(options, "lr") * coeff)
         return coeff
 
     def _compressed_step(self, number: int, hits: Sequence[bool], factor: float) -> None:
         bucket, fresh = self._buckets[number], self._buckets[number].extra[_FRESH]
-        (b1, b2), eps = self._options(bucket)["betas"], float(self._options(bucket)["eps"])
+        (b1, b2), eps = numbers(self._options(bucket), "betas"), float_of(self._options(bucket), "eps")
         self._warn_of_late(bucket, hits)
         before = bucket.exp_avg.clone()
         self._exchange(bucket, bucket.exp_avg, bucket.grads, (1.0 - b1) * factor, bucket.exp_avg, b1)
@@ -145,14 +144,14 @@ class OneBitLamb(FreezingOptimizer):
         for bucket in self._buckets:
             bucket.extra.setdefault(_FRESH, bucket.exp_avg_sq.clone())
 
-    def _head(self) -> dict[str, Any]:
+    def _head(self) -> dict[str, object]:
         mean_coeffs, last_factors = ([list(row) for row in rows] for rows in (self._mean_coeffs, self._last_factors))
         return {**super()._head(), "mean_coeffs": mean_coeffs, "last_factors": last_factors}
 
-    def _load_head(self, head: Mapping[str, Any]) -> None:
+    def _load_head(self, head: Mapping[str, object]) -> None:
         super()._load_head(head)
-        self._mean_coeffs = self._by_bucket(head["mean_coeffs"])
-        self._last_factors = self._by_bucket(head["last_factors"])
+        self._mean_coeffs = self._by_bucket(value_of(head, "mean_coeffs", list))
+        self._last_factors = self._by_bucket(value_of(head, "last_factors", list))
 
     def _by_bucket(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
         """Numbers of all parameters; buckets may have been cut elsewhere when they were saved."""

@@ -12,21 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from twinflow.codes.reference import exponents_of
 from twinflow.errors import bad_value
 from twinflow.optim.onebit.base import CompressedOptimizer, Shared
 from twinflow.optim.onebit.bucket import FlatBucket
 from twinflow.rules.adam import adamw_hyper
-from twinflow.rules.rule import Hyper
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from twinflow.rules.rule import Hyper, number, numbers
+from twinflow.state_dict import value_of
 
 _REFRESH, _ONE_BIT, _LOCAL = "refresh", "one bit", "local"
 
@@ -71,11 +70,11 @@ class ZeroOneAdam(CompressedOptimizer):
         code: str = "1bit",
         **shared: Unpack[Shared],
     ) -> None:
-        numbers = {"var_freeze_step": var_freeze_step, "var_update_scaler": var_update_scaler}
-        numbers |= {"local_step_scaler": local_step_scaler, "local_step_clipper": local_step_clipper}
-        for name, number in numbers.items():
-            if number < 1:
-                raise bad_value(name, number, "a whole number >= 1")
+        counts = {"var_freeze_step": var_freeze_step, "var_update_scaler": var_update_scaler}
+        counts |= {"local_step_scaler": local_step_scaler, "local_step_clipper": local_step_clipper}
+        for name, count in counts.items():
+            if count < 1:
+                raise bad_value(name, count, "a whole number >= 1")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, code, **shared)
         self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
@@ -104,7 +103,7 @@ class ZeroOneAdam(CompressedOptimizer):
             self._local_step(present, factor)
             return
         for bucket, hits in zip(self._buckets, present, strict=True):
-            b1, eps = self._options(bucket)["betas"][0], float(self._options(bucket)["eps"])
+            b1, eps = numbers(self._options(bucket), "betas")[0], number(self._options(bucket), "eps")
             if kind == _REFRESH:
                 bucket.update(self._hypers(bucket, hits, refreshes=True), factor)
                 bucket.set_exponents(exponents_of(bucket.exp_avg_sq, eps))
@@ -131,7 +130,7 @@ class ZeroOneAdam(CompressedOptimizer):
         self._since += 1
         is_due = self._since >= self._local.interval
         for i, (bucket, hits) in enumerate(zip(self._buckets, present, strict=True)):
-            b1 = self._options(bucket)["betas"][0]
+            b1 = numbers(self._options(bucket), "betas")[0]
             if i not in self._added:
                 self._added[i], self._shared[i] = torch.zeros_like(bucket.weights), bucket.weights.clone()
                 self._moved[i] = [Moved()] * len(bucket.params)
@@ -173,13 +172,16 @@ class ZeroOneAdam(CompressedOptimizer):
         self._moved[i] = [Moved()] * len(bucket.params)
         bucket.write_params()
 
-    def _head(self) -> dict[str, Any]:
+    def _head(self) -> dict[str, object]:
         if not self.is_in_step:
             raise RuntimeError("ranks have different weights between two exchanges. Save when `is_in_step`")
         return {"variance": asdict(self._variance), "local": asdict(self._local)}
 
-    def _load_head(self, head: Mapping[str, Any]) -> None:
-        self._variance, self._local = Rhythm(**head["variance"]), Rhythm(**head["local"])
+    def _load_head(self, head: Mapping[str, object]) -> None:
+        self._variance, self._local = (
+            Rhythm(**value_of(head, "variance", dict)),
+            Rhythm(**value_of(head, "local", dict)),
+        )
         self._since = 0
         self._moved.clear()
         self._added.clear()

@@ -1,0 +1,339 @@
+// The executor: host updates beside the model's work.
+//
+// Two threads work here, and Python submits. The mover starts copies, reads the clipping decision and marks gradients
+// that have arrived; it never waits for a copy. The worker updates one bucket at a time with all cores of the pool.
+// Where the update is an optimizer in Python there is no worker: a Python thread asks for the next update.
+//
+// A task is one bucket's part in one step. It is in exactly one phase, and only the owner of the phase moves it on:
+//
+//   phase        owner      what it waits for                                        next
+//   kOnDevice    mover      a free slot and permission (below)                       kOnHost
+//   kOnHost      worker     arrival of its gradients, its turn by deadline           kUpdating
+//   kUpdating    worker     the kernel                                               kOnHost (summed), kAhead, kToSend
+//   kAhead       `apply`    the clipping decision, by whoever brings it              kToSend, kOnHost, kOnDevice
+//   kToSend      mover      the job's release, few copies being queued               kDone
+//   kDone        nobody
+//
+// Permission to leave the device: the decision is made, or a spare store is free for an update ahead of it, or
+// gradients may wait on the host (`holds_on_host_`). The copy itself waits for the gradients on its stream. A skipped
+// or dropped job takes its tasks from any phase to kToSend or kDone (`give_up`). `enter` asserts all transitions.
+//
+// Every field is read and written under `mutex_`. The worker gives it up while a kernel runs. Meanwhile it writes only
+// to buffers: the store, the slot of the weights, the total and its norm. It may read the slices and `present` of its
+// task, because nobody changes them in kUpdating. Only `resize` and `spans` wait for a device under the lock.
+//
+// To add a phase: the table, `Phase`, `enter`, who enters and leaves it, `looks_at_events` if it waits for an event,
+// and the functions that look at phases (`apply`, `will_release`, `take_unsent`, `reset`, `wait_summed`).
+//
+// Files: executor.cpp has what Python calls, executor_mover.cpp and executor_worker.cpp the two threads, and
+// executor_phases.cpp the transitions. executor_api.cpp has the C functions of api.h, which forward to this class.
+//
+// Deadlines: the worker takes, of the gradients that have arrived, those whose weights the next forward needs first.
+// Slots: page-locked buffers that gradients (and weights, where the state does not hold them) pass through.
+// Spare stores: an update may run ahead of the clipping decision into a spare store. Keeping it is a swap of stores.
+#pragma once
+#include <assert.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "api.h"
+#include "slots.h"
+#include "streams.h"
+
+namespace tf {
+
+constexpr int32_t kAlways = 0;  // in the place of a tf_sync_point: a look that no test switches off
+constexpr auto kLook = std::chrono::milliseconds(5);
+
+enum class Phase { kOnDevice, kOnHost, kUpdating, kAhead, kToSend, kDone };
+
+inline int64_t bytes_of(int32_t type) { return type == TF_F32 ? 4 : 2; }
+
+using Pointers = std::vector<tf_pointers>;  // a store: of each slice
+
+struct Task;
+
+struct Bucket {
+  tf_bucket spec{};
+  std::vector<tf_slice> slices;
+  int64_t store = -1;
+  int64_t deadline = 0;
+  int64_t due = 0;           // the last job whose weights the next forward has to see
+  int64_t updated = 0;       // the last job that is in the state
+  int64_t sent = 0;          // ... whose weights are on their way into the parameters
+  int64_t published = 0;     // ... from all ranks
+  EventRef sent_event;       // the last copy that reads the state, to the parameters or by a fetch: updates wait for it
+  EventRef published_event;  // the other ranks' weights are in the parameters
+  std::vector<uint8_t> sent_slices;  // whose weights were sent since the caller last asked
+  bool is_frozen = false, is_wanted = false;
+  float* total = nullptr;      // fp32 sum of the gradients of several backwards
+  std::vector<uint8_t> added;  // the slices that are in it
+  bool is_full = false;        // it is complete, and waits for its update
+  std::deque<Task*> parts;     // tasks still to be added to it, in order
+  std::deque<Task*> open;      // tasks that are neither kept nor dropped for good, in order
+
+  int64_t shown() const { return spec.is_shared ? published : sent; }
+  EventRef& shown_event() { return spec.is_shared ? published_event : sent_event; }
+  bool has_added() const {
+    return std::any_of(added.begin(), added.end(), [](uint8_t one) { return one; });
+  }
+};
+
+struct Job {
+  tf_job spec{};
+  bool is_released = true;
+  bool is_dropped = false;
+  EventRef after;  // the forward and backward that still need the old weights have ended
+  bool is_closed = false;
+  const double* decision_at = nullptr;  // norm, factor, skip
+  EventRef decision_event;
+  double* norms = nullptr;  // of each bucket, where they are measured here
+  int64_t num_norms = 0;    // the decision follows from them unless it lies in `decision_at`
+  bool has_decision = false;
+  tf_decision decision{};
+  int64_t num_left = 0;  // tasks whose update is neither kept nor dropped for good
+  bool is_forgotten = false;
+  std::vector<tf_hyper> hypers;
+
+  bool is_open() const { return has_decision || !spec.has_limits; }
+  double factor() const { return has_decision ? decision.factor : 1.0 / spec.scale; }
+};
+
+struct Task {
+  int64_t id = 0;
+  int64_t bucket_index = 0;
+  Bucket* bucket = nullptr;
+  Job* job = nullptr;
+  Phase phase = Phase::kOnDevice;
+  std::vector<tf_source> sources;
+  std::vector<uint8_t> present, agreed;  // slices that have a gradient; that have one on any rank
+  EventRef ready, arrived;
+  bool is_complete = false;  // `ready` was seen to be done
+  bool has_arrived = false;
+  bool has_flat = false;     // its gradients lie in a buffer that others wait for
+  bool is_released = false;  // the caller was told that its gradients are not needed any more
+  bool is_held = false;      // which slices have a gradient is known when all ranks have said so
+  bool has_agreed = false;
+  bool is_summed = false;
+  bool has_weights = false;
+  Slot* slot = nullptr;
+  const void* grads = nullptr;
+  int64_t spare = -1;  // the store that the update writes to, ahead of the decision
+  Slot* weight_slot = nullptr;
+  std::vector<void*> weights;  // of an external update
+
+  bool has_present() const {
+    return std::any_of(present.begin(), present.end(), [](uint8_t one) { return one; });
+  }
+  bool is_whole() const {
+    return !present.empty() && std::all_of(present.begin(), present.end(), [](uint8_t one) { return one; });
+  }
+  std::pair<int64_t, int64_t> deadline() const { return {job->spec.number, bucket->deadline}; }
+};
+
+struct Fetch {
+  std::vector<tf_fetch_item> items;
+  EventRef after, event;
+};
+
+class Executor {
+ public:
+  Executor(std::shared_ptr<Driver> driver, const tf_settings& settings);
+  ~Executor() { close(); }
+  void close();
+  void free_slots();
+  void fail();
+  int32_t state();
+  void disable(int32_t points);
+  void delay(int32_t stream, double seconds);
+  void counters(tf_counters* found);
+  void record_spans(bool enabled) { log_.set_enabled(enabled); }
+  int64_t spans(void* anchor, double anchor_s, tf_span* into, int64_t max_spans);
+  void resize(int32_t num_slots, int32_t num_weight_slots, bool sums_on_host, bool keeps_weight_slots);
+  void add_weight_slots(int32_t num_more);
+
+  int64_t new_store(const tf_pointers* pointers, int64_t num_slices);
+  void free_store(int64_t store);
+  void add_spare(int64_t layout, int64_t store);
+  int64_t take_spare(int64_t layout);
+  int64_t missing_spares(int64_t* buckets, int64_t max_buckets);
+
+  void set_bucket(int64_t index, const tf_bucket& spec, int64_t store);
+  int64_t store_of(int64_t index);
+  void set_deadline(int64_t index, int64_t deadline);
+  void set_total(int64_t index, float* total);
+  int64_t added(int64_t index, uint8_t* slices);
+  int64_t take_sent(int64_t index, uint8_t* slices);
+  void set_due(int64_t index, int64_t number);
+  int64_t due(int64_t index);
+  int64_t shown(int64_t index);
+  void note_updated(int64_t index, int64_t number);
+  void set_unsent(int64_t index, int64_t number);
+  void note_sent(int64_t index, int64_t number, const tf_event* event);
+  void note_published(int64_t index, int64_t number, const tf_event* event);
+  tf_event* event_of(int64_t index, bool published);
+  void freeze(int64_t index, bool is_frozen);
+  int64_t next_wanted(double timeout_s);
+
+  int64_t new_job(const tf_job& spec);
+  void free_job(int64_t id);
+  void add_hypers(int64_t id, const tf_hyper* rows, int64_t num_rows);
+  int64_t submit(int64_t job, int64_t bucket, const tf_source* sources, int64_t num_sources, const uint8_t* present,
+                 const tf_event* ready, bool has_flat, bool is_held);
+  int64_t submit_sum(int64_t job, int64_t bucket);
+  void agree(int64_t job, const uint8_t* params);
+  void close_job(int64_t job, const double* decision, double* norms, int64_t num_norms, const tf_event* event);
+  void set_norms(int64_t job, double* norms);
+  void decide_job(int64_t job, const tf_decision& decision);
+  void drop(int64_t job);
+  void release(int64_t job, const tf_event* after);
+  bool decision(int64_t job, tf_decision* found);
+  bool job_is_done(int64_t job);
+  int32_t wait_decision(int64_t job);
+  int32_t wait_done(int64_t job);
+  int32_t wait_summed(int64_t job);
+  int32_t wait_sums();
+  void forget_sums();
+  int64_t hold_back(int64_t job, int64_t bucket);
+  int64_t take_unsent(int64_t bucket);
+  void reset(int64_t number);
+
+  int64_t released(int64_t* tasks, tf_event** events, int64_t max_tasks);
+  bool will_release();
+  int32_t wait_released(double timeout_s);
+  const void* grads(int64_t task);
+
+  double hold(const int64_t* buckets, int64_t num_buckets, void* const* streams, int64_t num_streams);
+  int32_t wait_shown(const int64_t* buckets, int64_t num_buckets);
+  int32_t wait_weights(const int64_t* buckets, int64_t num_buckets);
+  int32_t wait_sent(int64_t bucket, int64_t number, double timeout_s);
+
+  int64_t fetch(const tf_fetch_item* items, int64_t num_items, const tf_event* after);
+  tf_event* wait_fetch(int64_t id);
+
+  int32_t next_update(double timeout_s, tf_update_task* found, uint8_t* present);
+  void finish_update(int64_t task, void* const* weights);
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  enum Failure { kWorks = 0, kStreamFailed = 1, kFailedOutside = 2 };
+
+  // Threads.
+  void move_loop();
+  void work_loop();
+
+  // Waiting, with the lock held. False when the executor has failed or is closing.
+  template <class Condition>
+  bool wait_until(Lock& lock, const Condition& condition) {
+    changed_.wait(lock, [&] { return condition() || is_over(); });
+    return condition() && failure_ == kWorks;
+  }
+  // Until something changes. While there is work, a thread looks again after a while: an event that nobody looks at
+  // then costs milliseconds, and does not stop training.
+  void rest(Lock& lock) {
+    if (tasks_.empty() && fetch_queue_.empty())
+      changed_.wait(lock);
+    else
+      changed_.wait_for(lock, kLook);
+  }
+  bool is_over() const { return is_closing_ || failure_ != kWorks; }
+  bool is_off(int32_t point) const { return disabled_ & point; }
+  bool has_come(const EventRef& event, int32_t point) {
+    if (!event || is_off(point)) return true;
+    auto found = event->state();
+    if (found == Event::kFailed && failure_ == kWorks) {
+      failure_ = kStreamFailed;
+      changed_.notify_all();
+    }
+    return found == Event::kDone;
+  }
+
+  // What the mover does; each says whether it did anything.
+  bool note_arrivals();
+  bool decide_ready();
+  bool send_weights();
+  bool fill_slots();
+  bool start_fetches();
+  bool looks_at_events();
+
+  // What a task may do.
+  bool is_to_sum(const Task& task) const { return sums_on_host_ && !task.is_summed; }
+  bool is_allowed(const Task& task) const {
+    return is_to_sum(task) || (!task.is_held && (task.job->is_open() || task.spare >= 0));
+  }
+  // An update starts from what the bucket's last one leaves: that one must not be waiting for its decision.
+  bool is_next(const Task& task) const { return task.bucket->open.front() == &task; }
+  bool may_update(Task& task);
+  bool may_change(Bucket& bucket);
+  bool reserve(Task& task);
+  bool speculates() const;
+
+  // How it moves on.
+  void enter(Task& task, Phase phase);
+  Task* new_task(Job& job, int64_t bucket);
+  Task* pick();
+  bool prepare(Task& task);
+  void sum(Lock& lock, Task& task);
+  void summed(Task& task);
+  void update(Lock& lock, Task& task);
+  void updated(Task& task, bool was_ahead);
+  void apply(Job& job, const tf_decision& decision);
+  void settle(Task& task);
+  void keep(Task& task);
+  void give_up(Task& task);
+  void finish(Task& task);
+  void free_spare(Task& task);
+  void free_slot(Task& task);
+  void free_gradients(Task& task);
+  void tell_released(Task& task);
+  void copy_out(Task& task, Slot* slot);
+  void copy_back(Task& task);
+  const void* weight_of(const Task& task, size_t slice);
+  const tf_hyper& hyper_of(const Task& task, int32_t group, int64_t step);
+  void sweep();
+
+  Bucket& bucket(int64_t index) { return *buckets_[index]; }
+  Job& job(int64_t id) { return *jobs_.at(id); }
+  Task* find(int64_t id) {
+    for (auto& task : tasks_)
+      if (task->id == id) return task.get();
+    return nullptr;
+  }
+
+  std::shared_ptr<Driver> driver_;
+  SpanLog log_;
+  const bool holds_on_host_, is_external_;
+  bool sums_on_host_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::unique_ptr<Stream> out_, in_, fetch_;
+  SlotPool slots_, weight_slots_;
+  std::vector<std::unique_ptr<Bucket>> buckets_;
+  std::map<int64_t, Pointers> stores_;
+  std::map<int64_t, std::vector<int64_t>> spares_;  // by layout
+  std::vector<int64_t> missing_;                    // buckets that found no spare store
+  std::map<int64_t, std::unique_ptr<Job>> jobs_;
+  std::vector<std::unique_ptr<Task>> tasks_;  // that are not done, in the order in which they came
+  std::map<int64_t, Fetch> fetches_;
+  std::deque<int64_t> fetch_queue_;
+  std::deque<std::pair<int64_t, EventRef>> released_;
+  std::deque<EventRef> sends_;
+  std::deque<bool> wasted_;  // whether the last steps threw away what ran ahead
+  int64_t next_id_ = 1;
+  int32_t disabled_ = 0;
+  int32_t failure_ = kWorks;
+  bool is_closing_ = false;
+  tf_counters counters_{};
+  std::thread mover_, worker_;
+};
+
+}  // namespace tf

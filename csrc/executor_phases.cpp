@@ -1,0 +1,198 @@
+// How a task moves from phase to phase, what the clipping decision does to it, and what it holds and gives back.
+//
+// All of these functions run with `mutex_` held, in the thread that owns the task's phase (the table in executor.h), or
+// in the thread that brings the decision: the mover, or a caller of `decide_job`. A task owns its slots and its spare
+// store until `free_slot`, `free_spare` or `keep`.
+#include "executor.h"
+
+namespace tf {
+
+constexpr size_t kHistory = 8;  // past steps that decide whether running ahead pays
+
+Task* Executor::new_task(Job& owner, int64_t index) {
+  sweep();
+  tasks_.push_back(std::make_unique<Task>());
+  Task* task = tasks_.back().get();
+  task->id = next_id_++;
+  task->bucket_index = index;
+  task->bucket = &bucket(index);
+  task->job = &owner;
+  owner.num_left += 1;
+  task->bucket->open.push_back(task);
+  return task;
+}
+
+void Executor::enter(Task& task, Phase phase) {
+  auto is_legal = [](Phase from, Phase to) {
+    switch (from) {
+      case Phase::kOnDevice: return to == Phase::kOnHost || to == Phase::kToSend || to == Phase::kDone;
+      case Phase::kOnHost: return to == Phase::kUpdating || to == Phase::kToSend || to == Phase::kDone;
+      case Phase::kUpdating: return to != Phase::kUpdating;
+      case Phase::kAhead:
+        return to == Phase::kOnDevice || to == Phase::kOnHost || to == Phase::kToSend || to == Phase::kDone;
+      case Phase::kToSend: return to == Phase::kDone;
+      case Phase::kDone: return false;
+    }
+    return false;
+  };
+  assert(is_legal(task.phase, phase));
+  (void)is_legal;
+  task.phase = phase;
+}
+
+// A spare store for an update ahead of the decision.
+bool Executor::reserve(Task& task) {
+  bool may = task.job->spec.runs_ahead && !task.is_held && !is_external_ && !task.job->has_decision && is_next(task);
+  if (!may || !task.is_whole() || !speculates()) return false;  // a swap would lose slices that are left alone
+  auto& spares = spares_[task.bucket->spec.layout];
+  if (spares.empty()) {
+    if (std::find(missing_.begin(), missing_.end(), task.bucket_index) == missing_.end())
+      missing_.push_back(task.bucket_index);
+    return false;
+  }
+  task.spare = spares.back();
+  spares.pop_back();
+  return true;
+}
+
+// Run ahead unless half of the recent steps threw that work away.
+bool Executor::speculates() const {
+  size_t num_wasted = std::count(wasted_.begin(), wasted_.end(), true);
+  return 2 * num_wasted < std::max<size_t>(2, wasted_.size());
+}
+
+void Executor::updated(Task& task, bool was_ahead) {
+  if (!was_ahead) {
+    keep(task);
+    return;
+  }
+  if (!holds_on_host_) free_slot(task);
+  enter(task, Phase::kAhead);
+  if (task.job->has_decision) settle(task);  // it was made meanwhile
+}
+
+// The decision is there: what ran ahead is kept or made anew; of a skipped step nothing happens.
+void Executor::apply(Job& owner, const tf_decision& decision) {
+  assert(!owner.has_decision);
+  owner.decision = decision;
+  if (owner.is_dropped) {
+    owner.decision.factor = 0.0;
+    owner.decision.skip = 1;
+    owner.decision.clipped = 0;
+  }
+  owner.has_decision = true;
+  std::vector<Task*> ahead, others;
+  int32_t num_updating = 0;
+  for (auto& task : tasks_) {
+    if (task->job != &owner) continue;
+    if (task->phase == Phase::kAhead) ahead.push_back(task.get());
+    if (task->phase == Phase::kUpdating && task->spare >= 0) num_updating += 1;
+    if (task->phase == Phase::kOnDevice || task->phase == Phase::kOnHost) others.push_back(task.get());
+  }
+  if (owner.spec.has_limits) {
+    wasted_.push_back(owner.decision.clipped || owner.decision.skip);
+    if (wasted_.size() > kHistory) wasted_.pop_front();
+    bool is_kept = !owner.decision.skip && owner.decision.factor == 1.0 / owner.spec.scale;
+    owner.decision.num_ahead = static_cast<int32_t>(ahead.size()) + num_updating;
+    owner.decision.num_dropped = is_kept ? 0 : owner.decision.num_ahead;
+    owner.decision.num_waiting = static_cast<int32_t>(owner.num_left) - owner.decision.num_ahead;
+  }
+  std::sort(ahead.begin(), ahead.end(), [](Task* a, Task* b) { return a->deadline() < b->deadline(); });
+  for (Task* task : ahead) settle(*task);
+  if (owner.decision.skip)
+    for (Task* task : others) give_up(*task);
+}
+
+// After the decision, what ran ahead is kept, or given up, or made anew from gradients that are still there.
+void Executor::settle(Task& task) {
+  const tf_decision& decision = task.job->decision;
+  if (decision.skip) {
+    give_up(task);
+  } else if (decision.factor == 1.0 / task.job->spec.scale) {
+    spares_[task.bucket->spec.layout].push_back(task.bucket->store);
+    task.bucket->store = task.spare;
+    task.spare = -1;
+    keep(task);
+  } else {
+    free_spare(task);
+    enter(task, task.slot ? Phase::kOnHost : Phase::kOnDevice);
+  }
+}
+
+// The update is final: count it, free what it used, send the weights.
+void Executor::keep(Task& task) {
+  Bucket& one = *task.bucket;
+  free_gradients(task);
+  for (size_t i = 0; i < one.slices.size(); ++i) one.spec.steps[i] += task.present[i];
+  one.updated = task.job->spec.number;
+  finish(task);
+  enter(task, Phase::kToSend);
+}
+
+// Nothing of this task happens: state and weights stay as they are, bit for bit.
+void Executor::give_up(Task& task) {
+  if (task.phase == Phase::kUpdating) return;  // being added to a total: `summed` comes here again
+  auto& parts = task.bucket->parts;
+  parts.erase(std::remove(parts.begin(), parts.end(), &task), parts.end());
+  free_spare(task);
+  free_gradients(task);
+  task.has_weights = false;
+  finish(task);
+  if (task.job->is_dropped) {  // it was no step, and nobody waits for it
+    enter(task, Phase::kDone);
+    return;
+  }
+  task.bucket->updated = task.job->spec.number;
+  enter(task, Phase::kToSend);  // without weights: whoever waits for this job goes on
+}
+
+void Executor::finish(Task& task) {
+  auto& open = task.bucket->open;
+  open.erase(std::remove(open.begin(), open.end(), &task), open.end());
+  task.job->num_left -= 1;
+}
+
+void Executor::free_spare(Task& task) {
+  if (task.spare >= 0) spares_[task.bucket->spec.layout].push_back(task.spare);
+  task.spare = -1;
+  if (task.weight_slot) weight_slots_.give(task.weight_slot, nullptr);
+  task.weight_slot = nullptr;
+  task.has_weights = false;
+}
+
+void Executor::free_slot(Task& task) {
+  if (!task.slot) return;
+  slots_.give(task.slot, task.arrived);
+  task.slot = nullptr;
+  task.grads = nullptr;
+}
+
+void Executor::free_gradients(Task& task) {
+  free_slot(task);
+  tell_released(task);
+  task.grads = nullptr;
+  if (task.is_summed) {
+    task.bucket->is_full = false;
+    std::fill(task.bucket->added.begin(), task.bucket->added.end(), 0);
+  }
+}
+
+void Executor::tell_released(Task& task) {
+  if (task.is_released) return;
+  task.is_released = true;
+  released_.emplace_back(task.id, task.arrived);
+}
+
+// Forgets what is done: tasks, and jobs that Python does not ask for any more.
+void Executor::sweep() {
+  tasks_.erase(std::remove_if(tasks_.begin(), tasks_.end(), [](auto& task) { return task->phase == Phase::kDone; }),
+               tasks_.end());
+  for (auto it = jobs_.begin(); it != jobs_.end();) {
+    Job* one = it->second.get();
+    bool is_used =
+        !one->is_forgotten || std::any_of(tasks_.begin(), tasks_.end(), [&](auto& t) { return t->job == one; });
+    it = is_used ? std::next(it) : jobs_.erase(it);
+  }
+}
+
+}  // namespace tf

@@ -1,0 +1,233 @@
+// The worker: the thread that sums gradients and updates buckets, one at a time, with all threads of the pool.
+//
+// `pick` chooses a task and moves it to kUpdating, with `mutex_` held. From then on the task belongs to the worker,
+// which gives the lock up while the kernel runs and takes it again to move the task on. A Python optimizer takes the
+// place of this thread by `next_update` and `finish_update`: the phases are the same. The gradients are there because
+// the mover has seen `arrived`; the state may change because `may_change` has seen that no copy reads it.
+#include <math.h>
+#include <string.h>
+
+#include "executor.h"
+
+namespace tf {
+namespace {
+
+// 64 well-mixed bits of (step, parameter), as rules/formats.py has them.
+void rounding_key(int64_t step, uint32_t param, uint32_t* key) {
+  uint64_t z = static_cast<uint64_t>(step) * 0x9E3779B97F4A7C15u + param * 0xD1B54A32D192ED03u + 0x8CB92BA72F3D8DD7u;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  z ^= z >> 31;
+  key[0] = static_cast<uint32_t>(z);
+  key[1] = static_cast<uint32_t>(z >> 32);
+}
+
+}  // namespace
+
+void Executor::work_loop() {
+  name_thread("twinflow-worker");
+  driver_->enter_thread();
+  Lock lock(mutex_);
+  while (!is_over()) {
+    Task* task = pick();
+    if (!task) {
+      rest(lock);
+    } else if (is_to_sum(*task)) {
+      sum(lock, *task);
+    } else {
+      update(lock, *task);
+    }
+  }
+}
+
+// The earliest deadline of what can be updated now; it has what the update needs.
+Task* Executor::pick() {
+  std::vector<Task*> ready;
+  for (auto& task : tasks_)
+    if (task->phase == Phase::kOnHost && may_update(*task)) ready.push_back(task.get());
+  std::sort(ready.begin(), ready.end(), [](Task* a, Task* b) { return a->deadline() < b->deadline(); });
+  for (Task* task : ready) {
+    if (is_to_sum(*task) || prepare(*task)) {
+      enter(*task, Phase::kUpdating);
+      return task;
+    }
+  }
+  return nullptr;
+}
+
+bool Executor::may_update(Task& task) {
+  if (!is_allowed(task) || !task.has_arrived) return false;
+  Bucket& one = *task.bucket;
+  if (is_to_sum(task)) return one.parts.front() == &task && !one.is_full;  // in order, so that sums are always the same
+  return is_next(task) && may_change(one);
+}
+
+// Weights may be sent from the state itself: it must not change before they are, nor before somebody has read it who
+// was promised that it would not.
+bool Executor::may_change(Bucket& one) {
+  if (one.sent < one.updated || !has_come(one.sent_event, TF_WEIGHT_SENT)) return false;
+  if (!one.is_frozen) return true;
+  if (!one.is_wanted) {
+    one.is_wanted = true;
+    changed_.notify_all();
+  }
+  return false;
+}
+
+bool Executor::prepare(Task& task) {
+  bool is_ahead = !task.job->is_open();
+  if (!is_ahead && task.spare >= 0) free_spare(task);
+  if (!task.has_present() || task.weight_slot || !task.bucket->spec.has_weight_slots) return true;
+  task.weight_slot = weight_slots_.take(is_ahead, is_off(TF_WEIGHT_SLOT));  // ahead of the decision one stays in use
+  return task.weight_slot != nullptr;
+}
+
+void Executor::sum(Lock& lock, Task& task) {
+  Bucket& one = *task.bucket;
+  const char* grads = static_cast<const char*>(task.grads);
+  std::vector<uint8_t> before = one.added;
+  double* norms = task.job->norms;
+  lock.unlock();
+  double start_s = now_s();
+  std::vector<const void*> totals;
+  std::vector<int64_t> numels;
+  for (size_t i = 0; i < one.slices.size(); ++i) {
+    const tf_slice& slice = one.slices[i];
+    float* into = one.total + slice.offset;
+    if (task.present[i]) {
+      const void* from = grads + slice.offset * bytes_of(one.spec.type);
+      if (before[i])
+        tf_accumulate(into, from, one.spec.type, slice.numel);
+      else
+        tf_cast(into, TF_F32, from, one.spec.type, slice.numel);
+    }
+    if (!task.present[i] && !before[i]) continue;
+    totals.push_back(into);
+    numels.push_back(slice.numel);
+  }
+  if (norms) {
+    std::vector<int32_t> types(totals.size(), TF_F32);
+    std::vector<double> sums(totals.size());
+    tf_sum_squares(totals.data(), numels.data(), types.data(), totals.size(), sums.data());
+    double total = 0.0;
+    for (double one_sum : sums) total += one_sum;
+    norms[task.bucket_index] = sqrt(total);
+  }
+  double end_s = now_s();
+  lock.lock();
+  counters_.busy_s += end_s - start_s;
+  log_.add({TF_SPAN_SUM, static_cast<int32_t>(task.bucket_index), start_s, end_s});
+  summed(task);
+  changed_.notify_all();
+}
+
+// The bucket's total has taken a task's gradients in; the last of a step goes on to the update.
+void Executor::summed(Task& task) {
+  Bucket& one = *task.bucket;
+  assert(one.parts.front() == &task);
+  one.parts.pop_front();
+  for (size_t i = 0; i < one.added.size(); ++i) one.added[i] |= task.present[i];
+  free_slot(task);
+  tell_released(task);
+  if (task.job->spec.is_part) {
+    finish(task);
+    enter(task, Phase::kDone);
+    return;
+  }
+  task.is_summed = one.is_full = true;
+  task.present = task.has_agreed ? task.agreed : one.added;
+  task.grads = one.total;
+  enter(task, Phase::kOnHost);
+  if (task.job->has_decision && task.job->decision.skip) give_up(task);  // decided while this was added
+}
+
+const tf_hyper& Executor::hyper_of(const Task& task, int32_t group, int64_t step) {
+  for (auto& row : task.job->hypers)
+    if (row.group == group && row.step == step) return row;
+  assert(!"no numbers for this step");
+  return task.job->hypers.front();
+}
+
+void Executor::update(Lock& lock, Task& task) {
+  Bucket& one = *task.bucket;
+  bool is_ahead = !task.job->is_open();
+  assert(is_ahead == (task.spare >= 0));
+  std::vector<tf_segment> segments;
+  const Pointers& read = stores_.at(one.store);
+  const Pointers& write = is_ahead ? stores_.at(task.spare) : read;
+  int64_t size = task.is_summed ? 4 : bytes_of(one.spec.type);
+  for (size_t i = 0; i < one.slices.size(); ++i) {
+    if (!task.present[i]) continue;
+    const tf_slice& slice = one.slices[i];
+    int64_t step = one.spec.steps[i] + 1;
+    const tf_hyper& row = hyper_of(task, slice.group, step);
+    tf_segment segment{};
+    segment.grad = static_cast<const char*>(task.grads) + slice.offset * size;
+    segment.weight_in = read[i].weight;
+    segment.weight = write[i].weight;
+    if (task.weight_slot) segment.weight = task.weight_slot->raw + slice.offset * bytes_of(one.spec.type);
+    segment.master_in = read[i].master;
+    segment.master = write[i].master;
+    for (int k = 0; k < 2; ++k) {
+      segment.state_in[k] = read[i].state[k];
+      segment.state[k] = write[i].state[k];
+      segment.scale_in[k] = read[i].scale[k];
+      segment.scale[k] = write[i].scale[k];
+    }
+    segment.numel = slice.numel;
+    segment.first_index = slice.first_index;
+    segment.rule = one.spec.rule;
+    segment.format = one.spec.format;
+    segment.grad_type = task.is_summed ? static_cast<int32_t>(TF_F32) : one.spec.type;
+    segment.weight_type = one.spec.type == TF_F32 ? static_cast<int32_t>(TF_NONE) : one.spec.type;
+    segment.split_master = one.spec.is_split;
+    segment.factor = static_cast<float>(row.sign * task.job->factor());
+    memcpy(segment.hyper, row.hyper, sizeof(row.hyper));
+    rounding_key(step, slice.param, segment.key);
+    segments.push_back(segment);
+  }
+  task.has_weights = !segments.empty();
+  lock.unlock();
+  double start_s = now_s();
+  if (!segments.empty()) tf_update(segments.data(), segments.size());
+  double end_s = now_s();
+  lock.lock();
+  counters_.busy_s += end_s - start_s;
+  if (!segments.empty())
+    log_.add({is_ahead ? TF_SPAN_AHEAD : TF_SPAN_UPDATE, static_cast<int32_t>(task.bucket_index), start_s, end_s});
+  updated(task, is_ahead);
+  changed_.notify_all();
+}
+
+int32_t Executor::next_update(double timeout_s, tf_update_task* found, uint8_t* present) {
+  Lock lock(mutex_);
+  auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
+  while (!is_over()) {
+    Task* task = pick();
+    if (task && is_to_sum(*task)) {
+      sum(lock, *task);
+    } else if (task && !task->has_present()) {
+      updated(*task, false);
+      changed_.notify_all();
+    } else if (task) {
+      *found = {task->id, task->bucket_index, task->job->factor(), const_cast<void*>(task->grads),
+                task->weight_slot ? task->weight_slot->raw : nullptr};
+      std::copy(task->present.begin(), task->present.end(), present);
+      return 1;
+    } else if (changed_.wait_until(lock, end) == std::cv_status::timeout) {
+      return 0;
+    }
+  }
+  return -1;
+}
+
+void Executor::finish_update(int64_t id, void* const* weights) {
+  Lock lock(mutex_);
+  Task* task = find(id);
+  task->has_weights = true;
+  if (weights) task->weights.assign(weights, weights + task->bucket->slices.size());
+  updated(*task, false);
+  changed_.notify_all();
+}
+
+}  // namespace tf

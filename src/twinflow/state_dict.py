@@ -1,0 +1,94 @@
+"""State dicts and param groups: mappings whose keys tell what their values are, with checked access to the values.
+
+What comes from a user or from a file is checked before it is used, with errors that say what to do (optim/saved.py,
+optim/twin_state_checks.py). A value that is still of another type raises TypeError here, as it would where it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import SupportsFloat, SupportsInt, TypeVar
+
+from torch import Tensor
+
+StateDict = dict[str, object]
+ParamEntry = Tensor | tuple[str, Tensor] | Mapping[str, object]  # one item of what torch.optim takes as parameters
+Kind = TypeVar("Kind")
+
+
+def value_of(values: Mapping[str, object], name: str, kind: type[Kind]) -> Kind:
+    value = values[name]
+    if not isinstance(value, kind):
+        raise _wrong_type(name, value, kind.__name__)
+    return value
+
+
+def tensor_of(values: Mapping[str, object], name: str) -> Tensor:
+    return value_of(values, name, Tensor)
+
+
+def dict_of(values: Mapping[str, object], name: str) -> StateDict:
+    """The dict under `name`; an empty one where there is none."""
+    return value_of(values, name, dict) if name in values else {}
+
+
+def mapping_of(values: Mapping[str, object], name: str) -> Mapping[str, object]:
+    value = values[name]
+    if not isinstance(value, Mapping):
+        raise _wrong_type(name, value, "mapping")
+    return value
+
+
+def list_of(values: Mapping[str, object], name: str) -> Sequence[object]:
+    value = values[name]
+    if not isinstance(value, (list, tuple)):
+        raise _wrong_type(name, value, "list")
+    return value
+
+
+def int_of(values: Mapping[str, object], name: str) -> int:
+    """A whole number of Python, numpy or torch."""
+    value = values[name]
+    if not isinstance(value, SupportsInt):
+        raise _wrong_type(name, value, "number")
+    return int(value)
+
+
+def float_of(values: Mapping[str, object], name: str) -> float:
+    value = values[name]
+    if not isinstance(value, SupportsFloat):
+        raise _wrong_type(name, value, "number")
+    return float(value)
+
+
+def saved_groups(state_dict: Mapping[str, object]) -> list[Mapping[str, object]]:
+    """The param groups of an optimizer's state dict."""
+    groups = list_of(state_dict, "param_groups")
+    found = [group for group in groups if isinstance(group, Mapping)]
+    if len(found) != len(groups):
+        raise TypeError("param_groups holds something that is not a dict")
+    return found
+
+
+def _wrong_type(name: str, value: object, wanted: str) -> TypeError:
+    return TypeError(f"{name} is of type {type(value).__name__}, expected a {wanted}")
+
+
+def params_of(group: Mapping[str, object]) -> list[Tensor]:
+    """The parameters of a param group, which is what torch.optim has made of the user's."""
+    found: list[Tensor] = value_of(group, "params", list)
+    return found
+
+
+def map_tensors(value: object, change: Callable[[Tensor], Tensor]) -> object:
+    """The same with changed tensors, which may be nested in dicts, lists and tuples. Other containers stay as they
+    are, with what they hold."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(item, change) for key, item in value.items()}
+    if type(value) is list:
+        return [map_tensors(item, change) for item in value]
+    if type(value) is tuple:
+        return tuple(map_tensors(item, change) for item in value)
+    return value
