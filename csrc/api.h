@@ -6,7 +6,7 @@
 #pragma once
 #include <stdint.h>
 
-#define TF_API_VERSION 4
+#define TF_API_VERSION 5
 #ifdef TF_BUILDING
 #define TF_PUBLIC __attribute__((visibility("default")))
 #else
@@ -251,7 +251,8 @@ TF_PUBLIC void tf_bucket_set_total(tf_executor* executor, int64_t bucket, float*
 TF_PUBLIC int64_t tf_bucket_added(tf_executor* executor, int64_t bucket, uint8_t* slices);  // that are in the total
 // The slices whose weights were sent since the last call; how many.
 TF_PUBLIC int64_t tf_bucket_take_sent(tf_executor* executor, int64_t bucket, uint8_t* slices);
-TF_PUBLIC void tf_bucket_set_due(tf_executor* executor, int64_t bucket, int64_t job_number);
+TF_PUBLIC void tf_buckets_set_due(tf_executor* executor, const int64_t* buckets, int64_t num_buckets,
+                                  int64_t job_number);
 TF_PUBLIC int64_t tf_bucket_due(tf_executor* executor, int64_t bucket);
 TF_PUBLIC int64_t tf_bucket_shown(tf_executor* executor, int64_t bucket);
 // Weights of a job are in the state, or on their way into the parameters, by work that the caller has queued.

@@ -181,10 +181,9 @@ int64_t Executor::take_sent(int64_t index, uint8_t* slices) {
   return count;
 }
 
-void Executor::set_due(int64_t index, int64_t number) {
+void Executor::set_due(const int64_t* indices, int64_t num_buckets, int64_t number) {
   Lock lock(mutex_);
-  bucket(index).due = number;
-  changed_.notify_all();
+  for (int64_t i = 0; i < num_buckets; ++i) bucket(indices[i]).due = number;
 }
 
 int64_t Executor::due(int64_t index) {
@@ -215,7 +214,7 @@ void Executor::note_sent(int64_t index, int64_t number, const tf_event* event) {
   found.sent = std::max(found.sent, number);
   found.updated = std::max(found.updated, found.sent);
   if (event) found.sent_event = event->ref;
-  changed_.notify_all();
+  tell_of_weights();
 }
 
 void Executor::note_published(int64_t index, int64_t number, const tf_event* event) {
@@ -223,7 +222,7 @@ void Executor::note_published(int64_t index, int64_t number, const tf_event* eve
   Bucket& found = bucket(index);
   found.published = number;
   if (event) found.published_event = event->ref;
-  changed_.notify_all();
+  tell_of_weights();
 }
 
 tf_event* Executor::event_of(int64_t index, bool published) {
@@ -245,9 +244,9 @@ int64_t Executor::next_wanted(double timeout_s) {
   auto look = [&] {
     for (size_t i = 0; i < buckets_.size() && found < 0; ++i)
       if (buckets_[i]->is_frozen && buckets_[i]->is_wanted) found = static_cast<int64_t>(i);
-    return found >= 0 || is_over();
+    return found >= 0;
   };
-  changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), look);
+  wait_for(lock, timeout_s, look);
   return found;
 }
 
@@ -473,8 +472,8 @@ bool Executor::will_release() {
 
 int32_t Executor::wait_released(double timeout_s) {
   Lock lock(mutex_);
-  changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return !released_.empty() || is_over(); });
-  return is_over() ? -1 : !released_.empty();
+  bool is_there = wait_for(lock, timeout_s, [&] { return !released_.empty(); });
+  return is_over() ? -1 : is_there;
 }
 
 const void* Executor::grads(int64_t id) {
@@ -550,8 +549,8 @@ int32_t Executor::wait_weights(const int64_t* indices, int64_t num_buckets) {
 int32_t Executor::wait_sent(int64_t index, int64_t number, double timeout_s) {
   Lock lock(mutex_);
   Bucket& one = bucket(index);
-  changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return one.sent >= number || is_over(); });
-  return is_over() ? -1 : one.sent >= number;
+  bool is_sent = wait_for(lock, timeout_s, [&] { return one.sent >= number; });
+  return is_over() ? -1 : is_sent;
 }
 
 // Weights that stay on the host.

@@ -173,7 +173,7 @@ class Executor {
   void set_total(int64_t index, float* total);
   int64_t added(int64_t index, uint8_t* slices);
   int64_t take_sent(int64_t index, uint8_t* slices);
-  void set_due(int64_t index, int64_t number);
+  void set_due(const int64_t* indices, int64_t num_buckets, int64_t number);
   int64_t due(int64_t index);
   int64_t shown(int64_t index);
   void note_updated(int64_t index, int64_t number);
@@ -234,8 +234,23 @@ class Executor {
   // Waiting, with the lock held. False when the executor has failed or is closing.
   template <class Condition>
   bool wait_until(Lock& lock, const Condition& condition) {
+    ++num_waiting_;
     changed_.wait(lock, [&] { return condition() || is_over(); });
+    --num_waiting_;
     return condition() && failure_ == kWorks;
+  }
+  // The same for at most so many seconds; whether the condition holds.
+  template <class Condition>
+  bool wait_for(Lock& lock, double timeout_s, const Condition& condition) {
+    ++num_waiting_;
+    changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return condition() || is_over(); });
+    --num_waiting_;
+    return condition();
+  }
+  // Weights of a bucket are on their way, by work that no task of ours does. Our threads do not wait for that unless
+  // they have tasks; to wake them for nothing would take longer than all else that the caller does for a bucket.
+  void tell_of_weights() {
+    if (num_waiting_ || !tasks_.empty() || !fetch_queue_.empty()) changed_.notify_all();
   }
   // Until something changes. While there is work, a thread looks again after a while: an event that nobody looks at
   // then costs milliseconds, and does not stop training.
@@ -331,6 +346,7 @@ class Executor {
   int64_t next_id_ = 1;
   int32_t disabled_ = 0;
   int32_t failure_ = kWorks;
+  int num_waiting_ = 0;  // callers in wait_until and wait_for
   bool is_closing_ = false;
   tf_counters counters_{};
   std::thread mover_, worker_;

@@ -52,7 +52,9 @@ int64_t tf_bucket_added(tf_executor* e, int64_t bucket, uint8_t* slices) { retur
 int64_t tf_bucket_take_sent(tf_executor* e, int64_t bucket, uint8_t* slices) {
   return e->executor.take_sent(bucket, slices);
 }
-void tf_bucket_set_due(tf_executor* e, int64_t bucket, int64_t number) { e->executor.set_due(bucket, number); }
+void tf_buckets_set_due(tf_executor* e, const int64_t* buckets, int64_t num_buckets, int64_t number) {
+  e->executor.set_due(buckets, num_buckets, number);
+}
 int64_t tf_bucket_due(tf_executor* e, int64_t bucket) { return e->executor.due(bucket); }
 int64_t tf_bucket_shown(tf_executor* e, int64_t bucket) { return e->executor.shown(bucket); }
 void tf_bucket_note_updated(tf_executor* e, int64_t bucket, int64_t number) {

@@ -174,7 +174,7 @@ _QUICK: dict[str, tuple[list[object], object]] = {
     "tf_bucket_set_total": ([_EXECUTOR, c_int64, c_void_p], None),
     "tf_bucket_added": ([_EXECUTOR, c_int64, POINTER(c_uint8)], c_int64),
     "tf_bucket_take_sent": ([_EXECUTOR, c_int64, POINTER(c_uint8)], c_int64),
-    "tf_bucket_set_due": ([_EXECUTOR, c_int64, c_int64], None),
+    "tf_buckets_set_due": ([_EXECUTOR, POINTER(c_int64), c_int64, c_int64], None),
     "tf_bucket_due": ([_EXECUTOR, c_int64], c_int64),
     "tf_bucket_shown": ([_EXECUTOR, c_int64], c_int64),
     "tf_bucket_note_updated": ([_EXECUTOR, c_int64, c_int64], None),

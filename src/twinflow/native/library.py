@@ -19,7 +19,7 @@ from twinflow.errors import bad_value
 from twinflow.native.threads import default_threads
 from twinflow.rules import RULES
 
-API_VERSION = 4
+API_VERSION = 5
 FILE_NAME = "libtwinflow.so"
 
 

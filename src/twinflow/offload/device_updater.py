@@ -51,7 +51,7 @@ class DeviceUpdater:
         self.keeps_weights = keeps_weights  # apart from the parameters
         self.max_programs = max_programs  # of an update; None: as many as fill the device
         self._device = device
-        self._hypers = Hypers(rule)
+        self._hypers = Hypers(rule, format)
         self._is_fused, self._has_run = gpu.is_available(), False
         self._fused: dict[int, tuple[list[int], FusedUpdate]] = {}  # of each bucket, and the addresses it was made for
 

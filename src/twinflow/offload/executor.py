@@ -348,8 +348,8 @@ class Executor:
 
     def make_due(self, job: Job) -> None:
         """The next forward has to see this job's weights."""
-        for task in job.tasks:
-            self._library.tf_bucket_set_due(self._handle, task.bucket.plan.index, job.number)
+        indices = indices_of([task.bucket for task in job.tasks])
+        self._library.tf_buckets_set_due(self._handle, indices, len(indices), job.number)
 
     def note_updated(self, bucket: Bucket, number: int) -> None:
         """A job is in the state, by an update on the device whose weights are kept apart."""

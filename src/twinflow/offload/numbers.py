@@ -20,6 +20,9 @@ _OF_PARAM = np.uint64(0xD1B54A32D192ED03)
 _START = np.uint64(0x8CB92BA72F3D8DD7)
 
 
+Steps = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
 class _Slices(NamedTuple):
     """What does not change from step to step, of each slice of a bucket."""
 
@@ -31,8 +34,9 @@ class _Slices(NamedTuple):
 class Hypers:
     """A rule's numbers, worked out once for all slices of a job that share them."""
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: Rule, format: str) -> None:
         self._rule = rule
+        self._has_keys = format != "fp32"  # fp32 states are not rounded
         self._slices: dict[Bucket, _Slices] = {}
         self._options: Sequence[Options] = ()  # of the job that was asked for last
         self._known: dict[tuple[int, int], Hyper] = {}  # by group and step, with these options
@@ -49,7 +53,7 @@ class Hypers:
         static = self._slices.get(bucket) or self._add(bucket)
         rows.is_updated[:] = len(task.present) == len(bucket.slices)
         rows.is_updated[task.present] = 1
-        steps: np.ndarray[tuple[int], np.dtype[np.int64]] = np.frombuffer(memoryview(bucket.steps), np.int64) + 1
+        steps: Steps = np.frombuffer(memoryview(bucket.steps), np.int64) + 1
         is_uniform = static.has_one_group and bool((steps == steps[0]).all())
         num_looked_at = 1 if is_uniform else len(steps)
         for group, step in {*zip(static.groups[:num_looked_at].tolist(), steps[:num_looked_at].tolist(), strict=True)}:
@@ -57,12 +61,8 @@ class Hypers:
             own = slice(None) if is_uniform else (static.groups == group) & (steps == step)
             rows.factors[own] = _signed(factor, task.job.options[group])
             rows.hypers[own, : len(hyper)] = hyper
-        z = steps.astype(np.uint64) * _OF_STEP + static.keys
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z ^= z >> np.uint64(31)
-        rows.keys[:, 0] = z & np.uint64(0xFFFFFFFF)
-        rows.keys[:, 1] = z >> np.uint64(32)
+        if self._has_keys:
+            _put_keys(rows, steps, static.keys)
 
     def _hyper(self, options: Sequence[Options], group: int, step: int) -> Hyper:
         if self._options is not options:
@@ -77,6 +77,16 @@ class Hypers:
         params = np.array([param.index for param in bucket.params], dtype=np.uint64)
         self._slices[bucket] = found = _Slices(len({*groups.tolist()}) == 1, groups, params * _OF_PARAM + _START)
         return found
+
+
+def _put_keys(rows: Rows, steps: Steps, of_params: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
+    """`rounding_key` for all slices."""
+    z = steps.astype(np.uint64) * _OF_STEP + of_params
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    rows.keys[:, 0] = z & np.uint64(0xFFFFFFFF)
+    rows.keys[:, 1] = z >> np.uint64(32)
 
 
 def _signed(factor: float, options: Options) -> float:
