@@ -124,7 +124,9 @@ def initialize(
         if training_data is not None:
             engine.set_training_data(training_data, collate_fn)
         undo.pop_all()
-    return engine, twin, engine.training_dataloader, scheduler
+    loader = engine.training_dataloader
+    assert loader is None or isinstance(loader, ResumableLoader)
+    return engine, twin, loader, scheduler
 
 
 def _refuse_groups(mpu: Any, mesh_param: Any) -> None:
