@@ -261,8 +261,9 @@ TF_PUBLIC void tf_bucket_set_unsent(tf_executor* executor, int64_t bucket, int64
 TF_PUBLIC void tf_bucket_note_sent(tf_executor* executor, int64_t bucket, int64_t job_number, const tf_event* event);
 TF_PUBLIC void tf_bucket_note_published(tf_executor* executor, int64_t bucket, int64_t job_number,
                                         const tf_event* event);
-TF_PUBLIC tf_event* tf_bucket_sent_event(tf_executor* executor, int64_t bucket);       // NULL: nothing is on its way
-TF_PUBLIC tf_event* tf_bucket_published_event(tf_executor* executor, int64_t bucket);  //
+// The last copy of a bucket's weights has ended; the same of the copies from all ranks. NULL: nothing is on its way.
+TF_PUBLIC tf_event* tf_bucket_weights_copied_event(tf_executor* executor, int64_t bucket);
+TF_PUBLIC tf_event* tf_bucket_published_event(tf_executor* executor, int64_t bucket);
 TF_PUBLIC void tf_bucket_freeze(tf_executor* executor, int64_t bucket, int32_t is_frozen);
 TF_PUBLIC int64_t tf_next_wanted(tf_executor* executor, double timeout_s);  // a frozen bucket that an update waits for
 

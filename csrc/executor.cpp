@@ -214,7 +214,7 @@ void Executor::note_sent(int64_t index, int64_t number, const tf_event* event) {
   Bucket& found = bucket(index);
   found.sent = std::max(found.sent, number);
   found.updated = std::max(found.updated, found.sent);
-  if (event) found.sent_event = event->ref;
+  if (event) found.weights_copied_event = event->ref;
   changed_.notify_all();
 }
 
@@ -228,7 +228,7 @@ void Executor::note_published(int64_t index, int64_t number, const tf_event* eve
 
 tf_event* Executor::event_of(int64_t index, bool published) {
   Lock lock(mutex_);
-  EventRef& event = published ? bucket(index).published_event : bucket(index).sent_event;
+  EventRef& event = published ? bucket(index).published_event : bucket(index).weights_copied_event;
   return event ? new tf_event{event} : nullptr;
 }
 

@@ -67,12 +67,14 @@ struct Bucket {
   std::vector<tf_slice> slices;
   int64_t store = -1;
   int64_t deadline = 0;
-  int64_t due = 0;           // the last job whose weights the next forward has to see
-  int64_t updated = 0;       // the last job that is in the state
-  int64_t sent = 0;          // ... whose weights are on their way into the parameters
-  int64_t published = 0;     // ... from all ranks
-  EventRef sent_event;       // the last copy that reads the state, to the parameters or by a fetch: updates wait for it
-  EventRef published_event;  // the other ranks' weights are in the parameters
+  int64_t due = 0;        // the last job whose weights the next forward has to see
+  int64_t updated = 0;    // the last job that is in the state
+  int64_t sent = 0;       // ... whose weights are on their way into the parameters
+  int64_t published = 0;  // ... from all ranks
+  // The last copy of its weights has ended, to the parameters or by a fetch. It may read the state: updates wait for
+  // it.
+  EventRef weights_copied_event;
+  EventRef published_event;          // the other ranks' weights are in the parameters
   std::vector<uint8_t> sent_slices;  // whose weights were sent since the caller last asked
   bool is_frozen = false, is_wanted = false;
   float* total = nullptr;      // fp32 sum of the gradients of several backwards
@@ -82,7 +84,7 @@ struct Bucket {
   std::deque<Task*> open;      // tasks that are neither kept nor dropped for good, in order
 
   int64_t shown() const { return spec.is_shared ? published : sent; }
-  EventRef& shown_event() { return spec.is_shared ? published_event : sent_event; }
+  EventRef& shown_event() { return spec.is_shared ? published_event : weights_copied_event; }
   bool has_added() const {
     return std::any_of(added.begin(), added.end(), [](uint8_t one) { return one; });
   }

@@ -65,7 +65,7 @@ void tf_bucket_note_sent(tf_executor* e, int64_t bucket, int64_t number, const t
 void tf_bucket_note_published(tf_executor* e, int64_t bucket, int64_t number, const tf_event* event) {
   e->executor.note_published(bucket, number, event);
 }
-tf_event* tf_bucket_sent_event(tf_executor* e, int64_t bucket) { return e->executor.event_of(bucket, false); }
+tf_event* tf_bucket_weights_copied_event(tf_executor* e, int64_t bucket) { return e->executor.event_of(bucket, false); }
 tf_event* tf_bucket_published_event(tf_executor* e, int64_t bucket) { return e->executor.event_of(bucket, true); }
 void tf_bucket_freeze(tf_executor* e, int64_t bucket, int32_t is_frozen) { e->executor.freeze(bucket, is_frozen != 0); }
 int64_t tf_next_wanted(tf_executor* e, double timeout_s) { return e->executor.next_wanted(timeout_s); }

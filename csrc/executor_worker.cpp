@@ -65,7 +65,7 @@ bool Executor::may_update(Task& task) {
 // Weights may be sent from the state itself: it must not change before they are, nor before somebody has read it who
 // was promised that it would not.
 bool Executor::may_change(Bucket& one) {
-  if (one.sent < one.updated || !has_come(one.sent_event, TF_WEIGHT_SENT)) return false;
+  if (one.sent < one.updated || !has_come(one.weights_copied_event, TF_WEIGHT_SENT)) return false;
   if (!one.is_frozen) return true;
   if (!one.is_wanted) {
     one.is_wanted = true;

@@ -181,7 +181,7 @@ _QUICK: dict[str, tuple[list[object], object]] = {
     "tf_bucket_set_unsent": ([_EXECUTOR, c_int64, c_int64], None),
     "tf_bucket_note_sent": ([_EXECUTOR, c_int64, c_int64, _EVENT], None),
     "tf_bucket_note_published": ([_EXECUTOR, c_int64, c_int64, _EVENT], None),
-    "tf_bucket_sent_event": ([_EXECUTOR, c_int64], _EVENT),
+    "tf_bucket_weights_copied_event": ([_EXECUTOR, c_int64], _EVENT),
     "tf_bucket_published_event": ([_EXECUTOR, c_int64], _EVENT),
     "tf_bucket_freeze": ([_EXECUTOR, c_int64, c_int32], None),
     "tf_job_new": ([_EXECUTOR, POINTER(CJob)], c_int64),

@@ -369,9 +369,9 @@ class Executor:
         handle = event.handle if event is not None else None
         self._library.tf_bucket_note_published(self._handle, bucket.plan.index, number, handle)
 
-    def sent_event(self, bucket: Bucket) -> Event | None:
-        """When the last weights are in the parameters; None where nothing is on its way."""
-        handle = self._library.tf_bucket_sent_event(self._handle, bucket.plan.index)
+    def weights_copied_event(self, bucket: Bucket) -> Event | None:
+        """The last copy of its weights has ended: they are in the parameters. None where nothing is on its way."""
+        handle = self._library.tf_bucket_weights_copied_event(self._handle, bucket.plan.index)
         return Event(handle, self.device) if handle else None
 
     def published_event(self, bucket: Bucket) -> Event | None:

@@ -748,7 +748,7 @@ class Runtime:
     def wait_for_copies(self) -> None:
         """After `wait`: until no stream reads the state any more, so that this thread may write to it."""
         for bucket in self.buckets:
-            for event in (self.executor.sent_event(bucket), self.executor.published_event(bucket)):
+            for event in (self.executor.weights_copied_event(bucket), self.executor.published_event(bucket)):
                 if event is not None:
                     event.synchronize()
         if any(bucket.is_on_device for bucket in self.buckets):

@@ -136,7 +136,7 @@ class Publisher:
         group = self._group
         if bucket.is_parked:
             return None  # blocks gather its weights when they run
-        sent = self._executor.sent_event(bucket)
+        sent = self._executor.weights_copied_event(bucket)
         if group is None:
             return sent
         with plain():  # weights are guarded until this very exchange is over
