@@ -19,7 +19,16 @@ from twinflow.checkpoint.tree import put_together, tensor_names
 from twinflow.engine.parts import EngineParts, Scheduler
 from twinflow.engine.randoms import set_random_states
 from twinflow.engine.ranks import Ranks, only_one, ranks_of
-from twinflow.engine.state import COUNTERS, PARTS, names_of, parked_in, parking_of, shards_of, state_of, tensors_of
+from twinflow.engine.state import (
+    COUNTERS,
+    PARTS,
+    names_of,
+    offloaded_in,
+    param_offload_of,
+    shards_of,
+    state_of,
+    tensors_of,
+)
 from twinflow.engine.values import UserValue
 from twinflow.errors import bad_value
 from twinflow.offload.bucket import local_of
@@ -274,16 +283,16 @@ def _load_weights(
     own, memory = tensors_of(module), {local_of(t).data_ptr() for t in (*module.parameters(), *module.buffers())}
     written: set[tuple[object, ...]] = set()
     foreign = dict(extra)
-    parking = parking_of(engine)
-    if parking is not None and engine.optimizer is not None:
+    param_offload = param_offload_of(engine)
+    if param_offload is not None and engine.optimizer is not None:
         engine.optimizer.runtime.wait_for_copies()
-        parking.settle()
-    parked = parked_in(module, parking)
+        param_offload.settle()
+    offloaded = offloaded_in(module, param_offload)
     for name, path in names.items():
         shard = shards.get(name)
-        if name in parked:
-            assert parking is not None
-            for piece in parking.pieces(parked[name]):
+        if name in offloaded:
+            assert param_offload is not None
+            for piece in param_offload.pieces(offloaded[name]):
                 piece.write(cut_for(found, "model", path, shard, piece.start, piece.numel))
             continue
         local = local_of(own[name])

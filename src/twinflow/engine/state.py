@@ -25,7 +25,7 @@ from twinflow.engine.ranks import Ranks, Said, deal, only_one, ranks_of, unite
 from twinflow.errors import bad_value
 from twinflow.offload.bucket import local_of
 from twinflow.offload.frozen import Frozen
-from twinflow.offload.parking import Parking
+from twinflow.offload.param_offload import ParamOffload
 from twinflow.optim.twin_build import first_of
 from twinflow.parallel.shard import TensorShard, shard_of
 from twinflow.state_dict import StateDict, value_of
@@ -180,7 +180,7 @@ class _Own:
     def add_weights(self, exclude_frozen: bool) -> None:
         """Parameters and buffers."""
         engine, ranks = self._engine, self._ranks
-        leaves, aliases, excluded = weights(engine.module, exclude_frozen, parking_of(engine))
+        leaves, aliases, excluded = weights(engine.module, exclude_frozen, param_offload_of(engine))
         shards = shards_of(engine.module)
         if ranks.speaks:
             own = {**aliases, **{leaf.name: leaf.name for leaf in leaves}}
@@ -275,13 +275,13 @@ def state_of(part: object) -> object:
     return part.state_dict()
 
 
-def parking_of(engine: EngineParts) -> Parking | None:
+def param_offload_of(engine: EngineParts) -> ParamOffload | None:
     """Where weights live that are on the host."""
-    return engine.optimizer.runtime.parking if engine.optimizer is not None else None
+    return engine.optimizer.runtime.param_offload if engine.optimizer is not None else None
 
 
 def weights(
-    module: nn.Module, exclude_frozen: bool, parking: Parking | None = None
+    module: nn.Module, exclude_frozen: bool, param_offload: ParamOffload | None = None
 ) -> tuple[list[Leaf], dict[str, str], list[str]]:
     """A model's tensors, each once; names of those that are the same tensor as another; names that were left out."""
     leaves: list[Leaf] = []
@@ -289,19 +289,19 @@ def weights(
     aliases: dict[str, str] = {}
     frozen = {name for name, param in module.named_parameters(remove_duplicate=False) if not param.requires_grad}
     excluded = []
-    parked = parked_in(module, parking)
+    offloaded = offloaded_in(module, param_offload)
     for name, tensor in tensors_of(module).items():
         local, first = local_of(tensor), first_of(tensor)
         key: tuple[object, ...] = (local.data_ptr(), tensor.shape, local.stride(), tensor.dtype)
-        if name in parked:
-            key = (id(parked[name]),)
+        if name in offloaded:
+            key = (id(offloaded[name]),)
         if exclude_frozen and name in frozen:
             excluded.append(name)
         elif tensor.numel() and seen.setdefault(key, name) != name:
             aliases[name] = seen[key]
-        elif name in parked:
-            assert parking is not None
-            for piece in parking.pieces(parked[name]):
+        elif name in offloaded:
+            assert param_offload is not None
+            for piece in param_offload.pieces(offloaded[name]):
                 part = PartOf(tuple(tensor.shape), piece.start)
                 leaves.append(Leaf(name, tensor.dtype, (piece.numel,), piece.read, part))
         elif local is tensor:
@@ -313,11 +313,13 @@ def weights(
     return leaves, aliases, excluded
 
 
-def parked_in(module: nn.Module, parking: Parking | None) -> dict[str, nn.Parameter]:
+def offloaded_in(module: nn.Module, param_offload: ParamOffload | None) -> dict[str, nn.Parameter]:
     """Parameters whose weights live on the host, by every name they have."""
-    if parking is None:
+    if param_offload is None:
         return {}
-    return {name: param for name, param in module.named_parameters(remove_duplicate=False) if parking.holds(param)}
+    return {
+        name: param for name, param in module.named_parameters(remove_duplicate=False) if param_offload.holds(param)
+    }
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

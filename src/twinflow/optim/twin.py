@@ -55,8 +55,8 @@ from twinflow.optim.twin_checks import (
     check_groups,
     check_kinds,
     check_model,
+    check_param_offload,
     check_params,
-    check_parking,
     check_ratio,
     check_settings,
     check_tuning,
@@ -161,12 +161,12 @@ class TwinOptimizer(Outcomes):
             accumulation_steps=accumulation_steps,
             delayed_update=delayed_update,
             delayed_update_start=delayed_update_start,
-            parks=offload_params,
+            offload_params=offload_params,
             tuning=self.tuning,
         )
         self._settings = check_settings(given, self.model)
         check_model(self.model, zero)
-        check_parking(self._settings, self.model, ratio, self.tuning, zero, self.rule)
+        check_param_offload(self._settings, self.model, ratio, self.tuning, zero, self.rule)
         self.zero = zero
         self._switch: Switch | None = None  # to compressed communication
         if zero is not None and zero.compression is not None:
@@ -182,7 +182,7 @@ class TwinOptimizer(Outcomes):
         """Plan the buckets, take the weights over, and put hooks on the model."""
         check_free((name, tensor) for name, tensor, _ in self._named())
         aside = None
-        if self.model is not None and self._settings.parks:
+        if self.model is not None and self._settings.offload_params:
             check_memory((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
             aside = set_aside(self.model, [param for group in self.param_groups for param in group["params"]])
         params, specs, order = params_of(self.model, self._named(), self._recipe is None, aside, self.zero)
@@ -223,7 +223,9 @@ class TwinOptimizer(Outcomes):
             owner=me,
         )
         if aside is not None:
-            runtime.park(aside.frozen, aside.values, self.team.fetch if self.team and self.team.world > 1 else None)
+            runtime.offload_params(
+                aside.frozen, aside.values, self.team.fetch if self.team and self.team.world > 1 else None
+            )
         # First: an optimizer of the user's may look at the weights when it starts.
         runtime.adopt(params, keep=False, values=aside.values if aside is not None else None)
         if aside is not None:
@@ -265,7 +267,7 @@ class TwinOptimizer(Outcomes):
             self.states,
             self._is_stateless,
             keeps_weights,
-            self._settings.parks,
+            self._settings.offload_params,
             self.tuning,
         )
 
@@ -384,7 +386,7 @@ class TwinOptimizer(Outcomes):
     @property
     def offloads_params(self) -> bool:
         """Whether weights live on the host too."""
-        return self._settings.parks
+        return self._settings.offload_params
 
     @property
     def accumulation_steps(self) -> int:
