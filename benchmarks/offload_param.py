@@ -140,7 +140,7 @@ def offloaded(shape: GPTConfig, batch: int, states: str, cap: float, steps: int)
         "bus_s": max(num_in / rates.in_bytes, num_out / rates.out_bytes) if rates else 0.0,
         "host_s": count_params(shape) / rates.host_params[states] if rates else 0.0,
         "gpu_gb": torch.cuda.max_memory_allocated() / 1e9 if CUDA else 0.0,
-        "shadow_gb": runtime.spares.num_bytes / 1e9,
+        "shadow_gb": runtime.speculative_stores.num_bytes / 1e9,
     }
 
 

@@ -160,7 +160,7 @@ typedef struct tf_job {
   int32_t has_limits;  // updates wait for the decision
   int32_t is_delayed;  // weights go back with the next step
   int32_t is_part;     // gradients are only summed
-  int32_t runs_ahead;  // updates may be made into spare stores before the decision
+  int32_t runs_ahead;  // updates may be made into speculative stores before the decision
 } tf_job;
 
 typedef struct tf_hyper {  // the rule's numbers for slices of a group that have had step - 1 updates
@@ -239,10 +239,10 @@ TF_PUBLIC void tf_executor_add_weight_slots(tf_executor* executor, int32_t num_m
 
 TF_PUBLIC int64_t tf_store_new(tf_executor* executor, const tf_pointers* pointers, int64_t num_slices);
 TF_PUBLIC void tf_store_free(tf_executor* executor, int64_t store);
-TF_PUBLIC void tf_store_add_spare(tf_executor* executor, int64_t layout, int64_t store);
-TF_PUBLIC int64_t tf_store_take_spare(tf_executor* executor, int64_t layout);  // -1: there is none
-// Buckets for which a spare store was missing since the last call; how many of at most max_buckets.
-TF_PUBLIC int64_t tf_store_missing(tf_executor* executor, int64_t* buckets, int64_t max_buckets);
+TF_PUBLIC void tf_store_add_speculative(tf_executor* executor, int64_t layout, int64_t store);
+TF_PUBLIC int64_t tf_store_take_speculative(tf_executor* executor, int64_t layout);  // -1: there is none
+// Buckets for which a speculative store was missing since the last call; how many of at most max_buckets.
+TF_PUBLIC int64_t tf_store_missing_speculative(tf_executor* executor, int64_t* buckets, int64_t max_buckets);
 
 TF_PUBLIC void tf_bucket_set(tf_executor* executor, int64_t bucket, const tf_bucket* spec, int64_t store);
 TF_PUBLIC int64_t tf_bucket_store(tf_executor* executor, int64_t bucket);

@@ -14,7 +14,7 @@
 //   kToSend      mover      the job's release, few copies being queued               kDone
 //   kDone        nobody
 //
-// Permission to leave the device: the decision is made, or a spare store is free for an update ahead of it, or
+// Permission to leave the device: the decision is made, or a speculative store is free for an update ahead of it, or
 // gradients may wait on the host (`holds_on_host_`). The copy itself waits for the gradients on its stream. A skipped
 // or dropped job takes its tasks from any phase to kToSend or kDone (`give_up`). `enter` asserts all transitions.
 //
@@ -30,7 +30,8 @@
 //
 // Deadlines: the worker takes, of the gradients that have arrived, those whose weights the next forward needs first.
 // Slots: page-locked buffers that gradients (and weights, where the state does not hold them) pass through.
-// Spare stores: an update may run ahead of the clipping decision into a spare store. Keeping it is a swap of stores.
+// Speculative stores: an update may run ahead of the clipping decision into a speculative store. Keeping it is a swap
+// of stores.
 #pragma once
 #include <assert.h>
 
@@ -129,7 +130,7 @@ struct Task {
   bool has_weights = false;
   Slot* slot = nullptr;
   const void* grads = nullptr;
-  int64_t spare = -1;  // the store that the update writes to, ahead of the decision
+  int64_t speculative_store = -1;  // the store that the update writes to, ahead of the decision
   Slot* weight_slot = nullptr;
   std::vector<void*> weights;  // of an external update
 
@@ -165,9 +166,9 @@ class Executor {
 
   int64_t new_store(const tf_pointers* pointers, int64_t num_slices);
   void free_store(int64_t store);
-  void add_spare(int64_t layout, int64_t store);
-  int64_t take_spare(int64_t layout);
-  int64_t missing_spares(int64_t* buckets, int64_t max_buckets);
+  void add_speculative_store(int64_t layout, int64_t store);
+  int64_t take_speculative_store(int64_t layout);
+  int64_t missing_speculative_stores(int64_t* buckets, int64_t max_buckets);
 
   void set_bucket(int64_t index, const tf_bucket& spec, int64_t store);
   int64_t store_of(int64_t index);
@@ -270,7 +271,7 @@ class Executor {
   // What a task may do.
   bool is_to_sum(const Task& task) const { return sums_on_host_ && !task.is_summed; }
   bool is_allowed(const Task& task) const {
-    return is_to_sum(task) || (!task.is_held && (task.job->is_open() || task.spare >= 0));
+    return is_to_sum(task) || (!task.is_held && (task.job->is_open() || task.speculative_store >= 0));
   }
   // An update starts from what the bucket's last one leaves: that one must not be waiting for its decision.
   bool is_next(const Task& task) const { return task.bucket->open.front() == &task; }
@@ -293,7 +294,7 @@ class Executor {
   void keep(Task& task);
   void give_up(Task& task);
   void finish(Task& task);
-  void free_spare(Task& task);
+  void free_speculative_store(Task& task);
   void free_slot(Task& task);
   void free_gradients(Task& task);
   void tell_released(Task& task);
@@ -321,8 +322,8 @@ class Executor {
   SlotPool slots_, weight_slots_;
   std::vector<std::unique_ptr<Bucket>> buckets_;
   std::map<int64_t, Pointers> stores_;
-  std::map<int64_t, std::vector<int64_t>> spares_;  // by layout
-  std::vector<int64_t> missing_;                    // buckets that found no spare store
+  std::map<int64_t, std::vector<int64_t>> speculative_stores_;  // by layout
+  std::vector<int64_t> missing_;                                // buckets that found no speculative store
   std::map<int64_t, std::unique_ptr<Job>> jobs_;
   std::vector<std::unique_ptr<Task>> tasks_;  // that are not done, in the order in which they came
   std::map<int64_t, Fetch> fetches_;

@@ -36,10 +36,12 @@ int64_t tf_store_new(tf_executor* e, const tf_pointers* pointers, int64_t num_sl
   return e->executor.new_store(pointers, num_slices);
 }
 void tf_store_free(tf_executor* e, int64_t store) { e->executor.free_store(store); }
-void tf_store_add_spare(tf_executor* e, int64_t layout, int64_t store) { e->executor.add_spare(layout, store); }
-int64_t tf_store_take_spare(tf_executor* e, int64_t layout) { return e->executor.take_spare(layout); }
-int64_t tf_store_missing(tf_executor* e, int64_t* buckets, int64_t max) {
-  return e->executor.missing_spares(buckets, max);
+void tf_store_add_speculative(tf_executor* e, int64_t layout, int64_t store) {
+  e->executor.add_speculative_store(layout, store);
+}
+int64_t tf_store_take_speculative(tf_executor* e, int64_t layout) { return e->executor.take_speculative_store(layout); }
+int64_t tf_store_missing_speculative(tf_executor* e, int64_t* buckets, int64_t max) {
+  return e->executor.missing_speculative_stores(buckets, max);
 }
 
 void tf_bucket_set(tf_executor* e, int64_t bucket, const tf_bucket* spec, int64_t store) {

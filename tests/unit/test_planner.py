@@ -231,7 +231,7 @@ def test_what_bounds_a_step_is_named() -> None:
     assert predict(few, timing, RATES, "fp32", ClipDecision(True, 0)).bound_by == "gate"
 
 
-def test_waiting_for_the_norm_costs_and_shadows_win_it_back() -> None:
+def test_waiting_for_the_norm_costs_and_speculative_stores_win_it_back() -> None:
     items, timing = some_items(numel=120_000_000)
     total = sum(item.numel for item in items)
     steps = [

@@ -44,7 +44,7 @@ from twinflow.offload.plan import HOST, ROOT, BucketPlan
 from twinflow.offload.pools import new_executor
 from twinflow.offload.settings import Settings
 from twinflow.offload.sharing import NormReducer, PythonThread, Shards, SharedBuckets, Sharing
-from twinflow.offload.spare_stores import SpareStores
+from twinflow.offload.speculative_stores import SpeculativeStores
 from twinflow.offload.step_timer import StepTimer
 from twinflow.offload.sync import READERS
 from twinflow.offload.taken_gradient import TakenGradient
@@ -110,11 +110,13 @@ class Runtime:
         self._late_from_now: set[Param] = set()  # from the next step on their gradients are complete only in `step`
         self.frozen = FrozenState(executor)
         self.device_work = DeviceWork(device, executor, self.frozen)
-        self.spares = SpareStores(executor, host.new_store, host.release if isinstance(host, RuleUpdater) else _keep)
+        self.speculative_stores = SpeculativeStores(
+            executor, host.new_store, host.release if isinstance(host, RuleUpdater) else _keep
+        )
         self.worker = TorchWorker(executor, host) if isinstance(host, TorchUpdater) else None
         self._threads: list[PythonThread] = [] if self.worker is None else [self.worker]
         # Also when this object is forgotten, and before the interpreter ends under threads that still work.
-        self._end = weakref.finalize(self, _end, executor, self.device_work, self.spares, self._threads)
+        self._end = weakref.finalize(self, _end, executor, self.device_work, self.speculative_stores, self._threads)
         self.sharing: Sharing | None = None
         self._norm_reducer: NormReducer | None = None
         self._divisor = 1.0
@@ -667,7 +669,7 @@ class Runtime:
         if job.is_released:
             self.executor.make_due(job)
         self.executor.collect()
-        self.spares.make_missing()
+        self.speculative_stores.make_missing()
         self.executor.warn_of_unlocked()
         self.last = job
         updated = [param for param in self.params if param.was_hit or self.sharing is not None]
@@ -845,23 +847,27 @@ def _keep(store: Store) -> None:
     """What is freed elsewhere."""
 
 
-def _end(executor: Executor, device_work: DeviceWork, spares: SpareStores, threads: Sequence[PythonThread]) -> None:
+def _end(
+    executor: Executor, device_work: DeviceWork, speculative_stores: SpeculativeStores, threads: Sequence[PythonThread]
+) -> None:
     """End all threads after what they do now, and give page-locked memory back."""
     if threading.current_thread().name.startswith("twinflow-"):
         # A forgotten runtime, found by the garbage collector in a thread of ours, which must not wait for itself.
-        arguments = (executor, device_work, spares, threads)
+        arguments = (executor, device_work, speculative_stores, threads)
         threading.Thread(target=_join, args=arguments, name="cleaner", daemon=True).start()
     else:
-        _join(executor, device_work, spares, threads)
+        _join(executor, device_work, speculative_stores, threads)
 
 
-def _join(executor: Executor, device_work: DeviceWork, spares: SpareStores, threads: Sequence[PythonThread]) -> None:
+def _join(
+    executor: Executor, device_work: DeviceWork, speculative_stores: SpeculativeStores, threads: Sequence[PythonThread]
+) -> None:
     executor.close()
     device_work.close()
     for thread in threads:
         thread.join()
     executor.free_slots()
-    spares.close()
+    speculative_stores.close()
     executor.device.close()  # page-locked memory must be unregistered before anybody else gets it
 
 

@@ -22,7 +22,7 @@ from twinflow.offload.changes import check_memory
 from twinflow.offload.clipping import Limits
 from twinflow.offload.placement import place_by_ratio, stream
 from twinflow.offload.plan import plan_buckets
-from twinflow.offload.pools import bytes_of_gradients, prepare_spares
+from twinflow.offload.pools import bytes_of_gradients, prepare_speculative_stores
 from twinflow.offload.recipe import Recipe
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.settings import Settings, Tuning
@@ -247,14 +247,18 @@ class TwinOptimizer(Outcomes):
         if isinstance(self.ratio, str) and room.device_bytes is not None:
             rates = load_or_measure(where)
             # What is spare is known only when the state is where it will stay.
-            self._auto = AutoPlacement(runtime, self.states, kind.nbytes, rates, self._make_spares, self.team)
+            self._auto = AutoPlacement(
+                runtime, self.states, kind.nbytes, rates, self._make_speculative_stores, self.team
+            )
         else:
-            self._make_spares(runtime)
+            self._make_speculative_stores(runtime)
         return runtime
 
-    def _make_spares(self, runtime: Runtime) -> None:
-        max_bytes = self._shadow_bytes(runtime.executor.unmade_bytes)
-        prepare_spares(runtime.spares, runtime.executor, runtime.settings, runtime.buckets, max_bytes)
+    def _make_speculative_stores(self, runtime: Runtime) -> None:
+        max_bytes = self._speculative_bytes(runtime.executor.unmade_bytes)
+        prepare_speculative_stores(
+            runtime.speculative_stores, runtime.executor, runtime.settings, runtime.buckets, max_bytes
+        )
 
     @property
     def kind(self) -> StateKind:
@@ -286,7 +290,7 @@ class TwinOptimizer(Outcomes):
         """Whether the weights of an update go back one step later."""
         return self._settings.delayed_update
 
-    def _shadow_bytes(self, unmade_bytes: int) -> int:
+    def _speculative_bytes(self, unmade_bytes: int) -> int:
         """What may be spent on running ahead: asked for, or half of what is spare once all slots are made."""
         if self.tuning.shadow_bytes is not None:
             return self.tuning.shadow_bytes

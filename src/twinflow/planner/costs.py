@@ -209,7 +209,7 @@ def fits(run: Run, memory: Memory) -> bool:
 
 
 def clip_decision_of(run: Run, used: Bytes) -> ClipDecision:
-    """What may run ahead of the norm: as much as the shadows hold."""
+    """What may run ahead of the norm: as much as the speculative stores hold."""
     ahead = int(used.host["shadows"] / run.world / run.size.host) if used.host["shadows"] else 0
     return ClipDecision(run.clips, ahead)
 

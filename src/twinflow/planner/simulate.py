@@ -55,7 +55,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class ClipDecision:
-    """Whether updates wait for the gradient norm, and how many elements may run ahead of it, into shadows."""
+    """Whether updates wait for the gradient norm, and how many elements may run ahead of it."""
 
     clips: bool
     ahead_numel: int = 0
@@ -279,7 +279,7 @@ class _Play:
         self.out_left = moved + _COPY_TASK_S * self.rates.out_bytes
 
     def _next_out(self) -> int | None:
-        """The gradient needed first of those that may be updated: before the decision, those that find a shadow."""
+        """The gradient needed first of those that may be updated: before the decision, those that find a store."""
         if self.is_open:
             return heappop(self.to_out)[1]
         found = next((e for e in sorted(self.to_out) if self.items[e[1]].numel <= self.ahead_left), None)
