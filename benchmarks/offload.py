@@ -372,7 +372,7 @@ def page(rows: list[dict[str, Any]], facts: dict[str, Any], size: str, date: str
         "ratio",
         "host GB",
         "host B/param",
-        "shadows GB",
+        "speculative stores GB",
         "GPU GB",
         "GPU bound",
     ]

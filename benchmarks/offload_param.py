@@ -49,9 +49,9 @@ def tokens_of(shape: GPTConfig, batch: int, step: int = 0) -> torch.Tensor:
     return torch.randint(0, shape.vocab_size, (batch, shape.context), generator=generator).to(DEVICE)
 
 
-def config_of(batch: int, states: str, is_parked: bool) -> dict[str, Any]:
+def config_of(batch: int, states: str, offloads_params: bool) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu", "states": states}}
-    if is_parked:
+    if offloads_params:
         zero["offload_param"] = {"device": "cpu"}
     return {
         "train_micro_batch_size_per_gpu": batch,
@@ -66,9 +66,9 @@ def config_of(batch: int, states: str, is_parked: bool) -> dict[str, Any]:
 def have_same_bits() -> bool:
     """Losses of some steps of a small model, weights on the host and on the device."""
     found = []
-    for is_parked in (False, True):
+    for offloads_params in (False, True):
         torch.manual_seed(0)
-        engine, *_ = twinflow.initialize(model=GPT(SMALL), config=config_of(4, "fp32", is_parked))
+        engine, *_ = twinflow.initialize(model=GPT(SMALL), config=config_of(4, "fp32", offloads_params))
         losses = []
         for step in range(6):
             x = tokens_of(SMALL, 4, step)
@@ -97,7 +97,7 @@ def alone(shape: GPTConfig, batch: int) -> dict[str, Any]:
     return {"gpu_s": min(times)}
 
 
-def parked(shape: GPTConfig, batch: int, states: str, cap: float, steps: int) -> dict[str, Any]:
+def offloaded(shape: GPTConfig, batch: int, states: str, cap: float, steps: int) -> dict[str, Any]:
     """Training steps under the cap, and what bounds them."""
     if CUDA and cap:
         torch.cuda.set_per_process_memory_fraction(cap * 1e9 / torch.cuda.get_device_properties(0).total_memory)
@@ -118,8 +118,8 @@ def parked(shape: GPTConfig, batch: int, states: str, cap: float, steps: int) ->
     synchronize()
     assert engine.optimizer is not None
     runtime = engine.optimizer.runtime
-    assert runtime.parking is not None
-    fetcher, mover = runtime.parking.fetcher, runtime.mover
+    assert runtime.param_offload is not None
+    fetcher, mover = runtime.param_offload.fetcher, runtime.mover
     before, start = (fetcher.fetched_bytes, mover.bytes_out), time.perf_counter()
     for _ in range(steps):
         step()
@@ -140,7 +140,7 @@ def parked(shape: GPTConfig, batch: int, states: str, cap: float, steps: int) ->
         "bus_s": max(num_in / rates.in_bytes, num_out / rates.out_bytes) if rates else 0.0,
         "host_s": count_params(shape) / rates.host_params[states] if rates else 0.0,
         "gpu_gb": torch.cuda.max_memory_allocated() / 1e9 if CUDA else 0.0,
-        "shadow_gb": runtime.spares.num_bytes / 1e9,
+        "shadow_gb": runtime.speculative_stores.num_bytes / 1e9,
     }
 
 
@@ -170,13 +170,17 @@ def main() -> None:
         faulthandler.enable()
         name, preset, layers, batch, states, cap, steps = given.part
         shape = shape_of(preset, int(layers))
-        row = alone(shape, int(batch)) if name == "alone" else parked(shape, int(batch), states, float(cap), int(steps))
+        row = (
+            alone(shape, int(batch))
+            if name == "alone"
+            else offloaded(shape, int(batch), states, float(cap), int(steps))
+        )
         print("ROW " + json.dumps(row), flush=True)
         return
     if not have_same_bits():
         raise SystemExit("a small model trains otherwise with its weights on the host: no figures")
     rest = (given.preset, str(given.layers), str(given.batch), given.states, str(given.cap), str(given.steps))
-    row = part("alone", *rest) | part("parked", *rest)
+    row = part("alone", *rest) | part("offloaded", *rest)
     bound = max(row["gpu_s"], row["host_s"], row["bus_s"])
     row["x_bound"] = row["step_s"] / bound
     machine, date = read_machine(), datetime.date.today().isoformat()

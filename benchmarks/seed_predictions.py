@@ -60,7 +60,7 @@ TEXT = """# Predictions beside published figures, {date}
 
 ## The models of ZeRO-Offload's table: GPT-2 shapes, 1,024 tokens, fp16, full offload
 
-GPU bytes of one card / host bytes of the machine without shadows, model TFLOPS a card.
+GPU bytes of one card / host bytes of the machine without speculative stores, model TFLOPS a card.
 
 {table}
 
@@ -110,7 +110,7 @@ def one_card() -> list[dict[str, Any]]:
             "what": "13 B model, offloaded",
             "paper": "fits; 30 to 40 TFLOPS at 10 to 13 B",
             "ours": f"{'fits' if offloaded.fits else 'does not fit'}: {offloaded.used.gpu_total / 1e9:.1f} GB on the "
-            f"GPU, {offloaded.used.host_total / 1e9:.0f} GB on the host with shadows; {tflops:.0f} TFLOPS",
+            f"GPU, {offloaded.used.host_total / 1e9:.0f} GB on the host with speculative stores; {tflops:.0f} TFLOPS",
             "why": "22% above 40: 70 TFLOPS are assumed for matrix products, of which checkpointing leaves 3/4; by our "
             "arithmetic the host keeps up",
         },

@@ -52,7 +52,7 @@ def record(config: GPTConfig, batch: int, bucket_numel: int | None, steps: int =
             optimizer.step()
             optimizer.zero_grad()
 
-    train(12)  # shadows and forward order are there
+    train(12)  # speculative stores and forward order are there
     optimizer.trace.start()
     train(steps + 1)  # the last shows where the picture ends
     optimizer.wait()

@@ -160,7 +160,7 @@ typedef struct tf_job {
   int32_t has_limits;  // updates wait for the decision
   int32_t is_delayed;  // weights go back with the next step
   int32_t is_part;     // gradients are only summed
-  int32_t runs_ahead;  // updates may be made into spare stores before the decision
+  int32_t runs_ahead;  // updates may be made into speculative stores before the decision
 } tf_job;
 
 typedef struct tf_hyper {  // the rule's numbers for slices of a group that have had step - 1 updates
@@ -239,10 +239,10 @@ TF_PUBLIC void tf_executor_add_weight_slots(tf_executor* executor, int32_t num_m
 
 TF_PUBLIC int64_t tf_store_new(tf_executor* executor, const tf_pointers* pointers, int64_t num_slices);
 TF_PUBLIC void tf_store_free(tf_executor* executor, int64_t store);
-TF_PUBLIC void tf_store_add_spare(tf_executor* executor, int64_t layout, int64_t store);
-TF_PUBLIC int64_t tf_store_take_spare(tf_executor* executor, int64_t layout);  // -1: there is none
-// Buckets for which a spare store was missing since the last call; how many of at most max_buckets.
-TF_PUBLIC int64_t tf_store_missing(tf_executor* executor, int64_t* buckets, int64_t max_buckets);
+TF_PUBLIC void tf_store_add_speculative(tf_executor* executor, int64_t layout, int64_t store);
+TF_PUBLIC int64_t tf_store_take_speculative(tf_executor* executor, int64_t layout);  // -1: there is none
+// Buckets for which a speculative store was missing since the last call; how many of at most max_buckets.
+TF_PUBLIC int64_t tf_store_missing_speculative(tf_executor* executor, int64_t* buckets, int64_t max_buckets);
 
 TF_PUBLIC void tf_bucket_set(tf_executor* executor, int64_t bucket, const tf_bucket* spec, int64_t store);
 TF_PUBLIC int64_t tf_bucket_store(tf_executor* executor, int64_t bucket);
@@ -262,8 +262,9 @@ TF_PUBLIC void tf_bucket_set_unsent(tf_executor* executor, int64_t bucket, int64
 TF_PUBLIC void tf_bucket_note_sent(tf_executor* executor, int64_t bucket, int64_t job_number, const tf_event* event);
 TF_PUBLIC void tf_bucket_note_published(tf_executor* executor, int64_t bucket, int64_t job_number,
                                         const tf_event* event);
-TF_PUBLIC tf_event* tf_bucket_sent_event(tf_executor* executor, int64_t bucket);       // NULL: nothing is on its way
-TF_PUBLIC tf_event* tf_bucket_published_event(tf_executor* executor, int64_t bucket);  //
+// The last copy of a bucket's weights has ended; the same of the copies from all ranks. NULL: nothing is on its way.
+TF_PUBLIC tf_event* tf_bucket_weights_copied_event(tf_executor* executor, int64_t bucket);
+TF_PUBLIC tf_event* tf_bucket_published_event(tf_executor* executor, int64_t bucket);
 TF_PUBLIC void tf_bucket_freeze(tf_executor* executor, int64_t bucket, int32_t is_frozen);
 TF_PUBLIC int64_t tf_next_wanted(tf_executor* executor, double timeout_s);  // a frozen bucket that an update waits for
 

@@ -113,21 +113,21 @@ void Executor::free_store(int64_t store) {
   stores_.erase(store);
 }
 
-void Executor::add_spare(int64_t layout, int64_t store) {
+void Executor::add_speculative_store(int64_t layout, int64_t store) {
   Lock lock(mutex_);
-  spares_[layout].push_back(store);
+  speculative_stores_[layout].push_back(store);
 }
 
-int64_t Executor::take_spare(int64_t layout) {
+int64_t Executor::take_speculative_store(int64_t layout) {
   Lock lock(mutex_);
-  auto& spares = spares_[layout];
-  if (spares.empty()) return -1;
-  int64_t store = spares.back();
-  spares.pop_back();
+  auto& stores = speculative_stores_[layout];
+  if (stores.empty()) return -1;
+  int64_t store = stores.back();
+  stores.pop_back();
   return store;
 }
 
-int64_t Executor::missing_spares(int64_t* buckets, int64_t max_buckets) {
+int64_t Executor::missing_speculative_stores(int64_t* buckets, int64_t max_buckets) {
   Lock lock(mutex_);
   int64_t count = std::min<int64_t>(max_buckets, missing_.size());
   std::copy_n(missing_.begin(), count, buckets);
@@ -213,7 +213,7 @@ void Executor::note_sent(int64_t index, int64_t number, const tf_event* event) {
   Bucket& found = bucket(index);
   found.sent = std::max(found.sent, number);
   found.updated = std::max(found.updated, found.sent);
-  if (event) found.sent_event = event->ref;
+  if (event) found.weights_copied_event = event->ref;
   tell_of_weights();
 }
 
@@ -227,7 +227,7 @@ void Executor::note_published(int64_t index, int64_t number, const tf_event* eve
 
 tf_event* Executor::event_of(int64_t index, bool published) {
   Lock lock(mutex_);
-  EventRef& event = published ? bucket(index).published_event : bucket(index).sent_event;
+  EventRef& event = published ? bucket(index).published_event : bucket(index).weights_copied_event;
   return event ? new tf_event{event} : nullptr;
 }
 
@@ -427,7 +427,7 @@ int64_t Executor::take_unsent(int64_t index) {
   Lock lock(mutex_);
   for (auto& task : tasks_) {
     if (task->bucket_index != index || task->phase != Phase::kToSend) continue;
-    free_spare(*task);
+    free_speculative_store(*task);
     enter(*task, Phase::kDone);
     return task->id;
   }
@@ -438,7 +438,7 @@ void Executor::reset(int64_t number) {
   Lock lock(mutex_);
   for (auto& task : tasks_) {
     if (task->phase != Phase::kToSend) continue;
-    free_spare(*task);
+    free_speculative_store(*task);
     enter(*task, Phase::kDone);
   }
   sweep();

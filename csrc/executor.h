@@ -14,7 +14,7 @@
 //   kToSend      mover      the job's release, few copies being queued               kDone
 //   kDone        nobody
 //
-// Permission to leave the device: the decision is made, or a spare store is free for an update ahead of it, or
+// Permission to leave the device: the decision is made, or a speculative store is free for an update ahead of it, or
 // gradients may wait on the host (`holds_on_host_`). The copy itself waits for the gradients on its stream. A skipped
 // or dropped job takes its tasks from any phase to kToSend or kDone (`give_up`). `enter` asserts all transitions.
 //
@@ -30,7 +30,8 @@
 //
 // Deadlines: the worker takes, of the gradients that have arrived, those whose weights the next forward needs first.
 // Slots: page-locked buffers that gradients (and weights, where the state does not hold them) pass through.
-// Spare stores: an update may run ahead of the clipping decision into a spare store. Keeping it is a swap of stores.
+// Speculative stores: an update may run ahead of the clipping decision into a speculative store. Keeping it is a swap
+// of stores.
 #pragma once
 #include <assert.h>
 
@@ -67,12 +68,14 @@ struct Bucket {
   std::vector<tf_slice> slices;
   int64_t store = -1;
   int64_t deadline = 0;
-  int64_t due = 0;           // the last job whose weights the next forward has to see
-  int64_t updated = 0;       // the last job that is in the state
-  int64_t sent = 0;          // ... whose weights are on their way into the parameters
-  int64_t published = 0;     // ... from all ranks
-  EventRef sent_event;       // the last copy that reads the state, to the parameters or by a fetch: updates wait for it
-  EventRef published_event;  // the other ranks' weights are in the parameters
+  int64_t due = 0;        // the last job whose weights the next forward has to see
+  int64_t updated = 0;    // the last job that is in the state
+  int64_t sent = 0;       // ... whose weights are on their way into the parameters
+  int64_t published = 0;  // ... from all ranks
+  // The last copy of its weights has ended, to the parameters or by a fetch. It may read the state: updates wait for
+  // it.
+  EventRef weights_copied_event;
+  EventRef published_event;          // the other ranks' weights are in the parameters
   std::vector<uint8_t> sent_slices;  // whose weights were sent since the caller last asked
   bool is_frozen = false, is_wanted = false;
   float* total = nullptr;      // fp32 sum of the gradients of several backwards
@@ -82,7 +85,7 @@ struct Bucket {
   std::deque<Task*> open;      // tasks that are neither kept nor dropped for good, in order
 
   int64_t shown() const { return spec.is_shared ? published : sent; }
-  EventRef& shown_event() { return spec.is_shared ? published_event : sent_event; }
+  EventRef& shown_event() { return spec.is_shared ? published_event : weights_copied_event; }
   bool has_added() const {
     return std::any_of(added.begin(), added.end(), [](uint8_t one) { return one; });
   }
@@ -127,7 +130,7 @@ struct Task {
   bool has_weights = false;
   Slot* slot = nullptr;
   const void* grads = nullptr;
-  int64_t spare = -1;  // the store that the update writes to, ahead of the decision
+  int64_t speculative_store = -1;  // the store that the update writes to, ahead of the decision
   Slot* weight_slot = nullptr;
   std::vector<void*> weights;  // of an external update
 
@@ -163,9 +166,9 @@ class Executor {
 
   int64_t new_store(const tf_pointers* pointers, int64_t num_slices);
   void free_store(int64_t store);
-  void add_spare(int64_t layout, int64_t store);
-  int64_t take_spare(int64_t layout);
-  int64_t missing_spares(int64_t* buckets, int64_t max_buckets);
+  void add_speculative_store(int64_t layout, int64_t store);
+  int64_t take_speculative_store(int64_t layout);
+  int64_t missing_speculative_stores(int64_t* buckets, int64_t max_buckets);
 
   void set_bucket(int64_t index, const tf_bucket& spec, int64_t store);
   int64_t store_of(int64_t index);
@@ -283,7 +286,7 @@ class Executor {
   // What a task may do.
   bool is_to_sum(const Task& task) const { return sums_on_host_ && !task.is_summed; }
   bool is_allowed(const Task& task) const {
-    return is_to_sum(task) || (!task.is_held && (task.job->is_open() || task.spare >= 0));
+    return is_to_sum(task) || (!task.is_held && (task.job->is_open() || task.speculative_store >= 0));
   }
   // An update starts from what the bucket's last one leaves: that one must not be waiting for its decision.
   bool is_next(const Task& task) const { return task.bucket->open.front() == &task; }
@@ -306,7 +309,7 @@ class Executor {
   void keep(Task& task);
   void give_up(Task& task);
   void finish(Task& task);
-  void free_spare(Task& task);
+  void free_speculative_store(Task& task);
   void free_slot(Task& task);
   void free_gradients(Task& task);
   void tell_released(Task& task);
@@ -334,8 +337,8 @@ class Executor {
   SlotPool slots_, weight_slots_;
   std::vector<std::unique_ptr<Bucket>> buckets_;
   std::map<int64_t, Pointers> stores_;
-  std::map<int64_t, std::vector<int64_t>> spares_;  // by layout
-  std::vector<int64_t> missing_;                    // buckets that found no spare store
+  std::map<int64_t, std::vector<int64_t>> speculative_stores_;  // by layout
+  std::vector<int64_t> missing_;                                // buckets that found no speculative store
   std::map<int64_t, std::unique_ptr<Job>> jobs_;
   std::vector<std::unique_ptr<Task>> tasks_;  // that are not done, in the order in which they came
   std::map<int64_t, Fetch> fetches_;

@@ -36,10 +36,12 @@ int64_t tf_store_new(tf_executor* e, const tf_pointers* pointers, int64_t num_sl
   return e->executor.new_store(pointers, num_slices);
 }
 void tf_store_free(tf_executor* e, int64_t store) { e->executor.free_store(store); }
-void tf_store_add_spare(tf_executor* e, int64_t layout, int64_t store) { e->executor.add_spare(layout, store); }
-int64_t tf_store_take_spare(tf_executor* e, int64_t layout) { return e->executor.take_spare(layout); }
-int64_t tf_store_missing(tf_executor* e, int64_t* buckets, int64_t max) {
-  return e->executor.missing_spares(buckets, max);
+void tf_store_add_speculative(tf_executor* e, int64_t layout, int64_t store) {
+  e->executor.add_speculative_store(layout, store);
+}
+int64_t tf_store_take_speculative(tf_executor* e, int64_t layout) { return e->executor.take_speculative_store(layout); }
+int64_t tf_store_missing_speculative(tf_executor* e, int64_t* buckets, int64_t max) {
+  return e->executor.missing_speculative_stores(buckets, max);
 }
 
 void tf_bucket_set(tf_executor* e, int64_t bucket, const tf_bucket* spec, int64_t store) {
@@ -67,7 +69,7 @@ void tf_bucket_note_sent(tf_executor* e, int64_t bucket, int64_t number, const t
 void tf_bucket_note_published(tf_executor* e, int64_t bucket, int64_t number, const tf_event* event) {
   e->executor.note_published(bucket, number, event);
 }
-tf_event* tf_bucket_sent_event(tf_executor* e, int64_t bucket) { return e->executor.event_of(bucket, false); }
+tf_event* tf_bucket_weights_copied_event(tf_executor* e, int64_t bucket) { return e->executor.event_of(bucket, false); }
 tf_event* tf_bucket_published_event(tf_executor* e, int64_t bucket) { return e->executor.event_of(bucket, true); }
 void tf_bucket_freeze(tf_executor* e, int64_t bucket, int32_t is_frozen) { e->executor.freeze(bucket, is_frozen != 0); }
 int64_t tf_next_wanted(tf_executor* e, double timeout_s) { return e->executor.next_wanted(timeout_s); }

@@ -3,7 +3,7 @@
 // It holds `mutex_` except while it rests, and never waits for a copy: it queues copies on three streams (`out_`,
 // `in_`, `fetch_`), which nobody else uses. A copy out waits on its stream for `ready` of the task. A copy back waits
 // for `after` of a delayed job. A fetch waits for `after` of the fetch, when nobody uses its memory. `arrived` lets the
-// worker start. `sent_event` of a bucket keeps it from changing state that a copy still reads.
+// worker start. `weights_copied_event` of a bucket keeps it from changing state that a copy still reads.
 #include "clip_decision.h"
 #include "executor.h"
 
@@ -37,9 +37,9 @@ bool Executor::note_arrivals() {
   bool did = false;
   for (auto& task : tasks_) {
     if (task->phase != Phase::kOnHost) continue;
-    EventRef& sent = task->bucket->sent_event;
-    if (sent && sent->state() == Event::kDone) {
-      sent.reset();
+    EventRef& copied = task->bucket->weights_copied_event;
+    if (copied && copied->state() == Event::kDone) {
+      copied.reset();
       did = true;
     }
     if (!task->has_arrived && has_come(task->arrived, TF_ARRIVED)) {
@@ -54,7 +54,7 @@ bool Executor::note_arrivals() {
 
 bool Executor::looks_at_events() {
   for (auto& task : tasks_) {
-    if (task->phase == Phase::kOnHost && (!task->has_arrived || task->bucket->sent_event)) return true;
+    if (task->phase == Phase::kOnHost && (!task->has_arrived || task->bucket->weights_copied_event)) return true;
     if (task->phase == Phase::kOnDevice && (!task->is_complete || slots_.has_readers())) return true;
     if (task->phase == Phase::kToSend && task->job->is_released) return true;
   }
@@ -108,7 +108,7 @@ bool Executor::send_weights() {
       continue;
     }
     if (writes) copy_back(*task);
-    if (task->weight_slot) weight_slots_.give(task->weight_slot, writes ? one.sent_event : nullptr);
+    if (task->weight_slot) weight_slots_.give(task->weight_slot, writes ? one.weights_copied_event : nullptr);
     task->weight_slot = nullptr;
     one.sent = std::max(one.sent, task->job->spec.number);
     enter(*task, Phase::kDone);
@@ -144,8 +144,8 @@ void Executor::copy_back(Task& task) {
   }
   if (into) in_->copy(into, from, num_bytes);
   in_->end_span(TF_SPAN_IN, static_cast<int32_t>(task.bucket_index));
-  one.sent_event = in_->record();
-  sends_.push_back(one.sent_event);
+  one.weights_copied_event = in_->record();
+  sends_.push_back(one.weights_copied_event);
 }
 
 const void* Executor::weight_of(const Task& task, size_t i) {
@@ -176,7 +176,7 @@ bool Executor::start_fetches() {
     }
     fetch.event = fetch_->record();
     for (auto& item : fetch.items)  // the state must not change before it has been read
-      if (item.bucket >= 0) bucket(item.bucket).sent_event = fetch.event;
+      if (item.bucket >= 0) bucket(item.bucket).weights_copied_event = fetch.event;
     fetch_queue_.pop_front();
     did = true;
   }

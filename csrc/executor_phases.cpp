@@ -1,8 +1,8 @@
 // How a task moves from phase to phase, what the clipping decision does to it, and what it holds and gives back.
 //
 // All of these functions run with `mutex_` held, in the thread that owns the task's phase (the table in executor.h), or
-// in the thread that brings the decision: the mover, or a caller of `decide_job`. A task owns its slots and its spare
-// store until `free_slot`, `free_spare` or `keep`.
+// in the thread that brings the decision: the mover, or a caller of `decide_job`. A task owns its slots and its
+// speculative store until `free_slot`, `free_speculative_store` or `keep`.
 #include "executor.h"
 
 namespace tf {
@@ -40,18 +40,18 @@ void Executor::enter(Task& task, Phase phase) {
   task.phase = phase;
 }
 
-// A spare store for an update ahead of the decision.
+// A speculative store for an update ahead of the decision.
 bool Executor::reserve(Task& task) {
   bool may = task.job->spec.runs_ahead && !task.is_held && !is_external_ && !task.job->has_decision && is_next(task);
   if (!may || !task.is_whole() || !speculates()) return false;  // a swap would lose slices that are left alone
-  auto& spares = spares_[task.bucket->spec.layout];
-  if (spares.empty()) {
+  auto& stores = speculative_stores_[task.bucket->spec.layout];
+  if (stores.empty()) {
     if (std::find(missing_.begin(), missing_.end(), task.bucket_index) == missing_.end())
       missing_.push_back(task.bucket_index);
     return false;
   }
-  task.spare = spares.back();
-  spares.pop_back();
+  task.speculative_store = stores.back();
+  stores.pop_back();
   return true;
 }
 
@@ -86,7 +86,7 @@ void Executor::apply(Job& owner, const tf_decision& decision) {
   for (auto& task : tasks_) {
     if (task->job != &owner) continue;
     if (task->phase == Phase::kAhead) ahead.push_back(task.get());
-    if (task->phase == Phase::kUpdating && task->spare >= 0) num_updating += 1;
+    if (task->phase == Phase::kUpdating && task->speculative_store >= 0) num_updating += 1;
     if (task->phase == Phase::kOnDevice || task->phase == Phase::kOnHost) others.push_back(task.get());
   }
   if (owner.spec.has_limits) {
@@ -109,12 +109,12 @@ void Executor::settle(Task& task) {
   if (decision.skip) {
     give_up(task);
   } else if (decision.factor == 1.0 / task.job->spec.scale) {
-    spares_[task.bucket->spec.layout].push_back(task.bucket->store);
-    task.bucket->store = task.spare;
-    task.spare = -1;
+    speculative_stores_[task.bucket->spec.layout].push_back(task.bucket->store);
+    task.bucket->store = task.speculative_store;
+    task.speculative_store = -1;
     keep(task);
   } else {
-    free_spare(task);
+    free_speculative_store(task);
     enter(task, task.slot ? Phase::kOnHost : Phase::kOnDevice);
   }
 }
@@ -134,7 +134,7 @@ void Executor::give_up(Task& task) {
   if (task.phase == Phase::kUpdating) return;  // being added to a total: `summed` comes here again
   auto& parts = task.bucket->parts;
   parts.erase(std::remove(parts.begin(), parts.end(), &task), parts.end());
-  free_spare(task);
+  free_speculative_store(task);
   free_gradients(task);
   task.has_weights = false;
   finish(task);
@@ -152,9 +152,9 @@ void Executor::finish(Task& task) {
   task.job->num_left -= 1;
 }
 
-void Executor::free_spare(Task& task) {
-  if (task.spare >= 0) spares_[task.bucket->spec.layout].push_back(task.spare);
-  task.spare = -1;
+void Executor::free_speculative_store(Task& task) {
+  if (task.speculative_store >= 0) speculative_stores_[task.bucket->spec.layout].push_back(task.speculative_store);
+  task.speculative_store = -1;
   if (task.weight_slot) weight_slots_.give(task.weight_slot, nullptr);
   task.weight_slot = nullptr;
   task.has_weights = false;

@@ -65,7 +65,7 @@ bool Executor::may_update(Task& task) {
 // Weights may be sent from the state itself: it must not change before they are, nor before somebody has read it who
 // was promised that it would not.
 bool Executor::may_change(Bucket& one) {
-  if (one.sent < one.updated || !has_come(one.sent_event, TF_WEIGHT_SENT)) return false;
+  if (one.sent < one.updated || !has_come(one.weights_copied_event, TF_WEIGHT_SENT)) return false;
   if (!one.is_frozen) return true;
   if (!one.is_wanted) {
     one.is_wanted = true;
@@ -76,7 +76,7 @@ bool Executor::may_change(Bucket& one) {
 
 bool Executor::prepare(Task& task) {
   bool is_ahead = !task.job->is_open();
-  if (!is_ahead && task.spare >= 0) free_spare(task);
+  if (!is_ahead && task.speculative_store >= 0) free_speculative_store(task);
   if (!task.has_present() || task.weight_slot || !task.bucket->spec.has_weight_slots) return true;
   task.weight_slot = weight_slots_.take(is_ahead, is_off(TF_WEIGHT_SLOT));  // ahead of the decision one stays in use
   return task.weight_slot != nullptr;
@@ -151,10 +151,10 @@ const tf_hyper& Executor::hyper_of(const Task& task, int32_t group, int64_t step
 void Executor::update(Lock& lock, Task& task) {
   Bucket& one = *task.bucket;
   bool is_ahead = !task.job->is_open();
-  assert(is_ahead == (task.spare >= 0));
+  assert(is_ahead == (task.speculative_store >= 0));
   std::vector<tf_segment> segments;
   const Pointers& read = stores_.at(one.store);
-  const Pointers& write = is_ahead ? stores_.at(task.spare) : read;
+  const Pointers& write = is_ahead ? stores_.at(task.speculative_store) : read;
   int64_t size = task.is_summed ? 4 : bytes_of(one.spec.type);
   for (size_t i = 0; i < one.slices.size(); ++i) {
     if (!task.present[i]) continue;

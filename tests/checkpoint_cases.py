@@ -84,7 +84,7 @@ def load(
 
 def weights_of(engine: Any) -> str:
     engine.optimizer.wait()
-    return digest(engine.module, engine.optimizer.runtime.parking)
+    return digest(engine.module, engine.optimizer.runtime.param_offload)
 
 
 def resume(rank: int, world: int, folder: str, stage: int, offload: dict[str, Any] | None, num_steps: int) -> Any:

@@ -25,17 +25,19 @@ def tokens(step: int) -> torch.Tensor:
     return torch.randint(0, SHAPE.vocab_size, (GLOBAL_BATCH, SHAPE.context + 1), generator=generator)
 
 
-def digest(model: torch.nn.Module, parking: Any = None) -> str:
+def digest(model: torch.nn.Module, param_offload: Any = None) -> str:
     """Of all weights' bits."""
-    is_parked = parking.holds if parking is not None else lambda _: False
-    flat = torch.cat([_gathered(p, parking) if is_parked(p) else full(p).reshape(-1).cpu() for p in model.parameters()])
+    is_offloaded = param_offload.holds if param_offload is not None else lambda _: False
+    flat = torch.cat(
+        [_gathered(p, param_offload) if is_offloaded(p) else full(p).reshape(-1).cpu() for p in model.parameters()]
+    )
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def _gathered(param: Any, parking: Any) -> torch.Tensor:
+def _gathered(param: Any, param_offload: Any) -> torch.Tensor:
     """Weights that live on the hosts, put together from what the ranks have."""
     whole = torch.zeros(param.numel(), dtype=param.dtype)
-    for piece in parking.pieces(param):
+    for piece in param_offload.pieces(param):
         whole[piece.start : piece.start + piece.numel] = piece.read()
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(whole)
@@ -90,7 +92,7 @@ def train(rank: int, world: int, config: dict[str, Any], num_steps: int = NUM_ST
         losses.append(float(total) / world)
         assert engine.optimizer is not None
         engine.optimizer.wait()
-        digests.append(digest(engine.module, engine.optimizer.runtime.parking))
+        digests.append(digest(engine.module, engine.optimizer.runtime.param_offload))
     optimizer = engine.optimizer
     assert optimizer is not None
     found = {
@@ -100,7 +102,7 @@ def train(rank: int, world: int, config: dict[str, Any], num_steps: int = NUM_ST
         "state_bytes": sum(bucket.nbytes for bucket in optimizer.runtime.buckets),
         "numel": sum(p.numel() for p in engine.module.parameters()),
         "whole_numel": sum(bucket.gathered.numel for bucket in optimizer.runtime.buckets),
-        "parked_numel": sum(b.gathered.numel for b in optimizer.runtime.buckets if b.is_parked),
+        "offloaded_numel": sum(b.gathered.numel for b in optimizer.runtime.buckets if b.offloads_params),
         "last_numel": sum(b.gathered.numel for b in optimizer.runtime.buckets if b.plan.block == SHAPE.num_layers - 1),
         "sent": {name: group.sent_bytes for name, group in optimizer.team.groups.items()} if optimizer.team else {},
     }

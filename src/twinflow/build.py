@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from twinflow.activations import Handle, checkpoint_layers
 from twinflow.activations.partitioned import Partition
 from twinflow.attention.patch import apply_section
-from twinflow.build_optimizer import TIMEOUT_S, make_optimizer, make_zero, naming, parks
+from twinflow.build_optimizer import TIMEOUT_S, make_optimizer, make_zero, naming, offloads_params
 from twinflow.build_parallel import (
     axes_of,
     check_trained,
@@ -100,7 +100,7 @@ def initialize(
         meet(ranks, module, parsed.model_dump_json(indent=1), grid)
         check_trained(module, grid)
         settle(module, grid)
-        if not parks(parsed) and _is_to_partition(parsed, found.num_data, optimizer):
+        if not offloads_params(parsed) and _is_to_partition(parsed, found.num_data, optimizer):
             replaced = partition(module, make_zero(parsed, found.num_data, optimizer is None, grid))
             given = None if given is None else regroup(given, replaced)
         ties = make_ties(module, grid, parsed)
@@ -124,7 +124,9 @@ def initialize(
         if training_data is not None:
             engine.set_training_data(training_data, collate_fn)
         undo.pop_all()
-    return engine, twin, engine.training_dataloader, scheduler
+    loader = engine.training_dataloader
+    assert loader is None or isinstance(loader, ResumableLoader)
+    return engine, twin, loader, scheduler
 
 
 def _refuse_groups(mpu: Any, mesh_param: Any) -> None:
@@ -204,7 +206,7 @@ def place(model: Model, config: Config) -> nn.Module:
     """The model in the precision of the config, on the GPU where there is one."""
     device = own_device()
     dtype = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None
-    is_for_host = parks(config)
+    is_for_host = offloads_params(config)
     if not isinstance(model, nn.Module) or any(p.is_meta for p in model.parameters()):
         return build_model(model, device, dtype, each=to_host if is_for_host else None)
     return model.to(dtype=dtype) if is_for_host else model.to(device=device, dtype=dtype)

@@ -28,7 +28,7 @@ from twinflow.zero.compression import Compression
 TIMEOUT_S = 1800.0  # for one rank to wait for another: long after the watch has seen that it hangs
 
 
-def parks(config: Config) -> bool:
+def offloads_params(config: Config) -> bool:
     """Whether weights live on the host; what that does not go with is refused."""
     zero, name = config.zero_optimization, "zero_optimization.offload_param.device"
     if zero.offload_param is None or zero.offload_param.device != "cpu":
@@ -65,7 +65,7 @@ def make_optimizer(
     options: dict[str, Any] = {}
     if given is None:
         if config.optimizer is None:
-            if parks(config):
+            if offloads_params(config):
                 remedy = "Weights live in its state: name one, or leave offload_param out."
                 raise bad_value("optimizer with zero_optimization.offload_param.device", None, "an optimizer", remedy)
             return None
@@ -117,7 +117,7 @@ def make_zero(config: Config, world_size: int, is_named: bool = True, grid: Grid
     """How ranks share the work; `is_named`: of the optimizer that the config names, not of another one."""
     divides = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}
     for key, allowed in divides.items():
-        if config.zero_optimization.stage == 3 and not parks(config) and getattr(config, key) != allowed:
+        if config.zero_optimization.stage == 3 and not offloads_params(config) and getattr(config, key) != allowed:
             remedy = "fully_shard divides gradients itself, in part before and in part after their sum."
             raise bad_value(f"{key} with zero_optimization.stage 3", getattr(config, key), [allowed], remedy)
     stage, compression = config.zero_optimization.stage, compression_choice(config) if is_named else None
@@ -129,7 +129,7 @@ def make_zero(config: Config, world_size: int, is_named: bool = True, grid: Grid
         config.gradient_allreduce_op,
         float(world_size) if config.prescale_gradients else config.gradient_predivide_factor,
         timedelta(seconds=TIMEOUT_S),
-        parks(config),
+        offloads_params(config),
         Compression(**compression) if compression is not None else None,
         grid,
     )
@@ -161,7 +161,7 @@ def offload_options(config: Config) -> dict[str, Any]:
     options = {name: getattr(offload, name) for name in offload.own_keys()}
     tuning = {field.name: options.pop(field.name) for field in fields(Tuning) if field.name in options}
     options["tuning"] = Tuning(**{name: value for name, value in tuning.items() if value is not None})
-    options["offload_params"] = parks(config)
+    options["offload_params"] = offloads_params(config)
     if offload.device == "none":
         options["ratio"] = 0.0
     return options
@@ -192,10 +192,10 @@ def _as_given(
     if "gradient_clipping" in config.model_fields_set and config.gradient_clipping != max_norm:
         remedy = "The TwinOptimizer that is given was built with this max_grad_norm."
         raise bad_value("gradient_clipping", config.gradient_clipping, [max_norm], remedy)
-    if parks(config) != given.offloads_params:
+    if offloads_params(config) != given.offloads_params:
         remedy = f"The TwinOptimizer that is given was built with offload_params={given.offloads_params}."
         raise bad_value(
-            "zero_optimization.offload_param.device", "cpu" if parks(config) else "none", "the same", remedy
+            "zero_optimization.offload_param.device", "cpu" if offloads_params(config) else "none", "the same", remedy
         )
     stage, own = config.zero_optimization.stage, given.zero.stage if given.zero is not None else 0
     if ranks is not None and ranks.world_size > 1 and stage != own:

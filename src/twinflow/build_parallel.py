@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from twinflow.activations.wrap import KEY as CLASSES
 from twinflow.activations.wrap import class_of
 from twinflow.attention.patch import apply_section
-from twinflow.build_optimizer import TIMEOUT_S, parks, wire_dtype
+from twinflow.build_optimizer import TIMEOUT_S, offloads_params, wire_dtype
 from twinflow.config import Axes, Config, compression_choice, resolve_axes
 from twinflow.dist.agree import gather_json
 from twinflow.dist.group import alone, backend_for, new_group
@@ -71,7 +71,7 @@ def _combination(config: Config, axes: Axes, model: Model, optimizer: Any) -> Co
         axes.pipe,
         axes.model,
         config.zero_optimization.stage,
-        parks(config),
+        offloads_params(config),
         offload is not None and offload.delayed_update,
         offload.ratio if offload is not None else 0.0,
         offload.sums if offload is not None else "auto",

@@ -72,7 +72,7 @@ def check(world: int, case: tuple[int, str, int], num_steps: int = NUM_STEPS) ->
         assert rank["sent"]["reduce"] == pytest.approx(sends * whole * share + start, rel=1e-6)
         shown = num_steps * whole * share if stage else 0
         if offload == "params":  # what belongs to no block is published; blocks fetch theirs, forwards and backwards
-            blocks = 4 * rank["parked_numel"] * share
+            blocks = 4 * rank["offloaded_numel"] * share
             last = 4 * rank["last_numel"] * share  # the last block stays until its backward
             fetched = num_steps * parts * (2 * blocks - last)
             assert rank["sent"]["fetch"] == pytest.approx(fetched, rel=1e-6)

@@ -1,7 +1,8 @@
 """ZeRO is exact: where sums over ranks are, ranks train as one process does with the mean, bit for bit.
 
 Rules, formats, stages and ratios; parameters that are odd, split, dealt whole, tied, unused on some ranks or on all;
-gates, accumulation and delays; ranks that differ in time and order. Many cases share a spawn, which takes longer.
+clip decisions, accumulation and delays; ranks that differ in time and order. Many cases share a spawn, which takes
+longer.
 """
 
 from __future__ import annotations

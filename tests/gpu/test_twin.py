@@ -65,7 +65,7 @@ def test_overlap_changes_no_bit(states: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"delayed_update": True}], ids=str)
-def test_without_a_gate(options: dict[str, Any]) -> None:
+def test_without_a_clip_decision(options: dict[str, Any]) -> None:
     plain = train(**options)
     assert torch.equal(plain, train(early=True, **options))
     for stream in STREAMS:

@@ -34,7 +34,7 @@ from twinflow.offload.executor import Executor, Held, WorkerError
 from twinflow.offload.flats import FlatPool
 from twinflow.offload.job import Job, Task
 from twinflow.offload.plan import BucketPlan, ParamSpec, plan_buckets
-from twinflow.offload.spare_stores import SpareStores
+from twinflow.offload.speculative_stores import SpeculativeStores
 from twinflow.offload.updater import RuleUpdater
 from twinflow.rules import ADAMW, reference
 from twinflow.rules.formats import rounding_key
@@ -148,7 +148,7 @@ class Rig:
 
     def add_spares(self, number: int) -> None:
         for _ in range(number):
-            self.executor.add_spare(self.plans[0], self.updater.new_store(self.plans[0]))
+            self.executor.add_speculative_store(self.plans[0], self.updater.new_store(self.plans[0]))
 
     def close(self) -> None:
         self.executor.close()
@@ -530,7 +530,7 @@ def test_what_ran_ahead_is_kept_by_a_swap(dtype: torch.dtype, format: str, holds
             assert one.buckets[i].store is not before[i]
         assert one.is_as_the_truth
         assert one.executor.counts_of(job) == {"speculated": 2, "dropped": 0, "held": 0}
-        spares = [one.executor.take_spare(one.plans[0].layout) for _ in range(3)]
+        spares = [one.executor.take_speculative_store(one.plans[0].layout) for _ in range(3)]
         assert {id(store) for store in spares} == {*map(id, before), id(None)}  # the old stores are the next spares
 
 
@@ -546,7 +546,7 @@ def test_what_ran_ahead_of_a_skipped_step_is_dropped(dtype: torch.dtype, format:
         assert [bucket.store for bucket in one.buckets] == before
         assert one.executor.counts_of(job) == {"speculated": 2, "dropped": 2, "held": 0}
         assert [one.executor.shown(bucket) for bucket in one.buckets] == [2, 2]  # whoever waits for this step goes on
-        spares = [one.executor.take_spare(one.plans[0].layout) for _ in range(3)]
+        spares = [one.executor.take_speculative_store(one.plans[0].layout) for _ in range(3)]
         assert [spare is None for spare in spares] == [False, False, True]
         one.step(7)
         assert one.is_as_the_truth
@@ -586,8 +586,8 @@ def test_a_loss_scale_is_part_of_the_factor() -> None:
 def test_buckets_share_spares_as_far_as_there_are_some() -> None:
     with rig(3, num_spares=2) as one:
         job, grads, event = ahead(one, 2)
-        assert one.executor.missing_spares() == [one.buckets[2]]
-        assert one.executor.missing_spares() == []
+        assert one.executor.missing_speculative_stores() == [one.buckets[2]]
+        assert one.executor.missing_speculative_stores() == []
         decision = decided(one, job, norm_of(*grads), event)
         for i in range(3):
             one.truth[i].step(grads[i], decision)
@@ -605,7 +605,7 @@ def test_a_bucket_that_lacks_gradients_does_not_run_ahead() -> None:
         one.truth[0].step(grads, decision, (1,))
         assert one.is_as_the_truth
         assert one.executor.counts_of(job)["speculated"] == 0
-        assert one.executor.missing_spares() == []
+        assert one.executor.missing_speculative_stores() == []
 
 
 def test_only_a_job_that_may_runs_ahead() -> None:
@@ -1434,17 +1434,19 @@ def test_a_sync_point_can_be_switched_off_while_it_is_waited_for(point: str) -> 
         one.finish(job)
 
 
-# Spare stores.
+# Speculative stores.
 
 
-def new_spares(one: Rig, max_bytes: int, freed: list[Store] | None = None) -> SpareStores:
-    return SpareStores(one.executor, one.updater.new_store, (freed if freed is not None else []).append, max_bytes)
+def new_spares(one: Rig, max_bytes: int, freed: list[Store] | None = None) -> SpeculativeStores:
+    return SpeculativeStores(
+        one.executor, one.updater.new_store, (freed if freed is not None else []).append, max_bytes
+    )
 
 
 BUCKET_BYTES = NUMEL * 4 * 3  # an fp32 master and two states
 
 
-def test_spare_stores_that_were_missing_are_made_within_their_bytes() -> None:
+def test_speculative_stores_that_were_missing_are_made_within_their_bytes() -> None:
     with rig(3) as one, closing(new_spares(one, 2 * BUCKET_BYTES + 100)) as spares:
         for step in range(3):
             job, grads, event = ahead(one, 0)
@@ -1457,25 +1459,29 @@ def test_spare_stores_that_were_missing_are_made_within_their_bytes() -> None:
             soon(lambda: spares._num_queued == 0)
             assert spares.num_bytes == 2 * BUCKET_BYTES
         assert one.is_as_the_truth
-        assert [one.executor.take_spare(one.plans[0].layout) is None for _ in range(3)] == [False, False, True]
+        assert [one.executor.take_speculative_store(one.plans[0].layout) is None for _ in range(3)] == [
+            False,
+            False,
+            True,
+        ]
 
 
-def test_no_bytes_no_spare_stores() -> None:
+def test_no_bytes_no_speculative_stores() -> None:
     with rig(1) as one, closing(new_spares(one, 0)) as spares:
         job, grads, event = ahead(one, 0)
         decided(one, job, norm_of(*grads), event)
         spares.make_missing()
         assert spares.prepare(one.buckets) == 0
         assert spares.num_bytes == 0
-        assert one.executor.take_spare(one.plans[0].layout) is None
+        assert one.executor.take_speculative_store(one.plans[0].layout) is None
 
 
-def test_a_spare_store_needs_a_weight_slot_where_weights_do() -> None:
+def test_a_speculative_store_needs_a_weight_slot_where_weights_do() -> None:
     with rig(1, torch.float16) as one, closing(new_spares(one, 1 << 20)) as spares:
         assert spares.nbytes(one.buckets[0]) == one.buckets[0].nbytes + NUMEL * 2
 
 
-def test_spare_stores_that_no_bucket_would_use_are_given_back() -> None:
+def test_speculative_stores_that_no_bucket_would_use_are_given_back() -> None:
     freed: list[Store] = []
     with rig(3) as one, closing(new_spares(one, 2 * BUCKET_BYTES, freed)) as spares:
         assert spares.prepare(one.buckets) == 2  # as far as the bytes go
@@ -1487,10 +1493,10 @@ def test_spare_stores_that_no_bucket_would_use_are_given_back() -> None:
         assert spares.prepare([]) == 0
         assert spares.num_bytes == 0
         assert len({id(store) for store in freed}) == 2
-        assert one.executor.take_spare(one.plans[0].layout) is None
+        assert one.executor.take_speculative_store(one.plans[0].layout) is None
 
 
-def test_where_memory_is_short_fewer_spare_stores_do() -> None:
+def test_where_memory_is_short_fewer_speculative_stores_do() -> None:
     made: list[Store] = []
     with rig(3) as one:
 
@@ -1500,10 +1506,10 @@ def test_where_memory_is_short_fewer_spare_stores_do() -> None:
             made.append(one.updater.new_store(plan))
             return made[0]
 
-        with closing(SpareStores(one.executor, make, made.append, 1 << 20)) as spares:
+        with closing(SpeculativeStores(one.executor, make, made.append, 1 << 20)) as spares:
             spares.prepare(one.buckets)
             assert (spares.num_bytes, spares.max_bytes) == (BUCKET_BYTES, BUCKET_BYTES)
-            assert [one.executor.take_spare(one.plans[0].layout) is None for _ in range(2)] == [False, True]
+            assert [one.executor.take_speculative_store(one.plans[0].layout) is None for _ in range(2)] == [False, True]
 
 
 def test_moments_of_events_are_in_order() -> None:

@@ -147,7 +147,7 @@ def test_speed_leaves_the_first_step_out() -> None:
     assert tokens_per_second([]) == 0.0
 
 
-def test_a_record_from_before_the_gate_was_counted_can_be_read(tmp_path: Path) -> None:
+def test_a_record_from_before_updates_ahead_were_counted_can_be_read(tmp_path: Path) -> None:
     fields = json.loads(to_json(step_record(1)))
     old = {name: value for name, value in fields.items() if name not in ("num_ahead", "num_dropped", "num_held")}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(old) + "\n")

@@ -19,8 +19,8 @@ from twinflow.planner.costs import (
     Placed,
     Run,
     bytes_of,
+    clip_decision_of,
     fits,
-    gate_of,
     items_of,
     placed_at,
     placed_of,
@@ -33,7 +33,7 @@ from twinflow.planner.machines import GB, GPUS, Host, Machine, gpu_named, rates_
 from twinflow.planner.models import ModelCost, activation_bytes, from_counts, from_hf, gpt2_like, gpt_cost
 from twinflow.planner.placement import Room, at_ratio, best_ratio, choose
 from twinflow.planner.rates import Rates
-from twinflow.planner.simulate import DEVICE_BYTES, Gate, Item, Timing, predict
+from twinflow.planner.simulate import DEVICE_BYTES, ClipDecision, Item, Timing, predict
 
 
 def llama(hidden: int, layers: int, inner: int) -> ModelCost:
@@ -168,26 +168,26 @@ def test_bytes_are_those_measured(measured: Measured) -> None:
 def test_steps_are_those_measured(measured: Measured) -> None:
     run = measured.run
     used, timing = bytes_of(run, Placed(run.own_numel), measured.memory), timing_of(run, RATES)
-    found = predict(items_of(run, timing), timing, RATES, run.states, gate_of(run, used), ways_of(run))
+    found = predict(items_of(run, timing), timing, RATES, run.states, clip_decision_of(run, used), ways_of(run))
     assert found.step_s == pytest.approx(measured.step_s, rel=0.15)
 
 
 @pytest.mark.parametrize(
-    ("step_s", "states", "gate", "micro_batches"),
+    ("step_s", "states", "decision", "micro_batches"),
     [
-        (0.783, "fp32", Gate(False), 1),
-        (0.755, "fp32", Gate(True, B3.numel), 1),
-        (1.214, "fp32", Gate(True, 0), 1),  # every step clipped: nothing runs ahead
-        (0.624, "bf16", Gate(True, B3.numel), 1),
-        (0.610, "int8", Gate(True, B3.numel), 1),
-        (2.430, "fp32", Gate(False), 4),
+        (0.783, "fp32", ClipDecision(False), 1),
+        (0.755, "fp32", ClipDecision(True, B3.numel), 1),
+        (1.214, "fp32", ClipDecision(True, 0), 1),  # every step clipped: nothing runs ahead
+        (0.624, "bf16", ClipDecision(True, B3.numel), 1),
+        (0.610, "int8", ClipDecision(True, B3.numel), 1),
+        (2.430, "fp32", ClipDecision(False), 4),
     ],
 )
 def test_with_measured_forward_and_backward_steps_are_close(
-    step_s: float, states: str, gate: Gate, micro_batches: int
+    step_s: float, states: str, decision: ClipDecision, micro_batches: int
 ) -> None:
     timing = Timing(0.1477, 0.4093, micro_batches)
-    found = predict(items_of(Run(B3, 4, 2048), timing), timing, RATES, states, gate)
+    found = predict(items_of(Run(B3, 4, 2048), timing), timing, RATES, states, decision)
     assert found.step_s == pytest.approx(step_s, rel=0.06)
 
 
@@ -207,17 +207,17 @@ def placed(items: Sequence[Item], place: str) -> list[Item]:
 def test_a_step_is_never_shorter_than_its_parts() -> None:
     items, timing = some_items()
     for states in STATES:
-        for gate in (Gate(False), Gate(True, 0), Gate(True, 200_000_000)):
+        for decision in (ClipDecision(False), ClipDecision(True, 0), ClipDecision(True, 200_000_000)):
             for place in ("host", "resident", "streamed"):
-                found = predict(placed(items, place), timing, RATES, states, gate)
+                found = predict(placed(items, place), timing, RATES, states, decision)
                 busiest = max(found.host_busy_s, found.out_s, found.in_s, timing.gpu_s)
-                assert found.step_s >= busiest * 0.999, (states, gate, place)
+                assert found.step_s >= busiest * 0.999, (states, decision, place)
                 assert found.step_s >= timing.gpu_s + found.waited_s - 1e-6
 
 
 def test_without_updates_to_wait_for_a_step_is_the_gpus() -> None:
     items, timing = some_items(numel=1_000_000)
-    found = predict(items, timing, RATES, "fp32", Gate(False))
+    found = predict(items, timing, RATES, "fp32", ClipDecision(False))
     assert found.bound_by == "gpu"
     assert found.step_s == pytest.approx(timing.gpu_s, rel=0.03)
 
@@ -225,17 +225,19 @@ def test_without_updates_to_wait_for_a_step_is_the_gpus() -> None:
 def test_what_bounds_a_step_is_named() -> None:
     items, timing = some_items(numel=200_000_000)
     slow_copies = replace(RATES, out_bytes=2e9, in_bytes=2e9, duplex_bytes=2e9)
-    assert predict(items, timing, RATES, "fp32", Gate(False)).bound_by == "host"
-    assert predict(items, timing, slow_copies, "fp32", Gate(False)).bound_by == "copies"
+    assert predict(items, timing, RATES, "fp32", ClipDecision(False)).bound_by == "host"
+    assert predict(items, timing, slow_copies, "fp32", ClipDecision(False)).bound_by == "copies"
     few, timing = some_items()
-    assert predict(few, timing, RATES, "fp32", Gate(True, 0)).bound_by == "gate"
+    assert predict(few, timing, RATES, "fp32", ClipDecision(True, 0)).bound_by == "gate"
 
 
-def test_waiting_for_the_norm_costs_and_shadows_win_it_back() -> None:
+def test_waiting_for_the_norm_costs_and_speculative_stores_win_it_back() -> None:
     items, timing = some_items(numel=120_000_000)
     total = sum(item.numel for item in items)
-    steps = [predict(items, timing, RATES, "fp32", Gate(True, int(total * share))).step_s for share in (0, 0.3, 1)]
-    free = predict(items, timing, RATES, "fp32", Gate(False)).step_s
+    steps = [
+        predict(items, timing, RATES, "fp32", ClipDecision(True, int(total * share))).step_s for share in (0, 0.3, 1)
+    ]
+    free = predict(items, timing, RATES, "fp32", ClipDecision(False)).step_s
     assert steps[0] > 1.1 * steps[2]
     assert steps[0] >= steps[1] >= steps[2] >= free * 0.98
 
@@ -243,22 +245,22 @@ def test_waiting_for_the_norm_costs_and_shadows_win_it_back() -> None:
 def test_resident_updates_cost_the_gpu_their_traffic() -> None:
     items, timing = some_items()
     numel = sum(item.numel for item in items)
-    for gate in (Gate(False), Gate(True, 0)):
-        found = predict(placed(items, "resident"), timing, RATES, "bf16", gate)
+    for decision in (ClipDecision(False), ClipDecision(True, 0)):
+        found = predict(placed(items, "resident"), timing, RATES, "bf16", decision)
         assert found.step_s == pytest.approx(timing.gpu_s + numel * DEVICE_BYTES["bf16"] / RATES.device_bytes)
         assert found.host_busy_s == found.out_s == found.in_s == 0.0
 
 
 def test_accumulation_is_plain_time() -> None:
     items, timing = some_items()
-    one = predict(items, timing, RATES, "fp32", Gate(False)).step_s
-    many = predict(items, replace(timing, micro_batches=5), RATES, "fp32", Gate(False)).step_s
+    one = predict(items, timing, RATES, "fp32", ClipDecision(False)).step_s
+    many = predict(items, replace(timing, micro_batches=5), RATES, "fp32", ClipDecision(False)).step_s
     assert many == pytest.approx(one + 4 * timing.gpu_s, rel=1e-3)
 
 
 def test_streamed_states_move_both_ways() -> None:
     items, timing = some_items()
-    found = predict(placed(items, "streamed"), timing, RATES, "fp32", Gate(False))
+    found = predict(placed(items, "streamed"), timing, RATES, "fp32", ClipDecision(False))
     numel = sum(item.numel for item in items)
     assert found.host_busy_s == 0.0
     for seconds in (found.out_s, found.in_s):
@@ -266,7 +268,7 @@ def test_streamed_states_move_both_ways() -> None:
 
 
 def test_no_items_is_the_gpu_alone() -> None:
-    assert predict([], Timing(0.1, 0.2), RATES, "fp32", Gate(True, 0)).step_s == pytest.approx(0.3)
+    assert predict([], Timing(0.1, 0.2), RATES, "fp32", ClipDecision(True, 0)).step_s == pytest.approx(0.3)
 
 
 def test_sixty_buckets_take_less_than_twenty_milliseconds() -> None:
@@ -276,7 +278,7 @@ def test_sixty_buckets_take_less_than_twenty_milliseconds() -> None:
     times = []
     for _ in range(5):
         start = time.perf_counter()
-        predict(items, timing, RATES, "fp32", Gate(True, run.own_numel))
+        predict(items, timing, RATES, "fp32", ClipDecision(True, run.own_numel))
         times.append(time.perf_counter() - start)
     assert len(items) == 56
     assert min(times) < 0.02
@@ -287,9 +289,9 @@ def test_sixty_buckets_take_less_than_twenty_milliseconds() -> None:
 def test_less_on_the_host_is_never_slower_but_for_the_gpus_own_updates(states: str, clips: bool) -> None:
     run = Run(B3, 4, 2048, states=states, clips=clips)
     timing = timing_of(run, RATES)
-    items, gate = items_of(run, timing), Gate(clips, run.own_numel)
+    items, decision = items_of(run, timing), ClipDecision(clips, run.own_numel)
     ratios = [i / 20 for i in range(21)]
-    steps = [predict(at_ratio(items, r), timing, RATES, states, gate).step_s for r in ratios]
+    steps = [predict(at_ratio(items, r), timing, RATES, states, decision).step_s for r in ratios]
     for low, high, less, more in zip(ratios, ratios[1:], steps, steps[1:], strict=False):
         on_gpu = (high - low) * run.own_numel * DEVICE_BYTES[states] / RATES.device_bytes
         assert less <= more + on_gpu + 0.01 * more, (low, high)
@@ -310,9 +312,9 @@ def test_what_is_chosen_fits_and_is_no_slower_than_all_on_the_host(seed: int) ->
     states, clips = random.choice(STATES), random.choice((False, True))
     total = sum(item.numel for item in items)
     room = Room(int(random.uniform(0, 12) * total), int(random.uniform(5, 14) * total))
-    gate = Gate(clips, random.randrange(total))
+    decision = ClipDecision(clips, random.randrange(total))
     try:
-        found = choose(items, timing, RATES, states, gate, room)
+        found = choose(items, timing, RATES, states, decision, room)
     except ValueError as error:
         assert "are missing" in str(error)  # noqa: PT017
         return
@@ -321,14 +323,14 @@ def test_what_is_chosen_fits_and_is_no_slower_than_all_on_the_host(seed: int) ->
     assert numel.resident * size.resident <= room.gpu_bytes
     assert numel.host * size.host + numel.streamed * size.streamed <= room.host_bytes
     if total * size.host <= room.host_bytes:
-        assert found.prediction.step_s <= predict(items, timing, RATES, states, gate).step_s * 1.006
+        assert found.prediction.step_s <= predict(items, timing, RATES, states, decision).step_s * 1.006
 
 
 def test_resident_state_is_the_input_side() -> None:
     run = Run(B3, 4, 2048)
     timing = timing_of(run, RATES)
     items = items_of(run, timing)
-    found = choose(items, timing, RATES, "fp32", Gate(False), Room(30 * GB, 100 * GB))
+    found = choose(items, timing, RATES, "fp32", ClipDecision(False), Room(30 * GB, 100 * GB))
     first = max(item.need for item, place in zip(items, found.places, strict=True) if place == "resident")
     rest = min(item.need for item, place in zip(items, found.places, strict=True) if place != "resident")
     assert first <= rest
@@ -340,7 +342,7 @@ def test_no_more_gpu_memory_is_taken_than_pays() -> None:
     run = Run(B3, 4, 2048)
     timing = timing_of(run, RATES)
     items = items_of(run, timing)
-    found = choose(items, timing, RATES, "fp32", Gate(False), Room(10**12, 10**12))
+    found = choose(items, timing, RATES, "fp32", ClipDecision(False), Room(10**12, 10**12))
     assert 0 < found.places.count("resident") < len(items) // 2
 
 
@@ -349,17 +351,17 @@ def test_nothing_fits_says_what_is_missing_and_what_would_fit() -> None:
     timing = timing_of(run, RATES)
     items = items_of(run, timing)
     with pytest.raises(ValueError, match=r"17\.\d GB are missing.*\"int8\" would fit.*without clipping"):
-        choose(items, timing, RATES, "fp32", Gate(True, 0), Room(3 * GB, 20 * GB))
+        choose(items, timing, RATES, "fp32", ClipDecision(True, 0), Room(3 * GB, 20 * GB))
     with pytest.raises(ValueError, match="are missing"):
-        best_ratio(items, timing, RATES, "fp32", Gate(False), Room(0, 20 * GB))
+        best_ratio(items, timing, RATES, "fp32", ClipDecision(False), Room(0, 20 * GB))
 
 
 def test_the_best_ratio_is_the_same_as_the_best_buckets() -> None:
     run = Run(B3, 4, 2048)
     timing = timing_of(run, RATES)
     items, room = items_of(run, timing), Room(60 * GB, 100 * GB)
-    best = best_ratio(items, timing, RATES, "fp32", Gate(False), room)
-    found = choose(items, timing, RATES, "fp32", Gate(False), room)
+    best = best_ratio(items, timing, RATES, "fp32", ClipDecision(False), room)
+    found = choose(items, timing, RATES, "fp32", ClipDecision(False), room)
     on_host = sum(i.numel for i, p in zip(items, found.places, strict=True) if p != "resident")
     assert best.ratio == pytest.approx(on_host / sum(i.numel for i in items), abs=0.04)
     assert best.prediction.step_s == pytest.approx(found.prediction.step_s, rel=0.02)

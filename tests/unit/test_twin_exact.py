@@ -44,7 +44,7 @@ from twinflow.optim.loss_scale import LossScale, dynamic, static
 from twinflow.rules import RULES
 from twinflow.rules.formats import split
 
-NO_SHADOW = {"shadow_bytes": 0}
+NO_SPECULATION = {"shadow_bytes": 0}
 # Keys' biases have no gradient but rounding noise: a larger eps keeps Adam from making steps of it.
 ADAMW = {"lr": 1e-3, "eps": 1e-5}
 Snapshot = dict[str, Tensor]
@@ -97,10 +97,10 @@ def check(result: Snapshot, *cell: Any) -> None:
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "no overlap": NO_SHADOW,
+    "no overlap": NO_SPECULATION,
     "early": {"early": True},
-    "early, no shadows": {"early": True, **NO_SHADOW},
-    "early, few shadows, one slot": {"early": True, "shadow_bytes": 150_000, "num_slots": 1},
+    "early, no speculation": {"early": True, **NO_SPECULATION},
+    "early, few speculative stores, one slot": {"early": True, "shadow_bytes": 150_000, "num_slots": 1},
     "held on the host": {"early": True, "hold": "host"},
     "slow compute": {"early": True, "delay": "compute", "delay_s": 0.0003},
     "slow out": {"early": True, "delay": "out"},
@@ -124,7 +124,7 @@ def test_twelve_steps_have_the_same_bits(variant: str) -> None:
 AXES: tuple[Any, ...] = (
     list(RULES),
     ("fp32", "bf16", "int8"),
-    ("no overlap", "early", "early, no shadows"),
+    ("no overlap", "early", "early, no speculation"),
     ("device", "host"),
     ("", "compute", "out", "in"),
     (0, 4),
@@ -203,7 +203,7 @@ def test_an_overflow_is_one_of_scaled_gradients(scale: LossScale | None) -> None
         assert not optimizer.overflow
 
 
-def test_without_a_gate_a_nan_goes_through_as_in_torch() -> None:
+def test_without_a_clip_decision_a_nan_goes_through_as_in_torch() -> None:
     model = gpt()
     with closing(twin(model, early=True)) as optimizer:
         train(model, optimizer, [0], nan_step=0)
@@ -234,16 +234,16 @@ def test_clipping_a_norm_that_is_not_finite_is_torchs(early: bool, bad: float) -
         assert a.blocks[1].mlp.up.weight[3].isnan().all()
 
 
-# What the gate did.
+# What became of updates ahead of the clip decision.
 
 
-def gate_counts(optimizer: Any) -> tuple[int, int, int]:
+def decision_counts(optimizer: Any) -> tuple[int, int, int]:
     metrics = optimizer.metrics()
     return metrics["gate_speculated"], metrics["gate_dropped"], metrics["gate_held"]
 
 
-def test_the_gate_counts_buckets() -> None:
-    """Slow compute: there is time to run ahead of the norm, which comes last. Shadows may take some steps to come."""
+def test_updates_ahead_of_the_decision_are_counted() -> None:
+    """Slow compute: there is time to run ahead of the norm, which comes last. Stores may take some steps to come."""
     model = gpt()
     options = {"early": True, "max_grad_norm": MAX_NORM, "delay": "compute", "delay_s": 0.0005}
     quiet, loud = (0, 3, 4, 5), (1, 2, 6, 7, 11, 12)
@@ -251,7 +251,7 @@ def test_the_gate_counts_buckets() -> None:
         num_buckets, ahead = len(optimizer.runtime.buckets), []
         for step in quiet + loud + quiet * 2:
             train(model, optimizer, [step])
-            speculated, dropped, held = gate_counts(optimizer)
+            speculated, dropped, held = decision_counts(optimizer)
             assert speculated + held == num_buckets
             assert dropped == (speculated if is_loud(step) else 0)
             clip = min(1.0, MAX_NORM / (optimizer.grad_norm + 1e-6))
@@ -274,19 +274,19 @@ def test_a_skipped_step_drops_what_ran_ahead(hold: str) -> None:
         for step in range(4):
             train(model, optimizer, [step], nan_step=3)
             optimizer.wait()
-            speculated, dropped, held = gate_counts(optimizer)
+            speculated, dropped, held = decision_counts(optimizer)
             assert speculated > 0
             assert speculated + held == num_buckets
             assert dropped == (speculated if step == 3 else 0)
         assert optimizer.num_skipped == 1
 
 
-@pytest.mark.parametrize("options", [{"early": True, **NO_SHADOW}, {}])
-def test_without_shadows_or_permission_everything_is_held(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"early": True, **NO_SPECULATION}, {}])
+def test_without_speculative_stores_or_permission_everything_is_held(options: dict[str, Any]) -> None:
     model = gpt()
     with closing(twin(model, max_grad_norm=MAX_NORM, **options)) as optimizer:
         train(model, optimizer, [0])
-        assert gate_counts(optimizer) == (0, 0, len(optimizer.runtime.buckets))
+        assert decision_counts(optimizer) == (0, 0, len(optimizer.runtime.buckets))
         assert optimizer.metrics()["shadow_bytes"] == 0
 
 
@@ -294,7 +294,7 @@ def test_without_limits_nothing_is_held() -> None:
     model = gpt()
     with closing(twin(model, early=True)) as optimizer:
         train(model, optimizer, [0, 1])
-        assert gate_counts(optimizer) == (0, 0, 0)
+        assert decision_counts(optimizer) == (0, 0, 0)
         metrics = optimizer.metrics()
         padded = sum(bucket.plan.numel for bucket in optimizer.runtime.buckets)
         numel = sum(p.numel() for p in model.parameters())
@@ -466,7 +466,7 @@ def test_bf16_weights_are_half_of_their_masters(rule: str, early: bool) -> None:
         assert ours.runtime.executor.counters.num_weight_slots == 0
         num_states = 0 if rule == "ties" else sum(name is not None for name in RULES[rule].states)
         for bucket in ours.runtime.buckets:
-            assert ours.runtime.spares.nbytes(bucket) == bucket.plan.numel * (4 + 4 * num_states)
+            assert ours.runtime.speculative_stores.nbytes(bucket) == bucket.plan.numel * (4 + 4 * num_states)
 
 
 @pytest.mark.parametrize("model_first", [True, False])

@@ -884,7 +884,7 @@ def test_every_sync_point_has_a_case() -> None:
     between_ranks = {sync.REDUCE_READY, sync.PUBLISH_READY}  # tests/dist/test_zero_exact.py
     on_a_gpu = {
         sync.FETCH_ROOM
-    }  # tests/gpu/test_parking.py: on a CPU the model's work is done when a fetch is asked for
+    }  # tests/gpu/test_param_offload.py: on a CPU the model's work is done when a fetch is asked for
     assert points() == set(CASES) | between_ranks | on_a_gpu
 
 

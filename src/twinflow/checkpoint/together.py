@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 from twinflow.checkpoint.plain import JSON
 
 Own = TypeVar("Own")
+Told = TypeVar("Told")  # JSON
 
 
 class Together(Protocol):
@@ -24,7 +25,7 @@ class Together(Protocol):
         """How many there are."""
         ...
 
-    def gather(self, value: JSON) -> list[JSON]:
+    def gather(self, value: Told) -> list[Told]:
         """Every rank's value, on every rank, by rank; raises where a rank is gone."""
         ...
 
@@ -36,19 +37,19 @@ class Alone:
     rank: int = 0
     world: int = 1
 
-    def gather(self, value: JSON) -> list[JSON]:
+    def gather(self, value: Told) -> list[Told]:
         """Its own value."""
         return [value]
 
 
-def agree(together: Together, act: Callable[[], tuple[Own, JSON]]) -> tuple[Own, list[Any]]:
+def agree(together: Together, act: Callable[[], tuple[Own, Told]]) -> tuple[Own, list[Any]]:
     """Run `act` on every rank: its first result stays here, the second of every rank is told to all.
 
     Where it raises on one rank, all ranks raise the same, with the rank's number: nobody waits for one that gave up.
     """
     own: list[Own] = []
     error: Exception | None = None
-    said: JSON = None
+    said: Told | None = None
     try:
         kept, said = act()
         own.append(kept)

@@ -229,7 +229,7 @@ def _rooms(case: Case, available: Available) -> tuple[bool, bool]:
 
 def _rooms_at(case: Case, ratio: float, available: Available) -> tuple[bool, bool]:
     used, gpu_bytes = bytes_at(case, ratio, available), available.gpu_bytes
-    host = used.host_total - used.host["shadows"]  # shadows take of what is spare
+    host = used.host_total - used.host["shadows"]  # speculative stores take of what is free
     return (
         gpu_bytes is None or used.gpu_total <= (1.0 - GPU_RESERVE) * gpu_bytes,
         not available.host_bytes or host <= _HOST_SHARE * available.host_bytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final, SupportsFloat
 
 import torch
 from torch import nn
@@ -44,19 +44,21 @@ class Answers(Place):
         """The module's parameters; whoever reads one gets every update that is due."""
         return (param for _, param in self.named_parameters(recurse=recurse))
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         """The same with their names."""
-        return self.module.named_parameters(*args, **kwargs)
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
-    def module_state_dict(self) -> dict[str, Any]:
+    def module_state_dict(self) -> dict[str, object]:
         """The module's state dict, with every update in it that is due."""
         return self.module.state_dict()
 
     def load_module_state_dict(
         self,
-        state_dict: Mapping[str, Any],
+        state_dict: Mapping[str, object],
         strict: bool = True,
-        custom_load_fn: Callable[[Mapping[str, Any], nn.Module], Any] | None = None,
+        custom_load_fn: Callable[[Mapping[str, object], nn.Module], object] | None = None,
     ) -> None:
         """Other weights from now on; `custom_load_fn` puts them there in its own way."""
         if custom_load_fn is not None:
@@ -64,7 +66,7 @@ class Answers(Place):
         else:
             self.module.load_state_dict(state_dict, strict=strict)
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, object]:
         """The weights, where this rank has all of them: what Accelerate saves a model from with stage 3."""
         if not self.zero_gather_16bit_weights_on_model_save():
             remedy = "Save a checkpoint, and make files of it with `twinflow export`."
@@ -162,6 +164,6 @@ class Monitor:
         """Whether there is one on this rank."""
         return self._reports.writes
 
-    def write_events(self, events: Sequence[tuple[str, Any, int]]) -> None:
+    def write_events(self, events: Sequence[tuple[str, SupportsFloat, int]]) -> None:
         """Each a tag, a number, and the samples so far."""
         self._reports.write([(tag, float(value), samples) for tag, value, samples in events])

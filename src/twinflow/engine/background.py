@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+
+from torch import Tensor
 
 from twinflow.checkpoint.tree import Leaf
 from twinflow.offload.frozen import Frozen
@@ -17,7 +18,7 @@ Buckets = Callable[[Leaf], Sequence[int] | None]  # that a leaf's value depends 
 class BackgroundSave:
     """One checkpoint under way."""
 
-    def __init__(self, write: Callable[[], Any], frozen: Frozen | None) -> None:
+    def __init__(self, write: Callable[[], object], frozen: Frozen | None) -> None:
         self._write, self._frozen = write, frozen
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="twinflow-save", daemon=False)
@@ -77,7 +78,7 @@ def freeze(files: Mapping[str, Sequence[Leaf]], frozen: Frozen, buckets: Buckets
     return made
 
 
-def _kept(value: Any) -> Callable[[], Any]:
+def _kept(value: Tensor) -> Callable[[], Tensor]:
     return lambda: value
 
 

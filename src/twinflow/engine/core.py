@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +26,16 @@ from twinflow.engine import restore, state
 from twinflow.engine.answers import Answers, instead
 from twinflow.engine.background import BackgroundSave
 from twinflow.engine.loader import ResumableLoader
+from twinflow.engine.parts import Scheduler
 from twinflow.engine.reports import Reports
 from twinflow.engine.settings import EngineSettings
-from twinflow.engine.values import cast_floats
+from twinflow.engine.values import UserValue, cast_floats
 from twinflow.errors import bad_value
 from twinflow.launch.watch import Watch
 from twinflow.offload.blocks import find_blocks
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel.tensor import same_randoms
+from twinflow.state_dict import StateDict
 
 
 class Engine(Answers):
@@ -44,8 +45,8 @@ class Engine(Answers):
         self,
         module: nn.Module,
         optimizer: TwinOptimizer | None,
-        scheduler: Any,
-        loader: Any,
+        scheduler: Scheduler | None,
+        loader: Iterable[UserValue] | None,
         settings: EngineSettings,
         reports: Reports,
         activations: Handle | None = None,
@@ -56,7 +57,7 @@ class Engine(Answers):
         self.module = module
         self.optimizer = optimizer
         self.lr_scheduler = scheduler
-        self.training_dataloader = loader
+        self.training_dataloader: Iterable[UserValue] | None = loader
         self.settings = settings
         self.reports = reports
         self.activations = activations  # checkpointed layers
@@ -70,7 +71,7 @@ class Engine(Answers):
         self.part = 0  # micro-batches of the step under way
         self._is_scaled = False  # the loss of the backward under way has the loss scale in it
         self._is_last: bool | None = None  # whether the caller has said that this one is the last of them
-        self._lr_kwargs: dict[str, Any] = {}
+        self._lr_kwargs: StateDict = {}
         self._handles: list[RemovableHandle] = []  # of hooks that scale gradients
         if optimizer is not None:
             me = weakref.ref(self)
@@ -78,7 +79,7 @@ class Engine(Answers):
             if optimizer.scales_loss and scales_plain_backwards:
                 self._handles = _scale_plain_backwards(optimizer, me)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> UserValue:
         if name.startswith("__") or name == "module":
             raise AttributeError(name)
         try:
@@ -91,11 +92,11 @@ class Engine(Answers):
 
     # The loop.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> UserValue:
         """The module's forward."""
         return self.forward(*args, **kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> UserValue:
         """The module's forward, under autocast and with inputs cast where the config says so."""
         self._beat("forward")
         self._is_scaled = False
@@ -104,7 +105,7 @@ class Engine(Answers):
         with self.reports.forward(self), self._autocast():
             return self.module(*args, **kwargs)
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def _autocast(self) -> AbstractContextManager[object]:
         if self.settings.autocast is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.settings.autocast)
@@ -151,13 +152,13 @@ class Engine(Answers):
         self._is_scaled = True  # until the next forward, or the step
         return loss * optimizer.loss_scale
 
-    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+    def step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
         """After every micro-batch: at the last of a step the optimizer steps, else this only counts."""
         lr = self._count_step(lr_kwargs)
         if self._was_boundary:
             self.reports.after_step(self, lr)
 
-    def _count_step(self, lr_kwargs: Mapping[str, Any] | None = None) -> float:
+    def _count_step(self, lr_kwargs: Mapping[str, object] | None = None) -> float:
         """The same without a word to anybody; the learning rate that it has used."""
         optimizer = self._need_optimizer()
         self._beat("step")
@@ -200,7 +201,7 @@ class Engine(Answers):
         if self.watch is not None:
             self.watch.beat(self.global_steps + 1, doing)
 
-    def _pause(self, doing: str) -> AbstractContextManager[Any]:
+    def _pause(self, doing: str) -> AbstractContextManager[object]:
         """Something that takes longer than a step."""
         return self.watch.pause(doing) if self.watch is not None else nullcontext()
 
@@ -224,7 +225,7 @@ class Engine(Answers):
         """Put the module into evaluation mode."""
         return self.train(False)
 
-    def no_sync(self) -> AbstractContextManager[Any]:
+    def no_sync(self) -> AbstractContextManager[object]:
         """Around backwards whose gradients stay on this rank until the step's last: with stages 0 and 1 they do so
         anyway. With stage 2 no rank keeps a sum of its own."""
         if self.dp_world_size > 1 and self.settings.stage >= 2:
@@ -297,7 +298,7 @@ class Engine(Answers):
         self.settle()
         return [float(group["lr"]) for group in self._need_optimizer().param_groups]
 
-    def get_mom(self) -> list[Any]:
+    def get_mom(self) -> list[float | tuple[float, float] | None]:
         """Momentum, or betas, of each param group."""
         self.settle()
         return [group.get("betas", group.get("momentum")) for group in self._need_optimizer().param_groups]
@@ -308,7 +309,7 @@ class Engine(Answers):
         self,
         save_dir: str | Path,
         tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
+        client_state: Mapping[str, object] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
@@ -343,8 +344,8 @@ class Engine(Answers):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str | None, dict[str, Any]]:
+        custom_load_fn: Callable[..., object] | None = None,
+    ) -> tuple[str | None, dict[str, UserValue]]:
         """Take over a checkpoint: its folder and client state; (None, {}) where `load_dir` has none.
 
         All of it is checked before anything changes.
@@ -389,23 +390,24 @@ class Engine(Answers):
 
     # The rest.
 
-    def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
+    def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, object] | None = None) -> None:
         """torch.compile each block by itself: the waits for its weights stay outside the graph."""
+        compiled: Callable[..., Callable[..., object]] = torch.compile
         for block in find_blocks(self.module):
             module = block.module
-            module.forward = torch.compile(module.forward, backend=backend, **dict(compile_kwargs or {}))
+            module.forward = compiled(module.forward, backend=backend, **(compile_kwargs or {}))
 
-    def set_training_data(self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any] | None) -> None:
+    def set_training_data(self, dataset: Dataset[object], collate_fn: Callable[..., object] | None) -> None:
         """Make the engine's own loader of a dataset."""
         self.training_dataloader = self.deepspeed_io(dataset, collate_fn=collate_fn)
 
     def deepspeed_io(
         self,
-        dataset: Any,
+        dataset: Dataset[object],
         batch_size: int | None = None,
         route: str = "train",
         pin_memory: bool = False,
-        collate_fn: Any = None,
+        collate_fn: Callable[..., object] | None = None,
         num_local_io_workers: int = 0,
     ) -> ResumableLoader:
         """A data loader in the engine's batch size."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
+from twinflow.engine.values import UserValue
 from twinflow.errors import bad_value
 
 
@@ -21,9 +21,9 @@ class ResumableLoader:
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[object],
         batch_size: int,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Callable[..., object] | None = None,
         drop_last: bool = False,
         num_workers: int = 0,
         seed: int | None = None,
@@ -38,7 +38,9 @@ class ResumableLoader:
         self.epoch = 0
         self.position = 0  # batches of this epoch that were handed out
         self._is_stream = isinstance(dataset, IterableDataset)
-        self._options: dict[str, Any] = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
+        self._collate_fn = collate_fn
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
         self._drop_last, self._shuffle = drop_last, shuffle
         self._rank, self._world = share
 
@@ -47,7 +49,7 @@ class ResumableLoader:
         num_samples = self._num_samples()
         return num_samples // self.batch_size if self._drop_last else -(-num_samples // self.batch_size)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[UserValue]:
         """The rest of this epoch; the next call goes on with the next one."""
         batches = iter(self._stream() if self._is_stream else self._loader())
         for batch in batches:
@@ -60,26 +62,35 @@ class ResumableLoader:
         total = len(self.dataset)  # type: ignore[arg-type]
         return total // self._world if self._drop_last else -(-total // self._world)
 
-    def _loader(self) -> DataLoader[Any]:
+    def _loader(self) -> DataLoader[object]:
         total = len(self.dataset)  # type: ignore[arg-type]
-        order: Any = _Order(total, self.seed + self.epoch) if self._shuffle else range(total)
+        order: Sampler[int] | range | _Turn = _Order(total, self.seed + self.epoch) if self._shuffle else range(total)
         if self._world > 1:
             order = _Turn(order, self._rank, self._world, self._num_samples())
         batches = _From(BatchSampler(order, self.batch_size, self._drop_last), self.position)
-        return DataLoader(self.dataset, batch_sampler=batches, generator=self._generator(), **self._options)
+        return DataLoader(
+            self.dataset,
+            batch_sampler=batches,
+            generator=self._generator(),
+            collate_fn=self._collate_fn,
+            num_workers=self._num_workers,
+            pin_memory=self._pin_memory,
+        )
 
     def _generator(self) -> torch.Generator:
         """What workers draw their own seeds from: others each epoch, the same in a run that goes on."""
         return torch.Generator().manual_seed(self.seed + self.epoch)
 
-    def _stream(self) -> Iterator[Any]:
+    def _stream(self) -> Iterator[object]:
         """An iterable dataset has no order to jump in: what was handed out before is read again and dropped."""
         loader = DataLoader(
             self.dataset,
             batch_size=self.batch_size,
             drop_last=self._drop_last,
             generator=self._generator(),
-            **self._options,
+            collate_fn=self._collate_fn,
+            num_workers=self._num_workers,
+            pin_memory=self._pin_memory,
         )
         done = self.position
         for number, batch in enumerate(loader):
@@ -124,7 +135,7 @@ class _Order(Sampler[int]):
 class _Turn(Sampler[int]):
     """Every so manieth sample of an order, filled up from its start."""
 
-    def __init__(self, order: Any, rank: int, world: int, num_samples: int) -> None:
+    def __init__(self, order: Iterable[int], rank: int, world: int, num_samples: int) -> None:
         self._order, self._rank, self._world, self._num_samples = order, rank, world, num_samples
 
     def __iter__(self) -> Iterator[int]:

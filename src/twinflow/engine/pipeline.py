@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from twinflow.activations import Handle
 from twinflow.engine.core import Engine
+from twinflow.engine.parts import Scheduler
 from twinflow.engine.reports import Reports
 from twinflow.engine.settings import EngineSettings
-from twinflow.engine.values import cast_floats, to_device
+from twinflow.engine.values import UserValue, cast_floats, to_device
 from twinflow.errors import bad_value
 from twinflow.launch.watch import Watch
 from twinflow.optim.twin import TwinOptimizer
@@ -44,8 +46,8 @@ class PipelineEngine(Engine):
         self,
         module: PipelineModule,
         optimizer: TwinOptimizer | None,
-        scheduler: Any,
-        loader: Any,
+        scheduler: Scheduler | None,
+        loader: Iterable[UserValue] | None,
         settings: EngineSettings,
         reports: Reports,
         links: Links,
@@ -68,12 +70,12 @@ class PipelineEngine(Engine):
         self._ties = links.ties
         self._deferral = links.deferral
         self._runners: dict[int, Runner] = {}  # by micro-batches
-        self._batches: Iterator[Any] | None = None  # of the engine's own loader
-        self._batch_fn: Callable[[Any], Any] | None = None  # from what it gives to (inputs, target)
+        self._batches: Iterator[object] | None = None  # of the engine's own loader
+        self._batch_fn: Callable[[UserValue], object] | None = None  # from what it gives to (inputs, target)
 
     # The loop.
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+    def train_batch(self, data_iter: Iterator[object] | None = None) -> Tensor:
         """A whole step: its micro-batches, taken from `data_iter` as (inputs, target), and the update.
 
         Returns the mean loss over micro-batches and replicas, on every rank. Only the ranks of the first and the last
@@ -100,12 +102,12 @@ class PipelineEngine(Engine):
     @torch.no_grad()
     def eval_batch(
         self,
-        data_iter: Iterator[Any] | None = None,
+        data_iter: Iterator[object] | None = None,
         return_logits: bool = False,
         compute_loss: bool = True,
         reduce_output: str | None = "avg",
         num_micro_batches: int | None = None,
-    ) -> Any:
+    ) -> UserValue:
         """Forwards alone: the mean loss, on every rank; without `compute_loss` outputs, on ranks of the last stage."""
         if return_logits:
             raise bad_value("return_logits", True, [False], "Call eval_batch(compute_loss=False) for the outputs.")
@@ -139,7 +141,7 @@ class PipelineEngine(Engine):
     def _scale(self) -> float:
         return self.optimizer.loss_scale if self.optimizer is not None else 1.0
 
-    def _take(self, data_iter: Iterator[Any] | None, num: int) -> list[tuple[Any, Any]]:
+    def _take(self, data_iter: Iterator[object] | None, num: int) -> list[tuple[object, object]]:
         """Micro-batches, on this rank's device; nothing where neither end of the pipeline is."""
         if data_iter is None:
             data_iter = self._own_batches()
@@ -151,14 +153,14 @@ class PipelineEngine(Engine):
             self._wire.fail(error)  # other ranks wait for what is made of it
             raise
 
-    def _own_batches(self) -> Iterator[Any]:
+    def _own_batches(self) -> Iterator[object]:
         if self._batches is None:
             if self.training_dataloader is None:
                 raise bad_value("data_iter", None, "an iterator of (inputs, target), or training_data for initialize()")
             self._batches = _again_and_again(self.training_dataloader)
         return self._batches
 
-    def _placed(self, batch: Any) -> tuple[Any, Any]:
+    def _placed(self, batch: object) -> tuple[object, object]:
         if self._batch_fn is not None:
             batch = self._batch_fn(batch)
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
@@ -177,29 +179,29 @@ class PipelineEngine(Engine):
         total = own if team is None else team.everyone.gather_rows(own).sum(0)
         return (total[0] / total[1]).float()
 
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def forward(self, *args: object, **kwargs: object) -> NoReturn:
         """Not for a pipeline."""
         _refuse("forward")
 
-    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def backward(self, *args: object, **kwargs: object) -> NoReturn:
         """Not for a pipeline."""
         _refuse("backward")
 
-    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> NoReturn:
+    def step(self, lr_kwargs: Mapping[str, object] | None = None) -> NoReturn:
         """Not for a pipeline."""
         _refuse("step")
 
     # Where batches come from.
 
-    def set_dataloader(self, loader: Iterable[Any]) -> None:
+    def set_dataloader(self, loader: Iterable[object]) -> None:
         """What `train_batch()` takes batches from, epoch after epoch, where it is given nothing."""
         self.training_dataloader, self._batches = loader, None
 
-    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+    def set_dataiterator(self, iterator: Iterator[object]) -> None:
         """The same for an iterator, until it ends."""
         self._batches = iterator
 
-    def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
+    def set_batch_fn(self, fn: Callable[[UserValue], object] | None) -> None:
         """What makes a pair of inputs and target of a batch; None: it is one."""
         self._batch_fn = fn
 
@@ -236,10 +238,27 @@ class PipelineEngine(Engine):
             check_micro_batches(self.module, train_batch_size // micro)
         super().set_train_batch_size(train_batch_size)
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., object] | None = None,
+    ) -> tuple[str | None, dict[str, UserValue]]:
         """As an engine does; its own loader goes on from where the checkpoint's was."""
         self._batches = None
-        return super().load_checkpoint(*args, **kwargs)
+        return super().load_checkpoint(
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
 
     def destroy(self) -> None:
         """Finish what has begun and give memory and threads back."""
@@ -267,7 +286,7 @@ def _evaluating(module: PipelineModule) -> Iterator[None]:
             part.training = mode
 
 
-def _again_and_again(loader: Any) -> Iterator[Any]:
+def _again_and_again(loader: Iterable[object]) -> Iterator[object]:
     """Epoch after epoch."""
     while True:
         is_empty = True

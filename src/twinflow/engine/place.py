@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -48,6 +47,6 @@ class Place:
         return next((p.device for p in self.module.parameters()), torch.device("cpu"))
 
     @property
-    def config(self) -> Mapping[str, Any]:
+    def config(self) -> Mapping[str, object]:
         """The config as it was given."""
         return self.settings.config

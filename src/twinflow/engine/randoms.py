@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
 
+from twinflow.state_dict import StateDict, list_of, tensor_of, value_of
 
-def random_states() -> dict[str, Any]:
+
+def random_states() -> StateDict:
     """Every generator that training may draw from."""
     kind, keys, *rest = np.random.get_state()  # noqa: NPY002
-    states: dict[str, Any] = {
+    states: StateDict = {
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.uint32).astype(np.int64)), *rest),
         "torch": torch.get_rng_state(),
@@ -23,12 +24,14 @@ def random_states() -> dict[str, Any]:
     return states
 
 
-def set_random_states(states: Mapping[str, Any]) -> None:
+def set_random_states(states: Mapping[str, object]) -> None:
     """Put them back. A GPU that was not there then keeps its own."""
-    random.setstate(states["python"])
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
-    torch.set_rng_state(states["torch"])
-    for device, value in enumerate(states.get("cuda", ())):
+    random.setstate(value_of(states, "python", tuple))
+    kind, keys, position, has_gauss, gauss = list_of(states, "numpy")
+    assert isinstance(keys, torch.Tensor)
+    twister = {"key": keys.numpy().astype(np.uint32), "pos": position}
+    np.random.set_state({"bit_generator": kind, "state": twister, "has_gauss": has_gauss, "gauss": gauss})  # noqa: NPY002
+    torch.set_rng_state(tensor_of(states, "torch"))
+    for device, value in enumerate(value_of(states, "cuda", list) if "cuda" in states else ()):
         if device < torch.cuda.device_count():
             torch.cuda.set_rng_state(value, device)

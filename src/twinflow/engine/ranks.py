@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TypedDict
 
+from twinflow.checkpoint import JSON
 from twinflow.checkpoint.shards import join_marks
 from twinflow.checkpoint.tree import Leaf
 from twinflow.dist.agree import gather_json
 from twinflow.dist.group import Group, alone
 from twinflow.engine.background import num_bytes
-
-if TYPE_CHECKING:
-    from twinflow.engine.core import Engine
+from twinflow.engine.parts import EngineParts
+from twinflow.state_dict import Kind, list_of, value_of
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,16 @@ class Ranks:
         """Whether this rank says what all with its stages have in common."""
         return self.data.rank == 0 and self.tensor_rank == 0
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Kind) -> list[Kind]:
         """Every rank's value, on every rank."""
         return gather_json(self.group, value)
 
     def meet(self, names: Iterable[str]) -> Ranks:
         """The same, knowing which stage has what; `names` are those of this rank's tensors."""
         own = list(names)
-        said = self.gather([self.stage, [*own, *map(self.canonical, own)] if self.speaks else []])
+        spoken = [*own, *map(self.canonical, own)] if self.speaks else []
         holders: dict[str, int] = {}
-        for stage, found in said:
+        for stage, found in self.gather((self.stage, spoken)):
             for name in found:
                 holders[name] = min(stage, holders.get(name, stage))
         return replace(self, holders=holders)
@@ -80,7 +80,7 @@ def only_one() -> Ranks:
     return Ranks(alone(), are_partitioned=False)
 
 
-def ranks_of(engine: Engine) -> Ranks | None:
+def ranks_of(engine: EngineParts) -> Ranks | None:
     """The ranks that train with this one; None where nobody has a part of anything."""
     team = engine.optimizer.team if engine.optimizer is not None else None
     if team is None or team.everyone.world == 1:
@@ -113,25 +113,38 @@ def deal(leaves: Sequence[Leaf], ranks: Ranks) -> list[Leaf]:
     return own
 
 
-def unite(meta: Mapping[str, Any], said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+class Said(TypedDict, total=False):
+    """What a rank says of its stage, shards and parts to all others; only plain values."""
+
+    extra: dict[str, JSON]
+    aliases: dict[str, str]
+    optimizer_state: dict[str, JSON]
+    excluded: list[str]
+    groups: list[dict[str, JSON]] | None
+    shards: dict[str, dict[str, JSON]]
+    random: JSON
+    errors: JSON
+
+
+def unite(meta: Mapping[str, JSON], said: Sequence[Said]) -> dict[str, JSON]:
     """A checkpoint's `meta`, from one rank's and what all ranks have said of their stages, shards and parts.
 
     Every rank comes to the same. A ValueError where they do not fit together.
     """
     made = dict(meta)
-    for key in ("extra", "aliases", "optimizer_state"):
-        made[key] = {}
-        for one in said:
-            made[key] = {**one[key], **made[key]}  # of what several have, the first's stays
+    first_last = list(reversed(said))  # of what several have, the first's stays
+    made["extra"] = {name: value for one in first_last for name, value in one["extra"].items()}
+    made["aliases"] = {name: value for one in first_last for name, value in one["aliases"].items()}
+    made["optimizer_state"] = {name: value for one in first_last for name, value in one["optimizer_state"].items()}
     made["excluded"] = list(dict.fromkeys(name for one in said for name in one["excluded"]))
     if "optimizer" in meta:
         groups = unite_groups([one["groups"] for one in said if one["groups"] is not None])
-        made["optimizer"] = {**meta["optimizer"], "param_groups": groups}
+        made["optimizer"] = {**value_of(meta, "optimizer", dict), "param_groups": groups}
     shards = join_marks([one["shards"] for one in said])
     return {**made, "shards": shards} if shards else made
 
 
-def unite_groups(said: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+def unite_groups(said: Sequence[Sequence[Mapping[str, JSON]]]) -> list[dict[str, JSON]]:
     """Param groups with the names of all stages, each name once; their options must be the same everywhere."""
     for groups in said:
         if [_options(group) for group in groups] != [_options(group) for group in said[0]]:
@@ -139,9 +152,12 @@ def unite_groups(said: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, 
                 "the stages of the pipeline have different param_groups. Give each the same number of groups with the "
                 "same options, in the same order, and each group a trainable parameter on every rank"
             )
-    names = [dict.fromkeys(name for groups in said for name in groups[i]["params"]) for i in range(len(said[0]))]
+    names = [
+        dict.fromkeys(str(name) for groups in said for name in list_of(groups[i], "params"))
+        for i in range(len(said[0]))
+    ]
     return [{**group, "params": list(found)} for group, found in zip(said[0], names, strict=True)]
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+def _options(group: Mapping[str, JSON]) -> dict[str, JSON]:
     return {key: value for key, value in group.items() if key != "params"}

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from twinflow.engine.late import LateScalar
-
-if TYPE_CHECKING:
-    from twinflow.engine.core import Engine
+from twinflow.engine.parts import EngineParts
+from twinflow.monitor.flops import FlopsProfile
 
 LOGGER = logging.getLogger("twinflow")
 _MOST_LATE = 64  # numbers that may be on their way before the oldest is waited for
@@ -31,7 +30,7 @@ class Writer(Protocol):
 class Timers(Protocol):
     """Measures named stretches of a step."""
 
-    def measure(self, name: str) -> AbstractContextManager[Any]: ...
+    def measure(self, name: str) -> AbstractContextManager[object]: ...
 
     def add(self, name: str, seconds: float) -> None: ...
 
@@ -61,21 +60,21 @@ class Reports:
         self._late: deque[_Late] = deque()
         self._waited_s = 0.0  # by all forwards so far
 
-    def forward(self, engine: Engine) -> AbstractContextManager[Any]:
+    def forward(self, engine: EngineParts) -> AbstractContextManager[object]:
         """Around a forward."""
         if self._profiler is not None:
             self._profiler.before_forward(engine)
         return self._measure("forward")
 
-    def backward(self) -> AbstractContextManager[Any]:
+    def backward(self) -> AbstractContextManager[object]:
         """Around a backward."""
         return self._measure("backward")
 
-    def step(self) -> AbstractContextManager[Any]:
+    def step(self) -> AbstractContextManager[object]:
         """Around the optimizer's step."""
         return self._measure("step")
 
-    def _measure(self, name: str) -> AbstractContextManager[Any]:
+    def _measure(self, name: str) -> AbstractContextManager[object]:
         return self._timers.measure(name) if self._timers is not None else nullcontext()
 
     def add_loss(self, loss: Tensor) -> None:
@@ -84,7 +83,7 @@ class Reports:
             loss = loss.detach().float()
             self._loss = loss if self._loss is None else self._loss + loss
 
-    def after_step(self, engine: Engine, lr: float) -> None:
+    def after_step(self, engine: EngineParts, lr: float) -> None:
         """A step with this learning rate is over: note its numbers, print what is due."""
         if self._timers is not None and engine.optimizer is not None:
             waited_s = engine.optimizer.runtime.waited_s
@@ -104,7 +103,7 @@ class Reports:
         if self.every and engine.global_steps % self.every == 0:
             self._print(engine, late)
 
-    def _print(self, engine: Engine, loss: LateScalar) -> None:
+    def _print(self, engine: EngineParts, loss: LateScalar) -> None:
         rates = ", ".join(f"{lr:.4g}" for lr in engine.get_lr())
         norm = engine.get_global_grad_norm()
         text = f"step {engine.global_steps}, skipped {engine.skipped_steps}, loss {loss.get():.5g}, lr {rates}"
@@ -140,17 +139,21 @@ class Reports:
 class Profiler:
     """Counts the operations of one step, the `profile_step`-th, and prints or writes the result."""
 
-    def __init__(self, profile_step: int, profile: Any, show: Any) -> None:
-        self._step, self._profile, self._show = profile_step, profile, show
-        self._open: Any = None
+    def __init__(
+        self, profile_step: int, profile: Callable[[nn.Module], FlopsProfile], show: Callable[[FlopsProfile], None]
+    ) -> None:
+        self._step = profile_step
+        self._profile = profile
+        self._show = show
+        self._open: FlopsProfile | None = None
 
-    def before_forward(self, engine: Engine) -> None:
+    def before_forward(self, engine: EngineParts) -> None:
         """Begin with the first forward of that step."""
         if self._open is None and engine.part == 0 and engine.global_steps + 1 == self._step:
             self._open = self._profile(engine.module)
             self._open.__enter__()
 
-    def after_step(self, engine: Engine) -> None:
+    def after_step(self, engine: EngineParts) -> None:
         """End with it."""
         if self._open is not None:
             opened, self._open = self._open, None

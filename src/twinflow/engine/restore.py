@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +16,27 @@ from twinflow.checkpoint.load import cut_for
 from twinflow.checkpoint.shards import local_shape
 from twinflow.checkpoint.together import agree
 from twinflow.checkpoint.tree import put_together, tensor_names
+from twinflow.engine.parts import EngineParts, Scheduler
 from twinflow.engine.randoms import set_random_states
 from twinflow.engine.ranks import Ranks, only_one, ranks_of
-from twinflow.engine.state import COUNTERS, PARTS, names_of, parked_in, parking_of, shards_of, state_of, tensors_of
+from twinflow.engine.state import (
+    COUNTERS,
+    PARTS,
+    names_of,
+    offloaded_in,
+    param_offload_of,
+    shards_of,
+    state_of,
+    tensors_of,
+)
+from twinflow.engine.values import UserValue
 from twinflow.errors import bad_value
 from twinflow.offload.bucket import local_of
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_build import first_of
 from twinflow.parallel.shard import TensorShard, shard_of
 from twinflow.rules.formats import BLOCK
-
-if TYPE_CHECKING:
-    from twinflow.engine.core import Engine
+from twinflow.state_dict import StateDict, dict_of, int_of, list_of, tensor_of
 
 
 @dataclass(frozen=True)
@@ -39,10 +47,10 @@ class What:
     optimizer: bool
     scheduler: bool
     everything_else: bool  # counters, random states, data position
-    custom_load_fn: Callable[..., Any] | None = None
+    custom_load_fn: Callable[..., object] | None = None
 
 
-def load(engine: Engine, root: Path, tag: str | None, what: What) -> tuple[str | None, dict[str, Any]]:
+def load(engine: EngineParts, root: Path, tag: str | None, what: What) -> tuple[str | None, dict[str, UserValue]]:
     """Take over `root`/`tag`, or the latest; its path and the client state."""
     if engine.optimizer is not None and engine.optimizer.runtime.job is not None:
         raise RuntimeError("load_checkpoint() between backward() and step(). Call step() first")
@@ -59,17 +67,18 @@ def load(engine: Engine, root: Path, tag: str | None, what: What) -> tuple[str |
     meta = found.meta
     before = copy.copy(state_of(engine.lr_scheduler))
     if what.scheduler and others["scheduler"] is not None and engine.lr_scheduler is not None:
-        _load_scheduler(engine.lr_scheduler, others["scheduler"], found.path)
+        _load_scheduler(engine.lr_scheduler, dict_of(others, "scheduler"), found.path)
     loader = engine.training_dataloader
     if what.everything_else and others["loader"] is not None and hasattr(loader, "load_state_dict"):
         try:
             loader.load_state_dict(others["loader"])
         except Exception:
             if engine.lr_scheduler is not None:
+                assert isinstance(before, dict)
                 engine.lr_scheduler.load_state_dict(before)
             raise
     engine.zero_grad()  # of micro-batches whose step will not come
-    _load_weights(engine, found, names, what, others["extra"])
+    _load_weights(engine, found, names, what, dict_of(others, "extra") if others["extra"] else {})
     if head is not None:
         assert engine.optimizer is not None
         engine.optimizer.load_state_dict(head, source)
@@ -79,8 +88,8 @@ def load(engine: Engine, root: Path, tag: str | None, what: What) -> tuple[str |
     if what.everything_else:
         for name in COUNTERS:
             setattr(engine, name, meta[name])
-        set_random_states(_own_random(found, others["random"], ranks))
-    return str(found.path), others["client_state"]
+        set_random_states(_own_random(found, dict_of(others, "random"), ranks))
+    return str(found.path), dict_of(others, "client_state")
 
 
 def _open(root: Path, tag: str | None) -> tuple[Checkpoint | None, str | None]:
@@ -95,8 +104,8 @@ def _open(root: Path, tag: str | None) -> tuple[Checkpoint | None, str | None]:
 
 
 def _check(
-    engine: Engine, found: Checkpoint, what: What, ranks: Ranks
-) -> tuple[dict[str, str], _FileSource | None, Any, dict[str, Any]]:
+    engine: EngineParts, found: Checkpoint, what: What, ranks: Ranks
+) -> tuple[dict[str, str], _FileSource | None, StateDict | None, StateDict]:
     """All that can be wrong, before anything changes: names of weights, the optimizer's entries and head, the rest."""
     found.verify(share=(ranks.rank, ranks.world))
     meta, rest = found.meta, _reader(found, "rest")
@@ -140,29 +149,33 @@ class _SavedNames:
         return [name for name in names if name not in known]
 
 
-def _own_groups(optimizer: TwinOptimizer, groups: Iterable[Mapping[str, Any]], saved: _SavedNames) -> list[Any]:
+def _own_groups(
+    optimizer: TwinOptimizer, groups: Iterable[Mapping[str, object]], saved: _SavedNames
+) -> list[StateDict]:
     """Saved param groups with this rank's parameters alone; those that no rank has stay, to be found wrong."""
     made = []
     for index, group in enumerate(groups):
-        own, there = [param.name for param in optimizer.runtime.params if param.group == index], set(group["params"])
+        names = [str(name) for name in list_of(group, "params")]
+        own, there = [param.name for param in optimizer.runtime.params if param.group == index], set(names)
         here = [name for name in own if saved.find(name, there) is not None]
-        made.append({**group, "params": [*here, *saved.unclaimed(group["params"])]})
+        made.append({**group, "params": [*here, *saved.unclaimed(names)]})
     return made
 
 
-def _own_random(found: Checkpoint, first: Any, ranks: Ranks) -> Any:
+def _own_random(found: Checkpoint, first: StateDict, ranks: Ranks) -> StateDict:
     """This rank's random states; a rank that was not there then begins with the first one's, moved on by its number."""
     saved, rank = found.meta.get("ranks"), ranks.rank
     if saved is None:
         return first
     if rank < len(saved):
-        return put_together(saved[rank], _reader(found, "rest"))
+        own: StateDict = put_together(saved[rank], _reader(found, "rest"))
+        return own
     generator = torch.Generator()
-    generator.set_state(first["torch"])
+    generator.set_state(tensor_of(first, "torch"))
     return {**first, "torch": generator.manual_seed(generator.initial_seed() + rank).get_state()}
 
 
-def _load_scheduler(scheduler: Any, saved: Any, path: Path) -> None:
+def _load_scheduler(scheduler: Scheduler, saved: StateDict, path: Path) -> None:
     """A scheduler that cannot take the state keeps its own."""
     before = copy.copy(scheduler.state_dict())
     try:
@@ -192,7 +205,7 @@ class _FileSource:
 
     def __init__(self, found: Checkpoint, optimizer: TwinOptimizer, saved: _SavedNames) -> None:
         self._found = found
-        entries: dict[str, Any] = found.meta.get("optimizer_state", {})
+        entries: dict[str, StateDict] = found.meta.get("optimizer_state", {})
         names = {param.name: saved.find(param.name, entries) for param in optimizer.runtime.params}
         self._entries = {name: entries[there] for name, there in names.items() if there is not None}
         self._entries |= {name: entries[name] for name in saved.unclaimed(entries)}  # to be found wrong
@@ -206,13 +219,13 @@ class _FileSource:
         return {key: local_shape(shard, self._found.shape("optimizer", path)) for key, path in tensors.items()}
 
     def step(self, name: str) -> int:
-        return int(self._entries[name]["step"])
+        return int_of(self._entries[name], "step")
 
-    def cut(self, name: str, start: int, numel: int) -> Mapping[str, Any]:
+    def cut(self, name: str, start: int, numel: int) -> Mapping[str, object]:
         entry, shard = self._entries[name], self._shards[name]
         read = _reader(self._found, "optimizer", shard)
         tensors = tensor_names(entry)
-        cut: dict[str, Any] = {}
+        cut: StateDict = {}
         for key, path in tensors.items():
             if not key.endswith("_scale"):
                 cut[key] = cut_for(self._found, "optimizer", path, shard, start, numel)
@@ -256,7 +269,9 @@ def _some(what: str, names: set[str]) -> str:
 
 
 @torch.no_grad()
-def _load_weights(engine: Engine, found: Checkpoint, names: Mapping[str, str], what: What, extra: Any) -> None:
+def _load_weights(
+    engine: EngineParts, found: Checkpoint, names: Mapping[str, str], what: What, extra: StateDict
+) -> None:
     module = engine.module
     shards = shards_of(module)
     if engine.optimizer is not None:
@@ -266,18 +281,18 @@ def _load_weights(engine: Engine, found: Checkpoint, names: Mapping[str, str], w
         what.custom_load_fn(src=everything, dst=module)
         return
     own, memory = tensors_of(module), {local_of(t).data_ptr() for t in (*module.parameters(), *module.buffers())}
-    written: set[tuple[Any, ...]] = set()
-    foreign: dict[str, Any] = dict(extra or {})
-    parking = parking_of(engine)
-    if parking is not None and engine.optimizer is not None:
+    written: set[tuple[object, ...]] = set()
+    foreign = dict(extra)
+    param_offload = param_offload_of(engine)
+    if param_offload is not None and engine.optimizer is not None:
         engine.optimizer.runtime.wait_for_copies()
-        parking.settle()
-    parked = parked_in(module, parking)
+        param_offload.settle()
+    offloaded = offloaded_in(module, param_offload)
     for name, path in names.items():
         shard = shards.get(name)
-        if name in parked:
-            assert parking is not None
-            for piece in parking.pieces(parked[name]):
+        if name in offloaded:
+            assert param_offload is not None
+            for piece in param_offload.pieces(offloaded[name]):
                 piece.write(cut_for(found, "model", path, shard, piece.start, piece.numel))
             continue
         local = local_of(own[name])

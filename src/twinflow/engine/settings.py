@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -25,4 +24,4 @@ class EngineSettings:
     keep_last: int | None = None  # checkpoints
     background_bytes: int | None = None  # they are written beside training, with so much host memory; None: at once
     drop_last: bool = False
-    config: Mapping[str, Any] = field(default_factory=dict)  # as given
+    config: Mapping[str, object] = field(default_factory=dict)  # as given

@@ -9,28 +9,26 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from twinflow.checkpoint import Entry
+from twinflow.checkpoint import JSON, Entry
 from twinflow.checkpoint import save as save_files
 from twinflow.checkpoint.shards import stored_name, to_mark
 from twinflow.checkpoint.tensors import PartOf
 from twinflow.checkpoint.together import agree
 from twinflow.checkpoint.tree import Leaf, take_apart
 from twinflow.engine.background import BackgroundSave, freeze
+from twinflow.engine.parts import EngineParts
 from twinflow.engine.randoms import random_states
-from twinflow.engine.ranks import Ranks, deal, only_one, ranks_of, unite
+from twinflow.engine.ranks import Ranks, Said, deal, only_one, ranks_of, unite
 from twinflow.errors import bad_value
 from twinflow.offload.bucket import local_of
 from twinflow.offload.frozen import Frozen
-from twinflow.offload.parking import Parking
+from twinflow.offload.param_offload import ParamOffload
 from twinflow.optim.twin_build import first_of
 from twinflow.parallel.shard import TensorShard, shard_of
-
-if TYPE_CHECKING:
-    from twinflow.engine.core import Engine
+from twinflow.state_dict import StateDict, value_of
 
 COUNTERS = ("global_steps", "micro_steps", "global_samples")
 Progress = Callable[[int, int], None]  # told the bytes that are written, and all there are
@@ -38,10 +36,10 @@ PARTS = ("scheduler", "loader", "random", "client_state", "extra")
 
 
 def save(
-    engine: Engine,
+    engine: EngineParts,
     root: Path,
     tag: str,
-    client_state: dict[str, Any],
+    client_state: StateDict,
     save_latest: bool,
     exclude_frozen: bool,
     on_progress: Progress | None,
@@ -94,7 +92,7 @@ def save(
     return background
 
 
-def _telling(engine: Engine, on_progress: Progress | None) -> Progress:
+def _telling(engine: EngineParts, on_progress: Progress | None) -> Progress:
     """The watch is told too, however long a disk takes."""
 
     def told(done: int, total: int) -> None:
@@ -106,7 +104,7 @@ def _telling(engine: Engine, on_progress: Progress | None) -> Progress:
     return told
 
 
-def _freeze(engine: Engine) -> Frozen | None:
+def _freeze(engine: EngineParts) -> Frozen | None:
     """A moment at which nothing is under way."""
     if engine.optimizer is None:
         return None
@@ -119,7 +117,7 @@ def _freeze(engine: Engine) -> Frozen | None:
     return Frozen(runtime.frozen, runtime.device, limit)
 
 
-def _buckets_of(engine: Engine) -> Callable[[Leaf], Sequence[int] | None]:
+def _buckets_of(engine: EngineParts) -> Callable[[Leaf], Sequence[int] | None]:
     """The buckets whose updates would change a leaf: those of its parameter, by the name of either."""
     assert engine.optimizer is not None
     params = engine.optimizer.runtime.params
@@ -143,11 +141,17 @@ class _Own:
     Leaves have the names that they have here; `names` are those that they are stored under where these are others.
     """
 
-    def __init__(self, engine: Engine, ranks: Ranks) -> None:
+    def __init__(self, engine: EngineParts, ranks: Ranks) -> None:
         self._engine, self._ranks = engine, ranks
-        self.meta: dict[str, Any] = {name: getattr(engine, name) for name in COUNTERS}
-        self.said: dict[str, Any] = {"extra": {}, "aliases": {}, "optimizer_state": {}, "excluded": [], "groups": None}
-        self.said["shards"] = {}
+        self.meta: dict[str, JSON] = {name: getattr(engine, name) for name in COUNTERS}
+        self.said: Said = {
+            "extra": {},
+            "aliases": {},
+            "optimizer_state": {},
+            "excluded": [],
+            "groups": None,
+            "shards": {},
+        }
         self.files: dict[str, list[Leaf]] = {"model": [], "optimizer": [], "rest": []}
         self.names: dict[str, dict[str, str]] = {"model": {}, "optimizer": {}, "rest": {}}
 
@@ -158,9 +162,9 @@ class _Own:
             return
         head, entries = optimizer.stream_state()
         self._add_common("optimizer", head)
-        groups = self.meta["optimizer"]["param_groups"]
+        groups = value_of(value_of(self.meta, "optimizer", dict), "param_groups", list)
         if ranks.speaks:
-            named = [list(map(ranks.canonical, group["params"])) for group in groups]
+            named = [[ranks.canonical(name) for name in group["params"]] for group in groups]
             self.said["groups"] = [{**group, "params": names} for group, names in zip(groups, named, strict=True)]
         params = {param.name: param.tensor for param in optimizer.runtime.params}
         leaves: list[Leaf] = []
@@ -176,7 +180,7 @@ class _Own:
     def add_weights(self, exclude_frozen: bool) -> None:
         """Parameters and buffers."""
         engine, ranks = self._engine, self._ranks
-        leaves, aliases, excluded = weights(engine.module, exclude_frozen, parking_of(engine))
+        leaves, aliases, excluded = weights(engine.module, exclude_frozen, param_offload_of(engine))
         shards = shards_of(engine.module)
         if ranks.speaks:
             own = {**aliases, **{leaf.name: leaf.name for leaf in leaves}}
@@ -187,7 +191,7 @@ class _Own:
         self.names["model"] = {leaf.name: ranks.canonical(leaf.name) for leaf in kept}
         self._add("model", deal(kept, ranks), shards)
 
-    def add_rest(self, client_state: dict[str, Any]) -> None:
+    def add_rest(self, client_state: StateDict) -> None:
         """What belongs to the whole run, which the first rank speaks for; and what each stage and rank has."""
         engine, ranks = self._engine, self._ranks
         self._add_common("scheduler", state_of(engine.lr_scheduler))
@@ -202,12 +206,13 @@ class _Own:
         if engine.optimizer is not None and engine.optimizer.is_compressed:
             self.said["errors"] = self._add_apart(engine.optimizer.exchange_errors(), f"ranks/{ranks.rank}/errors")
 
-    def _add_common(self, name: str, value: Any) -> None:
+    def _add_common(self, name: str, value: object) -> None:
         self.meta[name], found = take_apart(value, name)
         if self._ranks.rank == 0:
             self.files["rest"] += found
 
-    def _add_apart(self, value: Any, path: str) -> Any:
+    def _add_apart(self, value: object, path: str) -> JSON:
+        stripped: JSON
         stripped, found = take_apart(value, path)
         self.files["rest"] += found
         return stripped
@@ -224,9 +229,7 @@ class _Own:
                 names[leaf.name] = stored_name(name, shard.rank)
 
 
-def _collect(
-    engine: Engine, client_state: dict[str, Any], exclude_frozen: bool, ranks: Ranks
-) -> tuple[_Own, dict[str, Any]]:
+def _collect(engine: EngineParts, client_state: StateDict, exclude_frozen: bool, ranks: Ranks) -> tuple[_Own, Said]:
     """What this rank saves, and what it says to all."""
     own = _Own(engine, ranks)
     own.add_optimizer()
@@ -253,7 +256,7 @@ def _whole_shape(leaf: Leaf) -> tuple[int, ...]:
     return tuple(leaf.shape if leaf.part is None else leaf.part.shape)
 
 
-def names_of(engine: Engine) -> dict[str, None]:
+def names_of(engine: EngineParts) -> dict[str, None]:
     """All that this rank has a name for: of the module's state, and of what is trained."""
     params = engine.optimizer.runtime.params if engine.optimizer is not None else []
     return dict.fromkeys([*engine.module.state_dict(), *(param.name for param in params)])
@@ -265,40 +268,40 @@ def shards_of(module: nn.Module) -> dict[str, TensorShard]:
     return {name: shard for name, shard in named if shard is not None}
 
 
-def state_of(part: Any) -> Any:
+def state_of(part: object) -> object:
     """What a part that may not be there gives to be saved."""
     if not hasattr(part, "state_dict"):
         return None
     return part.state_dict()
 
 
-def parking_of(engine: Engine) -> Parking | None:
+def param_offload_of(engine: EngineParts) -> ParamOffload | None:
     """Where weights live that are on the host."""
-    return engine.optimizer.runtime.parking if engine.optimizer is not None else None
+    return engine.optimizer.runtime.param_offload if engine.optimizer is not None else None
 
 
 def weights(
-    module: nn.Module, exclude_frozen: bool, parking: Parking | None = None
+    module: nn.Module, exclude_frozen: bool, param_offload: ParamOffload | None = None
 ) -> tuple[list[Leaf], dict[str, str], list[str]]:
     """A model's tensors, each once; names of those that are the same tensor as another; names that were left out."""
     leaves: list[Leaf] = []
-    seen: dict[tuple[Any, ...], str] = {}
+    seen: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
     frozen = {name for name, param in module.named_parameters(remove_duplicate=False) if not param.requires_grad}
     excluded = []
-    parked = parked_in(module, parking)
+    offloaded = offloaded_in(module, param_offload)
     for name, tensor in tensors_of(module).items():
         local, first = local_of(tensor), first_of(tensor)
-        key: tuple[Any, ...] = (local.data_ptr(), tensor.shape, local.stride(), tensor.dtype)
-        if name in parked:
-            key = (id(parked[name]),)
+        key: tuple[object, ...] = (local.data_ptr(), tensor.shape, local.stride(), tensor.dtype)
+        if name in offloaded:
+            key = (id(offloaded[name]),)
         if exclude_frozen and name in frozen:
             excluded.append(name)
         elif tensor.numel() and seen.setdefault(key, name) != name:
             aliases[name] = seen[key]
-        elif name in parked:
-            assert parking is not None
-            for piece in parking.pieces(parked[name]):
+        elif name in offloaded:
+            assert param_offload is not None
+            for piece in param_offload.pieces(offloaded[name]):
                 part = PartOf(tuple(tensor.shape), piece.start)
                 leaves.append(Leaf(name, tensor.dtype, (piece.numel,), piece.read, part))
         elif local is tensor:
@@ -310,11 +313,13 @@ def weights(
     return leaves, aliases, excluded
 
 
-def parked_in(module: nn.Module, parking: Parking | None) -> dict[str, nn.Parameter]:
+def offloaded_in(module: nn.Module, param_offload: ParamOffload | None) -> dict[str, nn.Parameter]:
     """Parameters whose weights live on the host, by every name they have."""
-    if parking is None:
+    if param_offload is None:
         return {}
-    return {name: param for name, param in module.named_parameters(remove_duplicate=False) if parking.holds(param)}
+    return {
+        name: param for name, param in module.named_parameters(remove_duplicate=False) if param_offload.holds(param)
+    }
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -322,6 +327,6 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
 
 
-def _extra(module: nn.Module) -> dict[str, Any]:
+def _extra(module: nn.Module) -> StateDict:
     """What modules add to their state dict that is not a tensor."""
     return {name: value for name, value in module.state_dict().items() if not isinstance(value, Tensor)}

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from twinflow.state_dict import Kind
 
-def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+# What belongs to the user's model or data, where it is handed to the user, who alone knows its type: a type checker has
+# to let the user's code use it. Inside the library such a value is an `object`.
+UserValue = Any
+
+
+def cast_floats(value: Kind, dtype: torch.dtype) -> Kind:
     """Floating tensors, cast."""
-    return _each(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    return cast("Kind", _each(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor))
 
 
-def to_device(value: Any, device: torch.device) -> Any:
+def to_device(value: Kind, device: torch.device) -> Kind:
     """All tensors, on a device."""
-    return _each(value, lambda tensor: tensor.to(device, non_blocking=True))
+    return cast("Kind", _each(value, lambda tensor: tensor.to(device, non_blocking=True)))
 
 
-def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _each(value: object, change: Callable[[Tensor], Tensor]) -> object:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):

@@ -144,7 +144,7 @@ class Bucket:
     updater: Updater
     first_store: Store  # the first one; updates ahead of the clipping decision swap stores
     executor: BucketKeeper
-    is_parked: bool = False  # its weights live in the state alone: blocks fetch them (parking.py)
+    offloads_params: bool = False  # its weights live in the state alone: blocks fetch them (param_offload.py)
     whole: BucketPlan | None = None
     members: list[Param] = field(default_factory=list)  # parameters of the whole, each once
     total: Tensor | None = None  # fp32 sum of this step's gradients, where they are summed as tasks
@@ -194,7 +194,7 @@ class Bucket:
 
     def find_targets(self) -> None:
         """Views of the parameters as they are now; the executor writes there."""
-        if not self.is_parked:
+        if not self.offloads_params:
             with plain():
                 self.targets = [target(p.local, piece) for p, piece in zip(self.params, self.slices, strict=True)]
                 self.addresses = [param.local.data_ptr() for param in self.params]
@@ -280,13 +280,13 @@ def new_bucket(
     plan: BucketPlan,
     whole: BucketPlan | None,
     updater: Updater,
-    is_parked: bool,
+    offloads_params: bool,
     executor: BucketKeeper,
 ) -> Bucket:
     """A bucket with empty state, known to its parameters; `whole`: with the other ranks' parts."""
     own = [params[piece.param] for piece in plan.slices]
     members = list(dict.fromkeys(params[piece.param] for piece in whole.slices)) if whole is not None else []
-    bucket = Bucket(plan, own, updater, updater.new_store(plan), executor, is_parked, whole, members)
+    bucket = Bucket(plan, own, updater, updater.new_store(plan), executor, offloads_params, whole, members)
     for param in bucket.members:
         param.buckets.append(bucket)
     return bucket

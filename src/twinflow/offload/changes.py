@@ -44,7 +44,7 @@ def moved(buckets: Iterable[Bucket]) -> list[Param]:
     """Parameters that somebody gave other memory: `p.data = x` does not count as a write."""
     found: dict[Param, None] = {}
     with plain():
-        for bucket in (bucket for bucket in buckets if not bucket.is_parked):
+        for bucket in (bucket for bucket in buckets if not bucket.offloads_params):
             for param, address in zip(bucket.params, bucket.addresses, strict=True):
                 local = param.local if param.is_sharded else param.tensor
                 if local.data_ptr() != address:
@@ -57,11 +57,11 @@ def find_moved(params: Sequence[Param], buckets: Iterable[Bucket]) -> list[Param
 
     In another dtype, or on another device, they are no longer what the buckets were planned for.
     """
-    buckets = [bucket for bucket in buckets if not bucket.is_parked]
+    buckets = [bucket for bucket in buckets if not bucket.offloads_params]
     found = moved(buckets)
     if not found:
         return []
-    here = [param for param in params if not any(bucket.is_parked for bucket in param.buckets)]
+    here = [param for param in params if not any(bucket.offloads_params for bucket in param.buckets)]
     check_memory((param.name, param.local) for param in here)
     for bucket in buckets:
         for i, param in enumerate(bucket.params):
@@ -106,10 +106,10 @@ def check_changed(params: Sequence[Param], has_unsent: bool) -> None:
 def adopt(params: Sequence[Param], keep: bool, given: Mapping[nn.Parameter, Tensor]) -> None:
     """Masters from the parameters' values; with `keep`, a master that rounds to its parameter stays as it is.
 
-    `given` has the values of parked parameters, which have none themselves; those without are left alone.
+    `given` has the values of offloaded parameters, which have none themselves; those without are left alone.
     """
     for param in params:
-        if param.tensor not in given and any(bucket.is_parked for bucket in param.buckets):
+        if param.tensor not in given and any(bucket.offloads_params for bucket in param.buckets):
             continue
         with plain():
             values = given.get(param.tensor, param.local).detach().reshape(-1)

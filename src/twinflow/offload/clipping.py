@@ -1,8 +1,9 @@
 """The clipping decision: what a step multiplies its gradients with, and whether it happens at all.
 
 Exact clipping needs the global norm, which exists only when backward has ended. Until then an update may run ahead into
-a spare store (spare_stores.py) with the factor it would have without clipping. When the norm is there, one decision is
-made for the whole step: updates made with the right factor are kept, all others are made anew from untouched state.
+a speculative store (speculative_stores.py) with the factor it would have without clipping. When the norm is there, one
+decision is made for the whole step: updates made with the right factor are kept, all others are made anew from the
+untouched state.
 
 The decision is made on the device, where updates of resident state read it, and copied to the host for the others
 (`decide_there`); or from norms of several ranks (`decide`); or, where the host sums gradients, by the executor.

@@ -17,7 +17,7 @@ _LONGEST_PAUSE = 1024
 
 def num_watched(settings: Settings, can_undo: bool, has_ranks: bool) -> int:
     """Steps whose gradients stay in `.grad`, before those of others are taken during backward."""
-    if can_undo or settings.is_short or settings.parks:
+    if can_undo or settings.is_short or settings.offload_params:
         return 0  # or the device has no room for all gradients: they have to leave it at once
     if settings.accumulation_steps > 1 and (has_ranks or not settings.watches_first):
         return 0  # sums are made in fp32, by ranks in their own order: that must not change after some steps

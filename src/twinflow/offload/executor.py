@@ -248,18 +248,18 @@ class Executor:
         self._library.tf_store_free(self._handle, handle)
         return self._stores.pop(handle)
 
-    def add_spare(self, plan: BucketPlan, store: Store) -> None:
+    def add_speculative_store(self, plan: BucketPlan, store: Store) -> None:
         """A store that updates ahead of the clipping decision may be written to."""
-        self._library.tf_store_add_spare(self._handle, self.layout_of(plan), self.add_store(plan, store))
+        self._library.tf_store_add_speculative(self._handle, self.layout_of(plan), self.add_store(plan, store))
 
-    def take_spare(self, plan_layout: object) -> Store | None:
-        """Take back a spare store of a layout; None where there is none."""
-        handle = self._library.tf_store_take_spare(self._handle, self._layouts.get(plan_layout, -1))
+    def take_speculative_store(self, plan_layout: object) -> Store | None:
+        """Take back a speculative store of a layout; None where there is none."""
+        handle = self._library.tf_store_take_speculative(self._handle, self._layouts.get(plan_layout, -1))
         return self.drop_store(handle) if handle >= 0 else None
 
-    def missing_spares(self) -> list[Bucket]:
-        """Buckets that found no spare store since the last call."""
-        count = self._library.tf_store_missing(self._handle, self._ids, _MAX_RELEASED)
+    def missing_speculative_stores(self) -> list[Bucket]:
+        """Buckets that found no speculative store since the last call."""
+        count = self._library.tf_store_missing_speculative(self._handle, self._ids, _MAX_RELEASED)
         return [self._buckets[index] for index in self._ids[:count]]
 
     def store_of(self, bucket: Bucket) -> Store:
@@ -369,9 +369,9 @@ class Executor:
         handle = event.handle if event is not None else None
         self._library.tf_bucket_note_published(self._handle, bucket.plan.index, number, handle)
 
-    def sent_event(self, bucket: Bucket) -> Event | None:
-        """When the last weights are in the parameters; None where nothing is on its way."""
-        handle = self._library.tf_bucket_sent_event(self._handle, bucket.plan.index)
+    def weights_copied_event(self, bucket: Bucket) -> Event | None:
+        """The last copy of its weights has ended: they are in the parameters. None where nothing is on its way."""
+        handle = self._library.tf_bucket_weights_copied_event(self._handle, bucket.plan.index)
         return Event(handle, self.device) if handle else None
 
     def published_event(self, bucket: Bucket) -> Event | None:

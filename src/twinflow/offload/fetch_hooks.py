@@ -79,7 +79,7 @@ class Place(NamedTuple):
     edition: int
 
 
-def put_hooks(parking: Keeper, block: Block) -> list[RemovableHandle]:
+def put_hooks(param_offload: Keeper, block: Block) -> list[RemovableHandle]:
     """Before a block's forward and after it."""
     open_now: list[saved_tensors_hooks | None] = []  # what is around forwards that run
 
@@ -87,17 +87,17 @@ def put_hooks(parking: Keeper, block: Block) -> list[RemovableHandle]:
         if caller is not block.module:  # a deep copy has the same hooks
             return
         check_transform()
-        parking.before_block(block.index)
+        param_offload.before_block(block.index)
         if not torch.is_grad_enabled():
             open_now.append(None)
             return
         given = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
         for tensor in given:
             if tensor.grad_fn is not None:
-                tensor.register_hook(lambda _: parking.after_backward(block.index))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda _: param_offload.after_backward(block.index))  # type: ignore[no-untyped-call]
         if in_backward() and any(tensor.grad_fn is None for tensor in given):  # reentrant checkpointing
-            parking.leave_others(block.index)
-        saving = _saving(parking, block)
+            param_offload.leave_others(block.index)
+        saving = _saving(param_offload, block)
         open_now.append(saving)
         saving.__enter__()
 
@@ -108,14 +108,14 @@ def put_hooks(parking: Keeper, block: Block) -> list[RemovableHandle]:
         if context is not None:
             context.__exit__(None, None, None)
         given = list(_tensors(output))
-        if any(parking.owns(tensor) for tensor in given):
-            output = _copied(output, parking.owns, block.name)
+        if any(param_offload.owns(tensor) for tensor in given):
+            output = _copied(output, param_offload.owns, block.name)
             given = list(_tensors(output))
         if torch.is_grad_enabled() and not in_backward():
             for tensor in given:
                 if tensor.requires_grad and tensor.grad_fn is not None:
-                    tensor.register_hook(lambda _: parking.before_backward(block.index))  # type: ignore[no-untyped-call]
-        parking.after_block(block.index)
+                    tensor.register_hook(lambda _: param_offload.before_backward(block.index))  # type: ignore[no-untyped-call]
+        param_offload.after_block(block.index)
         return output
 
     outside: Callable[[Callable[..., object]], Callable[..., object]] = torch._dynamo.disable
@@ -123,7 +123,7 @@ def put_hooks(parking: Keeper, block: Block) -> list[RemovableHandle]:
     return [first, block.module.register_forward_hook(Hook(outside(after)), always_call=True)]
 
 
-def _saving(parking: Keeper, block: Block) -> saved_tensors_hooks:
+def _saving(param_offload: Keeper, block: Block) -> saved_tensors_hooks:
     """Around a forward: weights are saved as places; all else as whoever is around us wants it, checkpointing, say."""
     # torch has no public name for the hooks that are around ours, and older ones have no name at all.
     get_outer: Callable[[bool], tuple[_Pack, _Unpack] | None] = getattr(
@@ -132,27 +132,27 @@ def _saving(parking: Keeper, block: Block) -> saved_tensors_hooks:
     outer_pack, outer_unpack = get_outer(True) or (_same, _same)
 
     def pack(tensor: Tensor) -> object:
-        if parking.owns(tensor):
-            return Place(tensor.detach(), parking.edition(block.index))
+        if param_offload.owns(tensor):
+            return Place(tensor.detach(), param_offload.edition(block.index))
         return outer_pack(tensor)
 
     def unpack(saved: object) -> Tensor:
         if not isinstance(saved, Place):
             return outer_unpack(saved)
         if torch.is_grad_enabled():
-            parking.before_error()
+            param_offload.before_error()
             raise RuntimeError(
                 f"{block.name}: create_graph=True needs its weights again after its backward, but they live on the "
                 "host (offload_param) and are there only while the block runs. Leave offload_param out"
             )
-        if saved.edition != parking.edition(block.index):
-            parking.before_error()
+        if saved.edition != param_offload.edition(block.index):
+            param_offload.before_error()
             raise RuntimeError(
                 f"{block.name}: its weights, needed for gradient computation, have been modified by a step or a write "
                 f"since "
                 "the forward. Call backward() before step(), and write to weights after backward()"
             )
-        parking.before_backward(block.index)
+        param_offload.before_backward(block.index)
         return saved.view
 
     return saved_tensors_hooks(pack, unpack)

@@ -33,7 +33,7 @@ class Gather(Protocol):
 
 
 @dataclass(eq=False)
-class Parcel:
+class WeightBuffer:
     """Weights that travel together."""
 
     host: Callable[[], Tensor]  # where they live: all of them, or this rank's part
@@ -53,7 +53,7 @@ class Fetch(Protocol):
 class Fetcher(Protocol):
     """Brings blocks' weights to the device, in the order in which they are asked for."""
 
-    def ask(self, parcels: Sequence[Parcel], after: Event) -> Fetch:
+    def ask(self, buffers: Sequence[WeightBuffer], after: Event) -> Fetch:
         """A fetch that will begin by itself, when the memory that it goes to is free."""
         ...
 
@@ -61,10 +61,10 @@ class Fetcher(Protocol):
 class NativeFetch:
     """A fetch of the executor's."""
 
-    def __init__(self, executor: Executor, handle: int, parcels: Sequence[Parcel]) -> None:
+    def __init__(self, executor: Executor, handle: int, buffers: Sequence[WeightBuffer]) -> None:
         self._executor = executor
         self._handle = handle
-        self._parcels = parcels  # kept until the copy is queued
+        self._buffers = buffers  # kept until the copy is queued
         self._event: Event | None = None
 
     def wait(self) -> Event:
@@ -85,17 +85,17 @@ class NativeFetcher:
         """So far."""
         return int(self._executor.counters.bytes_fetched)
 
-    def ask(self, parcels: Sequence[Parcel], after: Event) -> NativeFetch:
-        """One call for all parcels."""
-        items = [(parcel.bucket, parcel.host(), parcel.flat) for parcel in parcels]
-        return NativeFetch(self._executor, self._executor.fetch(items, after), parcels)
+    def ask(self, buffers: Sequence[WeightBuffer], after: Event) -> NativeFetch:
+        """One call for all buffers."""
+        items = [(buffer.bucket, buffer.host(), buffer.flat) for buffer in buffers]
+        return NativeFetch(self._executor, self._executor.fetch(items, after), buffers)
 
 
 @dataclass(eq=False)
 class SharedFetch:
     """One block's weights, of all ranks."""
 
-    parcels: Sequence[Parcel]
+    buffers: Sequence[WeightBuffer]
     after: Event
     executor: Executor
     event: Event | None = None
@@ -121,9 +121,9 @@ class SharedFetcher:
         self._thread = threading.Thread(target=self._loop, name="twinflow-fetcher", daemon=True)
         self._thread.start()
 
-    def ask(self, parcels: Sequence[Parcel], after: Event) -> SharedFetch:
+    def ask(self, buffers: Sequence[WeightBuffer], after: Event) -> SharedFetch:
         """In the order of the blocks."""
-        fetch = SharedFetch(parcels, after, self._executor)
+        fetch = SharedFetch(buffers, after, self._executor)
         self._queue.put(fetch)
         return fetch
 
@@ -138,7 +138,7 @@ class SharedFetcher:
         executor = self._executor
         try:
             while (fetch := self._queue.get()) is not None and not executor.is_closing:
-                buckets = [parcel.bucket for parcel in fetch.parcels if parcel.bucket is not None]
+                buckets = [buffer.bucket for buffer in fetch.buffers if buffer.bucket is not None]
                 executor.wait_until_shown(buckets)
                 event = self._copy(fetch)
                 for bucket in buckets:
@@ -154,20 +154,20 @@ class SharedFetcher:
     def _copy(self, fetch: SharedFetch) -> Event:
         stream = self._device.stream("fetch")
         stream.wait(fetch.after, FETCH_ROOM)
-        for parcel in fetch.parcels:
-            index = parcel.bucket.plan.index if parcel.bucket is not None else -1
-            stream.run(self._work(parcel), span="fetch", bucket=index)
-            host = parcel.host()
+        for buffer in fetch.buffers:
+            index = buffer.bucket.plan.index if buffer.bucket is not None else -1
+            stream.run(self._work(buffer), span="fetch", bucket=index)
+            host = buffer.host()
             self.fetched_bytes += host.numel() * host.element_size()
         return stream.record()
 
-    def _work(self, parcel: Parcel) -> Callable[[], None]:
-        host, gather = parcel.host(), self._gather
+    def _work(self, buffer: WeightBuffer) -> Callable[[], None]:
+        host, gather = buffer.host(), self._gather
         start = host.numel() * gather.rank
-        part = parcel.flat[start : start + host.numel()]
+        part = buffer.flat[start : start + host.numel()]
 
         def work() -> None:
             part.copy_(host, non_blocking=True)
-            gather.all_gather(parcel.flat)
+            gather.all_gather(buffer.flat)
 
         return work

@@ -17,7 +17,7 @@ from torch import Tensor
 from twinflow.offload.blocks import Block
 from twinflow.offload.bucket import Bucket, Param, set_deadlines
 from twinflow.offload.executor import Held
-from twinflow.offload.parking import Parking
+from twinflow.offload.param_offload import ParamOffload
 from twinflow.offload.plan import ROOT
 
 _NOTHING = Held.of([])
@@ -32,7 +32,7 @@ class Forwards:
         self._by_block: dict[int, list[Bucket]] = {}
         for bucket in buckets:
             self._by_block.setdefault(bucket.plan.block, []).append(bucket)
-        self._parking: Parking | None = None  # of weights that live on the host
+        self._param_offload: ParamOffload | None = None  # of weights that live on the host
         self._held: dict[int, Held] = {}  # what the forward of each block waits for
         self._used: dict[int, list[Param]] = {}  # the parameters that it uses
         self._guarded: dict[int, list[Tensor]] = {}  # those of them that it makes ordinary: they live on the device
@@ -42,7 +42,7 @@ class Forwards:
 
     def held(self, block: int) -> Held:
         """The buckets whose weights the forward of a block waits for. Those that live on the host are not among them:
-        each forward has a copy, and waits for it elsewhere (parking.py)."""
+        each forward has a copy, and waits for it elsewhere (param_offload.py)."""
         return self._held.get(block, _NOTHING)
 
     def used(self, block: int) -> Sequence[Param]:
@@ -53,9 +53,9 @@ class Forwards:
         """Those of them that have memory on the device."""
         return self._guarded.get(block, ())
 
-    def find_users(self, blocks: Sequence[Block], parking: Parking | None) -> None:
+    def find_users(self, blocks: Sequence[Block], param_offload: ParamOffload | None) -> None:
         """Each block waits for its own buckets, and for those of parameters that it shares."""
-        self._parking = parking
+        self._param_offload = param_offload
         by_tensor: dict[Tensor, Param] = {param.tensor: param for param in self._params}
         in_blocks: set[Param] = set()
         for block in blocks:
@@ -68,12 +68,14 @@ class Forwards:
         self._set_guarded()
 
     def _set_held(self, block: int, buckets: Sequence[Bucket]) -> None:
-        self._held[block] = Held.of([bucket for bucket in buckets if not bucket.is_parked])
+        self._held[block] = Held.of([bucket for bucket in buckets if not bucket.offloads_params])
 
     def _set_guarded(self) -> None:
-        parking = self._parking
+        param_offload = self._param_offload
         for block, params in self._used.items():
-            self._guarded[block] = [p.tensor for p in params if parking is None or not parking.holds(p.tensor)]
+            self._guarded[block] = [
+                p.tensor for p in params if param_offload is None or not param_offload.holds(p.tensor)
+            ]
 
     # Runs of blocks.
 

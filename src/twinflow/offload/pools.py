@@ -1,4 +1,4 @@
-"""Memory for gradients and weights on their way: slots on the host, flat buffers on the device, spare stores."""
+"""Memory for gradients and weights on their way: slots on the host, flat buffers on the device, speculative stores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from twinflow.offload.executor import Executor
 from twinflow.offload.flats import FlatPool
 from twinflow.offload.plan import HOST, BucketPlan
 from twinflow.offload.settings import Settings
-from twinflow.offload.spare_stores import SpareStores
+from twinflow.offload.speculative_stores import SpeculativeStores
 from twinflow.rules import Rule
 
 
@@ -56,7 +56,7 @@ def fit_pools(executor: Executor, settings: Settings, buckets: Sequence[Bucket])
     executor.resize(
         num_gradient_slots(settings, num_hosted),
         num_weight_slots(settings, num_hosted),
-        keeps_weight_slots=settings.may_run_ahead,  # those beyond the limit serve spare stores
+        keeps_weight_slots=settings.may_run_ahead,  # those beyond the limit serve speculative stores
     )
     executor.flats.set_limit(flat_bytes(settings, [bucket.plan for bucket in buckets]))
 
@@ -78,14 +78,14 @@ def num_gradient_slots(settings: Settings, num_buckets: int) -> int:
     return num_buckets if settings.delayed_update or holds_on_host else min(settings.num_slots, num_buckets)
 
 
-def prepare_spares(
-    spares: SpareStores, executor: Executor, settings: Settings, buckets: Sequence[Bucket], max_bytes: int
+def prepare_speculative_stores(
+    stores: SpeculativeStores, executor: Executor, settings: Settings, buckets: Sequence[Bucket], max_bytes: int
 ) -> None:
     """Let updates run ahead of the clipping decision within this much host memory, and make the stores now."""
-    spares.set_limit(max_bytes)
+    stores.set_limit(max_bytes)
     if not (settings.may_run_ahead and settings.limits.any and executor.can_run_ahead):
         return
     hosted = [bucket for bucket in buckets if not bucket.is_on_device]
-    num_made = spares.prepare(hosted)
+    num_made = stores.prepare(hosted)
     if any(bucket.updater.needs_weight_slot(bucket.plan) for bucket in hosted):
         executor.add_weight_slots(num_made)

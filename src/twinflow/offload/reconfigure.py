@@ -42,8 +42,8 @@ def move(runtime: Runtime, bucket: Bucket, place: str) -> None:
 def forget_jobs(runtime: Runtime, num_jobs: int) -> None:
     """Start counting anew: the state and the weights are now somebody else's."""
     runtime.count_jobs_from(num_jobs, None)
-    if runtime.parking is not None:
-        runtime.parking.leave_all()
+    if runtime.param_offload is not None:
+        runtime.param_offload.leave_all()
     if runtime.sharing is not None:
         runtime.sharing.forget()  # before buckets look as if they had been sent
     runtime.executor.reset(num_jobs)

@@ -39,7 +39,11 @@ def _can_compare(value: object) -> bool:
 
 def check_seen(param: Param) -> None:
     """In backward: the forward has waited for this parameter's weights, or there was nothing to wait for."""
-    if param.is_seen or param.is_bypassed or not any(bucket.due for bucket in param.buckets if not bucket.is_parked):
+    if (
+        param.is_seen
+        or param.is_bypassed
+        or not any(bucket.due for bucket in param.buckets if not bucket.offloads_params)
+    ):
         return
     raise RuntimeError(
         f"{param.name} was used by a forward that had not waited for its last update: neither the model's "
@@ -56,7 +60,7 @@ def note_bypassed(params: Iterable[Param], is_traced: bool) -> list[Bucket]:
         param.is_bypassed |= is_traced and param.was_hit and not param.is_seen
         param.is_seen = False
         if param.is_bypassed:
-            found.update(dict.fromkeys(bucket for bucket in param.buckets if not bucket.is_parked))
+            found.update(dict.fromkeys(bucket for bucket in param.buckets if not bucket.offloads_params))
     return list(found)
 
 

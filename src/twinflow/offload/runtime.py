@@ -40,12 +40,12 @@ from twinflow.offload.forwards import Forwards
 from twinflow.offload.frozen import FrozenState
 from twinflow.offload.hooks import GradientQueue, ModelHooks, new_queues, take_gradients
 from twinflow.offload.job import Job
-from twinflow.offload.parking import Parking
+from twinflow.offload.param_offload import ParamOffload
 from twinflow.offload.plan import HOST, ROOT, BucketPlan
 from twinflow.offload.pools import new_executor
 from twinflow.offload.settings import Settings
 from twinflow.offload.sharing import NormReducer, PythonThread, Shards, SharedBuckets, Sharing
-from twinflow.offload.spare_stores import SpareStores
+from twinflow.offload.speculative_stores import SpeculativeStores
 from twinflow.offload.step_timer import StepTimer
 from twinflow.offload.sync import READERS
 from twinflow.offload.taken_gradient import TakenGradient
@@ -97,7 +97,7 @@ class Runtime:
         rule = host.rule if isinstance(host, RuleUpdater) else None
         self.executor = executor = new_executor(device, rule, plans, settings, self._tensor_device)
         self.buckets = [
-            new_bucket(params, plan, whole, updaters[plan.place], self._parks(plan), executor)
+            new_bucket(params, plan, whole, updaters[plan.place], self._offloads_params(plan), executor)
             for plan, whole in zip(plans, wholes, strict=True)
         ]
         self._by_tensor: dict[Tensor, Param] = {param.tensor: param for param in params}
@@ -120,11 +120,13 @@ class Runtime:
         self._late_from_now: set[Param] = set()  # from the next step on their gradients are complete only in `step`
         self.frozen = FrozenState(executor)
         self.device_work = DeviceWork(device, executor, self.frozen)
-        self.spares = SpareStores(executor, host.new_store, host.release if isinstance(host, RuleUpdater) else _keep)
+        self.speculative_stores = SpeculativeStores(
+            executor, host.new_store, host.release if isinstance(host, RuleUpdater) else _keep
+        )
         self.worker = TorchWorker(executor, host) if isinstance(host, TorchUpdater) else None
         self._threads: list[PythonThread] = [] if self.worker is None else [self.worker]
         # Also when this object is forgotten, and before the interpreter ends under threads that still work.
-        self._end = weakref.finalize(self, _end, executor, self.device_work, self.spares, self._threads)
+        self._end = weakref.finalize(self, _end, executor, self.device_work, self.speculative_stores, self._threads)
         self.sharing: Sharing | None = None
         self._norm_reducer: NormReducer | None = None
         self._divisor = 1.0
@@ -140,7 +142,7 @@ class Runtime:
         self.collector = Collector(device, executor, self.device_work, self.buckets, num_gathered, where, self.sharing)
         self.waited_s = 0.0  # by forwards, for weights
         self.timer = StepTimer(device)
-        self.parking: Parking | None = None  # of weights that live on the host
+        self.param_offload: ParamOffload | None = None  # of weights that live on the host
         self._before_gathering: Callable[[], None] | None = None  # of weights that ranks have rows of
         self._before_update: Callable[[], None] | None = None
         self._owner = owner
@@ -155,7 +157,7 @@ class Runtime:
     @property
     def fetched_bytes(self) -> int:
         """Weights of blocks that were fetched so far."""
-        return self.parking.fetcher.fetched_bytes if self.parking is not None else 0
+        return self.param_offload.fetcher.fetched_bytes if self.param_offload is not None else 0
 
     @property
     def is_forgotten(self) -> bool:
@@ -181,10 +183,10 @@ class Runtime:
     def _tensor_device(self) -> torch.device:
         return self.params[0].tensor.device if self.params else torch.device("cpu")
 
-    def _parks(self, plan: BucketPlan) -> bool:
-        return self.settings.parks and plan.block != ROOT
+    def _offloads_params(self, plan: BucketPlan) -> bool:
+        return self.settings.offload_params and plan.block != ROOT
 
-    def park(
+    def offload_params(
         self,
         frozen: Mapping[int, Sequence[nn.Parameter]],
         values: Mapping[nn.Parameter, Tensor],
@@ -204,11 +206,11 @@ class Runtime:
             if runtime is not None:
                 runtime.complete_written()
 
-        self.parking = Parking(
+        self.param_offload = ParamOffload(
             self.device, self.executor, self.buckets, frozen, values, gather, where, on_write, before_error
         )
-        self._threads += self.parking.threads
-        weight_guard.claim(self.parking.tensors, self)
+        self._threads += self.param_offload.threads
+        weight_guard.claim(self.param_offload.tensors, self)
 
     def attach(
         self,
@@ -224,9 +226,9 @@ class Runtime:
             raise ValueError("the model already has a TwinOptimizer. Call its close() before building another")
         self.model_owner = model.__dict__
         self.model_owner["_twinflow_owner"] = id(model)
-        self._forwards.find_users(blocks, self.parking)
-        if self.parking is not None:
-            self._handles += self.parking.attach(model, blocks)
+        self._forwards.find_users(blocks, self.param_offload)
+        if self.param_offload is not None:
+            self._handles += self.param_offload.attach(model, blocks)
         self._hooks = ModelHooks(model, blocks, self)
         if in_order:
             self._forwards.set_order([block.index for block in blocks])
@@ -256,9 +258,9 @@ class Runtime:
         self._close_part()
         self._forwards.begin()
         self._num_forwards += torch.is_grad_enabled()
-        if self.parking is not None:
+        if self.param_offload is not None:
             self._collect_loans()
-            self.parking.before_model()
+            self.param_offload.before_model()
         if self.settings.early and self._is_taking is None and not self._num_parts:
             with plain():  # buffers of the user's, which backward will add to, stay where they are
                 for param in self.params:
@@ -302,7 +304,7 @@ class Runtime:
         weight_guard.uncover(self._forwards.guarded(block))
 
     def _lives_away(self, tensor: Tensor) -> bool:
-        return self.parking is not None and self.parking.holds(tensor)
+        return self.param_offload is not None and self.param_offload.holds(tensor)
 
     # Weights that somebody reads or writes outside of forwards (weight_guard.py).
 
@@ -329,33 +331,33 @@ class Runtime:
 
     def fetch_copy(self, tensor: Tensor) -> Tensor:
         """The values of a weight that lives on the host, on the device."""
-        assert self.parking is not None
+        assert self.param_offload is not None
         self._collect_loans()
         self.settle(tensor)
-        return self.parking.copy_of(tensor)
+        return self.param_offload.copy_of(tensor)
 
     def store(self, tensor: Tensor, values: Tensor, is_running: bool = False) -> None:
         """Other values for a weight that lives on the host; `is_running`: written by its own block's forward."""
-        assert self.parking is not None
+        assert self.param_offload is not None
         with plain(), torch.no_grad():
             if self.has_gradients:
                 self._return_gradients("a weight is written")
             self.wait()
             self.wait_for_copies()
             self.wait_for_readers()
-            self.parking.store(tensor, values.detach(), is_running)
+            self.param_offload.store(tensor, values.detach(), is_running)
 
     def lend(self, tensor: Tensor, copied: Tensor) -> None:
         """A copy was handed out whose memory somebody may write to: look again before the weight is used."""
-        assert self.parking is not None
-        self.parking.lend(tensor, copied)
+        assert self.param_offload is not None
+        self.param_offload.lend(tensor, copied)
 
     def _collect_loans(self) -> None:
         """Store copies that were written to since they were handed out, and memory that was put in a weight's place."""
-        assert self.parking is not None
-        for param, values in self.parking.replaced():
+        assert self.param_offload is not None
+        for param, values in self.param_offload.replaced():
             self.store(param, values)
-        for tensor, copied in self.parking.written_loans():
+        for tensor, copied in self.param_offload.written_loans():
             self.store(tensor, copied)
 
     def _cover(self, params: Sequence[Param]) -> None:
@@ -619,8 +621,8 @@ class Runtime:
     def _finish_recording(self) -> None:
         """The first forward is over: its order is the order of deadlines."""
         order = self._forwards.finish_recording()
-        if order is not None and self.parking is not None:
-            self.parking.set_order(order)
+        if order is not None and self.param_offload is not None:
+            self.param_offload.set_order(order)
 
     def _check_params(self) -> None:
         """Refuse what was unfrozen or moved since the start; take over weights that somebody else has written."""
@@ -636,7 +638,7 @@ class Runtime:
         """Close the job: everything that is left of it happens beside what the caller does next."""
         self.executor.check()
         self._take_queues()
-        if self.parking is not None:
+        if self.param_offload is not None:
             self._collect_loans()
         with plain():
             if self._is_taking and (reason := self._find_change()):
@@ -714,7 +716,7 @@ class Runtime:
         if job.is_released:
             self.executor.make_due(job)
         self.executor.collect()
-        self.spares.make_missing()
+        self.speculative_stores.make_missing()
         self.executor.warn_of_unlocked()
         self.last = job
         updated = [param for param in self.params if param.was_hit or self.sharing is not None]
@@ -783,7 +785,7 @@ class Runtime:
         if self.last is not None:
             self.executor.wait_for_decision(self.last)
             self.executor.wait_until_done(self.last)
-        self.executor.wait_for_weights([bucket for bucket in self.buckets if not bucket.is_parked])
+        self.executor.wait_for_weights([bucket for bucket in self.buckets if not bucket.offloads_params])
         for bucket in self.buckets:
             if bucket.stored is not None and READERS not in self.device.disabled:
                 bucket.stored.synchronize()
@@ -796,7 +798,7 @@ class Runtime:
     def wait_for_copies(self) -> None:
         """After `wait`: until no stream reads the state any more, so that this thread may write to it."""
         for bucket in self.buckets:
-            for event in (self.executor.sent_event(bucket), self.executor.published_event(bucket)):
+            for event in (self.executor.weights_copied_event(bucket), self.executor.published_event(bucket)):
                 if event is not None:
                     event.synchronize()
         if any(bucket.is_on_device for bucket in self.buckets):
@@ -829,7 +831,7 @@ class Runtime:
     def adopt(self, params: Sequence[Param], keep: bool, values: Mapping[nn.Parameter, Tensor] | None = None) -> None:
         """Take over values that somebody else wrote into parameters: a checkpoint loaded into the model, say.
 
-        `keep`: where a master rounds to its parameter, it stays as it is. `values`: of parked parameters.
+        `keep`: where a master rounds to its parameter, it stays as it is. `values`: of offloaded parameters.
         """
         changes.adopt(params, keep, values or {})
 
@@ -873,16 +875,16 @@ class Runtime:
             elif not self.settings.limits.any and self.executor.error is None:
                 LOGGER.warning("closed between backward() and step(): some weights have this step's update, others not")
         finally:
-            if self.parking is not None and self.executor.error is None:
-                self.parking.close()
+            if self.param_offload is not None and self.executor.error is None:
+                self.param_offload.close()
             for handle in self._handles:
                 handle.remove()
             if self._hooks is not None:
                 self._hooks.remove()
             self.model_owner.pop("_twinflow_owner", None)
             weight_guard.release(param.tensor for param in self.params)
-            if self.parking is not None:
-                weight_guard.release(self.parking.tensors)
+            if self.param_offload is not None:
+                weight_guard.release(self.param_offload.tensors)
             self._end()
             for param in self.params:
                 if isinstance(param.tensor.grad, TakenGradient) and param.tensor.grad.held is None:
@@ -893,23 +895,27 @@ def _keep(store: Store) -> None:
     """What is freed elsewhere."""
 
 
-def _end(executor: Executor, device_work: DeviceWork, spares: SpareStores, threads: Sequence[PythonThread]) -> None:
+def _end(
+    executor: Executor, device_work: DeviceWork, speculative_stores: SpeculativeStores, threads: Sequence[PythonThread]
+) -> None:
     """End all threads after what they do now, and give page-locked memory back."""
     if threading.current_thread().name.startswith("twinflow-"):
         # A forgotten runtime, found by the garbage collector in a thread of ours, which must not wait for itself.
-        arguments = (executor, device_work, spares, threads)
+        arguments = (executor, device_work, speculative_stores, threads)
         threading.Thread(target=_join, args=arguments, name="cleaner", daemon=True).start()
     else:
-        _join(executor, device_work, spares, threads)
+        _join(executor, device_work, speculative_stores, threads)
 
 
-def _join(executor: Executor, device_work: DeviceWork, spares: SpareStores, threads: Sequence[PythonThread]) -> None:
+def _join(
+    executor: Executor, device_work: DeviceWork, speculative_stores: SpeculativeStores, threads: Sequence[PythonThread]
+) -> None:
     executor.close()
     device_work.close()
     for thread in threads:
         thread.join()
     executor.free_slots()
-    spares.close()
+    speculative_stores.close()
     executor.device.close()  # page-locked memory must be unregistered before anybody else gets it
 
 

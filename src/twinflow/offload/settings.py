@@ -41,7 +41,7 @@ class Settings:
     sum_on_host: bool = False  # where the gradients of several backwards are summed
     # Device memory for gradients on their way out, where they need not wait for the decision.
     flat_bytes: int = FLAT_BYTES
-    parks: bool = False  # weights of blocks live on the host (parking.py)
+    offload_params: bool = False  # weights of blocks live on the host (param_offload.py)
     tuning: Tuning = field(default_factory=Tuning)
 
     @property

@@ -25,11 +25,13 @@ class RuleUpdater:
     is_on_device = False
     is_all_in_store = True
 
-    def __init__(self, rule: Rule, format: str, device: Device, keeps_states: bool = True, parks: bool = False) -> None:
+    def __init__(
+        self, rule: Rule, format: str, device: Device, keeps_states: bool = True, offloads_params: bool = False
+    ) -> None:
         self.rule = rule
         self.format = format
         self.keeps_states = keeps_states  # SGD without momentum keeps none
-        self.parks = parks  # weights live here, and nowhere else
+        self.offloads_params = offloads_params  # weights live here, and nowhere else
         self._device = device
 
     def new_store(self, plan: BucketPlan) -> Store:
@@ -43,7 +45,7 @@ class RuleUpdater:
         if plan.dtype == torch.bfloat16:
             weight = self._device.pinned(plan.numel, torch.bfloat16).zero_()
             return Store(self.format, hidden_zeros(plan.numel, dtype=torch.int16), weight, *states)
-        kept = self._device.pinned(plan.numel, plan.dtype).zero_() if self.parks else None
+        kept = self._device.pinned(plan.numel, plan.dtype).zero_() if self.offloads_params else None
         return Store(self.format, hidden_zeros(plan.numel, dtype=torch.float32), kept, *states)
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
@@ -58,7 +60,7 @@ class RuleUpdater:
 
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
         """Half precision beside an fp32 master: not bf16, which is half of its master."""
-        return plan.dtype not in (torch.float32, torch.bfloat16) and not self.parks
+        return plan.dtype not in (torch.float32, torch.bfloat16) and not self.offloads_params
 
     def read(self, bucket: Bucket, index: int) -> dict[str, Tensor]:
         """One slice as fp32 numbers, flat: master and states; views where the state itself is fp32."""

@@ -26,7 +26,7 @@ from twinflow.offload.runtime import Runtime
 from twinflow.planner.formats import StateBytes
 from twinflow.planner.placement import Room, choose, input_side_first
 from twinflow.planner.rates import Rates
-from twinflow.planner.simulate import Gate, Item, Timing, Ways
+from twinflow.planner.simulate import ClipDecision, Item, Timing, Ways
 from twinflow.state_dict import Kind
 from twinflow.zero import Team
 from twinflow.zero.start import own_host_bytes
@@ -146,11 +146,11 @@ class AutoPlacement:
         runtime.wait_for_copies()
         size, room, ways = self._size(), self._room(), self._ways()
         items = items_of(runtime.buckets, timing, is_early=runtime.settings.early)
-        gate = Gate(runtime.settings.limits.any, self._ahead_numel(items, size, room))
+        decision = ClipDecision(runtime.settings.limits.any, self._ahead_numel(items, size, room))
         careful = _scaled(self._rates, _HOST_COMFORT, _LINK_COMFORT)
         places: Sequence[str] | None = None
         with suppress(ValueError):  # it fits as it is, with less to spare than the planner wants
-            choice = choose(items, timing, careful, self._states, gate, room, size, ways)
+            choice = choose(items, timing, careful, self._states, decision, room, size, ways)
             LOGGER.debug(f"ratio auto: {choice.why}; trying it where that is not what is there")
             if choice.places != self._wanted and choice.prediction.step_s <= (1.0 + _WORSE) * step_s:
                 places = choice.places

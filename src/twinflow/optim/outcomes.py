@@ -125,5 +125,5 @@ def _figures(runtime: Runtime) -> dict[str, float]:
         "waited_s": runtime.waited_s,
         "bytes_out": counters.bytes_out,
         "bytes_back": counters.bytes_back + runtime.fetched_bytes,
-        "shadow_bytes": runtime.spares.num_bytes,
+        "shadow_bytes": runtime.speculative_stores.num_bytes,
     }

@@ -32,12 +32,12 @@ class StateKind:
     format: str
     is_stateless: bool = False  # SGD without momentum
     keeps_weights: bool = False  # new weights wait for a step, beside the state
-    parks: bool = False  # the state holds the weights too, in their own precision
+    offloads_params: bool = False  # the state holds the weights too, in their own precision
     tuning: Tuning = field(default_factory=Tuning)
 
     def nbytes(self, plan: BucketPlan) -> int:
         """Memory of a bucket's state in its place."""
-        extra = 2 * plan.numel if self.parks and plan.dtype == torch.float16 else 0
+        extra = 2 * plan.numel if self.offloads_params and plan.dtype == torch.float16 else 0
         return state_bytes(self.rule, self.format, plan, not self.is_stateless, self.keeps_weights) + extra
 
     def new_updaters(self, device: Device, where: torch.device) -> dict[str, Updater]:
@@ -51,7 +51,7 @@ class StateKind:
         assert self.rule is not None
         keeps_states = not self.is_stateless
         return {
-            HOST: RuleUpdater(self.rule, self.format, device, keeps_states, self.parks),
+            HOST: RuleUpdater(self.rule, self.format, device, keeps_states, self.offloads_params),
             RESIDENT: DeviceUpdater(
                 self.rule, self.format, where, keeps_states, self.keeps_weights, self.tuning.update_programs
             ),

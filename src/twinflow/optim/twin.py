@@ -22,7 +22,7 @@ from twinflow.offload.changes import check_memory
 from twinflow.offload.clipping import Limits
 from twinflow.offload.placement import place_by_ratio, stream
 from twinflow.offload.plan import plan_buckets
-from twinflow.offload.pools import bytes_of_gradients, prepare_spares
+from twinflow.offload.pools import bytes_of_gradients, prepare_speculative_stores
 from twinflow.offload.recipe import Recipe
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.settings import Settings, Tuning
@@ -55,8 +55,8 @@ from twinflow.optim.twin_checks import (
     check_groups,
     check_kinds,
     check_model,
+    check_param_offload,
     check_params,
-    check_parking,
     check_ratio,
     check_settings,
     check_tuning,
@@ -161,12 +161,12 @@ class TwinOptimizer(Outcomes):
             accumulation_steps=accumulation_steps,
             delayed_update=delayed_update,
             delayed_update_start=delayed_update_start,
-            parks=offload_params,
+            offload_params=offload_params,
             tuning=self.tuning,
         )
         self._settings = check_settings(given, self.model)
         check_model(self.model, zero)
-        check_parking(self._settings, self.model, ratio, self.tuning, zero, self.rule)
+        check_param_offload(self._settings, self.model, ratio, self.tuning, zero, self.rule)
         self.zero = zero
         self._switch: Switch | None = None  # to compressed communication
         if zero is not None and zero.compression is not None:
@@ -182,7 +182,7 @@ class TwinOptimizer(Outcomes):
         """Plan the buckets, take the weights over, and put hooks on the model."""
         check_free((name, tensor) for name, tensor, _ in self._named())
         aside = None
-        if self.model is not None and self._settings.parks:
+        if self.model is not None and self._settings.offload_params:
             check_memory((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
             aside = set_aside(self.model, [param for group in self.param_groups for param in group["params"]])
         params, specs, order = params_of(self.model, self._named(), self._recipe is None, aside, self.zero)
@@ -223,7 +223,9 @@ class TwinOptimizer(Outcomes):
             owner=me,
         )
         if aside is not None:
-            runtime.park(aside.frozen, aside.values, self.team.fetch if self.team and self.team.world > 1 else None)
+            runtime.offload_params(
+                aside.frozen, aside.values, self.team.fetch if self.team and self.team.world > 1 else None
+            )
         # First: an optimizer of the user's may look at the weights when it starts.
         runtime.adopt(params, keep=False, values=aside.values if aside is not None else None)
         if aside is not None:
@@ -245,14 +247,18 @@ class TwinOptimizer(Outcomes):
         if isinstance(self.ratio, str) and room.device_bytes is not None:
             rates = load_or_measure(where)
             # What is spare is known only when the state is where it will stay.
-            self._auto = AutoPlacement(runtime, self.states, kind.nbytes, rates, self._make_spares, self.team)
+            self._auto = AutoPlacement(
+                runtime, self.states, kind.nbytes, rates, self._make_speculative_stores, self.team
+            )
         else:
-            self._make_spares(runtime)
+            self._make_speculative_stores(runtime)
         return runtime
 
-    def _make_spares(self, runtime: Runtime) -> None:
-        max_bytes = self._shadow_bytes(runtime.executor.unmade_bytes)
-        prepare_spares(runtime.spares, runtime.executor, runtime.settings, runtime.buckets, max_bytes)
+    def _make_speculative_stores(self, runtime: Runtime) -> None:
+        max_bytes = self._speculative_bytes(runtime.executor.unmade_bytes)
+        prepare_speculative_stores(
+            runtime.speculative_stores, runtime.executor, runtime.settings, runtime.buckets, max_bytes
+        )
 
     @property
     def kind(self) -> StateKind:
@@ -265,7 +271,7 @@ class TwinOptimizer(Outcomes):
             self.states,
             self._is_stateless,
             keeps_weights,
-            self._settings.parks,
+            self._settings.offload_params,
             self.tuning,
         )
 
@@ -284,7 +290,7 @@ class TwinOptimizer(Outcomes):
         """Whether the weights of an update go back one step later."""
         return self._settings.delayed_update
 
-    def _shadow_bytes(self, unmade_bytes: int) -> int:
+    def _speculative_bytes(self, unmade_bytes: int) -> int:
         """What may be spent on running ahead: asked for, or half of what is spare once all slots are made."""
         if self.tuning.shadow_bytes is not None:
             return self.tuning.shadow_bytes
@@ -384,7 +390,7 @@ class TwinOptimizer(Outcomes):
     @property
     def offloads_params(self) -> bool:
         """Whether weights live on the host too."""
-        return self._settings.parks
+        return self._settings.offload_params
 
     @property
     def accumulation_steps(self) -> int:

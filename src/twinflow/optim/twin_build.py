@@ -16,7 +16,7 @@ from twinflow.errors import bad_value
 from twinflow.offload.blocks import find_blocks, num_owners, owners
 from twinflow.offload.bucket import Param
 from twinflow.offload.materialize import build
-from twinflow.offload.parking import take_aside
+from twinflow.offload.param_offload import take_aside
 from twinflow.offload.plan import HOST, RESIDENT, ROOT, BucketPlan, ParamSpec, plan_buckets
 from twinflow.offload.settings import FLAT_BYTES, Settings, Tuning
 from twinflow.optim.auto import first_ratio

@@ -200,7 +200,7 @@ def check_ratio(ratio: float | str, placement: str, model: nn.Module | None) -> 
         )
 
 
-def check_parking(
+def check_param_offload(
     settings: Settings,
     model: nn.Module | None,
     ratio: float | str,
@@ -209,7 +209,7 @@ def check_parking(
     rule: Rule | None,
 ) -> None:
     """What weights on the host go with: state on the host, updated there by one of our rules, at once."""
-    if not settings.parks:
+    if not settings.offload_params:
         if zero is not None and zero.parks:
             raise bad_value("offload_params", False, [True], "The Zero that is given says that weights are so.")
         return
@@ -234,7 +234,7 @@ def check_settings(settings: Settings, model: nn.Module | None) -> Settings:
     limits = settings.limits
     if not is_flag(settings.early):
         raise bad_value("early", settings.early, [True, False, "auto"])
-    flags = {"skip_nonfinite": limits.skip_nonfinite, "offload_params": settings.parks}
+    flags = {"skip_nonfinite": limits.skip_nonfinite, "offload_params": settings.offload_params}
     for name, value in {**flags, "delayed_update": settings.delayed_update}.items():
         if not is_flag(value):
             raise bad_value(name, value, [True, False])
@@ -255,7 +255,7 @@ def check_settings(settings: Settings, model: nn.Module | None) -> Settings:
     )
 
 
-def check_params(params: Sequence[Param], zero: Zero | None, parks: bool = False) -> None:
+def check_params(params: Sequence[Param], zero: Zero | None, offloads_params: bool = False) -> None:
     """Parameters as the runtime can take them: whole, or with stage 3 their rows; of our dtypes, all on one device."""
     if not params:
         raise ValueError(_NONE_TO_TRAIN)
@@ -276,5 +276,5 @@ def check_params(params: Sequence[Param], zero: Zero | None, parks: bool = False
         if param.tensor.device != params[0].tensor.device:
             allowed = f"{params[0].tensor.device}, where {params[0].name} is"
             raise bad_value(f"{param.name} device", str(param.tensor.device), allowed)
-    if not parks:
+    if not offloads_params:
         check_memory((param.name, param.local) for param in params)

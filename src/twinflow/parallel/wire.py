@@ -67,7 +67,7 @@ class Spec(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Parcel(NamedTuple):
+class Message(NamedTuple):
     """A value that has come."""
 
     tensors: Value
@@ -148,7 +148,7 @@ class Wire:
         self._first = FirstCause(ranks, index)
         self._giving_up = threading.Lock()
         self._changed = threading.Condition()  # guards what follows
-        self._mailbox: dict[Key, Parcel] = {}
+        self._mailbox: dict[Key, Message] = {}
         self._expected: dict[int, deque[Key]] = {}  # by sender
         self._error: BaseException | None = None  # of this rank
         self._cause = ""  # of the rank that failed first
@@ -174,7 +174,7 @@ class Wire:
             self._check()
             if key.receiver == self._index:
                 flags = tuple(one is not None and one.requires_grad for one in value)
-                self._mailbox[key] = Parcel(tuple(None if one is None else one.detach() for one in value), flags)
+                self._mailbox[key] = Message(tuple(None if one is None else one.detach() for one in value), flags)
                 return
         tensors = [_bytes_of(one) for one in value if one is not None and one.numel()]
         self.sent_bytes += sum(one.numel() for one in tensors)
@@ -194,9 +194,9 @@ class Wire:
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"{key} did not come within {self._timeout_s:.0f} s")
                 self._changed.wait(_PATIENCE_S)
-            parcel = self._mailbox.pop(key)
-        tensors = [None if one is None else self._links.arrived(one) for one in parcel.tensors]
-        for one, flag in zip(tensors, parcel.requires_grad, strict=True):
+            message = self._mailbox.pop(key)
+        tensors = [None if one is None else self._links.arrived(one) for one in message.tensors]
+        for one, flag in zip(tensors, message.requires_grad, strict=True):
             if flag and one is not None:
                 one.requires_grad_()
         return tuple(tensors)
@@ -267,11 +267,11 @@ class Wire:
     def _take(self, sender: int, keys: deque[Key]) -> None:
         """Into the mailbox. A call of its own: what came must not live on in a thread that waits for the next."""
         try:
-            parcel = self._links.receive(sender, keys[0])
+            message = self._links.receive(sender, keys[0])
         except RuntimeError as error:
             raise RuntimeError(f"nothing more comes from pipeline rank {sender}: {error}") from error
         with self._changed:
-            self._mailbox[keys.popleft()] = parcel
+            self._mailbox[keys.popleft()] = message
             self._changed.notify_all()
 
     def _is_next(self, keys: deque[Key]) -> bool:
@@ -310,7 +310,7 @@ class _Links:
             body = tensor if self._is_direct else tensor.cpu()
             yield _isend(body, rank, self._bodies[up]), body
 
-    def receive(self, sender: int, key: Key) -> Parcel:
+    def receive(self, sender: int, key: Key) -> Message:
         """The next message of a rank, which has to be `key`. A thread's call: waits until all is there."""
         up, rank = sender < self._index, self._ranks[sender]
         header = torch.empty(HEADER_NUMEL, dtype=torch.int64)
@@ -325,7 +325,7 @@ class _Links:
                 dist.recv(_bytes_of(tensor), rank, group=self._bodies[up].handle)
         if self._is_direct:
             torch.cuda.current_stream().synchronize()
-        return Parcel(tensors, tuple(spec is not None and spec.requires_grad for spec in specs))
+        return Message(tensors, tuple(spec is not None and spec.requires_grad for spec in specs))
 
     def arrived(self, tensor: Tensor) -> Tensor:
         """For the thread that computes: a tensor on the device, ready for its stream."""

@@ -12,8 +12,8 @@ from twinflow.planner.costs import (
     Placed,
     Run,
     bytes_of,
+    clip_decision_of,
     fits,
-    gate_of,
     items_of,
     placed_at,
     placing_size,
@@ -75,7 +75,7 @@ def case_at(kind: str, run: Run, setting: Setting, ratio: float) -> Case:
     used = bytes_of(run, placed_at(run, ratio), setting.memory)
     timing = timing_of(run, setting.rates, setting.link_rate)
     items = at_ratio(items_of(run, timing), ratio)
-    prediction = predict(items, timing, setting.rates, run.states, gate_of(run, used), ways_of(run))
+    prediction = predict(items, timing, setting.rates, run.states, clip_decision_of(run, used), ways_of(run))
     return Case(kind, run, ratio, used, used.missing(setting.memory), prediction)
 
 
@@ -86,8 +86,8 @@ def best_case(run: Run, setting: Setting) -> Case:
         resident = min(1.0, max(0, room.gpu_bytes) / (size.resident * run.own_numel))
         return case_at("best ratio", run, setting, 1.0 - resident)
     timing = timing_of(run, setting.rates, setting.link_rate)
-    gate = gate_of(run, bytes_of(run, Placed(run.own_numel), setting.memory))
-    best = best_ratio(items_of(run, timing), timing, setting.rates, run.states, gate, room, size, ways_of(run))
+    decision = clip_decision_of(run, bytes_of(run, Placed(run.own_numel), setting.memory))
+    best = best_ratio(items_of(run, timing), timing, setting.rates, run.states, decision, room, size, ways_of(run))
     return case_at("best ratio", run, setting, best.ratio)
 
 

@@ -10,7 +10,7 @@ from twinflow.planner.formats import WEIGHT_BYTES, StateBytes, state_bytes
 from twinflow.planner.models import ModelCost, activation_bytes
 from twinflow.planner.placement import Room, at_ratio
 from twinflow.planner.rates import Rates
-from twinflow.planner.simulate import NUM_STAGES, PLACES, Gate, Item, Timing, Ways
+from twinflow.planner.simulate import NUM_STAGES, PLACES, ClipDecision, Item, Timing, Ways
 
 BUCKET_NUMEL: Final = 1 << 26  # as the runtime's
 FLAT_BYTES: Final = 3 << 29
@@ -208,10 +208,10 @@ def fits(run: Run, memory: Memory) -> bool:
     return room.gpu_bytes >= 0 and (run.own_numel - resident) * size.host <= room.host_bytes
 
 
-def gate_of(run: Run, used: Bytes) -> Gate:
-    """What may run ahead of the norm: as much as the shadows hold."""
+def clip_decision_of(run: Run, used: Bytes) -> ClipDecision:
+    """What may run ahead of the norm: as much as the speculative stores hold."""
     ahead = int(used.host["shadows"] / run.world / run.size.host) if used.host["shadows"] else 0
-    return Gate(run.clips, ahead)
+    return ClipDecision(run.clips, ahead)
 
 
 def ways_of(run: Run) -> Ways:

@@ -15,7 +15,7 @@ from typing import Final
 from twinflow.errors import bad_value
 from twinflow.planner.formats import STATES, StateBytes, state_bytes
 from twinflow.planner.rates import Rates
-from twinflow.planner.simulate import NUM_STAGES, Gate, Item, Prediction, Timing, Ways, predict
+from twinflow.planner.simulate import NUM_STAGES, ClipDecision, Item, Prediction, Timing, Ways, predict
 
 CLOSE: Final = 1.005  # steps that differ by less are equally good: the one with less GPU memory is taken
 STREAM_WIN: Final = 1.02  # what streaming must win to be taken
@@ -57,14 +57,14 @@ class _Case:
     timing: Timing
     rates: Rates
     states: str
-    gate: Gate
+    decision: ClipDecision
     size: StateBytes
     ways: Ways
 
     def run(self, places: Sequence[str]) -> Prediction:
         """What the step would take."""
         placed = [replace(item, place=place) for item, place in zip(self.items, places, strict=True)]
-        return predict(placed, self.timing, self.rates, self.states, self.gate, self.ways)
+        return predict(placed, self.timing, self.rates, self.states, self.decision, self.ways)
 
     def used(self, places: Sequence[str]) -> Room:
         """What the state would take."""
@@ -80,7 +80,7 @@ def choose(
     timing: Timing,
     rates: Rates,
     states: str,
-    gate: Gate,
+    decision: ClipDecision,
     room: Room,
     size: StateBytes | None = None,
     ways: Ways | None = None,
@@ -89,7 +89,7 @@ def choose(
 
     The items' own places are not looked at. ValueError where nothing fits.
     """
-    case = _Case(items, timing, rates, states, gate, size or state_bytes(states), ways or Ways())
+    case = _Case(items, timing, rates, states, decision, size or state_bytes(states), ways or Ways())
     order = input_side_first(items)
 
     @cache
@@ -116,7 +116,7 @@ def best_ratio(
     timing: Timing,
     rates: Rates,
     states: str,
-    gate: Gate,
+    decision: ClipDecision,
     room: Room,
     size: StateBytes | None = None,
     ways: Ways | None = None,
@@ -127,12 +127,12 @@ def best_ratio(
     least = max(0.0, 1.0 - room.gpu_bytes / (size.resident * total))
     most = min(1.0, room.host_bytes / (size.host * total))
     if least > most:
-        case = _Case(items, timing, rates, states, gate, size, ways or Ways())
+        case = _Case(items, timing, rates, states, decision, size, ways or Ways())
         raise _nothing_fits(case, room)
 
     @cache
     def run(ratio: float) -> Prediction:
-        return predict(at_ratio(items, ratio), timing, rates, states, gate, ways)
+        return predict(at_ratio(items, ratio), timing, rates, states, decision, ways)
 
     grid = {least + (most - least) * i / _NUM_RATIOS for i in range(_NUM_RATIOS + 1)}
     goal = CLOSE * min(run(ratio).step_s for ratio in grid)
@@ -236,7 +236,7 @@ def _nothing_fits(case: _Case, room: Room) -> ValueError:
         if (total - resident) * size.host <= room.host_bytes:
             remedies.append(f'states "{other}" would fit')
             break
-    if case.gate.clips:
+    if case.decision.clips:
         remedies.append("without clipping no gradient waits and leaves its memory to the state")
     remedies.append("a smaller batch or activation checkpointing frees GPU memory")
     have = f"{_gb(room.host_bytes)} on the host and {_gb(room.gpu_bytes)} on the GPU for state"

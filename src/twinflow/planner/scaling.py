@@ -27,7 +27,7 @@ from twinflow.planner.costs import (
     Memory,
     Run,
     bytes_of,
-    gate_of,
+    clip_decision_of,
     items_of,
     placed_at,
     timing_of,
@@ -218,7 +218,7 @@ def play(kind: str, run: Run, cluster: Cluster, gathers_first: bool = False) -> 
     used = used_bytes(run, RATIOS[kind], memory)
     compute = timing_of(run, rates)  # no link: nobody talks
     items, timing, talk = with_talk(run, compute, cluster.ring_rate(run.world), gathers_first)
-    last = predict(at_ratio(items, RATIOS[kind]), timing, rates, run.states, gate_of(run, used), ways_of(run))
+    last = predict(at_ratio(items, RATIOS[kind]), timing, rates, run.states, clip_decision_of(run, used), ways_of(run))
     others_s = (run.micro_batches - 1) * (compute.forward_s + max(compute.backward_s, talk.scatter_s))
     return Point(kind, run, used, talk, compute.gpu_s, others_s + last.step_s, last)
 

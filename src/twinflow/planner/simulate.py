@@ -23,7 +23,7 @@ STREAMED_BYTES: Final = {"fp32": 10.0, "bf16": 6.0, "int8": 4.0625}
 NUM_STAGES: Final = 3  # streamed buckets on the GPU at a time: one comes, one is updated, one goes
 _HOST_TASK_S: Final = 3e-4  # between two updates: threads wake, a bucket is picked
 _COPY_TASK_S: Final = 2e-4  # between two copies: the mover looks for the next
-_GATE_S: Final = 1e-3  # from the end of backward until the host has read the norm
+_DECISION_S: Final = 1e-3  # from the end of backward until the host has read the norm
 _MAX_STEPS: Final = 6
 _SAME: Final = 2e-3  # steps that differ by less are the same
 _EPS: Final = 1e-9
@@ -54,8 +54,8 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Gate:
-    """Whether updates wait for the gradient norm, and how many elements may run ahead of it, into shadows."""
+class ClipDecision:
+    """Whether updates wait for the gradient norm, and how many elements may run ahead of it."""
 
     clips: bool
     ahead_numel: int = 0
@@ -85,13 +85,13 @@ class Prediction:
 
 
 def predict(
-    items: Sequence[Item], timing: Timing, rates: Rates, states: str, gate: Gate, ways: Ways | None = None
+    items: Sequence[Item], timing: Timing, rates: Rates, states: str, decision: ClipDecision, ways: Ways | None = None
 ) -> Prediction:
     """The steady step of a run whose buckets are `items`."""
     ways = ways or Ways()
     if ways.delayed:
         return _delayed(items, timing, rates, states, ways)
-    play = _Play(items, timing, rates, states, gate, ways)
+    play = _Play(items, timing, rates, states, decision, ways)
     last = play.step()
     for _ in range(_MAX_STEPS):
         this = play.step()
@@ -119,9 +119,9 @@ class _Play:
     """The machine and the executor, as `csrc/executor.h` moves tasks."""
 
     def __init__(
-        self, items: Sequence[Item], timing: Timing, rates: Rates, states: str, gate: Gate, ways: Ways
+        self, items: Sequence[Item], timing: Timing, rates: Rates, states: str, decision: ClipDecision, ways: Ways
     ) -> None:
-        self.items, self.timing, self.rates, self.gate, self.ways = items, timing, rates, gate, ways
+        self.items, self.timing, self.rates, self.decision, self.ways = items, timing, rates, decision, ways
         self.device_s = [item.numel * DEVICE_BYTES[states] / rates.device_bytes for item in items]
         self.stream_bytes = STREAMED_BYTES[states]
         host, copying = rates.host_params[states], rates.host_params_copying[states]
@@ -132,18 +132,18 @@ class _Play:
         self.is_staged = [False] * len(items)
         order = [i for i, item in enumerate(items) if item.place == "streamed"]
         # State comes in the order in which it can be used: as gradients are made, or, after the norm, as needed.
-        self.stream_order = sorted(order, key=lambda i: items[i].need if gate.clips else items[i].ready)
+        self.stream_order = sorted(order, key=lambda i: items[i].need if decision.clips else items[i].ready)
         self.next_stage, self.free_stages, self.free_slots = 0, NUM_STAGES, ways.num_slots
         self.to_out: list[tuple[float, int]] = []  # heaps by need: gradients complete on the GPU,
         self.arrived: list[tuple[float, int]] = []  # gradients on the host,
         self.to_send: list[tuple[float, int]] = []  # weights updated on the host
-        self.ahead: list[int] = []  # updated before the gate
+        self.ahead: list[int] = []  # updated before the decision
         self.to_store: list[int] = []  # streamed states to go back
         self.out: tuple[str, int] | None = None  # what runs now, and how much of it is left
         self.back: tuple[str, int] | None = None
         self.update: int | None = None
         self.out_left = self.back_left = self.update_left = 0.0
-        self.is_open, self.ahead_left, self.gate_in = True, 0, -1.0
+        self.is_open, self.ahead_left, self.decision_in = True, 0, -1.0
         self.debt_s = 0.0  # updates on the GPU that come before what it does next
 
     def _program(self) -> list[tuple[str, float]]:
@@ -154,7 +154,7 @@ class _Play:
             item = self.items[i]
             need = min(max(item.need, at), timing.forward_s)
             program += [("work", need - at), ("wait", i)]
-            if item.place == "resident" and self.gate.clips:
+            if item.place == "resident" and self.decision.clips:
                 program.append(("work", self.device_s[i]))
             at = need
         between = (timing.micro_batches - 1) * (timing.forward_s + timing.backward_s)
@@ -168,7 +168,7 @@ class _Play:
 
     def step(self) -> Prediction:
         """Play one more step, and say how long it took."""
-        self.now = self.host_s = self.out_s = self.in_s = self.waited_s = self.gated_s = 0.0
+        self.now = self.host_s = self.out_s = self.in_s = self.waited_s = self.undecided_s = 0.0
         for what, value in self.program:
             if what == "work":
                 self._run(value)
@@ -180,16 +180,16 @@ class _Play:
                 self.waited_s += self.now - before
             elif what == "ready":
                 self._ready(int(value))
-            elif what == "close" and self.gate.clips:
-                self.is_open, self.ahead_left = False, self.gate.ahead_numel
-            elif what == "end" and self.gate.clips:
-                self.gate_in = _GATE_S
+            elif what == "close" and self.decision.clips:
+                self.is_open, self.ahead_left = False, self.decision.ahead_numel
+            elif what == "end" and self.decision.clips:
+                self.decision_in = _DECISION_S
         return Prediction(self.now, self._bound_by(), self.host_s, self.out_s, self.in_s, self.waited_s)
 
     def _bound_by(self) -> str:
         if self.waited_s < 0.03 * self.now:
             return "gpu"
-        if self.gated_s > 0.5 * self.waited_s:
+        if self.undecided_s > 0.5 * self.waited_s:
             return "gate"
         return "host" if self.host_s >= max(self.out_s, self.in_s) else "copies"
 
@@ -204,7 +204,7 @@ class _Play:
     def _ready(self, i: int) -> None:
         item = self.items[i]
         if item.place == "resident":
-            if not self.gate.clips:
+            if not self.decision.clips:
                 self.debt_s += self.device_s[i]
             return
         self.is_fresh[i] = False
@@ -229,14 +229,14 @@ class _Play:
             seconds = min(seconds, self.back_left / back_rate)
         if self.update is not None:
             seconds = min(seconds, self.update_left / host_rate)
-        if self.gate_in > 0.0:
-            seconds = min(seconds, self.gate_in)
+        if self.decision_in > 0.0:
+            seconds = min(seconds, self.decision_in)
         assert seconds < float("inf"), "the step waits for weights that nobody makes"
         self.now += seconds
         self.debt_s = max(0.0, self.debt_s - seconds)
-        if self.gate_in > 0.0:
-            self.gate_in -= seconds
-            if self.gate_in <= _EPS:
+        if self.decision_in > 0.0:
+            self.decision_in -= seconds
+            if self.decision_in <= _EPS:
                 self._open()
         if self.out is not None:
             self.out_s += seconds
@@ -254,7 +254,7 @@ class _Play:
             if self.update_left <= 1.0:
                 self._update_done()
         elif not self.is_open and self.to_out:
-            self.gated_s += seconds
+            self.undecided_s += seconds
         return seconds
 
     def _start(self) -> None:
@@ -279,7 +279,7 @@ class _Play:
         self.out_left = moved + _COPY_TASK_S * self.rates.out_bytes
 
     def _next_out(self) -> int | None:
-        """The gradient needed first of those that may be updated: before the gate, those that find a shadow."""
+        """The gradient needed first of those that may be updated: before the decision, those that find a store."""
         if self.is_open:
             return heappop(self.to_out)[1]
         found = next((e for e in sorted(self.to_out) if self.items[e[1]].numel <= self.ahead_left), None)
@@ -334,7 +334,7 @@ class _Play:
 
     def _open(self) -> None:
         """The norm is known: what ran ahead goes back, what waited may go on."""
-        self.is_open, self.gate_in = True, -1.0
+        self.is_open, self.decision_in = True, -1.0
         for i in self.ahead:
             heappush(self.to_send, (self.items[i].need, i))
         self.ahead.clear()
@@ -342,7 +342,7 @@ class _Play:
             self._try_streamed(i)
 
     def _try_streamed(self, i: int) -> None:
-        """Update a streamed bucket on the GPU, if its state and its gradient are there and the gate is open."""
+        """Update a streamed bucket on the GPU, if its state and its gradient are there and the decision is made."""
         if self.is_staged[i] and self.has_grad[i] and self.is_open:
             self.debt_s += self.device_s[i]
             self.has_grad[i], self.is_fresh[i] = False, True

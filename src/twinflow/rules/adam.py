@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from twinflow.rules.numerics import TINY, flush, flush_positive, fp32, sqrt
 from twinflow.rules.rule import BETAS, EPS, Hyper, Options, Rule, learning_rate, number, numbers, weight_decay
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # reading a config imports the rules, and must not import torch, which takes seconds
     from torch import Tensor
 
 

@@ -19,7 +19,7 @@ from twinflow.rules.rule import (
     weight_decay,
 )
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # reading a config imports the rules, and must not import torch, which takes seconds
     from torch import Tensor
 
 

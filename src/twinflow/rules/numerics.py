@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # reading a config imports the rules, and must not import torch, which takes seconds
     from torch import Tensor
 
 TINY = 2.0**-100

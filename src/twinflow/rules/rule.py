@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, SupportsFloat
 
 from twinflow.errors import bad_value
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # reading a config imports the rules, and must not import torch, which takes seconds
     from torch import Tensor
 
 OptionValue = float | bool | tuple[float, float]

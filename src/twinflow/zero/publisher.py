@@ -72,7 +72,7 @@ class Publisher:
         self._buckets = {bucket.plan.index: bucket for bucket in buckets}
         self._editions: deque[Edition] = deque()
         self._kept: dict[int, Copies] = {}
-        nbytes = max((b.gathered.numel * b.plan.dtype.itemsize for b in buckets if not b.is_parked), default=0)
+        nbytes = max((b.gathered.numel * b.plan.dtype.itemsize for b in buckets if not b.offloads_params), default=0)
         # One for all: the stream takes turns.
         self._raw = torch.empty(nbytes if group is not None else 0, dtype=torch.uint8, device=where)
         self._thread = threading.Thread(target=self._loop, name="twinflow-publisher", daemon=True)
@@ -134,9 +134,9 @@ class Publisher:
     def _publish(self, bucket: Bucket, job: Job) -> Event | None:
         """Queue the exchange of a bucket whose own part is on its way into the parameters; when it is over."""
         group = self._group
-        if bucket.is_parked:
+        if bucket.offloads_params:
             return None  # blocks gather its weights when they run
-        sent = self._executor.sent_event(bucket)
+        sent = self._executor.weights_copied_event(bucket)
         if group is None:
             return sent
         with plain():  # weights are guarded until this very exchange is over

@@ -4,7 +4,7 @@ Stage 0 sums gradients on every rank, and every rank updates everything. Stage 1
 rank gets its part of the summed gradients when they are complete. Stage 2 partitions the sums of several backwards too:
 every backward's gradients are reduced at once, and no rank keeps more than its part of them. Stage 3 partitions the
 weights, and all else with them (partitioned.py); where weights live on the hosts, as stage 2 does, and blocks gather
-theirs when they run (offload/parking.py).
+theirs when they run (offload/param_offload.py).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from parking_support import SHAPE, check_same, gpt, loss_of, tokens
+from param_offload_support import SHAPE, check_same, gpt, loss_of, tokens
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -104,20 +104,20 @@ def test_two_forwards_before_their_backwards() -> None:
 def test_blocks_have_memory_only_while_they_run() -> None:
     model = gpt()()
     optimizer = TwinOptimizer(model, lr=1e-2, early=True, offload_params=True)
-    parking = optimizer.runtime.parking
-    assert parking is not None
-    most, lots = 0, parking._lots
+    param_offload = optimizer.runtime.param_offload
+    assert param_offload is not None
+    most, blocks = 0, param_offload._blocks
 
     def look(*_: Any) -> None:
         nonlocal most
-        most = max(most, sum(lot.is_here for lot in lots.values()))
+        most = max(most, sum(one.is_here for one in blocks.values()))
 
     for block in model.blocks:
         block.register_forward_hook(look)
         block.register_full_backward_hook(look)
     for step in range(3):
         loss_of(model, step).backward()
-        assert not any(lot.is_here for lot in lots.values())
+        assert not any(one.is_here for one in blocks.values())
         with plain():  # else the weights would be fetched
             for block in model.blocks:
                 for param in block.parameters():
@@ -229,11 +229,11 @@ def test_a_config_without_an_optimizer_is_refused() -> None:
         twinflow.initialize(model=gpt()(), config={**config(), "optimizer": None})
 
 
-@pytest.mark.parametrize("is_parked", [False, True])
-def test_an_optimizer_that_is_given_must_be_built_as_the_config_says(is_parked: bool) -> None:
+@pytest.mark.parametrize("offloads_params", [False, True])
+def test_an_optimizer_that_is_given_must_be_built_as_the_config_says(offloads_params: bool) -> None:
     model = gpt()()
-    optimizer = TwinOptimizer(model, lr=1e-2, max_grad_norm=0.5, offload_params=is_parked)
-    chosen = {**config(), "zero_optimization": {"stage": 0}} if is_parked else config()
+    optimizer = TwinOptimizer(model, lr=1e-2, max_grad_norm=0.5, offload_params=offloads_params)
+    chosen = {**config(), "zero_optimization": {"stage": 0}} if offloads_params else config()
     with pytest.raises(ValueError, match=r"zero_optimization.offload_param.device"):
         twinflow.initialize(model=model, optimizer=optimizer, config=chosen)
     optimizer.close()
@@ -249,16 +249,16 @@ def steps_of(engine: Any, first: int, num: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("to_parked", [True, False])
-def test_a_checkpoint_goes_on_exactly_with_weights_on_either_side(tmp_path: Path, to_parked: bool) -> None:
-    parked, plain = config(), config(offload_param=None)
-    engine, *_ = twinflow.initialize(model=gpt()(), config=plain if to_parked else parked)
+@pytest.mark.parametrize("to_offloaded", [True, False])
+def test_a_checkpoint_goes_on_exactly_with_weights_on_either_side(tmp_path: Path, to_offloaded: bool) -> None:
+    offloaded, plain = config(), config(offload_param=None)
+    engine, *_ = twinflow.initialize(model=gpt()(), config=plain if to_offloaded else offloaded)
     steps_of(engine, 0, 3)
     engine.save_checkpoint(str(tmp_path), tag="three")
     truth = steps_of(engine, 3, 3)
     engine.destroy()
     torch.manual_seed(5)
-    engine, *_ = twinflow.initialize(model=lambda: GPT(SHAPE), config=parked if to_parked else plain)
+    engine, *_ = twinflow.initialize(model=lambda: GPT(SHAPE), config=offloaded if to_offloaded else plain)
     engine.load_checkpoint(str(tmp_path))
     assert steps_of(engine, 3, 3) == truth
     engine.destroy()
@@ -289,10 +289,10 @@ def test_a_checkpoint_in_the_background_has_the_moment_it_was_asked_for(tmp_path
     engine.destroy()
 
 
-def test_only_blocks_are_parked() -> None:
+def test_only_blocks_are_offloaded() -> None:
     optimizer = TwinOptimizer(gpt()(), lr=1e-2, offload_params=True)
     for bucket in optimizer.runtime.buckets:
-        assert bucket.is_parked == (bucket.plan.block != ROOT)
+        assert bucket.offloads_params == (bucket.plan.block != ROOT)
     optimizer.close()
 
 
@@ -465,10 +465,10 @@ def test_a_model_without_blocks_is_refused() -> None:
 
 def test_parameters_that_are_not_trained_keep_their_values() -> None:
     found = []
-    for is_parked in (False, True):
+    for offloads_params in (False, True):
         model = Stack()
         chosen = [model.blocks[1].a.weight, model.first.weight]  # type: ignore[union-attr]
-        optimizer = TwinOptimizer(model, param_groups=chosen, lr=1e-2, offload_params=is_parked)
+        optimizer = TwinOptimizer(model, param_groups=chosen, lr=1e-2, offload_params=offloads_params)
         losses = []
         for step in range(3):
             loss = odd_loss(model, step)

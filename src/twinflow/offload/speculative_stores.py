@@ -1,9 +1,9 @@
-"""Spare stores: where an update that runs ahead of the clipping decision writes, so that the state stays untouched.
+"""Speculative stores: an update that runs ahead of the clip decision writes there, so that the state stays untouched.
 
-Keeping the result is a swap of stores: the bucket takes the spare one, and its old one is the next spare. Buckets of
-equal layout share spares. The executor hands them out. They are made here as far as the budget goes, by a thread of
-their own when one was missing: making one takes longer than an update, and the bucket that asked can as well wait for
-the decision this time. After some steps there are as many as the host can use in one backward.
+Keeping the result is a swap of stores: the bucket takes the speculative one, and its old one is the next to be used.
+Buckets of equal layout share them. The executor hands them out. They are made here as far as the budget goes, by a
+thread of their own when one was missing: making one takes longer than an update, and the bucket that asked can as well
+wait for the decision this time. After some steps there are as many as the host can use in one backward.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from twinflow.rules.segment import Store
 _MAX_QUEUED = 4
 
 
-class SpareStores:
-    """Spare stores within `max_bytes` of host memory, made by `make`."""
+class SpeculativeStores:
+    """Speculative stores within `max_bytes` of host memory, made by `make`."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class SpareStores:
         self._free = free
         self._made: dict[object, int] = {}  # how many there are of each layout
         self._sizes: dict[object, int] = {}  # bytes of one
-        self._maker = ThreadPoolExecutor(1, thread_name_prefix="twinflow-spare")
+        self._maker = ThreadPoolExecutor(1, thread_name_prefix="twinflow-speculative")
         self._lock = threading.Lock()
         self._num_queued = 0
 
@@ -54,7 +54,7 @@ class SpareStores:
         """Make those that were asked for and not there, beside training."""
         if not self.max_bytes:
             return
-        for bucket in self._executor.missing_spares():
+        for bucket in self._executor.missing_speculative_stores():
             nbytes = self.nbytes(bucket)
             with self._lock:
                 if self.num_bytes + nbytes > self.max_bytes or self._num_queued >= _MAX_QUEUED:
@@ -86,10 +86,10 @@ class SpareStores:
         """Give back what no bucket on the host would use any more."""
         for layout in self._made:
             while self._made[layout] > wanted.count(layout):  # type: ignore[arg-type]
-                spare = self._executor.take_spare(layout)
-                if spare is None:
+                store = self._executor.take_speculative_store(layout)
+                if store is None:
                     break
-                self._free(spare)
+                self._free(store)
                 self._made[layout] -= 1
                 self.num_bytes -= self._sizes[layout]
 
@@ -109,7 +109,7 @@ class SpareStores:
         with self._lock:
             self._sizes[plan.layout] = nbytes
             self._made[plan.layout] = self._made.get(plan.layout, 0) + 1
-            self._executor.add_spare(plan, store)
+            self._executor.add_speculative_store(plan, store)
             self._num_queued -= 1
 
     def close(self) -> None:

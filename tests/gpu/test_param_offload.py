@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from parking_support import check_same, gpt, loss_of, train
+from param_offload_support import check_same, gpt, loss_of, train
 
 from twinflow.offload.sync import FETCH_ROOM, FORWARD
 from twinflow.optim.twin import Tuning, TwinOptimizer

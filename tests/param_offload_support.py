@@ -35,16 +35,16 @@ def loss_of(model: Any, step: int) -> Tensor:
 
 def train(
     make: Callable[[], nn.Module],
-    is_parked: bool,
+    offloads_params: bool,
     steps: int = 5,
     loss: Callable[[Any, int], Tensor] = loss_of,
     watch: Callable[[TwinOptimizer], None] = lambda _: None,
     **options: Any,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of some steps, one without gradients among them, and the weights after that."""
-    model = make() if is_parked else make().to(DEVICE)
+    model = make() if offloads_params else make().to(DEVICE)
     given = {"lr": 1e-2, "early": True, "max_grad_norm": 0.5, "tuning": Tuning(bucket_numel=4096), **options}
-    optimizer = TwinOptimizer(model, offload_params=is_parked, **given)
+    optimizer = TwinOptimizer(model, offload_params=offloads_params, **given)
     watch(optimizer)
     parts, losses = given.get("accumulation_steps", 1), []
     for step in range(steps * parts):

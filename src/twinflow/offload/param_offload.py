@@ -27,7 +27,7 @@ from twinflow.offload.blocks import Block
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.executor import Executor
 from twinflow.offload.fetch_hooks import check_transform, put_hooks
-from twinflow.offload.fetcher import Fetch, Gather, NativeFetcher, Parcel, SharedFetcher
+from twinflow.offload.fetcher import Fetch, Gather, NativeFetcher, SharedFetcher, WeightBuffer
 from twinflow.offload.hooks import Hook, in_backward
 from twinflow.offload.plan import padded
 from twinflow.offload.sync import FORWARD
@@ -37,10 +37,10 @@ _AHEAD = 2  # blocks that are fetched while one runs
 
 
 @dataclass(eq=False)
-class Lot:
+class BlockWeights:
     """A block's weights."""
 
-    parcels: list[Parcel] = field(default_factory=list)
+    buffers: list[WeightBuffer] = field(default_factory=list)
     is_here: bool = False  # it has memory on the device
     fetch: Fetch | None = None  # on its way, and not yet waited for
     due: int = 0  # the job whose weights are here
@@ -64,7 +64,7 @@ class _Engine(Protocol):
         ...
 
 
-class Parking:
+class ParamOffload:
     """All blocks' weights. Everything here is called by the thread that runs the model, or its backward."""
 
     def __init__(
@@ -81,8 +81,8 @@ class Parking:
     ) -> None:
         self._device = device
         self._executor = executor
-        self._lots: dict[int, Lot] = {}
-        self._places: dict[Tensor, tuple[Parcel, Tensor]] = {}
+        self._blocks: dict[int, BlockWeights] = {}
+        self._places: dict[Tensor, tuple[WeightBuffer, Tensor]] = {}
         self._nothing: dict[torch.dtype, Tensor] = {}
         self._order: list[int] = []  # of the blocks, in a forward
         self._trail: list[int] = []  # blocks whose backward is to come
@@ -96,46 +96,46 @@ class Parking:
         self._loans: list[tuple[Tensor, Tensor, int]] = []
         self._storages: set[int] = set()
         for bucket in buckets:
-            if bucket.is_parked:
-                parcel = Parcel(
+            if bucket.offloads_params:
+                buffer = WeightBuffer(
                     _host_of(bucket), _new_flat(bucket.gathered.numel, bucket.plan.dtype, where), [], bucket
                 )
                 for piece in bucket.gathered.slices:
                     param = next(p for p in bucket.members if p.index == piece.param)
-                    self._put(parcel, param.tensor, piece.offset)
-                self._add(bucket.plan.block, parcel)
+                    self._put(buffer, param.tensor, piece.offset)
+                self._add(bucket.plan.block, buffer)
         world, rank = (gather.world, gather.rank) if gather is not None else (1, 0)
         self._rank = rank
         for block, params in frozen.items():
             for dtype in dict.fromkeys(param.dtype for param in params):
                 same = [param for param in params if param.dtype == dtype]
-                self._add(block, self._park_frozen(same, values, where, world, rank))
-        self._order = sorted(self._lots)
+                self._add(block, self._offload_frozen(same, values, where, world, rank))
+        self._order = sorted(self._blocks)
         self.fetcher: NativeFetcher | SharedFetcher = NativeFetcher(executor)
         self.threads: list[SharedFetcher] = []
         if gather is not None:
             self.fetcher = SharedFetcher(executor, device, gather)
             self.threads.append(self.fetcher)
 
-    def _add(self, block: int, parcel: Parcel) -> None:
-        """To a block's lot; the memory it was made with is given back at once, as there is none for all of them."""
-        self._lots.setdefault(block, Lot()).parcels.append(parcel)
-        self._storages.add(parcel.flat.untyped_storage()._cdata)
-        self._empty(parcel)
+    def _add(self, block: int, buffer: WeightBuffer) -> None:
+        """To a block's weights; the memory it was made with is given back at once, as there is none for all of them."""
+        self._blocks.setdefault(block, BlockWeights()).buffers.append(buffer)
+        self._storages.add(buffer.flat.untyped_storage()._cdata)
+        self._empty(buffer)
 
-    def _put(self, parcel: Parcel, param: nn.Parameter, offset: int) -> None:
-        view = parcel.flat.as_strided(param.shape, _strides(param.shape), offset)
-        parcel.views.append((param, view))
-        self._places[param] = (parcel, view)
+    def _put(self, buffer: WeightBuffer, param: nn.Parameter, offset: int) -> None:
+        view = buffer.flat.as_strided(param.shape, _strides(param.shape), offset)
+        buffer.views.append((param, view))
+        self._places[param] = (buffer, view)
 
-    def _park_frozen(
+    def _offload_frozen(
         self,
         params: Sequence[nn.Parameter],
         values: Mapping[nn.Parameter, Tensor],
         where: torch.device,
         world: int,
         rank: int,
-    ) -> Parcel:
+    ) -> WeightBuffer:
         """Weights that nothing updates: this rank's part of them, page-locked."""
         dtype, starts, used = params[0].dtype, [], 0
         for param in params:
@@ -147,10 +147,10 @@ class Parking:
             whole[start : start + param.numel()] = values[param].reshape(-1)
         host = self._device.pinned(size, dtype)
         host.copy_(whole[rank * size : (rank + 1) * size])
-        parcel = Parcel(lambda: host, _new_flat(size * world, dtype, where), [], None)
+        buffer = WeightBuffer(lambda: host, _new_flat(size * world, dtype, where), [], None)
         for param, start in zip(params, starts, strict=True):
-            self._put(parcel, param, start)
-        return parcel
+            self._put(buffer, param, start)
+        return buffer
 
     # What the weights are.
 
@@ -165,15 +165,15 @@ class Parking:
 
     def copy_of(self, param: Tensor) -> Tensor:
         """A parameter's weights in memory of their own on the device, after the updates that are due."""
-        parcel, view = self._places[param]
-        self._check_whole(parcel)
-        return host_view(parcel, view).to(parcel.flat.device, copy=True)
+        buffer, view = self._places[param]
+        self._check_whole(buffer)
+        return host_view(buffer, view).to(buffer.flat.device, copy=True)
 
     def store(self, param: Tensor, values: Tensor, is_running: bool = False) -> None:
         """Other values for a parameter. Called when nobody reads or updates the state. `is_running`: by its own block,
         whose graph has them already."""
-        parcel, _ = self._places[param]
-        self._check_whole(parcel)
+        buffer, _ = self._places[param]
+        self._check_whole(buffer)
         if values.shape != param.shape:
             raise ValueError(
                 f"a parameter of shape {tuple(param.shape)} whose weights live on the host (offload_param) cannot be "
@@ -183,9 +183,9 @@ class Parking:
         values = values.to(device="cpu", dtype=param.dtype)
         for piece in self.pieces(param):
             piece.write(values.reshape(-1)[piece.start : piece.start + piece.numel])
-        for block, lot in self._lots.items() if not is_running else ():
-            if parcel in lot.parcels:
-                lot.num_written += 1
+        for block, weights in self._blocks.items() if not is_running else ():
+            if buffer in weights.buffers:
+                weights.num_written += 1
                 self._leave(block)
 
     def replaced(self) -> list[tuple[nn.Parameter, Tensor]]:
@@ -194,9 +194,9 @@ class Parking:
         found: list[tuple[nn.Parameter, Tensor]] = []
         check_transform()
         with plain():
-            for lot in self._lots.values():
-                for parcel in lot.parcels if not lot.is_here else ():
-                    for param, view in parcel.views:
+            for weights in self._blocks.values():
+                for buffer in weights.buffers if not weights.is_here else ():
+                    for param, view in buffer.views:
                         if param.data_ptr() != self._nan(view).data_ptr():
                             found.append((param, param.detach()))
                             param.data = self._nan(view)
@@ -218,8 +218,8 @@ class Parking:
         self._loans = kept
         return written
 
-    def _check_whole(self, parcel: Parcel) -> None:
-        if parcel.host().numel() != parcel.flat.numel():
+    def _check_whole(self, buffer: WeightBuffer) -> None:
+        if buffer.host().numel() != buffer.flat.numel():
             raise RuntimeError(
                 "a weight that lives on several hosts in parts (offload_param with more than one rank) is used "
                 "outside the "
@@ -228,13 +228,13 @@ class Parking:
 
     def pieces(self, param: Tensor) -> list[Piece]:
         """What this process has of a parameter's weights."""
-        parcel, view = self._places[param]
-        host, at, bucket = parcel.host, int(view.storage_offset()), parcel.bucket
+        buffer, view = self._places[param]
+        host, at, bucket = buffer.host, int(view.storage_offset()), buffer.bucket
         size = host().numel()
         if bucket is not None:
             own = [(i, p) for i, p in enumerate(bucket.slices) if bucket.params[i].tensor is param]
             return [Piece(p.start, p.numel, _reader(host, p.offset, p.numel), _writer(bucket, i)) for i, p in own]
-        low = self._rank * size if parcel.flat.numel() > size else 0
+        low = self._rank * size if buffer.flat.numel() > size else 0
         start, stop = max(at, low), min(at + param.numel(), low + size)
         if start >= stop:
             return []
@@ -244,7 +244,7 @@ class Parking:
     def _hide(self, module: nn.Module, *_: object) -> None:
         """A state dict is about to take every parameter as it stands. That needs no copy: `_show` replaces it."""
         params = [param for param in module._parameters.values() if param is not None and param in self._places]
-        buckets = [parcel.bucket for parcel, _ in map(self._places.__getitem__, params) if parcel.bucket is not None]
+        buckets = [buffer.bucket for buffer, _ in map(self._places.__getitem__, params) if buffer.bucket is not None]
         self._executor.wait_for_weights(buckets)
         uncover(params)
 
@@ -256,9 +256,9 @@ class Parking:
             cover((param,))
             if prefix + name not in state:
                 continue
-            parcel, view = self._places[param]
-            is_whole = parcel.host().numel() == parcel.flat.numel()
-            state[prefix + name] = host_view(parcel, view) if is_whole else torch.empty_like(view, device="meta")
+            buffer, view = self._places[param]
+            is_whole = buffer.host().numel() == buffer.flat.numel()
+            state[prefix + name] = host_view(buffer, view) if is_whole else torch.empty_like(view, device="meta")
 
     # What hangs on the model.
 
@@ -270,13 +270,13 @@ class Parking:
             handles.append(module.register_state_dict_pre_hook(Hook(self._hide)))  # type: ignore[no-untyped-call]
             handles.append(module.register_state_dict_post_hook(Hook(self._show)))  # type: ignore[no-untyped-call]
         for block in blocks:
-            if block.index in self._lots:
+            if block.index in self._blocks:
                 handles += put_hooks(self, block)
         return handles
 
     def set_order(self, order: Sequence[int]) -> None:
         """As the first forward has shown."""
-        self._order = [block for block in dict.fromkeys(order) if block in self._lots]
+        self._order = [block for block in dict.fromkeys(order) if block in self._blocks]
 
     def before_model(self) -> None:
         """A forward of the whole model begins: nothing is left of the last one, and the first blocks come."""
@@ -306,8 +306,8 @@ class Parking:
 
     def _keep_writes(self, block: int) -> None:
         """What a block has written to its own weights while it ran goes to the host."""
-        for parcel in self._lots[block].parcels:
-            for param, view in parcel.views:
+        for buffer in self._blocks[block].buffers:
+            for param, view in buffer.views:
                 if param._version != self._versions.get(param, param._version):
                     self._on_write(param, view)
                     self._versions[param] = param._version
@@ -342,14 +342,14 @@ class Parking:
 
     def leave_others(self, block: int) -> None:
         """Of all other blocks that have run nothing is needed any more in this backward."""
-        for other, lot in self._lots.items():
-            if other != block and lot.fetch is None:
+        for other, weights in self._blocks.items():
+            if other != block and weights.fetch is None:
                 self._leave(other)
 
     def edition(self, block: int) -> int:
         """Another number with every step, and every write of the user's, that changes the weights."""
-        lot = self._lots[block]
-        return (_due(lot) << 20) + lot.num_written
+        weights = self._blocks[block]
+        return (_due(weights) << 20) + weights.num_written
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the memory of a block's weights."""
@@ -359,20 +359,20 @@ class Parking:
 
     def _enter(self, block: int) -> None:
         """Wait for its weights: here until they are on their way, on the device until they are there."""
-        lot = self._lots[block]
-        if lot.is_here and lot.due != _due(lot):  # from before a step
+        weights = self._blocks[block]
+        if weights.is_here and weights.due != _due(weights):  # from before a step
             self._leave(block)
         self._ask_for(block)
-        if lot.fetch is not None:
-            self._hold(lot.fetch)
-            lot.fetch = None
+        if weights.fetch is not None:
+            self._hold(weights.fetch)
+            weights.fetch = None
             with plain():
-                for parcel in lot.parcels:
-                    for param, view in parcel.views:
+                for buffer in weights.buffers:
+                    for param, view in buffer.views:
                         param.data = view
                         self._versions[param] = param._version
-        for parcel in lot.parcels:
-            uncover(param for param, _ in parcel.views)
+        for buffer in weights.buffers:
+            uncover(param for param, _ in buffer.views)
 
     def _hold(self, fetch: Fetch) -> None:
         """Let the model wait for a fetch."""
@@ -383,43 +383,43 @@ class Parking:
             raise
 
     def _ask_for(self, block: int) -> None:
-        lot = self._lots[block]
-        if lot.is_here:
+        weights = self._blocks[block]
+        if weights.is_here:
             return
-        for parcel in lot.parcels:
-            parcel.flat.untyped_storage().resize_(parcel.flat.numel() * parcel.flat.element_size())
-        lot.is_here, lot.due = True, _due(lot)
-        lot.fetch = self.fetcher.ask(lot.parcels, self._device.compute().record())
+        for buffer in weights.buffers:
+            buffer.flat.untyped_storage().resize_(buffer.flat.numel() * buffer.flat.element_size())
+        weights.is_here, weights.due = True, _due(weights)
+        weights.fetch = self.fetcher.ask(weights.buffers, self._device.compute().record())
 
     def _leave(self, block: int) -> None:
-        lot = self._lots[block]
-        if not lot.is_here:
+        weights = self._blocks[block]
+        if not weights.is_here:
             return
-        if lot.fetch is not None:  # it never ran, and a copy may still write there
-            self._hold(lot.fetch)
-            lot.fetch = None
+        if weights.fetch is not None:  # it never ran, and a copy may still write there
+            self._hold(weights.fetch)
+            weights.fetch = None
         else:
             self._keep_writes(block)
-        self._give_back(lot)
+        self._give_back(weights)
 
     def leave_all(self) -> None:
         """Nothing of any block stays on the device."""
         self._trail.clear()
         self._begun.clear()
-        for block in self._lots:
+        for block in self._blocks:
             self._leave(block)
 
-    def _give_back(self, lot: Lot) -> None:
-        for parcel in lot.parcels:
-            self._empty(parcel)
-        lot.is_here = False
+    def _give_back(self, weights: BlockWeights) -> None:
+        for buffer in weights.buffers:
+            self._empty(buffer)
+        weights.is_here = False
 
-    def _empty(self, parcel: Parcel) -> None:
+    def _empty(self, buffer: WeightBuffer) -> None:
         with plain():
-            for param, view in parcel.views:
+            for param, view in buffer.views:
                 param.data = self._nan(view)
-        cover(param for param, _ in parcel.views)
-        parcel.flat.untyped_storage().resize_(0)
+        cover(param for param, _ in buffer.views)
+        buffer.flat.untyped_storage().resize_(0)
 
     def _nan(self, view: Tensor) -> Tensor:
         if view.dtype not in self._nothing:
@@ -435,18 +435,18 @@ class Parking:
     def close(self) -> None:
         """Give the parameters their weights again, on the host; where ranks have parts, they stay without."""
         self.settle()
-        for lot in self._lots.values():
-            for parcel in lot.parcels:
-                if parcel.host().numel() == parcel.flat.numel():
-                    for param, view in parcel.views:
+        for weights in self._blocks.values():
+            for buffer in weights.buffers:
+                if buffer.host().numel() == buffer.flat.numel():
+                    for param, view in buffer.views:
                         with plain():
-                            param.data = host_view(parcel, view).clone()
+                            param.data = host_view(buffer, view).clone()
 
 
-def host_view(parcel: Parcel, view: Tensor) -> Tensor:
+def host_view(buffer: WeightBuffer, view: Tensor) -> Tensor:
     """A parameter's weights where they live, where this process has all of them."""
     start = int(view.storage_offset())
-    return parcel.host()[start : start + view.numel()].view(view.shape)
+    return buffer.host()[start : start + view.numel()].view(view.shape)
 
 
 def take_aside(model: nn.Module, params: Sequence[nn.Parameter], where: torch.device) -> dict[nn.Parameter, Tensor]:
@@ -478,8 +478,8 @@ def _writer(bucket: Bucket, index: int) -> Callable[[Tensor], None]:
     return lambda values: bucket.updater.write_master(bucket, index, values.reshape(-1), keep=True)
 
 
-def _due(lot: Lot) -> int:
-    return sum(parcel.bucket.due for parcel in lot.parcels if parcel.bucket is not None)
+def _due(weights: BlockWeights) -> int:
+    return sum(buffer.bucket.due for buffer in weights.buffers if buffer.bucket is not None)
 
 
 def _host_of(bucket: Bucket) -> Callable[[], Tensor]:
