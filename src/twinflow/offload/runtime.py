@@ -309,6 +309,15 @@ class Runtime:
         self.executor.wait_for_weights(param.buckets)
         param.is_seen = True
 
+    def before_load(self, module: nn.Module) -> None:
+        """`load_state_dict` is about to write to a module's own weights. It would put an error of ours, raised by such
+        a write, into one of its own."""
+        if self._is_taking and not self.can_undo:
+            for tensor in module.parameters(recurse=False):
+                if self._lives_away(tensor):
+                    raise self._too_late("a weight is written")
+                self.settle(tensor)
+
     def note_alias(self, tensor: Tensor, alias: Tensor) -> None:
         """A write to `alias`, a `.data` of the parameter, changes the weight, and torch does not count it."""
         self._by_tensor[tensor].note_alias(alias)
