@@ -54,6 +54,10 @@ class Keeper(Protocol):
         """Another number with every step that changes the weights."""
         ...
 
+    def copy_for_graph(self, view: Tensor) -> Tensor:
+        """The weights in `view` for a graph of gradients, which needs them after the block's backward."""
+        ...
+
     def before_error(self) -> None:
         """A backward is about to fail: leave a state that can be saved."""
         ...
@@ -132,12 +136,7 @@ def _saving(parking: Keeper, block: Block) -> saved_tensors_hooks:
     def unpack(saved: Any) -> Any:
         if not isinstance(saved, Place):
             return outer_unpack(saved)
-        if torch.is_grad_enabled():
-            parking.before_error()
-            raise RuntimeError(
-                f"{block.name}: create_graph=True needs its weights again after its backward, but they live on the "
-                "host (offload_param) and are there only while the block runs. Leave offload_param out"
-            )
+        parking.before_backward(block.index)
         if saved.edition != parking.edition(block.index):
             parking.before_error()
             raise RuntimeError(
@@ -145,8 +144,7 @@ def _saving(parking: Keeper, block: Block) -> saved_tensors_hooks:
                 f"since "
                 "the forward. Call backward() before step(), and write to weights after backward()"
             )
-        parking.before_backward(block.index)
-        return saved.view
+        return parking.copy_for_graph(saved.view) if torch.is_grad_enabled() else saved.view  # with create_graph=True
 
     return saved_tensors_hooks(pack, unpack)
 

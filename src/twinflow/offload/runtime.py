@@ -37,7 +37,7 @@ from twinflow.offload.executor import Executor, Held
 from twinflow.offload.fetcher import Gather
 from twinflow.offload.forwards import Forwards
 from twinflow.offload.frozen import FrozenState
-from twinflow.offload.hooks import GradientQueue, ModelHooks, new_queues, take_gradients
+from twinflow.offload.hooks import GradientQueue, ModelHooks, in_backward, new_queues, take_gradients
 from twinflow.offload.job import Job
 from twinflow.offload.parking import Parking
 from twinflow.offload.plan import HOST, ROOT, BucketPlan
@@ -184,10 +184,10 @@ class Runtime:
         where = self._tensor_device
         me = weakref.ref(self)
 
-        def on_write(tensor: Tensor, written: Tensor) -> None:
+        def on_write(tensor: Tensor, written: Tensor, is_running: bool, is_counted: bool) -> None:
             runtime = me()
             if runtime is not None:
-                runtime.store(tensor, written, is_running=True)
+                runtime.store(tensor, written, is_running, is_counted)
 
         def before_error() -> None:
             runtime = me()
@@ -333,8 +333,9 @@ class Runtime:
         self.settle(tensor)
         return self.parking.copy_of(tensor)
 
-    def store(self, tensor: Tensor, values: Tensor, is_running: bool = False) -> None:
-        """Other values for a weight that lives on the host; `is_running`: written by its own block's forward."""
+    def store(self, tensor: Tensor, values: Tensor, is_running: bool = False, is_counted: bool = True) -> None:
+        """Other values for a weight that lives on the host; `is_running`: written by its own block's forward;
+        `is_counted`: torch counts the write, which is not so for one through `.data`."""
         assert self.parking is not None
         with plain(), torch.no_grad():
             if self.has_gradients:
@@ -342,20 +343,19 @@ class Runtime:
             self.wait()
             self.wait_for_copies()
             self.wait_for_readers()
-            self.parking.store(tensor, values.detach(), is_running)
+            self.parking.store(tensor, values.detach(), is_running, is_counted)
 
-    def lend(self, tensor: Tensor, copied: Tensor) -> None:
+    def lend(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None:
         """A copy was handed out whose memory somebody may write to: look again before the weight is used."""
         assert self.parking is not None
-        self.parking.lend(tensor, copied)
+        self.parking.lend(tensor, copied, is_counted)
 
     def _collect_loans(self) -> None:
         """Store copies that were written to since they were handed out, and memory that was put in a weight's place."""
         assert self.parking is not None
         for param, values in self.parking.replaced():
             self.store(param, values)
-        for tensor, copied in self.parking.written_loans():
-            self.store(tensor, copied)
+        self.parking.store_loans()
 
     def _cover(self, params: Sequence[Param]) -> None:
         """Guard weights, but for those that compiled graphs use without our hooks: `step` has waited for these."""
@@ -380,6 +380,12 @@ class Runtime:
                     grad = self._new_gradient(param)
                 if grad is not None:
                     found.append((param, grad))
+            if self._is_taking is None and self.parking is not None:
+                self.parking.store_loans()  # as long as there is nothing to undo
+            if torch.is_grad_enabled() and (in_backward() or any(grad.requires_grad for _, grad in found)):
+                if self._is_taking:
+                    self._return_gradients("backward(create_graph=True) runs")
+                self._is_taking = False  # these gradients have graphs, which a copy would not have
             if self._is_taking is None and found:
                 self._is_taking = self._early.takes
             if self._is_covered:  # blocks that are recomputed use their weights again
@@ -423,7 +429,7 @@ class Runtime:
             refusals.check_seen(param)
         param.hits += 1
         param.was_hit = True
-        if self._early.watches and not param.is_late:
+        if self._early.watches and not param.is_late and not grad.requires_grad:
             if param.hits > self.settings.num_gathered:
                 self._set_late(param)
             elif param.hits == self.settings.num_gathered:
@@ -687,6 +693,8 @@ class Runtime:
                 param.note_step()
             if self._is_taking and isinstance(param.tensor.grad, TakenGradient):
                 param.tensor.grad.is_used = True
+        if self.parking is not None:
+            self.parking.after_step()
         self._early.after_step(self._is_disturbed)
         self._reset()
         self._hold(Held.of(bypassed))
