@@ -272,7 +272,10 @@ class Runtime:
             self._disturb("a forward runs")
         if block != ROOT:
             for param in self._forwards.enter(block):
-                self._set_late(param)
+                if self._is_taking and param.hits >= self.settings.num_gathered:
+                    self._late_from_now.add(param)  # its task is complete: another gradient takes it back
+                else:
+                    self._set_late(param)
         self._hold(self._forwards.held(block))
         weight_guard.uncover(self._forwards.guarded(block))
         for param in self._forwards.used(block):
