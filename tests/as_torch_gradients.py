@@ -180,7 +180,7 @@ def gradient_buffers_for_all_steps(loop: Loop) -> None:
     loop.zero_grad()
 
 
-@loop_case(apis=("twin",))
+@loop_case(apis=("twin",), has_failed="twin-early-0-clip-device")
 def gradients_overwritten_after_step(loop: Loop) -> None:
     """The gradients' memory belongs to the user again when `step` has returned."""
     for number in range(STEPS):
@@ -228,7 +228,7 @@ def autograd_grad_beside_backward(loop: Loop) -> None:
         loop.finish()
 
 
-@loop_case()
+@loop_case(has_failed="engine-early-1-clip-host")
 def gradient_penalty(loop: Loop) -> None:
     """On the gradient of an input, with a graph of the gradient."""
     for number in range(STEPS):
@@ -242,7 +242,7 @@ def gradient_penalty(loop: Loop) -> None:
         loop.finish()
 
 
-@loop_case()
+@loop_case(has_failed="twin-late-1-free-host")
 def gradient_penalty_on_weights(loop: Loop) -> None:
     params = list(loop.model.parameters())
     for number in range(STEPS):
@@ -254,7 +254,7 @@ def gradient_penalty_on_weights(loop: Loop) -> None:
         loop.finish()
 
 
-@loop_case()
+@loop_case(has_failed="engine-early-0-free-device")
 def backward_with_a_graph(loop: Loop) -> None:
     """`create_graph=True` leaves gradients with graphs, which a second backward goes through."""
     for number in range(STEPS):
