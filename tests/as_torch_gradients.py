@@ -143,7 +143,7 @@ def clip_each_block(loop: Loop) -> None:
         loop.finish()
 
 
-@loop_case()
+@loop_case(has_failed="twin-early-1-free-device")
 def gradient_buffers_of_the_user(loop: Loop) -> None:
     """`.grad` are views of a buffer that is overwritten as soon as `step` returns."""
     params = list(loop.model.parameters())
@@ -162,7 +162,7 @@ def gradient_buffers_of_the_user(loop: Loop) -> None:
             p.grad = None
 
 
-@loop_case(apis=("twin",))
+@loop_case(apis=("twin",), has_failed="twin-early-0-free-device")
 def gradient_buffers_for_all_steps(loop: Loop) -> None:
     """The views stay; the user sets them to zero after each step."""
     params = list(loop.model.parameters())
@@ -687,7 +687,7 @@ def optimizer_state_saved_in_between(loop: Loop) -> None:
         loop.finish()
 
 
-@loop_case(apis=("twin",))
+@loop_case(apis=("twin",), has_failed="twin-late-1-clip-host")
 def optimizer_state_loaded_without_the_model(loop: Loop) -> None:
     """Only the state goes back. torch's state has no weights, so these stay."""
     loop.train(0)

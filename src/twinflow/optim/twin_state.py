@@ -237,9 +237,13 @@ def restore(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source |
         source = _DictSource(saved["state"])
     check(optimizer, saved, source)
     known = set(source.names())
+    # Otherwise masters may differ from what the weights round to.
+    is_exchanged = optimizer.can_compress and saved["param_groups"][0].get("is_exchanged")
+    weights_win = not saved["has_unsent"] and not is_exchanged
     for param in runtime.params:
         for bucket, i in _pieces(param):
             is_known = param.name in known
+            before = _weights_on_host(bucket, i) if bucket.is_parked and weights_win else None
             bucket.steps[i] = source.step(param.name) if is_known else 0
             if is_known:
                 piece = bucket.slices[i]
@@ -249,6 +253,8 @@ def restore(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source |
                 bucket.updater.write(bucket, i, values)
             else:
                 bucket.updater.clear(bucket, i, optimizer.param_groups)
+            if before is not None:
+                bucket.updater.write_master(bucket, i, before, keep=True)
     for group, new in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         dropped = ("params",) if optimizer.can_compress else ("params", *switch.KEYS)
         for key in switch.KEYS:
@@ -272,6 +278,13 @@ def restore(optimizer: TwinOptimizer, saved: Mapping[str, Any], source: Source |
         runtime.adopt(runtime.params, keep=True)  # the model's weights win where they are not what a master rounds to
     if optimizer.switch is not None:
         optimizer.switch.restore(saved.get("switch"))
+
+
+def _weights_on_host(bucket: Bucket, index: int) -> Tensor:
+    """A copy of a slice's weights, where these live on the host and are a part of the state."""
+    piece = bucket.slices[index]
+    host = bucket.store.weight if bucket.store.weight is not None else bucket.store.master
+    return host[piece.offset : piece.offset + piece.numel].clone()
 
 
 def _cut(entry: Mapping[str, Any], start: int, numel: int) -> dict[str, Any]:
