@@ -145,6 +145,7 @@ class Collector:
                 param.put_back(param.watched)  # it may be in memory of the user's, which then stays in `.grad`
                 param.watched = None
                 grad = param.tensor.grad
+                assert grad is not None
             is_free = isinstance(grad, TakenGradient) or param.is_sharded or not _is_shared(grad)
             held = grad.held if isinstance(grad, TakenGradient) else grad
             assert held is not None
