@@ -41,7 +41,6 @@ def is_on_host(cell: Combination) -> bool:
     return cell.on_host
 
 
-_NO_GRAPH = Refusal("create_graph=True needs its weights again", is_on_host)
 _NO_TRANSFORM = Refusal("inside a transform of torch.func", is_on_host)
 # Every refusal that is not in this table fails the test. A case in it that gives torch's result passes.
 REFUSALS: dict[str, list[Refusal]] = {
@@ -49,11 +48,11 @@ REFUSALS: dict[str, list[Refusal]] = {
     "unfreeze_later": [Refusal("now requires a gradient")],
     "two_parameters_on_one_memory": [Refusal("two parameters on one memory")],
     "write_swap_tensors": [Refusal("has weakref")],
-    "backward_with_a_graph": [_NO_GRAPH],
-    "inner_step_of_meta_learning": [_NO_GRAPH],
     "func_grad": [_NO_TRANSFORM],
     "func_grad_of_samples": [_NO_TRANSFORM],
-    "hooks_that_drop_gradients": [Refusal("have been modified by a step or a write", is_on_host)],
+    "func_vmap": [_NO_TRANSFORM],
+    "module_dict_and_parameter_list": [Refusal("members of ModuleLists and Sequentials", is_on_host)],
+    "callback_in_backward": [Refusal(TOO_LATE, is_written)],
     "gradients_read_after_step": [Refusal(USED, is_early)],
     "zero_grad_never": [Refusal("that step() has used", is_early), Refusal(TOO_LATE, is_written)],
     "zero_grad_in_every_other_step": [Refusal("that step() has used", is_early)],

@@ -143,7 +143,7 @@ def clip_each_block(loop: Loop) -> None:
         loop.finish()
 
 
-@loop_case()
+@loop_case(has_failed="twin-early-1-free-device")
 def gradient_buffers_of_the_user(loop: Loop) -> None:
     """`.grad` are views of a buffer that is overwritten as soon as `step` returns."""
     params = list(loop.model.parameters())
@@ -162,7 +162,7 @@ def gradient_buffers_of_the_user(loop: Loop) -> None:
             p.grad = None
 
 
-@loop_case(apis=("twin",))
+@loop_case(apis=("twin",), has_failed="twin-early-0-free-device")
 def gradient_buffers_for_all_steps(loop: Loop) -> None:
     """The views stay; the user sets them to zero after each step."""
     params = list(loop.model.parameters())
@@ -180,7 +180,7 @@ def gradient_buffers_for_all_steps(loop: Loop) -> None:
     loop.zero_grad()
 
 
-@loop_case(apis=("twin",))
+@loop_case(apis=("twin",), has_failed="twin-early-0-clip-device")
 def gradients_overwritten_after_step(loop: Loop) -> None:
     """The gradients' memory belongs to the user again when `step` has returned."""
     for number in range(STEPS):
@@ -228,7 +228,7 @@ def autograd_grad_beside_backward(loop: Loop) -> None:
         loop.finish()
 
 
-@loop_case()
+@loop_case(has_failed="engine-early-1-clip-host")
 def gradient_penalty(loop: Loop) -> None:
     """On the gradient of an input, with a graph of the gradient."""
     for number in range(STEPS):
@@ -242,7 +242,7 @@ def gradient_penalty(loop: Loop) -> None:
         loop.finish()
 
 
-@loop_case()
+@loop_case(has_failed="twin-late-1-free-host")
 def gradient_penalty_on_weights(loop: Loop) -> None:
     params = list(loop.model.parameters())
     for number in range(STEPS):
@@ -254,7 +254,7 @@ def gradient_penalty_on_weights(loop: Loop) -> None:
         loop.finish()
 
 
-@loop_case()
+@loop_case(has_failed="engine-early-0-free-device")
 def backward_with_a_graph(loop: Loop) -> None:
     """`create_graph=True` leaves gradients with graphs, which a second backward goes through."""
     for number in range(STEPS):
@@ -687,7 +687,7 @@ def optimizer_state_saved_in_between(loop: Loop) -> None:
         loop.finish()
 
 
-@loop_case(apis=("twin",))
+@loop_case(apis=("twin",), has_failed="twin-late-1-clip-host")
 def optimizer_state_loaded_without_the_model(loop: Loop) -> None:
     """Only the state goes back. torch's state has no weights, so these stay."""
     loop.train(0)

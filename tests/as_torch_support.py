@@ -159,6 +159,7 @@ class Case:
     tolerance: float = TOLERANCE
     prepare: Callable[[nn.Module], None] | None = None  # changes the model before the optimizer is built
     num_quick: int = 2  # combinations in `make test`
+    has_failed: str = ""  # in this combination, once: it is one of those in `make test`
     # What torch itself may say where twinflow cannot step in: counts as a refusal.
     torch_refuses: str | None = None
 
@@ -680,10 +681,11 @@ def chosen(cases: Sequence[Case]) -> list[tuple[Case, Combination]]:
     for case in cases:
         covered: set[Any] = set()
         left = case.combinations
-        for _ in range(case.num_quick):
+        for number in range(case.num_quick):
             gains = [len(set(axes(cell)) - covered) for cell in left]
+            gainful = [cell for cell, gain in zip(left, gains, strict=True) if gain == max(gains)]
             best = min(
-                (cell for cell, gain in zip(left, gains, strict=True) if gain == max(gains)),
+                [cell for cell in left if str(cell).startswith(case.has_failed)] if number == 0 else gainful,
                 key=lambda cell: sum(seen[pair] for pair in itertools.combinations(axes(cell), 2)),
             )
             left.remove(best)

@@ -206,7 +206,7 @@ def rescale_between_backward_and_step(loop: Loop) -> None:
         loop.finish()
 
 
-@write()
+@write(has_failed="twin-late-1-clip-host")
 def write_between_forward_and_backward(loop: Loop) -> None:
     """Through `.data`, so that torch does not notice: backward then uses the new weights."""
     for number in range(STEPS):
@@ -268,7 +268,7 @@ def load_state_dict_between_steps(loop: Loop) -> None:
             loop.model.load_state_dict(other)
 
 
-@write()
+@write(has_failed="twin-early-1-free-device")
 def load_state_dict_between_backward_and_step(loop: Loop) -> None:
     other = seeded(loop.case.make, 3).state_dict()
     for number in range(STEPS):

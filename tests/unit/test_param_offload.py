@@ -415,11 +415,42 @@ def test_no_bit_changes_where_a_block(kind: str) -> None:
     check_same(KINDS[kind], loss=odd_loss, tuning=Tuning(bucket_numel=128), steps=4, watch=slow)
 
 
-def test_a_graph_of_a_backward_is_an_error() -> None:
+@pytest.mark.parametrize("change", ["step", "write", "write through data", "write elsewhere"])
+def test_a_graph_of_gradients_fails_when_its_weights_change(change: str) -> None:
+    """As with torch. A write through `.data` fails too: torch does not notice it, and uses the new weights."""
     model = Stack()
     optimizer = TwinOptimizer(model, lr=1e-2, offload_params=True)
-    with pytest.raises(RuntimeError, match="create_graph"):
-        odd_loss(model, 0).backward(create_graph=True)
+    x = torch.randn(5, 8, requires_grad=True)
+    (slope,) = torch.autograd.grad(model.blocks[1](model.blocks[0](x)).square().sum(), x, create_graph=True)
+    if change == "step":
+        odd_loss(model, 0).backward()
+        optimizer.step()
+    elif change == "write":
+        with torch.no_grad():
+            model.blocks[1].a.weight.mul_(2.0)  # type: ignore[union-attr, operator]
+    elif change == "write through data":
+        model.blocks[1].a.weight.data.mul_(2.0)  # type: ignore[union-attr, operator]
+        model.blocks[2](x)
+    else:
+        with torch.no_grad():
+            model.blocks[2].a.weight.mul_(2.0)  # type: ignore[union-attr, operator]
+        slope.square().sum().backward()
+        optimizer.close()
+        return
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|modified by a step or a write"):
+        slope.square().sum().backward()
+    optimizer.close()
+
+
+def test_a_block_that_is_called_alone_sees_what_was_written_through_data() -> None:
+    model = Stack()
+    optimizer = TwinOptimizer(model, lr=1e-2, offload_params=True)
+    x = torch.randn(5, 8)
+    before = model.blocks[1](x)
+    model.blocks[1].b.weight.data.zero_()  # type: ignore[union-attr, operator]
+    model.blocks[1].b.bias.data.zero_()  # type: ignore[union-attr, operator]
+    assert not torch.equal(before, x)
+    assert torch.equal(model.blocks[1](x), x)
     optimizer.close()
 
 

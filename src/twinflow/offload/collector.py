@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from twinflow.device import Device, Event
 from twinflow.offload import pack_gradients
@@ -137,10 +137,15 @@ class Collector:
             grad = param.tensor.grad
             if grad is None:
                 continue
+            if isinstance(grad, TakenGradient) and param.watched is not None:
+                param.put_back(param.watched)  # it may be in memory of the user's, which then stays in `.grad`
+                param.watched = None
+                grad = param.tensor.grad
+                assert grad is not None
+            is_free = isinstance(grad, TakenGradient) or param.is_sharded or not _is_shared(grad)
             held = grad.held if isinstance(grad, TakenGradient) else grad
-            held = param.watched if held is None else held
             assert held is not None
-            if isinstance(grad, TakenGradient) or param.is_sharded or not _is_shared(grad):
+            if is_free:
                 if not param.is_sharded:
                     param.tensor.grad = taken = stand_in(param)
                     taken.held, taken.is_lent, taken.is_used = held, True, True
@@ -332,4 +337,19 @@ def _is_shared(grad: Tensor) -> bool:
     """Whether somebody else may write to the memory of a gradient: he has the tensor, or a view of its storage."""
     storage = grad.untyped_storage()
     users = int(torch._C._storage_Use_Count(storage._cdata))
-    return users > 2 or storage.nbytes() != grad.numel() * grad.element_size() or sys.getrefcount(grad) > 3
+    return users > 2 or storage.nbytes() != grad.numel() * grad.element_size() or sys.getrefcount(grad) > _FEWEST
+
+
+def _fewest_references() -> int:
+    """References to a gradient that nobody has but its parameter and `_is_shared`: torch's releases differ in them."""
+
+    def count(grad: Tensor) -> int:
+        return sys.getrefcount(grad)
+
+    param = nn.Parameter(torch.zeros(1))
+    param.grad = torch.zeros(1)
+    grad = param.grad
+    return count(grad)
+
+
+_FEWEST = _fewest_references()

@@ -57,6 +57,10 @@ class Keeper(Protocol):
         """Another number with every step that changes the weights."""
         ...
 
+    def copy_for_graph(self, view: Tensor) -> Tensor:
+        """The weights in `view` for a graph of gradients, which needs them after the block's backward."""
+        ...
+
     def before_error(self) -> None:
         """A backward is about to fail: leave a state that can be saved."""
         ...
@@ -139,12 +143,7 @@ def _saving(param_offload: Keeper, block: Block) -> saved_tensors_hooks:
     def unpack(saved: object) -> Tensor:
         if not isinstance(saved, Place):
             return outer_unpack(saved)
-        if torch.is_grad_enabled():
-            param_offload.before_error()
-            raise RuntimeError(
-                f"{block.name}: create_graph=True needs its weights again after its backward, but they live on the "
-                "host (offload_param) and are there only while the block runs. Leave offload_param out"
-            )
+        param_offload.before_backward(block.index)
         if saved.edition != param_offload.edition(block.index):
             param_offload.before_error()
             raise RuntimeError(
@@ -152,8 +151,7 @@ def _saving(param_offload: Keeper, block: Block) -> saved_tensors_hooks:
                 f"since "
                 "the forward. Call backward() before step(), and write to weights after backward()"
             )
-        param_offload.before_backward(block.index)
-        return saved.view
+        return param_offload.copy_for_graph(saved.view) if torch.is_grad_enabled() else saved.view  # create_graph=True
 
     return saved_tensors_hooks(pack, unpack)
 

@@ -1,6 +1,7 @@
 """What hangs on the model: each block waits for its own weights, and gradients are reported when they are made.
 
-There is one hook before the model and one before each block, and none on the modules inside. All hooks are closures
+There is one hook before the model's forward and one before each block's, and none on the modules inside; only a
+`load_state_dict` is reported by every module that has parameters. All hooks are closures
 over the runtime, so that a deep copy of the model copies no runtime. Recomputation inside a backward (activation
 checkpointing) runs forwards too: it must not wait, for what it would wait for may need this very backward.
 
@@ -51,6 +52,10 @@ class Listener(Protocol):
         """The same inside a backward."""
         ...
 
+    def before_load(self, module: nn.Module) -> None:
+        """`load_state_dict` is about to write to the module's own parameters."""
+        ...
+
     def take_queue(self, queue: GradientQueue) -> None:
         """The gradients of a queue have come."""
         ...
@@ -74,6 +79,10 @@ class ModelHooks:
             # torch does not type this method.
             model.register_state_dict_pre_hook(self._hook(model, listener.check)),  # type: ignore[no-untyped-call]
         ]
+        for module in model.modules():
+            if module._parameters:
+                hook = self._load_hook(module)
+                self._handles.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
         self._places: list[tuple[dict[str, nn.Module | None], str, Block]] = []  # where each block is registered
         self._enter: dict[int, Callable[[], None]] = {}
         self._wrapped: set[int] = set()  # blocks in whose place torch.compile(block) was put
@@ -142,6 +151,15 @@ class ModelHooks:
         self._enter_model()
         for enter in self._enter.values():
             enter()
+
+    def _load_hook(self, module: nn.Module) -> Hook:
+        listener = self._listener
+
+        def hook(caller: nn.Module, *_: object) -> None:
+            if caller is module:
+                listener.before_load(module)
+
+        return Hook(hook)
 
     def _hook(self, module: nn.Module, call: Callable[[], None]) -> Hook:
         traced = self._traced

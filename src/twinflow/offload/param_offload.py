@@ -47,6 +47,15 @@ class BlockWeights:
     num_written: int = 0  # times that somebody else has written to them
 
 
+class Loan(NamedTuple):
+    """A copy of a parameter that somebody has, and may write to."""
+
+    param: Tensor
+    copied: Tensor
+    version: int  # of the copy, when it was handed out
+    is_counted: bool  # torch counts a write to it as one to the parameter
+
+
 class Piece(NamedTuple):
     """Elements [start, start + numel) of a parameter."""
 
@@ -76,7 +85,7 @@ class ParamOffload:
         values: Mapping[nn.Parameter, Tensor],
         gather: Gather | None,
         where: torch.device,
-        on_write: Callable[[Tensor, Tensor], None],
+        on_write: Callable[[Tensor, Tensor, bool, bool], None],
         before_error: Callable[[], None],
     ) -> None:
         self._device = device
@@ -90,10 +99,11 @@ class ParamOffload:
         self._is_in_backward = False
         self._gathers = gather is not None
         self._versions: dict[Tensor, int] = {}  # of parameters, when their block began to run
-        self._on_write = on_write  # a block has written to a weight of its own
+        self._on_write = on_write  # somebody has written to a weight: calls `store` when nobody uses the state
         self.before_error = before_error  # a backward is about to fail
-        # Parameters, copies of them that somebody has, and the versions of the copies.
-        self._loans: list[tuple[Tensor, Tensor, int]] = []
+        self._loans: list[Loan] = []
+        # Storages of flat buffers, and copies of weights there that graphs of gradients have.
+        self._in_graphs: list[tuple[int, Tensor]] = []
         self._storages: set[int] = set()
         for bucket in buckets:
             if bucket.offloads_params:
@@ -169,9 +179,10 @@ class ParamOffload:
         self._check_whole(buffer)
         return host_view(buffer, view).to(buffer.flat.device, copy=True)
 
-    def store(self, param: Tensor, values: Tensor, is_running: bool = False) -> None:
+    def store(self, param: Tensor, values: Tensor, is_running: bool = False, is_counted: bool = True) -> None:
         """Other values for a parameter. Called when nobody reads or updates the state. `is_running`: by its own block,
-        whose graph has them already."""
+        whose graph has them already. `is_counted`: torch counts the write, so that graphs from before it must fail;
+        else their backward uses the new values, as with torch."""
         buffer, _ = self._places[param]
         self._check_whole(buffer)
         if values.shape != param.shape:
@@ -185,8 +196,9 @@ class ParamOffload:
             piece.write(values.reshape(-1)[piece.start : piece.start + piece.numel])
         for block, weights in self._blocks.items() if not is_running else ():
             if buffer in weights.buffers:
-                weights.num_written += 1
+                weights.num_written += is_counted
                 self._leave(block)
+                self._spoil_graphs(buffer)
 
     def replaced(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Parameters that somebody gave memory of their own, by `set_`, which torch reports to nobody; and their
@@ -202,21 +214,36 @@ class ParamOffload:
                             param.data = self._nan(view)
         return found
 
-    def lend(self, tensor: Tensor, copied: Tensor) -> None:
+    def lend(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None:
         """Remember a copy that was handed out: somebody may write to its memory."""
-        self._loans.append((tensor, copied, copied._version))
+        self._loans.append(Loan(tensor, copied, copied._version, is_counted))
 
-    def written_loans(self) -> list[tuple[Tensor, Tensor]]:
-        """Copies that were written to since they were handed out. Those that nobody else has are forgotten."""
-        written = []
-        kept = []
-        for tensor, copied, version in self._loans:
-            if copied._version != version:
-                written.append((tensor, copied))
-            elif _has_other_users(copied):
-                kept.append((tensor, copied, version))
-        self._loans = kept
-        return written
+    def store_loans(self) -> None:
+        """Store copies that were written to since they were handed out. Those that nobody else has are forgotten."""
+        loans, self._loans = self._loans, []
+        self._loans = [it for it in loans if it.copied._version == it.version and _has_other_users(it.copied)]
+        for it in loans:
+            if it.copied._version != it.version:
+                self._on_write(it.param, it.copied, False, it.is_counted)
+
+    def copy_for_graph(self, view: Tensor) -> Tensor:
+        """What a graph of gradients (create_graph=True) saves of a weight: it is needed after its block's backward."""
+        copied = view.clone()
+        self._in_graphs = [it for it in self._in_graphs if _has_other_users(it[1])]
+        self._in_graphs.append((view.untyped_storage()._cdata, copied))
+        return copied
+
+    def after_step(self) -> None:
+        """Weights change."""
+        for weights in self._blocks.values():
+            for buffer in weights.buffers if self._in_graphs else ():
+                self._spoil_graphs(buffer)
+
+    def _spoil_graphs(self, buffer: WeightBuffer) -> None:
+        """Let torch refuse the backward of a graph of gradients that has copies of old weights."""
+        storage = buffer.flat.untyped_storage()._cdata
+        torch._C._increment_version([copied for where, copied in self._in_graphs if where == storage])
+        self._in_graphs = [it for it in self._in_graphs if it[0] != storage]
 
     def _check_whole(self, buffer: WeightBuffer) -> None:
         if buffer.host().numel() != buffer.flat.numel():
@@ -290,6 +317,7 @@ class ParamOffload:
         if in_backward():  # recomputed
             self.before_backward(block)
             return
+        self.store_loans()
         if torch.is_grad_enabled():
             self._trail.append(block)
         self._enter(block)
@@ -309,12 +337,13 @@ class ParamOffload:
         for buffer in self._blocks[block].buffers:
             for param, view in buffer.views:
                 if param._version != self._versions.get(param, param._version):
-                    self._on_write(param, view)
+                    self._on_write(param, view, True, True)
                     self._versions[param] = param._version
 
     def before_backward(self, block: int) -> None:
         """A block's backward begins."""
         self._at_first_gradient()
+        self.store_loans()
         self._begun.add(block)
         self._enter(block)
         while self._trail and self._trail[-1] != block:

@@ -38,7 +38,7 @@ from twinflow.offload.executor import Executor, Held
 from twinflow.offload.fetcher import Gather
 from twinflow.offload.forwards import Forwards
 from twinflow.offload.frozen import FrozenState
-from twinflow.offload.hooks import GradientQueue, ModelHooks, new_queues, take_gradients
+from twinflow.offload.hooks import GradientQueue, ModelHooks, in_backward, new_queues, take_gradients
 from twinflow.offload.job import Job
 from twinflow.offload.param_offload import ParamOffload
 from twinflow.offload.plan import HOST, ROOT, BucketPlan
@@ -196,10 +196,10 @@ class Runtime:
         where = self._tensor_device
         me = weakref.ref(self)
 
-        def on_write(tensor: Tensor, written: Tensor) -> None:
+        def on_write(tensor: Tensor, written: Tensor, is_running: bool, is_counted: bool) -> None:
             runtime = me()
             if runtime is not None:
-                runtime.store(tensor, written, is_running=True)
+                runtime.store(tensor, written, is_running, is_counted)
 
         def before_error() -> None:
             runtime = me()
@@ -284,7 +284,10 @@ class Runtime:
             self._disturb("a forward runs")
         if block != ROOT:
             for param in self._forwards.enter(block):
-                self._set_late(param)
+                if self._is_taking and param.hits >= self.settings.num_gathered:
+                    self._late_from_now.add(param)  # its task is complete: another gradient takes it back
+                else:
+                    self._set_late(param)
         self._hold(self._forwards.held(block))
         weight_guard.uncover(self._forwards.guarded(block))
         for param in self._forwards.used(block):
@@ -321,6 +324,15 @@ class Runtime:
         self.executor.wait_for_weights(param.buckets)
         param.is_seen = True
 
+    def before_load(self, module: nn.Module) -> None:
+        """`load_state_dict` is about to write to a module's own weights. It would put an error of ours, raised by such
+        a write, into one of its own."""
+        if self._is_taking and not self.can_undo:
+            for tensor in module.parameters(recurse=False):
+                if self._lives_away(tensor):
+                    raise self._too_late("a weight is written")
+                self.settle(tensor)
+
     def note_alias(self, tensor: Tensor, alias: Tensor) -> None:
         """A write to `alias`, a `.data` of the parameter, changes the weight, and torch does not count it."""
         self._by_tensor[tensor].note_alias(alias)
@@ -336,8 +348,9 @@ class Runtime:
         self.settle(tensor)
         return self.param_offload.copy_of(tensor)
 
-    def store(self, tensor: Tensor, values: Tensor, is_running: bool = False) -> None:
-        """Other values for a weight that lives on the host; `is_running`: written by its own block's forward."""
+    def store(self, tensor: Tensor, values: Tensor, is_running: bool = False, is_counted: bool = True) -> None:
+        """Other values for a weight that lives on the host; `is_running`: written by its own block's forward;
+        `is_counted`: torch counts the write, which is not so for one through `.data`."""
         assert self.param_offload is not None
         with plain(), torch.no_grad():
             if self.has_gradients:
@@ -345,20 +358,19 @@ class Runtime:
             self.wait()
             self.wait_for_copies()
             self.wait_for_readers()
-            self.param_offload.store(tensor, values.detach(), is_running)
+            self.param_offload.store(tensor, values.detach(), is_running, is_counted)
 
-    def lend(self, tensor: Tensor, copied: Tensor) -> None:
+    def lend(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None:
         """A copy was handed out whose memory somebody may write to: look again before the weight is used."""
         assert self.param_offload is not None
-        self.param_offload.lend(tensor, copied)
+        self.param_offload.lend(tensor, copied, is_counted)
 
     def _collect_loans(self) -> None:
         """Store copies that were written to since they were handed out, and memory that was put in a weight's place."""
         assert self.param_offload is not None
         for param, values in self.param_offload.replaced():
             self.store(param, values)
-        for tensor, copied in self.param_offload.written_loans():
-            self.store(tensor, copied)
+        self.param_offload.store_loans()
 
     def _cover(self, params: Sequence[Param]) -> None:
         """Guard weights, but for those that compiled graphs use without our hooks: `step` has waited for these."""
@@ -385,6 +397,12 @@ class Runtime:
                     grad = self._new_gradient(param)
                 if grad is not None:
                     found.append((param, grad))
+            if self._is_taking is None and self.param_offload is not None:
+                self.param_offload.store_loans()  # as long as there is nothing to undo
+            if torch.is_grad_enabled() and (in_backward() or any(grad.requires_grad for _, grad in found)):
+                if self._is_taking:
+                    self._return_gradients("backward(create_graph=True) runs")
+                self._is_taking = False  # these gradients have graphs, which a copy would not have
             if self._is_taking is None and found:
                 self._is_taking = self._early.takes
             if self._is_covered:  # blocks that are recomputed use their weights again
@@ -459,7 +477,7 @@ class Runtime:
             refusals.check_seen(param)
         param.hits += 1
         param.was_hit = True
-        if self._early.watches and not param.is_late:
+        if self._early.watches and not param.is_late and not grad.requires_grad:
             if param.hits > self.settings.num_gathered:
                 self._set_late(param)
             elif param.hits == self.settings.num_gathered:
@@ -723,11 +741,13 @@ class Runtime:
         is_traced = self._hooks is not None and self._hooks.is_traced
         bypassed = refusals.note_bypassed(self.params, is_traced)
         # Weights that live on the host have editions instead (fetch_hooks.py).
-        note_step(updated if self.parking is None else [p for p in updated if not self.parking.holds(p.tensor)])
+        note_step([param for param in updated if not self._lives_away(param.tensor)])
         if self._is_taking:
             for grad in [param.tensor.grad for param in updated]:
                 if type(grad) is TakenGradient:
                     grad.is_used = True
+        if self.param_offload is not None:
+            self.param_offload.after_step()
         self._early.after_step(self._is_disturbed)
         self._reset()
         self._hold(Held.of(bypassed))

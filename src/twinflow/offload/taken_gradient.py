@@ -8,7 +8,7 @@ A stand-in is in one of three conditions:
 
     taken     the runtime has the gradient; a use asks it to give all of them back
     held      the stand-in itself has the gradient; a use puts it into `.grad`, or a copy while an update reads it
-    used      `step()` has used the gradient, and its memory serves others: a use raises
+    used      `step()` has used the gradient, and its memory serves others: a use raises, unless it overwrites all
 
 `__torch_function__` sees what Python code does. `__torch_dispatch__` sees what C++ does, which is autograd adding the
 gradient of another backward.
@@ -27,6 +27,7 @@ from twinflow.offload.metadata import GRAD_ACCESS, METADATA
 
 _ADD_INTO = torch.ops.aten.add_.Tensor
 _ADD = torch.ops.aten.add.Tensor
+_OVERWRITING = frozenset([Tensor.fill_, Tensor.zero_, Tensor.copy_, Tensor.normal_, Tensor.uniform_])
 _PASSING = METADATA | GRAD_ACCESS | {Tensor.dim, Tensor.size}
 
 
@@ -91,6 +92,12 @@ class TakenGradient(Tensor):
             param.grad = self.held
         return self.held
 
+    def renew(self) -> None:
+        """All values are about to be overwritten: those that `step()` has used need not be there."""
+        param = self._param()
+        if self.is_used and self.held is None and param is not None:
+            self.held = torch.empty_like(param)
+
     @classmethod
     def __torch_function__(
         cls,
@@ -105,6 +112,8 @@ class TakenGradient(Tensor):
             # An operator of C++ comes here by way of a dispatch mode (a counter of operations, say): see below.
             if func in _PASSING or isinstance(func, torch._ops.OpOverload):
                 return func(*args, **kwargs)
+            if func in _OVERWRITING and isinstance(args[0], cls):
+                args[0].renew()
             args = [_values(item) for item in args]
             kwargs = {key: _values(item) for key, item in kwargs.items()}
         return func(*args, **kwargs)

@@ -86,8 +86,9 @@ class Owner(Protocol):
         """Other values for a weight that lives on the host."""
         ...
 
-    def lend(self, tensor: Tensor, copied: Tensor) -> None:
-        """A copy was handed out whose memory somebody may write to; `store` it then."""
+    def lend(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None:
+        """A copy was handed out whose memory somebody may write to; `store` it then. `is_counted`: torch counts that as
+        a write to the parameter."""
         ...
 
 
@@ -298,7 +299,7 @@ def _operate_away(
         copies[id(tensor)] = values
     if func == _GET_DATA:  # the result of `.data` would count its writes by itself
         alias = copies[id(args[0])].detach()
-        _need(_first(args)).lend(_first(args), alias)
+        _need(_first(args)).lend(_first(args), alias, is_counted=False)
         return alias
     if func is Tensor.detach and _is_called_by_parameter():  # nn.Parameter(p) wants a tensor of p's class
         alias = copies[id(args[0])].detach()
@@ -314,7 +315,7 @@ def _operate_away(
         if values._version != versions[id(tensor)]:
             owner.store(tensor, values)
         if any(_shares_memory(found, values) for found in _tensors_in(result)):
-            owner.lend(tensor, values.detach())
+            owner.lend(tensor, values.detach(), is_counted=True)
     if any(result is values for values in copies.values()):  # an in-place operation returns the parameter
         return next(tensor for tensor in away if copies[id(tensor)] is result)
     return result

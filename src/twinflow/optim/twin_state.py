@@ -244,9 +244,13 @@ def restore(optimizer: Saved, saved: Mapping[str, object], source: Source | None
         source = _DictSource(entries_of(saved))
     check(optimizer, saved, source)
     known = set(source.names())
+    # Otherwise masters may differ from what the weights round to.
+    is_exchanged = optimizer.can_compress and saved_groups(saved)[0].get("is_exchanged")
+    weights_win = not saved["has_unsent"] and not is_exchanged
     for param in runtime.params:
         for bucket, i in _pieces(param):
             is_known = param.name in known
+            before = _weights_on_host(bucket, i) if bucket.offloads_params and weights_win else None
             bucket.steps[i] = source.step(param.name) if is_known else 0
             if is_known:
                 piece = bucket.slices[i]
@@ -256,6 +260,8 @@ def restore(optimizer: Saved, saved: Mapping[str, object], source: Source | None
                 bucket.updater.write(bucket, i, values)
             else:
                 bucket.updater.clear(bucket, i, optimizer.param_groups)
+            if before is not None:
+                bucket.updater.write_master(bucket, i, before, keep=True)
     for group, new in zip(optimizer.param_groups, saved_groups(saved), strict=True):
         dropped = ("params",) if optimizer.can_compress else ("params", *switch.KEYS)
         for key in switch.KEYS:
@@ -279,6 +285,13 @@ def restore(optimizer: Saved, saved: Mapping[str, object], source: Source | None
         runtime.adopt(runtime.params, keep=True)  # the model's weights win where they are not what a master rounds to
     if optimizer.switch is not None:
         optimizer.switch.restore(None if saved.get("switch") is None else mapping_of(saved, "switch"))
+
+
+def _weights_on_host(bucket: Bucket, index: int) -> Tensor:
+    """A copy of a slice's weights, where these live on the host and are a part of the state."""
+    piece = bucket.slices[index]
+    host = bucket.store.weight if bucket.store.weight is not None else bucket.store.master
+    return host[piece.offset : piece.offset + piece.numel].clone()
 
 
 def _cut(entry: Mapping[str, object], start: int, numel: int) -> StateDict:
