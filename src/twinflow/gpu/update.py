@@ -55,13 +55,6 @@ class Rows:
         """Whether no piece has a momentum."""
         return not self.hypers[self.is_updated != 0, 0].any()
 
-    def numbers(self, num_scalars: int) -> dict[int, Numbers]:
-        """The rows of pieces that are updated."""
-        found = np.flatnonzero(self.is_updated).tolist()
-        hypers = self.hypers[:, :num_scalars].tolist()
-        keys = self.keys.tolist()
-        return {i: Numbers(tuple(hypers[i]), float(self.factors[i]), (keys[i][0], keys[i][1])) for i in found}
-
     def put(self, index: int, numbers: Numbers) -> None:
         """One piece's row."""
         self.is_updated[index] = 1

@@ -98,23 +98,24 @@ class DeviceUpdater:
         grads = task.grads
         assert grads is not None
         if grads.device.type == "cuda" and self._is_fused:
-            fused = self._fused_of(task.bucket)
-            self._hypers.put(fused.rows, task, factor)
-            return partial(self._update_fused, fused, task.bucket, store, grads, decision)
+            return partial(self._update_fused, store, task, grads, factor, decision)
         numbers = {i: self._hypers.of(task, i, factor) for i in task.present}
         return partial(self._update_plainly, task.bucket, store, grads, numbers, decision)
 
-    def _update_fused(
-        self, fused: FusedUpdate, bucket: Bucket, store: Store, grads: Tensor, decision: Tensor | None
-    ) -> None:
+    def _update_fused(self, store: Store, task: Task, grads: Tensor, factor: float, decision: Tensor | None) -> None:
+        """By the bucket's kernel. Its tables are made here, on the stream that runs it: memory of another stream may
+        still be in use there. A GPU's stream calls this at once, so the numbers are those of now."""
         try:
+            fused = self._fused_of(task.bucket)
+            self._hypers.put(fused.rows, task, factor)
             fused.run(store, grads, decision)
         except Exception as error:  # Triton compiles at the first launch, which needs more than Triton
             if self._has_run or isinstance(error, AssertionError):
                 raise
             warnings.warn(f"the GPU's fused update cannot run, using slower torch kernels ({error})", stacklevel=2)
             self._is_fused = False
-            self._update_plainly(bucket, store, grads, fused.rows.numbers(self.rule.num_scalars), decision)
+            numbers = {i: self._hypers.of(task, i, factor) for i in task.present}
+            self._update_plainly(task.bucket, store, grads, numbers, decision)
         self._has_run = True
 
     def _fused_of(self, bucket: Bucket) -> FusedUpdate:
