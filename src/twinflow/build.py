@@ -38,7 +38,7 @@ from twinflow.config import (
 from twinflow.engine import Engine, EngineSettings, ResumableLoader
 from twinflow.engine.pipeline import Links, PipelineEngine, check_micro_batches
 from twinflow.engine.reports import LOGGER, Profiler, Reports
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.launch.environment import RankEnvironment, init_distributed, joined
 from twinflow.monitor.flops import FlopsProfile, profile
 from twinflow.monitor.timers import Timers
@@ -79,7 +79,7 @@ def initialize(
     """
     _log_to_stdout()
     if model is None:
-        raise bad_value("model", None, "an nn.Module, or a function that makes one")
+        raise invalid_value("model", None, "an nn.Module, or a function that makes one")
     _refuse_groups(mpu, mesh_param)
     source = _config_source(args, config, config_params)
     parsed = load_config(source)
@@ -134,7 +134,7 @@ def _refuse_groups(mpu: Any, mesh_param: Any) -> None:
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             remedy = "Set tensor_parallel.autotp_size and pipeline.stages instead."
-            raise bad_value(name, type(value).__name__, "None", remedy)
+            raise invalid_value(name, type(value).__name__, "None", remedy)
 
 
 def _is_to_partition(config: Config, num_data: int, optimizer: Any) -> bool:
@@ -192,7 +192,9 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Mapping[str, A
     }
     found = {name: value for name, value in given.items() if value is not None}
     if len(found) != 1:
-        raise bad_value("the config", f"given as {', '.join(found)}" if found else None, "one of " + ", ".join(given))
+        raise invalid_value(
+            "the config", f"given as {', '.join(found)}" if found else None, "one of " + ", ".join(given)
+        )
     value: Mapping[str, Any] | str | Path = next(iter(found.values()))
     return value
 
@@ -231,7 +233,7 @@ def checkpoint_activations(
         if isinstance(module, PipelineModule):
             return None  # other stages have them
         remedy = "Name the classes of its layers."
-        raise bad_value("activation_checkpointing.layers", None, "null for a model with ModuleLists", remedy)
+        raise invalid_value("activation_checkpointing.layers", None, "null for a model with ModuleLists", remedy)
     trace = twin.trace if twin is not None else None  # copies are in the same timeline
     partition = Partition(grid.model, _PART_BYTES) if shares and grid is not None else None
     return checkpoint_layers(module, layers, offload=options.cpu_checkpointing, partition=partition, trace=trace)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from twinflow.config import Batch, Config, compression_choice, optimizer_choice
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.launch.environment import RankEnvironment
 from twinflow.offload.settings import Tuning
 from twinflow.optim.loss_scale import LossScale, dynamic, static
@@ -34,16 +34,16 @@ def offloads_params(config: Config) -> bool:
     if zero.offload_param is None or zero.offload_param.device != "cpu":
         return False
     if zero.stage != 3:
-        raise bad_value(f"zero_optimization.stage with {name}", zero.stage, [3], "Or leave offload_param out.")
+        raise invalid_value(f"zero_optimization.stage with {name}", zero.stage, [3], "Or leave offload_param out.")
     optimizer = zero.offload_optimizer
     if optimizer is None or optimizer.device != "cpu":
         given = optimizer.device if optimizer is not None else None
         remedy = "Weights are fetched from the optimizer's state, which must be on the host as well."
-        raise bad_value(f"zero_optimization.offload_optimizer.device with {name}", given, ["cpu"], remedy)
+        raise invalid_value(f"zero_optimization.offload_optimizer.device with {name}", given, ["cpu"], remedy)
     for key, allowed in (("ratio", 1.0), ("delayed_update", False)):
         if getattr(optimizer, key) != allowed:
             remedy = "Weights are fetched from the optimizer's state on the host, as it is."
-            raise bad_value(
+            raise invalid_value(
                 f"zero_optimization.offload_optimizer.{key} with {name}", getattr(optimizer, key), [allowed], remedy
             )
     return True
@@ -67,7 +67,9 @@ def make_optimizer(
         if config.optimizer is None:
             if offloads_params(config):
                 remedy = "Weights live in its state: name one, or leave offload_param out."
-                raise bad_value("optimizer with zero_optimization.offload_param.device", None, "an optimizer", remedy)
+                raise invalid_value(
+                    "optimizer with zero_optimization.offload_param.device", None, "an optimizer", remedy
+                )
             return None
         name, options = optimizer_choice(config)
         rule = name if name in RULES else getattr(torch.optim, name)
@@ -119,7 +121,7 @@ def make_zero(config: Config, world_size: int, is_named: bool = True, grid: Grid
     for key, allowed in divides.items():
         if config.zero_optimization.stage == 3 and not offloads_params(config) and getattr(config, key) != allowed:
             remedy = "fully_shard divides gradients itself, in part before and in part after their sum."
-            raise bad_value(f"{key} with zero_optimization.stage 3", getattr(config, key), [allowed], remedy)
+            raise invalid_value(f"{key} with zero_optimization.stage 3", getattr(config, key), [allowed], remedy)
     stage, compression = config.zero_optimization.stage, compression_choice(config) if is_named else None
     if compression is not None:
         stage = _stage_with_compression(config, divides)
@@ -146,10 +148,12 @@ def _stage_with_compression(config: Config, divides: Mapping[str, Any]) -> int:
     name = "optimizer.type OneBitAdam"
     if config.zero_optimization.stage == 3:
         remedy = "Compressed differences of weights are for ranks that all have them."
-        raise bad_value(f"zero_optimization.stage with {name}", 3, (0, 1, 2), remedy)
+        raise invalid_value(f"zero_optimization.stage with {name}", 3, (0, 1, 2), remedy)
     for key, allowed in divides.items():
         if getattr(config, key) != allowed:
-            raise bad_value(f"{key} with {name}", getattr(config, key), [allowed], "Momenta are exchanged as a mean.")
+            raise invalid_value(
+                f"{key} with {name}", getattr(config, key), [allowed], "Momenta are exchanged as a mean."
+            )
     return 1
 
 
@@ -187,26 +191,26 @@ def _as_given(
 ) -> TwinOptimizer:
     """A TwinOptimizer keeps what it was built with; a config that says otherwise is refused."""
     if given.model is not module:
-        raise bad_value("optimizer", "a TwinOptimizer over another model", "one built over the model given here")
+        raise invalid_value("optimizer", "a TwinOptimizer over another model", "one built over the model given here")
     max_norm = given.max_grad_norm or 0.0
     if "gradient_clipping" in config.model_fields_set and config.gradient_clipping != max_norm:
         remedy = "The TwinOptimizer that is given was built with this max_grad_norm."
-        raise bad_value("gradient_clipping", config.gradient_clipping, [max_norm], remedy)
+        raise invalid_value("gradient_clipping", config.gradient_clipping, [max_norm], remedy)
     if offloads_params(config) != given.offloads_params:
         remedy = f"The TwinOptimizer that is given was built with offload_params={given.offloads_params}."
-        raise bad_value(
+        raise invalid_value(
             "zero_optimization.offload_param.device", "cpu" if offloads_params(config) else "none", "the same", remedy
         )
     stage, own = config.zero_optimization.stage, given.zero.stage if given.zero is not None else 0
     if ranks is not None and ranks.world_size > 1 and stage != own:
         remedy = "The TwinOptimizer that is given was built with this stage."
-        raise bad_value("zero_optimization.stage", stage, [own], remedy)
+        raise invalid_value("zero_optimization.stage", stage, [own], remedy)
     offload = config.zero_optimization.offload_optimizer
     said = sorted(offload.model_fields_set.intersection(offload.own_keys())) if offload is not None else []
     keys = [f"zero_optimization.offload_optimizer.{name}" for name in said] + ["fp16.enabled"] * config.fp16.enabled
     if keys:
         remedy = "A TwinOptimizer that is given has its own states, tuning and loss scale."
-        raise bad_value(keys[0], "given", "nothing", remedy)
+        raise invalid_value(keys[0], "given", "nothing", remedy)
     given.set_accumulation_steps(batch.accumulation_steps)
     return given
 

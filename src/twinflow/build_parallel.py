@@ -20,7 +20,7 @@ from twinflow.build_optimizer import TIMEOUT_S, offloads_params, wire_dtype
 from twinflow.config import Axes, Config, compression_choice, resolve_axes
 from twinflow.dist.agree import gather_json
 from twinflow.dist.group import alone, backend_for, new_group
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.launch.environment import RankEnvironment
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel.deferral import Deferral, defer
@@ -58,7 +58,7 @@ def axes_of(config: Config, model: Model, ranks: RankEnvironment, optimizer: Any
     if left or not num_data:
         given = f"{axes.pipe} x {axes.model}"
         remedy = f"Start a multiple of {axes.pipe * axes.model} processes, or ask for fewer."
-        raise bad_value(
+        raise invalid_value(
             "pipeline.stages x tensor_parallel.autotp_size", given, f"a divisor of {ranks.world_size}", remedy
         )
     check(_combination(config, axes, model, optimizer))
@@ -98,7 +98,7 @@ def spread(model: Model, config: Config, found: Spread, optimizer: Any, device: 
     check(_combination(config, axes, module, optimizer))
     if any(param.is_meta for param in module.parameters()):
         remedy = "Give one with weights, or a PipelineModule of LayerSpecs, of which each rank builds its own alone."
-        raise bad_value("model", "on the meta device", "one with weights, for pipeline or tensor ranks", remedy)
+        raise invalid_value("model", "on the meta device", "one with weights, for pipeline or tensor ranks", remedy)
     before = dict(module.named_parameters(remove_duplicate=False))
     grid = None
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -147,7 +147,7 @@ def _plan(module: nn.Module, config: Config, grid: Grid) -> Mapping[str, str]:
     anywhere = [any(column) for column in zip(*gather_json(grid.everyone, fits), strict=True)]
     for pattern, fits_any in zip(plan, anywhere, strict=True):
         if given is not None and not fits_any:
-            raise bad_value("tensor_parallel.plan", pattern, "patterns that match a module of the model")
+            raise invalid_value("tensor_parallel.plan", pattern, "patterns that match a module of the model")
     return plan
 
 
@@ -177,10 +177,10 @@ def _check_pipeline(module: PipelineModule, config: Config, grid: Grid | None) -
         if given is not None and given != own:
             name = {"chunks": "num_chunks", "partition": "partition_method"}.get(key, key)
             allowed = [own] if own is not None else "left out, for a PipelineModule"
-            raise bad_value(f"pipeline.{key}", given, allowed, f"Give PipelineModule({name}={given!r}).")
+            raise invalid_value(f"pipeline.{key}", given, allowed, f"Give PipelineModule({name}={given!r}).")
     if grid is not None and module.index != grid.pipe:
         remedy = "Stages are furthest apart: leave `topology` out, or give its axes in the order pipe, data, model."
-        raise bad_value(f"rank {grid.rank} of the PipelineModule's pipeline", module.index, [grid.pipe], remedy)
+        raise invalid_value(f"rank {grid.rank} of the PipelineModule's pipeline", module.index, [grid.pipe], remedy)
 
 
 def own_parameters(given: Iterable[Any] | None, found: Spread) -> list[Any] | None:
@@ -210,7 +210,7 @@ def check_trained(module: nn.Module, grid: Grid | None) -> None:
         if not numel:
             stage = grid.topology.get_coord(rank).pipe
             remedy = "Spread the layers otherwise (pipeline.partition), or over fewer ranks."
-            raise bad_value(f"parameters to train on pipeline rank {stage}", 0, "at least one", remedy)
+            raise invalid_value(f"parameters to train on pipeline rank {stage}", 0, "at least one", remedy)
 
 
 def settle(module: nn.Module, grid: Grid | None) -> None:
@@ -233,7 +233,7 @@ def classes_here(names: Sequence[str], module: nn.Module, grid: Grid) -> list[st
     everywhere = {name for one in gather_json(grid.everyone, own) for name in one}
     for name in names:
         if name not in everywhere:
-            raise bad_value(CLASSES, name, f"classes of the model's modules ({', '.join(sorted(everywhere))})")
+            raise invalid_value(CLASSES, name, f"classes of the model's modules ({', '.join(sorted(everywhere))})")
     return [name for name in names if name in own]
 
 

@@ -1,13 +1,59 @@
-"""Errors a user can act on: each names what was given, what is allowed, and what to do."""
+"""Errors that a user can act on. There is one function for each kind of mistake, so that all messages of a kind read
+alike: what happened, what was expected, what to do.
+
+    kind                     function               exception
+    a wrong value            invalid_value          ValueError
+    too little memory        not_enough             MemoryError
+    options that conflict    incompatible           ValueError
+    a call at a wrong time   wrong_state            RuntimeError
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 
-def bad_value(name: str, value: object, allowed: str | Iterable[object], remedy: str = "") -> ValueError:
-    """A ValueError that reads: NAME is VALUE; allowed: ALLOWED. REMEDY."""
-    if not isinstance(allowed, str):
-        allowed = ", ".join(repr(item) for item in allowed)
-    text = f"{name} is {value!r}; allowed: {allowed}"
-    return ValueError(f"{text}. {remedy}" if remedy else text)
+def invalid_value(name: str, value: object, expected: str | Iterable[object], remedy: str = "") -> ValueError:
+    """`name` has a value that it must not have. `expected`: a phrase such as "a number from 0 to 1", or all values that
+    are allowed.
+
+    >>> invalid_value("ratio", 1.5, "a number from 0 to 1")
+    ValueError('ratio is 1.5, but must be a number from 0 to 1.')
+    """
+    if not isinstance(expected, str):
+        values = [repr(item) for item in expected]
+        expected = values[0] if len(values) == 1 else "one of " + ", ".join(values)
+    return ValueError(_sentences(f"{name} is {value!r}, but must be {expected}", remedy))
+
+
+def not_enough(resource: str, user: str, needed: str, available: str, remedy: str) -> MemoryError:
+    """A resource is too small for what `user` needs of it.
+
+    >>> not_enough("host memory", "the optimizer state", "80.1 GB", "63.2 GB", 'Use states="int8" or a lower ratio.')
+    MemoryError('Not enough host memory: the optimizer state needs 80.1 GB, and 63.2 GB are available. Use ...')
+    """
+    text = f"Not enough {resource}: {user} needs {needed}, and {available} are available"
+    return MemoryError(_sentences(text, remedy))
+
+
+def incompatible(option: str, other: str, reason: str, remedy: str = "") -> ValueError:
+    """Two options that work alone and not together.
+
+    >>> incompatible("delayed_update=True", "offload_params=True", "a block has one copy of its weights")
+    ValueError('delayed_update=True cannot be used with offload_params=True, because a block has one copy of ...')
+    """
+    return ValueError(_sentences(f"{option} cannot be used with {other}, because {reason}", remedy))
+
+
+def wrong_state(what: str, reason: str, remedy: str) -> RuntimeError:
+    """Something is asked for that is not possible now.
+
+    >>> wrong_state("step() cannot run", "the optimizer is closed", "Build a new one to go on training.")
+    RuntimeError('step() cannot run, because the optimizer is closed. Build a new one to go on training.')
+    """
+    return RuntimeError(_sentences(f"{what}, because {reason}", remedy))
+
+
+def _sentences(first: str, remedy: str) -> str:
+    """Both with a full stop at their ends."""
+    return " ".join(text if text.endswith((".", "?", "!", ")")) else f"{text}." for text in (first, remedy) if text)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 IGNORE_INDEX: Final = -100  # as in F.cross_entropy: a target that counts for nothing
 LOSS_CHUNK: Final = 2048  # tokens whose logits exist at a time
@@ -72,7 +72,7 @@ def chunked_cross_entropy(
     """
     softmax = softmax or WholeSoftmax()
     if chunk < 1:
-        raise bad_value("chunk", chunk, "a whole number >= 1")
+        raise invalid_value("chunk", chunk, "a whole number >= 1")
     device = hidden.device.type
     if not torch.amp.is_autocast_available(device):
         return _apply(hidden, weight, targets, softmax, chunk)

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import torch
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 Value = int | float | str
 
@@ -46,7 +46,7 @@ class Span:
 
     def __post_init__(self) -> None:
         if not self.start_s <= self.end_s:
-            raise bad_value(f"span {self.name!r}: end_s", self.end_s, f"a time from start_s, {self.start_s}, on")
+            raise invalid_value(f"span {self.name!r}: end_s", self.end_s, f"a time from start_s, {self.start_s}, on")
 
 
 class Trace:
@@ -54,7 +54,7 @@ class Trace:
 
     def __init__(self, capacity: int = 200_000) -> None:
         if capacity < 1:
-            raise bad_value("capacity", capacity, "a whole number >= 1")
+            raise invalid_value("capacity", capacity, "a whole number >= 1")
         self.enabled = False
         self._lock = threading.Lock()
         self._entries: deque[Span | _GpuSpan] = deque(maxlen=capacity)
@@ -268,7 +268,7 @@ def write_chrome_trace(spans: Iterable[Span], path: str | os.PathLike[str]) -> N
     """Write `chrome_trace` to a file, which is there whole or not at all."""
     path = Path(path)
     if not path.parent.is_dir():
-        raise bad_value("directory of the trace", str(path.parent), "a directory that exists", "Create it first")
+        raise invalid_value("directory of the trace", str(path.parent), "a directory that exists", "Create it first")
     text = json.dumps(chrome_trace(spans), allow_nan=False)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

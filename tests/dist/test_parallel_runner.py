@@ -256,7 +256,7 @@ def test_a_message_that_never_comes() -> None:
 
 def test_mistakes_are_named() -> None:
     schedule = make_schedule("gpipe", 1, 2)
-    with pytest.raises(ValueError, match="micro-batches is 1; allowed: the schedule's 2"):
+    with pytest.raises(ValueError, match="micro-batches is 1, but must be the schedule's 2"):
         Runner(Doubling(), schedule, 0, Wire([0], 0, CPU)).train([(torch.tensor(1.0), None)])
     with pytest.raises(ValueError, match="loss is"):
         Runner(Doubling(), schedule, 0, Wire([0], 0, CPU)).train([(torch.ones(BATCH), None)] * 2)

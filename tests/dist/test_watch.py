@@ -364,15 +364,17 @@ def test_ranks_that_differ_are_refused(ranks: Ranks) -> None:
     assert [end.code for end in ends] == [0, 0, 0]
     told = [[json.loads(line) for line in end.text.splitlines() if line.startswith('"')] for end in ends]
     config = (
-        "config of rank 1 is 'line 2: clip: 2'; allowed: 'line 2: clip: 1', as on rank 0. "
+        "config of rank 1 is 'line 2: clip: 2', but must be 'line 2: clip: 1', as on rank 0. "
         "Start every rank with the same script, config and versions."
     )
-    shape = "parameters of rank 2 is 'line 3: 1.weight (5, 3) torch.float32'; allowed: 'line 3: 1.weight (4, 3) torch."
+    shape = (
+        "parameters of rank 2 is 'line 3: 1.weight (5, 3) torch.float32', but must be 'line 3: 1.weight (4, 3) torch."
+    )
     for rank in range(3):
         assert told[rank][0] == "same"
         assert told[rank][1] == ("ValueError: " if rank == 1 else "ValueError: rank 1 differs: ") + config
         assert told[rank][2].startswith(("ValueError: " if rank == 2 else "ValueError: rank 2 differs: ") + shape)
-        assert "version of rank 2 is 'given'; allowed: 'not given', as on rank 0" in told[rank][3]
+        assert "version of rank 2 is 'given', but must be 'not given', as on rank 0" in told[rank][3]
     for rank in range(2):
         assert told[rank][4] == "TimeoutError: rank 2 did not come to check_same within 1 s"
 

@@ -233,9 +233,9 @@ def test_a_token_of_a_sparse_gpt_sees_what_its_blocks_see() -> None:
     ("pattern", "words"),
     [
         (att.BigBirdSparsityConfig(HEADS), 'attention="unidirectional"'),
-        (att.LocalSlidingWindowSparsityConfig(3), r"pattern.num_heads is 3; allowed: 4"),
+        (att.LocalSlidingWindowSparsityConfig(3), r"pattern.num_heads is 3, but must be 4"),
         ([WINDOW], "one for each of the model's 2 layers"),
-        ({2: WINDOW}, "layer of a pattern is 2; allowed: 0 to 1"),
+        ({2: WINDOW}, "layer of a pattern is 2, but must be 0 to 1"),
         ({}, "a pattern for one layer"),
         ("fixed", "pattern is 'str'"),
         ([WINDOW, None], "pattern of a layer is 'NoneType'"),

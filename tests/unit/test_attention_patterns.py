@@ -202,7 +202,7 @@ def test_random_blocks_are_added_to_the_rest() -> None:
 def test_any_length_and_whole_blocks() -> None:
     pattern = FixedSparsityConfig(2)
     assert pattern.layout(100) == pattern.layout(112)
-    with pytest.raises(ValueError, match=r"seq_len is 100; allowed: a multiple of block 16. layout\(\) takes"):
+    with pytest.raises(ValueError, match=r"seq_len is 100, but must be a multiple of block 16. layout\(\) takes"):
         pattern.make_layout(100)
     with pytest.raises(ValueError, match=r"Use layout\(\)"):
         LocalSlidingWindowSparsityConfig(2).make_layout(2**20)
@@ -240,7 +240,7 @@ def test_config_sections() -> None:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"mode": "sparse"}, "sparse_attention.mode is 'sparse'; allowed: 'dense', 'fixed'"),
+        ({"mode": "sparse"}, "sparse_attention.mode is 'sparse', but must be 'dense', 'fixed'"),
         ({"mode": ["fixed"]}, "sparse_attention.mode"),
         ({"mode": "fixed", "num_local_block": 4}, "sparse_attention.num_local_block is 4.*Known: block"),
         ({"mode": "fixed", "num_random_blocks": 4}, "num_random_blocks is 4.*belongs to mode variable, bigbird"),

@@ -218,12 +218,12 @@ def test_a_pattern_is_laid_out_for_the_length() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "cuda"}, "backend is 'cuda'; allowed: 'auto', 'triton', 'flex', 'torch'"),
-        ({"layout": "bigbird"}, "layout is 'str'; allowed: a Layout or a SparsityConfig"),
-        ({"dropuot": 0.1}, "an option of sparse_attention is 'dropuot'; allowed: 'scale'"),
+        ({"backend": "cuda"}, "backend is 'cuda', but must be 'auto', 'triton', 'flex', 'torch'"),
+        ({"layout": "bigbird"}, "layout is 'str', but must be a Layout or a SparsityConfig"),
+        ({"dropuot": 0.1}, "an option of sparse_attention is 'dropuot', but must be 'scale'"),
         ({"dropout": 1.0}, "dropout is 1.0"),
-        ({"backend": "triton"}, "q.device is 'cpu'; allowed: a CUDA device. Or use backend=\"torch\""),
-        ({"backend": "flex"}, "block is 16; allowed: 128. Flex kernels work on tiles of 128"),
+        ({"backend": "triton"}, "q.device is 'cpu', but must be a CUDA device. Or use backend=\"torch\""),
+        ({"backend": "flex"}, "block is 16, but must be 128. Flex kernels work on tiles of 128"),
     ],
 )
 def test_mistakes_are_named(options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,17 +238,17 @@ def test_what_the_kernels_cannot_do_is_named() -> None:
     tensors, layout = small()
     with pytest.raises(ValueError, match=r"q\.dtype is torch\.float64"):
         triton_attention(*[tensor.double() for tensor in tensors], layout, Extras())
-    with pytest.raises(ValueError, match="head_dim is 320; allowed: up to 256"):
+    with pytest.raises(ValueError, match="head_dim is 320, but must be up to 256"):
         triton_attention(*[torch.zeros(1, 2, 40, 320) for _ in range(3)], layout, Extras())
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dropout": 0.1}, "dropout is 0.1; allowed: 0.0 with flex"),
+        ({"dropout": 0.1}, "dropout is 0.1, but must be 0.0 with flex"),
         ({"bias": torch.zeros(256, 256, requires_grad=True)}, "bias is 'a tensor that requires a gradient'"),
         ({"relative": torch.zeros(1, 511, requires_grad=True)}, "relative is 'a tensor that requires a gradient'"),
-        ({}, "q.device is 'cpu'; allowed: a CUDA device"),
+        ({}, "q.device is 'cpu', but must be a CUDA device"),
     ],
 )
 def test_flex_refuses_with_reasons(options: dict[str, Any], message: str) -> None:

@@ -184,7 +184,7 @@ def test_the_size_fits_the_memory() -> None:
 def test_values_that_cannot_work_are_named(option: str, value: str) -> None:
     answer = bench(option, value)
     assert answer.exit_code == 1
-    assert f"error: {option} is {value}; allowed:" in answer.output
+    assert f"error: {option} is {value}, but must be" in answer.output
 
 
 @needs_library

@@ -280,9 +280,9 @@ def test_long_names_fit(tmp_path: Path) -> None:
 def test_unknown_file_and_tensor(tmp_path: Path) -> None:
     put(tmp_path, "a", 1)
     found = opened(tmp_path)
-    with pytest.raises(ValueError, match="'nope'; allowed: 'model', 'optim'"):
+    with pytest.raises(ValueError, match="'nope', but must be 'model', 'optim'"):
         found.names("nope")
-    with pytest.raises(ValueError, match="'nope'; allowed: one of its 3 tensors"):
+    with pytest.raises(ValueError, match="'nope', but must be one of its 3 tensors"):
         found.tensor("model", "nope")
 
 
@@ -297,7 +297,7 @@ def test_latest_and_tags(tmp_path: Path) -> None:
     put(tmp_path, "best", 3, save_latest=False)
     assert (tmp_path / LATEST).read_text() == "two\n"
     assert [value_of(opened(tmp_path, tag)) for tag in (None, "one", "two", "best")] == [2, 1, 2, 3]
-    with pytest.raises(ValueError, match="is 'three'; allowed: 'one', 'two', 'best'"):
+    with pytest.raises(ValueError, match="is 'three', but must be 'one', 'two', 'best'"):
         open_checkpoint(tmp_path, "three")
     with pytest.raises(ValueError, match="there is no checkpoint"):
         open_checkpoint(tmp_path / "nothing", "one")

@@ -441,7 +441,10 @@ def test_parts_that_are_not_a_whole_are_refused_before_anything_is_written(
 def test_ranks_that_do_not_fit_each_other_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "root"
     refused(
-        3, lambda s: put_one(s, root, f"step{s.rank // 2}", 1), ValueError, "tag on rank 2 is 'step1'; allowed: 'step0'"
+        3,
+        lambda s: put_one(s, root, f"step{s.rank // 2}", 1),
+        ValueError,
+        "tag on rank 2 is 'step1', but must be 'step0'",
     )
     refused(3, lambda s: put_one(s, root, "../x" if s.rank == 1 else "x", 1), ValueError, "rank 1: tag is '../x'")
     refused(2, lambda s: put_one(s, root, "a/b", 1), ValueError, "rank 0 (and 1 more): tag is 'a/b'")

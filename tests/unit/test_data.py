@@ -127,7 +127,7 @@ def test_too_few_tokens_for_a_context(counted: TokenData) -> None:
 def test_a_token_outside_of_the_vocabulary_is_named(array: Any, wrong: int, tmp_path: Path) -> None:
     np.save(tmp_path / "some.npy", array)
     data = load_data(str(tmp_path / "some.npy"), vocab_size=9, valid_share=0.0)
-    with pytest.raises(ValueError, match=rf"some\.npy is {wrong}; allowed: 0 to 8") as error:
+    with pytest.raises(ValueError, match=rf"some\.npy is {wrong}, but must be 0 to 8") as error:
         data.batch("train", 0, 2, 4)
     assert str(tmp_path) in str(error.value)
 
@@ -449,7 +449,7 @@ def test_a_missing_path_names_the_nearest(tmp_path: Path) -> None:
         ("a.jsonl", b"\n\n", "holds no tokens"),
         ("a.bin", b"", "holds no tokens"),
         ("a.txt", b"text\0", "has no zero bytes"),
-        ("a.bin", b"abc", "size of .*a.bin is 3; allowed: a multiple of 2"),
+        ("a.bin", b"abc", "size of .*a.bin is 3, but must be a multiple of 2"),
         ("a.npy", b"text", "is not a .npy file"),
         ("a.npy", b"\x93NUMPY", "cannot be mapped"),
     ],

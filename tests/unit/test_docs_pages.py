@@ -92,7 +92,9 @@ QUOTED = re.findall(r"^### `(.+)`$", (DOCS / "troubleshooting.md").read_text(), 
 
 def missing_parts(message: str) -> list[str]:
     """Parts of a quoted message that no string of ours has; `...` stands for what differs."""
-    parts = [part.strip() for part in message.replace(" is ...; allowed: ", "...").replace(". ", "....").split("...")]
+    parts = [
+        part.strip() for part in message.replace(" is ..., but must be ", "...").replace(". ", "....").split("...")
+    ]
     parts = [part.strip(".:; ") for part in parts if part.strip(".:; ")]
     assert max(map(len, parts)) >= 10, f"{message}: too little to be known by"
     return [part for part in parts if not any(part in text for text in constants())]

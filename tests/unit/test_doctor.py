@@ -149,7 +149,7 @@ def test_without_a_gpu_it_stays_usable() -> None:
     "facts",
     [
         replace(GOOD, versions={"torch": "2.7.1"}),
-        replace(GOOD, kernels=replace(KERNELS, setting_error="TWINFLOW_THREADS is 'many'; allowed: a whole number")),
+        replace(GOOD, kernels=replace(KERNELS, setting_error="TWINFLOW_THREADS is 'many', but must be a whole number")),
         replace(GOOD, kernels=replace(KERNELS, disagreements=["update: adamw"])),
         replace(GOOD, kernels=replace(KERNELS, path=None, problem="libtwinflow.so is not installed")),
     ],

@@ -108,7 +108,7 @@ def test_a_loop_that_clips_otherwise_is_refused() -> None:
     model, other = net(), net()
     twin = TwinOptimizer(model, lr=1e-2, max_grad_norm=0.5, early=True)
     clipping = Clipping(twin, "max_norm")
-    with pytest.raises(ValueError, match=r"max_norm is 1.0; allowed: 0.5"):
+    with pytest.raises(ValueError, match=r"max_norm is 1.0, but must be 0.5"):
         clipping.clip(1.0)
     with pytest.raises(ValueError, match=r"norm_type is 1.0"):
         clipping.clip(0.5, 1.0)

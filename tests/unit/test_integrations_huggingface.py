@@ -241,7 +241,7 @@ def test_a_twin_optimizer_that_is_given_must_mean_the_same(huggingface: Any, tmp
     short = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}
     model = llama()
     given = TwinOptimizer(model, lr=LR, max_grad_norm=2.0, early=True, **TWIN)
-    with pytest.raises(ValueError, match=r"max_grad_norm is 1.0; allowed: 2.0"):
+    with pytest.raises(ValueError, match=r"max_grad_norm is 1.0, but must be 2.0"):
         train(huggingface.TwinTrainer, tmp_path, model=model, keys={"optimizers": (given, None)}, **short)
     found = train(
         huggingface.TwinTrainer,
@@ -356,7 +356,7 @@ def test_an_optimizer_of_torch_is_taken_over_for_accelerate() -> None:
 
 
 def test_clipping_that_was_not_declared_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_norm is 1.0; allowed: None"):
+    with pytest.raises(ValueError, match=r"max_norm is 1.0, but must be None"):
         loop(lambda a, m: twin_optimizer(a, m, lr=LR), 1)
 
 

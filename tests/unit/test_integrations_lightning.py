@@ -134,7 +134,7 @@ def test_what_would_train_wrongly_is_refused(cases: Any, tmp_path: Path) -> None
         cases.fit(tmp_path, cases.TwinStrategy(config={**cases.CONFIG, "optimizer": ADAMW}))
     with pytest.raises(ValueError, match="gradient_clip_algorithm"):
         cases.fit(tmp_path, cases.TwinStrategy(config=cases.CONFIG), gradient_clip_algorithm="value")
-    with pytest.raises(ValueError, match=r"configure_optimizers\(\) is 0; allowed: 1"):
+    with pytest.raises(ValueError, match=r"configure_optimizers\(\) is 0, but must be 1"):
         cases.fit(tmp_path, cases.TwinStrategy(config=cases.CONFIG), cases.Module())
     averages = cases.pl.callbacks.StochasticWeightAveraging(LR)
     with pytest.raises(ValueError, match=r"StochasticWeightAveraging.*strategy\.twin\.wait"):

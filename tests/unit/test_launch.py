@@ -90,14 +90,14 @@ def test_processes_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         result = run_launch(*words, "--dry_run", "--module", "m")
         assert f"--nproc-per-node={wanted} " in result.output
-    assert "--num_gpus is 3; allowed: 1 to 2" in run_launch("--num_gpus", "3", "--module", "m").output
+    assert "--num_gpus is 3, but must be 1 to 2" in run_launch("--num_gpus", "3", "--module", "m").output
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--nonsense", "x.py"), "No such option: --nonsense"),
-        (("no-such-script.py",), "script is 'no-such-script.py'; allowed: a file that is there"),
+        (("no-such-script.py",), "script is 'no-such-script.py', but must be a file that is there"),
         (("--hostfile", "no-such-file", "--module", "m"), "--hostfile is 'no-such-file'"),
         (("--num_gpus", "0", "--module", "m"), "--num_gpus is 0"),
         (("--num_gpus", "1", "--num_procs", "1", "--module", "m"), "nothing beside --num_gpus"),

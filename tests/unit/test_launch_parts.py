@@ -82,14 +82,14 @@ def test_filters_and_counts() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"include": "worker-9"}, "host in --include is 'worker-9'; allowed: 'worker-0', 'worker-1', 'worker-2'"),
-        ({"exclude": "worker-1:4"}, "slot of worker-1 in --exclude is '4'; allowed: 0 to 3"),
+        ({"include": "worker-9"}, "host in --include is 'worker-9', but must be 'worker-0', 'worker-1', 'worker-2'"),
+        ({"exclude": "worker-1:4"}, "slot of worker-1 in --exclude is '4', but must be 0 to 3"),
         ({"include": "worker-1:"}, "slot of worker-1 in --include is ''"),
         ({"include": "worker-1@worker-1:0"}, "worker-1 is there twice"),
         ({"include": "worker-0", "exclude": "worker-1"}, "nothing beside --include"),
-        ({"include": "worker-0", "num_gpus": 1}, "--num_gpus is 1; allowed: nothing beside"),
-        ({"num_nodes": 4}, "--num_nodes is 4; allowed: 1 to 3"),
-        ({"num_gpus": 2}, "--num_gpus is 2; allowed: 1 to 1"),
+        ({"include": "worker-0", "num_gpus": 1}, "--num_gpus is 1, but must be nothing beside"),
+        ({"num_nodes": 4}, "--num_nodes is 4, but must be 1 to 3"),
+        ({"num_gpus": 2}, "--num_gpus is 2, but must be 1 to 1"),
     ],
 )
 def test_bad_choices(options: dict[str, str], words: str) -> None:
@@ -197,9 +197,9 @@ def test_rank_environments(env: dict[str, str], wanted: RankEnvironment | None) 
         ({"OMPI_COMM_WORLD_RANK": "0"}, "without OMPI_COMM_WORLD_LOCAL_RANK"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "without MPI_LOCALRANKID"),
         (MPICH, "MASTER_ADDR is None"),
-        (TORCHRUN | {"RANK": "x"}, "RANK is 'x'; allowed: a whole number"),
-        (TORCHRUN | {"RANK": "4"}, "RANK is 4; allowed: below WORLD_SIZE, which is 4"),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE is 5; allowed: at most WORLD_SIZE"),
+        (TORCHRUN | {"RANK": "x"}, "RANK is 'x', but must be a whole number"),
+        (TORCHRUN | {"RANK": "4"}, "RANK is 4, but must be below WORLD_SIZE, which is 4"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE is 5, but must be at most WORLD_SIZE"),
         (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT is 0"),
         (SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID is 3"),
     ],

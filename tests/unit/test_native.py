@@ -122,7 +122,7 @@ def test_isa_can_be_forced_and_a_wrong_one_is_named() -> None:
         assert run_python(code, TWINFLOW_ISA=isa).stdout.strip() == isa
     result = run_python(code, TWINFLOW_ISA="mmx")
     assert result.returncode != 0
-    assert "TWINFLOW_ISA is 'mmx'; allowed:" in result.stderr
+    assert "TWINFLOW_ISA is 'mmx', but must be" in result.stderr
     with pytest.raises(ValueError, match="isa is 'mmx'"):
         native.set_isa("mmx")
 
@@ -253,41 +253,41 @@ def bad_segments() -> dict[str, tuple[Segment, str]]:
     int8 = make_store(ADAMW, "int8", None, 256)
     return {
         "gradient dtype": (replace(good, grad=grad.double()), "layer.weight: gradient dtype is torch.float64"),
-        "gradient device": (replace(good, grad=grad.to("meta")), "gradient device is 'meta'; allowed: cpu"),
+        "gradient device": (replace(good, grad=grad.to("meta")), "gradient device is 'meta', but must be cpu"),
         "gradient strides": (replace(good, grad=wide[::2]), "gradient strides is"),
         "gradient layout": (replace(good, grad=grad.float().to_sparse()), "gradient layout is"),
-        "master length": (with_store(master=torch.zeros(255)), "layer.weight: master length is 255; allowed: 256"),
+        "master length": (with_store(master=torch.zeros(255)), "layer.weight: master length is 255, but must be 256"),
         "master dtype": (with_store(master=store.master.double()), "master dtype is torch.float64"),
         "weight dtype": (with_store(weight=torch.zeros(256, dtype=torch.int8)), "weight dtype is torch.int8"),
         "weight of a split master": (
             with_store(master=torch.zeros(256, dtype=torch.int16), weight=torch.zeros(256)),
-            "layer.weight: weight dtype is torch.float32; allowed: torch.bfloat16. It holds the upper halves",
+            "layer.weight: weight dtype is torch.float32, but must be torch.bfloat16. It holds the upper halves",
         ),
         "no weight of a split master": (
             with_store(master=torch.zeros(256, dtype=torch.int16), weight=None),
-            "layer.weight: weight dtype is None; allowed: torch.bfloat16",
+            "layer.weight: weight dtype is None, but must be torch.bfloat16",
         ),
         "target master": (
             replace(good, target=replace(half, master=torch.zeros(256, dtype=torch.int16))),
-            "target master is torch.int16; allowed: the same kind as the store's",
+            "target master is torch.int16, but must be the same kind as the store's",
         ),
         "state missing": (with_store(states=(None, store.states[1])), "exp_avg is None"),
         "state dtype": (with_store(states=(store.states[0].bfloat16(), store.states[1])), "exp_avg dtype"),
         "state strides": (with_store(states=(wide[::2], store.states[1])), "exp_avg strides"),
-        "format": (with_store(format="fp4"), "states is 'fp4'; allowed: 'fp32', 'bf16', 'int8'"),
+        "format": (with_store(format="fp4"), "states is 'fp4', but must be 'fp32', 'bf16', 'int8'"),
         "format of the rule": (
             replace(good, rule=RULES["lion"], store=replace(store, format="int8")),
-            "states is 'int8'; allowed: 'fp32', 'bf16'",
+            "states is 'int8', but must be 'fp32', 'bf16'",
         ),
         "scales": (replace(good, store=replace(int8, scales=(torch.zeros(1), int8.scales[1]))), "scales of exp_avg"),
         "factor": (replace(good, factor=float("nan")), "factor is nan"),
-        "hyper": (replace(good, hyper=(0.1, 0.9)), "hyper is (0.1, 0.9); allowed: 7 numbers"),
+        "hyper": (replace(good, hyper=(0.1, 0.9)), "hyper is (0.1, 0.9), but must be 7 numbers"),
         "target overlaps": (
             replace(good, store=replace(store, master=wide[:256]), target=replace(half, master=wide[100:356])),
             "target master is",
         ),
         "negative index": (replace(good, first_index=-128), "first_index is -128"),
-        "first index": (replace(good, first_index=5), "first_index is 5; allowed: a multiple of 128"),
+        "first index": (replace(good, first_index=5), "first_index is 5, but must be a multiple of 128"),
         "target shared": (replace(good, target=replace(half, master=store.master)), "target master is"),
         "target kind": (replace(good, target=replace(half, weight=None)), "target weight is None"),
     }
@@ -310,7 +310,7 @@ def test_bad_input_is_named_and_nothing_is_modified(case: str) -> None:
 def test_bad_arguments_of_the_other_kernels() -> None:
     with pytest.raises(ValueError, match="into dtype"):
         native.accumulate(torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3))
-    with pytest.raises(ValueError, match="values length is 4; allowed: 3"):
+    with pytest.raises(ValueError, match="values length is 4, but must be 3"):
         native.accumulate(torch.zeros(3), torch.zeros(4))
     with pytest.raises(ValueError, match=r"tensors\[1\] dtype"):
         native.sum_squares([torch.zeros(3), torch.zeros(3, dtype=torch.int32)])

@@ -354,7 +354,7 @@ BAD_ENCODE: dict[str, tuple[dict[str, Any], str]] = {
     "values strides": ({"values": torch.zeros(200)[::2]}, "values strides"),
     "rows": (
         {"values": torch.zeros(99)},
-        r"packed shape is \(2, 16\); allowed: two dimensions, the first a divisor of 99",
+        r"packed shape is \(2, 16\), but must be two dimensions, the first a divisor of 99",
     ),
     "no rows": ({"packed": GOOD[:0]}, "packed shape"),
     "one dimension": ({"packed": GOOD.view(-1)}, "packed shape"),
@@ -362,11 +362,11 @@ BAD_ENCODE: dict[str, tuple[dict[str, Any], str]] = {
     "packed dtype": ({"packed": GOOD.view(torch.int8)}, "packed dtype is torch.int8"),
     "packed strides": ({"packed": torch.zeros(2, 32, dtype=torch.uint8)[:, :16]}, "packed strides"),
     "error dtype": ({"error": torch.zeros(100).bfloat16()}, "error dtype is torch.bfloat16"),
-    "error length": ({"error": torch.zeros(99)}, "error length is 99; allowed: 100"),
+    "error length": ({"error": torch.zeros(99)}, "error length is 99, but must be 100"),
     "base dtype": ({"base": torch.zeros(100).int()}, "base dtype"),
     "exponents dtype": ({"exponents": torch.zeros(100)}, "exponents dtype"),
-    "exponents length": ({"exponents": torch.zeros(50, dtype=torch.uint8)}, "exponents length is 50; allowed: 100"),
-    "device": ({"base": torch.zeros(100, device="meta")}, "base device is 'meta'; allowed: cpu"),
+    "exponents length": ({"exponents": torch.zeros(50, dtype=torch.uint8)}, "exponents length is 50, but must be 100"),
+    "device": ({"base": torch.zeros(100, device="meta")}, "base device is 'meta', but must be cpu"),
 }
 
 
@@ -388,7 +388,7 @@ def test_bad_arguments_of_the_way_back() -> None:
         packing.decode(code, out.int(), GOOD)
     with pytest.raises(ValueError, match="allowed: rows of 32 bytes: 1bit of 100 numbers"):
         packing.mean(code, out, GOOD)
-    with pytest.raises(ValueError, match="exponents length is 100; allowed: 50"):
+    with pytest.raises(ValueError, match="exponents length is 100, but must be 50"):
         packing.mean(code, out[:50], GOOD, torch.zeros(100, dtype=torch.uint8))
     with pytest.raises(ValueError, match="exponents dtype"):
         packing.decode(code, out, GOOD, exponents=torch.zeros(100))

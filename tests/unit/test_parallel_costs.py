@@ -308,7 +308,7 @@ def test_cards_go_by_their_size_too() -> None:
         ({"zero": 4}, "zero is 4"),
         ({"num_tp": 3}, "a divisor of the 32 attention heads"),
         ({"num_pp": 17}, "at most the 16 layers. Use fewer stages or chunks"),
-        ({"schedule": "zbv"}, "num_chunks is 1; allowed: 2 with zbv"),
+        ({"schedule": "zbv"}, "num_chunks is 1, but must be 2 with zbv"),
         ({"num_chunks": 2}, "1 with 1f1b"),
         ({"schedule": "dfs"}, "schedule is 'dfs'"),
         ({"schedule": "interleaved", "num_chunks": 2, "num_micro_batches": 9}, "a multiple of 2 rounds"),

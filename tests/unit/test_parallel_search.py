@@ -134,7 +134,7 @@ def test_what_does_not_fit_says_so() -> None:
         ((*MANY, "--per-node", "5"), "a multiple of the 5 of a machine. 30 GPUs fill 6 machines"),
         ((*MANY[:6], "--batch", "0"), "--batch is 0"),
         ((*MANY[:6], "--batch", "3", "--batch-size", "2"), "a multiple of a micro-batch (2) and some number of data"),
-        ((*MANY, "--states", "bf16"), "--states is 'bf16'; allowed: nothing beside many GPUs"),
+        ((*MANY, "--states", "bf16"), "--states is 'bf16', but must be nothing beside many GPUs"),
         ((*MANY, "--seq", "0"), "--seq-length is 0"),
         ((*MANY, "--cores", "0"), "--cores is 0"),
         ((*MANY, "--network", "fast"), "--network is 'fast'"),

@@ -115,7 +115,7 @@ def test_mistakes_are_named() -> None:
     topology = PipeModelDataParallelTopology(2, 2, 2)
     for call, word in (
         (lambda: topology.get_rank(pipe=0), "filter_match"),
-        (lambda: topology.get_rank(pipe=0, data=0, model=2), "model is 2; allowed: 0 to 1"),
+        (lambda: topology.get_rank(pipe=0, data=0, model=2), "model is 2, but must be 0 to 1"),
         (lambda: topology.filter_match(expert=0), "axis is 'expert'"),
         (lambda: topology.get_coord(8), "rank is 8"),
         (lambda: ProcessTopology(["a", "a"], [1, 2]), "different names"),

@@ -193,7 +193,7 @@ def test_without_a_gpu_here_one_must_be_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = plan("--preset", "tiny")
     assert result.exit_code == 1
-    assert "--gpu is None; allowed: 'b200'" in result.output
+    assert "--gpu is None, but must be 'b200'" in result.output
     assert "name the one to plan for" in result.output
 
 

@@ -466,7 +466,7 @@ def test_a_hugging_face_config_counts_as_its_model_does(kind: str) -> None:
 
 
 def test_an_unknown_model_type_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"model_type is 'mamba'; allowed: 'llama', 'mistral'.*module:function"):
+    with pytest.raises(ValueError, match=r"model_type is 'mamba', but must be 'llama', 'mistral'.*module:function"):
         from_hf({"model_type": "mamba"})
     with pytest.raises(ValueError, match="without 'intermediate_size'"):
         from_hf({"model_type": "llama", "hidden_size": 64})
@@ -491,7 +491,7 @@ def test_cards_are_known_by_their_short_and_by_their_full_names() -> None:
     assert recognise("NVIDIA GeForce RTX 4090") is GPUS["rtx4090"]
     assert recognise("Tesla V100-SXM2-32GB") is GPUS["v100-32"]
     assert recognise("Something Else") is None
-    with pytest.raises(ValueError, match="--gpu is 'h300'; allowed: 'b200', 'h200'"):
+    with pytest.raises(ValueError, match="--gpu is 'h300', but must be 'b200', 'h200'"):
         gpu_named("h300")
 
 

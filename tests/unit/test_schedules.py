@@ -274,39 +274,51 @@ def test_names() -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("WarmUpL", {}, "scheduler.type is 'WarmUpL'; allowed: *'OneCycle', *. Did you mean 'WarmupLR'?"),
+    ("WarmUpL", {}, "scheduler.type is 'WarmUpL', but must be *'OneCycle', *. Did you mean 'WarmupLR'?"),
     ("CosineAnealingLR", {}, "Did you mean 'CosineAnnealingLR'?"),
-    ("LRScheduler", {}, "scheduler.type is 'LRScheduler'; allowed: "),
-    ("?", {}, "scheduler.type is '?'; allowed: "),
+    ("LRScheduler", {}, "scheduler.type is 'LRScheduler', but must be "),
+    ("?", {}, "scheduler.type is '?', but must be "),
     (
         "WarmupLR",
         {"warmup_num_step": 9},
-        "scheduler.params.warmup_num_step is 9; allowed: *'warmup_num_steps', *. Did you mean 'warmup_num_steps'?",
+        "scheduler.params.warmup_num_step is 9, but must be *'warmup_num_steps', *. Did you mean 'warmup_num_steps'?",
     ),
-    ("StepLR", {"step_sise": 9}, "scheduler.params.step_sise is 9; allowed: 'step_size', *Did you mean 'step_size'?"),
-    ("WarmupLR", {"optimizer": 9}, "scheduler.params.optimizer is 9; allowed: 'warmup_min_lr', "),
+    (
+        "StepLR",
+        {"step_sise": 9},
+        "scheduler.params.step_sise is 9, but must be 'step_size', *Did you mean 'step_size'?",
+    ),
+    ("WarmupLR", {"optimizer": 9}, "scheduler.params.optimizer is 9, but must be 'warmup_min_lr', "),
     (
         "WarmupDecayLR",
         {},
-        "scheduler.params is {}; allowed: 'total_num_steps', *. WarmupDecayLR needs total_num_steps.",
+        "scheduler.params is {}, but must be 'total_num_steps', *. WarmupDecayLR needs total_num_steps.",
     ),
     ("OneCycle", {}, "OneCycle needs cycle_min_lr, cycle_max_lr."),
-    ("WarmupLR", {"warmup_type": "lin"}, "warmup_type is 'lin'; allowed: 'log', 'linear'. Did you mean 'linear'?"),
-    ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps is 0; allowed: an integer from 1 on"),
-    ("WarmupLR", {"warmup_num_steps": 2.5}, "warmup_num_steps is 2.5; allowed: an integer from 1 on"),
-    ("WarmupLR", {"warmup_num_steps": True}, "warmup_num_steps is True; allowed: an integer from 1 on"),
-    ("WarmupLR", {"warmup_max_lr": "auto"}, "warmup_max_lr is 'auto'; allowed: a number"),
-    ("WarmupLR", {"warmup_max_lr": math.nan}, "warmup_max_lr is nan; allowed: a number"),
-    ("WarmupLR", {"warmup_max_lr": [1, 2]}, "warmup_max_lr is [1, 2]; allowed: one number, or a list of 1, one for "),
-    ("WarmupLR", {"last_batch_iteration": -2}, "last_batch_iteration is -2; allowed: an integer from -1 on"),
-    ("WarmupCosineLR", {"total_num_steps": 0}, "total_num_steps is 0; allowed: a number from 1 on"),
-    ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size is 0; allowed: an integer from 1 on"),
-    ("OneCycle", {**CYCLE, "cycle_first_step_size": 0}, "cycle_first_step_size is 0; allowed: a number from 1 on"),
-    ("OneCycle", {**CYCLE, "cycle_second_step_size": -1}, "cycle_second_step_size is -1; allowed: a number from 0 on"),
+    ("WarmupLR", {"warmup_type": "lin"}, "warmup_type is 'lin', but must be 'log', 'linear'. Did you mean 'linear'?"),
+    ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps is 0, but must be an integer from 1 on"),
+    ("WarmupLR", {"warmup_num_steps": 2.5}, "warmup_num_steps is 2.5, but must be an integer from 1 on"),
+    ("WarmupLR", {"warmup_num_steps": True}, "warmup_num_steps is True, but must be an integer from 1 on"),
+    ("WarmupLR", {"warmup_max_lr": "auto"}, "warmup_max_lr is 'auto', but must be a number"),
+    ("WarmupLR", {"warmup_max_lr": math.nan}, "warmup_max_lr is nan, but must be a number"),
+    (
+        "WarmupLR",
+        {"warmup_max_lr": [1, 2]},
+        "warmup_max_lr is [1, 2], but must be one number, or a list of 1, one for ",
+    ),
+    ("WarmupLR", {"last_batch_iteration": -2}, "last_batch_iteration is -2, but must be an integer from -1 on"),
+    ("WarmupCosineLR", {"total_num_steps": 0}, "total_num_steps is 0, but must be a number from 1 on"),
+    ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size is 0, but must be an integer from 1 on"),
+    ("OneCycle", {**CYCLE, "cycle_first_step_size": 0}, "cycle_first_step_size is 0, but must be a number from 1 on"),
+    (
+        "OneCycle",
+        {**CYCLE, "cycle_second_step_size": -1},
+        "cycle_second_step_size is -1, but must be a number from 0 on",
+    ),
     (
         "OneCycle",
         {**CYCLE, "cycle_first_stair_count": -1},
-        "cycle_first_stair_count is -1; allowed: an integer from 0 on",
+        "cycle_first_stair_count is -1, but must be an integer from 0 on",
     ),
 ]
 
@@ -322,7 +334,7 @@ def test_refused(name: str, params: dict[str, Any], text: str) -> None:
 
 
 def test_a_saved_state_without_a_step_is_refused() -> None:
-    with pytest.raises(ValueError, match="last_batch_iteration is None; allowed: an integer from -1 on"):
+    with pytest.raises(ValueError, match="last_batch_iteration is None, but must be an integer from -1 on"):
         LRRangeTest(optimizer_of()).load_state_dict({})
 
 

@@ -684,7 +684,7 @@ def layout(stages: int = 1, tensor: int = 1, schedule: str | None = None) -> dic
     ids=str,
 )
 def test_a_layout_that_does_not_come_out_even_is_refused(config: dict[str, Any], world: int, words: list[str]) -> None:
-    with pytest.raises(ValueError, match=r" is .*; allowed: ") as found:
+    with pytest.raises(ValueError, match=r" is .*, but must be ") as found:
         axes.check_layout(config, SHAPE, world)
     for word in words:
         assert word in str(found.value)
@@ -737,7 +737,7 @@ def test_a_run_goes_on_in_another_layout_with_the_same_sequences() -> None:
     ):
         check_same_run(saved, settings_of(world, size, config))
     check_same_run(saved, settings_of(4, 2, layout(2, 1, "zbv")))
-    with pytest.raises(ValueError, match=r"sequences of a step .* is 32; allowed: 16"):
+    with pytest.raises(ValueError, match=r"sequences of a step .* is 32, but must be 16"):
         check_same_run(saved, settings_of(4, 2, {}))
 
 

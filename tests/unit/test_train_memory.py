@@ -131,7 +131,7 @@ def test_what_ran_on_a_card_is_not_refused() -> None:
             ["GPU memory is '32.0 GB'", "50.9 GB are missing", "--ratio 0.96"],
         ),
         ("gpt2-10b", "fp32", 32, 40, {"ratio": 0.5}, ["GPU memory", "the host lacks", "as well"]),
-        ("gpt2-10b", "auto", 16, 128, {}, ["GPU memory is '16.0 GB'; allowed: at least 20.6 GB", "weights alone"]),
+        ("gpt2-10b", "auto", 16, 128, {}, ["GPU memory is '16.0 GB', but must be at least 20.6 GB", "weights alone"]),
         ("gpt2-10b", "auto", None, 64, {"precision": "fp32"}, ["41.1 GB of weights", "Train a smaller model"]),
     ],
 )

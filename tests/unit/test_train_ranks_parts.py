@@ -86,9 +86,9 @@ def test_other_ranks_resume_the_same_sequences_only() -> None:
     for parts in ((1, 8, 2), (1, 4, 4), (4, 2, 2), (8, 2, 1)):
         world, size, accumulation = parts
         check_same_run(saved(began), settings(world=world, batch_size=size, accumulation=accumulation))
-    with pytest.raises(ValueError, match=r"sequences of a step .* is 8; allowed: 16"):
+    with pytest.raises(ValueError, match=r"sequences of a step .* is 8, but must be 16"):
         check_same_run(saved(began), settings(world=1, batch_size=4, accumulation=2))
-    with pytest.raises(ValueError, match="--batch-size is 8; allowed: 4"):  # the same ranks: the same bits
+    with pytest.raises(ValueError, match="--batch-size is 8, but must be 4"):  # the same ranks: the same bits
         check_same_run(saved(began), replace(began, batch_size=8, accumulation=1))
     before = {key: value for key, value in saved(settings(batch_size=8)).items() if key != "world"}
     check_same_run(before, settings(world=2, batch_size=4))  # of a run from before there were ranks

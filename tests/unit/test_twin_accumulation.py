@@ -337,5 +337,5 @@ def test_weights_are_not_read_in_the_middle_of_an_early_update() -> None:
 
 @pytest.mark.parametrize("value", [0, -1])
 def test_bad_numbers_of_parts(value: int) -> None:
-    with pytest.raises(ValueError, match=rf"accumulation_steps is {value}; allowed: a whole number >= 1"):
+    with pytest.raises(ValueError, match=rf"accumulation_steps is {value}, but must be a whole number >= 1"):
         twin(gpt(), accumulation_steps=value)

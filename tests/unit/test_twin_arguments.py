@@ -54,7 +54,7 @@ def loss_of(model: nn.Module) -> Tensor:
 )
 def test_an_argument_is_refused_by_name(name: str, value: Any, allowed: str) -> None:
     model = mlp()
-    with pytest.raises(ValueError, match=rf"^{name} is .*; allowed: {allowed}"):
+    with pytest.raises(ValueError, match=rf"^{name} is .*, but must be {allowed}"):
         TwinOptimizer(model, **{name: value})
     TwinOptimizer(model).close()  # nothing is left on the model
 
@@ -72,7 +72,7 @@ def test_an_argument_is_refused_by_name(name: str, value: Any, allowed: str) -> 
     ],
 )
 def test_a_field_of_tuning_is_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"^tuning.{field} is .*; allowed: "):
+    with pytest.raises(ValueError, match=rf"^tuning.{field} is .*, but must be "):
         TwinOptimizer(mlp(), tuning=Tuning(**{field: value}))
 
 
@@ -95,10 +95,10 @@ def test_numbers_of_numpy_and_torch_are_numbers() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -3.0}, "lr is -3.0; allowed: a finite number >= 0"),
-        ({"lr": "1e-3"}, "lr is '1e-3'; allowed: a number"),
-        ({"betas": (0.9, 1.5)}, r"betas\[1\] is 1.5; allowed: a number in \[0, 1\)"),
-        ({"betas": (True, 0.9)}, r"betas\[0\] is True; allowed: a number"),
+        ({"lr": -3.0}, "lr is -3.0, but must be a finite number >= 0"),
+        ({"lr": "1e-3"}, "lr is '1e-3', but must be a number"),
+        ({"betas": (0.9, 1.5)}, r"betas\[1\] is 1.5, but must be a number in \[0, 1\)"),
+        ({"betas": (True, 0.9)}, r"betas\[0\] is True, but must be a number"),
     ],
 )
 def test_options_of_groups_are_checked_at_the_start(options: dict[str, Any], message: str) -> None:
@@ -156,7 +156,7 @@ def test_parameters_without_memory_and_without_their_model(rule: Any) -> None:
 def test_the_loss_of_an_engine_is_a_tensor(loss: Any) -> None:
     config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}}
     engine, *_ = twinflow.initialize(model=mlp(), config=config)
-    with pytest.raises(ValueError, match=rf"^loss is {loss}; allowed: a tensor"):
+    with pytest.raises(ValueError, match=rf"^loss is {loss}, but must be a tensor"):
         engine.backward(loss)
     engine.backward(loss_of(engine))  # and nothing was begun
     engine.step()
@@ -181,7 +181,7 @@ def arguments(folder: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("options", [{"lr": 3.0}, {"param_groups": []}, {"stats": "bf16"}, {"loss_scale": static(8.0)}])
 def test_what_is_no_option_beside_a_trainers_arguments(huggingface: Any, options: Any, tmp_path: Any) -> None:
     (name,) = options
-    with pytest.raises(ValueError, match=rf"option in twin is '{name}'; allowed: 'states', 'ratio'"):
+    with pytest.raises(ValueError, match=rf"option in twin is '{name}', but must be 'states', 'ratio'"):
         huggingface.TwinTrainer(llama(), arguments(tmp_path), train_dataset=samples(2), twin=options)
 
 
@@ -189,7 +189,7 @@ def test_fp16_of_a_trainer_is_refused_without_a_gpu_too(huggingface: Any, tmp_pa
     state = importlib.import_module("accelerate").state.AcceleratorState
     try:
         trainer = huggingface.TwinTrainer(llama(), arguments(tmp_path, fp16=True), train_dataset=samples(2))
-        with pytest.raises(ValueError, match="mixed_precision is 'fp16'; allowed: 'no', 'bf16'"):
+        with pytest.raises(ValueError, match="mixed_precision is 'fp16', but must be 'no', 'bf16'"):
             trainer.train()
     finally:
         state._reset_state(reset_partial_state=True)  # it is the process's, and would stay
@@ -198,5 +198,5 @@ def test_fp16_of_a_trainer_is_refused_without_a_gpu_too(huggingface: Any, tmp_pa
 def test_options_beside_an_optimizer_that_has_its_own(huggingface: Any) -> None:
     model = mlp()
     taken = importlib.import_module("twinflow.integrations.given").take_over
-    with pytest.raises(ValueError, match=r"option is 'lr'; allowed: .*those of the AdamW that is given"):
+    with pytest.raises(ValueError, match=r"option is 'lr', but must be .*those of the AdamW that is given"):
         taken(torch.optim.AdamW(model.parameters()), model, lr=3.0)

@@ -497,7 +497,7 @@ def test_state_that_does_not_fit_is_refused_before_it_is_made(monkeypatch: pytes
 
     numel = sum(p.numel() for p in gpt().parameters())
     monkeypatch.setattr(module, "find_room", lambda params, team: Free(4 * numel, 10**12))
-    with pytest.raises(ValueError, match=r"ratio is 0.2; allowed: at least 0.5.*takes.*more than it has"):
+    with pytest.raises(ValueError, match=r"ratio is 0.2, but must be at least 0.5.*takes.*more than it has"):
         twin(gpt(), ratio=0.2)
     twin(gpt(), ratio=0.6).close()
     monkeypatch.setattr(module, "find_room", lambda params, team: Free(None, 4 * numel))

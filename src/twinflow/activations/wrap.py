@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from twinflow.activations.offload import MIN_BYTES, Offload
 from twinflow.activations.partitioned import Partition
 from twinflow.device import Device, device_for
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.trace import Trace
 
 LOGGER = logging.getLogger("twinflow")
@@ -48,7 +48,9 @@ def checkpoint_layers(
     """
     if offload and partition is not None:
         remedy = "Inputs are kept on the host, or in parts by tensor ranks."
-        raise bad_value("activation_checkpointing.partition_activations with cpu_checkpointing", True, [False], remedy)
+        raise invalid_value(
+            "activation_checkpointing.partition_activations with cpu_checkpointing", True, [False], remedy
+        )
     chosen = _outermost(model, _find(model, layers))
     itself = _checkpoints_itself(model)
     if itself is not None:
@@ -60,7 +62,9 @@ def checkpoint_layers(
         return Handle([], None)
     taken = [name for name, module in chosen.items() if isinstance(vars(module).get("forward"), Checkpointed)]
     if taken:
-        raise bad_value(KEY, taken[0], "layers that are not checkpointed yet", "Call remove() of their handle first.")
+        raise invalid_value(
+            KEY, taken[0], "layers that are not checkpointed yet", "Call remove() of their handle first."
+        )
     mover: Offload | Partition | None = partition
     if offload:
         where = next((param.device for param in model.parameters()), torch.device("cpu"))
@@ -148,20 +152,22 @@ class Checkpointed:
 def _find(model: nn.Module, layers: Sequence[str] | Sequence[nn.Module]) -> dict[str, nn.Module]:
     """The modules that are meant, by name."""
     if isinstance(layers, str) or not layers:
-        raise bad_value(KEY, layers, "a list of class names, or of modules", "Name the class of the model's layers.")
+        raise invalid_value(
+            KEY, layers, "a list of class names, or of modules", "Name the class of the model's layers."
+        )
     named = dict(model.named_modules())
     if not isinstance(layers[0], str):
         wanted = {id(module) for module in layers}
         found = {name: module for name, module in named.items() if id(module) in wanted}
         if len(found) < len(wanted):
-            raise bad_value(KEY, "a module that is not in the model", "modules of the model")
+            raise invalid_value(KEY, "a module that is not in the model", "modules of the model")
         return found
     classes = sorted({class_of(module) for module in named.values()})
     for name in cast(Sequence[str], layers):
         if name not in classes:
             near = get_close_matches(name, classes, 3)
             remedy = f"Did you mean {' or '.join(repr(other) for other in near)}?" if near else ""
-            raise bad_value(KEY, name, f"classes of the model's modules ({', '.join(classes)})", remedy)
+            raise invalid_value(KEY, name, f"classes of the model's modules ({', '.join(classes)})", remedy)
     return {name: module for name, module in named.items() if class_of(module) in layers}
 
 
@@ -203,7 +209,7 @@ def _without_cache(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if length() > 0:
             allowed = "an empty cache, or none"
             remedy = "A layer that runs again would write to it twice: pass use_cache=False."
-            raise bad_value(f"past_key_values of the checkpointed layer {name}", "not empty", allowed, remedy)
+            raise invalid_value(f"past_key_values of the checkpointed layer {name}", "not empty", allowed, remedy)
         return None
 
     changed = {key: kept(value) for key, value in kwargs.items()}

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from twinflow.attention.layout import Layout
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B
 HEAD, QUERY, KEY = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
@@ -79,42 +79,46 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) 
     """Refuses what does not fit together; returns the sizes."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
-            raise bad_value(f"{name}.shape", tuple(tensor.shape), "[batch, heads, tokens, head_dim]")
+            raise invalid_value(f"{name}.shape", tuple(tensor.shape), "[batch, heads, tokens, head_dim]")
         if tensor.dtype != q.dtype or tensor.device != q.device:
-            raise bad_value(name, (tensor.dtype, tensor.device), f"dtype and device of q: {(q.dtype, q.device)}")
+            raise invalid_value(name, (tensor.dtype, tensor.device), f"dtype and device of q: {(q.dtype, q.device)}")
     if not q.is_floating_point():
-        raise bad_value("q.dtype", q.dtype, "a float dtype")
+        raise invalid_value("q.dtype", q.dtype, "a float dtype")
     sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
     if k.shape != v.shape or k.shape[0] != sizes.batch or k.shape[3] != sizes.head_dim:
         shapes = tuple(k.shape), tuple(v.shape)
-        raise bad_value(
+        raise invalid_value(
             "shapes of k and v", shapes, f"[{sizes.batch}, heads, keys, {sizes.head_dim}], the same for both"
         )
     if min(q.shape) < 1 or min(k.shape) < 1:
-        raise bad_value("shapes of q and k", (tuple(q.shape), tuple(k.shape)), "no empty dimension")
+        raise invalid_value("shapes of q and k", (tuple(q.shape), tuple(k.shape)), "no empty dimension")
     if sizes.num_heads % sizes.num_kv_heads:
-        raise bad_value("heads of k", sizes.num_kv_heads, f"a divisor of the {sizes.num_heads} heads of q")
+        raise invalid_value("heads of k", sizes.num_kv_heads, f"a divisor of the {sizes.num_heads} heads of q")
     _check_layout(layout, sizes, extras)
     _check_tensors(sizes, extras, q.device)
     if extras.scale is not None and not math.isfinite(extras.scale):
-        raise bad_value("scale", extras.scale, "a finite number, or None for head_dim ** -0.5")
+        raise invalid_value("scale", extras.scale, "a finite number, or None for head_dim ** -0.5")
     if not 0.0 <= extras.dropout < 1.0:
-        raise bad_value("dropout", extras.dropout, "at least 0 and less than 1")
+        raise invalid_value("dropout", extras.dropout, "at least 0 and less than 1")
     if not 0 <= extras.seed < 2**64:
-        raise bad_value("seed", extras.seed, "0 to 2**64 - 1")
+        raise invalid_value("seed", extras.seed, "0 to 2**64 - 1")
     return sizes
 
 
 def _check_layout(layout: Layout, sizes: Sizes, extras: Extras) -> None:
     if layout.num_heads != sizes.num_heads:
-        raise bad_value("heads of the layout", layout.num_heads, [sizes.num_heads], "Build it for the heads of q.")
+        raise invalid_value("heads of the layout", layout.num_heads, [sizes.num_heads], "Build it for the heads of q.")
     if extras.q_start < 0:
-        raise bad_value("q_start", extras.q_start, "at least 0")
+        raise invalid_value("q_start", extras.q_start, "at least 0")
     end = extras.q_start + sizes.num_queries
     if layout.num_rows * layout.block < end:
-        raise bad_value("rows of the layout", layout.num_rows, f"blocks of {layout.block} for {end} query positions")
+        raise invalid_value(
+            "rows of the layout", layout.num_rows, f"blocks of {layout.block} for {end} query positions"
+        )
     if layout.num_cols * layout.block < sizes.num_keys:
-        raise bad_value("columns of the layout", layout.num_cols, f"blocks of {layout.block} for {sizes.num_keys} keys")
+        raise invalid_value(
+            "columns of the layout", layout.num_cols, f"blocks of {layout.block} for {sizes.num_keys} keys"
+        )
 
 
 def _check_tensors(sizes: Sizes, extras: Extras, device: torch.device) -> None:
@@ -124,18 +128,20 @@ def _check_tensors(sizes: Sizes, extras: Extras, device: torch.device) -> None:
         if tensor is None:
             continue
         if (tensor.dtype == torch.bool) != is_bool or not (is_bool or tensor.is_floating_point()):
-            raise bad_value(f"{name}.dtype", tensor.dtype, "bool, True = takes part" if is_bool else "a float dtype")
+            raise invalid_value(
+                f"{name}.dtype", tensor.dtype, "bool, True = takes part" if is_bool else "a float dtype"
+            )
         if tensor.device != device:
-            raise bad_value(f"{name}.device", tensor.device, [device])
+            raise invalid_value(f"{name}.device", tensor.device, [device])
     padding, relative = extras.key_padding, extras.relative
     if padding is not None and padding.shape != (sizes.batch, sizes.num_keys):
-        raise bad_value("key_padding.shape", tuple(padding.shape), [(sizes.batch, sizes.num_keys)])
+        raise invalid_value("key_padding.shape", tuple(padding.shape), [(sizes.batch, sizes.num_keys)])
     for name, tensor in (("mask", extras.mask), ("bias", extras.bias)):
         if tensor is not None and not _broadcasts(tuple(tensor.shape), sizes.scores):
-            raise bad_value(f"{name}.shape", tuple(tensor.shape), f"what broadcasts to {sizes.scores}")
+            raise invalid_value(f"{name}.shape", tuple(tensor.shape), f"what broadcasts to {sizes.scores}")
     width = sizes.num_queries + sizes.num_keys - 1
     if relative is not None and tuple(relative.shape) not in ((1, width), (sizes.num_heads, width)):
-        raise bad_value("relative.shape", tuple(relative.shape), [(1, width), (sizes.num_heads, width)])
+        raise invalid_value("relative.shape", tuple(relative.shape), [(1, width), (sizes.num_heads, width)])
 
 
 def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:

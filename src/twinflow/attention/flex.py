@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from twinflow.attention.extras import Extras, Sizes, as_4d, check_call
 from twinflow.attention.layout import Layout
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 BLOCK = 128
 REMEDY = 'Use backend="triton".'
@@ -28,7 +28,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) -> Ten
     sizes = check_call(q, k, v, layout, extras)
     _refuse(layout, extras, sizes)
     if not q.is_cuda:
-        raise bad_value("q.device", str(q.device), "a CUDA device", 'Or use backend="torch".')
+        raise invalid_value("q.device", str(q.device), "a CUDA device", 'Or use backend="torch".')
     out: Tensor = _compiled()(
         q,
         k,
@@ -49,18 +49,18 @@ def _compiled() -> Callable[..., Any]:
 
 def _refuse(layout: Layout, extras: Extras, sizes: Sizes) -> None:
     if layout.block != BLOCK:
-        raise bad_value("block", layout.block, [BLOCK], f"Flex kernels work on tiles of {BLOCK}. {REMEDY}")
+        raise invalid_value("block", layout.block, [BLOCK], f"Flex kernels work on tiles of {BLOCK}. {REMEDY}")
     if sizes.num_queries % BLOCK or sizes.num_keys % BLOCK:
         lengths = (sizes.num_queries, sizes.num_keys)
-        raise bad_value("queries and keys", lengths, f"multiples of {BLOCK} with flex", REMEDY)
+        raise invalid_value("queries and keys", lengths, f"multiples of {BLOCK} with flex", REMEDY)
     if extras.q_start:
-        raise bad_value("q_start", extras.q_start, "0 with flex", REMEDY)
+        raise invalid_value("q_start", extras.q_start, "0 with flex", REMEDY)
     if extras.dropout:
-        raise bad_value("dropout", extras.dropout, "0.0 with flex, which has none", REMEDY)
+        raise invalid_value("dropout", extras.dropout, "0.0 with flex, which has none", REMEDY)
     for name in ("bias", "relative"):
         tensor = getattr(extras, name)
         if tensor is not None and tensor.requires_grad:
-            raise bad_value(name, "a tensor that requires a gradient", "one that does not, with flex", REMEDY)
+            raise invalid_value(name, "a tensor that requires a gradient", "one that does not, with flex", REMEDY)
 
 
 def score_mod(extras: Extras, sizes: Sizes) -> Callable[..., Tensor] | None:

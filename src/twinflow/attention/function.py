@@ -13,7 +13,7 @@ from twinflow.attention.layout import Layout
 from twinflow.attention.patterns import SparsityConfig
 from twinflow.attention.reference import block_attention
 from twinflow.attention.triton_attention import triton_attention
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 BACKENDS = ("auto", "triton", "flex", "torch")
 CACHED_LAYOUTS = 32
@@ -29,19 +29,19 @@ def sparse_attention(
     flex_attention, which refuses much of this.
     """
     if backend not in BACKENDS:
-        raise bad_value("backend", backend, BACKENDS)
+        raise invalid_value("backend", backend, BACKENDS)
     known = [field.name for field in fields(Extras)]
     for name in extras:
         if name not in known:
-            raise bad_value("an option of sparse_attention", name, known)
+            raise invalid_value("an option of sparse_attention", name, known)
     if isinstance(layout, SparsityConfig):
         if q.dim() != 4 or k.dim() != 4:
             shapes = (tuple(q.shape), tuple(k.shape))
-            raise bad_value("shapes of q and k", shapes, "[batch, heads, tokens, head_dim]")
+            raise invalid_value("shapes of q and k", shapes, "[batch, heads, tokens, head_dim]")
         length = max(k.shape[2], extras.get("q_start", 0) + q.shape[2])
         layout = _layout(layout, -(-length // layout.block) * layout.block)
     if not isinstance(layout, Layout):
-        raise bad_value("layout", type(layout).__name__, "a Layout or a SparsityConfig")
+        raise invalid_value("layout", type(layout).__name__, "a Layout or a SparsityConfig")
     if backend == "auto":
         backend = "triton" if q.is_cuda else "torch"
     if backend == "torch":

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from twinflow.attention.pattern_attention import PatternAttention, not_causal
 from twinflow.attention.patterns import DenseSparsityConfig, SparsityConfig
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 _BEFORE = "_twinflow_attention_before"  # on a model: the implementation that it had, and the handle of our hook
 _NEEDS = ("AttentionInterface", "AttentionMaskInterface")
@@ -51,7 +51,7 @@ def num_heads_of(model: Any) -> int:
     count = getattr(model.config, "num_attention_heads", None)
     if not isinstance(count, int):
         remedy = "Give it to the part of the model that has layers of text."
-        raise bad_value(f"{type(model).__name__}.config.num_attention_heads", count, "a whole number", remedy)
+        raise invalid_value(f"{type(model).__name__}.config.num_attention_heads", count, "a whole number", remedy)
     return count
 
 
@@ -72,7 +72,7 @@ def sparse_transformers(
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
-        raise bad_value(
+        raise invalid_value(
             "model", type(model).__name__, "one that lets its attention be set", "transformers left it as it was."
         )
     if not hasattr(model, _BEFORE):
@@ -96,7 +96,7 @@ def _refuse_outputs(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None
 
 def _refusal(name: str, value: object) -> ValueError:
     shown = "a tensor" if isinstance(value, Tensor) else value
-    return bad_value(name, shown, "left out with sparse attention", _REFUSED[name])
+    return invalid_value(name, shown, "left out with sparse attention", _REFUSED[name])
 
 
 def _check_model(model: Any, patterns: Sequence[SparsityConfig]) -> None:
@@ -105,13 +105,13 @@ def _check_model(model: Any, patterns: Sequence[SparsityConfig]) -> None:
     transformers = sys.modules["transformers"]
     if not all(hasattr(transformers, part) for part in _NEEDS) or not hasattr(model, "set_attn_implementation"):
         version = getattr(transformers, "__version__", "unknown")
-        raise bad_value("transformers", version, f"a version with {' and '.join(_NEEDS)}", "Install version 5.")
+        raise invalid_value("transformers", version, f"a version with {' and '.join(_NEEDS)}", "Install version 5.")
     if not model._can_set_attn_implementation():
         remedy = "Its layers compute attention themselves: build it with twinflow.attention.SparseSelfAttention."
-        raise bad_value("model", name, "one whose layers use transformers' attention interface", remedy)
+        raise invalid_value("model", name, "one whose layers use transformers' attention interface", remedy)
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         remedy = "Attention from a decoder to an encoder is not self-attention, which patterns are for."
-        raise bad_value("model", name, "an encoder, or a decoder alone", remedy)
+        raise invalid_value("model", name, "an encoder, or a decoder alone", remedy)
     if getattr(config, "output_attentions", False):
         raise _refusal("output_attentions", True)
     kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
@@ -120,7 +120,7 @@ def _check_model(model: Any, patterns: Sequence[SparsityConfig]) -> None:
     if kinds or (is_windowed and not getattr(config, "layer_types", None)):
         what = f"{name} with {', '.join(sorted(kinds)) or f'sliding_window {window}'}"
         remedy = "It has a pattern of its own: set sliding_window to None, and use LocalSlidingWindowSparsityConfig."
-        raise bad_value("model", what, "one whose layers all see everything", remedy)
+        raise invalid_value("model", what, "one whose layers all see everything", remedy)
     is_causal = any(getattr(part, "is_causal", False) is True for part in model.modules())
     for pattern in patterns:
         if is_causal and not pattern.is_causal and not isinstance(pattern, DenseSparsityConfig):
@@ -162,7 +162,7 @@ class TransformersAttention:
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer >= len(self.layers):
             remedy = "Use one pattern for all layers."
-            raise bad_value(f"{type(module).__name__}.layer_idx", layer, f"0 to {len(self.layers) - 1}", remedy)
+            raise invalid_value(f"{type(module).__name__}.layer_idx", layer, f"0 to {len(self.layers) - 1}", remedy)
         return self.layers[layer]
 
 
@@ -184,7 +184,7 @@ def padding_mask(
     if isinstance(q_offset, Tensor) or kv_offset or q_offset + q_length != kv_length:
         what = f"a cache of {kv_length} keys from {kv_offset}, queries from {q_offset}"
         remedy = "Leave cache_implementation out: the dynamic cache holds what was seen and no more."
-        raise bad_value("cache with sparse attention", what, "one that ends with the queries", remedy)
+        raise invalid_value("cache with sparse attention", what, "one that ends with the queries", remedy)
     if mask_function not in (masking.causal_mask_function, masking.bidirectional_mask_function):
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         square: Tensor = masking.sdpa_mask(
@@ -203,7 +203,7 @@ def mask_extras(mask: Tensor | None, is_causal: bool, num_queries: int, num_keys
     if mask.dim() == 2:
         return {"key_padding": mask[:, :num_keys] != 0}
     if mask.dim() != 4:
-        raise bad_value("attention_mask.shape", tuple(mask.shape), "[B, keys] or [B, heads or 1, queries, keys]")
+        raise invalid_value("attention_mask.shape", tuple(mask.shape), "[B, keys] or [B, heads or 1, queries, keys]")
     mask = mask[..., :num_keys]
     if mask.is_floating_point():
         removed = mask <= torch.finfo(mask.dtype).min / 2

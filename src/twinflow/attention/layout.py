@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 BLOCKS = (16, 32, 64, 128)
 DENSE_LIMIT = 2**28
@@ -115,7 +115,9 @@ class Layout:
         numel = self.num_heads * self.num_rows * self.num_cols
         if numel > DENSE_LIMIT:
             shape = (self.num_heads, self.num_rows, self.num_cols)
-            raise bad_value("layout", shape, f"at most {DENSE_LIMIT} entries as a grid", "Use rows_of() and cols_of().")
+            raise invalid_value(
+                "layout", shape, f"at most {DENSE_LIMIT} entries as a grid", "Use rows_of() and cols_of()."
+            )
         patterns = torch.zeros(self.num_patterns, self.num_rows, self.num_cols, dtype=torch.bool)
         for pattern in range(self.num_patterns):
             patterns[pattern, self.rows_of(pattern).long(), self.cols_of(pattern).long()] = True
@@ -124,7 +126,7 @@ class Layout:
     def for_heads(self, start: int, stop: int) -> Layout:
         """The layout of heads start to stop, for a rank that has only those."""
         if not 0 <= start < stop <= self.num_heads:
-            raise bad_value("heads", (start, stop), f"a range within 0 to {self.num_heads} that is not empty")
+            raise invalid_value("heads", (start, stop), f"a range within 0 to {self.num_heads} that is not empty")
         wanted = self.head_to_pattern[start:stop]
         patterns = list(dict.fromkeys(wanted))
         counts = self.row_starts.diff(dim=1)[patterns]
@@ -156,7 +158,7 @@ def from_flat(
     _check_shape(block, num_rows, num_cols)
     heads = tuple(range(len(flats))) if head_to_pattern is None else tuple(int(p) for p in head_to_pattern)
     if not heads or any(not 0 <= pattern < len(flats) for pattern in heads):
-        raise bad_value("head_to_pattern", heads, f"at least one head, each a pattern below {len(flats)}")
+        raise invalid_value("head_to_pattern", heads, f"at least one head, each a pattern below {len(flats)}")
     found: dict[bytes, int] = {}
     kept: list[Tensor] = []
     counts: list[Tensor] = []
@@ -188,11 +190,11 @@ def from_dense(grid: Tensor, block: int, is_causal: bool = False, num_heads: int
     if grid.dim() == 2:
         grid = grid[None]
     if grid.dim() != 3:
-        raise bad_value("grid", tuple(grid.shape), "two or three dimensions: [heads, rows, cols] or [rows, cols]")
+        raise invalid_value("grid", tuple(grid.shape), "two or three dimensions: [heads, rows, cols] or [rows, cols]")
     if grid.is_floating_point() or grid.is_complex():
-        raise bad_value("grid.dtype", grid.dtype, "bool or an integer dtype")
+        raise invalid_value("grid.dtype", grid.dtype, "bool or an integer dtype")
     if num_heads is not None and grid.shape[0] not in (1, num_heads):
-        raise bad_value("grid", tuple(grid.shape), f"one grid or {num_heads}")
+        raise invalid_value("grid", tuple(grid.shape), f"one grid or {num_heads}")
     flats = [head.detach().cpu().reshape(-1).nonzero()[:, 0] for head in grid]
     heads = [0] * num_heads if num_heads is not None and len(flats) == 1 else None
     return from_flat(flats, grid.shape[1], grid.shape[2], block, is_causal=is_causal, head_to_pattern=heads)
@@ -215,10 +217,12 @@ def from_csr(
     starts = starts[None] if starts.dim() == 1 else starts
     cols = cols.cpu().to(torch.int64)
     if starts.dim() != 2 or starts.shape[0] == 0 or starts.shape[1] < 2:
-        raise bad_value("row_starts", tuple(row_starts.shape), "[patterns, rows + 1] with at least one row")
+        raise invalid_value("row_starts", tuple(row_starts.shape), "[patterns, rows + 1] with at least one row")
     joined = bool((starts[1:, 0] == starts[:-1, -1]).all()) and int(starts[0, 0]) == 0
     if not joined or int(starts[-1, -1]) != cols.numel() or bool((starts.diff(dim=1) < 0).any()):
-        raise bad_value("row_starts", "offsets", f"ascending from 0 to the {cols.numel()} columns, patterns in a row")
+        raise invalid_value(
+            "row_starts", "offsets", f"ascending from 0 to the {cols.numel()} columns, patterns in a row"
+        )
     _check_range("cols", cols, num_cols)
     num_rows = starts.shape[1] - 1
     rows = torch.arange(num_rows).repeat(starts.shape[0])
@@ -238,7 +242,9 @@ def from_rows(
     """A layout from lists: one a pattern, in it one tensor of columns a row."""
     sizes = {len(rows) for rows in patterns}
     if len(sizes) != 1 or 0 in sizes:
-        raise bad_value("patterns", f"lists of {sorted(sizes)} rows", "the same number of rows, at least one, in each")
+        raise invalid_value(
+            "patterns", f"lists of {sorted(sizes)} rows", "the same number of rows, at least one, in each"
+        )
     counts = torch.tensor([[row.numel() for row in rows] for rows in patterns], dtype=torch.int64)
     cols = torch.cat([row.reshape(-1).to(torch.int64) for rows in patterns for row in rows])
     return from_csr(_starts(counts), cols, num_cols, block, is_causal=is_causal, head_to_pattern=head_to_pattern)
@@ -268,7 +274,7 @@ def from_function(
             rows = torch.arange(start, stop)[:, None]
             answer = test(rows, cols)
             if answer.dtype != torch.bool:
-                raise bad_value("keeps(rows, cols).dtype", answer.dtype, [torch.bool])
+                raise invalid_value("keeps(rows, cols).dtype", answer.dtype, [torch.bool])
             parts.append(answer.expand(stop - start, num_cols).reshape(-1).nonzero()[:, 0] + start * num_cols)
         flats.append(torch.cat(parts))
     heads = [0] * num_heads if callable(keeps) else None
@@ -299,18 +305,18 @@ def _check_range(name: str, values: Tensor, size: int) -> None:
     if values.numel():
         low, high = int(values.min()), int(values.max())
         if low < 0 or high >= size:
-            raise bad_value(name, low if low < 0 else high, f"0 to {size - 1}")
+            raise invalid_value(name, low if low < 0 else high, f"0 to {size - 1}")
 
 
 def check_block(block: object) -> None:
     """Refuses a block size that there is no layout for."""
     if not isinstance(block, int) or block not in BLOCKS:
-        raise bad_value("block", block, BLOCKS)
+        raise invalid_value("block", block, BLOCKS)
 
 
 def _check_shape(block: int, num_rows: int, num_cols: int) -> None:
     check_block(block)
     if num_rows < 1 or num_cols < 1:
-        raise bad_value("rows and columns of the layout", (num_rows, num_cols), "at least one of each")
+        raise invalid_value("rows and columns of the layout", (num_rows, num_cols), "at least one of each")
     if num_cols >= 2**31 or num_rows >= 2**31:
-        raise bad_value("rows and columns of the layout", (num_rows, num_cols), "less than 2**31 of each")
+        raise invalid_value("rows and columns of the layout", (num_rows, num_cols), "less than 2**31 of each")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from twinflow.attention.patch import sparsify
 from twinflow.attention.patterns import FixedSparsityConfig, SparsityConfig
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 
 class Padded(NamedTuple):
@@ -42,9 +42,9 @@ def pad_to_block_size(
     """
     given = input_ids if input_ids is not None else inputs_embeds
     if given is None:
-        raise bad_value("input_ids and inputs_embeds", (None, None), "one of the two, at least")
+        raise invalid_value("input_ids and inputs_embeds", (None, None), "one of the two, at least")
     if block_size < 1:
-        raise bad_value("block_size", block_size, "a whole number from 1")
+        raise invalid_value("block_size", block_size, "a whole number from 1")
     batch, tokens = given.shape[:2]
     pad_len = -tokens % block_size
     if not pad_len:
@@ -88,12 +88,12 @@ def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
     and before an optimizer is built.
     """
     if isinstance(max_position, bool) or not isinstance(max_position, int) or max_position < 1:
-        raise bad_value("max_position", max_position, "a whole number from 1")
+        raise invalid_value("max_position", max_position, "a whole number from 1")
     config: Any = getattr(model, "config", None)
     known = getattr(config, "max_position_embeddings", None)
     if not isinstance(known, int):
         name = f"{type(model).__name__}.config.max_position_embeddings"
-        raise bad_value(name, known, "a whole number", "Extend the model's table of positions yourself.")
+        raise invalid_value(name, known, "a whole number", "Extend the model's table of positions yourself.")
     holders = [part for part in model.modules() if _table(part) is not None]
     offset = 0
     for holder in holders:
@@ -105,9 +105,9 @@ def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
     if not holders:
         if not any("rotary" in type(part).__name__.lower() for part in model.modules()):
             allowed = "one with position_embeddings (BERT, RoBERTa), wpe (GPT-2) or rotary positions"
-            raise bad_value("model", type(model).__name__, allowed, "Extend its table of positions yourself.")
+            raise invalid_value("model", type(model).__name__, allowed, "Extend its table of positions yourself.")
         if max_position < known:
-            raise bad_value("max_position", max_position, f"at least {known}, what the model takes already")
+            raise invalid_value("max_position", max_position, f"at least {known}, what the model takes already")
     config.max_position_embeddings = max_position + offset
     return model
 
@@ -126,7 +126,7 @@ def _extend_table(table: nn.Embedding, max_position: int, offset: int) -> None:
     weight = table.weight
     num_old = weight.shape[0] - offset
     if max_position < num_old:
-        raise bad_value("max_position", max_position, f"at least {num_old}, what the model takes already")
+        raise invalid_value("max_position", max_position, f"at least {num_old}, what the model takes already")
     rows = offset + torch.arange(max_position, device=weight.device) % num_old
     rows = torch.cat([torch.arange(offset, device=weight.device), rows])
     table.weight = nn.Parameter(weight[rows], requires_grad=weight.requires_grad)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from twinflow.attention.layout import Layout
 from twinflow.attention.pattern_attention import PatternAttention
 from twinflow.attention.patterns import FixedSparsityConfig, SparsityConfig
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 MASK_MODES = ("add", "mul")
 REMOVED = -1e4  # what is this low in an additive mask takes no part
@@ -36,9 +36,9 @@ class SparseSelfAttention(nn.Module):
         super().__init__()
         for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
             if mode not in MASK_MODES:
-                raise bad_value(name, mode, MASK_MODES)
+                raise invalid_value(name, mode, MASK_MODES)
         if isinstance(max_seq_length, bool) or not isinstance(max_seq_length, int) or max_seq_length < 1:
-            raise bad_value("max_seq_length", max_seq_length, "a whole number from 1")
+            raise invalid_value("max_seq_length", max_seq_length, "a whole number from 1")
         pattern = FixedSparsityConfig(num_heads=4) if sparsity_config is None else sparsity_config
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
@@ -79,7 +79,7 @@ class SparseSelfAttention(nn.Module):
             key = key.transpose(-1, -2)  # DeepSpeed takes a key that is transposed already
         if key.shape != query.shape or value.shape != query.shape:
             shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
-            raise bad_value("shapes of query, key and value", shapes, "the same three times: it is self-attention")
+            raise invalid_value("shapes of query, key and value", shapes, "the same three times: it is self-attention")
         extras: dict[str, Any] = {}
         biases = [] if rpe is None else [rpe]
         if attn_mask is not None:
@@ -111,7 +111,7 @@ class SparseSelfAttention(nn.Module):
     def _length(self, seq_len: int) -> int:
         if seq_len > self.max_seq_length:
             remedy = "Build SparseSelfAttention with a larger max_seq_length."
-            raise bad_value("sequence length", seq_len, f"at most max_seq_length {self.max_seq_length}", remedy)
+            raise invalid_value("sequence length", seq_len, f"at most max_seq_length {self.max_seq_length}", remedy)
         return seq_len
 
 
@@ -126,10 +126,10 @@ class BertSparseSelfAttention(nn.Module):
         super().__init__()
         heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
         if hidden % heads:
-            raise bad_value("hidden_size", hidden, f"a multiple of num_attention_heads, which is {heads}")
+            raise invalid_value("hidden_size", hidden, f"a multiple of num_attention_heads, which is {heads}")
         pattern = FixedSparsityConfig(num_heads=heads) if sparsity_config is None else sparsity_config
         if pattern.num_heads != heads:
-            raise bad_value("sparsity_config.num_heads", pattern.num_heads, [heads], "It is num_attention_heads.")
+            raise invalid_value("sparsity_config.num_heads", pattern.num_heads, [heads], "It is num_attention_heads.")
         self.num_attention_heads = heads
         self.attention_head_size = hidden // heads
         self.query = nn.Linear(hidden, hidden)
@@ -157,14 +157,16 @@ def _no_ones(mask: Tensor, num_dims: int, name: str, shape: tuple[int, ...]) -> 
     found = tuple(size for size in mask.shape if size != 1)
     wanted = tuple(size for size in shape if size != 1)
     if found != wanted or mask.dim() < num_dims:
-        raise bad_value(f"{name}.shape", tuple(mask.shape), f"{list(shape)}, with dimensions of one between if need be")
+        raise invalid_value(
+            f"{name}.shape", tuple(mask.shape), f"{list(shape)}, with dimensions of one between if need be"
+        )
     return shape
 
 
 def _additive(name: str, mask: Tensor) -> Tensor:
     if not mask.is_floating_point():
         remedy = f'A mask of 0 and 1 needs {name}_mode="mul".'
-        raise bad_value(f"{name}.dtype", mask.dtype, "a float dtype: it is added to the scores", remedy)
+        raise invalid_value(f"{name}.dtype", mask.dtype, "a float dtype: it is added to the scores", remedy)
     return mask
 
 

@@ -17,7 +17,7 @@ from twinflow.attention.huggingface import dense_transformers, num_heads_of, spa
 from twinflow.attention.module import SparseSelfAttention
 from twinflow.attention.pattern_attention import PatternAttention, not_causal
 from twinflow.attention.patterns import DenseSparsityConfig, SparsityConfig, pattern_from_config
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 Pattern = SparsityConfig | Sequence[SparsityConfig] | Mapping[int, SparsityConfig]
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # q, k, v [B, H, n, D] and dropout
@@ -65,7 +65,7 @@ def apply_section(model: nn.Module, section: Mapping[str, Any]) -> None:
         counts |= {int(layer.num_heads) for layer in _hooks(model)}
     if len(counts) > 1:
         remedy = "Leave sparse_attention out, and call twinflow.attention.sparsify with a pattern for each."
-        raise bad_value("heads of the model's layers", sorted(counts), "the same number in all", remedy)
+        raise invalid_value("heads of the model's layers", sorted(counts), "the same number in all", remedy)
     if not counts and not is_dense:
         raise _nothing_to_change(model)
     pattern = pattern_from_config(section, counts.pop() if counts else 1)
@@ -110,25 +110,25 @@ def _by_layer(pattern: Pattern, num_heads: Sequence[int]) -> list[SparsityConfig
         patterns = _filled(pattern, num_layers)
     elif isinstance(pattern, Sequence) and not isinstance(pattern, str):
         if num_layers and len(pattern) != num_layers:
-            raise bad_value("patterns", len(pattern), f"one for each of the model's {num_layers} layers")
+            raise invalid_value("patterns", len(pattern), f"one for each of the model's {num_layers} layers")
         patterns = list(pattern)[:num_layers]
     else:
         allowed = "a SparsityConfig, a list of them, or a dict from layer to SparsityConfig"
-        raise bad_value("pattern", type(pattern).__name__, allowed)
+        raise invalid_value("pattern", type(pattern).__name__, allowed)
     for its, count in zip(patterns, num_heads, strict=True):
         if not isinstance(its, SparsityConfig):
-            raise bad_value("pattern of a layer", type(its).__name__, "a SparsityConfig")
+            raise invalid_value("pattern of a layer", type(its).__name__, "a SparsityConfig")
         if its.num_heads != count:
-            raise bad_value("pattern.num_heads", its.num_heads, [count], "Build the pattern for the model's heads.")
+            raise invalid_value("pattern.num_heads", its.num_heads, [count], "Build the pattern for the model's heads.")
     return patterns
 
 
 def _filled(patterns: Mapping[int, SparsityConfig], num_layers: int) -> list[SparsityConfig]:
     for layer in patterns:
         if num_layers and layer not in range(num_layers):
-            raise bad_value("layer of a pattern", layer, f"0 to {num_layers - 1}")
+            raise invalid_value("layer of a pattern", layer, f"0 to {num_layers - 1}")
     if not patterns:
-        raise bad_value("pattern", patterns, "a pattern for one layer at least")
+        raise invalid_value("pattern", patterns, "a pattern for one layer at least")
     some = next(iter(patterns.values()))
     dense = DenseSparsityConfig(some.num_heads, some.block)
     return [patterns.get(layer, dense) for layer in range(num_layers)]
@@ -142,4 +142,4 @@ def _nothing_to_change(model: nn.Module) -> ValueError:
     remedy = (
         "No other layer can be told to attend sparsely: build the model with twinflow.attention.SparseSelfAttention."
     )
-    return bad_value("model for sparse attention", type(model).__name__, allowed, remedy)
+    return invalid_value("model for sparse attention", type(model).__name__, allowed, remedy)

@@ -24,7 +24,7 @@ from twinflow.attention.patterns import (
     SparsityConfig,
     VariableSparsityConfig,
 )
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 CACHED_LAYOUTS = 8
 # Patterns whose rows are the same at every length, as long as no block is drawn at random.
@@ -49,11 +49,11 @@ class PatternAttention:
     ) -> None:
         if not isinstance(pattern, SparsityConfig):
             allowed = "a SparsityConfig, such as FixedSparsityConfig(num_heads=...)"
-            raise bad_value("pattern", type(pattern).__name__, allowed)
+            raise invalid_value("pattern", type(pattern).__name__, allowed)
         if backend not in BACKENDS:
-            raise bad_value("backend", backend, BACKENDS)
+            raise invalid_value("backend", backend, BACKENDS)
         if heads is not None and not 0 <= heads[0] < heads[1] <= pattern.num_heads:
-            raise bad_value("heads", heads, f"a range within 0 to {pattern.num_heads} that is not empty")
+            raise invalid_value("heads", heads, f"a range within 0 to {pattern.num_heads} that is not empty")
         self.pattern = pattern
         self.max_tokens = max_tokens
         self.backend = backend
@@ -78,7 +78,7 @@ class PatternAttention:
         q, k, v = _autocast(q, k, v)
         num_queries, num_keys = q.shape[2], k.shape[2]
         if num_queries > num_keys:
-            raise bad_value("keys", num_keys, f"at least the {num_queries} queries", "It is self-attention.")
+            raise invalid_value("keys", num_keys, f"at least the {num_queries} queries", "It is self-attention.")
         start = num_keys - num_queries
         causal = self.pattern.is_causal if is_causal is None else is_causal
         layout = self.layout(self._rounded(num_keys) if start else num_keys, q.shape[1], causal)
@@ -114,7 +114,7 @@ class PatternAttention:
         if self.heads is None and layout.num_patterns == 1 and layout.num_heads % num_heads == 0:
             return layout.for_heads(0, num_heads)  # all heads are alike: any part of them will do
         remedy = "Say which of the pattern's heads the layer has: heads=(first, last + 1)."
-        raise bad_value("heads of q", num_heads, [layout.num_heads], remedy)
+        raise invalid_value("heads of q", num_heads, [layout.num_heads], remedy)
 
 
 def not_causal(pattern: SparsityConfig) -> ValueError:
@@ -123,7 +123,7 @@ def not_causal(pattern: SparsityConfig) -> ValueError:
         'The model is a decoder: a token must not see later ones. Give the pattern attention="unidirectional" '
         "(in JSON: sparse_attention.attention)."
     )
-    return bad_value("pattern", f"{type(pattern).__name__}, bidirectional", "a unidirectional pattern", remedy)
+    return invalid_value("pattern", f"{type(pattern).__name__}, bidirectional", "a unidirectional pattern", remedy)
 
 
 def corner(layout: Layout, num_blocks: int, is_causal: bool) -> Layout:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from twinflow.attention.layout import DENSE_LIMIT, Layout, check_block, from_flat
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 ATTENTIONS = ("unidirectional", "bidirectional")
 KEPT_LIMIT = 2**30
@@ -34,7 +34,7 @@ class SparsityConfig:
         _check_count("num_heads", self.num_heads, 1)
         check_block(self.block)
         if not isinstance(self.different_layout_per_head, bool):
-            raise bad_value("different_layout_per_head", self.different_layout_per_head, [True, False])
+            raise invalid_value("different_layout_per_head", self.different_layout_per_head, [True, False])
         _check_count("seed", self.seed, 0)
 
     @property
@@ -56,9 +56,9 @@ class SparsityConfig:
         """The grid as int64 [heads, blocks, blocks], 1 = kept, for whole blocks and lengths where a grid fits."""
         _check_count("seq_len", seq_len, 1)
         if seq_len % self.block:
-            raise bad_value("seq_len", seq_len, f"a multiple of block {self.block}", "layout() takes any length.")
+            raise invalid_value("seq_len", seq_len, f"a multiple of block {self.block}", "layout() takes any length.")
         if self.num_heads * (seq_len // self.block) ** 2 > DENSE_LIMIT:
-            raise bad_value("seq_len", seq_len, f"a grid of at most {DENSE_LIMIT} entries", "Use layout().")
+            raise invalid_value("seq_len", seq_len, f"a grid of at most {DENSE_LIMIT} entries", "Use layout().")
         return self.layout(seq_len).to_dense().to(torch.int64)
 
     def _num_variants(self) -> int:
@@ -99,14 +99,14 @@ class FixedSparsityConfig(SparsityConfig):
         _check_attention(self.attention, self.horizontal_global_attention)
         if self.num_local_blocks % self.num_global_blocks:
             allowed = f"a divisor of num_local_blocks {self.num_local_blocks}"
-            raise bad_value("num_global_blocks", self.num_global_blocks, allowed)
+            raise invalid_value("num_global_blocks", self.num_global_blocks, allowed)
         num_different = self.num_different_global_patterns
         if num_different > 1 and not self.different_layout_per_head:
             remedy = "Set different_layout_per_head to true."
-            raise bad_value("num_different_global_patterns", num_different, "1 where all heads are alike", remedy)
+            raise invalid_value("num_different_global_patterns", num_different, "1 where all heads are alike", remedy)
         most = self.num_local_blocks // self.num_global_blocks
         if num_different > most:
-            raise bad_value("num_different_global_patterns", num_different, f"at most {most}, what a window holds")
+            raise invalid_value("num_different_global_patterns", num_different, f"at most {most}, what a window holds")
 
     def _num_variants(self) -> int:
         return self.num_different_global_patterns
@@ -143,7 +143,7 @@ class VariableSparsityConfig(SparsityConfig):
         _check_count("num_random_blocks", self.num_random_blocks, 0)
         _freeze(self, "local_window_blocks", least=1)
         if not self.local_window_blocks:
-            raise bad_value("local_window_blocks", self.local_window_blocks, "at least one width")
+            raise invalid_value("local_window_blocks", self.local_window_blocks, "at least one width")
         _freeze_globals(self)
         _check_attention(self.attention, self.horizontal_global_attention)
 
@@ -244,14 +244,14 @@ def pattern_from_config(section: Mapping[str, Any], num_heads: int) -> SparsityC
     """The pattern of a JSON section {"mode": ..., and its arguments}; what is not given has DeepSpeed's default."""
     mode = section.get("mode", "fixed")
     if not isinstance(mode, str) or mode not in MODES:
-        raise bad_value("sparse_attention.mode", mode, MODES)
+        raise invalid_value("sparse_attention.mode", mode, MODES)
     takes = {name: _arguments(pattern) for name, pattern in MODES.items()}
     given = {key: value for key, value in section.items() if key != "mode"}
     for key, value in given.items():
         if key not in takes[mode]:
             others = [name for name, keys in takes.items() if key in keys]
             remedy = f"It belongs to mode {', '.join(others)}." if others else f"Known: {', '.join(takes[mode])}."
-            raise bad_value(f"sparse_attention.{key}", value, f"no such key in mode {mode}", remedy)
+            raise invalid_value(f"sparse_attention.{key}", value, f"no such key in mode {mode}", remedy)
     if mode == "bigbird":  # in JSON the default is another than that of the class
         given.setdefault("num_random_blocks", 0)
     return MODES[mode](num_heads, **given)
@@ -332,14 +332,14 @@ def _freeze_globals(pattern: VariableSparsityConfig | BSLongformerSparsityConfig
     _freeze(pattern, "global_block_end_indices", least=1)
     if len(ends) != len(indices) or any(start >= end for start, end in zip(indices, ends, strict=True)):
         allowed = f"one end for each of {list(indices)}, greater than it"
-        raise bad_value("global_block_end_indices", ends, allowed)
+        raise invalid_value("global_block_end_indices", ends, allowed)
 
 
 def _freeze(pattern: SparsityConfig, name: str, least: int) -> None:
     """Checks a list of counts and stores it as a tuple, so that the pattern stays hashable."""
     values = getattr(pattern, name)
     if isinstance(values, str) or not isinstance(values, Sequence):
-        raise bad_value(name, values, f"a list of whole numbers from {least}")
+        raise invalid_value(name, values, f"a list of whole numbers from {least}")
     for value in values:
         _check_count(name, value, least)
     object.__setattr__(pattern, name, tuple(values))
@@ -347,19 +347,19 @@ def _freeze(pattern: SparsityConfig, name: str, least: int) -> None:
 
 def _check_count(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise bad_value(name, value, f"a whole number from {least}")
+        raise invalid_value(name, value, f"a whole number from {least}")
 
 
 def _check_attention(attention: str, is_horizontal: bool = False) -> None:
     if attention not in ATTENTIONS:
-        raise bad_value("attention", attention, ATTENTIONS)
+        raise invalid_value("attention", attention, ATTENTIONS)
     if not isinstance(is_horizontal, bool):
-        raise bad_value("horizontal_global_attention", is_horizontal, [True, False])
+        raise invalid_value("horizontal_global_attention", is_horizontal, [True, False])
     if is_horizontal and attention != "bidirectional":
-        raise bad_value("horizontal_global_attention", is_horizontal, "false where attention is unidirectional")
+        raise invalid_value("horizontal_global_attention", is_horizontal, "false where attention is unidirectional")
 
 
 def _check_kept(num_kept: int) -> None:
     if num_kept > KEPT_LIMIT:
         allowed = f"at most {KEPT_LIMIT} blocks a pattern"
-        raise bad_value("blocks kept", num_kept, allowed, "Use a larger block or a sparser pattern.")
+        raise invalid_value("blocks kept", num_kept, allowed, "Use a larger block or a sparser pattern.")

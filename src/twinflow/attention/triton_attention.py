@@ -31,7 +31,7 @@ from twinflow.attention.launch import (
 from twinflow.attention.layout import Layout
 from twinflow.attention.pieces import forward_scratch, gradient_scratch, reduce_forward, reduce_gradients
 from twinflow.attention.tuning import Tunings, tunings_for
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -43,11 +43,11 @@ def triton_attention(
     """Attention; q, k and v on a GPU, or anywhere in Triton's interpreter. `tunings` is for benchmarks and tests."""
     sizes = check_call(q, k, v, layout, extras)
     if q.dtype not in DTYPES:
-        raise bad_value("q.dtype", q.dtype, DTYPES, 'Or use backend="torch".')
+        raise invalid_value("q.dtype", q.dtype, DTYPES, 'Or use backend="torch".')
     if sizes.head_dim > MAX_HEAD_DIM:
-        raise bad_value("head_dim", sizes.head_dim, f"up to {MAX_HEAD_DIM}", 'Or use backend="torch".')
+        raise invalid_value("head_dim", sizes.head_dim, f"up to {MAX_HEAD_DIM}", 'Or use backend="torch".')
     if not q.is_cuda and not is_interpreting():
-        raise bad_value("q.device", str(q.device), "a CUDA device", 'Or use backend="torch".')
+        raise invalid_value("q.device", str(q.device), "a CUDA device", 'Or use backend="torch".')
     call = Call(layout, extras, sizes, q.dtype, q.device, tunings or tunings_for(sizes.head_dim, q.dtype))
     out: Tensor = _TritonAttention.apply(q, k, v, extras.bias, extras.relative, call)  # type: ignore[no-untyped-call]
     return out

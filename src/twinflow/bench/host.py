@@ -18,7 +18,7 @@ from twinflow.bench.buffers import FP32_BYTES, huge_random
 from twinflow.bench.jobs import JOBS
 from twinflow.bench.rivals import load_deepspeed
 from twinflow.bench.timing import Contender, take_turns
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.native.threads import check_threads
 
 LARGEST_NUMEL: Final = 1 << 27
@@ -106,13 +106,13 @@ def choose_settings(
     if threads is not None:
         check_threads(threads, "--threads")
     if repeats is not None and repeats < 1:
-        raise bad_value("--repeats", repeats, "a whole number >= 1")
+        raise invalid_value("--repeats", repeats, "a whole number >= 1")
     if numel is None:
         numel = fitting_numel(available_bytes, QUICK_NUMEL if quick else LARGEST_NUMEL)
     most = available_bytes // jobs.PEAK_BYTES
     if not SMALLEST_NUMEL <= numel <= most:
         remedy = f"{jobs.PEAK_BYTES} bytes a parameter must fit into the memory that is available"
-        raise bad_value("--numel", numel, f"a whole number from {SMALLEST_NUMEL} to {most}", remedy)
+        raise invalid_value("--numel", numel, f"a whole number from {SMALLEST_NUMEL} to {most}", remedy)
     default_repeats = QUICK_REPEATS if quick else REPEATS
     return Settings(numel, threads or native.get_threads(), default_repeats if repeats is None else repeats)
 

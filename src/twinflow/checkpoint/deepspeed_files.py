@@ -13,7 +13,7 @@ from twinflow.checkpoint.deepspeed_layout import Span, Values, in_parts, in_row,
 from twinflow.checkpoint.disk import LATEST, check_tag
 from twinflow.checkpoint.restricted import load_torch_file
 from twinflow.checkpoint.torch_files import SavedTensor
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 MODEL: Final = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIM: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
@@ -61,13 +61,13 @@ class Saved:
 def find_files(root: Path, tag: str | None) -> Files:
     """The files of `tag`, or of the tag that `latest` names, under `root`; which may also be one tag's folder."""
     if not root.is_dir():
-        raise bad_value("the DeepSpeed checkpoint", str(root), "a folder that is there")
+        raise invalid_value("the DeepSpeed checkpoint", str(root), "a folder that is there")
     if tag is None and _names(root):
         folder = root.resolve()
     else:
         folder = root / (_latest(root) if tag is None else check_tag(tag))
     if not folder.is_dir():
-        raise bad_value(f"tag under {root}", folder.name, _tags(root) or "none: no DeepSpeed checkpoint is there")
+        raise invalid_value(f"tag under {root}", folder.name, _tags(root) or "none: no DeepSpeed checkpoint is there")
     for pattern, what in FOREIGN.items():
         if any(re.fullmatch(pattern, path.name) for path in folder.iterdir()):
             raise ValueError(f"{folder} was saved with {what}, which cannot be imported; its ranks hold other models")
@@ -161,7 +161,7 @@ def _stage(states: Sequence[Mapping[str, Any]]) -> int:
         return 0
     stage = states[0].get("zero_stage", 3 if "fp32_flat_groups" in states[0] else 1)
     if stage not in (1, 2, 3):
-        raise bad_value("zero_stage", stage, [1, 2, 3])
+        raise invalid_value("zero_stage", stage, [1, 2, 3])
     return int(stage)
 
 

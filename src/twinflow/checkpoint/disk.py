@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 LATEST: Final = "latest"
 MAX_NAME_BYTES: Final = 120  # with all that is put around a name it stays within the 255 bytes of a file name
@@ -23,14 +23,14 @@ def check_name(what: str, name: object, max_bytes: int = MAX_NAME_BYTES) -> str:
     plain = isinstance(name, str) and name.isprintable() and not name.startswith(".") and not re.search(r"[/\\]", name)
     if not plain or name != str(name).strip() or not 0 < len(os.fsencode(str(name))) <= max_bytes:
         allowed = f"a plain file name of 1 to {max_bytes} bytes: no slash, no leading dot, no control characters"
-        raise bad_value(what, name, allowed)
+        raise invalid_value(what, name, allowed)
     return str(name)
 
 
 def check_tag(tag: object) -> str:
     """`tag`, if a checkpoint's folder may have that name."""
     if tag == LATEST:
-        raise bad_value("tag", tag, "any name but that of the file that says which checkpoint is the latest")
+        raise invalid_value("tag", tag, "any name but that of the file that says which checkpoint is the latest")
     return check_name("tag", tag)
 
 

@@ -12,7 +12,7 @@ from twinflow.checkpoint.disk import check_name, remove, sync_folder, write_dura
 from twinflow.checkpoint.save import Part, plan_parts
 from twinflow.checkpoint.sides import is_abandoned, kept_alive, parse_side, side_path
 from twinflow.checkpoint.tensors import Entry, write_tensors
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 SHARD_BYTES: Final = 5_000_000_000
 
@@ -26,7 +26,7 @@ def export_weights(entries: Iterable[Entry], path: Path, *, shard_bytes: int = S
     """
     path = Path(path)
     if path.suffix != ".safetensors":
-        raise bad_value("path", str(path), "a file name that ends in .safetensors")
+        raise invalid_value("path", str(path), "a file name that ends in .safetensors")
     check_name("the stem of path", path.stem)
     parts = plan_parts({path.stem: list(entries)}, shard_bytes)
     assert all(entry.part is None for part in parts for entry in part.entries), "others know whole tensors only"

@@ -20,7 +20,7 @@ from twinflow.checkpoint.plain import parse_json
 from twinflow.checkpoint.sides import is_abandoned, kept_alive, parse_side, side_path, swap_in
 from twinflow.checkpoint.tensors import Entry
 from twinflow.checkpoint.tree import tensor_names
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.rules.formats import rounds_to
 
 CONFIG: Final = "config.json"
@@ -58,7 +58,7 @@ def export_checkpoint(
     from. Everything is written beside `out` and renamed, with one tensor in memory at a time.
     """
     if dtype not in DTYPES:
-        raise bad_value("dtype", dtype, DTYPES)
+        raise invalid_value("dtype", dtype, DTYPES)
     found = find_checkpoint(Path(source), tag)
     out = Path(os.path.abspath(out))
     check_name("the folder's name", out.name)
@@ -93,7 +93,7 @@ def find_checkpoint(source: Path, tag: str | None) -> Checkpoint:
     found = open_checkpoint(source, tag)
     if found is None:
         what = "an empty folder" if source.is_dir() else "nothing"
-        raise bad_value("the checkpoint", str(source), "a folder written by save_checkpoint", f"There is {what}.")
+        raise invalid_value("the checkpoint", str(source), "a folder written by save_checkpoint", f"There is {what}.")
     if "model" not in found.files():
         raise ValueError(f"{found.path} has no file of weights called 'model'; it holds {', '.join(found.files())}")
     return found
@@ -117,7 +117,7 @@ def _read_config(path: Path | None) -> bytes | None:
     if path is None:
         return None
     if not path.is_file():
-        raise bad_value("config", str(path), "a file that is there")
+        raise invalid_value("config", str(path), "a file that is there")
     raw = path.read_bytes()
     if not isinstance(parse_json(raw, path), dict):
         raise ValueError(f"{path} does not hold a JSON object, as a model's {CONFIG} does")

@@ -19,7 +19,7 @@ from twinflow.checkpoint.save import save
 from twinflow.checkpoint.tensors import Entry
 from twinflow.checkpoint.torch_files import SavedTensor
 from twinflow.checkpoint.tree import Leaf, take_apart
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.optim import loss_scale
 from twinflow.optim.twin_state import KIND, VERSION
 from twinflow.rules import RULES
@@ -125,7 +125,7 @@ def _counters(saved: Saved) -> dict[str, Any]:
     for key in ("global_steps", "global_samples"):
         value = saved.model.get(key, 0)
         if type(value) is not int or value < 0:
-            raise bad_value(f"{saved.files.model[0]}: {key}", value, "a count")
+            raise invalid_value(f"{saved.files.model[0]}: {key}", value, "a count")
         found[key] = value
     config = saved.model.get("ds_config")
     parts = config.get("gradient_accumulation_steps", 1) if isinstance(config, dict) else 1
@@ -146,11 +146,13 @@ def _choose_rule(given: str | None, saved: Saved) -> str:
         kind = "adam" if torch_adam and len(names) == 2 else BY_STATES.get(names, "")
     chosen = given or kind
     if chosen not in RULES:
-        raise bad_value("rule", chosen or None, RULES, f"The files hold the states {names}; --weights-only skips them.")
+        raise invalid_value(
+            "rule", chosen or None, RULES, f"The files hold the states {names}; --weights-only skips them."
+        )
     wanted = tuple(sorted(name for name in RULES[chosen].states if name))
     if names != wanted:
         remedy = "Name the rule they are of (--rule), or import the weights alone (--weights-only)."
-        raise bad_value(f"{saved.files.folder}: states", names, [wanted], remedy)
+        raise invalid_value(f"{saved.files.folder}: states", names, [wanted], remedy)
     return chosen
 
 
@@ -178,7 +180,7 @@ def _head(saved: Saved, rule: str, global_steps: int) -> dict[str, Any]:
 def _options(group: Group, saved: Saved) -> dict[str, Any]:
     for key, value in UNLIKE.items():
         if bool(group.options.get(key, value)) is not value:
-            raise bad_value(f"{saved.files.folder}: option {key}", group.options[key], [value])
+            raise invalid_value(f"{saved.files.folder}: option {key}", group.options[key], [value])
     found = {key: group.options[key] for key in OPTIONS if group.options.get(key) is not None}
     if "betas" in found:
         found["betas"] = tuple(float(beta) for beta in found["betas"])
@@ -237,7 +239,7 @@ def _step(value: Any, name: str, saved: Saved) -> int:
     if value is None:
         value = int(saved.model.get("global_steps", 0)) - int(saved.model.get("skipped_steps", 0))
     if not isinstance(value, (int, float)) or value != int(value) or value < 0:
-        raise bad_value(f"{saved.files.folder}: step of {name}", value, "a whole number >= 0")
+        raise invalid_value(f"{saved.files.folder}: step of {name}", value, "a whole number >= 0")
     return int(value)
 
 

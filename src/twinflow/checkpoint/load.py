@@ -45,7 +45,7 @@ from twinflow.checkpoint.tensors import (
     read_range,
     verify_tensor,
 )
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.parallel.shard import TensorShard
 
 Sums = dict[tuple[Path, str], int]  # of what was read so far of each piece
@@ -179,7 +179,7 @@ class Checkpoint:
         one = self._one(file, name)
         shape, dim = one.shape, shard.dim
         if dim >= len(shape) or shape[dim] != shard.full:
-            raise bad_value(f"the shape of {name!r}", shape, f"{shard.full} elements along dim {dim}, which is cut")
+            raise invalid_value(f"the shape of {name!r}", shape, f"{shard.full} elements along dim {dim}, which is cut")
         if isinstance(one, Sharded) and one.split.dim == dim:
             fills, ranges = [source.fill for source in one.shards], one.split.ranges
         else:  # a whole, or along this dim as good as one
@@ -218,14 +218,14 @@ class Checkpoint:
 
     def _of(self, file: str) -> Mapping[str, AnyStored]:
         if file not in self._stored:
-            raise bad_value(f"a file of the checkpoint {self.path}", file, self._stored)
+            raise invalid_value(f"a file of the checkpoint {self.path}", file, self._stored)
         return self._stored[file]
 
     def _one(self, file: str, name: str) -> AnyStored:
         stored = self._of(file)
         if name not in stored:
             allowed = f"one of its {len(stored)} tensors, see names({file!r})"
-            raise bad_value(f"a tensor in {file!r} of the checkpoint {self.path}", name, allowed)
+            raise invalid_value(f"a tensor in {file!r} of the checkpoint {self.path}", name, allowed)
         return stored[name]
 
 
@@ -239,7 +239,7 @@ def cut_for(found: Checkpoint, file: str, name: str, shard: TensorShard | None, 
 def _empty_cut(name: str, whole: int, start: int, numel: int, dtype: torch.dtype) -> Tensor:
     """Memory for a cut that lies within a tensor of `whole` elements."""
     if not 0 <= start <= start + numel <= whole:
-        raise bad_value(f"the cut of {name!r}", (start, numel), f"start and numel within its {whole} elements")
+        raise invalid_value(f"the cut of {name!r}", (start, numel), f"start and numel within its {whole} elements")
     return torch.empty(numel, dtype=dtype)
 
 
@@ -260,7 +260,7 @@ def _fill_from(piece: Piece, start: int, into: Tensor, sums: Sums | None) -> Non
 def _deal(pieces: Sequence[Piece], rank: int, world: int) -> list[Piece]:
     """One rank's pieces, with about as many bytes for each rank: the largest first, to whoever has the fewest."""
     if not 0 <= rank < world:
-        raise bad_value("share", (rank, world), "(rank, world) with 0 <= rank < world")
+        raise invalid_value("share", (rank, world), "(rank, world) with 0 <= rank < world")
     loads = [(0, other) for other in range(world)]
     own = []
     for piece in sorted(pieces, key=lambda piece: -piece.num_bytes):
@@ -289,7 +289,7 @@ def open_checkpoint(root: Path, tag: str | None = None) -> Checkpoint | None:
     folder = locate(root, tag)
     if folder is None:
         there = [found.tag for found in find_all(root)[0]] if root.is_dir() else []
-        raise bad_value(f"tag under {root}", tag, there or "none: there is no checkpoint")
+        raise invalid_value(f"tag under {root}", tag, there or "none: there is no checkpoint")
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a checkpoint's folder, but {describe(folder)}")
     return Checkpoint(folder, tag, *_read_folder(folder))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
 
@@ -26,7 +26,7 @@ MAX_INT_BITS: Final = 4096  # Python refuses to read back integers of some 14,00
 def encode_meta(meta: Mapping[str, JSON]) -> bytes:
     """`meta` as the bytes of meta.json; a ValueError names the path of what is not JSON."""
     if not isinstance(meta, Mapping):
-        raise bad_value("meta", meta, "a dict")
+        raise invalid_value("meta", meta, "a dict")
     return json.dumps(_to_json(meta, "meta", 0), indent=1).encode()
 
 
@@ -37,7 +37,9 @@ def _to_json(value: object, where: str, depth: int) -> object:
         return value
     if isinstance(value, int):
         if value.bit_length() > MAX_INT_BITS:
-            raise ValueError(f"{where} is an integer of {value.bit_length()} bits; allowed: up to {MAX_INT_BITS}")
+            raise ValueError(
+                f"{where} is an integer of {value.bit_length()} bits, but must have at most {MAX_INT_BITS}."
+            )
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {FLOAT_KEY: str(float(value))}
@@ -46,10 +48,10 @@ def _to_json(value: object, where: str, depth: int) -> object:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str) or key == FLOAT_KEY:
-                raise bad_value(f"a key of {where}", key, f"strings other than {FLOAT_KEY!r}")
+                raise invalid_value(f"a key of {where}", key, f"strings other than {FLOAT_KEY!r}")
         return {key: _to_json(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
     raise ValueError(
-        f"{where} is a {type(value).__name__}; allowed: None, bool, int, float, str, lists and dicts of them. "
+        f"{where} is a {type(value).__name__}, but must be None, bool, int, float, str, lists and dicts of them. "
         "Convert it, or save it as a tensor"
     )
 

@@ -53,7 +53,7 @@ from twinflow.checkpoint.tensors import (
     write_tensors,
 )
 from twinflow.checkpoint.together import Alone, Together, agree
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 PART_BYTES: Final = 4 << 30
 SEEN_S: Final = 10.0  # in which a folder made by one machine can be seen by all, on a file system that they share
@@ -119,7 +119,7 @@ def save(
     def prepare() -> tuple[Job, JSON]:
         check_tag(tag)
         if keep_last is not None and keep_last < 1:
-            raise bad_value("keep_last", keep_last, "None or at least 1")
+            raise invalid_value("keep_last", keep_last, "None or at least 1")
         raw_meta = encode_meta(meta)
         step = meta.get("step")
         step = step if isinstance(step, int) and not isinstance(step, bool) else None
@@ -152,7 +152,7 @@ def plan_parts(files: Mapping[str, Sequence[Entry]], part_bytes: int, rank: int 
     A ValueError where a name or a dtype does not go into one.
     """
     if part_bytes < 1:
-        raise bad_value("part_bytes", part_bytes, "at least 1")
+        raise invalid_value("part_bytes", part_bytes, "at least 1")
     parts = []
     for file, entries in files.items():
         check_name("a key of files", file)
@@ -186,7 +186,7 @@ def _check_plans(plans: Sequence[Any]) -> None:
     tags = [plan["tag"] for plan in plans]
     if len(set(tags)) > 1:
         other = next(rank for rank, tag in enumerate(tags) if tag != tags[0])
-        raise bad_value(f"tag on rank {other}", tags[other], [tags[0]], "All ranks must give the tag of rank 0.")
+        raise invalid_value(f"tag on rank {other}", tags[other], [tags[0]], "All ranks must give the tag of rank 0.")
     spans: dict[tuple[str, str], list[Span]] = {}
     for rank, plan in enumerate(plans):
         for file, name, dtype, shape, start, numel in plan["spans"]:

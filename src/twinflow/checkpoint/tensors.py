@@ -25,7 +25,7 @@ from torch import Tensor
 
 from twinflow.checkpoint.disk import DurableFile, file_status
 from twinflow.checkpoint.plain import parse_json
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 CHUNK_BYTES: Final = 16 << 20
 THREAD_BYTES: Final = 1 << 20  # below this a checksum costs less than handing it to a thread
@@ -128,16 +128,18 @@ def check_entries(entries: Sequence[Entry], where: str) -> None:
     seen = set()
     for entry in entries:
         if not isinstance(entry.name, str) or entry.name == METADATA:
-            raise bad_value(f"the name of a tensor in {where}", entry.name, f"strings other than {METADATA!r}")
+            raise invalid_value(f"the name of a tensor in {where}", entry.name, f"strings other than {METADATA!r}")
         if entry.key in seen:
             raise ValueError(f"{where} has two tensors called {entry.key!r}; give each its own name")
         if entry.dtype not in DTYPE_NAMES:
-            raise bad_value(f"the dtype of {entry.name!r} in {where}", entry.dtype, DTYPE_NAMES)
+            raise invalid_value(f"the dtype of {entry.name!r} in {where}", entry.dtype, DTYPE_NAMES)
         if entry.part is not None:
             whole = math.prod(entry.part.shape)
             if len(entry.shape) != 1 or not 0 <= entry.part.start <= whole - entry.numel:
                 given = f"{list(entry.shape)} from {entry.part.start} on"
-                raise bad_value(f"the part of {entry.name!r} in {where}", given, f"flat, within its {whole} elements")
+                raise invalid_value(
+                    f"the part of {entry.name!r} in {where}", given, f"flat, within its {whole} elements"
+                )
         seen.add(entry.key)
 
 
@@ -177,7 +179,7 @@ def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tupl
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8 bytes
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(
-            f"{len(infos)} tensors need a header of {len(text)} bytes; allowed: {MAX_HEADER_BYTES}. "
+            f"{len(infos)} tensors need a header of {len(text)} bytes, but at most {MAX_HEADER_BYTES} are allowed. "
             "Spread them over more files, or use shorter names"
         )
     raw = len(text).to_bytes(8, "little") + text
@@ -224,7 +226,7 @@ def _parse_info(name: str, field: object, path: Path) -> TensorInfo:
         raise ValueError(f"{where} is not described by dtype, shape and data_offsets; the file is damaged")
     dtype = DTYPES.get(field["dtype"]) if isinstance(field["dtype"], str) else None
     if dtype is None:
-        raise bad_value(f"{where}: its dtype", field["dtype"], DTYPES)
+        raise invalid_value(f"{where}: its dtype", field["dtype"], DTYPES)
     shape, offsets = field["shape"], field["data_offsets"]
     if not _are_sizes(shape) or not is_possible(shape, dtype):
         raise ValueError(f"{where} has the impossible shape {shape!r}; the file is damaged")

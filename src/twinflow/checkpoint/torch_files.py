@@ -111,7 +111,7 @@ class TorchFile:
         self._prefix = pickles[0].removesuffix("data.pkl")
         order = f"{self._prefix}byteorder"
         if order in self._entries and self._bytes(order) != b"little":
-            raise ValueError(f"{path} has byte order {self._bytes(order)!r}; allowed: b'little'")
+            raise ValueError(f"{path} has byte order {self._bytes(order)!r}, but must have b'little'.")
 
     def pickle(self) -> bytes:
         """The bytes of the pickle."""
@@ -130,7 +130,7 @@ class TorchFile:
     def _bytes(self, name: str) -> bytes:
         start, size = self._place(name)
         if size > MAX_PICKLE_BYTES:
-            raise ValueError(f"{self.path}: {name!r} has {size} bytes; allowed: up to {MAX_PICKLE_BYTES}")
+            raise ValueError(f"{self.path}: {name!r} has {size} bytes, but may have at most {MAX_PICKLE_BYTES}.")
         with open(self.path, "rb") as file:
             file.seek(start)
             return file.read(size)

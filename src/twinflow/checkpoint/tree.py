@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from twinflow.checkpoint.tensors import PartOf
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 _TENSOR, _TUPLE, _FLOAT, _ITEMS = "__tensor__", "__tuple__", "__float__", "__items__"
 _MARKS = (_TENSOR, _TUPLE, _FLOAT, _ITEMS)
@@ -56,7 +56,7 @@ def _strip(value: Any, path: str, leaves: list[Leaf]) -> Any:
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, (str, int, float)):
-                raise bad_value(f"{path}: key", key, "a string or a number", "A checkpoint is never pickled.")
+                raise invalid_value(f"{path}: key", key, "a string or a number", "A checkpoint is never pickled.")
         if any(not isinstance(key, str) or key in _MARKS for key in value):
             return {_ITEMS: [[key, _strip(item, f"{path}/{key}", leaves)] for key, item in value.items()]}
         return {key: _strip(item, f"{path}/{key}", leaves) for key, item in value.items()}
@@ -67,7 +67,7 @@ def _strip(value: Any, path: str, leaves: list[Leaf]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     allowed = "None, bool, int, float, str, list, tuple, dict or a tensor"
-    raise bad_value(path, f"a {type(value).__name__}", allowed, "A checkpoint is never pickled: convert it before.")
+    raise invalid_value(path, f"a {type(value).__name__}", allowed, "A checkpoint is never pickled: convert it before.")
 
 
 def put_together(value: Any, tensor: Callable[[str], Tensor]) -> Any:

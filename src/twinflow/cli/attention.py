@@ -16,7 +16,7 @@ from rich.text import Text
 from twinflow.attention.draw import Cost, Shades, cost_of, png_bytes, shades, text_lines
 from twinflow.attention.layout import Layout
 from twinflow.attention.patterns import SparsityConfig, pattern_from_config
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 attention_app = typer.Typer(no_args_is_help=True, help="Sparse attention: look at patterns.")
 PIPE_WIDTH = 100  # a pipe has no width of its own
@@ -100,7 +100,7 @@ def section(pattern: str, block: int, heads: int, counts: dict[str, int | None],
             continue
         if option not in names:
             allowed = f"left out with --pattern {pattern}"
-            raise bad_value(option, count, allowed, f"It takes {', '.join(names)}." if names else "")
+            raise invalid_value(option, count, allowed, f"It takes {', '.join(names)}." if names else "")
         name = names[option]
         lists = {"local_window_blocks": [count], "global_block_indices": list(range(count))}
         found[name] = lists.get(name, count)
@@ -111,7 +111,7 @@ def section(pattern: str, block: int, heads: int, counts: dict[str, int | None],
     if pattern != "dense":
         found["attention"] = "unidirectional" if causal else "bidirectional"
     elif causal:
-        raise bad_value("--causal", True, "left out with --pattern dense, which keeps everything")
+        raise invalid_value("--causal", True, "left out with --pattern dense, which keeps everything")
     return found
 
 
@@ -135,7 +135,7 @@ def write_png(path: Path, layout: Layout) -> None:
     try:
         path.write_bytes(png_bytes(grids))
     except OSError as error:
-        typer.echo(f"--png is {str(path)!r}; allowed: a file that can be written ({error})", err=True)
+        typer.echo(f"--png is {str(path)!r}, but must be a file that can be written ({error}).", err=True)
         raise typer.Exit(2) from None
 
 

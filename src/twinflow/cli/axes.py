@@ -13,7 +13,7 @@ import torch
 
 from twinflow.build_parallel import axes_of as checked_axes
 from twinflow.config import Axes, load_config, resolve_axes
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.launch.environment import RankEnvironment
 from twinflow.models.gpt import GPT, GPTConfig
 
@@ -25,7 +25,7 @@ _STAGES, _TENSOR = "--pipeline-parallel-size", "--model-parallel-size"
 def only_one(name: str, value: Any, file_config: Mapping[str, Any], key: str) -> Any:
     """An option of the command line that a config file may not name as well."""
     if value is not None and key in file_config:
-        raise bad_value(name, value, "nothing, where the config file has its own", f"Remove it or {key!r} there.")
+        raise invalid_value(name, value, "nothing, where the config file has its own", f"Remove it or {key!r} there.")
     return value
 
 
@@ -35,9 +35,9 @@ def with_axes(
     """The file's config with what the command line says of pipeline and tensor ranks."""
     for name, value in ((_STAGES, stages), (_TENSOR, tensor)):
         if value is not None and value < 1:
-            raise bad_value(name, value, "a whole number >= 1")
+            raise invalid_value(name, value, "a whole number >= 1")
     if schedule not in (None, *SCHEDULES):
-        raise bad_value("--pipeline-schedule", schedule, SCHEDULES)
+        raise invalid_value("--pipeline-schedule", schedule, SCHEDULES)
     pipeline, cut = (dict(file_config.get(key) or {}) for key in SECTIONS)
     only_one(_TENSOR, tensor, cut, "tp")
     given = {
@@ -82,14 +82,14 @@ def check_layout(config: Mapping[str, Any], shape: GPTConfig, world: int) -> int
     if parts > 1 and world % parts:
         remedy = f"Start a multiple of {parts} processes (twinflow launch --num_gpus {parts}), or ask for fewer."
         allowed = f"a divisor of {world}, the number of ranks"
-        raise bad_value(f"{_STAGES} x {_TENSOR}", f"{axes.pipe} x {axes.model}", allowed, remedy)
+        raise invalid_value(f"{_STAGES} x {_TENSOR}", f"{axes.pipe} x {axes.model}", allowed, remedy)
     if shape.num_heads % axes.model and not (config.get("tensor_parallel") or {}).get("plan"):
-        raise bad_value("--num-attention-heads", shape.num_heads, f"a multiple of {_TENSOR}, which is {axes.model}")
+        raise invalid_value("--num-attention-heads", shape.num_heads, f"a multiple of {_TENSOR}, which is {axes.model}")
     num_stages = axes.pipe * num_chunks
     if axes.pipe > 1 and shape.num_layers < num_stages:
         each = f" ({schedule}: {num_chunks} on each of {axes.pipe} ranks)" if num_chunks > 1 else ""
         allowed = f"at least {num_stages}, the stages of the pipeline{each}"
-        raise bad_value("--num-layers", shape.num_layers, allowed, "A stage has at least one layer.")
+        raise invalid_value("--num-layers", shape.num_layers, allowed, "A stage has at least one layer.")
     return world // parts
 
 
@@ -99,7 +99,7 @@ def check_vocabulary(file_config: Mapping[str, Any], shape: GPTConfig) -> None:
     if shape.vocab_size % axes.model and not (file_config.get("tensor_parallel") or {}).get("plan"):
         padded = -(-shape.vocab_size // axes.model) * axes.model
         remedy = f"--vocab-size {padded} has symbols to spare."
-        raise bad_value("vocabulary", shape.vocab_size, f"a multiple of {_TENSOR}, which is {axes.model}", remedy)
+        raise invalid_value("vocabulary", shape.vocab_size, f"a multiple of {_TENSOR}, which is {axes.model}", remedy)
 
 
 def check_combination(config: Mapping[str, Any], shape: GPTConfig, here: RankEnvironment) -> None:

@@ -16,7 +16,7 @@ from twinflow import native
 from twinflow.bench import check
 from twinflow.bench.host import Figure, Report, Result, choose_settings, measure, speedup, to_dict
 from twinflow.bench.machine import Machine, describe, read_machine, read_versions
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure this machine.")
 
@@ -65,7 +65,7 @@ def run_host(console: Console, numel: int | None, threads: int | None, repeats: 
         settings = choose_settings(numel, threads, repeats, quick, machine.available_bytes)
         if not native.available():
             problem = native.library.load().problem
-            raise bad_value("native library", problem, "one that loads", "`twinflow doctor` says what is missing")
+            raise invalid_value("native library", problem, "one that loads", "`twinflow doctor` says what is missing")
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.launch.commands import LOOPBACK, Meeting, NodeCommand, Program, master_address, node_commands
 from twinflow.launch.environment import DEFAULT_PORT
 from twinflow.launch.hosts import Host, choose_hosts, parse_hostfile
@@ -67,7 +67,7 @@ def launch(
     """
     try:
         if no_local_rank and not compat:
-            raise bad_value(
+            raise invalid_value(
                 "--no_local_rank", True, "nothing without --compat", "Scripts are told by LOCAL_RANK alone."
             )
         program = make_program(script, tuple(arguments or ()), module)
@@ -106,7 +106,7 @@ def run(commands_of: Callable[[int], list[NodeCommand]], max_restarts: int) -> N
 def make_program(script: str, arguments: tuple[str, ...], module: bool) -> Program:
     """What every rank runs, in this directory."""
     if not module and not Path(script).is_file():
-        raise bad_value("script", script, "a file that is there", "For a module add --module before it.")
+        raise invalid_value("script", script, "a file that is there", "For a module add --module before it.")
     return Program(script, arguments, module, sys.executable, os.getcwd())
 
 
@@ -114,11 +114,11 @@ def check_counts(num_gpus: int | None, num_procs: int | None, num_nodes: int | N
     """Counts that can be meant together."""
     for option, count in (("--num_gpus", num_gpus), ("--num_procs", num_procs), ("--num_nodes", num_nodes)):
         if count is not None and count < 1:
-            raise bad_value(option, count, "a whole number >= 1")
+            raise invalid_value(option, count, "a whole number >= 1")
     if num_procs is not None and num_gpus is not None:
-        raise bad_value("--num_procs", num_procs, "nothing beside --num_gpus", "Give one of the two.")
+        raise invalid_value("--num_procs", num_procs, "nothing beside --num_gpus", "Give one of the two.")
     if num_procs is not None and hostfile is not None:
-        raise bad_value("--num_procs", num_procs, "nothing beside --hostfile", "Its slots say how many.")
+        raise invalid_value("--num_procs", num_procs, "nothing beside --hostfile", "Its slots say how many.")
 
 
 def local_pool(num_gpus: int | None, num_procs: int | None, gpus_here: int) -> Mapping[str, int]:
@@ -129,16 +129,16 @@ def local_pool(num_gpus: int | None, num_procs: int | None, gpus_here: int) -> M
 def read_hostfile(path: Path) -> dict[str, int]:
     """The hosts of a file."""
     if not path.is_file():
-        raise bad_value("--hostfile", str(path), "a file that is there")
+        raise invalid_value("--hostfile", str(path), "a file that is there")
     return parse_hostfile(path.read_text(), str(path))
 
 
 def make_meeting(hosts: list[Host], address: str | None, port: int | None, max_restarts: int) -> Meeting:
     """Where the nodes meet. On one machine any free port will do, so that two runs do not collide."""
     if max_restarts < 0:
-        raise bad_value("--max_restarts", max_restarts, "a whole number >= 0")
+        raise invalid_value("--max_restarts", max_restarts, "a whole number >= 0")
     if port is not None and not 1 <= port <= 65535:
-        raise bad_value("--master_port", port, "1 to 65535")
+        raise invalid_value("--master_port", port, "1 to 65535")
     here = len(hosts) == 1 and hosts[0].name in LOOPBACK
     if port is None:
         port = free_port() if here else DEFAULT_PORT

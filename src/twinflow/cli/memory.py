@@ -15,7 +15,7 @@ from typing import Any, Final
 from twinflow.cli.settings import RANKS_STAGE, TrainSettings, is_on
 from twinflow.config import Axes, Config, load_config, resolve_axes
 from twinflow.config.resolve import optimizer_choice
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.launch.environment import RankEnvironment
 from twinflow.models.gpt import GPTConfig, activation_bytes
 from twinflow.native.shares import share_of_memory
@@ -285,7 +285,7 @@ def _too_large(case: Case, available: Available) -> ValueError:
     else:
         found = remedies(case, available)
         remedy = f"What would fit: {', or '.join(found)}." if found else "Train a smaller model, or free some memory."
-    return bad_value(
+    return invalid_value(
         "GPU memory" if is_gpu else "host memory",
         _gb(available.gpu_bytes or 0) if is_gpu else f"{_gb(available.host_bytes)} available",
         f"at least {_gb(sum(parts.values()))} for {case.run.model.numel / 1e9:.2f} B parameters{where} ({text}); "

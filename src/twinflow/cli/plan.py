@@ -17,7 +17,7 @@ from twinflow.cli.plan_layouts import Flags, show_layouts, wants_layouts
 from twinflow.cli.plan_page import render_page
 from twinflow.cli.plan_scaling import TOTAL_BATCH, choose_cluster, show_scaling
 from twinflow.cli.plan_text import PIPE_WIDTH, print_plan
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.monitor.files import write_whole
 from twinflow.planner.cases import Case, all_cases, case_at, largest_layers, recommended
 from twinflow.planner.costs import Run
@@ -137,7 +137,7 @@ def plan(
             others = {"--html": html, "--write-config": write_config, "--tokens": tokens, "--layouts": layouts}
             named = [name for name, value in {**others, "--per-node": per_node}.items() if value is not None]
             if named:
-                raise bad_value("--scaling", scaling, f"no {' and no '.join(named)} beside it", "Use --json.")
+                raise invalid_value("--scaling", scaling, f"no {' and no '.join(named)} beside it", "Use --json.")
             raise typer.Exit(
                 show_scaling(run, cluster, scaling, TOTAL_BATCH if total_batch is None else total_batch, as_json)
             )

@@ -17,7 +17,7 @@ from torch import nn
 
 from twinflow.cli.settings import parse_bytes
 from twinflow.config import load_config, resolve_batch
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.models.gpt import PRESET_BATCH, PRESETS
 from twinflow.native.cgroup import free_host_bytes
 from twinflow.offload.blocks import find_blocks, owners
@@ -59,10 +59,10 @@ def choose_model(preset: str | None, model: str | None, params: str | None) -> t
     named = [name for name, value in given.items() if value is not None]
     if len(named) != 1:
         remedy = f"Presets: {', '.join(PRESETS)}."
-        raise bad_value("the model", " and ".join(named) or "not named", f"one of {', '.join(given)}", remedy)
+        raise invalid_value("the model", " and ".join(named) or "not named", f"one of {', '.join(given)}", remedy)
     if preset is not None:
         if preset not in PRESETS:
-            raise bad_value("--preset", preset, PRESETS)
+            raise invalid_value("--preset", preset, PRESETS)
         shape = PRESETS[preset]
         numbers = (shape.vocab_size, shape.context, shape.num_layers, shape.hidden, shape.num_heads, shape.tied)
         return gpt_cost(preset, *numbers), PRESET_BATCH.get(preset, 4)
@@ -81,12 +81,12 @@ def _named_model(model: str) -> ModelCost:
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise bad_value("--model", model, "a file with JSON in it", str(error)) from None
+            raise invalid_value("--model", model, "a file with JSON in it", str(error)) from None
         if not isinstance(config, dict):
-            raise bad_value("--model", model, "a JSON object, as transformers' config.json is")
+            raise invalid_value("--model", model, "a JSON object, as transformers' config.json is")
         return from_hf(config, path.parent.name if path.name == "config.json" else path.stem)
     if ":" not in model:
-        raise bad_value("--model", model, "a config.json that is there, a folder with one, or module:function")
+        raise invalid_value("--model", model, "a config.json that is there, a folder with one, or module:function")
     return _built_model(model)
 
 
@@ -97,13 +97,13 @@ def _built_model(name: str) -> ModelCost:
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
-        raise bad_value("--model", name, "module:function that can be imported from here", str(error)) from None
+        raise invalid_value("--model", name, "module:function that can be imported from here", str(error)) from None
     finally:
         sys.path.remove(os.getcwd())
     with torch.device("meta"):
         built = function()
     if not isinstance(built, nn.Module):
-        raise bad_value("--model", name, f"a function that returns a torch module, not a {type(built).__name__}")
+        raise invalid_value("--model", name, f"a function that returns a torch module, not a {type(built).__name__}")
     return count_module(built, function_name)
 
 
@@ -124,7 +124,7 @@ def count_module(model: nn.Module, name: str) -> ModelCost:
     head = sum(p.numel() for p in root) - embedding
     if not any(numel):
         remedy = "Blocks are the members of its ModuleLists and Sequentials."
-        raise bad_value("--model", name, "a model with blocks that have parameters", remedy)
+        raise invalid_value("--model", name, "a model with blocks that have parameters", remedy)
     return from_counts(name, [n for n in numel if n], embedding, head, hidden, vocab)
 
 
@@ -138,16 +138,16 @@ def parse_count(name: str, text: str) -> float:
     """A number of parameters as people write it: 13b, 350m, 1.3B."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmbgt]?)", text.strip().lower())
     if found is None or float(found[1]) <= 0:
-        raise bad_value(name, text, "a number like 13b, 350m or 1.3b")
+        raise invalid_value(name, text, "a number like 13b, 350m or 1.3b")
     return float(found[1]) * _UNITS.get(found[2].upper(), 1.0)
 
 
 def choose_place(gpu: str | None, ram: str | None, cores: int | None, dram: str | None, num_gpus: int) -> Place:
     """The machine that is named, or this one."""
     if num_gpus < 1:
-        raise bad_value("--gpus", num_gpus, "a whole number >= 1")
+        raise invalid_value("--gpus", num_gpus, "a whole number >= 1")
     if cores is not None and cores < 1:
-        raise bad_value("--cores", cores, "a whole number >= 1")
+        raise invalid_value("--cores", cores, "a whole number >= 1")
     ram_bytes = parse_bytes("--ram", ram)
     dram_rate = parse_bytes("--dram", dram.lower().removesuffix("/s") if dram is not None else None)
     if gpu is None:
@@ -169,7 +169,9 @@ def _sheet(card: Gpu, host: Host, num_gpus: int, source: str) -> Place:
 
 def _this_machine(ram_bytes: int | None, cores: int | None, dram_rate: int | None, num_gpus: int) -> Place:
     if not torch.cuda.is_available():
-        raise bad_value("--gpu", None, GPUS, "This machine has no GPU that torch can use: name the one to plan for.")
+        raise invalid_value(
+            "--gpu", None, GPUS, "This machine has no GPU that torch can use: name the one to plan for."
+        )
     title = torch.cuda.get_device_name()
     free, _ = torch.cuda.mem_get_info()
     host_bytes = ram_bytes or free_host_bytes()
@@ -177,7 +179,7 @@ def _this_machine(ram_bytes: int | None, cores: int | None, dram_rate: int | Non
     # Names of cores or memory ask about another host: nothing can be measured there.
     if cores is not None or dram_rate is not None or num_gpus > 1:
         if card is None:
-            raise bad_value("--gpu", None, GPUS, f"There is no data sheet for {title}: name the closest.")
+            raise invalid_value("--gpu", None, GPUS, f"There is no data sheet for {title}: name the closest.")
         host = Host(host_bytes, cores or os.cpu_count() or CORES, dram_rate or DRAM_RATE)
         return _sheet(card, host, num_gpus, f"{title} by data sheet, not measured")
     from twinflow.planner.probe import load_or_measure
@@ -186,7 +188,7 @@ def _this_machine(ram_bytes: int | None, cores: int | None, dram_rate: int | Non
     if not rates.flops and card is not None:
         rates = rates_of(Machine(card, Host(host_bytes, os.cpu_count() or CORES, DRAM_RATE)))
     if not rates.flops:
-        raise bad_value(
+        raise invalid_value(
             "--gpu", None, GPUS, f"There was no room to measure {title}, and there is no data sheet for it."
         )
     text = f"{title}, {free / 1e9:.0f} GB free, {host_bytes / 1e9:.0f} GB RAM free (measured here)"
@@ -198,7 +200,7 @@ def read_plan_config(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     if not path.is_file():
-        raise bad_value("--config", str(path), "a file that is there")
+        raise invalid_value("--config", str(path), "a file that is there")
     return load_config(path).model_dump(mode="json", exclude_unset=True)
 
 
@@ -208,14 +210,14 @@ def make_run(model: ModelCost, default_batch: int, asked: Asked, config: Mapping
     micro, parts = _batch(asked, config, default_batch, place.num_gpus)
     states = asked.states or offload.get("states") or "fp32"
     if states not in STATES:
-        raise bad_value("--states", states, STATES)
+        raise invalid_value("--states", states, STATES)
     tokens = asked.seq_length if asked.seq_length is not None else model.context
     for name, value in (("--batch-size", micro), ("--seq-length", tokens), ("--accumulation", parts)):
         if value < 1:
-            raise bad_value(name, value, "a whole number >= 1")
+            raise invalid_value(name, value, "a whole number >= 1")
     clip = asked.grad_clip if asked.grad_clip is not None else config.get("gradient_clipping", 1.0)
     if not clip >= 0.0:
-        raise bad_value("--grad-clip", clip, "a number >= 0")
+        raise invalid_value("--grad-clip", clip, "a number >= 0")
     weights = next((name for name in ("fp16", "bf16") if (config.get(name) or {}).get("enabled")), place.weights)
     checkpointing = asked.checkpointing if asked.checkpointing is not None else model.hidden >= 1600
     return Run(

@@ -16,7 +16,7 @@ from twinflow.cli.plan_input import CORES, RAM, choose_model, parse_count
 from twinflow.cli.plan_scaling import cluster_text, parse_rate
 from twinflow.cli.plan_text import PIPE_WIDTH, count, gb, seconds
 from twinflow.cli.settings import parse_bytes
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.parallel.costs import Estimate
 from twinflow.parallel.search import MICRO_BATCHES, Found, LayoutAsk, reasons, search
 from twinflow.parallel.shapes import Shape, shape_like, shape_of
@@ -54,7 +54,7 @@ class Flags:
 def wants_layouts(flags: Flags) -> bool:
     """More GPUs than one machine has, or a flag that only makes sense here."""
     if flags.per_node is not None and flags.per_node < 1:
-        raise bad_value("--per-node", flags.per_node, "a whole number >= 1")
+        raise invalid_value("--per-node", flags.per_node, "a whole number >= 1")
     if flags.tokens is not None or flags.layouts is not None or flags.batch is not None:
         return True
     return flags.gpus > _per_node(flags)
@@ -65,7 +65,7 @@ def show_layouts(flags: Flags, others: dict[str, object], as_json: bool) -> int:
     for name, value in others.items():
         if value is not None:
             remedy = f"Leave it out, or plan one machine: at most --gpus {_per_node(flags)}, no --tokens or --layouts."
-            raise bad_value(name, str(value), "nothing beside many GPUs", remedy)
+            raise invalid_value(name, str(value), "nothing beside many GPUs", remedy)
     cluster, shape = choose_machines(flags), choose_shape(flags)
     tokens = parse_count("--tokens", flags.tokens) if flags.tokens is not None else None
     batch = flags.batch if flags.batch is not None else -(-LEAST_BATCH // max(1, flags.gpus)) * flags.gpus
@@ -88,7 +88,7 @@ def show_layouts(flags: Flags, others: dict[str, object], as_json: bool) -> int:
 def choose_machines(flags: Flags) -> Cluster:
     """Machines by data sheet: as a DGX with such cards, where the flags do not say otherwise."""
     if flags.gpu is None:
-        raise bad_value("--gpu", None, GPUS, "Many GPUs are planned by data sheet: name the card.")
+        raise invalid_value("--gpu", None, GPUS, "Many GPUs are planned by data sheet: name the card.")
     per_node = _per_node(flags)
     ram = parse_bytes("--ram", flags.ram) or RAM * per_node
     cores = _positive("--cores", flags.cores) if flags.cores is not None else CORES * per_node
@@ -115,7 +115,7 @@ def _per_node(flags: Flags) -> int:
 
 def _positive(name: str, value: int) -> int:
     if value < 1:
-        raise bad_value(name, value, "a whole number >= 1")
+        raise invalid_value(name, value, "a whole number >= 1")
     return value
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from twinflow.cli.plan_input import CORES, DRAM_RATE, Place
 from twinflow.cli.plan_text import BOUND, PIPE_WIDTH, gb, seconds, title
 from twinflow.cli.settings import parse_bytes
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.planner.costs import Run
 from twinflow.planner.machines import GPUS, Host, Machine, gpu_named, link_rate
 from twinflow.planner.scaling import (
@@ -37,7 +37,7 @@ TOTAL_BATCH: Final = 512  # sequences, as papers on offload have it
 def choose_cluster(gpu: str | None, cores: int | None, dram: str | None, network: str | None, place: Place) -> Cluster:
     """Machines like the one that the flags name; only data sheets know how many cards would do together."""
     if gpu is None:
-        raise bad_value("--gpu", None, GPUS, "--scaling is for machines by data sheet: name the card.")
+        raise invalid_value("--gpu", None, GPUS, "--scaling is for machines by data sheet: name the card.")
     dram_rate = parse_rate("--dram", dram) or DRAM_RATE
     host = Host(place.setting.memory.host_bytes, cores or CORES, dram_rate)
     machine = Machine(gpu_named(gpu), host, place.num_gpus)
@@ -52,7 +52,7 @@ def parse_rate(name: str, text: str | None) -> int | None:
 def show_scaling(run: Run, cluster: Cluster, limit: int, total_batch: int, as_json: bool) -> int:
     """Print the table or the object; 1 where nothing fits on any number of GPUs, as an exit code."""
     if total_batch < 1:
-        raise bad_value("--total-batch", total_batch, "a whole number >= 1")
+        raise invalid_value("--total-batch", total_batch, "a whole number >= 1")
     rows = scaling(run, cluster, doubling(limit), Ask(total_batch))
     if as_json:
         typer.echo(json.dumps(to_dict(run, cluster, rows)))

@@ -23,7 +23,7 @@ from twinflow.cli.settings import TrainSettings, as_json, check_same_run, check_
 from twinflow.cli.training import VALID_BATCHES, is_bad
 from twinflow.data.tokens import TokenData, load_data
 from twinflow.engine import Engine
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.monitor.files import write_whole
 from twinflow.monitor.metrics import MetricsWriter, Record, StepRecord, ValidRecord, read_metrics
 from twinflow.monitor.progress import TrainProgress, duration
@@ -118,7 +118,7 @@ def _saved(settings: TrainSettings) -> dict[str, Any]:
     """The settings of the run that is to be resumed; nothing where there is none."""
     if (settings.out / METRICS).exists() and not settings.resume:
         remedy = "Name another one, remove it, or go on with --resume."
-        raise bad_value("--out", str(settings.out), "a folder that holds no run yet", remedy)
+        raise invalid_value("--out", str(settings.out), "a folder that holds no run yet", remedy)
     path = settings.out / SETTINGS
     if not settings.resume or not path.exists():
         return {}
@@ -141,7 +141,9 @@ def _load(settings: TrainSettings, ranks: Ranks, console: Console) -> TokenData:
     for rank, fingerprint in enumerate(prints := ranks.gather(data.fingerprint)):
         if fingerprint != prints[0]:  # the standard library of another Python, a file of another day
             remedy = "Put the same data on all machines."
-            raise SharedError(str(bad_value(f"fingerprint of --data on rank {rank}", fingerprint, prints[:1], remedy)))
+            raise SharedError(
+                str(invalid_value(f"fingerprint of --data on rank {rank}", fingerprint, prints[:1], remedy))
+            )
     return data
 
 
@@ -153,7 +155,7 @@ def _check_saved(saved: dict[str, Any], settings: TrainSettings, data: TokenData
     if (before := saved.get("fingerprint", data.fingerprint)) != data.fingerprint:
         now = f"{settings.data}, fingerprint {data.fingerprint}"
         remedy = "Bring it back, or take another --out."
-        raise bad_value("--data", now, f"what it was, fingerprint {before}", remedy)
+        raise invalid_value("--data", now, f"what it was, fingerprint {before}", remedy)
 
 
 def _num_valid(started: dict[str, Any]) -> int:
@@ -191,7 +193,7 @@ def _cap_gpu(settings: TrainSettings) -> int | None:
     if settings.gpu_memory is None:
         return int(total)
     if settings.gpu_memory > total:
-        raise bad_value("--gpu-memory", settings.gpu_memory, f"at most the {total / 1e9:.0f} GB there are")
+        raise invalid_value("--gpu-memory", settings.gpu_memory, f"at most the {total / 1e9:.0f} GB there are")
     torch.cuda.set_per_process_memory_fraction(settings.gpu_memory / total)
     return settings.gpu_memory
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from twinflow.cli.axes import SECTIONS, axes_of, num_replicas
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.models.gpt import PRESET_BATCH, PRESETS, GPTConfig
 from twinflow.native.threads import check_threads
 from twinflow.offload.placement import PLACEMENTS
@@ -116,23 +116,23 @@ def check_settings(settings: TrainSettings) -> None:
     for name in (*at_least_one, "warmup", "seed", "valid_every", "save_every"):
         least = 1 if name in at_least_one else 0
         if getattr(settings, name) < least:
-            raise bad_value(option(name), getattr(settings, name), f"a whole number >= {least}")
+            raise invalid_value(option(name), getattr(settings, name), f"a whole number >= {least}")
     for name in ("lr", "weight_decay", "grad_clip"):
         value = getattr(settings, name)
         if not 0.0 <= value < math.inf:
-            raise bad_value(option(name), value, "a finite number >= 0")
+            raise invalid_value(option(name), value, "a finite number >= 0")
     if settings.precision not in PRECISIONS:
-        raise bad_value("--precision", settings.precision, PRECISIONS)
+        raise invalid_value("--precision", settings.precision, PRECISIONS)
     if settings.keep_last is not None and settings.keep_last < 1:
-        raise bad_value("--keep-last", settings.keep_last, "a whole number >= 1")
+        raise invalid_value("--keep-last", settings.keep_last, "a whole number >= 1")
     if settings.gpu_memory is not None and not torch.cuda.is_available():
         raise ValueError("--gpu-memory: this machine has no GPU that could stand for a smaller one. Leave it out")
     check_threads(settings.threads, "--threads")
     formats = ("auto", *RULES[settings.rule].formats)
     if settings.states not in formats:
-        raise bad_value("--states", settings.states, formats, f"These are what --rule {settings.rule} comes in.")
+        raise invalid_value("--states", settings.states, formats, f"These are what --rule {settings.rule} comes in.")
     if settings.placement not in PLACEMENTS:
-        raise bad_value("--placement", settings.placement, PLACEMENTS, "It names the end that stays on the GPU.")
+        raise invalid_value("--placement", settings.placement, PLACEMENTS, "It names the end that stays on the GPU.")
 
 
 def choose_shape(
@@ -149,11 +149,11 @@ def choose_shape(
     if preset is None:
         preset = GPT2 if given else "tiny"
     if preset not in PRESETS:
-        raise bad_value("--preset", preset, PRESETS)
+        raise invalid_value("--preset", preset, PRESETS)
     shape = replace(PRESETS[preset], **given)  # type: ignore[arg-type]
     if context is not None:
         if context < 1:
-            raise bad_value("--seq-length (--context)", context, "a whole number >= 1")
+            raise invalid_value("--seq-length (--context)", context, "a whole number >= 1")
         shape = replace(shape, context=context)
     if checkpoint_activations is None:
         checkpoint_activations = shape.hidden >= 1600  # activations of the large shapes would eat the card
@@ -164,7 +164,7 @@ def choose_shape(
 def rule_params(name: str) -> dict[str, Any]:
     """`optimizer.params` of an update rule when the user names nothing else, as they stand in a config file."""
     if name not in RULES:
-        raise bad_value("--rule", name, RULES)
+        raise invalid_value("--rule", name, RULES)
     rule = RULES[name]
     options = {"lr": rule.defaults["lr"], "weight_decay": 0.0, **rule.train}
     params = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
@@ -192,9 +192,9 @@ def parse_bytes(name: str, text: str | None) -> int | None:
     try:
         value = float(upper.removesuffix(unit)) * (units[unit] if unit else 1)
     except ValueError:
-        raise bad_value(name, text, "a size like 32GB, 24GiB or 500MB") from None
+        raise invalid_value(name, text, "a size like 32GB, 24GiB or 500MB") from None
     if not 0 < value < math.inf:
-        raise bad_value(name, text, "a size above 0")
+        raise invalid_value(name, text, "a size above 0")
     return int(value)
 
 
@@ -207,9 +207,9 @@ def parse_ratio(text: str | None) -> float | str | None:
     try:
         value = float(text)
     except ValueError:
-        raise bad_value("--ratio", text, allowed) from None
+        raise invalid_value("--ratio", text, allowed) from None
     if not 0.0 <= value <= 1.0:
-        raise bad_value("--ratio", text, allowed)
+        raise invalid_value("--ratio", text, allowed)
     return value
 
 
@@ -284,7 +284,7 @@ def check_same_run(saved: Mapping[str, Any], settings: TrainSettings) -> None:
     for name, value in new.items():
         if old.get(name) != value:
             remedy = "--resume goes on with the same run; start another one in another --out."
-            raise bad_value(name, value, [old.get(name)], remedy)
+            raise invalid_value(name, value, [old.get(name)], remedy)
 
 
 def _kept(values: Mapping[str, Any], with_batch: bool) -> dict[str, Any]:

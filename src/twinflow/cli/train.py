@@ -27,7 +27,7 @@ from twinflow.cli.settings import (
     rule_params,
 )
 from twinflow.config import load_config, resolve_batch
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.monitor.report import write_report
 from twinflow.native import get_threads
 from twinflow.rules import RULES
@@ -234,7 +234,7 @@ def read_config(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     if not path.is_file():
-        raise bad_value("--deepspeed_config", str(path), "a file that is there")
+        raise invalid_value("--deepspeed_config", str(path), "a file that is there")
     return load_config(path).model_dump(mode="json", exclude_unset=True)
 
 
@@ -245,7 +245,7 @@ def default_out(preset: str, rule: str) -> Path:
 
 def _context(context: int | None, max_positions: int | None) -> int | None:
     if context is not None and max_positions is not None and context > max_positions:
-        raise bad_value("--seq-length", context, f"at most --max-position-embeddings, which is {max_positions}")
+        raise invalid_value("--seq-length", context, f"at most --max-position-embeddings, which is {max_positions}")
     return context if context is not None else max_positions
 
 
@@ -281,9 +281,9 @@ def _batch(
     named = {key: file_config[key] for key in keys if file_config.get(key) not in (None, "auto")}
     for option, value, key in (("--batch-size", batch_size, keys[1]), ("--accumulation", accumulation, keys[2])):
         if value is not None and value < 1:
-            raise bad_value(option, value, "a whole number >= 1")
+            raise invalid_value(option, value, "a whole number >= 1")
         if value is not None and named.setdefault(key, value) != value:
-            raise bad_value(option, value, [named[key]], f"The config file says so in {key!r}.")
+            raise invalid_value(option, value, [named[key]], f"The config file says so in {key!r}.")
     if keys[0] not in named:
         named.setdefault(keys[1], default)
         named.setdefault(keys[2], 1)
@@ -302,6 +302,6 @@ def _precision(precision: str | None, fp16: bool, bf16: bool, file_config: Mappi
     ]
     asked = {name for name, given in (("fp16", fp16), ("bf16", bf16), (precision, precision is not None)) if given}
     if len(asked | set(in_file)) > 1:
-        raise bad_value("--precision", sorted(map(str, asked | set(in_file))), "one of them")
+        raise invalid_value("--precision", sorted(map(str, asked | set(in_file))), "one of them")
     found = next(iter(asked | set(in_file)), None)
     return found or ("bf16" if torch.cuda.is_available() else "fp32")

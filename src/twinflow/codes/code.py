@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 BLOCK = 4096
 _ALIGN = 16
@@ -47,5 +47,5 @@ CODES = {code.name: code for code in (Code("1bit", 1, 0), Code("int4", 4, 7), Co
 def code_named(name: str) -> Code:
     """The code of this name."""
     if name not in CODES:
-        raise bad_value("code", name, tuple(CODES))
+        raise invalid_value("code", name, tuple(CODES))
     return CODES[name]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from twinflow.compat import install
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.launch.environment import LOCAL_ADDRESS, rank_environment
 
 USAGE = "usage: python -m twinflow.compat [-m] SCRIPT [ARGUMENTS]"
@@ -23,7 +23,7 @@ def main(words: list[str]) -> None:
     if is_module and len(words) < 2:
         raise SystemExit(f"{USAGE}\nerror: there is no module after -m")
     if not is_module and not script.is_file():
-        raise SystemExit(f"error: {bad_value('script', words[0], 'a file that is there', 'For a module give -m.')}")
+        raise SystemExit(f"error: {invalid_value('script', words[0], 'a file that is there', 'For a module give -m.')}")
     install()
     if rank_environment(os.environ) is None:
         os.environ.update(alone())

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint as run_again
 
 from twinflow.config import load_config
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 _SECTION = "Set it in activation_checkpointing of the config: initialize() checkpoints the model's layers so."
 
@@ -44,7 +44,7 @@ def configure(
         asked["checkpoint_in_cpu"] = asked["checkpoint_in_cpu"] or section.cpu_checkpointing
     for name, value in asked.items():
         if value:
-            raise bad_value(f"{name} for deepspeed.checkpointing.checkpoint()", value, [False], _SECTION)
+            raise invalid_value(f"{name} for deepspeed.checkpointing.checkpoint()", value, [False], _SECTION)
     _CONFIGURED.is_done = True
 
 

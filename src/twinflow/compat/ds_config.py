@@ -10,7 +10,7 @@ from twinflow.compat.comm import get_world_size
 from twinflow.config import load_config, resolve_batch
 from twinflow.config.read import read_source
 from twinflow.config.zero import ZeroOptimization
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 DeepSpeedConfigError = ValueError
 
@@ -39,7 +39,7 @@ class DeepSpeedConfig:
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         for name, value in (("mpu", mpu), ("mesh_device", mesh_device)):
             if value is not None:
-                raise bad_value(name, type(value).__name__, "None", "initialize() makes the groups of ranks.")
+                raise invalid_value(name, type(value).__name__, "None", "initialize() makes the groups of ranks.")
         self._param_dict: Mapping[str, Any] = read_source(config)[1]
         self._config = parsed = load_config(config)
         batch = resolve_batch(parsed, get_world_size())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from twinflow.compat.owners import OWNERS
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.offload.bucket import Bucket, Param
 from twinflow.offload.changes import check_changed, written
 from twinflow.optim.twin import TwinOptimizer
@@ -51,13 +51,13 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
     runtime = optimizer.runtime
     if runtime.sharing is not None or known.is_sharded or runtime.settings.sums_on_host:
         remedy = "Gradients are summed over ranks, or on the host, and then used: log engine.get_global_grad_norm()."
-        raise bad_value("safe_get_full_grad()", "where ranks or the host sum gradients", "one rank", remedy)
+        raise invalid_value("safe_get_full_grad()", "where ranks or the host sum gradients", "one rank", remedy)
     job = runtime.job
     if job is None:
         return None
     if not runtime.settings.limits.any:
         remedy = "Updates have begun with it: set gradient_clipping, or bf16.check_grad_overflow."
-        raise bad_value("safe_get_full_grad()", "without clipping", "a step that waits for the norm", remedy)
+        raise invalid_value("safe_get_full_grad()", "without clipping", "a step that waits for the norm", remedy)
     whole = torch.zeros(known.tensor.numel(), dtype=torch.float32)
     for bucket, i in _pieces(known):
         task = next((task for task in job.tasks if task.bucket is bucket), runtime.collector.task_of(bucket))
@@ -76,7 +76,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     _check_shape(known, value)
     if optimizer.offloads_params:
         remedy = "Change weights before initialize(), or load a checkpoint."
-        raise bad_value("safe_set_full_fp32_param() with zero_optimization.offload_param", "cpu", ["none"], remedy)
+        raise invalid_value("safe_set_full_fp32_param() with zero_optimization.offload_param", "cpu", ["none"], remedy)
     _settle(optimizer, known)
     flat = value.detach().reshape(-1)
     local = known.local
@@ -160,9 +160,9 @@ def _pieces(param: Param) -> list[tuple[Bucket, int]]:
 
 def _check_shape(param: Param, value: Tensor) -> None:
     if value.shape != param.tensor.shape:
-        raise bad_value(f"shape of the value for {param.name}", tuple(value.shape), [tuple(param.tensor.shape)])
+        raise invalid_value(f"shape of the value for {param.name}", tuple(value.shape), [tuple(param.tensor.shape)])
 
 
 def _check_key(optimizer: TwinOptimizer, key: str) -> None:
     if optimizer.rule is not None and key not in (allowed := [name for name in optimizer.rule.states if name]):
-        raise bad_value("optim_state_key", key, allowed)
+        raise invalid_value("optim_state_key", key, allowed)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.optim.host import HostOptimizer
 from twinflow.rules import ADAGRAD, ADAM, ADAMW, LION, RULES
 
@@ -179,7 +179,7 @@ class FusedLion(Fused):
 
 def _refuse_modes(bias_correction: bool, amsgrad: bool) -> None:
     if not bias_correction:
-        raise bad_value("bias_correction", bias_correction, [True], "Bias correction is always on.")
+        raise invalid_value("bias_correction", bias_correction, [True], "Bias correction is always on.")
     if amsgrad:
         remedy = "DeepSpeed ignores it; build torch.optim.AdamW(..., amsgrad=True) to have it."
-        raise bad_value("amsgrad", amsgrad, [False], remedy)
+        raise invalid_value("amsgrad", amsgrad, [False], remedy)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.offload.bucket import Param
 from twinflow.optim.twin import TwinOptimizer
 
@@ -37,7 +37,7 @@ class Owners:
         found = self.find(tensor)
         if found is None:
             remedy = "Take it from engine.module.named_parameters()."
-            raise bad_value(
+            raise invalid_value(
                 "param", f"of shape {tuple(tensor.shape)}", "a parameter that initialize() was to train", remedy
             )
         return found

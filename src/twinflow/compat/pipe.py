@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from twinflow.compat.checkpointing import checkpoint
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.parallel import pipeline
 from twinflow.parallel.topology import ProcessTopology
 
@@ -37,7 +37,7 @@ class PipelineModule(pipeline.PipelineModule):
         if activation_checkpoint_func not in (checkpoint, torch_checkpoint):
             remedy = "Layers run again in backward by torch.utils.checkpoint."
             given = getattr(activation_checkpoint_func, "__name__", "a function")
-            raise bad_value("activation_checkpoint_func", given, "deepspeed.checkpointing.checkpoint", remedy)
+            raise invalid_value("activation_checkpoint_func", given, "deepspeed.checkpointing.checkpoint", remedy)
         super().__init__(
             layers,
             num_stages,

@@ -16,7 +16,7 @@ from twinflow.compat.optimizers import Named
 from twinflow.compat.owners import OWNERS
 from twinflow.config.read import read_source
 from twinflow.engine import Engine
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.launch.environment import init_distributed as join_group
 
 _TIMEOUT_S = 1800.0
@@ -50,7 +50,7 @@ def _by_name(optimizer: Named, given: Mapping[str, Any]) -> dict[str, Any]:
     name = next((name for name in sources if given.get(name) is not None), None)
     source = given[name] if name is not None else getattr(given.get("args"), "deepspeed_config", None)
     if source is None:
-        raise bad_value("the config", None, "config, config_params or args.deepspeed_config")
+        raise invalid_value("the config", None, "config, config_params or args.deepspeed_config")
     section = {"type": optimizer.rule_name, "params": optimizer.options()}
     changed: dict[str, Any] = dict.fromkeys(("args", *sources), None)
     changed["config"] = {**read_source(source)[1], "optimizer": section}
@@ -83,7 +83,7 @@ def init_distributed(
     if not dist.is_initialized():
         if world_size > 1:
             remedy = "Start the script with `twinflow launch` or torchrun, or give init_method."
-            raise bad_value("world_size without a launcher", world_size, [-1, 1], remedy)
+            raise invalid_value("world_size without a launcher", world_size, [-1, 1], remedy)
         dist.init_process_group(backend, store=HashStore(), timeout=timeout, rank=0, world_size=1)
 
 
@@ -98,5 +98,5 @@ def tp_model_init(model: Any, tp_size: int, dtype: Any, config: Any = None, **kw
     if section.get("autotp_size") != tp_size or kwargs:
         given = sorted(kwargs)[0] if kwargs else _AUTO_PARALLEL
         value = kwargs[given] if kwargs else section.get("autotp_size")
-        raise bad_value(given, value, f"{_AUTO_PARALLEL} {tp_size} in the config", "initialize() splits the model.")
+        raise invalid_value(given, value, f"{_AUTO_PARALLEL} {tp_size} in the config", "initialize() splits the model.")
     return model

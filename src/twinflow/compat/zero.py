@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from twinflow.compat.owners import OWNERS
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 _WHOLE = (
     "Read it with deepspeed.utils.safe_get_full_fp32_param(param), or change it before initialize(). "
@@ -42,13 +42,13 @@ class Init:
         mpu: Any = None,
     ) -> None:
         if remote_device not in (None, "none", "cpu"):
-            raise bad_value("remote_device", remote_device, (None, "none", "cpu"), "Nothing goes to NVMe.")
+            raise invalid_value("remote_device", remote_device, (None, "none", "cpu"), "Nothing goes to NVMe.")
         if dtype not in (None, torch.get_default_dtype()):
             remedy = "Set bf16 or fp16 in the config: initialize() casts the model."
-            raise bad_value("dtype", dtype, [None, torch.get_default_dtype()], remedy)
+            raise invalid_value("dtype", dtype, [None, torch.get_default_dtype()], remedy)
         for name, value in (("data_parallel_group", data_parallel_group), ("mpu", mpu)):
             if value is not None:
-                raise bad_value(name, type(value).__name__, "None", "initialize() makes the groups of ranks.")
+                raise invalid_value(name, type(value).__name__, "None", "initialize() makes the groups of ranks.")
 
     def __enter__(self) -> Init:
         return self
@@ -83,7 +83,7 @@ class GatheredParameters:
                 what = (
                     "of which this rank has rows (stage 3)" if isinstance(param, DTensor) else "that live on the host"
                 )
-                raise bad_value("params", f"weights {what}", "weights that are whole on this rank", _WHOLE)
+                raise invalid_value("params", f"weights {what}", "weights that are whole on this rank", _WHOLE)
             if found is not None and found[0].runtime.job is None:
                 found[0].wait()
 
@@ -103,7 +103,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """Nothing to do where ranks have whole weights. Where they may not, a weight cannot be used outside its module."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         remedy = "Use zero_optimization.stage 2, or use the weight in the forward of the module that owns it."
-        raise bad_value("ranks with register_external_parameter()", dist.get_world_size(), [1], remedy)
+        raise invalid_value("ranks with register_external_parameter()", dist.get_world_size(), [1], remedy)
 
 
 @contextmanager

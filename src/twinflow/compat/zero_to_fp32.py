@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from twinflow.checkpoint import exporting
 from twinflow.checkpoint.exporting import export_checkpoint, find_checkpoint
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -21,7 +21,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     _refuse_exclusion(exclude_frozen_parameters)
     if lazy_mode:
         remedy = "convert_zero_checkpoint_to_fp32_state_dict() writes files with one tensor in memory at a time."
-        raise bad_value("lazy_mode", True, [False], remedy)
+        raise invalid_value("lazy_mode", True, [False], remedy)
     found = find_checkpoint(Path(checkpoint_dir), tag)
     masters = exporting.masters_of(found)
     names = found.names("model")
@@ -56,7 +56,7 @@ def _refuse_exclusion(is_asked_for: bool) -> None:
     """A checkpoint does not tell frozen parameters from buffers, which have to stay."""
     if is_asked_for:
         remedy = "Leave them out when saving: engine.save_checkpoint(..., exclude_frozen_parameters=True)."
-        raise bad_value("exclude_frozen_parameters", True, [False], remedy)
+        raise invalid_value("exclude_frozen_parameters", True, [False], remedy)
 
 
 def _bytes(size: str | int) -> int:
@@ -64,5 +64,5 @@ def _bytes(size: str | int) -> int:
         return size
     number, unit = size[:-2], size[-2:].upper()
     if unit not in _UNITS or not number.isdigit():
-        raise bad_value("max_shard_size", size, "bytes, or a number with KB, MB, GB or TB, like 5GB")
+        raise invalid_value("max_shard_size", size, "bytes, or a number with KB, MB, GB or TB, like 5GB")
     return int(number) * _UNITS[unit]

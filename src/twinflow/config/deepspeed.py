@@ -15,7 +15,7 @@ from twinflow.config.params import CLIPPING, FORMATS, arguments, optimizer_kind,
 from twinflow.config.read import plain, read_source
 from twinflow.config.renames import Renamed, modernised, other_names
 from twinflow.config.schema import Config, Optimizer, Scheduler
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.rules import RULES
 
 _Model = TypeVar("_Model", bound=Section)
@@ -61,7 +61,9 @@ def _check_written(params: Mapping[str, Any], name: str) -> None:
     """Ranks compare their configs, and checkpoints keep them: options must be what JSON can hold."""
     for key, value in params.items():
         if not _is_json(value):
-            raise bad_value(f"{name}.params.{key}", Shown(value), "what JSON has: numbers, words, lists and objects")
+            raise invalid_value(
+                f"{name}.params.{key}", Shown(value), "what JSON has: numbers, words, lists and objects"
+            )
 
 
 def _is_json(value: Any) -> bool:
@@ -90,7 +92,7 @@ def _validated(model: type[_Model], given: dict[str, Any], at: Path, renamed: Re
         mistakes = list(wrong_values(error, model, given, name_of))
     else:
         mistakes = [
-            str(bad_value(name_of(path), Shown(value), "only off here", f"Instead: {rule.text}"))
+            str(invalid_value(name_of(path), Shown(value), "only off here", f"Instead: {rule.text}"))
             for path, value, rule in _refusals(found, ())
         ]
     _raise(mistakes)
@@ -149,7 +151,7 @@ def _checked_params(kind: type[Any], chosen: Optimizer | Scheduler, name: str) -
             found = _validated(kind, params, at, Renamed())
             return {key: getattr(found, key) for key in params}
         if name == "optimizer" and "max_grad_norm" in params:
-            raise bad_value("optimizer.params.max_grad_norm", Shown(params["max_grad_norm"]), "null", CLIPPING)
+            raise invalid_value("optimizer.params.max_grad_norm", Shown(params["max_grad_norm"]), "null", CLIPPING)
         allowed = list(arguments(kind))
         _raise(unknown(dotted(at), key, value, allowed) for key, value in params.items() if key not in allowed)
     except ValueError as error:
@@ -160,14 +162,16 @@ def _checked_params(kind: type[Any], chosen: Optimizer | Scheduler, name: str) -
 def _check_together(config: Config) -> None:
     """Keys that are right alone and wrong together."""
     if config.fp16.enabled and config.bf16.enabled:
-        raise bad_value("fp16.enabled", True, "false where bf16.enabled is true", "Turn one of the two off.")
+        raise invalid_value("fp16.enabled", True, "false where bf16.enabled is true", "Turn one of the two off.")
     fp16 = config.fp16
     if 2.0**fp16.initial_scale_power < fp16.min_loss_scale:
         allowed = f"at least min_loss_scale, which is {fp16.min_loss_scale:g}, as a power of 2"
-        raise bad_value("fp16.initial_scale_power", fp16.initial_scale_power, allowed)
+        raise invalid_value("fp16.initial_scale_power", fp16.initial_scale_power, allowed)
     autocast = type(config.torch_autocast).model_fields["dtype"]
     if config.torch_autocast.enabled and config.torch_autocast.dtype is None:
-        raise bad_value("torch_autocast.dtype", None, in_words(autocast.annotation), "It must be given where enabled.")
+        raise invalid_value(
+            "torch_autocast.dtype", None, in_words(autocast.annotation), "It must be given where enabled."
+        )
     if config.optimizer is not None:
         _check_optimizer(config)
 
@@ -181,7 +185,7 @@ def _check_optimizer(config: Config) -> None:
     allowed = FORMATS.get(kind, ("fp32",))
     if states not in allowed:
         remedy = f"These are the formats for optimizer.type {config.optimizer.type!r}."
-        raise bad_value("zero_optimization.offload_optimizer.states", states, allowed, remedy)
+        raise invalid_value("zero_optimization.offload_optimizer.states", states, allowed, remedy)
     if kind in RULES:
         try:
             RULES[kind].check({**RULES[kind].defaults, **params})

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from twinflow.config.fields import Allowed, Section, rule_of
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 _MISSING = object()
 Path = tuple[str, ...]
@@ -94,9 +94,9 @@ def wrong_values(
         hint = rule.hints.get(value, "") if rule and rule.hints and isinstance(value, str) else ""
         allowed = in_words(info.annotation, info.metadata)
         if value is _MISSING:
-            yield f"{name_of(path)} is missing; allowed: {allowed}"
+            yield f"{name_of(path)} is missing, but must be {allowed}"
         else:
-            yield str(bad_value(name_of(path), Shown(value), allowed, hint))
+            yield str(invalid_value(name_of(path), Shown(value), allowed, hint))
 
 
 def _field_at(model: type[Section], loc: Sequence[str | int]) -> tuple[Path, FieldInfo]:

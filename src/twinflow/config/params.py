@@ -28,7 +28,7 @@ from twinflow.config.fields import (
     refused,
     unused,
 )
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.rules import ADAM, ADAMW, RULES
 from twinflow.rules.rule import Rule, Values
 
@@ -211,7 +211,7 @@ def optimizer_kind(name: str) -> type[Any]:
         return OPTIMIZERS[lower]
     allowed = [*OPTIMIZERS, "a class of torch.optim by its exact name"]
     if lower in REFUSED_OPTIMIZERS:
-        raise bad_value("optimizer.type", name, ", ".join(allowed), REFUSED_OPTIMIZERS[lower])
+        raise invalid_value("optimizer.type", name, ", ".join(allowed), REFUSED_OPTIMIZERS[lower])
     return _torch_kind("optimizer.type", name, torch_optimizers(), allowed)
 
 
@@ -236,4 +236,4 @@ def _torch_kind(
     names = {other.lower(): other for other in (*found, *more)}
     near = get_close_matches(name.lower(), names, 1)
     remedy = f"Did you mean {names[near[0]]!r}?" if near else ""
-    raise bad_value(key, name, ", ".join(allowed), remedy)
+    raise invalid_value(key, name, ", ".join(allowed), remedy)

@@ -13,7 +13,7 @@ from typing import Any, Final
 import hjson  # type: ignore[import-untyped]
 
 from twinflow.config.messages import Shown, dotted
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 _SOURCES = "a dict, the path of a JSON or HJSON file, or urlsafe-base64 of JSON"
 
@@ -23,7 +23,7 @@ def read_source(source: object) -> tuple[str, Mapping[Any, Any]]:
     if isinstance(source, Mapping):
         return "", source
     if not isinstance(source, (str, os.PathLike)):
-        raise bad_value("config", Shown(source), _SOURCES)
+        raise invalid_value("config", Shown(source), _SOURCES)
     if os.path.exists(source):
         name = os.fspath(source)
         try:
@@ -44,7 +44,7 @@ def _decoded(source: str | os.PathLike[str]) -> str:
             raise ValueError
         return base64.b64decode(source, altchars=b"-_", validate=True).decode("utf-8")
     except (binascii.Error, ValueError):
-        raise bad_value("config", Shown(source), _SOURCES, remedy) from None
+        raise invalid_value("config", Shown(source), _SOURCES, remedy) from None
 
 
 def parse(text: str, where: str) -> Mapping[Any, Any]:
@@ -59,7 +59,7 @@ def parse(text: str, where: str) -> Mapping[Any, Any]:
     except (ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{where}{error or type(error).__name__}") from error
     if not isinstance(found, Mapping):
-        raise ValueError(f"{where}{bad_value('config', Shown(found), 'an object: {...}')}")
+        raise ValueError(f"{where}{invalid_value('config', Shown(found), 'an object: {...}')}")
     return found
 
 
@@ -84,7 +84,7 @@ def plain(given: Mapping[Any, Any], at: tuple[str, ...] = ()) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in given.items():
         if not isinstance(key, str):
-            raise bad_value(f"a key of {dotted(at) or 'the config'}", Shown(key), "a string")
+            raise invalid_value(f"a key of {dotted(at) or 'the config'}", Shown(key), "a string")
         if isinstance(value, str) and value == "auto" and (*at, key) not in _OWN_AUTO:
             continue
         found[key] = plain(value, (*at, key)) if isinstance(value, Mapping) else value

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from twinflow.config.messages import Path, dotted
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Renamed:
 
 def _offload(path: Path, value: Any) -> Any:
     if not isinstance(value, bool):
-        raise bad_value(dotted(path), value, "true, false")
+        raise invalid_value(dotted(path), value, "true, false")
     return {"device": "cpu"} if value else None
 
 

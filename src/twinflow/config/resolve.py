@@ -10,7 +10,7 @@ from twinflow.config.fields import UNUSED, Section, rule_of
 from twinflow.config.messages import Path, dotted
 from twinflow.config.params import AdamParams, Common, OneBitAdamParams, optimizer_kind, schedule_kind
 from twinflow.config.schema import Config
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.rules import RULES
 
 
@@ -35,14 +35,14 @@ def resolve_axes(config: Config, own_stages: int | None = None) -> Axes:
     """Pipeline and tensor ranks; `own_stages`: of a PipelineModule, which has said it already."""
     asked = config.pipeline.stages
     if asked is not None and asked < 0:
-        raise bad_value("pipeline.stages", asked, "a whole number >= 0")
+        raise invalid_value("pipeline.stages", asked, "a whole number >= 0")
     if own_stages is not None and asked not in (None, 0, own_stages):
         remedy = "Leave it out: the PipelineModule was made for so many."
-        raise bad_value("pipeline.stages", asked, [own_stages], remedy)
+        raise invalid_value("pipeline.stages", asked, [own_stages], remedy)
     sizes = {size for size in (config.tensor_parallel.autotp_size, config.tensor_parallel.tp.tp_size) if size > 1}
     if len(sizes) > 1:
         given = config.tensor_parallel.autotp_size
-        raise bad_value(
+        raise invalid_value(
             "tensor_parallel.autotp_size", given, [config.tensor_parallel.tp.tp_size], "Set one of the two."
         )
     return Axes(own_stages or asked or 1, sizes.pop() if sizes else 1)
@@ -55,10 +55,10 @@ def resolve_batch(config: Config, world_size: int) -> Batch:
     alone means one accumulation step.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise bad_value("world_size", world_size, "a whole number >= 1")
+        raise invalid_value("world_size", world_size, "a whole number >= 1")
     if config.data_parallel_size not in (None, world_size):
         remedy = "Leave it out, or start so many processes."
-        raise bad_value("data_parallel_size", config.data_parallel_size, [world_size], remedy)
+        raise invalid_value("data_parallel_size", config.data_parallel_size, [world_size], remedy)
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     steps = config.gradient_accumulation_steps
     given = (
@@ -93,7 +93,7 @@ def optimizer_choice(config: Config) -> tuple[str, dict[str, Any]]:
     Options of our rules come complete, with DeepSpeed's defaults, which are not always torch's.
     """
     if config.optimizer is None:
-        raise bad_value("optimizer", None, "a section with type and params", "Name one, or pass an optimizer.")
+        raise invalid_value("optimizer", None, "a section with type and params", "Name one, or pass an optimizer.")
     kind = optimizer_kind(config.optimizer.type)
     given = dict(config.optimizer.params)
     if not issubclass(kind, Common):

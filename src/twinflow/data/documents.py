@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
 from twinflow.data.files import TOKEN_SUFFIXES, reading
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 JSONL_SUFFIXES: Final = (".jsonl", ".ndjson")
 LOOK_BYTES: Final = 2**20  # a zero byte within these makes a file binary
@@ -63,7 +63,7 @@ def find_text(source: str) -> TextSource:
         return _known(files, f"text files in {path.absolute()}")
     if _is_binary(path):
         allowed = "a file of text, which has no zero bytes"
-        raise bad_value("data", str(path), allowed, "Save it as UTF-8; a file of tokens is named .bin or .npy.")
+        raise invalid_value("data", str(path), allowed, "Save it as UTF-8; a file of tokens is named .bin or .npy.")
     num_bytes = path.stat().st_size
     if num_bytes == 0:
         raise ValueError(f"data is {source!r}, which is empty. Give a file that holds some text.")

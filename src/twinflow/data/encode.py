@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from twinflow.data.documents import Piece, TextSource, pieces
 from twinflow.data.files import missing_path, reading
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 Array = npt.NDArray[Any]
 
@@ -131,7 +131,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if not file.is_file():
         remedy = "Save the tokenizer there as a fast one, with its save_pretrained()."
-        raise bad_value("tokenizer", name, f"'bytes', or a folder with a {TOKENIZER_FILE}", remedy)
+        raise invalid_value("tokenizer", name, f"'bytes', or a folder with a {TOKENIZER_FILE}", remedy)
     return HubTokenizer(file, name)
 
 

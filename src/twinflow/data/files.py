@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 TOKEN_SUFFIXES: Final = (".bin", ".npy")
 SIDE_DTYPES: Final = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -50,12 +50,12 @@ def read_side_file(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{side} is not JSON ({error}). It describes {path.name}: mend or remove it.") from error
     if not isinstance(content, dict):
-        raise bad_value(str(side), content, 'an object like {"dtype": "uint16", "vocab_size": 50257}')
+        raise invalid_value(str(side), content, 'an object like {"dtype": "uint16", "vocab_size": 50257}')
     if content.get("dtype", "uint16") not in SIDE_DTYPES:
-        raise bad_value(f"dtype in {side}", content["dtype"], SIDE_DTYPES)
+        raise invalid_value(f"dtype in {side}", content["dtype"], SIDE_DTYPES)
     vocab_size = content.get("vocab_size")
     if vocab_size is not None and (not isinstance(vocab_size, int) or vocab_size < 1):
-        raise bad_value(f"vocab_size in {side}", vocab_size, "a whole number >= 1")
+        raise invalid_value(f"vocab_size in {side}", vocab_size, "a whole number >= 1")
     return content
 
 
@@ -64,7 +64,7 @@ def _open_bin(path: Path, dtype_name: str) -> Array:
     dtype = np.dtype(_index_dtype(path.with_suffix(".idx")) or dtype_name).newbyteorder("<")
     num_bytes = path.stat().st_size
     if num_bytes % dtype.itemsize:
-        raise bad_value(f"size of {path}", num_bytes, f"a multiple of {dtype.itemsize}, as its dtype is {dtype}")
+        raise invalid_value(f"size of {path}", num_bytes, f"a multiple of {dtype.itemsize}, as its dtype is {dtype}")
     with reading(path):
         return np.memmap(path, dtype=dtype, mode="r") if num_bytes else np.empty(0, dtype)
 
@@ -78,9 +78,9 @@ def _index_dtype(index: Path) -> str | None:
         return None
     _, version, code, _, _ = INDEX_HEADER.unpack(header)
     if version != 1:
-        raise bad_value(f"version of {index}", version, "1")
+        raise invalid_value(f"version of {index}", version, "1")
     if code not in INDEX_DTYPES:
-        raise bad_value(f"dtype code of {index}", code, INDEX_DTYPES)
+        raise invalid_value(f"dtype code of {index}", code, INDEX_DTYPES)
     return INDEX_DTYPES[code]
 
 
@@ -95,7 +95,7 @@ def _open_npy(path: Path) -> Array:
         raise ValueError(f"{path} is a .npy file that cannot be mapped ({error}). Save it with numpy.save.") from error
     if array.ndim != 1 or array.dtype.kind not in "iu":
         found = f"{array.dtype} of shape {array.shape}"
-        raise bad_value(str(path), found, "integers in one dimension", "Flatten it, and save it with numpy.save.")
+        raise invalid_value(str(path), found, "integers in one dimension", "Flatten it, and save it with numpy.save.")
     return array
 
 
@@ -144,4 +144,4 @@ def missing_path(key: str, path: Path, allowed: str) -> ValueError:
         except OSError:
             near = []
         remedy += f"; there is {near[0]!r} in that folder." if near else "."
-    return bad_value(key, str(path), allowed, remedy)
+    return invalid_value(key, str(path), allowed, remedy)

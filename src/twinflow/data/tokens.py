@@ -22,7 +22,7 @@ from twinflow.data.documents import find_text, is_jsonl
 from twinflow.data.encode import BytesTokenizer, Tokenizer, cached_tokens, load_tokenizer, tokens_in_memory
 from twinflow.data.files import TOKEN_SUFFIXES, hash_text, hash_tokens, missing_path, open_tokens
 from twinflow.data.order import epoch_keys, shuffled
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 Split = Literal["train", "valid"]
 Progress = Callable[[int, int], None]  # bytes of text done, and of all
@@ -84,7 +84,7 @@ class TokenData:
         """Where the windows of one batch begin; it may reach over the end of an epoch into the next."""
         for name, value, least in (("index", index, 0), ("batch_size", batch_size, 1), ("context", context, 1)):
             if value < least:
-                raise bad_value(name, value, f"a whole number >= {least}")
+                raise invalid_value(name, value, f"a whole number >= {least}")
         num = self.num_windows(split, context)
         if num < 1:
             raise self._too_short(split, context)
@@ -100,14 +100,14 @@ class TokenData:
 
     def _part(self, split: Split) -> npt.NDArray[Any]:
         if split not in ("train", "valid"):
-            raise bad_value("split", split, ("train", "valid"))
+            raise invalid_value("split", split, ("train", "valid"))
         return self.tokens[: self.num_train] if split == "train" else self.tokens[self.num_train :]
 
     def _check_ids(self, windows: npt.NDArray[np.int64]) -> None:
         lowest, highest = int(windows.min()), int(windows.max())
         if lowest < 0 or highest >= self.vocab_size:
             wrong = lowest if lowest < 0 else highest
-            raise bad_value(
+            raise invalid_value(
                 f"a token of {self.name}",
                 wrong,
                 f"0 to {self.vocab_size - 1}, the vocabulary being {self.vocab_size:,}",
@@ -143,9 +143,9 @@ def load_data(
     says, else that of a tokenizer that is a folder, else what 16 bits can hold.
     """
     if seed < 0:
-        raise bad_value("seed", seed, "a whole number >= 0")
+        raise invalid_value("seed", seed, "a whole number >= 0")
     if not 0.0 <= valid_share < 1.0:
-        raise bad_value("valid_share", valid_share, "a number >= 0 and < 1")
+        raise invalid_value("valid_share", valid_share, "a number >= 0 and < 1")
     path = Path(source).expanduser()
     if source != "stdlib" and not path.exists():
         raise missing_path("data", path, "'stdlib', a .txt, .jsonl, .bin or .npy file, or a folder of text files")
@@ -155,7 +155,7 @@ def load_data(
         data = _text(source, load_tokenizer(tokenizer), json_key, cache, progress)
         if vocab_size is not None and vocab_size < data.vocab_size:
             remedy = f"The tokenizer {tokenizer!r} has that many symbols."
-            raise bad_value("vocab_size", vocab_size, f"at least {data.vocab_size:,}", remedy)
+            raise invalid_value("vocab_size", vocab_size, f"at least {data.vocab_size:,}", remedy)
     if data.num_tokens == 0:
         raise ValueError(f"data is {source!r}, which holds no tokens. Give one that does.")
     num_train = data.num_tokens - int(data.num_tokens * valid_share)

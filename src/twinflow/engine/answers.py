@@ -10,7 +10,7 @@ from torch import nn
 
 from twinflow.engine.place import Place
 from twinflow.engine.reports import Reports
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.optim.twin import TwinOptimizer
 
 # Of DeepSpeed's engine, and not here.
@@ -70,7 +70,7 @@ class Answers(Place):
         """The weights, where this rank has all of them: what Accelerate saves a model from with stage 3."""
         if not self.zero_gather_16bit_weights_on_model_save():
             remedy = "Save a checkpoint, and make files of it with `twinflow export`."
-            raise bad_value("ranks with zero_optimization.stage 3", self.world_size, [1], remedy)
+            raise invalid_value("ranks with zero_optimization.stage 3", self.world_size, [1], remedy)
         frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
         left_out = frozen if exclude_frozen_parameters else set()
         return {name: value for name, value in self.module_state_dict().items() if name not in left_out}

@@ -30,7 +30,7 @@ from twinflow.engine.parts import Scheduler
 from twinflow.engine.reports import Reports
 from twinflow.engine.settings import EngineSettings
 from twinflow.engine.values import UserValue, cast_floats
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.launch.watch import Watch
 from twinflow.offload.blocks import find_blocks
 from twinflow.optim.twin import TwinOptimizer
@@ -114,7 +114,9 @@ class Engine(Answers):
         """Gradients of a micro-batch's loss, which counts for its share of the step; returns that share."""
         optimizer = self._need_optimizer()
         if not isinstance(loss, Tensor):
-            raise bad_value("loss", loss, "a tensor with a graph behind it, as the model or a loss function returns it")
+            raise invalid_value(
+                "loss", loss, "a tensor with a graph behind it, as the model or a loss function returns it"
+            )
         self._beat("backward")
         self.settle()
         steps = self.gradient_accumulation_steps()
@@ -194,7 +196,7 @@ class Engine(Answers):
         for group in optimizer.param_groups if optimizer is not None and optimizer.rule is not None else ():
             lr = float(group["lr"])
             if not (math.isfinite(lr) and lr >= 0.0):
-                raise bad_value("lr as the scheduler has set it", lr, "a finite number >= 0")
+                raise invalid_value("lr as the scheduler has set it", lr, "a finite number >= 0")
 
     def _beat(self, doing: str) -> None:
         """Other ranks know that this one goes on."""
@@ -230,7 +232,7 @@ class Engine(Answers):
         anyway. With stage 2 no rank keeps a sum of its own."""
         if self.dp_world_size > 1 and self.settings.stage >= 2:
             remedy = "Leave no_sync() out, or use stage 1."
-            raise bad_value("no_sync() with zero_optimization.stage", self.settings.stage, (0, 1), remedy)
+            raise invalid_value("no_sync() with zero_optimization.stage", self.settings.stage, (0, 1), remedy)
         return nullcontext()
 
     # What it knows.
@@ -280,7 +282,7 @@ class Engine(Answers):
         """Other steps from now on: the micro-batch stays, their number changes."""
         micro = self.settings.micro_batch_size * self.dp_world_size
         if train_batch_size < 1 or train_batch_size % micro:
-            raise bad_value(
+            raise invalid_value(
                 "train_batch_size", train_batch_size, f"a multiple of the micro-batches of all ranks, which is {micro}"
             )
         if self.part:
@@ -290,7 +292,7 @@ class Engine(Answers):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Micro-batches of another size from now on; a step has as many of them as before."""
         if micro_batch_size < 1:
-            raise bad_value("micro_batch_size", micro_batch_size, "a whole number >= 1")
+            raise invalid_value("micro_batch_size", micro_batch_size, "a whole number >= 1")
         self.settings = replace(self.settings, micro_batch_size=micro_batch_size)
 
     def get_lr(self) -> list[float]:
@@ -372,10 +374,10 @@ class Engine(Answers):
         """Write the weights as they are on the device, as safetensors that other libraries read."""
         remedy = "Save a checkpoint, and make files of it with `twinflow export`."
         if self.settings.stage == 3 and self.world_size > 1:
-            raise bad_value("save_16bit_model() with zero_optimization.stage", 3, (0, 1, 2), remedy)
+            raise invalid_value("save_16bit_model() with zero_optimization.stage", 3, (0, 1, 2), remedy)
         grid = self.settings.grid
         if grid is not None and grid.num_pipe * grid.num_model > 1:
-            raise bad_value("save_16bit_model() with", "pipeline or tensor ranks", "neither", remedy)
+            raise invalid_value("save_16bit_model() with", "pipeline or tensor ranks", "neither", remedy)
         if self.optimizer is not None:
             self.optimizer.wait()
         if self.global_rank > 0:

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 from twinflow.engine.values import UserValue
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 
 class ResumableLoader:
@@ -32,7 +32,7 @@ class ResumableLoader:
         share: tuple[int, int] = (0, 1),
     ) -> None:
         if batch_size < 1:
-            raise bad_value("batch_size", batch_size, "a whole number >= 1")
+            raise invalid_value("batch_size", batch_size, "a whole number >= 1")
         self.dataset, self.batch_size = dataset, batch_size
         self.seed = torch.initial_seed() % (1 << 63) if seed is None else seed
         self.epoch = 0
@@ -110,11 +110,11 @@ class ResumableLoader:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from there, with another number of ranks too; an iterator that is in use does not notice."""
         if state["batch_size"] != self.batch_size and state.get("world", 1) == self._world:
-            raise bad_value("batch size of the data position", state["batch_size"], [self.batch_size])
+            raise invalid_value("batch size of the data position", state["batch_size"], [self.batch_size])
         num_seen, each = state["position"] * state["batch_size"] * state.get("world", 1), self.batch_size * self._world
         if num_seen % each:
             remedy = "Choose micro-batches so that batch size x ranks divides it."
-            raise bad_value("samples of the epoch that were seen", num_seen, f"a multiple of {each}", remedy)
+            raise invalid_value("samples of the epoch that were seen", num_seen, f"a multiple of {each}", remedy)
         self.seed, self.epoch, self.position = state["seed"], state["epoch"], num_seen // each
 
 

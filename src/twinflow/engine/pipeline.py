@@ -17,7 +17,7 @@ from twinflow.engine.parts import Scheduler
 from twinflow.engine.reports import Reports
 from twinflow.engine.settings import EngineSettings
 from twinflow.engine.values import UserValue, cast_floats, to_device
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.launch.watch import Watch
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel.deferral import Deferral
@@ -110,9 +110,9 @@ class PipelineEngine(Engine):
     ) -> UserValue:
         """Forwards alone: the mean loss, on every rank; without `compute_loss` outputs, on ranks of the last stage."""
         if return_logits:
-            raise bad_value("return_logits", True, [False], "Call eval_batch(compute_loss=False) for the outputs.")
+            raise invalid_value("return_logits", True, [False], "Call eval_batch(compute_loss=False) for the outputs.")
         if reduce_output not in ("avg", None):
-            raise bad_value("reduce_output", reduce_output, ("avg", None))
+            raise invalid_value("reduce_output", reduce_output, ("avg", None))
         self._beat("eval_batch")
         num = self.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches
         batches = self._take(data_iter, num)
@@ -156,7 +156,9 @@ class PipelineEngine(Engine):
     def _own_batches(self) -> Iterator[object]:
         if self._batches is None:
             if self.training_dataloader is None:
-                raise bad_value("data_iter", None, "an iterator of (inputs, target), or training_data for initialize()")
+                raise invalid_value(
+                    "data_iter", None, "an iterator of (inputs, target), or training_data for initialize()"
+                )
             self._batches = _again_and_again(self.training_dataloader)
         return self._batches
 
@@ -164,7 +166,9 @@ class PipelineEngine(Engine):
         if self._batch_fn is not None:
             batch = self._batch_fn(batch)
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise bad_value("a micro-batch", type(batch).__name__, "a pair: inputs (a tensor or a tuple), and target")
+            raise invalid_value(
+                "a micro-batch", type(batch).__name__, "a pair: inputs (a tensor or a tuple), and target"
+            )
         inputs, target = (to_device(part, self.device) for part in batch)
         if self.settings.input_dtype is not None:
             inputs = cast_floats(inputs, self.settings.input_dtype)
@@ -294,7 +298,7 @@ def _again_and_again(loader: Iterable[object]) -> Iterator[object]:
             is_empty = False
             yield batch
         if is_empty:
-            raise bad_value("training_data", "no batch", "at least one a rank", "Is dataloader_drop_last set?")
+            raise invalid_value("training_data", "no batch", "at least one a rank", "Is dataloader_drop_last set?")
 
 
 def _refuse(name: str) -> NoReturn:

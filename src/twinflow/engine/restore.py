@@ -30,7 +30,7 @@ from twinflow.engine.state import (
     tensors_of,
 )
 from twinflow.engine.values import UserValue
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.offload.bucket import local_of
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_build import first_of
@@ -59,7 +59,7 @@ def load(engine: EngineParts, root: Path, tag: str | None, what: What) -> tuple[
     other = next((rank for rank, other in enumerate(tags) if other != tags[0]), None)
     if other is not None:
         remedy = "load_dir must be on a file system that all ranks share."
-        raise bad_value(f"{root}: what rank {other} finds", tags[other], [tags[0]], remedy)
+        raise invalid_value(f"{root}: what rank {other} finds", tags[other], [tags[0]], remedy)
     if found is None:
         return None, {}
     checked, _ = agree(ranks, lambda: (_check(engine, found, what, ranks), None))
@@ -126,7 +126,7 @@ def _check_errors(found: Checkpoint) -> None:
     if any(one and "num_replicas" not in one for one in found.meta.get("errors", [])):
         given, allowed = "by piece, as an earlier version had them", "by parameter and replica"
         remedy = "Go on with the version that saved it, or pass load_optimizer_states=False."
-        raise bad_value(f"{found.path}: errors of compressed exchanges", given, allowed, remedy)
+        raise invalid_value(f"{found.path}: errors of compressed exchanges", given, allowed, remedy)
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _load_scheduler(scheduler: Scheduler, saved: StateDict, path: Path) -> None:
         scheduler.load_state_dict(before)
         kind = type(scheduler).__name__
         remedy = "Use the same scheduler, or pass load_lr_scheduler_states=False."
-        raise bad_value(f"{path}: scheduler", f"of another kind than {kind} ({error!r})", kind, remedy) from error
+        raise invalid_value(f"{path}: scheduler", f"of another kind than {kind} ({error!r})", kind, remedy) from error
 
 
 def _reader(found: Checkpoint, file: str, shard: TensorShard | None = None) -> Callable[[str], Tensor]:
@@ -257,7 +257,7 @@ def _check_model(module: nn.Module, found: Checkpoint, what: What, saved: _Saved
         if name in shards:
             wanted = shards[name].whole_shape(wanted)
         if shape != wanted:
-            raise bad_value(f"{found.path}: shape of {name}", shape, [wanted])
+            raise invalid_value(f"{found.path}: shape of {name}", shape, [wanted])
     return names
 
 

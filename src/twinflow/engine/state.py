@@ -22,7 +22,7 @@ from twinflow.engine.background import BackgroundSave, freeze
 from twinflow.engine.parts import EngineParts
 from twinflow.engine.randoms import random_states
 from twinflow.engine.ranks import Ranks, Said, deal, only_one, ranks_of, unite
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.offload.bucket import local_of
 from twinflow.offload.frozen import Frozen
 from twinflow.offload.param_offload import ParamOffload
@@ -248,7 +248,7 @@ def sharded_leaves(leaves: Sequence[Leaf], param: Tensor) -> dict[str, TensorSha
     for leaf in leaves:
         if _whole_shape(leaf) != shape and math.prod(_whole_shape(leaf)) > 1:
             remedy = "Tensor ranks have parts of the parameter; what belongs to all of it they cannot save."
-            raise bad_value(f"shape of {leaf.name}", _whole_shape(leaf), [shape, ()], remedy)
+            raise invalid_value(f"shape of {leaf.name}", _whole_shape(leaf), [shape, ()], remedy)
     return {leaf.name: shard for leaf in leaves if _whole_shape(leaf) == shape}
 
 

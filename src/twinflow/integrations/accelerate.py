@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.integrations.given import take_over
 from twinflow.integrations.norms import Clipping
 from twinflow.integrations.optional import need
@@ -34,7 +34,7 @@ def twin_optimizer(
     check_accelerator(accelerator)
     if options.get("loss_scale") is not None:
         remedy = "accelerator.backward() does not apply it. Use bf16, or a loop of your own."
-        raise bad_value("loss_scale", options["loss_scale"], [None], remedy)
+        raise invalid_value("loss_scale", options["loss_scale"], [None], remedy)
     model.to(accelerator.device)
     options = {"early": True, "accumulation_steps": accelerator.gradient_accumulation_steps, **options}
     given = isinstance(rule, Optimizer)
@@ -76,8 +76,8 @@ def check_accelerator(accelerator: Any) -> None:
             "and without RANK and WORLD_SIZE in its environment."
         )
         found = f"{accelerator.num_processes} ({kind})"
-        raise bad_value("processes of Accelerate", found, "one, without a launcher", remedy)
+        raise invalid_value("processes of Accelerate", found, "one, without a launcher", remedy)
     precision = getattr(accelerator, "mixed_precision", "no")
     if accelerator.scaler is not None or precision not in _PRECISIONS:  # without a GPU fp16 comes without a scaler
         remedy = 'Use "bf16", or an fp16 model with loss_scale= in a loop of your own.'
-        raise bad_value("mixed_precision", precision, _PRECISIONS, remedy)
+        raise invalid_value("mixed_precision", precision, _PRECISIONS, remedy)

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from twinflow.checkpoint import Checkpoint, Entry, open_checkpoint, save
 from twinflow.checkpoint.tree import put_together, take_apart, tensor_names
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.rules.formats import BLOCK
 
@@ -56,7 +56,7 @@ def load_state(optimizer: TwinOptimizer, folder: Path) -> None:
     """Take it over; everything is checked before anything changes. Load the model's weights before."""
     found = open_checkpoint(folder, TAG)
     if found is None or not {"optimizer", "optimizer_state"} <= set(found.meta):
-        raise bad_value("checkpoint", str(folder / TAG), "a folder that was written with it")
+        raise invalid_value("checkpoint", str(folder / TAG), "a folder that was written with it")
     found.verify()
     head = put_together(found.meta["optimizer"], lambda name: found.tensor("rest", name))
     optimizer.load_state_dict(head, _Source(found))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.rules import RULES
 
@@ -53,15 +53,15 @@ def own_options() -> list[str]:
 def take_over(optimizer: Optimizer, model: nn.Module, **options: Any) -> TwinOptimizer:
     """A TwinOptimizer over `model` with the groups, options and state of `optimizer`, which must not be used again."""
     if isinstance(optimizer, TwinOptimizer):
-        raise bad_value("optimizer", "a TwinOptimizer", "a torch.optim.Optimizer to build one of")
+        raise invalid_value("optimizer", "a TwinOptimizer", "a torch.optim.Optimizer to build one of")
     kind = type(optimizer).__name__
     for name in options:
         if name not in own_options():
             remedy = f"Options of the update are those of the {kind} that is given."
-            raise bad_value("option", name, own_options(), remedy)
+            raise invalid_value("option", name, own_options(), remedy)
     package = type(optimizer).__module__.split(".")[0]
     if package in _ON_GPU:
-        raise bad_value("optimizer", kind, "one that runs on the host", _ON_GPU[package])
+        raise invalid_value("optimizer", kind, "one that runs on the host", _ON_GPU[package])
     wrapped = vars(optimizer).pop("step", None)  # a scheduler's wrapper, which is not the optimizer's
     try:
         twin = _build(optimizer, model, options)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.integrations.accelerate import check_accelerator, connect
 from twinflow.integrations.files import StreamedState
 from twinflow.integrations.given import own_options, take_over
@@ -38,7 +38,7 @@ class TwinMixin:
         for name, argument in _DECLARED.items():
             if name in self._twin_options:
                 remedy = f"Set {argument} in TrainingArguments."
-                raise bad_value(f"twin[{name!r}]", self._twin_options[name], "nothing", remedy)
+                raise invalid_value(f"twin[{name!r}]", self._twin_options[name], "nothing", remedy)
         _check_options(self._twin_options)
         super().__init__(*args, **kwargs)
         _check_arguments(self)
@@ -112,14 +112,14 @@ def _build(made: Optimizer, trainer: Any) -> TwinOptimizer:
 def _adopt(twin: TwinOptimizer, trainer: Any) -> TwinOptimizer:
     """One that was given as `optimizers=`: it must mean what the arguments say."""
     if trainer._twin_options:
-        raise bad_value("twin", trainer._twin_options, "nothing beside a TwinOptimizer given in optimizers=")
+        raise invalid_value("twin", trainer._twin_options, "nothing beside a TwinOptimizer given in optimizers=")
     if twin.model is not trainer.model:
-        raise bad_value("optimizers[0].model", "another module", "the Trainer's model")
+        raise invalid_value("optimizers[0].model", "another module", "the Trainer's model")
     if twin.runtime.settings.early:
         wanted = trainer.args.max_grad_norm or None
         if twin.max_grad_norm != wanted:
             remedy = "Build the TwinOptimizer with this max_grad_norm."
-            raise bad_value("TrainingArguments.max_grad_norm", wanted, [twin.max_grad_norm], remedy)
+            raise invalid_value("TrainingArguments.max_grad_norm", wanted, [twin.max_grad_norm], remedy)
         twin.set_accumulation_steps(trainer.args.gradient_accumulation_steps)
     return twin
 
@@ -129,10 +129,10 @@ def _check_options(given: Mapping[str, Any]) -> None:
     allowed = [name for name in own_options() if name not in (*_DECLARED, "loss_scale")]
     for name in given:
         if name == "loss_scale":
-            raise bad_value("option in twin", name, allowed, "The Trainer does not scale its loss: train in bf16.")
+            raise invalid_value("option in twin", name, allowed, "The Trainer does not scale its loss: train in bf16.")
         if name not in allowed:
             remedy = "Options of the update are TrainingArguments: optim, learning_rate, weight_decay, optim_args, ..."
-            raise bad_value("option in twin", name, allowed, remedy)
+            raise invalid_value("option in twin", name, allowed, remedy)
 
 
 def _check_arguments(trainer: Any) -> None:
@@ -140,10 +140,10 @@ def _check_arguments(trainer: Any) -> None:
     args = trainer.args
     if args.n_gpu > 1:
         remedy = "Set CUDA_VISIBLE_DEVICES to one GPU; for several see twinflow.initialize()."
-        raise bad_value("GPUs of this process", args.n_gpu, [1], remedy)
+        raise invalid_value("GPUs of this process", args.n_gpu, [1], remedy)
     if args.torch_compile:
         remedy = "Compile blocks instead, before: `for layer in model.model.layers: layer.compile()`."
-        raise bad_value("TrainingArguments.torch_compile", True, [False], remedy)
+        raise invalid_value("TrainingArguments.torch_compile", True, [False], remedy)
     if args.fsdp or args.deepspeed:
         remedy = "TwinTrainer is for one process and one GPU."
-        raise bad_value("TrainingArguments.fsdp or deepspeed", "given", "nothing", remedy)
+        raise invalid_value("TrainingArguments.fsdp or deepspeed", "given", "nothing", remedy)

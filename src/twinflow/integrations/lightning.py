@@ -25,7 +25,7 @@ from twinflow.build import own_device
 from twinflow.build_optimizer import TIMEOUT_S
 from twinflow.config.read import read_source
 from twinflow.engine import Engine
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.integrations.given import follow, groups_for, rule_for, section_for
 from twinflow.integrations.norms import Clipping
 from twinflow.integrations.optional import need
@@ -123,10 +123,10 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
     def setup_optimizers(self, trainer: Any) -> None:
         """The engine, with the optimizer that `configure_optimizers` or the config asks for."""
         if own_device().type != self.root_device.type:
-            raise bad_value("Trainer(accelerator=)", self.root_device.type, [own_device().type])
+            raise invalid_value("Trainer(accelerator=)", self.root_device.type, [own_device().type])
         if getattr(self.precision_plugin, "scaler", None) is not None:
             remedy = 'Use "bf16-true" or "bf16-mixed", or fp16 in the config of TwinStrategy.'
-            raise bad_value("Trainer(precision=)", self.precision_plugin.precision, "one without a scaler", remedy)
+            raise invalid_value("Trainer(precision=)", self.precision_plugin.precision, "one without a scaler", remedy)
         _refuse_averages(trainer.callbacks)
         config, groups, given = self._configured(trainer), None, None
         if "optimizer" in config:
@@ -165,7 +165,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         """The config, with what the Trainer says in it."""
         config = dict(self.config)
         if trainer.gradient_clip_val and str(getattr(trainer.gradient_clip_algorithm, "value", "norm")) != "norm":
-            raise bad_value("Trainer(gradient_clip_algorithm=)", trainer.gradient_clip_algorithm, ["norm"])
+            raise invalid_value("Trainer(gradient_clip_algorithm=)", trainer.gradient_clip_algorithm, ["norm"])
         config["gradient_clipping"] = float(trainer.gradient_clip_val or 0.0)
         config["gradient_accumulation_steps"] = trainer.accumulate_grad_batches
         return {"train_micro_batch_size_per_gpu": 1, **config}  # batches are the Trainer's
@@ -173,7 +173,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
     def _add_scheduler(self, scheduler: Any) -> None:
         """The config's schedule, which moves with every step; the Trainer moves and saves it."""
         if self.lr_scheduler_configs:
-            raise bad_value("scheduler", "in the config and in configure_optimizers()", "one of them")
+            raise invalid_value("scheduler", "in the config and in configure_optimizers()", "one of them")
         assert self.engine is not None
         self.engine.release_scheduler()
         kind = need(f"{_HOME}.utilities.types", "lightning", "TwinStrategy").LRSchedulerConfig
@@ -184,7 +184,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
 
         def clip_gradients(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
             if str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) != "norm":
-                raise bad_value("gradient_clip_algorithm", str(gradient_clip_algorithm), ["norm"])
+                raise invalid_value("gradient_clip_algorithm", str(gradient_clip_algorithm), ["norm"])
             if clip_val > 0:
                 clipping.clip(clip_val)
 
@@ -268,7 +268,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
             engine = self._initialize(config={"train_batch_size": self.world_size})[0]
         found, _ = engine.load_checkpoint(path, tag=_FOLDER, load_module_only=self.engine is None)
         if found is None:
-            raise bad_value("ckpt_path", str(path), "a checkpoint that TwinStrategy wrote")
+            raise invalid_value("ckpt_path", str(path), "a checkpoint that TwinStrategy wrote")
         if self.engine is None:
             engine.destroy()
         # What Lightning adds is pickled: no code of it is run, unless the user says so.
@@ -282,7 +282,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         )
         if self._is_fitting:
             remedy = "Take its weights with LightningModule.load_from_checkpoint(), and fit without ckpt_path."
-            raise bad_value("ckpt_path", str(path), "a folder that TwinStrategy wrote", remedy)
+            raise invalid_value("ckpt_path", str(path), "a folder that TwinStrategy wrote", remedy)
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -298,14 +298,14 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     found = dict(config) if isinstance(config, Mapping) else dict(read_source(config)[1])
     for key, remedy in _REFUSED.items():
         if key in found:
-            raise bad_value(f"{key} with TwinStrategy", found[key], "nothing", remedy)
+            raise invalid_value(f"{key} with TwinStrategy", found[key], "nothing", remedy)
     for key, argument in {
         "gradient_clipping": "Trainer(gradient_clip_val=...)",
         "gradient_accumulation_steps": "Trainer(accumulate_grad_batches=...)",
         "train_batch_size": "the DataLoader's batch_size",
     }.items():
         if found.get(key) not in (None, "auto"):
-            raise bad_value(f"{key} with TwinStrategy", found[key], ["auto"], f"Leave it out, and set {argument}.")
+            raise invalid_value(f"{key} with TwinStrategy", found[key], ["auto"], f"Leave it out, and set {argument}.")
         found.pop(key, None)
     return found
 
@@ -316,18 +316,18 @@ def _refuse_averages(callbacks: list[Any]) -> None:
         kind = getattr(pl.callbacks, name, None)
         if kind is not None and any(isinstance(callback, kind) for callback in callbacks):
             remedy = "Average in a callback of your own, after trainer.strategy.twin.wait()."
-            raise bad_value("Trainer(callbacks=)", name, "others with TwinStrategy", remedy)
+            raise invalid_value("Trainer(callbacks=)", name, "others with TwinStrategy", remedy)
 
 
 def _only(optimizers: list[Any]) -> Optimizer:
     found = [one for one in optimizers if one.param_groups]  # Lightning has one without parameters for None
     if len(found) != 1:
         remedy = "Return one there, or name one in the config of TwinStrategy."
-        raise bad_value("optimizers of configure_optimizers()", len(found), [1], remedy)
+        raise invalid_value("optimizers of configure_optimizers()", len(found), [1], remedy)
     return found[0]  # type: ignore[no-any-return]
 
 
 def _refuse_second(module: Any) -> None:
     if module.configure_optimizers() is not None:
         remedy = "Let configure_optimizers() return None, or leave it out of the config."
-        raise bad_value("optimizer", "in the config and in configure_optimizers()", "one of them", remedy)
+        raise invalid_value("optimizer", "in the config and in configure_optimizers()", "one of them", remedy)

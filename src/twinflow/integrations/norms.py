@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.offload.job import Job
 from twinflow.optim.twin import TwinOptimizer
 
@@ -91,11 +91,11 @@ class Clipping:
         assert optimizer is not None
         own = optimizer.max_grad_norm
         if float(norm_type) != 2.0:
-            raise bad_value("norm_type", norm_type, [2.0], "Gradients are clipped by their Euclidean norm.")
+            raise invalid_value("norm_type", norm_type, [2.0], "Gradients are clipped by their Euclidean norm.")
         wanted = None if math.isinf(max_norm) else float(max_norm)  # inf: the norm alone is wanted
         if wanted is not None and wanted != own:
             remedy = "TwinOptimizer clips while gradients are on their way; it was built with this max_grad_norm."
-            raise bad_value(self._name, max_norm, [own], remedy)
+            raise invalid_value(self._name, max_norm, [own], remedy)
         step = _Step()
         self._waiting.append(step)
         return PendingNorm(step.norm)
@@ -112,7 +112,7 @@ class Clipping:
         if not own & given:
             return False
         allowed = f"the {len(own)} that TwinOptimizer trains: it clips by the norm of all of them"
-        raise bad_value("parameters to clip", f"{len(given & own)} of them and {len(given - own)} others", allowed)
+        raise invalid_value("parameters to clip", f"{len(given & own)} of them and {len(given - own)} others", allowed)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         last = optimizer.runtime.last

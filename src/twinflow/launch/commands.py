@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.launch.hosts import Host
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1"})
@@ -61,7 +61,7 @@ def master_address(hosts: Sequence[Host], asked: str | None) -> str:
         return asked
     first = hosts[0].name
     if first in LOOPBACK and len(hosts) > 1:
-        raise bad_value(
+        raise invalid_value(
             "first host", first, "a name that the other hosts can reach", "Give that name as --master_addr."
         )
     return first if first not in LOOPBACK else "127.0.0.1"
@@ -107,7 +107,7 @@ def _visible_devices(host: Host, visible: str) -> dict[str, str]:
         return {}
     here = visible.split(",") if visible else [str(slot) for slot in range(host.num_slots)]
     if len(here) < host.num_slots:
-        raise bad_value("CUDA_VISIBLE_DEVICES", visible, f"the {host.num_slots} slots of {host.name}")
+        raise invalid_value("CUDA_VISIBLE_DEVICES", visible, f"the {host.num_slots} slots of {host.name}")
     return {"CUDA_VISIBLE_DEVICES": ",".join(here[slot] for slot in host.slots)}
 
 

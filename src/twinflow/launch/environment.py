@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 LOGGER = logging.getLogger("twinflow")
 LOCAL_ADDRESS = "127.0.0.1"
@@ -83,7 +83,7 @@ def _mpich(env: Mapping[str, str]) -> RankEnvironment:
 def _mpi_address(env: Mapping[str, str], size: str, local_size: str) -> str:
     """MPI does not tell where rank 0 is; on one machine nobody has to."""
     if "MASTER_ADDR" not in env and _number(env, size) != _number(env, local_size):
-        raise bad_value(
+        raise invalid_value(
             "MASTER_ADDR", None, "the address of rank 0's machine", "Hand it on with mpirun -x MASTER_ADDR=HOST."
         )
     return env.get("MASTER_ADDR", LOCAL_ADDRESS)
@@ -104,7 +104,7 @@ def _slurm(env: Mapping[str, str]) -> RankEnvironment | None:
     tasks = tasks_per_node(counts)
     node = _number(env, "SLURM_NODEID") if "SLURM_NODEID" in env else 0
     if node >= len(tasks):
-        raise bad_value("SLURM_NODEID", node, f"0 to {len(tasks) - 1}, the nodes of {counts!r}")
+        raise invalid_value("SLURM_NODEID", node, f"0 to {len(tasks) - 1}, the nodes of {counts!r}")
     values = {**env, "tasks of this node": str(tasks[node])}
     names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "tasks of this node")
     address = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
@@ -117,7 +117,7 @@ def first_host(nodelist: str) -> str:
     """The first host of Slurm's list: rack1n05 for `rack[1-2]n[05-08,12],login`."""
     match = re.match(r"(?:[^,\[\]]|\[[0-9][0-9,-]*\])+(?=,|$)", nodelist)
     if match is None:
-        raise bad_value("SLURM_STEP_NODELIST", nodelist, "hosts as Slurm writes them, like node[01-04,07]")
+        raise invalid_value("SLURM_STEP_NODELIST", nodelist, "hosts as Slurm writes them, like node[01-04,07]")
     return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", match[0])
 
 
@@ -127,7 +127,7 @@ def tasks_per_node(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
         if match is None:
-            raise bad_value("SLURM_STEP_TASKS_PER_NODE", text, "counts as Slurm writes them, like 4(x2),3")
+            raise invalid_value("SLURM_STEP_TASKS_PER_NODE", text, "counts as Slurm writes them, like 4(x2),3")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -137,12 +137,12 @@ def _need(env: Mapping[str, str], names: Sequence[str], remedy: str) -> None:
     if missing:
         there = ", ".join(f"{name}={env[name]}" for name in names if name in env)
         half = f"half of a launcher's variables: {there} without {', '.join(missing)}"
-        raise ValueError(f"{half}; allowed: all of them or none. {remedy}")
+        raise ValueError(f"{half}, but all of them or none must be set. {remedy}")
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
     if not re.fullmatch(r"[0-9]+", env[name]):
-        raise bad_value(name, env[name], "a whole number >= 0")
+        raise invalid_value(name, env[name], "a whole number >= 0")
     return int(env[name])
 
 
@@ -158,11 +158,11 @@ def _checked(env: Mapping[str, str], names: Sequence[str], address: str, port: i
         (names[1], local_rank, names[3], local_size),
     ):
         if value >= size:
-            raise bad_value(name, value, f"below {size_name}, which is {size}")
+            raise invalid_value(name, value, f"below {size_name}, which is {size}")
     if local_size > world_size:
-        raise bad_value(names[3], local_size, f"at most {names[2]}, which is {world_size}")
+        raise invalid_value(names[3], local_size, f"at most {names[2]}, which is {world_size}")
     if not 1 <= port <= 65535:
-        raise bad_value("MASTER_PORT", port, "1 to 65535")
+        raise invalid_value("MASTER_PORT", port, "1 to 65535")
     return RankEnvironment(rank, local_rank, world_size, local_size, address, port)
 
 
@@ -178,9 +178,9 @@ def init_distributed(
     from torch import distributed
 
     if backend not in ("auto", "nccl", "gloo"):
-        raise bad_value("backend", backend, ("auto", "nccl", "gloo"))
+        raise invalid_value("backend", backend, ("auto", "nccl", "gloo"))
     if timeout_s <= 0:
-        raise bad_value("timeout_s", timeout_s, "seconds, above 0")
+        raise invalid_value("timeout_s", timeout_s, "seconds, above 0")
     if distributed.is_available() and distributed.is_initialized():
         return joined(env)
     found = rank_environment(env)
@@ -188,7 +188,7 @@ def init_distributed(
         return ALONE
     has_cuda = torch.cuda.is_available()
     if backend == "nccl" and not has_cuda:
-        raise bad_value("backend", backend, ("auto", "gloo"), "There is no CUDA here.")
+        raise invalid_value("backend", backend, ("auto", "gloo"), "There is no CUDA here.")
     if has_cuda:
         # Slurm may show each task its own GPU alone, as number 0.
         torch.cuda.set_device(found.local_rank % torch.cuda.device_count())
@@ -225,7 +225,7 @@ def choose_backend(asked: str, shared: str | None) -> str:
         return "nccl"
     if asked == "nccl":
         why = f"Several ranks have the GPU {shared}: start fewer of them" if shared else "Give every rank a GPU"
-        raise bad_value("backend", asked, ("auto", "gloo"), f"{why}, or use gloo.")
+        raise invalid_value("backend", asked, ("auto", "gloo"), f"{why}, or use gloo.")
     if shared:
         LOGGER.warning(f"several ranks share the GPU {shared}: they talk over gloo, through the host")
     return "gloo"

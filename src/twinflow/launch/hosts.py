@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ def parse_hostfile(text: str, name: str = "hostfile") -> dict[str, int]:
         match = re.fullmatch(r"(\S+)\s+slots=([0-9]+)", words)
         # A host that starts with - would reach ssh as an option; : and @ separate hosts in --include.
         if match is None or int(match[2]) < 1 or not re.fullmatch(r"[^-:@,][^:@,]*", match[1]):
-            raise bad_value(where, words, "HOST slots=N with N >= 1", "For example: worker-1 slots=4")
+            raise invalid_value(where, words, "HOST slots=N with N >= 1", "For example: worker-1 slots=4")
         if match[1] in found:
-            raise bad_value(where, words, f"each host once, and {match[1]} is there already", "Add up its slots.")
+            raise invalid_value(where, words, f"each host once, and {match[1]} is there already", "Add up its slots.")
         found[match[1]] = int(match[2])
     if not found:
-        raise bad_value(name, "empty", "at least one line HOST slots=N")
+        raise invalid_value(name, "empty", "at least one line HOST slots=N")
     return found
 
 
@@ -44,9 +44,9 @@ def parse_filter(option: str, text: str, pool: Mapping[str, int]) -> dict[str, t
     for part in text.split("@"):
         host, colon, numbers = part.partition(":")
         if host not in pool:
-            raise bad_value(f"host in {option}", host, pool, f"{option} reads HOST@HOST:SLOT,SLOT.")
+            raise invalid_value(f"host in {option}", host, pool, f"{option} reads HOST@HOST:SLOT,SLOT.")
         if host in found:
-            raise bad_value(option, text, f"each host once, and {host} is there twice")
+            raise invalid_value(option, text, f"each host once, and {host} is there twice")
         found[host] = _parse_slots(option, host, numbers, pool[host]) if colon else tuple(range(pool[host]))
     return found
 
@@ -55,7 +55,7 @@ def _parse_slots(option: str, host: str, numbers: str, num_slots: int) -> tuple[
     slots = set()
     for word in numbers.split(","):
         if not re.fullmatch(r"[0-9]+", word) or int(word) >= num_slots:
-            raise bad_value(f"slot of {host} in {option}", word, f"0 to {num_slots - 1}")
+            raise invalid_value(f"slot of {host} in {option}", word, f"0 to {num_slots - 1}")
         slots.add(int(word))
     return tuple(sorted(slots))
 
@@ -69,12 +69,16 @@ def choose_hosts(
 ) -> list[Host]:
     """The hosts and slots to use, in the pool's order; the counts take the first ones."""
     if include and exclude:
-        raise bad_value("--exclude", exclude, "nothing beside --include", "Give one of the two.")
+        raise invalid_value("--exclude", exclude, "nothing beside --include", "Give one of the two.")
     for option, count in (("--num_nodes", num_nodes), ("--num_gpus", num_gpus)):
         if count is not None and (include or exclude):
-            raise bad_value(option, count, "nothing beside --include or --exclude", "They name the slots themselves.")
+            raise invalid_value(
+                option, count, "nothing beside --include or --exclude", "They name the slots themselves."
+            )
     if num_nodes is not None and not 1 <= num_nodes <= len(pool):
-        raise bad_value("--num_nodes", num_nodes, f"1 to {len(pool)}, the hosts there are", "More need a --hostfile.")
+        raise invalid_value(
+            "--num_nodes", num_nodes, f"1 to {len(pool)}, the hosts there are", "More need a --hostfile."
+        )
     chosen = {host: tuple(range(num_slots)) for host, num_slots in list(pool.items())[:num_nodes]}
     if include:
         chosen = parse_filter("--include", include, pool)
@@ -83,9 +87,9 @@ def choose_hosts(
     if num_gpus is not None:
         smallest = min(pool[host] for host in chosen)
         if not 1 <= num_gpus <= smallest:
-            raise bad_value("--num_gpus", num_gpus, f"1 to {smallest}, the slots of the smallest host")
+            raise invalid_value("--num_gpus", num_gpus, f"1 to {smallest}, the slots of the smallest host")
         chosen = {host: slots[:num_gpus] for host, slots in chosen.items()}
     hosts = [Host(host, chosen[host], pool[host]) for host in pool if chosen.get(host)]
     if not hosts:
-        raise bad_value("--exclude", exclude, "a choice that leaves at least one slot")
+        raise invalid_value("--exclude", exclude, "a choice that leaves at least one slot")
     return hosts

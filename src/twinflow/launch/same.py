@@ -10,7 +10,7 @@ from itertools import zip_longest
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.launch.store import own_keys, wait_for
 
 PUBLISH_S = 5.0  # for others to read what they have to know
@@ -59,7 +59,7 @@ def _refusal(rank: int, missing: list[str], different: dict[str, list[str]], tim
     who = rank if rank in ranks else min(ranks)
     name, here, there = ranks[who]
     remedy = "Start every rank with the same script, config and versions."
-    error = bad_value(f"{name} of rank {who}", here, f"{there!r}, as on rank 0", remedy)
+    error = invalid_value(f"{name} of rank {who}", here, f"{there!r}, as on rank 0", remedy)
     return error if who == rank else ValueError(f"rank {who} differs: {error}")
 
 

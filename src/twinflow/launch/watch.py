@@ -30,7 +30,7 @@ from typing import Any, cast
 
 from torch._C._distributed_c10d import Store
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.launch.environment import attempt
 from twinflow.launch.failure import LOST_PEER
 from twinflow.launch.pulse import CLOSED, LEFT, PAUSED, RUNNING, AwakeClock, Cause, Pulse, Timing, hung_rank
@@ -69,9 +69,9 @@ class Watch:
         timing: Timing | None = None,
     ) -> None:
         if not 0 <= hang_timeout_s < float("inf"):
-            raise bad_value("hang_timeout_s", hang_timeout_s, "seconds, 0 for no limit")
+            raise invalid_value("hang_timeout_s", hang_timeout_s, "seconds, 0 for no limit")
         if not 0 <= rank < world_size:
-            raise bad_value("rank", rank, f"0 to {world_size - 1}")
+            raise invalid_value("rank", rank, f"0 to {world_size - 1}")
         self.rank, self.world_size = rank, world_size
         self.cause: Cause | None = None
         self._timing = timing or Timing()

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.loss import LOSS_CHUNK, chunked_cross_entropy
 from twinflow.models.stages import gpt_parts
 from twinflow.parallel.specs import Part
@@ -43,11 +43,11 @@ class GPTConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context", "num_layers", "hidden", "num_heads"):
             if getattr(self, name) < 1:
-                raise bad_value(name, getattr(self, name), "a whole number >= 1")
+                raise invalid_value(name, getattr(self, name), "a whole number >= 1")
         if self.hidden % self.num_heads:
-            raise bad_value("hidden", self.hidden, f"a multiple of num_heads, which is {self.num_heads}")
+            raise invalid_value("hidden", self.hidden, f"a multiple of num_heads, which is {self.num_heads}")
         if not 0.0 <= self.dropout < 1.0:
-            raise bad_value("dropout", self.dropout, "a number >= 0 and < 1")
+            raise invalid_value("dropout", self.dropout, "a number >= 0 and < 1")
 
 
 # GPT-2's 50,257 symbols, padded to a multiple of 128 for the sake of the matrix units, as Megatron does.
@@ -277,7 +277,7 @@ class GPT(nn.Module):
         num_tokens = tokens.shape[1]
         if num_tokens > self.config.context:
             allowed = f"at most the model's context, which is {self.config.context}"
-            raise bad_value("length of tokens", num_tokens, allowed, "Shorten the input or build a longer model.")
+            raise invalid_value("length of tokens", num_tokens, allowed, "Shorten the input or build a longer model.")
         positions = torch.arange(num_tokens, device=tokens.device)
         x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
         run_again = self.config.checkpoint_activations and self.training and torch.is_grad_enabled()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.parallel.specs import Part
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def gpt_parts(model: GPT) -> list[Part]:
 def _embed(tokens: nn.Module, positions: nn.Embedding, dropout: nn.Module, ids: Tensor) -> Any:
     num_tokens = ids.shape[1]
     if num_tokens > positions.num_embeddings:
-        raise bad_value("length of tokens", num_tokens, f"at most the model's context, {positions.num_embeddings}")
+        raise invalid_value("length of tokens", num_tokens, f"at most the model's context, {positions.num_embeddings}")
     return dropout(tokens(ids) + positions(torch.arange(num_tokens, device=ids.device)))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Protocol, TextIO
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.monitor.files import keep_lines
 
 Event = tuple[str, float, int]
@@ -179,4 +179,4 @@ class Fanout:
 def not_installed(section: str, package: str) -> ValueError:
     """The error for a section of the config whose package is missing."""
     allowed = f"false while the package {package} is not installed"
-    return bad_value(f"{section}.enabled", True, allowed, f"Install it with: pip install {package}")
+    return invalid_value(f"{section}.enabled", True, allowed, f"Install it with: pip install {package}")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.native.library import CSegment, load
 from twinflow.native.library import isa_names as _isa_names
 from twinflow.native.library import set_isa as _set_isa
@@ -247,5 +247,5 @@ def set_isa(name: str) -> None:
     """Use this ISA variant from now on."""
     library = load().library
     if library is None:
-        raise bad_value("isa", name, "none: the native library is not loaded")
+        raise invalid_value("isa", name, "none: the native library is not loaded")
     _set_isa(library, name)

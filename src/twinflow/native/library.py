@@ -15,7 +15,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from dataclasses import dataclass
 from pathlib import Path
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.native.threads import default_threads
 from twinflow.rules import RULES
 
@@ -163,4 +163,4 @@ def isa_names(library: ctypes.CDLL) -> list[str]:
 def set_isa(library: ctypes.CDLL, name: str, option: str = "isa") -> None:
     """Use this variant from now on."""
     if library.tf_set_isa(name.encode()) != 0:
-        raise bad_value(option, name, isa_names(library), "These are the variants this CPU can run")
+        raise invalid_value(option, name, isa_names(library), "These are the variants this CPU can run")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from twinflow.codes import reference
 from twinflow.codes.code import Code
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.native.library import CPacking, load
 from twinflow.rules.checks import FLOATS, check_tensor
 
@@ -113,7 +113,7 @@ def _row_numel(packed: Tensor, values: Tensor) -> int:
     num_rows = packed.shape[0] if packed.dim() == 2 else 0
     if num_rows == 0 or values.numel() % num_rows:
         allowed = f"two dimensions, the first a divisor of {values.numel()}"
-        raise bad_value("packed shape", tuple(packed.shape), allowed)
+        raise invalid_value("packed shape", tuple(packed.shape), allowed)
     return values.numel() // num_rows
 
 
@@ -121,7 +121,7 @@ def _check_packed(code: Code, packed: Tensor, numel: int) -> None:
     check_tensor("packed", packed, (torch.uint8,))
     row_bytes = code.row_bytes(numel)
     if packed.dim() != 2 or packed.shape[0] == 0 or packed.shape[1] != row_bytes:
-        raise bad_value(
+        raise invalid_value(
             "packed shape", tuple(packed.shape), f"rows of {row_bytes} bytes: {code.name} of {numel} numbers"
         )
 

@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Final
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.native.cgroup import cgroup_cpus, read_text
 from twinflow.native.threads import check_threads, count_own_cpus, is_bound, limit_threads, own_cpus, parse_cpus
 
@@ -119,11 +119,11 @@ def share_of_memory(free_bytes: int, num_local: int) -> int:
 
 def _check_rank(local_rank: int, num_local: int, gpu_nodes: Sequence[int | None] = ()) -> None:
     if num_local < 1:
-        raise bad_value("num_local", num_local, "a whole number >= 1")
+        raise invalid_value("num_local", num_local, "a whole number >= 1")
     if not 0 <= local_rank < num_local:
-        raise bad_value("local_rank", local_rank, f"0 to {num_local - 1}")
+        raise invalid_value("local_rank", local_rank, f"0 to {num_local - 1}")
     if gpu_nodes and len(gpu_nodes) != num_local:
-        raise bad_value("gpu_nodes", list(gpu_nodes), f"one for each of {num_local} local ranks, or none at all")
+        raise invalid_value("gpu_nodes", list(gpu_nodes), f"one for each of {num_local} local ranks, or none at all")
 
 
 # Who gets which CPUs.
@@ -257,7 +257,7 @@ def gpu_node_of(pci_bus_id: str, root: Path = Path("/")) -> int | None:
     """The NUMA node that a GPU hangs on; None where the system does not tell. `pci_bus_id`: like 0000:3B:00.0."""
     match = re.fullmatch(r"([0-9a-f]{4,8})(:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])", pci_bus_id.lower())
     if match is None:
-        raise bad_value("pci_bus_id", pci_bus_id, "domain:bus:device.function, like 0000:3b:00.0")
+        raise invalid_value("pci_bus_id", pci_bus_id, "domain:bus:device.function, like 0000:3b:00.0")
     name = f"{int(match[1], 16):04x}{match[2]}"  # the driver's tools write eight digits before the first colon
     node = read_text(root / "sys/bus/pci/devices" / name / "numa_node")
     return int(node) if node.isdigit() else None  # -1: not known

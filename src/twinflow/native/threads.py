@@ -13,7 +13,7 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Final
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.launch.environment import rank_environment
 from twinflow.native.cgroup import cgroup_cpus, cgroup_folders, read_text
 
@@ -115,5 +115,5 @@ def check_threads(value: object, option: str) -> int:
     except ValueError:
         number = 0
     if not 1 <= number <= MAX_THREADS:
-        raise bad_value(option, value, f"a whole number from 1 to {MAX_THREADS}")
+        raise invalid_value(option, value, f"a whole number from 1 to {MAX_THREADS}")
     return number

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 Init = Callable[[nn.Module], None]
 Each = Callable[[nn.Module, list[nn.Parameter]], None]
@@ -43,7 +43,7 @@ def build(
         with torch.device("meta"):
             made = model()
         if not isinstance(made, nn.Module):
-            raise bad_value("model", made, "an nn.Module, or a function that returns one")
+            raise invalid_value("model", made, "an nn.Module, or a function that returns one")
         model = made
     return materialize(model, device, dtype, init, each)
 
@@ -68,9 +68,9 @@ def materialize(
     """
     device = torch.device(device)
     if device.type == "meta":
-        raise bad_value("device", str(device), "a device with memory, like 'cpu' or 'cuda'")
+        raise invalid_value("device", str(device), "a device with memory, like 'cpu' or 'cuda'")
     if dtype is not None and not dtype.is_floating_point:
-        raise bad_value("dtype", dtype, "a floating dtype, like torch.bfloat16")
+        raise invalid_value("dtype", dtype, "a floating dtype, like torch.bfloat16")
     real = {tensor for module in model.modules() for tensor in _own(module) if not tensor.is_meta}
     _Builder(device, dtype, init, each, real).visit(model, "", None, reached=False)
     _check_attributes(model)
@@ -141,7 +141,7 @@ class _Builder:
                 if meta is None or not meta.is_meta:
                     continue
                 if is_lazy(meta):
-                    raise bad_value(
+                    raise invalid_value(
                         f"{label}: shape of {name!r}", "unknown", "known shapes", "Give the lazy module sizes"
                     )
                 if meta not in self.made:

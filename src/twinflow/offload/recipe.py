@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.offload.torch_state import beside, dict_on_host, group_of, on_host, wide
 from twinflow.state_dict import ParamEntry, StateDict, params_of
 
@@ -54,9 +54,9 @@ class Recipe:
         assert not isinstance(self._rule, Optimizer)
         made = self._rule(_replaced(self._given, hosts), **self._options)
         if not isinstance(made, Optimizer):
-            raise bad_value("rule(params)", made, "a torch.optim.Optimizer")
+            raise invalid_value("rule(params)", made, "a torch.optim.Optimizer")
         if _members(made) != set(hosts.values()):
-            raise bad_value(
+            raise invalid_value(
                 "rule(params)",
                 f"{type(made).__name__} over other parameters",
                 "an optimizer over the parameters it is given, all of them",
@@ -144,27 +144,27 @@ def _over(group: Mapping[str, object], back: Mapping[Tensor, Tensor], names: Map
 def _check_instance(source: Optimizer, known: Sequence[Tensor], options: Mapping[str, object]) -> None:
     kind = type(source).__name__
     if options:
-        raise bad_value("options", dict(options), f"none: the {kind} given as rule has its own")
+        raise invalid_value("options", dict(options), f"none: the {kind} given as rule has its own")
     unknown = [tuple(p.shape) for p in _members(source) - set(known) if p.requires_grad]
     if unknown:
         remedy = "Build the optimizer over the parameters of the model that is given with it."
-        raise bad_value(f"parameters of the {kind} given as rule", unknown[:3], "parameters of the model", remedy)
+        raise invalid_value(f"parameters of the {kind} given as rule", unknown[:3], "parameters of the model", remedy)
     if any(isinstance(value, Optimizer) for value in vars(source).values()):
         remedy = f"Give a function instead: rule=lambda params: {kind}(...)"
-        raise bad_value("rule", kind, "an optimizer that does not wrap another", remedy)
+        raise invalid_value("rule", kind, "an optimizer that does not wrap another", remedy)
     if hasattr(source.step, "_wrapped_by_lr_sched"):
         remedy = "Make the scheduler after this, over the optimizer that is made here."
-        raise bad_value("rule", f"{kind} with an LR scheduler", "an optimizer without one", remedy)
+        raise invalid_value("rule", f"{kind} with an LR scheduler", "an optimizer without one", remedy)
     if source._optimizer_step_pre_hooks or source._optimizer_step_post_hooks:
         remedy = "Register them on the optimizer that is made here."
-        raise bad_value("rule", f"{kind} with step hooks", "an optimizer without hooks", remedy)
+        raise invalid_value("rule", f"{kind} with step hooks", "an optimizer without hooks", remedy)
 
 
 def _check_step(optimizer: Optimizer) -> None:
     """Refuse here what would fail in the background later."""
     kind = type(optimizer)
     if isinstance(optimizer, torch.optim.SparseAdam):
-        raise bad_value("rule", kind.__name__, "optimizers for dense gradients", "Take torch.optim.Adam.")
+        raise invalid_value("rule", kind.__name__, "optimizers for dense gradients", "Take torch.optim.Adam.")
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     wanted = [
         p.name for p in list(inspect.signature(kind.step).parameters.values())[1:]
@@ -172,6 +172,6 @@ def _check_step(optimizer: Optimizer) -> None:
     ]  # fmt: skip
     if wanted:
         remedy = "It evaluates the model inside its step, which cannot run beside the model."
-        raise bad_value("rule", kind.__name__, f"optimizers whose step needs no {wanted[0]}", remedy)
+        raise invalid_value("rule", kind.__name__, f"optimizers whose step needs no {wanted[0]}", remedy)
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise bad_value("differentiable", True, [False], f"The update of {kind.__name__} runs without autograd.")
+        raise invalid_value("differentiable", True, [False], f"The update of {kind.__name__} runs without autograd.")

@@ -9,7 +9,7 @@ from typing import Final
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.rules.rule import Options
 from twinflow.state_dict import StateDict, int_of, map_tensors, params_of
 
@@ -41,7 +41,7 @@ def one_group(params: Iterable[nn.Parameter], outer_of: Mapping[nn.Parameter, in
     """The user's group that all of them belong to; None where there are none."""
     groups = {outer_of[param] for param in params}
     if len(groups) > 1:
-        raise bad_value(
+        raise invalid_value(
             "rule(params)",
             "an optimizer that groups parameters differently when it gets only some of them",
             "one whose groups depend on each parameter alone",

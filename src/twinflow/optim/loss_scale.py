@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class LossScale:
     def __post_init__(self) -> None:
         for name in ("dynamic", "consecutive_hysteresis", "raise_at_min"):
             if not isinstance(getattr(self, name), bool):
-                raise bad_value(name, getattr(self, name), [True, False])
+                raise invalid_value(name, getattr(self, name), [True, False])
         for name, least in (("window", 1), ("hysteresis", 1), ("iteration", 0), ("last_overflow", -1)):
             _check_whole(name, getattr(self, name), least)
         for name in ("scale", "min_scale"):
@@ -44,15 +44,17 @@ class LossScale:
         _check_above("factor", self.factor, 1.0)
         _check_whole("hysteresis_left", self.hysteresis_left, 1, self.hysteresis)
         if self.last_overflow >= self.iteration:
-            raise bad_value("last_overflow", self.last_overflow, f"an iteration before the present, {self.iteration}")
+            raise invalid_value(
+                "last_overflow", self.last_overflow, f"an iteration before the present, {self.iteration}"
+            )
         if self.dynamic and self.scale < self.min_scale:
-            raise bad_value("scale", self.scale, f"at least min_scale, which is {self.min_scale}")
+            raise invalid_value("scale", self.scale, f"at least min_scale, which is {self.min_scale}")
 
 
 def static(value: float) -> LossScale:
     """A scale that never moves; a step that overflows is still skipped by whoever looks at the gradients."""
     if value == 0:
-        raise bad_value("loss scale", value, "a finite number > 0", "DeepSpeed's 0 means dynamic: use dynamic()")
+        raise invalid_value("loss scale", value, "a finite number > 0", "DeepSpeed's 0 means dynamic: use dynamic()")
     return LossScale(value, dynamic=False)
 
 
@@ -126,7 +128,7 @@ def from_dict(saved: Mapping[str, object]) -> LossScale:
     """What `to_dict` gave; every field must be there, and nothing else."""
     names = [field.name for field in dataclasses.fields(LossScale)]
     if set(saved) != set(names):
-        raise bad_value("loss scale in the checkpoint: keys", sorted(map(str, saved)), [sorted(names)])
+        raise invalid_value("loss scale in the checkpoint: keys", sorted(map(str, saved)), [sorted(names)])
     made: Callable[..., LossScale] = LossScale  # which checks what it is given
     return made(**saved)
 
@@ -134,9 +136,9 @@ def from_dict(saved: Mapping[str, object]) -> LossScale:
 def _check_whole(name: str, value: object, least: int, most: float = math.inf) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         allowed = f"a whole number >= {least}" + (f" and <= {most}" if most < math.inf else "")
-        raise bad_value(name, value, allowed)
+        raise invalid_value(name, value, allowed)
 
 
 def _check_above(name: str, value: object, least: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < math.inf:
-        raise bad_value(name, value, f"a finite number > {least:g}")
+        raise invalid_value(name, value, f"a finite number > {least:g}")

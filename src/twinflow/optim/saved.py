@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.rules import Rule
 from twinflow.rules.checks import FLOATS
 from twinflow.rules.segment import Store, decode_state, encode_state, new_states, state_numels
@@ -20,17 +20,17 @@ def check_groups(
     """The saved groups with our defaults filled in, or a ValueError that says what does not fit."""
     for key in ("state", "param_groups"):
         if key not in state_dict:
-            raise bad_value("state_dict", sorted(map(str, state_dict)), "a dict with 'state' and 'param_groups'")
+            raise invalid_value("state_dict", sorted(map(str, state_dict)), "a dict with 'state' and 'param_groups'")
     groups = [{**defaults, **group} for group in saved_groups(state_dict)]
     sizes, own_sizes = [len(list_of(group, "params")) for group in groups], [len(params_of(group)) for group in own]
     if sizes != own_sizes:
-        raise bad_value("state_dict: sizes of param_groups", sizes, [own_sizes])
+        raise invalid_value("state_dict: sizes of param_groups", sizes, [own_sizes])
     for i, group in enumerate(groups):
         rule.check(group)
         for name, value in rule.torch_modes.items():
             if bool(group.pop(name, value)) is not value:
                 remedy = f"It was saved by an optimizer that is not {rule.name}"
-                raise bad_value(f"state_dict: param_groups[{i}][{name!r}]", not value, [value], remedy)
+                raise invalid_value(f"state_dict: param_groups[{i}][{name!r}]", not value, [value], remedy)
     return groups
 
 
@@ -39,7 +39,7 @@ def read_state(label: str, rule: Rule, states: str, param: Tensor, entry: Mappin
     wanted = [name for name in rule.states if name]
     names = [name for name in wanted if entry.get(name) is not None]
     if names != wanted and (names or rule.state_option is None):
-        raise bad_value(f"{label}: states", sorted(names), [wanted], "It was saved by another kind of optimizer")
+        raise invalid_value(f"{label}: states", sorted(names), [wanted], "It was saved by another kind of optimizer")
     counted = int_of(entry, "step") if "step" in entry else 1 if names else 0  # torch's SGD counts no steps
     state: StateDict = {"step": counted}
     if names:
@@ -87,9 +87,9 @@ def _read_one(label: str, rule: Rule, store: Store, which: int, entry: Mapping[s
 
 def _check(label: str, value: object, dtypes: tuple[torch.dtype, ...], shape: torch.Size) -> Tensor:
     if not isinstance(value, Tensor):
-        raise bad_value(label, value, "a tensor")
+        raise invalid_value(label, value, "a tensor")
     if value.dtype not in dtypes:
-        raise bad_value(f"{label} dtype", value.dtype, dtypes)
+        raise invalid_value(f"{label} dtype", value.dtype, dtypes)
     if value.shape != shape:
-        raise bad_value(f"{label} shape", tuple(value.shape), [tuple(shape)])
+        raise invalid_value(f"{label} shape", tuple(value.shape), [tuple(shape)])
     return value

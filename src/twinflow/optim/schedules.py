@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 WARMUP_TYPES = ("log", "linear")
 # OneCycle's second beta while it cycles the first, whatever the optimizer was given: DeepSpeed's number.
@@ -35,7 +35,7 @@ def build_scheduler(name: str, params: Mapping[str, object], optimizer: Optimize
     known = {**_torch_schedules(), **SCHEDULES}
     by_lower = {key.lower(): key for key in known}
     if not isinstance(name, str) or name.lower() not in by_lower:
-        raise bad_value("scheduler.type", name, known, _nearest(name, known))
+        raise invalid_value("scheduler.type", name, known, _nearest(name, known))
     kind = known[by_lower[name.lower()]]
     _check_params(kind, params)
     if kind not in SCHEDULES.values():
@@ -236,7 +236,7 @@ class OneCycle(StepSchedule):
         self.cycle_momentum = bool(cycle_momentum) and any(self.momentum_keys)
         for name, moms in (("cycle_min_mom", self.min_moms), ("cycle_max_mom", self.max_moms)):
             if self.cycle_momentum and "betas" in self.momentum_keys and not all(0 <= mom < 1 for mom in moms):
-                raise bad_value(name, moms, "numbers >= 0 and < 1, where the momentum is a beta")
+                raise invalid_value(name, moms, "numbers >= 0 and < 1, where the momentum is a beta")
         if cycle_momentum and not self.cycle_momentum:
             warnings.warn(f"OneCycle cycles no momentum: this {type(optimizer).__name__} has none", stacklevel=2)
         super().__init__(optimizer, last_batch_iteration)
@@ -372,10 +372,10 @@ def _check_params(kind: type, params: Mapping[str, object]) -> None:
     allowed = {name: p for name, p in inspect.signature(kind).parameters.items() if name != "optimizer"}
     for key, value in params.items():
         if key not in allowed:
-            raise bad_value(f"scheduler.params.{key}", value, allowed, _nearest(key, allowed))
+            raise invalid_value(f"scheduler.params.{key}", value, allowed, _nearest(key, allowed))
     missing = [name for name, p in allowed.items() if p.default is inspect.Parameter.empty and name not in params]
     if missing:
-        raise bad_value("scheduler.params", dict(params), allowed, f"{kind.__name__} needs {', '.join(missing)}.")
+        raise invalid_value("scheduler.params", dict(params), allowed, f"{kind.__name__} needs {', '.join(missing)}.")
 
 
 def _nearest(name: object, allowed: Iterable[str]) -> str:
@@ -398,26 +398,26 @@ def _per_group(optimizer: Optimizer, name: str, value: object) -> list[float]:
     num_groups = len(optimizer.param_groups)
     values = list(value) if isinstance(value, (list, tuple)) else [value] * num_groups
     if len(values) != num_groups:
-        raise bad_value(name, value, f"one number, or a list of {num_groups}, one for each param group")
+        raise invalid_value(name, value, f"one number, or a list of {num_groups}, one for each param group")
     return [_check_number(name, item) for item in values]
 
 
 def _check_number(name: str, value: object, low: float = -math.inf) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= low:
         return float(value)
-    raise bad_value(name, value, "a number" if low == -math.inf else f"a number from {low} on")
+    raise invalid_value(name, value, "a number" if low == -math.inf else f"a number from {low} on")
 
 
 def _check_integer(name: str, value: object, low: int) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= low:
         return value
-    raise bad_value(name, value, f"an integer from {low} on")
+    raise invalid_value(name, value, f"an integer from {low} on")
 
 
 def _check_warmup_type(value: object) -> str:
     if isinstance(value, str) and value in WARMUP_TYPES:
         return value
-    raise bad_value("warmup_type", value, WARMUP_TYPES, _nearest(value, WARMUP_TYPES))
+    raise invalid_value("warmup_type", value, WARMUP_TYPES, _nearest(value, WARMUP_TYPES))
 
 
 def _check_total(total_num_steps: object, warmup_num_steps: object) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from twinflow.codes import code_named
 from twinflow.codes.reference import exponents_of, two_to
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.offload.bucket import Bucket, target
 from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.runtime import Runtime
@@ -270,15 +270,17 @@ def check(optimizer: Compressible, delayed_update: bool) -> None:
     """What compressed communication goes with."""
     name = "compressed communication"
     if optimizer.rule is None or optimizer.rule.name != "adamw":
-        raise bad_value(f"rule with {name}", optimizer.rule_name, ["adamw"])
+        raise invalid_value(f"rule with {name}", optimizer.rule_name, ["adamw"])
     if optimizer.states == "int8":
         remedy = "The second moment is kept as exact powers of two."
-        raise bad_value(f"states with {name}", "int8", ("fp32", "bf16"), remedy)
+        raise invalid_value(f"states with {name}", "int8", ("fp32", "bf16"), remedy)
     if optimizer.ratio == "auto":
-        raise bad_value(f"ratio with {name}", "auto", "a number")
+        raise invalid_value(f"ratio with {name}", "auto", "a number")
     if delayed_update:
-        raise bad_value(f"delayed_update with {name}", True, [False], "Weights are published as differences, at once.")
+        raise invalid_value(
+            f"delayed_update with {name}", True, [False], "Weights are published as differences, at once."
+        )
     if optimizer.tuning.streamed:
-        raise bad_value(f"tuning.streamed with {name}", optimizer.tuning.streamed, [0.0])
+        raise invalid_value(f"tuning.streamed with {name}", optimizer.tuning.streamed, [0.0])
     if optimizer.model is None:
-        raise bad_value(f"model with {name}", None, "the module to train")
+        raise invalid_value(f"model with {name}", None, "the module to train")

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from twinflow import native
 from twinflow.device import device_for
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.native.threads import check_threads, default_threads
 from twinflow.offload import reconfigure
 from twinflow.offload.changes import check_memory
@@ -133,7 +133,7 @@ class TwinOptimizer(Outcomes):
         self._recipe: Recipe | None = None  # or the user's
         if isinstance(rule, str):
             if rule not in RULES:
-                raise bad_value("rule", rule, RULES)
+                raise invalid_value("rule", rule, RULES)
             self.rule, self.rule_name = RULES[rule], rule
             check_format(self.rule, states)
             defaults = self.rule.with_defaults(options)
@@ -353,7 +353,7 @@ class TwinOptimizer(Outcomes):
                 option = rule.state_option
                 assert option is not None
                 remedy = f"The optimizer was built without {option} and keeps no buffer for it: build a new one."
-                raise bad_value(option, group[option], [0.0], remedy)
+                raise invalid_value(option, group[option], [0.0], remedy)
         return [host_options(group) for group in self.param_groups]
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:

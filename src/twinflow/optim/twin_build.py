@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from twinflow.device import device_for
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.offload.blocks import find_blocks, num_owners, owners
 from twinflow.offload.bucket import Param
 from twinflow.offload.materialize import build
@@ -87,7 +87,7 @@ def set_aside(model: nn.Module, trained: Iterable[nn.Parameter]) -> Aside:
     found = [param for param, block in owners(model, blocks).items() if block != ROOT and param in known]
     if not found:
         remedy = "Weights of members of ModuleLists and Sequentials live on the host; there are none to train."
-        raise bad_value("offload_params", True, [False], remedy)
+        raise invalid_value("offload_params", True, [False], remedy)
     for param, block in owners(model, blocks, frozen=True).items():
         if block != ROOT:
             frozen.setdefault(block, []).append(param)
@@ -201,14 +201,14 @@ def check_room(
         takes, missing = _size(total[RESIDENT]), _size(total[RESIDENT] - room.device_bytes)
         share = num_resident / sum(p.numel for p in plans) * room.device_bytes / total[RESIDENT]
         allowed = f"at least {min(1.0, 1.0 - share + 0.005):.2f}" if ratio != "auto" else "less state, or more memory"
-        raise bad_value(
+        raise invalid_value(
             "ratio",
             ratio,
             f"{allowed}: the state on the device takes {takes}, {missing} more than it has",
             'Activations need room too. A smaller format (states="bf16" or "int8") takes less.',
         )
     if room.host_bytes and total[HOST] + gradient_bytes > room.host_bytes:
-        raise bad_value(
+        raise invalid_value(
             "host memory",
             f"{_size(room.host_bytes)} available",
             f"{_size(total[HOST])} for the optimizer's state and {_size(gradient_bytes)} for gradients",

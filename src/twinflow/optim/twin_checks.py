@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from twinflow.config.messages import in_words
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.offload.bucket import Param
 from twinflow.offload.changes import check_memory
 from twinflow.offload.placement import PLACEMENTS
@@ -53,19 +53,19 @@ def check_whole(name: str, value: object, least: int, allowed: str = "") -> None
     is_tensor = isinstance(value, torch.Tensor) and not value.is_floating_point()
     is_whole = is_tensor or isinstance(value, Integral)
     if not (is_whole and number_of(value) >= least):
-        raise bad_value(name, value, allowed or f"a whole number >= {least}")
+        raise invalid_value(name, value, allowed or f"a whole number >= {least}")
 
 
 def check_kinds(loss_scale: object, tuning: object, zero: object) -> None:
     """Arguments that are objects of ours."""
     if not (loss_scale is None or isinstance(loss_scale, LossScale)):
         remedy = "Both are in twinflow.optim.loss_scale; a number that stays is static(number)."
-        raise bad_value("loss_scale", loss_scale, "None, static(...) or dynamic(...)", remedy)
+        raise invalid_value("loss_scale", loss_scale, "None, static(...) or dynamic(...)", remedy)
     if not (tuning is None or isinstance(tuning, Tuning)):
         remedy = 'Write tuning=Tuning(hold="host"), say.'
-        raise bad_value("tuning", tuning, "None, or a twinflow.optim.twin.Tuning", remedy)
+        raise invalid_value("tuning", tuning, "None, or a twinflow.optim.twin.Tuning", remedy)
     if not (zero is None or isinstance(zero, Zero)):
-        raise bad_value("zero", zero, "None, or a twinflow.zero.Zero", "Write zero=Zero(stage=2), say.")
+        raise invalid_value("zero", zero, "None, or a twinflow.zero.Zero", "Write zero=Zero(stage=2), say.")
 
 
 def check_groups(rule: Rule | None, groups: Iterable[Mapping[str, object]], where: str = "") -> None:
@@ -88,12 +88,12 @@ def check_group(rule: Rule, options: Mapping[str, object], label: str = "") -> N
 def _check_option(name: str, value: object, usual: object) -> None:
     if isinstance(usual, bool):
         if not is_flag(value):
-            raise bad_value(name, value, [True, False])
+            raise invalid_value(name, value, [True, False])
     elif isinstance(usual, tuple):  # how many, the rule says
         for i, item in enumerate(value if isinstance(value, (tuple, list)) else ()):
             _check_option(f"{name}[{i}]", item, usual[0])
     elif not is_number(value):  # the range, too, is the rule's
-        raise bad_value(name, value, "a number")
+        raise invalid_value(name, value, "a number")
 
 
 def check_model(model: nn.Module | None, zero: Zero | None) -> None:
@@ -106,14 +106,16 @@ def check_model(model: nn.Module | None, zero: Zero | None) -> None:
     dist = torch.distributed
     if zero is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         remedy = "Give zero=Zero(stage=...), or use twinflow.initialize()."
-        raise bad_value("world size", dist.get_world_size(), "1: each process would train a model of its own", remedy)
+        raise invalid_value(
+            "world size", dist.get_world_size(), "1: each process would train a model of its own", remedy
+        )
 
 
 def groups_of(model: nn.Module | Iterable[ParamEntry], param_groups: Iterable[ParamEntry] | None) -> list[ParamEntry]:
     """Parameters or groups as torch.optim.Optimizer takes them; frozen ones left out."""
     if not isinstance(model, nn.Module):
         if param_groups is not None:
-            raise bad_value("param_groups", "given", "None where the first argument is not a module")
+            raise invalid_value("param_groups", "given", "None where the first argument is not a module")
         groups = _trainable(list(model))
     else:
         given = list(model.parameters() if param_groups is None else param_groups)
@@ -132,12 +134,14 @@ def _trainable(groups: list[ParamEntry], keeps_empty: bool = False) -> list[Para
     kept: list[ParamEntry] = []
     for group in groups:
         if not isinstance(group, Mapping):
-            raise bad_value("param_groups", f"groups and a {type(group).__name__}", "only groups, or only parameters")
+            raise invalid_value(
+                "param_groups", f"groups and a {type(group).__name__}", "only groups, or only parameters"
+            )
         given = group["params"]
         if isinstance(given, set):  # torch says why that does not do
             return groups
         if not isinstance(given, Iterable):
-            raise bad_value("param_groups: params", given, "parameters")
+            raise invalid_value("param_groups: params", given, "parameters")
         members = [given] if isinstance(given, torch.Tensor) else list(given)
         found = _trainable(members)
         if "param_names" in group:
@@ -156,15 +160,17 @@ def _has_rows(tensor: Tensor) -> bool:
 def check_foreign(rule: object, states: str, param_groups: Iterable[ParamEntry] | None, zero: Zero | None) -> None:
     """What is allowed beside an optimizer of the user's."""
     if not isinstance(rule, Optimizer) and not callable(rule):
-        raise bad_value("rule", rule, [*RULES, "a torch.optim.Optimizer class or instance, or a function making one"])
+        raise invalid_value(
+            "rule", rule, [*RULES, "a torch.optim.Optimizer class or instance, or a function making one"]
+        )
     if zero is not None and zero.stage == 3 and not zero.parks:
         name = getattr(rule, "__name__", type(rule).__name__)
         remedy = "Ranks have rows of parameters only: use stage 1 or 2, which give each rank whole ones."
-        raise bad_value("optimizer with zero_optimization.stage 3", name, RULES, remedy)
+        raise invalid_value("optimizer with zero_optimization.stage 3", name, RULES, remedy)
     if states != "fp32":
-        raise bad_value("states", states, ["fp32"], "A torch.optim.Optimizer given as rule keeps its own states.")
+        raise invalid_value("states", states, ["fp32"], "A torch.optim.Optimizer given as rule keeps its own states.")
     if isinstance(rule, Optimizer) and param_groups is not None:
-        raise bad_value("param_groups", "given", "None where rule is an optimizer: it has its own groups")
+        raise invalid_value("param_groups", "given", "None where rule is an optimizer: it has its own groups")
 
 
 def check_tuning(tuning: Tuning, delayed_update: bool) -> None:
@@ -178,10 +184,10 @@ def check_tuning(tuning: Tuning, delayed_update: bool) -> None:
         except ValidationError:
             is_taken = False
         if not is_taken:
-            raise bad_value(f"tuning.{name}", given, in_words(kind).replace("null", "None"))
+            raise invalid_value(f"tuning.{name}", given, in_words(kind).replace("null", "None"))
     if tuning.streamed and delayed_update:
         remedy = "Weights of streamed state are written at once; a delayed update would have to keep them apart."
-        raise bad_value("tuning.streamed", tuning.streamed, "0 with delayed_update", remedy)
+        raise invalid_value("tuning.streamed", tuning.streamed, "0 with delayed_update", remedy)
 
 
 def check_ratio(ratio: float | str, placement: str, model: nn.Module | None) -> None:
@@ -189,13 +195,13 @@ def check_ratio(ratio: float | str, placement: str, model: nn.Module | None) -> 
     is_number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
     if ratio != "auto" and not (is_number and 0.0 <= float(ratio) <= 1.0):
         allowed = 'a number from 0 (all state on the device) to 1 (all of it on the host), or "auto"'
-        raise bad_value("ratio", ratio, allowed)
+        raise invalid_value("ratio", ratio, allowed)
     if placement not in PLACEMENTS:
-        raise bad_value("placement", placement, PLACEMENTS)
+        raise invalid_value("placement", placement, PLACEMENTS)
     if ratio == "auto" and placement != "auto":
-        raise bad_value("placement", placement, ["auto"], 'With ratio "auto" the placement is chosen as well.')
+        raise invalid_value("placement", placement, ["auto"], 'With ratio "auto" the placement is chosen as well.')
     if ratio == "auto" and model is None:
-        raise bad_value(
+        raise invalid_value(
             "ratio", ratio, "a number", "Give the model as the first argument, so that its steps are timed."
         )
 
@@ -211,42 +217,44 @@ def check_param_offload(
     """What weights on the host go with: state on the host, updated there by one of our rules, at once."""
     if not settings.offload_params:
         if zero is not None and zero.parks:
-            raise bad_value("offload_params", False, [True], "The Zero that is given says that weights are so.")
+            raise invalid_value("offload_params", False, [True], "The Zero that is given says that weights are so.")
         return
     name = "offload_params"
     if model is None:
-        raise bad_value(name, True, [False], "Give the model as the first argument: its blocks fetch their weights.")
+        raise invalid_value(
+            name, True, [False], "Give the model as the first argument: its blocks fetch their weights."
+        )
     if zero is not None and not zero.parks:
-        raise bad_value(name, True, [False], "Give zero=Zero(stage=3, parks=True).")
+        raise invalid_value(name, True, [False], "Give zero=Zero(stage=3, parks=True).")
     if rule is None:
-        raise bad_value(f"rule with {name}", "an optimizer of your own", RULES, "Weights live in our rules' state.")
+        raise invalid_value(f"rule with {name}", "an optimizer of your own", RULES, "Weights live in our rules' state.")
     if ratio != 1.0:
-        raise bad_value(f"ratio with {name}", ratio, [1.0], "Weights are fetched from the state on the host.")
+        raise invalid_value(f"ratio with {name}", ratio, [1.0], "Weights are fetched from the state on the host.")
     if tuning.streamed:
-        raise bad_value(f"tuning.streamed with {name}", tuning.streamed, [0.0])
+        raise invalid_value(f"tuning.streamed with {name}", tuning.streamed, [0.0])
     if settings.delayed_update:
         remedy = "The state holds the new weights at once, and no others."
-        raise bad_value(f"delayed_update with {name}", True, [False], remedy)
+        raise invalid_value(f"delayed_update with {name}", True, [False], remedy)
 
 
 def check_settings(settings: Settings, model: nn.Module | None) -> Settings:
     """Flags, numbers, and what needs the model; the same with plain numbers."""
     limits = settings.limits
     if not is_flag(settings.early):
-        raise bad_value("early", settings.early, [True, False, "auto"])
+        raise invalid_value("early", settings.early, [True, False, "auto"])
     flags = {"skip_nonfinite": limits.skip_nonfinite, "offload_params": settings.offload_params}
     for name, value in {**flags, "delayed_update": settings.delayed_update}.items():
         if not is_flag(value):
-            raise bad_value(name, value, [True, False])
+            raise invalid_value(name, value, [True, False])
     max_norm = number_of(limits.max_norm) if limits.max_norm is not None else None
     if max_norm is not None and not 0.0 < max_norm < math.inf:
-        raise bad_value("max_grad_norm", limits.max_norm, "a number > 0, or None")
+        raise invalid_value("max_grad_norm", limits.max_norm, "a number > 0, or None")
     check_whole("accumulation_steps", settings.accumulation_steps, 1)
     check_whole("delayed_update_start", settings.delayed_update_start, 0)
     if settings.early and model is None:
-        raise bad_value("early", True, [False], "Give the model as the first argument to start updates early.")
+        raise invalid_value("early", True, [False], "Give the model as the first argument to start updates early.")
     if settings.delayed_update and model is None:
-        raise bad_value("delayed_update", True, [False], "Give the model as the first argument.")
+        raise invalid_value("delayed_update", True, [False], "Give the model as the first argument.")
     return replace(
         settings,
         limits=replace(limits, max_norm=max_norm),
@@ -264,17 +272,17 @@ def check_params(params: Sequence[Param], zero: Zero | None, offloads_params: bo
         if param.is_sharded != is_partitioned:
             has = "rows of it (DTensor)" if param.is_sharded else "all of it"
             remedy = "With stage 3, and with it alone, call twinflow.zero.partition(model, zero) before."
-            raise bad_value(f"{param.name}: this rank has", has, "what the stage says", remedy)
+            raise invalid_value(f"{param.name}: this rank has", has, "what the stage says", remedy)
         if param.is_sharded and not _has_rows(param.tensor):
             placements = getattr(param.tensor, "placements", ())
-            raise bad_value(f"{param.name} placements", placements, "Shard(0) on a mesh of one dimension")
+            raise invalid_value(f"{param.name} placements", placements, "Shard(0) on a mesh of one dimension")
         if param.tensor.is_meta:
             remedy = "Give the module as the first argument: its parameters then get memory and values."
-            raise bad_value(f"{param.name} device", "meta", "a device with memory", remedy)
+            raise invalid_value(f"{param.name} device", "meta", "a device with memory", remedy)
         if param.tensor.dtype not in FLOATS:
-            raise bad_value(f"{param.name} dtype", param.tensor.dtype, FLOATS)
+            raise invalid_value(f"{param.name} dtype", param.tensor.dtype, FLOATS)
         if param.tensor.device != params[0].tensor.device:
             allowed = f"{params[0].tensor.device}, where {params[0].name} is"
-            raise bad_value(f"{param.name} device", str(param.tensor.device), allowed)
+            raise invalid_value(f"{param.name} device", str(param.tensor.device), allowed)
     if not offloads_params:
         check_memory((param.name, param.local) for param in params)

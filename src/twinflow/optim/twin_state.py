@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.offload import reconfigure
 from twinflow.offload.bucket import Bucket, Param
 from twinflow.offload.device_updater import DeviceUpdater
@@ -320,9 +320,9 @@ def check(optimizer: Saved, saved: Mapping[str, object], source: Source) -> None
     rule = optimizer.rule
     if rule is not None and optimizer.is_stateless and any(rule.keeps_states(group) for group in groups):
         remedy = f"This optimizer was built without {rule.state_option} and keeps no buffer for it."
-        raise bad_value(f"state_dict: {rule.state_option}", "above 0", [0.0], remedy)
+        raise invalid_value(f"state_dict: {rule.state_option}", "above 0", [0.0], remedy)
     if saved["has_unsent"] and not optimizer.delays_updates:
-        raise bad_value("delayed_update", False, [True], "This state was saved in the middle of a delayed update.")
+        raise invalid_value("delayed_update", False, [True], "This state was saved in the middle of a delayed update.")
     if optimizer.switch is not None and saved.get("switch") is not None:
         check_watch(saved["switch"])
 
@@ -330,7 +330,7 @@ def check(optimizer: Saved, saved: Mapping[str, object], source: Source) -> None
 def _check_kind(saved: object) -> None:
     """Ours, of this version."""
     if not isinstance(saved, Mapping):
-        raise bad_value("state_dict", f"of type {type(saved).__name__}", "a dict, as state_dict() gives it")
+        raise invalid_value("state_dict", f"of type {type(saved).__name__}", "a dict, as state_dict() gives it")
     if saved.get("kind") == KIND and saved.get("version") == VERSION:
         return
     remedy, given = "", f"kind {saved.get('kind')!r}, version {saved.get('version')!r}"
@@ -339,4 +339,4 @@ def _check_kind(saved: object) -> None:
             "It looks like that of a torch.optim.Optimizer: load it into that optimizer, built over this model, and "
             "give the optimizer as rule. TwinOptimizer(model, rule=optimizer) goes on from its state."
         )
-    raise bad_value("state_dict", given, f"kind {KIND!r}, version {VERSION}", remedy)
+    raise invalid_value("state_dict", given, f"kind {KIND!r}, version {VERSION}", remedy)

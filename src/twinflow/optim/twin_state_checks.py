@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.offload.bucket import Param
 from twinflow.optim import loss_scale
 from twinflow.optim.onebit.freeze import VarianceWatch
@@ -44,16 +44,16 @@ def check_head(saved: Mapping[str, object], rule_name: str) -> None:
     """All but what is kept for each parameter, and the groups."""
     for key in ("rule", *_COUNTS, "has_unsent", "loss_scale", "param_groups"):
         if key not in saved:
-            raise bad_value(f"state_dict: {key}", "missing", "what state_dict() gives")
+            raise invalid_value(f"state_dict: {key}", "missing", "what state_dict() gives")
     if saved["rule"] != rule_name:
-        raise bad_value("state_dict: rule", saved["rule"], [rule_name])
+        raise invalid_value("state_dict: rule", saved["rule"], [rule_name])
     for key in _COUNTS:
         if not (is_whole(saved[key]) and number_of(saved[key]) >= 0):
-            raise bad_value(f"state_dict: {key}", saved[key], "a whole number >= 0")
+            raise invalid_value(f"state_dict: {key}", saved[key], "a whole number >= 0")
     if not is_flag(saved["has_unsent"]):
-        raise bad_value("state_dict: has_unsent", saved["has_unsent"], [True, False])
+        raise invalid_value("state_dict: has_unsent", saved["has_unsent"], [True, False])
     if not isinstance(saved["loss_scale"], Mapping):
-        raise bad_value("state_dict: loss_scale", saved["loss_scale"], "a dict of numbers")
+        raise invalid_value("state_dict: loss_scale", saved["loss_scale"], "a dict of numbers")
     loss_scale.from_dict(saved["loss_scale"])
 
 
@@ -65,22 +65,22 @@ def is_whole(value: object) -> bool:
 def check_watch(saved: object) -> None:
     """What 1-bit Adam remembers of the second moment."""
     if not isinstance(saved, Mapping):
-        raise bad_value("state_dict: switch", _kind(saved), "what state_dict() gives")
+        raise invalid_value("state_dict: switch", _kind(saved), "what state_dict() gives")
     try:
         VarianceWatch(1, 1.0).load_state_dict(saved)
     except (KeyError, TypeError, ValueError) as error:
-        raise bad_value("state_dict: switch", f"without {error}", "what state_dict() gives") from None
+        raise invalid_value("state_dict: switch", f"without {error}", "what state_dict() gives") from None
 
 
 def check_members(own: Sequence[Sequence[str]], groups: object) -> None:
     """The same parameters in the same groups; of others, which they are."""
     allowed = "a list of dicts, each with the names of its 'params'"
     if not isinstance(groups, (list, tuple)):
-        raise bad_value("state_dict: param_groups", groups, allowed)
+        raise invalid_value("state_dict: param_groups", groups, allowed)
     for i, group in enumerate(groups):
         names = group.get("params") if isinstance(group, Mapping) else None
         if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-            raise bad_value(f"state_dict: param_groups[{i}]['params']", names, "a list of names")
+            raise invalid_value(f"state_dict: param_groups[{i}]['params']", names, "a list of names")
     then = [list(group["params"]) for group in groups]
     if then == [list(names) for names in own]:
         return
@@ -96,7 +96,7 @@ def check_members(own: Sequence[Sequence[str]], groups: object) -> None:
         "optimizer's state out: engine.load_checkpoint(..., load_optimizer_states=False), or no load_state_dict()."
     )
     said = said or f"in {len(then)} groups and not {len(own)}, or in another order"
-    raise bad_value("state_dict: parameters of param_groups", said, "the same names in the same groups", remedy)
+    raise invalid_value("state_dict: parameters of param_groups", said, "the same names in the same groups", remedy)
 
 
 def _group_of(groups: Iterable[Iterable[str]]) -> dict[str, int]:
@@ -110,17 +110,17 @@ def _some(names: Sequence[str]) -> str:
 def check_plain(state: object, rule: Rule | None) -> None:
     """Entries of a state dict are dicts, and what is read of them as tensors are tensors."""
     if not isinstance(state, Mapping):
-        raise bad_value("state_dict: state", _kind(state), "a dict of entries by parameter name")
+        raise invalid_value("state_dict: state", _kind(state), "a dict of entries by parameter name")
     tensors = {"master", *(rule.states if rule is not None else ())}
     for name, entry in state.items():
         if not isinstance(entry, Mapping):
-            raise bad_value(f"state_dict: state of {name}", _kind(entry), "a dict")
+            raise invalid_value(f"state_dict: state of {name}", _kind(entry), "a dict")
         for key, value in entry.items():
             is_tensor = isinstance(value, Tensor) and value.is_floating_point()
             if (key in tensors or str(key).endswith("_scale")) and not is_tensor:
-                raise bad_value(f"state_dict: {key} of {name}", _kind(value), "a tensor of floating-point numbers")
+                raise invalid_value(f"state_dict: {key} of {name}", _kind(value), "a tensor of floating-point numbers")
             if rule is None and key in _DICTS and not isinstance(value, dict):
-                raise bad_value(f"state_dict: {key} of {name}", _kind(value), "a dict")
+                raise invalid_value(f"state_dict: {key} of {name}", _kind(value), "a dict")
 
 
 def _kind(value: object) -> str:
@@ -134,21 +134,21 @@ def check_entries(
     own = {param.name: param for param in params}
     for name in source.names():
         if name not in own:
-            raise bad_value("state_dict: parameter", name, "the names of this model's trainable parameters")
+            raise invalid_value("state_dict: parameter", name, "the names of this model's trainable parameters")
         try:
             step = source.step(name)
         except (KeyError, TypeError, ValueError):
             step = -1
         if step < 0:
-            raise bad_value(f"state_dict: step of {name}", "missing, or no such number", "a whole number >= 0")
+            raise invalid_value(f"state_dict: step of {name}", "missing, or no such number", "a whole number >= 0")
         shapes = source.shapes(name)
         for key in _needed(rule, groups[own[name].group]):
             if key not in shapes:
-                raise bad_value(f"state_dict: {key} of {name}", "missing", "a tensor of the parameter's shape")
+                raise invalid_value(f"state_dict: {key} of {name}", "missing", "a tensor of the parameter's shape")
         for key, shape in shapes.items():
             wanted = _shape(own[name], key)
             if key != "step" and wanted is not None and shape != wanted:
-                raise bad_value(f"state_dict: shape of {name} {key}", shape, [wanted])
+                raise invalid_value(f"state_dict: shape of {name} {key}", shape, [wanted])
 
 
 def _needed(rule: Rule | None, group: Mapping[str, object]) -> list[str]:

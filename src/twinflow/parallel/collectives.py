@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from twinflow.dist.group import Group
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 SEQUENCE_DIM = 1  # of [batch, tokens, hidden]
 
@@ -102,7 +102,7 @@ def _check_divides(x: Tensor, group: Group, dim: int) -> None:
     if x.shape[dim] % group.world:
         what = "number of features" if dim in (-1, x.dim() - 1) else "length of the sequence"
         allowed = f"a multiple of the {group.world} tensor ranks, which share it"
-        raise bad_value(what, x.shape[dim], allowed, "Pad it, or use fewer tensor ranks.")
+        raise invalid_value(what, x.shape[dim], allowed, "Pad it, or use fewer tensor ranks.")
 
 
 def _sent_dtype(group: Group, dtype: torch.dtype) -> torch.dtype:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.parallel.partition import partition_balanced
 from twinflow.parallel.schedules import LOOP, V, make_schedule, rank_of, round_size
 from twinflow.parallel.shapes import Shape
@@ -82,17 +82,17 @@ def check_layout(layout: Layout, shape: Shape) -> None:
     """Refuse what cannot be, and say what can."""
     for key in ("num_pp", "num_tp", "num_dp", "num_micro_batches", "micro_batch", "num_chunks"):
         if getattr(layout, key) < 1:
-            raise bad_value(key, getattr(layout, key), "a whole number >= 1")
+            raise invalid_value(key, getattr(layout, key), "a whole number >= 1")
     if layout.zero not in (0, 1, 2, 3):
-        raise bad_value("zero", layout.zero, (0, 1, 2, 3))
+        raise invalid_value("zero", layout.zero, (0, 1, 2, 3))
     expected = {"zbv": 2, "gpipe": 1, "1f1b": 1}.get(layout.schedule)
     if expected is not None and layout.num_chunks != expected:
-        raise bad_value("num_chunks", layout.num_chunks, f"{expected} with {layout.schedule}")
+        raise invalid_value("num_chunks", layout.num_chunks, f"{expected} with {layout.schedule}")
     if layout.num_stages > shape.num_layers:
         remedy = "Use fewer stages or chunks."
-        raise bad_value("stages", layout.num_stages, f"at most the {shape.num_layers} layers", remedy)
+        raise invalid_value("stages", layout.num_stages, f"at most the {shape.num_layers} layers", remedy)
     if shape.num_heads % layout.num_tp:
-        raise bad_value("num_tp", layout.num_tp, f"a divisor of the {shape.num_heads} attention heads")
+        raise invalid_value("num_tp", layout.num_tp, f"a divisor of the {shape.num_heads} attention heads")
     if layout.schedule == "interleaved":
         round_size(layout.num_pp, layout.num_micro_batches)
     else:

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 UNIFORM, PARAMETERS, PROFILE, TYPE = "uniform", "parameters", "profile", "type:"
 METHODS: Final = (UNIFORM, PARAMETERS, PROFILE, TYPE + "REGEX")
@@ -41,7 +41,7 @@ def bounds(method: str, layers: Sequence[LayerFacts], num_stages: int) -> tuple[
         return partition_balanced(_seconds(layers), num_stages)
     if kind.startswith(TYPE):
         return partition_balanced(_matches(method[len(TYPE) :], layers), num_stages)
-    raise bad_value("partition_method", method, METHODS)
+    raise invalid_value("partition_method", method, METHODS)
 
 
 def partition_uniform(num: int, parts: int) -> tuple[int, ...]:
@@ -60,7 +60,7 @@ def partition_balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
     _check_parts(len(weights), parts)
     values = np.asarray(weights, dtype=np.float64)
     if not np.isfinite(values).all() or (values < 0).any():
-        raise bad_value("weights of layers", list(weights), "finite numbers >= 0")
+        raise invalid_value("weights of layers", list(weights), "finite numbers >= 0")
     sums = _range_sums(values)
     limit = _least_largest(sums, parts)
     shares = sums / (limit or 1.0)  # whose squares are in range, whatever the weights' unit
@@ -107,7 +107,7 @@ def _seconds(layers: Sequence[LayerFacts]) -> list[float]:
     seconds = [layer.seconds for layer in layers if layer.seconds is not None]
     if len(seconds) < len(layers):
         remedy = "Give layer_seconds, one number a layer; profile_layers() measures them."
-        raise bad_value("partition_method", PROFILE, f"seconds of all {len(layers)} layers", remedy)
+        raise invalid_value("partition_method", PROFILE, f"seconds of all {len(layers)} layers", remedy)
     return seconds
 
 
@@ -116,17 +116,17 @@ def _matches(pattern: str, layers: Sequence[LayerFacts]) -> list[int]:
     try:
         compiled = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
-        raise bad_value("partition_method", TYPE + pattern, f"a regular expression ({error})") from error
+        raise invalid_value("partition_method", TYPE + pattern, f"a regular expression ({error})") from error
     found = [int(compiled.search(layer.type_name) is not None) for layer in layers]
     if not any(found):
         names = sorted({layer.type_name for layer in layers})
-        raise bad_value("partition_method", TYPE + pattern, f"an expression that finds some of {names}")
+        raise invalid_value("partition_method", TYPE + pattern, f"an expression that finds some of {names}")
     return found
 
 
 def _check_parts(num: int, parts: int) -> None:
     if parts < 1:
-        raise bad_value("stages", parts, "a whole number >= 1")
+        raise invalid_value("stages", parts, "a whole number >= 1")
     if num < parts:
         remedy = "Use fewer stages, or split the model into more layers."
-        raise bad_value("stages", parts, f"at most {num}, the number of layers", remedy)
+        raise invalid_value("stages", parts, f"at most {num}, the number of layers", remedy)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.parallel import partition
 from twinflow.parallel.partition import LayerFacts
 from twinflow.parallel.schedules import Schedule, make_schedule
@@ -97,7 +97,7 @@ class PipelineModule(nn.Module):
         super().__init__()
         items = checked(layers, loss_fn)
         if activation_checkpoint_interval < 0:
-            raise bad_value("activation_checkpoint_interval", activation_checkpoint_interval, "a whole number >= 0")
+            raise invalid_value("activation_checkpoint_interval", activation_checkpoint_interval, "a whole number >= 0")
         self.num_ranks = _num_ranks(num_stages, topology)
         self.index = _index(index, self.num_ranks, topology)
         shape = _shape(schedule, self.num_ranks, num_chunks)
@@ -160,7 +160,7 @@ class PipelineModule(nn.Module):
         if not is_number or stage not in self._runs:
             remedy = "A pipeline runs by engine.train_batch(data_iter) or engine.eval_batch(data_iter)."
             given = stage if is_number else type(stage).__name__
-            raise bad_value("stage", given, f"one of this rank's, {list(self.stages)}", remedy)
+            raise invalid_value("stage", given, f"one of this rank's, {list(self.stages)}", remedy)
         value: Any = single(inputs)
         seeds = self._seeds(stage)
         for run in self._runs[stage]:
@@ -223,13 +223,13 @@ def _num_ranks(num_stages: int | None, topology: ProcessTopology | None) -> int:
     """Ranks of the pipeline."""
     if topology is None:
         if num_stages is None:
-            raise bad_value("num_stages", None, "a whole number >= 1", "Give num_stages, or a topology.")
+            raise invalid_value("num_stages", None, "a whole number >= 1", "Give num_stages, or a topology.")
         return num_stages
     found = topology.get_dim(PIPE)
     if found < 1:
-        raise bad_value("topology", topology, f"one with an axis {PIPE!r}")
+        raise invalid_value("topology", topology, f"one with an axis {PIPE!r}")
     if num_stages not in (None, found):
-        raise bad_value("num_stages", num_stages, [found], "The topology says it: leave num_stages out.")
+        raise invalid_value("num_stages", num_stages, [found], "The topology says it: leave num_stages out.")
     return found
 
 
@@ -237,20 +237,20 @@ def _index(index: int | None, num_ranks: int, topology: ProcessTopology | None) 
     """This rank's place in the pipeline. Without a topology, stages are furthest apart: ranks 0 to n have the first."""
     if index is not None:
         if not 0 <= index < num_ranks:
-            raise bad_value("index", index, f"0 to {num_ranks - 1}")
+            raise invalid_value("index", index, f"0 to {num_ranks - 1}")
         return index
     if not (dist.is_available() and dist.is_initialized()):
         if num_ranks == 1:
             return 0
         remedy = "Start the process group first, with init_distributed(), or give index."
-        raise bad_value("rank in the pipeline", None, f"0 to {num_ranks - 1}", remedy)
+        raise invalid_value("rank in the pipeline", None, f"0 to {num_ranks - 1}", remedy)
     rank, world = dist.get_rank(), dist.get_world_size()
     if topology is not None:
         if topology.world_size() != world:
-            raise bad_value("topology", topology, f"one of {world} ranks")
+            raise invalid_value("topology", topology, f"one of {world} ranks")
         return topology.get_coord(rank).to_dict()[PIPE]
     if world % num_ranks:
-        raise bad_value("num_stages", num_ranks, f"a divisor of {world}, the number of ranks")
+        raise invalid_value("num_stages", num_ranks, f"a divisor of {world}, the number of ranks")
     return rank // (world // num_ranks)
 
 
@@ -258,14 +258,14 @@ def _shape(name: str, num_ranks: int, num_chunks: int) -> Schedule:
     """Which rank has which stage: a schedule of as many micro-batches as ranks, which all of them can do."""
     shape = make_schedule(name, num_ranks, num_ranks, num_chunks)
     if num_chunks not in (1, shape.num_chunks):
-        raise bad_value("num_chunks", num_chunks, [shape.num_chunks], f"The schedule {name} has no other.")
+        raise invalid_value("num_chunks", num_chunks, [shape.num_chunks], f"The schedule {name} has no other.")
     return shape
 
 
 def _facts(items: Sequence[Item], method: str, seconds: Sequence[float] | None) -> tuple[LayerFacts, ...]:
     """What the partition goes by. Specs are counted only where that matters: some cannot be made without memory."""
     if seconds is not None and len(seconds) != len(items):
-        raise bad_value("layer_seconds", f"{len(seconds)} numbers", f"{len(items)}, one a layer")
+        raise invalid_value("layer_seconds", f"{len(seconds)} numbers", f"{len(items)}, one a layer")
     counts = method.lower() == partition.PARAMETERS
     return tuple(
         LayerFacts(type_name(item), num_params(item, counts), None if seconds is None else seconds[i])
@@ -289,7 +289,7 @@ def _register(root: nn.Module, name: str, module: nn.Module) -> None:
     if known is None:
         here.add_module(last, module)
     elif known is not module:
-        raise bad_value("parts of a model", f"two modules named {name}", "one module a name")
+        raise invalid_value("parts of a model", f"two modules named {name}", "one module a name")
 
 
 def _find_ties(

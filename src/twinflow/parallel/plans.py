@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 PLAIN: Final = ("row", "vocab", "head", "region", "dropout", "sequence")
 NAMING: Final = ("heads", "attention")
@@ -61,7 +61,7 @@ def parse_style(text: str) -> Style:
         return Style(kind, names=names)
     if kind == "stream" and len(given) == 1 and set(names) <= set(STREAM):
         return Style(kind, names=names)
-    raise bad_value("style in a plan of tensor parallelism", text, STYLES)
+    raise invalid_value("style in a plan of tensor parallelism", text, STYLES)
 
 
 def match(names: Iterable[str], plan: Mapping[str, str], is_part: bool = False) -> dict[str, Style]:
@@ -77,7 +77,9 @@ def match(names: Iterable[str], plan: Mapping[str, str], is_part: bool = False) 
             found[name] = styles[matching[0]]
     if unused and not is_part:
         remedy = "Names are those of model.named_modules()."
-        raise bad_value("pattern in a plan of tensor parallelism", min(unused), "patterns that match a module", remedy)
+        raise invalid_value(
+            "pattern in a plan of tensor parallelism", min(unused), "patterns that match a module", remedy
+        )
     return found
 
 
@@ -87,7 +89,7 @@ def plan_for(model: nn.Module) -> dict[str, str]:
     model_type = getattr(config, "model_type", "")
     if getattr(config, "add_cross_attention", False):
         remedy = "Its keys are of another input than its queries: give a plan of your own."
-        raise bad_value("config.add_cross_attention", True, [False], remedy)
+        raise invalid_value("config.add_cross_attention", True, [False], remedy)
     if model_type in READY:
         plan = READY[model_type](config)
     elif type(model).__name__ == "GPT" and hasattr(config, "num_heads"):
@@ -95,7 +97,7 @@ def plan_for(model: nn.Module) -> dict[str, str]:
     else:
         allowed = f"twinflow's GPT, or a model of transformers of type {', '.join(READY)}"
         remedy = "Give a plan of your own: a dict from patterns on module names to styles, as in parallel/plans.py."
-        raise bad_value("model for tensor parallelism", model_type or type(model).__name__, allowed, remedy)
+        raise invalid_value("model for tensor parallelism", model_type or type(model).__name__, allowed, remedy)
     names = [name for name, _ in model.named_modules()]
     return {pattern: style for pattern, style in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
 

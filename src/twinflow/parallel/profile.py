@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.parallel.pipeline import PipelineModule, single
 
 
@@ -19,7 +19,7 @@ def profile_layers(module: PipelineModule, *inputs: Any, repeats: int = 3) -> tu
     Of a module that has all layers: made with num_stages=1.
     """
     if module.num_ranks > 1:
-        raise bad_value("ranks of the module", module.num_ranks, [1], "Make it with num_stages=1 to measure it.")
+        raise invalid_value("ranks of the module", module.num_ranks, [1], "Make it with num_stages=1 to measure it.")
     value, found = single(inputs), []
     for call in module.calls():
         seconds, output = zip(*(_timed(call, value) for _ in range(repeats)), strict=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.parallel.deferral import Batch, Deferral
 from twinflow.parallel.schedules import Action, Schedule
 from twinflow.parallel.wire import Value, Wire, incoming, made, needed
@@ -80,7 +80,7 @@ class Runner:
         """
         num = self.schedule.num_micro_batches
         if len(micro_batches) != num:
-            raise bad_value("micro-batches", len(micro_batches), f"the schedule's {num}, on every pipeline rank")
+            raise invalid_value("micro-batches", len(micro_batches), f"the schedule's {num}, on every pipeline rank")
         step = _Step(micro_batches)
         do = {"F": self._forward, "B": self._backward, "I": self._input_half, "W": self._weight_half}
         self._play(self.schedule, lambda action: do[action.kind](action, step))
@@ -162,7 +162,7 @@ class Runner:
         if self._loss_fn is not None:
             loss = self._loss_fn(output, step.micro_batches[action.micro_batch][1])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise bad_value("loss", getattr(loss, "shape", type(loss).__name__), "a tensor of one number")
+            raise invalid_value("loss", getattr(loss, "shape", type(loss).__name__), "a tensor of one number")
         return loss
 
     def _loss_grad(self, action: Action, step: _Step) -> Value:
@@ -201,5 +201,5 @@ def _as_tuple(value: Any) -> Value:
         return (value,)
     is_value = isinstance(value, tuple | list) and all(one is None or isinstance(one, Tensor) for one in value)
     if not is_value:
-        raise bad_value("value between stages", type(value).__name__, "a tensor, or a tuple of tensors and None")
+        raise invalid_value("value between stages", type(value).__name__, "a tensor, or a tuple of tensors and None")
     return tuple(value)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 KINDS: Final = ("F", "B", "I", "W")
 LOOP, V = "loop", "v"
@@ -94,7 +94,7 @@ def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int = 2) -> 
     """
     _check_sizes(num_ranks, num_micro_batches)
     if num_chunks < 1:
-        raise bad_value("chunks of a rank", num_chunks, "a whole number >= 1")
+        raise invalid_value("chunks of a rank", num_chunks, "a whole number >= 1")
     size = round_size(num_ranks, num_micro_batches) if num_chunks > 1 else num_micro_batches
     rounds = [range(start, start + size) for start in range(0, num_micro_batches, size)]
     lists = []
@@ -141,7 +141,7 @@ def make_schedule(name: str, num_ranks: int, num_micro_batches: int, num_chunks:
         "zbv": lambda: zbv(num_ranks, num_micro_batches),
     }
     if name not in makers:
-        raise bad_value("schedule", name, makers)
+        raise invalid_value("schedule", name, makers)
     return makers[name]()
 
 
@@ -150,7 +150,7 @@ def round_size(num_ranks: int, num_micro_batches: int) -> int:
     num_rounds = max(1, num_micro_batches // num_ranks)
     if num_micro_batches % num_rounds:
         remedy = f"A multiple of the {num_ranks} ranks works always."
-        raise bad_value("micro-batches", num_micro_batches, f"a multiple of {num_rounds} rounds", remedy)
+        raise invalid_value("micro-batches", num_micro_batches, f"a multiple of {num_rounds} rounds", remedy)
     return num_micro_batches // num_rounds
 
 
@@ -192,18 +192,18 @@ def check_schedule(schedule: Schedule) -> None:
         for action in actions:
             kind, stage, micro_batch = action
             if kind not in KINDS or not 0 <= stage < schedule.num_stages or schedule.rank_of(stage) != rank:
-                raise bad_value("action", str(action), f"F, B, I or W of a stage of rank {rank}")
+                raise invalid_value("action", str(action), f"F, B, I or W of a stage of rank {rank}")
             if not 0 <= micro_batch < schedule.num_micro_batches or seen[action]:
-                raise bad_value("action", str(action), "each micro-batch once")
+                raise invalid_value("action", str(action), "each micro-batch once")
             before = {"B": "F", "I": "F", "W": "I"}.get(kind)
             if before and not seen[(before, stage, micro_batch)]:
-                raise bad_value("action", str(action), f"one that comes after {stage}{before}{micro_batch}")
+                raise invalid_value("action", str(action), f"one that comes after {stage}{before}{micro_batch}")
             seen[action] += 1
     for stage in range(schedule.num_stages):
         for i in range(schedule.num_micro_batches):
             backward = seen[("B", stage, i)] + seen[("W", stage, i)]
             if not seen[("F", stage, i)] or backward != 1 or seen[("I", stage, i)] != seen[("W", stage, i)]:
-                raise bad_value(
+                raise invalid_value(
                     "schedule", schedule.name, f"forward and one backward of stage {stage}, micro-batch {i}"
                 )
 
@@ -234,4 +234,4 @@ def _numbered(steps: Sequence[str], stages: Sequence[int], num_micro_batches: in
 def _check_sizes(num_ranks: int, num_micro_batches: int) -> None:
     for name, value in (("pipeline stages", num_ranks), ("micro-batches", num_micro_batches)):
         if value < 1:
-            raise bad_value(name, value, "a whole number >= 1")
+            raise invalid_value(name, value, "a whole number >= 1")

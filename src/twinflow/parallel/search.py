@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.parallel.costs import Estimate, estimate, lacking_bytes
 from twinflow.parallel.layout import Layout
 from twinflow.parallel.shapes import Shape
@@ -60,7 +60,7 @@ def search(ask: LayoutAsk, count: int = 5) -> Found:
             f"a multiple of a micro-batch ({', '.join(map(str, ask.micro_batches))}) and some number of data ranks"
         )
         remedy = f"{ask.num_gpus * max(ask.micro_batches)} has layouts of every kind."
-        raise bad_value("--batch", ask.batch, allowed, remedy)
+        raise invalid_value("--batch", ask.batch, allowed, remedy)
     if not fitting:
         nearest = min(tried, key=lambda pair: pair[0])[1]
         return Found((), len(tried), 0, estimate(ask.shape, nearest, ask.cluster))
@@ -74,11 +74,11 @@ def check_ask(ask: LayoutAsk, count: int) -> None:
     """Refuse numbers that make no sense."""
     for name, value in (("--gpus", ask.num_gpus), ("--batch", ask.batch), ("--layouts", count)):
         if value < 1:
-            raise bad_value(name, value, "a whole number >= 1")
+            raise invalid_value(name, value, "a whole number >= 1")
     per_node = ask.cluster.machine.num_gpus
     if ask.num_gpus > per_node and ask.num_gpus % per_node:
         remedy = f"{ask.num_gpus // per_node * per_node} GPUs fill {ask.num_gpus // per_node} machines."
-        raise bad_value("--gpus", ask.num_gpus, f"a multiple of the {per_node} of a machine", remedy)
+        raise invalid_value("--gpus", ask.num_gpus, f"a multiple of the {per_node} of a machine", remedy)
 
 
 def layouts(ask: LayoutAsk) -> Iterator[Layout]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.planner.models import ModelCost
 
 # Widths of published GPT shapes by the number of parameters they start at, for models that need many machines.
@@ -42,7 +42,7 @@ class Shape:
     def __post_init__(self) -> None:
         for key in ("num_layers", "hidden", "num_heads", "sequence", "vocab_size"):
             if getattr(self, key) < 1:
-                raise bad_value(key, getattr(self, key), "a whole number >= 1")
+                raise invalid_value(key, getattr(self, key), "a whole number >= 1")
         if not self.layer_numel:
             object.__setattr__(self, "layer_numel", 12 * self.hidden**2 + 13 * self.hidden)
 

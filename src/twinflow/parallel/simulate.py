@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.parallel.schedules import (
     KINDS,
     LOOP,
@@ -77,9 +77,9 @@ def simulate(schedule: Schedule, times: Sequence[StageTime], send_s: float = 0.0
     Lists that wait for each other in a circle are refused.
     """
     if len(times) != schedule.num_stages:
-        raise bad_value("stage times", len(times), f"one for each of {schedule.num_stages} stages")
+        raise invalid_value("stage times", len(times), f"one for each of {schedule.num_stages} stages")
     if send_s < 0 or any(min(t.forward_s, t.input_s, t.weight_s, t.recompute_s) < 0 for t in times):
-        raise bad_value("seconds", "below 0", "numbers >= 0")
+        raise invalid_value("seconds", "below 0", "numbers >= 0")
     check_schedule(schedule)
     starts, makespan = _play(schedule, times, send_s)
     _check_done(schedule, starts)
@@ -143,7 +143,9 @@ def _check_done(schedule: Schedule, starts: Sequence[Sequence[float]]) -> None:
     ]
     if stuck:
         remedy = f"They wait for each other: {', '.join(stuck[:8])}."
-        raise bad_value("schedule", schedule.name, "lists in which every action's input is made at some time", remedy)
+        raise invalid_value(
+            "schedule", schedule.name, "lists in which every action's input is made at some time", remedy
+        )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 Item = Any  # of a list of layers: nn.Module, LayerSpec, TiedLayerSpec, Part, or a function
 
@@ -24,7 +24,7 @@ class LayerSpec:
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not isinstance(typename, type) or not issubclass(typename, nn.Module):
             remedy = "A function that needs no weights goes into the list of layers as it is."
-            raise bad_value("typename of a LayerSpec", typename, "a subclass of torch.nn.Module", remedy)
+            raise invalid_value("typename of a LayerSpec", typename, "a subclass of torch.nn.Module", remedy)
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     @property
@@ -61,12 +61,12 @@ class TiedLayerSpec(LayerSpec):
     ) -> None:
         super().__init__(typename, *module_args, **module_kwargs)
         if not isinstance(key, str) or not key:
-            raise bad_value("key of a TiedLayerSpec", key, "a name")
+            raise invalid_value("key of a TiedLayerSpec", key, "a name")
         if forward_fn is not None and not callable(forward_fn):
-            raise bad_value("forward_fn", forward_fn, "a function of the module and its input, or None")
+            raise invalid_value("forward_fn", forward_fn, "a function of the module and its input, or None")
         names = (tied_weight_attr,) if isinstance(tied_weight_attr, str) else tuple(tied_weight_attr)
         if not names or not all(isinstance(name, str) and name for name in names):
-            raise bad_value("tied_weight_attr", tied_weight_attr, "a name, or a list of names")
+            raise invalid_value("tied_weight_attr", tied_weight_attr, "a name, or a list of names")
         self.key, self.forward_fn, self.tied_weight_attr = key, forward_fn, names
 
     def check(self, module: nn.Module) -> None:
@@ -78,7 +78,7 @@ class TiedLayerSpec(LayerSpec):
                 found = getattr(found, step, None)
             if not isinstance(found, nn.Parameter) or found not in own:
                 allowed = [name for name, _ in module.named_parameters()]
-                raise bad_value(f"tied_weight_attr of {self.key!r}", name, allowed)
+                raise invalid_value(f"tied_weight_attr of {self.key!r}", name, allowed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,25 +116,25 @@ def count_spec(spec: LayerSpec) -> int:
             return count_trainable(spec.build())
     except (NotImplementedError, RuntimeError) as error:
         remedy = "It cannot be made on the meta device, which counting its parameters takes."
-        raise bad_value(f"partition_method for {spec}", "parameters", ("uniform", "type:REGEX"), remedy) from error
+        raise invalid_value(f"partition_method for {spec}", "parameters", ("uniform", "type:REGEX"), remedy) from error
 
 
 def checked(layers: Iterable[Item], loss_fn: object) -> list[Item]:
     """The layers as a list, each of a kind that can be run."""
     items = list(layers)
     if not items:
-        raise bad_value("layers", items, "at least one layer")
+        raise invalid_value("layers", items, "at least one layer")
     first: dict[str, TiedLayerSpec] = {}
     for i, item in enumerate(items):
         if isinstance(item, type) or not (callable(item) or isinstance(item, (LayerSpec, Part))):
             remedy = "Write LayerSpec(Class, ...) for a layer that is made later." if isinstance(item, type) else ""
-            raise bad_value(f"layer {i}", item, "an nn.Module, LayerSpec, TiedLayerSpec or function", remedy)
+            raise invalid_value(f"layer {i}", item, "an nn.Module, LayerSpec, TiedLayerSpec or function", remedy)
         if is_loss(item) and (i < len(items) - 1 or loss_fn is not None):
-            raise bad_value(f"layer {i}", "a loss", "the last layer, without another loss_fn")
+            raise invalid_value(f"layer {i}", "a loss", "the last layer, without another loss_fn")
         if isinstance(item, TiedLayerSpec) and first.setdefault(item.key, item).typename is not item.typename:
-            raise bad_value(f"layer {i}, tied as {item.key!r}", item.type_name, [first[item.key].type_name])
+            raise invalid_value(f"layer {i}, tied as {item.key!r}", item.type_name, [first[item.key].type_name])
     if loss_fn is not None and not callable(loss_fn):
-        raise bad_value("loss_fn", loss_fn, "a function of output and target")
+        raise invalid_value("loss_fn", loss_fn, "a function of output and target")
     return items
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.parallel.specs import Part
 
@@ -65,7 +65,7 @@ def parts_of(model: nn.Module) -> list[Part]:
         if cls.__name__ in ADAPTERS:
             return ADAPTERS[cls.__name__](model)
     remedy = "Give its class a method pipeline_parts() that returns a list of twinflow.parallel.Part."
-    raise bad_value("model to split", type(model).__name__, ADAPTERS, remedy)
+    raise invalid_value("model to split", type(model).__name__, ADAPTERS, remedy)
 
 
 def _gpt2(model: Any) -> list[Part]:
@@ -145,7 +145,7 @@ def _maker_of(base: nn.Module, name: str) -> Callable[..., Any]:
         found: Callable[..., Any] | None = getattr(sys.modules.get(cls.__module__), name, None)
         if found is not None:
             return found
-    raise bad_value("model to split", type(base).__name__, f"one that uses {name}", "transformers >= 5 is needed.")
+    raise invalid_value("model to split", type(base).__name__, f"one that uses {name}", "transformers >= 5 is needed.")
 
 
 def _mask(make: Callable[..., Any], config: Any, x: Tensor, positions: Tensor) -> Any:

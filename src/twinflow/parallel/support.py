@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def check(asked: Combination) -> None:
     """Refuse, with the reason, what does not go with the axes that are asked for."""
     for limit in broken(asked):
         axes = " and ".join(sorted(limit.axes & _axes(asked)))
-        raise bad_value(f"{limit.key} with {axes} ranks", limit.asked(asked), limit.allowed, limit.reason)
+        raise invalid_value(f"{limit.key} with {axes} ranks", limit.asked(asked), limit.allowed, limit.reason)
 
 
 def broken(asked: Combination) -> Iterator[Limit]:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twinflow.dist.group import Group
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.parallel.collectives import (
     SEQUENCE_DIM,
     copy_in,
@@ -59,7 +59,7 @@ def parallelize(
     _check_attributes(modules, styles, group.world)
     if sequence and not is_part and all(style.kind != "stream" for style in styles.values()):
         remedy = "Say with stream:enter and stream:leave between which layers the sequence is shared."
-        raise bad_value("sequence", True, "False for a plan without a stream", remedy)
+        raise invalid_value("sequence", True, "False for a plan without a stream", remedy)
     if group.world == 1:
         return
     _replace(modules.values(), cuts)
@@ -105,12 +105,12 @@ def plan_cuts(modules: Mapping[str, Any], styles: Mapping[str, Style], rank: int
         for attribute, dim in _split_dims(module, style).items():
             param = getattr(module, attribute)
             if shard_of(param) is not None:
-                raise bad_value(name, "split already", "layers that are whole", "Call parallelize once.")
+                raise invalid_value(name, "split already", "layers that are whole", "Call parallelize once.")
             cut = Cut(param, _shard(f"{name}.{attribute}", param.shape[dim], dim, style, rank, world), name)
             known = cuts.setdefault(id(param), cut)
             if known.shard != cut.shard:
                 allowed = f"the same style as {known.owner}, whose {attribute} it shares"
-                raise bad_value(name, style.kind, allowed)
+                raise invalid_value(name, style.kind, allowed)
     _check_ties(modules, styles, cuts)
     return cuts
 
@@ -118,11 +118,11 @@ def plan_cuts(modules: Mapping[str, Any], styles: Mapping[str, Style], rank: int
 def _check_kind(name: str, module: Any, style: Style) -> None:
     if style.kind != "vocab":
         if not isinstance(module, nn.Linear) and not is_conv1d(module):
-            raise bad_value(name, type(module).__name__, f"an nn.Linear for the style {style.kind!r}")
+            raise invalid_value(name, type(module).__name__, f"an nn.Linear for the style {style.kind!r}")
     elif not isinstance(module, nn.Embedding):
-        raise bad_value(name, type(module).__name__, "an nn.Embedding for the style 'vocab'")
+        raise invalid_value(name, type(module).__name__, "an nn.Embedding for the style 'vocab'")
     elif module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-        raise bad_value(name, module, "an embedding without max_norm, scale_grad_by_freq and sparse")
+        raise invalid_value(name, module, "an embedding without max_norm, scale_grad_by_freq and sparse")
 
 
 def _split_dims(module: Any, style: Style) -> dict[str, int]:
@@ -138,13 +138,13 @@ def _shard(name: str, full: int, dim: int, style: Style, rank: int, world: int) 
     num_units, rest = divmod(full, style.num_fused * style.unit)
     if rest:
         remedy = f"The plan says {style.num_fused} pieces of whole heads of {style.unit}."
-        raise bad_value(f"size of {name}", full, f"a multiple of {style.num_fused * style.unit}", remedy)
+        raise invalid_value(f"size of {name}", full, f"a multiple of {style.num_fused * style.unit}", remedy)
     if num_units % world:
         what = f"{num_units} heads of {style.unit}" if style.unit > 1 else num_units
         remedy = "Use fewer tensor ranks" + ("." if style.kind != "vocab" else ", or pad the vocabulary.")
         if style.unit > 1:
             remedy = "A head, also of keys and values, is never on two ranks: use fewer tensor ranks."
-        raise bad_value(f"size of {name}", what, f"a multiple of the {world} tensor ranks", remedy)
+        raise invalid_value(f"size of {name}", what, f"a multiple of the {world} tensor ranks", remedy)
     return even_shard(dim, full, rank, world, style.num_fused)
 
 
@@ -157,7 +157,7 @@ def _check_ties(modules: Mapping[str, Any], styles: Mapping[str, Style], cuts: M
         owner = next((cuts[id(param)].owner for param in module.parameters(False) if id(param) in cuts), None)
         if owner is not None:
             remedy = f"It shares a parameter with {owner}, which is split: give both a style."
-            raise bad_value(f"style of {name}", None, CUTTING, remedy)
+            raise invalid_value(f"style of {name}", None, CUTTING, remedy)
 
 
 def _check_attributes(modules: Mapping[str, Any], styles: Mapping[str, Style], world: int) -> None:
@@ -166,7 +166,7 @@ def _check_attributes(modules: Mapping[str, Any], styles: Mapping[str, Style], w
             value = getattr(modules[name], attribute, None)
             if not isinstance(value, int) or value % world:
                 allowed = f"a multiple of the {world} tensor ranks"
-                raise bad_value(f"{name}.{attribute}", value, allowed, "Use fewer tensor ranks.")
+                raise invalid_value(f"{name}.{attribute}", value, allowed, "Use fewer tensor ranks.")
 
 
 def _replace(modules: Any, cuts: Mapping[int, Cut]) -> None:

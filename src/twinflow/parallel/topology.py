@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 PIPE, DATA, MODEL = "pipe", "data", "model"
 
@@ -42,10 +42,10 @@ class ProcessTopology:
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         if len(axes) != len(dims) or len(set(axes)) != len(axes):
-            raise bad_value("axes", list(axes), f"different names, one for each of {list(dims)}")
+            raise invalid_value("axes", list(axes), f"different names, one for each of {list(dims)}")
         for axis, dim in zip(axes, dims, strict=True):
             if dim < 1:
-                raise bad_value(f"size of axis {axis}", dim, "a whole number >= 1")
+                raise invalid_value(f"size of axis {axis}", dim, "a whole number >= 1")
         self.axes, self.dims = tuple(axes), tuple(dims)
 
     def world_size(self) -> int:
@@ -63,7 +63,9 @@ class ProcessTopology:
     def get_rank(self, **coords: int) -> int:
         """The rank at a place; every axis must be named."""
         if set(coords) != set(self.axes):
-            raise bad_value("axes", sorted(coords), f"all of {list(self.axes)}", "Use filter_match for some of them.")
+            raise invalid_value(
+                "axes", sorted(coords), f"all of {list(self.axes)}", "Use filter_match for some of them."
+            )
         self._check(coords)
         rank = 0
         for axis, dim in zip(self.axes, self.dims, strict=True):
@@ -73,7 +75,7 @@ class ProcessTopology:
     def get_coord(self, rank: int) -> Coord:
         """The place of a rank."""
         if not 0 <= rank < self.world_size():
-            raise bad_value("rank", rank, f"0 to {self.world_size() - 1}")
+            raise invalid_value("rank", rank, f"0 to {self.world_size() - 1}")
         values = []
         for dim in reversed(self.dims):
             rank, value = divmod(rank, dim)
@@ -99,7 +101,7 @@ class ProcessTopology:
         """Ranks at the places named, in order: `filter_match(pipe=0, data=1)`."""
         unknown = sorted(set(filter_kwargs) - set(self.axes))
         if unknown:
-            raise bad_value("axis", unknown[0], self.axes)
+            raise invalid_value("axis", unknown[0], self.axes)
         self._check(filter_kwargs)
         ranges = [[filter_kwargs[a]] if a in filter_kwargs else range(self.get_dim(a)) for a in self.axes]
         return [self.get_rank(**dict(zip(self.axes, place, strict=True))) for place in product(*ranges)]
@@ -114,7 +116,7 @@ class ProcessTopology:
     def _check(self, coords: Mapping[str, int]) -> None:
         for axis, index in coords.items():
             if not 0 <= index < self.get_dim(axis):
-                raise bad_value(axis, index, f"0 to {self.get_dim(axis) - 1}")
+                raise invalid_value(axis, index, f"0 to {self.get_dim(axis) - 1}")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({dict(zip(self.axes, self.dims, strict=True))})"
@@ -186,7 +188,7 @@ def map_ranks(num_pp: int, num_mp: int, num_dp: int, per_node: int, world: int |
     `world`: the ranks there are; the three sizes must multiply to it.
     """
     if per_node < 1:
-        raise bad_value("GPUs of a machine", per_node, "a whole number >= 1")
+        raise invalid_value("GPUs of a machine", per_node, "a whole number >= 1")
     check_product(num_pp, num_mp, num_dp, num_pp * num_mp * num_dp if world is None else world)
     topology = PipeModelDataParallelTopology(num_pp, num_mp, num_dp)
     places = tuple(
@@ -207,7 +209,7 @@ def check_product(num_pp: int, num_mp: int, num_dp: int, world: int) -> None:
     """Refuse sizes that do not make up the world."""
     for name, size in (("pipeline stages", num_pp), ("tensor ranks", num_mp), ("data ranks", num_dp)):
         if size < 1:
-            raise bad_value(name, size, "a whole number >= 1")
+            raise invalid_value(name, size, "a whole number >= 1")
     if num_pp * num_mp * num_dp == world:
         return
     given = f"{num_pp} x {num_mp} x {num_dp} = {num_pp * num_mp * num_dp}"
@@ -216,4 +218,4 @@ def check_product(num_pp: int, num_mp: int, num_dp: int, world: int) -> None:
         if world % (num_pp * num_mp) == 0
         else f"Choose pipeline stages and tensor ranks whose product divides {world}."
     )
-    raise bad_value("pipe x model x data", given, f"a product of {world}, the number of ranks", remedy)
+    raise invalid_value("pipe x model x data", given, f"a product of {world}, the number of ranks", remedy)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from twinflow.dist.group import TIMEOUT, Group, backend_for, new_group
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.parallel.first_cause import HANG_UP_S, FirstCause
 from twinflow.parallel.schedules import Action, Schedule
 
@@ -109,11 +109,13 @@ def encode(key: Key, value: Value) -> Tensor:
         if tensor is None:
             numbers += [-1]
         elif tensor.dtype not in DTYPES:
-            raise bad_value("dtype between stages", tensor.dtype, DTYPES)
+            raise invalid_value("dtype between stages", tensor.dtype, DTYPES)
         else:
             numbers += [DTYPES.index(tensor.dtype), int(tensor.requires_grad), tensor.dim(), *tensor.shape]
     if len(numbers) > HEADER_NUMEL:
-        raise bad_value("tensors between stages", len(value), f"what a header of {HEADER_NUMEL} numbers can tell of")
+        raise invalid_value(
+            "tensors between stages", len(value), f"what a header of {HEADER_NUMEL} numbers can tell of"
+        )
     header = torch.zeros(HEADER_NUMEL, dtype=torch.int64)
     header[: len(numbers)] = torch.tensor(numbers)
     return header

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 STATES: Final = ("fp32", "bf16", "int8")
 WEIGHT_BYTES: Final = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -29,9 +29,9 @@ def state_bytes(states: str, weights: str = "bf16", delayed: bool = False, num_m
     the lower half comes to it. fp16 weights have an fp32 master of their own, fp32 weights are their master.
     """
     if states not in STATES:
-        raise bad_value("states", states, STATES)
+        raise invalid_value("states", states, STATES)
     if weights not in WEIGHT_BYTES:
-        raise bad_value("weights", weights, WEIGHT_BYTES)
+        raise invalid_value("weights", weights, WEIGHT_BYTES)
     moments = MOMENT_BYTES[states] * num_moments / 2
     beside = {"bf16": 2.0, "fp16": 4.0, "fp32": 0.0}[weights]  # of the master, where the weight itself is at hand
     late = WEIGHT_BYTES[weights] if delayed else 0.0  # new weights that wait for their step

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.planner.formats import HOST_BYTES_MOVED
 from twinflow.planner.rates import Rates
 
@@ -78,7 +78,7 @@ def gpu_named(name: str, option: str = "--gpu") -> Gpu:
     """A card by its short name."""
     plain = _WITH_SIZE.get(name.lower(), name.lower())
     if plain not in GPUS:
-        raise bad_value(option, name, GPUS)
+        raise invalid_value(option, name, GPUS)
     return GPUS[plain]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 # Memory traffic of everything that is no matrix product, bytes a hidden unit, token and block of a forward. Fitted on
 # an H200: two Llama shapes of transformers' (372 and 240 would fit one each), and the GPT of `twinflow train`.
@@ -175,11 +175,11 @@ def from_hf(config: Mapping[str, Any], name: str = "") -> ModelCost:
     kind = config.get("model_type")
     if kind not in _FAMILIES:
         remedy = "Name a function that builds the model instead: --model module:function."
-        raise bad_value("model_type", kind, _FAMILIES, remedy)
+        raise invalid_value("model_type", kind, _FAMILIES, remedy)
     try:
         return _FAMILIES[str(kind)](config, name or str(kind))
     except KeyError as error:
-        raise bad_value("config.json", f"without {error.args[0]!r}", f"a whole config of a {kind} model") from None
+        raise invalid_value("config.json", f"without {error.args[0]!r}", f"a whole config of a {kind} model") from None
 
 
 def _hf_activations(h: int, inner: int, vocab_size: int, num_wide: int) -> Activations:

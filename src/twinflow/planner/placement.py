@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.planner.formats import STATES, StateBytes, state_bytes
 from twinflow.planner.rates import Rates
 from twinflow.planner.simulate import NUM_STAGES, ClipDecision, Item, Prediction, Timing, Ways, predict
@@ -242,7 +242,7 @@ def _nothing_fits(case: _Case, room: Room) -> ValueError:
     have = f"{_gb(room.host_bytes)} on the host and {_gb(room.gpu_bytes)} on the GPU for state"
     remedy = "; ".join(remedies)
     allowed = f"{needed}; {_gb(missing)} are missing"
-    return bad_value("free memory", have, allowed, remedy[0].upper() + remedy[1:])
+    return invalid_value("free memory", have, allowed, remedy[0].upper() + remedy[1:])
 
 
 def _gb(count: float) -> str:

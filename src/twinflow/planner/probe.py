@@ -43,7 +43,7 @@ from torch.nn.functional import linear
 
 from twinflow import native
 from twinflow.device import Device, Event, Stream, device_for
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.native.cgroup import free_host_bytes
 from twinflow.planner.rate_cache import is_sane, machine_facts, rates_file, read_rates, write_rates
 from twinflow.planner.rates import Rates
@@ -105,7 +105,7 @@ def measure(device: torch.device, formats: Sequence[str] = FORMATS, budget_s: fl
     for format in formats:
         check_format(ADAMW, format)
     if not budget_s > 0:
-        raise bad_value("budget_s", budget_s, "a number > 0")
+        raise invalid_value("budget_s", budget_s, "a number > 0")
     share_s = budget_s / (5 + 2 * len(formats))
     is_cuda = device.type == "cuda"
     host_part = _fitting_part(free_host_bytes() or 4 * _PEAK_BYTES)  # much where nothing is known

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.planner.costs import (
     GPU_RESERVE,
     Bytes,
@@ -164,7 +164,7 @@ class Row:
 def doubling(limit: int) -> list[int]:
     """1, 2, 4 and so on up to `limit`, which comes last whatever it is."""
     if limit < 1:
-        raise bad_value("--scaling", limit, "a whole number >= 1")
+        raise invalid_value("--scaling", limit, "a whole number >= 1")
     return sorted({*(1 << i for i in range(limit.bit_length())), limit})
 
 
@@ -176,7 +176,9 @@ def scaling(run: Run, cluster: Cluster, worlds: Iterable[int], ask: Ask) -> list
 def point(kind: str, run: Run, cluster: Cluster, world: int, ask: Ask) -> Point | None:
     """One way on `world` GPUs; None where not even one sequence fits, or the total batch has none for each GPU."""
     if run.delayed:
-        raise bad_value("delayed_update", True, "false where scaling is asked for", "Delay is planned on one machine.")
+        raise invalid_value(
+            "delayed_update", True, "false where scaling is asked for", "Delay is planned on one machine."
+        )
     assert run.tensor_parallel == 1, "weights that several GPUs share are not simulated over machines"
     run = replace(run, world=world, stage=2 if world > 1 else 0)
     fitting = largest_batch(run, cluster, RATIOS[kind], ask.total_batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -13,12 +13,12 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def check_tensor(label: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], numel: int | None = None) -> None:
     """Raise ValueError unless the tensor is dense, contiguous, on the CPU, of one of `dtypes` and of length `numel`."""
     if tensor.layout != torch.strided:
-        raise bad_value(f"{label} layout", tensor.layout, "a dense tensor")
+        raise invalid_value(f"{label} layout", tensor.layout, "a dense tensor")
     if tensor.device.type != "cpu":
-        raise bad_value(f"{label} device", str(tensor.device), "cpu")
+        raise invalid_value(f"{label} device", str(tensor.device), "cpu")
     if tensor.dtype not in dtypes:
-        raise bad_value(f"{label} dtype", tensor.dtype, dtypes)
+        raise invalid_value(f"{label} dtype", tensor.dtype, dtypes)
     if numel is not None and tensor.numel() != numel:
-        raise bad_value(f"{label} length", tensor.numel(), [numel])
+        raise invalid_value(f"{label} length", tensor.numel(), [numel])
     if not tensor.is_contiguous():
-        raise bad_value(f"{label} strides", tensor.stride(), "a contiguous tensor", "Call .contiguous() first")
+        raise invalid_value(f"{label} strides", tensor.stride(), "a contiguous tensor", "Call .contiguous() first")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol, SupportsFloat
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 
 if TYPE_CHECKING:  # reading a config imports the rules, and must not import torch, which takes seconds
     from torch import Tensor
@@ -51,16 +51,16 @@ class Option:
             least = -math.inf if self.values is Values.NUMBER else 0.0
             number = _number(value)
             if not (least <= number and math.isfinite(number)):
-                raise bad_value(self.name, value, "a finite number" if least < 0 else "a finite number >= 0")
+                raise invalid_value(self.name, value, "a finite number" if least < 0 else "a finite number >= 0")
 
 
 def check_betas(betas: object) -> None:
     """Both betas lie in [0, 1)."""
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise bad_value("betas", betas, Values.BETAS.value)
+        raise invalid_value("betas", betas, Values.BETAS.value)
     for i, beta in enumerate(betas):
         if not 0.0 <= _number(beta) < 1.0:
-            raise bad_value(f"betas[{i}]", beta, "a number in [0, 1)")
+            raise invalid_value(f"betas[{i}]", beta, "a number in [0, 1)")
 
 
 def _number(value: object) -> float:
@@ -162,7 +162,7 @@ class Rule:
         """The given options and defaults of the others; an option that the rule does not have is an error."""
         for name in given:
             if name not in self.defaults:
-                raise bad_value(f"option of {self.name!r}", name, self.defaults)
+                raise invalid_value(f"option of {self.name!r}", name, self.defaults)
         return {**self.defaults, **given}
 
     def check(self, options: Options) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.rules.checks import FLOATS, check_tensor
 from twinflow.rules.formats import (
     BLOCK,
@@ -58,7 +58,7 @@ class Store:
     def narrow(self, start: int, numel: int) -> Store:
         """Elements [start, start + numel); `start` must be a multiple of 128."""
         if start % BLOCK:
-            raise bad_value("start", start, f"a multiple of {BLOCK}")
+            raise invalid_value("start", start, f"a multiple of {BLOCK}")
         first_block, num_blocks = start // BLOCK, -(-numel // BLOCK)
 
         def cut(pair: Pair, at: int, count: int) -> Pair:
@@ -140,7 +140,7 @@ def new_store(
     if not (splits_master(format, dtype) if split is None else split):
         return store
     if weight is None or dtype != torch.bfloat16:
-        raise bad_value("weight dtype", dtype, [torch.bfloat16], "It holds the upper halves of a split master")
+        raise invalid_value("weight dtype", dtype, [torch.bfloat16], "It holds the upper halves of a split master")
     upper, lower = split_master(values)
     weight.copy_(upper)
     return replace(store, master=lower)
@@ -149,9 +149,9 @@ def new_store(
 def check_format(rule: Rule, format: str) -> None:
     """Raise ValueError for an unknown state format, or one the rule does not come in."""
     if format not in FORMATS:
-        raise bad_value("states", format, FORMATS)
+        raise invalid_value("states", format, FORMATS)
     if format not in rule.formats:
-        raise bad_value("states", format, rule.formats, f"The rule {rule.name!r} comes in these formats")
+        raise invalid_value("states", format, rule.formats, f"The rule {rule.name!r} comes in these formats")
 
 
 def check_segment(segment: Segment) -> None:
@@ -160,12 +160,12 @@ def check_segment(segment: Segment) -> None:
     check_format(segment.rule, segment.store.format)
     check_tensor(f"{segment.name}: gradient", segment.grad, FLOATS, numel)
     if not math.isfinite(segment.factor):
-        raise bad_value(f"{segment.name}: factor", segment.factor, "a finite number")
+        raise invalid_value(f"{segment.name}: factor", segment.factor, "a finite number")
     if segment.first_index % BLOCK or segment.first_index < 0:
-        raise bad_value(f"{segment.name}: first_index", segment.first_index, f"a multiple of {BLOCK}")
+        raise invalid_value(f"{segment.name}: first_index", segment.first_index, f"a multiple of {BLOCK}")
     if len(segment.hyper) != segment.rule.num_scalars:
         allowed = f"{segment.rule.num_scalars} numbers, from the rule's hyper()"
-        raise bad_value(f"{segment.name}: hyper", segment.hyper, allowed)
+        raise invalid_value(f"{segment.name}: hyper", segment.hyper, allowed)
     _check_store(segment, segment.store, "", numel)
     if segment.target is not None:
         _check_store(segment, segment.target, "target ", numel)
@@ -180,7 +180,7 @@ def _check_store(segment: Segment, store: Store, prefix: str, numel: int) -> Non
     if store.is_split and (store.weight is None or store.weight.dtype != torch.bfloat16):
         dtype = store.weight.dtype if store.weight is not None else None
         remedy = "It holds the upper halves of a split master"
-        raise bad_value(f"{label}weight dtype", dtype, [torch.bfloat16], remedy)
+        raise invalid_value(f"{label}weight dtype", dtype, [torch.bfloat16], remedy)
     numels, blocks = state_numels(segment.rule, store.format, numel)
     for i, name in enumerate(segment.rule.states):
         state, scale = store.states[i], store.scales[i]
@@ -188,26 +188,26 @@ def _check_store(segment: Segment, store: Store, prefix: str, numel: int) -> Non
         stateless = segment.rule.state_option is not None and state is None and segment.hyper[0] == 0.0
         if name is not None and not stateless:
             if state is None:
-                raise bad_value(f"{label}{name}", None, "a tensor")
+                raise invalid_value(f"{label}{name}", None, "a tensor")
             check_tensor(f"{label}{name}", state, (_STATE_DTYPES[store.format],), numels[i])
         if blocks[i]:
             if scale is None:
-                raise bad_value(f"{label}scales of {name}", None, "a tensor")
+                raise invalid_value(f"{label}scales of {name}", None, "a tensor")
             check_tensor(f"{label}scales of {name}", scale, (torch.float32,), blocks[i])
 
 
 def _check_pairing(segment: Segment, store: Store, target: Store) -> None:
     """Out of place means all of it: the same kind of buffers, none of them shared."""
     if target.format != store.format:
-        raise bad_value(f"{segment.name}: target format", target.format, [store.format])
+        raise invalid_value(f"{segment.name}: target format", target.format, [store.format])
     ours, theirs = ([s.master, s.weight, *s.states, *s.scales] for s in (store, target))
     for name, a, b in zip(("master", "weight", *segment.rule.states, "scale", "scale"), ours, theirs, strict=True):
         if (a is None) != (b is None) or (a is not None and b is not None and a.dtype != b.dtype):
-            raise bad_value(
+            raise invalid_value(
                 f"{segment.name}: target {name}", b if b is None else b.dtype, "the same kind as the store's"
             )
         if a is not None and b is not None and _overlap(a, b):
-            raise bad_value(f"{segment.name}: target {name}", "the store's own memory", "another buffer")
+            raise invalid_value(f"{segment.name}: target {name}", "the store's own memory", "another buffer")
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

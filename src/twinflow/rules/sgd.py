@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.rules.numerics import flush, fp32
 from twinflow.rules.rule import (
     DIFFERENTIABLE,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # reading a config imports the rules, and must not import tor
 def check_nesterov(options: Options) -> None:
     """Nesterov momentum needs a momentum, and no dampening."""
     if options["nesterov"] and (number(options, "momentum") == 0.0 or number(options, "dampening") != 0.0):
-        raise bad_value("nesterov", True, "False, or True with momentum > 0 and dampening = 0")
+        raise invalid_value("nesterov", True, "False, or True with momentum > 0 and dampening = 0")
 
 
 def hyper(options: Options, step: int) -> Hyper:

@@ -33,7 +33,7 @@ from twinflow.codes import Code, code_named
 from twinflow.codes.reference import two_to
 from twinflow.dist.compressed import Coding, Errors, compressed_reduce_scatter, own_part, publish, take_back
 from twinflow.dist.group import Group
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.job import Job
 from twinflow.rules.rule import Options, number, numbers
@@ -54,11 +54,11 @@ class Compression:
     def __post_init__(self) -> None:
         code_named(self.code)
         if self.freeze_step is not None and self.freeze_step < 1:
-            raise bad_value("freeze_step", self.freeze_step, "a whole number >= 1, or None")
+            raise invalid_value("freeze_step", self.freeze_step, "a whole number >= 1, or None")
         if not 0.0 < self.freeze_threshold < 1.0:
-            raise bad_value("freeze_threshold", self.freeze_threshold, "a number above 0 and below 1")
+            raise invalid_value("freeze_threshold", self.freeze_threshold, "a number above 0 and below 1")
         if self.freeze_window is not None and self.freeze_window < 1:
-            raise bad_value("freeze_window", self.freeze_window, "a whole number >= 1, or None")
+            raise invalid_value("freeze_window", self.freeze_window, "a whole number >= 1, or None")
 
 
 @dataclass(eq=False)
@@ -147,5 +147,5 @@ def check_groups(groups: Sequence[Options]) -> float:
     betas = {numbers(group, "betas")[0] for group in groups}
     if len(betas) > 1:
         remedy = "A bucket may hold parameters of several groups, and its momenta share their codes."
-        raise bad_value("betas[0] of the param groups with compressed communication", sorted(betas), "one", remedy)
+        raise invalid_value("betas[0] of the param groups with compressed communication", sorted(betas), "one", remedy)
     return betas.pop()

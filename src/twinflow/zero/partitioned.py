@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor
 
 from twinflow.dist.group import backend_for, new_group
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.offload.blocks import Block, find_blocks, owners
 from twinflow.offload.plan import ROOT
 from twinflow.parallel.shard import keep_marks
@@ -67,10 +67,10 @@ def _check(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
             remedy = "Give the model as it was before fully_shard(): stage 3 calls it."
-            raise bad_value(f"{name}: this rank has", "rows of it (DTensor)", "all of it", remedy)
+            raise invalid_value(f"{name}: this rank has", "rows of it (DTensor)", "all of it", remedy)
         if not param.dim():
             remedy = "Make it a tensor with one element, torch.ones(1), or use stage 2."
-            raise bad_value(f"{name} dimensions with zero_optimization.stage 3", 0, "1 or more", remedy)
+            raise invalid_value(f"{name} dimensions with zero_optimization.stage 3", 0, "1 or more", remedy)
 
 
 def regroup(groups: Iterable[ParamEntry], replaced: Replaced) -> list[ParamEntry]:

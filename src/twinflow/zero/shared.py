@@ -19,7 +19,7 @@ from torch import Tensor
 
 from twinflow.device import Device
 from twinflow.dist.group import TIMEOUT, Group, backend_for, new_group
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.device_work import DeviceWork
 from twinflow.offload.executor import Executor
@@ -55,23 +55,25 @@ class Zero:
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
-            raise bad_value("stage", self.stage, STAGES)
+            raise invalid_value("stage", self.stage, STAGES)
         if self.op not in ("mean", "sum"):
-            raise bad_value("op", self.op, ("mean", "sum"))
+            raise invalid_value("op", self.op, ("mean", "sum"))
         if not 0.0 < self.predivide < float("inf"):
-            raise bad_value("predivide", self.predivide, "a number above 0")
+            raise invalid_value("predivide", self.predivide, "a number above 0")
         if self.stage == 3 and self.predivide != 1.0 and not self.parks:
-            raise bad_value("predivide with stage 3", self.predivide, [1.0], "fully_shard divides gradients itself.")
+            raise invalid_value(
+                "predivide with stage 3", self.predivide, [1.0], "fully_shard divides gradients itself."
+            )
         if self.parks and self.stage != 3:
-            raise bad_value("stage where weights live on the host", self.stage, [3])
+            raise invalid_value("stage where weights live on the host", self.stage, [3])
         if self.compression is not None:
             if self.stage != 1:
                 remedy = (
                     "Ranks keep an error for every element, so stage 2 would save nothing; stage 3 has no replicas."
                 )
-                raise bad_value("stage with compressed communication", self.stage, [1], remedy)
+                raise invalid_value("stage with compressed communication", self.stage, [1], remedy)
             if self.predivide != 1.0:
-                raise bad_value("predivide with compressed communication", self.predivide, [1.0])
+                raise invalid_value("predivide with compressed communication", self.predivide, [1.0])
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError("there is no process group: call twinflow.init_distributed() first")
 

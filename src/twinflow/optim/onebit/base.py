@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from twinflow.codes import code_named
 from twinflow.dist.compressed import Coding, Errors, compressed_all_reduce
 from twinflow.dist.group import Group, alone, backend_for, new_group
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.optim.onebit.bucket import FlatBucket, make_buckets
 from twinflow.rules import ADAMW
 from twinflow.rules.checks import FLOATS
@@ -58,11 +58,11 @@ class CompressedOptimizer(Optimizer):
     ) -> None:
         ADAMW.check(defaults)
         if max_grad_norm is not None and not 0.0 < max_grad_norm < math.inf:
-            raise bad_value("max_grad_norm", max_grad_norm, "a number above 0, or None")
+            raise invalid_value("max_grad_norm", max_grad_norm, "a number above 0, or None")
         if wire_dtype is not None and wire_dtype not in FLOATS:
-            raise bad_value("wire_dtype", wire_dtype, (None, *FLOATS))
+            raise invalid_value("wire_dtype", wire_dtype, (None, *FLOATS))
         if bucket_numel < 1:
-            raise bad_value("bucket_numel", bucket_numel, "a whole number >= 1")
+            raise invalid_value("bucket_numel", bucket_numel, "a whole number >= 1")
         self.max_grad_norm, self.code, self.has_feedback = max_grad_norm, code_named(code), has_feedback
         self.wire_dtype = wire_dtype
         self.num_steps = self.num_skipped = 0
@@ -90,7 +90,7 @@ class CompressedOptimizer(Optimizer):
         super().add_param_group(param_group)
         for i, param in enumerate(self.param_groups[-1]["params"]):
             if param.dtype not in FLOATS:
-                raise bad_value(f"params[{len(self.param_groups) - 1}][{i}] dtype", param.dtype, FLOATS)
+                raise invalid_value(f"params[{len(self.param_groups) - 1}][{i}] dtype", param.dtype, FLOATS)
 
     # The step.
 
@@ -236,23 +236,25 @@ class CompressedOptimizer(Optimizer):
         head = dict_of(state_dict, "compression")
         state: dict[int, StateDict] = value_of(state_dict, "state", dict) if "state" in state_dict else {}
         if head.get("kind") != type(self).__name__:
-            raise bad_value("state_dict: kind", head.get("kind"), [type(self).__name__])
+            raise invalid_value("state_dict: kind", head.get("kind"), [type(self).__name__])
         saved = (head["world"], head["rank"])
         if saved not in ((None, None), (self.group.world, self.group.rank)):
             remedy = "Errors are those of one rank: save with portable_state_dict() for another number of ranks."
             own = (self.group.world, self.group.rank)
-            raise bad_value("state_dict: (ranks, rank)", saved, [own], remedy)
+            raise invalid_value("state_dict: (ranks, rank)", saved, [own], remedy)
         sizes = [len(list_of(given, "params")) for given in saved_groups(state_dict)]
         own_sizes = [len(given["params"]) for given in self.param_groups]
         if sizes != own_sizes:
-            raise bad_value("state_dict: sizes of param_groups", sizes, [own_sizes])
+            raise invalid_value("state_dict: sizes of param_groups", sizes, [own_sizes])
         params: list[nn.Parameter] = [param for given in self.param_groups for param in given["params"]]
         for i, param in enumerate(params):
             for name, value in state.get(i, {}).items():
                 if isinstance(value, Tensor) and value.shape != param.shape:
-                    raise bad_value(f"state_dict: state[{i}][{name!r}] shape", tuple(value.shape), [tuple(param.shape)])
+                    raise invalid_value(
+                        f"state_dict: state[{i}][{name!r}] shape", tuple(value.shape), [tuple(param.shape)]
+                    )
             if "exp_avg" not in state.get(i, {}):
-                raise bad_value(f"state_dict: state[{i}]", sorted(state.get(i, {})), "what state_dict() gave")
+                raise invalid_value(f"state_dict: state[{i}]", sorted(state.get(i, {})), "what state_dict() gave")
         return head, state
 
     def _load_bucket(self, bucket: FlatBucket, entries: Sequence[Mapping[str, object]]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.optim.onebit.base import Shared
 from twinflow.optim.onebit.bucket import FlatBucket
 from twinflow.optim.onebit.freezing import FreezingOptimizer
@@ -52,11 +52,13 @@ class OneBitLamb(FreezingOptimizer):
     ) -> None:
         for names, low, high in (("coeff", min_coeff, max_coeff), ("factor", factor_min, factor_max)):
             if not 0.0 < low <= high < math.inf:
-                raise bad_value(f"min and max of {names}", (low, high), "two numbers above 0, the smaller one first")
+                raise invalid_value(
+                    f"min and max of {names}", (low, high), "two numbers above 0, the smaller one first"
+                )
         if not 0.0 <= coeff_beta < 1.0:
-            raise bad_value("coeff_beta", coeff_beta, "a number in [0, 1)")
+            raise invalid_value("coeff_beta", coeff_beta, "a number in [0, 1)")
         if not 0.0 < factor_threshold < 1.0:
-            raise bad_value("factor_threshold", factor_threshold, "a number above 0 and below 1")
+            raise invalid_value("factor_threshold", factor_threshold, "a number above 0 and below 1")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, Compression(code, freeze_step, freeze_threshold, freeze_window), **shared)
         self.coeffs, self.factors = (min_coeff, max_coeff), (factor_min, factor_max)

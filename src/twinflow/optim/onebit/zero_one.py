@@ -20,7 +20,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from twinflow.codes.reference import exponents_of
-from twinflow.errors import bad_value
+from twinflow.errors import invalid_value
 from twinflow.optim.onebit.base import CompressedOptimizer, Shared
 from twinflow.optim.onebit.bucket import FlatBucket
 from twinflow.rules.adam import adamw_hyper
@@ -74,7 +74,7 @@ class ZeroOneAdam(CompressedOptimizer):
         counts |= {"local_step_scaler": local_step_scaler, "local_step_clipper": local_step_clipper}
         for name, count in counts.items():
             if count < 1:
-                raise bad_value(name, count, "a whole number >= 1")
+                raise invalid_value(name, count, "a whole number >= 1")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, code, **shared)
         self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
