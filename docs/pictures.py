@@ -341,7 +341,7 @@ def zero(p: Picture) -> None:
             p.box(x, y + 24, part * scale - 3, 32, fill, number(part) if part > 1 else "")
             x += whole * scale
     p.legend([(BLUE, "weights"), (AMBER, "gradients"), (VIOLET, "optimizer state, on host or GPU")])
-    p.note(f"Filled: bytes a parameter of one of {ranks} ranks. Frames: other ranks.")
+    p.note(f"Filled: bytes a parameter of one of {ranks} ranks. Frames: others. Stage 3 has the blocks at work, too.")
 
 
 def grid(p: Picture) -> None:
@@ -392,7 +392,7 @@ def schedules(p: Picture) -> None:
         scale = (WIDTH - 2 * EDGE) / longest
         y = 10 + row * 138
         p.text(EDGE, y + 15, name, "bold")
-        p.text(WIDTH - EDGE, y + 15, f"{played.bubble:.0%} of the time is idle", "soft", "end")
+        p.text(WIDTH - EDGE, y + 15, f"{played.bubble:.0%} of its time is idle", "soft", "end")
         for rank in range(ranks):
             top = y + 23 + rank * 25
             p.box(EDGE, top, longest * scale, 22, r=0)
