@@ -22,6 +22,8 @@ STYLED = re.compile(
     r"<link\b(?=[^>]*rel=[\"']?(?:stylesheet|preconnect|icon|preload))[^>]*href=[\"']?(https?:[^\"' >]+)"
 )
 RECORD = re.compile(r"^```json\n.*?^```\n", re.M | re.S)
+CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.S)
+CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
 RAW = re.compile(r"<p>(?:```|\| |- |#{1,4} )|\n\|[^\n]*\|\n")
 
 
@@ -83,4 +85,9 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
     raw = RAW.search(re.sub(r"<(pre|code)\b.*?</\1>", "", output, flags=re.S))
     if raw:
         raise PluginError(f"{page.file.src_uri}: Markdown that was not understood: {raw[0]!r}")
-    return output
+    return CELL.sub(lambda cell: CODE.sub(lambda code: with_breaks(code[0]), cell[0]), output)
+
+
+def with_breaks(name: str) -> str:
+    """A name in a table's cell, which may go on in the next line after a dot, a comma or an underscore."""
+    return re.sub(r"(?<=[._,/])(?=\w)", "<wbr>", name)

@@ -170,6 +170,14 @@ def test_the_site_loads_nothing_from_elsewhere() -> None:
             hooks.on_post_page(bad, page, None)
 
 
+def test_names_in_tables_break_where_a_part_ends() -> None:
+    pytest.importorskip("mkdocs")
+    hooks = load(DOCS / "site_hooks.py")
+    page = type("Page", (), {"file": type("File", (), {"src_uri": "a.md"})})
+    found = hooks.on_post_page("<code>a.b_c</code><td><code>a.b_c</code> a.b</td>", page, None)
+    assert found == "<code>a.b_c</code><td><code>a.<wbr>b_<wbr>c</code> a.b</td>"
+
+
 def test_links_out_of_the_docs_lead_to_pages_of_the_site() -> None:
     pytest.importorskip("mkdocs")
     hooks = load(DOCS / "site_hooks.py")

@@ -33,7 +33,7 @@ from twinflow.offload.plan import padded
 from twinflow.offload.sync import FORWARD
 from twinflow.offload.weight_guard import cover, plain, uncover
 
-_AHEAD = 2  # blocks that are fetched while one runs
+BLOCKS_AHEAD = 2  # blocks that are fetched while one runs
 
 
 @dataclass(eq=False)
@@ -309,7 +309,7 @@ class ParamOffload:
         """A forward of the whole model begins: nothing is left of the last one, and the first blocks come."""
         self._is_in_backward = False  # the last one may have raised
         self.leave_all()
-        for block in self._order[:_AHEAD]:
+        for block in self._order[:BLOCKS_AHEAD]:
             self._ask_for(block)
 
     def before_block(self, block: int) -> None:
@@ -322,7 +322,7 @@ class ParamOffload:
             self._trail.append(block)
         self._enter(block)
         at = self._order.index(block) if block in self._order else len(self._order)
-        for other in self._order[at + 1 : at + 1 + _AHEAD]:
+        for other in self._order[at + 1 : at + 1 + BLOCKS_AHEAD]:
             self._ask_for(other)
 
     def after_block(self, block: int) -> None:
@@ -348,7 +348,7 @@ class ParamOffload:
         self._enter(block)
         while self._trail and self._trail[-1] != block:
             self._trail.pop()
-        for other in reversed(self._trail[-1 - _AHEAD : -1]):
+        for other in reversed(self._trail[-1 - BLOCKS_AHEAD : -1]):
             self._ask_for(other)
 
     def _at_first_gradient(self) -> None:

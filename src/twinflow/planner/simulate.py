@@ -91,7 +91,7 @@ def predict(
     ways = ways or Ways()
     if ways.delayed:
         return _delayed(items, timing, rates, states, ways)
-    play = _Play(items, timing, rates, states, decision, ways)
+    play = Play(items, timing, rates, states, decision, ways)
     last = play.step()
     for _ in range(_MAX_STEPS):
         this = play.step()
@@ -115,7 +115,7 @@ def _delayed(items: Sequence[Item], timing: Timing, rates: Rates, states: str, w
     return Prediction(longest[bound], bound, host_s, out_s, in_s, longest[bound] - gpu_s)
 
 
-class _Play:
+class Play:
     """The machine and the executor, as `csrc/executor.h` moves tasks."""
 
     def __init__(
