@@ -24,7 +24,7 @@ from twinflow.checkpoint import Entry, save
 from twinflow.checkpoint.save import plan_parts
 from twinflow.cli.plan_input import CORES, DRAM_RATE, RAM, choose_model
 from twinflow.codes.code import BLOCK, CODES
-from twinflow.offload.parking import BLOCKS_AHEAD
+from twinflow.offload.param_offload import BLOCKS_AHEAD
 from twinflow.offload.placement import place_by_ratio
 from twinflow.offload.plan import HOST, ParamSpec
 from twinflow.parallel.schedules import interleaved, one_f_one_b, zbv
@@ -35,7 +35,7 @@ from twinflow.planner.costs import Memory, Run
 from twinflow.planner.formats import MOMENT_BYTES, STATES, WEIGHT_BYTES, state_bytes
 from twinflow.planner.machines import GPUS, Host, Machine, rates_of
 from twinflow.planner.rates import Rates
-from twinflow.planner.simulate import Gate, Item, Play, Timing, Ways
+from twinflow.planner.simulate import ClipDecision, Item, Play, Timing, Ways
 
 FOLDER: Final = Path(__file__).parent / "assets" / "pictures"
 WIDTH: Final = 600
@@ -160,7 +160,7 @@ class Recorder(Play):
     """The planner's simulation of a step, which keeps what ran when: (lane, block, start, end)."""
 
     def __init__(self, items: Sequence[Item], timing: Timing, rates: Rates) -> None:
-        super().__init__(items, timing, rates, "fp32", Gate(clips=False), Ways())
+        super().__init__(items, timing, rates, "fp32", ClipDecision(clips=False), Ways())
         self.spans: list[tuple[str, int, float, float]] = []
         self.begun = 0.0  # when this step began
 
