@@ -161,7 +161,9 @@ def test_strides_of_the_input_do_not_matter() -> None:
     x = torch.randn(6, 3, 2).transpose(0, 2)
     run_whole(plain, x, squares)
     run_halves(other, x, squares, deferral).run()
-    assert_same(plain, other)
+    found = grads_of(other)
+    for name, grad in grads_of(plain).items():  # on x86-64 the bits of torch's own products depend on strides
+        torch.testing.assert_close(found[name], grad, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("frozen", ["0.weight", "0.bias", "2.weight", "4.weight"])
