@@ -1,4 +1,6 @@
-"""The report page's stylesheet. One palette a colour scheme; plots use the classes c1 to c4."""
+"""Stylesheet of the report page. There is one palette for light mode and one for dark mode. Plots use the classes c1 to
+c4.
+"""
 
 from typing import Final
 
