@@ -265,7 +265,7 @@ class GPT(nn.Module):
             self.head.weight = self.token_embedding.weight
 
     def init_weights(self) -> None:
-        """Initialise all weights again, in the order of the constructor, so that the same seed gives the same weights."""
+        """Initialise all weights again, in the order of the constructor. The same seed gives the same weights."""
         for module in self.modules():
             if isinstance(module, (Linear, Embedding, nn.LayerNorm)) and not (module is self.head and self.config.tied):
                 module.reset_parameters()
@@ -275,7 +275,7 @@ class GPT(nn.Module):
         return gpt_parts(self)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> GPTOutput:
-        """Logits for `tokens` [batch, tokens], or their loss without logits if `targets` of the same shape are given."""
+        """Logits for `tokens` [batch, tokens]. If `targets` of the same shape are given: their loss, without logits."""
         num_tokens = tokens.shape[1]
         if num_tokens > self.config.context:
             allowed = f"at most the model's context, which is {self.config.context}"

@@ -106,8 +106,7 @@ class FlopsReport:
         """The report as text: totals, the `top_modules` classes with the most FLOPs at each depth, and a table of all
         modules.
 
-                List and table include modules down to `module_depth`; -1 means all depths. `detailed=False` omits the
-                table.
+        List and table include modules down to `module_depth`; -1 means all depths. `detailed=False` omits the table.
         """
         last = max(row.depth for row in self.rows) if module_depth < 0 else module_depth
         rows = [row for row in self.rows if row.depth <= last]
@@ -193,18 +192,20 @@ class FlopsProfile:
 
 
 def profile(model: nn.Module, recompute_fwd_factor: float = 0.0) -> FlopsProfile:
-    """A context manager that counts one step: `with profile(model) as p: model(x).sum().backward()`, then `p.report`."""
+    """Context manager that counts one step: `with profile(model) as p: model(x).sum().backward()`, then `p.report`."""
     return FlopsProfile(model, recompute_fwd_factor)
 
 
 class _Watch:
-    """Hooks on every module, and the tracker that gives `FlopCounterMode` the current module: see the module docstring."""
+    """Hooks on every module, and the tracker that gives `FlopCounterMode` the current module. See
+    the note at the top.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in model.named_modules()}
         self._device = next((param.device for param in model.parameters() if param.is_cuda), None)
         self._open: list[tuple[str, Stamp]] = []  # the modules that are running, with their start times
-        # module of each autograd node. The references keep the nodes alive: a freed node's address could be used again.
+        # The module of each autograd node. The references keep the Python objects alive, so that nodes are found again.
         self._owners: dict[Any, str] = {}
         self._times: list[tuple[str, Stamp, Stamp]] = []
         self._handles: list[Any] = []
@@ -365,7 +366,7 @@ def _table(rows: Iterable[FlopsRow]) -> str:
 
 
 def si(value: float) -> str:
-    """A number with two decimals and an SI prefix, such as "12.35 G"."""
+    """A number with an SI prefix, such as "12.35 G"."""
     for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if value >= 10**power:
             return f"{value / 10**power:.2f} {prefix}"

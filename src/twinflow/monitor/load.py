@@ -57,7 +57,7 @@ class LoadMeter:
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """The system's `MemAvailable`, or 0 if the system does not report it. It ignores the memory limit of a container."""
+    """The system's `MemAvailable`, or 0 if the system does not report it. Limits of containers are not considered."""
     try:
         text = meminfo.read_text(encoding="ascii")
     except OSError:

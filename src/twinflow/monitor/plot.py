@@ -125,7 +125,7 @@ def smooth(points: Sequence[Point]) -> list[Point]:
 
 
 def stack(series: Sequence[Series]) -> list[Series]:
-    """Add to each area the y values of the areas before it, which have the same x values. Other curves do not change."""
+    """Add to each area the y values of the areas below it, at the same x values. Other curves do not change."""
     out: list[Series] = []
     below: list[float] = []
     for s in series:
@@ -153,7 +153,7 @@ def whole(values: Sequence[float]) -> list[float]:
 
 
 def tick_text(value: float) -> str:
-    """The label of a tick: short, and without an exponent below one million."""
+    """The label of a tick. Values from one thousand to one million have thousands separators."""
     return f"{value:,.0f}" if 1000.0 <= abs(value) < 1e6 else f"{value:g}"
 
 

@@ -1,6 +1,4 @@
-"""Stylesheet of the report page. There is one palette for light mode and one for dark mode. Plots use the classes c1 to
-c4.
-"""
+"""Stylesheet of the report page, with a palette for light and one for dark mode. Plots use the classes c1 to c4."""
 
 from typing import Final
 
