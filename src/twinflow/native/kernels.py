@@ -249,5 +249,5 @@ def set_isa(name: str) -> None:
     """Select the ISA variant of all kernels. Raises ValueError for a variant that this CPU cannot run."""
     library = load().library
     if library is None:
-        raise invalid_value("isa", name, "absent, because the native library is not loaded")
+        raise invalid_value("isa", name, "unset while the native library is not loaded")
     _set_isa(library, name)
