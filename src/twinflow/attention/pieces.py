@@ -24,7 +24,7 @@ OPTIONS = {"num_warps": 4}
 
 
 class ReduceStrides(NamedTuple):
-    """Of batch, head and token."""
+    """Strides of batch, head and token."""
 
     first: Strides
     second: Strides | None

@@ -43,11 +43,11 @@ def triton_attention(
     """Attention; q, k and v on a GPU, or anywhere in Triton's interpreter. `tunings` is for benchmarks and tests."""
     sizes = check_call(q, k, v, layout, extras)
     if q.dtype not in DTYPES:
-        raise invalid_value("q.dtype", q.dtype, DTYPES, 'Or use backend="torch".')
+        raise invalid_value("q.dtype", q.dtype, DTYPES, 'Convert the tensors, or use backend="torch".')
     if sizes.head_dim > MAX_HEAD_DIM:
-        raise invalid_value("head_dim", sizes.head_dim, f"up to {MAX_HEAD_DIM}", 'Or use backend="torch".')
+        raise invalid_value("head_dim", sizes.head_dim, f"at most {MAX_HEAD_DIM}", 'Use backend="torch".')
     if not q.is_cuda and not is_interpreting():
-        raise invalid_value("q.device", str(q.device), "a CUDA device", 'Or use backend="torch".')
+        raise invalid_value("q.device", str(q.device), "a CUDA device", 'Move the tensors, or use backend="torch".')
     call = Call(layout, extras, sizes, q.dtype, q.device, tunings or tunings_for(sizes.head_dim, q.dtype))
     out: Tensor = _TritonAttention.apply(q, k, v, extras.bias, extras.relative, call)  # type: ignore[no-untyped-call]
     return out
@@ -109,7 +109,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
 
 
 class QueryStrides(NamedTuple):
-    """Of batch, head and token."""
+    """Strides of batch, head and token."""
 
     q: Strides
     k: Strides
@@ -120,7 +120,7 @@ class QueryStrides(NamedTuple):
 
 
 class KeyStrides(NamedTuple):
-    """Of batch, head and token."""
+    """Strides of batch, head and token."""
 
     q: Strides
     k: Strides
