@@ -222,7 +222,10 @@ def test_a_pattern_is_laid_out_for_the_length() -> None:
         ({"layout": "bigbird"}, "layout is 'str', but must be a Layout or a SparsityConfig"),
         ({"dropuot": 0.1}, "an option of sparse_attention is 'dropuot', but must be one of 'scale'"),
         ({"dropout": 1.0}, "dropout is 1.0"),
-        ({"backend": "triton"}, "q.device is 'cpu', but must be a CUDA device. Move the tensors, or use backend=\"torch\""),
+        (
+            {"backend": "triton"},
+            "q.device is 'cpu', but must be a CUDA device. Move the tensors, or use backend=\"torch\"",
+        ),
         ({"backend": "flex"}, "block is 16, but must be 128. The kernels of flex use tiles of 128"),
     ],
 )

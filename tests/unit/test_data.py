@@ -117,7 +117,9 @@ def test_a_batch_that_cannot_be_is_refused(counted: TokenData, what: tuple[Any, 
 def test_too_few_tokens_for_a_context(counted: TokenData) -> None:
     assert counted.batch("valid", 0, 1, 99)[0].shape == (1, 99)
     counted.check_context(99)
-    with pytest.raises(ValueError, match=r"'counted' with 1,000 tokens, 100 of them for valid, but context 100 needs at least 101"):
+    with pytest.raises(
+        ValueError, match=r"'counted' with 1,000 tokens, 100 of them for valid, but context 100 needs at least 101"
+    ):
         counted.batch("valid", 0, 1, 100)
     with pytest.raises(ValueError, match="context 100 needs at least 101"):
         counted.check_context(100)
@@ -469,7 +471,12 @@ def test_an_array_of_something_else(array: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("side", "words"),
-    [("{", "but is not JSON"), ("[]", "an object like"), ('{"dtype": "float"}', "dtype in"), ('{"vocab_size": 0}', ">= 1")],
+    [
+        ("{", "but is not JSON"),
+        ("[]", "an object like"),
+        ('{"dtype": "float"}', "dtype in"),
+        ('{"vocab_size": 0}', ">= 1"),
+    ],
 )
 def test_a_wrong_file_beside_the_tokens(side: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(bytes(8))

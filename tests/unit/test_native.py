@@ -89,7 +89,9 @@ def test_without_the_library_only_host_optimizers_work(kind: str, tmp_path: Path
     assert first.split() == ["False", "torch", "0.899"], result.stderr
     assert len(refused) == 2
     for line in refused:
-        assert re.fullmatch(r"Offloaded training is not possible, because the native library is missing \(.*\)\. .*", line)
+        assert re.fullmatch(
+            r"Offloaded training is not possible, because the native library is missing \(.*\)\. .*", line
+        )
     lines = [line for line in result.stderr.splitlines() if "twinflow" in line]
     assert len(lines) == 1, result.stderr
     assert "torch references, and offloaded training is not possible" in lines[0]
@@ -261,7 +263,7 @@ def bad_segments() -> dict[str, tuple[Segment, str]]:
         "weight dtype": (with_store(weight=torch.zeros(256, dtype=torch.int8)), "weight dtype is torch.int8"),
         "weight of a split master": (
             with_store(master=torch.zeros(256, dtype=torch.int16), weight=torch.zeros(256)),
-            "layer.weight: weight dtype is torch.float32, but must be torch.bfloat16. It holds the upper halves of the split",
+            "layer.weight: weight dtype is torch.float32, but must be torch.bfloat16. It holds the upper halves",
         ),
         "no weight of a split master": (
             with_store(master=torch.zeros(256, dtype=torch.int16), weight=None),
