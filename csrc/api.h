@@ -1,8 +1,8 @@
-// The C ABI of the native library: what Python (through ctypes) may call.
+// The C ABI of the native library, which Python calls through ctypes.
 //
-// Nothing here knows torch. Pointers are host memory, counts are elements. The layout of
-// tf_segment and tf_packing is mirrored field by field in src/twinflow/native/library.py, and
-// tf_segment_size() and tf_packing_size() let the loader refuse a library that disagrees.
+// The library does not use torch. Pointers are host memory, and counts are elements. src/twinflow/native/library.py has
+// the same fields as tf_segment and tf_packing. The loader compares tf_segment_size() and tf_packing_size(), and
+// refuses a library that differs.
 #pragma once
 #include <stdint.h>
 
@@ -20,8 +20,8 @@ extern "C" {
 enum tf_dtype { TF_NONE = 0, TF_F32 = 1, TF_BF16 = 2, TF_F16 = 3 };
 enum tf_format { TF_STATE_F32 = 0, TF_STATE_BF16 = 1, TF_STATE_INT8 = 2 };
 
-// One run of consecutive elements of one parameter, with its own hyper-parameters.
-// In place: every *_in pointer equals its partner. Out of place: none of them does.
+// Consecutive elements of one parameter, with their hyper-parameters. In an update in place every *_in pointer equals
+// its counterpart. In an update out of place none of them does.
 typedef struct tf_segment {
   const void* grad;          // grad_type
   const void* weight_in;     // read only when the master is split: its upper halves (bf16)
@@ -35,142 +35,144 @@ typedef struct tf_segment {
   int64_t numel;
   int64_t first_index;  // position of element 0 in its parameter: a multiple of 128
   int32_t rule, format, grad_type, weight_type;
-  int32_t split_master;  // not 0: the master is in two halves, the upper one in the weight, which is bf16
-  float factor;          // multiplies the gradient: unscale and clip in one number
-  float hyper[7];        // meaning: rules.h
-  uint32_t key[2];       // randomness of (step, parameter) for stochastic rounding
+  int32_t split_master;  // not 0: the master is split, and the bf16 weight holds its upper halves
+  float factor;          // multiplies the gradient; combines unscaling and clipping
+  float hyper[7];        // see rules.h
+  uint32_t key[2];       // hash of (step, parameter) for stochastic rounding
 } tf_segment;
 
-// Numbers that travel packed; src/twinflow/codes/code.py says how a row of them lies in memory. `exponents` is NULL, or
-// holds k + 127 for each element of `values`, 0 for those left out.
+// Arguments for packed numbers. src/twinflow/codes/code.py describes the format of a row. `exponents` is NULL, or
+// has k + 127 for each element of `values`, and 0 for elements that are left out.
 typedef struct tf_packing {
-  void* packed;              // num_rows rows, one after the other: written by tf_encode, read by the others
+  void* packed;              // num_rows adjacent rows: written by tf_encode, read by the others
   void* values;              // values_type: read by tf_encode, written by the others
   const void* base;          // base_type; NULL when base_type is TF_NONE
-  float* error;              // NULL: what the codes do not say is dropped
+  float* error;              // NULL: the rounding error is dropped
   const uint8_t* exponents;  //
   int64_t num_rows;
   int64_t numel;  // of one row
   int32_t bits;   // 1, 4 or 8
   int32_t values_type, base_type;
-  int32_t is_scaled;  // not 0: by 2^k; else exponents only say what is left out
-  int32_t is_added;   // tf_decode: not 0 adds to what is there
-  float factor;       // of values in tf_encode; tf_mean and tf_decode: of what is found
+  int32_t is_scaled;  // not 0: multiply by 2^k; 0: exponents only tell which elements are left out
+  int32_t is_added;   // tf_decode: not 0: add to `values`
+  float factor;       // factor of `values` in tf_encode, and of the result in tf_mean and tf_decode
   float base_factor;
 } tf_packing;
 
-// All calls are thread safe, run on the library's own pool and return when the work is done.
+// These functions are thread safe, run on the thread pool of the library and return when the work is done.
 TF_PUBLIC void tf_update(const tf_segment* segments, int64_t num_segments);
-// sums[i] = sum of squares of tensor i in fp64, the same for any thread count and ISA; not finite
-// if and only if the tensor holds a NaN or an infinity.
+// sums[i] = sum of squares of tensor i in fp64. The bits do not depend on the number of threads and the ISA. A sum is
+// not finite if and only if the tensor has a NaN or an infinity.
 TF_PUBLIC void tf_sum_squares(const void* const* tensors, const int64_t* numels, const int32_t* dtypes,
                               int64_t num_tensors, double* sums);
 TF_PUBLIC void tf_accumulate(float* into, const void* from, int32_t from_type, int64_t numel);
 TF_PUBLIC void tf_cast(void* into, int32_t into_type, const void* from, int32_t from_type, int64_t numel);
-// The split master: upper (bf16) and lower (int16) halves of fp32 values, and back.
+// Conversion of fp32 values to a split master, which has upper (bf16) and lower (int16) halves, and back.
 TF_PUBLIC void tf_split(const float* values, uint16_t* upper, int16_t* lower, int64_t numel);
 TF_PUBLIC void tf_join(const uint16_t* upper, const int16_t* lower, float* values, int64_t numel);
-// Packs (base * base_factor + values * factor) * 2^k + error, and leaves in error what the codes do not say.
+// Packs (base * base_factor + values * factor) * 2^k + error, and stores the rounding error in `error`.
 TF_PUBLIC void tf_encode(const tf_packing* packing);
 // values = (the sum of all rows, in their order) * factor * 2^-k.
 TF_PUBLIC void tf_mean(const tf_packing* packing);
-// values = what the rows say, one after the other, * factor * 2^-k; or values + that.
+// values = (the decoded rows, one after the other) * factor * 2^-k, or values + that if is_added.
 TF_PUBLIC void tf_decode(const tf_packing* packing);
-// For benchmarks: values[i] = values[i] * factor in place, the read-modify-write that is the memory's ceiling.
+// For benchmarks: values[i] = values[i] * factor in place. Its memory rate is the upper limit for kernels.
 TF_PUBLIC void tf_scale_in_place(float* values, float factor, int64_t numel);
 
 TF_PUBLIC void tf_set_threads(int32_t num_threads);
 TF_PUBLIC int32_t tf_get_threads(void);
-// Variants this CPU can run, best first, separated by spaces; the one in use; force one (0 on success).
+// The ISA variants that this CPU can run, the fastest first, separated by spaces; the variant in use; a function to
+// select one (returns 0 on success).
 TF_PUBLIC const char* tf_isa_available(void);
 TF_PUBLIC const char* tf_isa(void);
 TF_PUBLIC int32_t tf_set_isa(const char* name);
-// Names of the update rules, separated by spaces, in the order of their codes: what tf_segment.rule counts.
+// Names of the update rules, separated by spaces, in the order of their codes (tf_segment.rule).
 TF_PUBLIC const char* tf_rules(void);
 TF_PUBLIC int32_t tf_api_version(void);
 TF_PUBLIC int64_t tf_segment_size(void);
 TF_PUBLIC int64_t tf_packing_size(void);
-// The executor (executor.h): copies gradients out, updates buckets on the host and sends weights back, by threads of
-// its own. Calls are thread safe. Those that block return -1 when the executor has failed or is closing.
+// The executor (executor.h) copies gradients to the host, updates buckets there and sends weights back, with its own
+// threads. All functions are thread safe. Functions that block return -1 if the executor has failed or is closing.
 typedef struct tf_executor tf_executor;
 typedef struct tf_event tf_event;  // a point in a stream's work
 
-// Events of Python's own streams: on a CPU made here and signalled by the stream; on a GPU recorded in a CUDA stream.
+// Events of Python's streams. On a CPU an event is created here and signalled by the stream. On a GPU it is recorded in
+// a CUDA stream.
 TF_PUBLIC tf_event* tf_event_new(void);
 TF_PUBLIC void tf_event_signal(tf_event* event, int32_t failed);
 TF_PUBLIC tf_event* tf_event_record(int32_t device, void* stream);
-TF_PUBLIC void tf_event_hold(const tf_event* event, void* stream);  // a CUDA stream waits for it
+TF_PUBLIC void tf_event_hold(const tf_event* event, void* stream);  // lets a CUDA stream wait for the event
 TF_PUBLIC int32_t tf_event_state(const tf_event* event);            // 1: done, 0: not yet, -1: the work has failed
 TF_PUBLIC int32_t tf_event_wait(const tf_event* event);             // blocks; 1 or -1
 TF_PUBLIC void tf_event_free(tf_event* event);
 TF_PUBLIC int32_t tf_has_cuda(void);
 
-// Waits of the executor that a test can switch off, to see that each is needed.
+// Waits of the executor that a test can switch off, to show that each of them is needed.
 enum tf_sync_point {
-  TF_GRAD_READY = 1,    // the copy out starts when the gradients are complete
-  TF_ARRIVED = 2,       // the update starts when the gradients are on the host
-  TF_NORMS = 4,         // the clipping decision is read when it is on the host
-  TF_WEIGHT_SLOT = 8,   // a weight slot is written again when its weights are sent
-  TF_WEIGHT_SENT = 16,  // ... and so is state that weights are sent from
-  TF_OLD_WEIGHTS = 32,  // delayed weights go back when nobody needs the old ones any more
-  TF_SENT = 64,         // a block runs when its weights are on their way
-  TF_FORWARD = 128,     // ... and there
-  TF_READERS = 256,     // whoever asked for weights gets them when they are there
-  TF_FETCH_ROOM = 512   // fetched weights come to the device when nobody uses the memory they go to
+  TF_GRAD_READY = 1,    // the copy to the host starts after the gradients are complete
+  TF_ARRIVED = 2,       // the update starts after the gradients are on the host
+  TF_NORMS = 4,         // the clipping decision is read after it is on the host
+  TF_WEIGHT_SLOT = 8,   // a weight slot is reused after its weights are sent
+  TF_WEIGHT_SENT = 16,  // state from which weights are sent is changed after they are sent
+  TF_OLD_WEIGHTS = 32,  // delayed weights are sent after the last use of the old weights
+  TF_SENT = 64,         // a block runs after the copies of its weights are queued
+  TF_FORWARD = 128,     // a block runs after the copies of its weights are complete
+  TF_READERS = 256,     // readers of weights get them after the copies are complete
+  TF_FETCH_ROOM = 512   // fetched weights are copied after the last use of their target memory
 };
 
 typedef struct tf_settings {
-  int32_t device;         // CUDA device; -1: streams are threads
-  int32_t holds_on_host;  // gradients wait for the clipping decision in their slots, not on the device
-  int32_t sums_on_host;   // several backwards make a step, and their gradients are summed on the host
-  int32_t is_external;    // updates are made by the caller (tf_next_update): an optimizer in Python
+  int32_t device;         // CUDA device; -1: no GPU, streams are threads
+  int32_t holds_on_host;  // gradients wait for the clipping decision in host slots and not on the device
+  int32_t sums_on_host;   // gradients of several backwards are summed on the host
+  int32_t is_external;    // the caller makes the updates (tf_next_update), with an optimizer in Python
   int64_t slot_bytes;
   int32_t num_slots, num_weight_slots;
 } tf_settings;
 
 typedef struct tf_slice {
-  int64_t offset, numel, first_index;  // in the bucket; first_index: in the parameter
-  void* target;                        // where its weights go on the device; NULL: they are not sent
-  int32_t group;                       // which rows of tf_hyper are its
+  int64_t offset, numel, first_index;  // offset in the bucket; first_index in the parameter
+  void* target;                        // address of the weights on the device; NULL: they are not sent
+  int32_t group;                       // param group, as in tf_hyper
   uint32_t param;
 } tf_slice;
 
 typedef struct tf_bucket {
   int64_t numel;
-  int64_t layout;  // buckets of equal layout can use each other's stores
+  int64_t layout;  // buckets with equal layouts can exchange stores
   const tf_slice* slices;
-  int64_t* steps;  // updates so far of each slice: owned by Python, counted here
+  int64_t* steps;  // number of updates of each slice: Python owns the memory, the executor counts
   int32_t num_slices;
-  int32_t type;  // of gradients and weights
+  int32_t type;  // dtype of gradients and weights
   int32_t rule, format, is_split;
-  int32_t is_shared;         // other ranks have parts of it: its weights are there when they are published
-  int32_t has_weight_slots;  // new weights go to a slot; else they are sent from the state itself
+  int32_t is_shared;         // other ranks have parts of the bucket: its weights are complete when they are published
+  int32_t has_weight_slots;  // new weights are written to a slot; otherwise they are sent from the state
 } tf_bucket;
 
-typedef struct tf_pointers {  // of one slice in a store; NULL where it has no such buffer
+typedef struct tf_pointers {  // buffers of one slice in a store; NULL if it has no such buffer
   void *weight, *master, *state[2];
   float* scale[2];
 } tf_pointers;
 
 typedef struct tf_job {
   int64_t number;
-  double scale;        // of the gradients
+  double scale;        // scale of the gradients
   double max_norm;     // NaN: gradients are not clipped
-  int32_t skips;       // a step whose gradients are not finite is skipped
+  int32_t skips;       // a step is skipped if its gradients are not finite
   int32_t has_limits;  // updates wait for the decision
-  int32_t is_delayed;  // weights go back with the next step
-  int32_t is_part;     // gradients are only summed
-  int32_t runs_ahead;  // updates may be made into speculative stores before the decision
+  int32_t is_delayed;  // weights are sent with the next step
+  int32_t is_part;     // gradients are only summed, without an update
+  int32_t runs_ahead;  // updates may be written to speculative stores before the decision
 } tf_job;
 
-typedef struct tf_hyper {  // the rule's numbers for slices of a group that have had step - 1 updates
+typedef struct tf_hyper {  // scalars of the rule for slices of a group with step - 1 updates so far
   int64_t step;
   int32_t group;
   float sign;  // -1: maximise
   float hyper[7];
 } tf_hyper;
 
-typedef struct tf_source {  // gradients on the device, and where they belong in the bucket
+typedef struct tf_source {  // gradients on the device, and their position in the bucket
   const void* from;
   int64_t offset, numel;
 } tf_source;
@@ -178,9 +180,9 @@ typedef struct tf_source {  // gradients on the device, and where they belong in
 typedef struct tf_decision {
   double norm, factor;
   int32_t skip, clipped;
-  int32_t num_ahead;    // updates that were made before the decision
-  int32_t num_dropped;  // ... and thrown away
-  int32_t num_waiting;  // updates that had waited for it
+  int32_t num_ahead;    // updates before the decision
+  int32_t num_dropped;  // updates among them that were discarded
+  int32_t num_waiting;  // updates that have waited for the decision
 } tf_decision;
 
 typedef struct tf_update_task {  // an update that the caller makes
@@ -188,11 +190,11 @@ typedef struct tf_update_task {  // an update that the caller makes
   int64_t bucket;
   double factor;
   void* grads;
-  void* weight_slot;  // NULL: weights are sent from where tf_finish_update says
+  void* weight_slot;  // NULL: tf_finish_update gives the address of the weights
 } tf_update_task;
 
 typedef struct tf_fetch_item {
-  int64_t bucket;  // whose weights are copied once they are due; -1: `from` is never updated
+  int64_t bucket;  // the weights of this bucket are copied when they are updated; -1: `from` is never updated
   const void* from;
   void* into;
   int64_t num_bytes;
@@ -219,20 +221,22 @@ enum tf_span_kind {
 };
 enum tf_stream_kind { TF_STREAM_OUT = 0, TF_STREAM_IN = 1, TF_STREAM_FETCH = 2 };
 
-TF_PUBLIC tf_executor* tf_executor_new(const tf_settings* settings);  // NULL where there is no such device
-TF_PUBLIC void tf_executor_close(tf_executor* executor);              // ends its threads and streams; nothing is lost
-TF_PUBLIC void tf_executor_free_slots(tf_executor* executor);  // after that, when no caller makes an update any more
+TF_PUBLIC tf_executor* tf_executor_new(const tf_settings* settings);  // NULL if there is no such device
+TF_PUBLIC void tf_executor_close(tf_executor* executor);              // ends threads and streams; state is not lost
+// after tf_executor_close, when no caller makes an update
+TF_PUBLIC void tf_executor_free_slots(tf_executor* executor);
 TF_PUBLIC void tf_executor_free(tf_executor* executor);
-TF_PUBLIC void tf_executor_fail(tf_executor* executor);      // whoever waits is told
+TF_PUBLIC void tf_executor_fail(tf_executor* executor);      // all waiting calls return -1
 TF_PUBLIC int32_t tf_executor_state(tf_executor* executor);  // 0: works, 1: a stream has failed, 2: failed from outside
 TF_PUBLIC void tf_executor_disable(tf_executor* executor, int32_t sync_points);
 TF_PUBLIC void tf_executor_delay(tf_executor* executor, int32_t stream, double seconds);
 TF_PUBLIC void tf_executor_counters(tf_executor* executor, tf_counters* counters);
 TF_PUBLIC void tf_executor_record_spans(tf_executor* executor, int32_t enabled);
-// How many of at most max_spans were written. `anchor`: a recorded CUDA event whose moment is anchor_s.
+// Returns the number of spans that were written, at most max_spans. `anchor`: a CUDA event that was recorded at
+// anchor_s.
 TF_PUBLIC int64_t tf_executor_spans(tf_executor* executor, void* anchor, double anchor_s, tf_span* spans,
                                     int64_t max_spans);
-// Other numbers of slots, or of backwards in a step. Between steps.
+// Changes the numbers of slots and of backwards in a step. Call it between steps.
 TF_PUBLIC void tf_executor_resize(tf_executor* executor, int32_t num_slots, int32_t num_weight_slots,
                                   int32_t sums_on_host, int32_t keeps_weight_slots);
 TF_PUBLIC void tf_executor_add_weight_slots(tf_executor* executor, int32_t num_more);
@@ -241,28 +245,29 @@ TF_PUBLIC int64_t tf_store_new(tf_executor* executor, const tf_pointers* pointer
 TF_PUBLIC void tf_store_free(tf_executor* executor, int64_t store);
 TF_PUBLIC void tf_store_add_speculative(tf_executor* executor, int64_t layout, int64_t store);
 TF_PUBLIC int64_t tf_store_take_speculative(tf_executor* executor, int64_t layout);  // -1: there is none
-// Buckets for which a speculative store was missing since the last call; how many of at most max_buckets.
+// Buckets for which a speculative store was missing since the last call. Returns their number, at most max_buckets.
 TF_PUBLIC int64_t tf_store_missing_speculative(tf_executor* executor, int64_t* buckets, int64_t max_buckets);
 
 TF_PUBLIC void tf_bucket_set(tf_executor* executor, int64_t bucket, const tf_bucket* spec, int64_t store);
 TF_PUBLIC int64_t tf_bucket_store(tf_executor* executor, int64_t bucket);
 TF_PUBLIC void tf_bucket_set_deadline(tf_executor* executor, int64_t bucket, int64_t deadline);
 TF_PUBLIC void tf_bucket_set_total(tf_executor* executor, int64_t bucket, float* total);
-TF_PUBLIC int64_t tf_bucket_added(tf_executor* executor, int64_t bucket, uint8_t* slices);  // that are in the total
-// The slices whose weights were sent since the last call; how many.
+TF_PUBLIC int64_t tf_bucket_added(tf_executor* executor, int64_t bucket, uint8_t* slices);  // slices in the total
+// The slices whose weights were sent since the last call. Returns their number.
 TF_PUBLIC int64_t tf_bucket_take_sent(tf_executor* executor, int64_t bucket, uint8_t* slices);
 TF_PUBLIC void tf_buckets_set_due(tf_executor* executor, const int64_t* buckets, int64_t num_buckets,
                                   int64_t job_number);
 TF_PUBLIC int64_t tf_bucket_due(tf_executor* executor, int64_t bucket);
 TF_PUBLIC int64_t tf_bucket_shown(tf_executor* executor, int64_t bucket);
-// Weights of a job are in the state, or on their way into the parameters, by work that the caller has queued.
+// The caller has queued work that writes the weights of a job to the state or to the parameters.
 TF_PUBLIC void tf_bucket_note_updated(tf_executor* executor, int64_t bucket, int64_t job_number);
-// A job is in the state of a bucket on the device, and its weights are still to be sent.
+// The state of a bucket on the device includes a job whose weights have not been sent yet.
 TF_PUBLIC void tf_bucket_set_unsent(tf_executor* executor, int64_t bucket, int64_t job_number);
 TF_PUBLIC void tf_bucket_note_sent(tf_executor* executor, int64_t bucket, int64_t job_number, const tf_event* event);
 TF_PUBLIC void tf_bucket_note_published(tf_executor* executor, int64_t bucket, int64_t job_number,
                                         const tf_event* event);
-// The last copy of a bucket's weights has ended; the same of the copies from all ranks. NULL: nothing is on its way.
+// The event at which the last copy of a bucket's weights ends, and the event for the copies from all ranks. NULL: no
+// copy is in progress.
 TF_PUBLIC tf_event* tf_bucket_weights_copied_event(tf_executor* executor, int64_t bucket);
 TF_PUBLIC tf_event* tf_bucket_published_event(tf_executor* executor, int64_t bucket);
 TF_PUBLIC void tf_bucket_freeze(tf_executor* executor, int64_t bucket, int32_t is_frozen);
@@ -271,46 +276,49 @@ TF_PUBLIC int64_t tf_next_wanted(tf_executor* executor, double timeout_s);  // a
 TF_PUBLIC int64_t tf_job_new(tf_executor* executor, const tf_job* spec);
 TF_PUBLIC void tf_job_free(tf_executor* executor, int64_t job);
 TF_PUBLIC void tf_job_add_hypers(tf_executor* executor, int64_t job, const tf_hyper* rows, int64_t num_rows);
-// The task of a bucket whose gradients are complete once `ready` is done. `present`: one byte for each slice; NULL:
-// all.
+// Submits the task of a bucket whose gradients are complete after `ready`. `present`: one byte per slice, or NULL for
+// all slices.
 TF_PUBLIC int64_t tf_submit(tf_executor* executor, int64_t job, int64_t bucket, const tf_source* sources,
                             int64_t num_sources, const uint8_t* present, const tf_event* ready, int32_t has_flat,
                             int32_t is_held);
-// A task for gradients of earlier backwards alone.
+// Submits a task that has only gradients of earlier backwards.
 TF_PUBLIC int64_t tf_submit_sum(tf_executor* executor, int64_t job, int64_t bucket);
-TF_PUBLIC void tf_agree(tf_executor* executor, int64_t job, const uint8_t* params);  // which got a gradient on any rank
-// All tasks are submitted. The decision (norm, factor, skip) lies in `decision` once `event` is done.
+// params that have a gradient on any rank
+TF_PUBLIC void tf_agree(tf_executor* executor, int64_t job, const uint8_t* params);
+// All tasks are submitted. After `event`, `decision` has the decision (norm, factor, skip).
 TF_PUBLIC void tf_job_close(tf_executor* executor, int64_t job, const double* decision, const tf_event* event);
-// ... or follows from the norms of all buckets, once all sums are made and `event` is done.
+// As tf_job_close, but the decision is computed from the norms of all buckets, after all sums and `event`.
 TF_PUBLIC void tf_job_close_sums(tf_executor* executor, int64_t job, double* norms, int64_t num_norms,
                                  const tf_event* event);
 TF_PUBLIC void tf_job_set_norms(tf_executor* executor, int64_t job, double* norms);
-// ... or is this one.
+// As tf_job_close, but the caller gives the decision.
 TF_PUBLIC void tf_job_decide(tf_executor* executor, int64_t job, double norm, double factor, int32_t skip,
                              int32_t clipped);
-TF_PUBLIC void tf_job_drop(tf_executor* executor, int64_t job);  // before it is closed: nothing of it happens
+TF_PUBLIC void tf_job_drop(tf_executor* executor, int64_t job);  // before it is closed: the job has no effect
 TF_PUBLIC void tf_job_release(tf_executor* executor, int64_t job, const tf_event* after);
-TF_PUBLIC int32_t tf_job_decision(tf_executor* executor, int64_t job, tf_decision* decision);  // 1 where there is one
+TF_PUBLIC int32_t tf_job_decision(tf_executor* executor, int64_t job, tf_decision* decision);  // 1 if there is one
 TF_PUBLIC int32_t tf_job_is_done(tf_executor* executor, int64_t job);
 TF_PUBLIC int32_t tf_job_wait_decision(tf_executor* executor, int64_t job);
 TF_PUBLIC int32_t tf_job_wait_done(tf_executor* executor, int64_t job);
 TF_PUBLIC int32_t tf_job_wait_summed(tf_executor* executor, int64_t job);
-TF_PUBLIC int32_t tf_wait_sums(tf_executor* executor);  // until no task is still to be added to a total
+TF_PUBLIC int32_t tf_wait_sums(tf_executor* executor);  // until all tasks are added to totals
 TF_PUBLIC void tf_forget_sums(tf_executor* executor);
-// Weights that are in the state and wait for their job's release.
+// A task for weights that are in the state and are sent when their job is released.
 TF_PUBLIC int64_t tf_hold_back(tf_executor* executor, int64_t job, int64_t bucket);
-TF_PUBLIC int64_t tf_take_unsent(tf_executor* executor, int64_t bucket);  // such a task is given up; -1: there is none
-TF_PUBLIC void tf_reset(tf_executor* executor, int64_t job_number);       // nothing is under way: count from here
+TF_PUBLIC int64_t tf_take_unsent(tf_executor* executor, int64_t bucket);  // gives up such a task; -1: there is none
+TF_PUBLIC void tf_reset(tf_executor* executor, int64_t job_number);  // sets the job number when no task is in progress
 
-// Tasks whose gradients the executor does not need any more (event: when its last copy has ended; NULL: it has); how
-// many of at most max_tasks.
+// Tasks whose gradients the executor does not need any more. The event marks the end of the last copy; NULL: it has
+// ended. Returns their number, at most max_tasks.
 TF_PUBLIC int64_t tf_released(tf_executor* executor, int64_t* tasks, tf_event** events, int64_t max_tasks);
-TF_PUBLIC int32_t tf_will_release(tf_executor* executor);  // whether more will come whatever the caller does
+// whether more tasks will be released without an action of the caller
+TF_PUBLIC int32_t tf_will_release(tf_executor* executor);
 TF_PUBLIC int32_t tf_wait_released(tf_executor* executor, double timeout_s);
 TF_PUBLIC const void* tf_task_grads(tf_executor* executor, int64_t task);  // waits for them; NULL: not on the host
 
-// Until the weights of these buckets that are due are on their way; then `streams` wait until they are there, or, where
-// there are none, the caller does. The seconds that the caller was blocked before; -1 as above.
+// Waits until the copies of all due weights of these buckets are queued. Then `streams` wait for the copies, or the
+// caller waits if there are no streams. Returns the seconds for which the caller was blocked before that, or -1 as
+// above.
 TF_PUBLIC double tf_hold(tf_executor* executor, const int64_t* buckets, int64_t num_buckets, void* const* streams,
                          int64_t num_streams);
 TF_PUBLIC int32_t tf_wait_shown(tf_executor* executor, const int64_t* buckets, int64_t num_buckets);
@@ -320,11 +328,11 @@ TF_PUBLIC int32_t tf_wait_sent(tf_executor* executor, int64_t bucket, int64_t jo
 TF_PUBLIC int64_t tf_fetch(tf_executor* executor, const tf_fetch_item* items, int64_t num_items, const tf_event* after);
 TF_PUBLIC tf_event* tf_fetch_wait(tf_executor* executor, int64_t fetch);  // until it is queued; when it will be there
 
-// For an optimizer in Python: the next update, 1; 0 after the time is up.
+// For an optimizer in Python: returns 1 and the next update, or 0 after the timeout.
 TF_PUBLIC int32_t tf_next_update(tf_executor* executor, double timeout_s, tf_update_task* task, uint8_t* present);
 TF_PUBLIC void tf_finish_update(tf_executor* executor, int64_t task, void* const* weights);
 
-// Ask for huge pages under a buffer that has not been touched yet; a hint, never an error.
+// Asks the system for huge pages for a buffer that has not been written yet. Never fails.
 TF_PUBLIC void tf_advise_huge(void* buffer, int64_t num_bytes);
 
 #ifdef __cplusplus

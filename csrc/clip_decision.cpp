@@ -1,4 +1,4 @@
-// See clip_decision.h. Called by the mover (executor_mover.cpp); nothing here is shared between threads.
+// See clip_decision.h. The mover (executor_mover.cpp) calls these functions. Threads share no data here.
 #include "clip_decision.h"
 
 #include <math.h>
@@ -60,7 +60,7 @@ tf_decision decide(const double* norms, int64_t num_norms, const tf_job& job) {
   double clip = 1.0;
   if (!isnan(job.max_norm)) {
     clip = job.max_norm / (norm + kClipEps);
-    clip = clip > 1.0 ? 1.0 : clip;  // NaN stays NaN, as with torch
+    clip = clip > 1.0 ? 1.0 : clip;  // NaN stays NaN, as in torch
   }
   found.factor = clip / job.scale;
   found.clipped = clip != 1.0;

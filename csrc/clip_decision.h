@@ -1,5 +1,5 @@
 // The clipping decision from the norms of all buckets: pure functions, without threads or state. They give the same
-// bits as `decide` in offload/clipping.py, so that a step does not depend on who decided.
+// bits as `decide` in offload/clipping.py, so that a step does not depend on the place of the decision.
 #pragma once
 #include <stdint.h>
 
@@ -9,7 +9,7 @@
 
 namespace tf {
 
-// The exactly rounded sum, as Python's math.fsum has it (Shewchuk's partial sums, half-even at the end).
+// The exactly rounded sum, as in Python's math.fsum (Shewchuk's partial sums, rounded half to even at the end).
 double exact_sum(const std::vector<double>& values);
 
 tf_decision decide(const double* norms, int64_t num_norms, const tf_job& job);

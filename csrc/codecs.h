@@ -1,9 +1,9 @@
-// Conversions between what lies in memory and fp32 tiles. Plain loops over short arrays that stay
-// in L1: the compiler vectorises them for each ISA. src/twinflow/rules/formats.py is the truth.
+// Conversions between state formats in memory and fp32 tiles. They are plain loops over short arrays in L1, which the
+// compiler vectorises for each ISA. They give the same bits as src/twinflow/rules/formats.py.
 //
-// Only fp16 needs intrinsics (gcc does not vectorise it). None of these loops depends on flush
-// mode: bit patterns are moved by integer operations, and where floats are scaled, a perturbation
-// below 2^-126 is added to a number at least 2^-15.
+// Only fp16 needs intrinsics, because gcc does not vectorise it. None of these loops depends on flush mode: integer
+// operations move bit patterns, and where floats are scaled, a perturbation below 2^-126 is added to a number of at
+// least 2^-15.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -16,7 +16,7 @@
 
 #include "api.h"
 
-// Inlined always, so that a loop over a whole block has a constant length.
+// Always inlined, so that a loop over a whole block has a constant length.
 #define TF_INLINE static inline __attribute__((always_inline))
 #define TF_INLINE_MEMBER inline __attribute__((always_inline))
 
@@ -27,7 +27,8 @@ constexpr int kBlock = 128;               // elements that share a scale in the 
 constexpr float kMomentMax = 448.0f;      // largest e4m3 value
 constexpr float kVarianceMax = 61440.0f;  // largest e5m3 value in use: 1.875 * 2^15
 
-// Calls function(i, count) for each block of n elements; count is a constant but for the last, partial block.
+// Calls function(i, count) for each block of n elements. count is a constant except for the last block if it is
+// partial.
 template <class Function>
 TF_INLINE void for_blocks(int n, const Function& function) {
   int i = 0;
@@ -124,7 +125,7 @@ static void store_bf16(const float* __restrict from, uint16_t* __restrict into, 
   for (int i = 0; i < n; ++i) into[i] = to_bf16(from[i]);
 }
 
-// Any dtype at element `first` of `base` into a tile, and back.
+// Copies elements of any dtype, from element `first` of `base`, into a tile, and back.
 static void load(const void* base, int dtype, int64_t first, float* into, int n) {
   switch (dtype) {
     case TF_F32: memcpy(into, (const float*)base + first, (size_t)n * 4); return;
@@ -150,8 +151,8 @@ TF_INLINE void split_one(float x, uint16_t& upper, int16_t& lower) {
   lower = (int16_t)(number ? u : 0u);
 }
 
-// The same without the care for a NaN, in half the instructions. Nothing is lost: joined again, the halves give x, so
-// that mend_nans can split it anew.
+// `split` without the treatment of NaN, in half the instructions. No bit is lost: the joined halves are x again, so
+// that mend_nans can repeat the split.
 TF_INLINE void split_number(float x, uint16_t& upper, int16_t& lower) {
   const uint32_t u = bits(x);
   upper = (uint16_t)((uint16_t)(u >> 16) + ((uint16_t)u >> 15));
@@ -175,7 +176,8 @@ static void mend_nans(uint16_t* __restrict upper, int16_t* __restrict lower, int
 }
 
 // ---- stochastic rounding: 16 random bits for each element, from (step, parameter) = key and the element's index.
-// A 32-bit hash of the block of 128 seeds a 16-bit mix of the position in it: half the lanes' width, twice the lanes.
+// A 32-bit hash of the block of 128 is the seed of a 16-bit mix of the position in the block. 16-bit lanes are twice as
+// many as 32-bit lanes.
 
 struct Key {
   uint32_t first, second;
@@ -201,8 +203,8 @@ TF_INLINE void random_block(uint32_t block, Key key, uint16_t* __restrict into, 
   }
 }
 
-// The carry out of the lower half is the rounding. For numbers that are not negative; the largest bf16 never rounds up
-// to infinity, and infinity and NaN stay.
+// The carry from the lower half rounds up. For numbers >= 0. The largest bf16 number never becomes infinite, and
+// infinity and NaN stay.
 TF_INLINE uint16_t to_bf16_stochastic(float x, uint16_t random) {
   const uint32_t u = bits(x), rounded = u + random;
   return (uint16_t)((u >= 0x7f7f0000u ? u : rounded) >> 16);
@@ -210,7 +212,7 @@ TF_INLINE uint16_t to_bf16_stochastic(float x, uint16_t random) {
 
 // ---- 8-bit codes with one fp32 scale for each block of 128
 
-TF_INLINE float largest_magnitude(const float* __restrict from, int n) {  // a NaN is larger than all
+TF_INLINE float largest_magnitude(const float* __restrict from, int n) {  // a NaN is the largest
   int32_t largest = 0;
   for (int i = 0; i < n; ++i) {
     const int32_t magnitude = (int32_t)(bits(from[i]) & 0x7fffffffu);
@@ -219,7 +221,7 @@ TF_INLINE float largest_magnitude(const float* __restrict from, int n) {  // a N
   return value((uint32_t)largest);
 }
 
-// Codes to bytes. As an intrinsic because gcc narrows in two steps of three instructions each.
+// Narrows codes to bytes. It is an intrinsic, because gcc needs two steps of three instructions each.
 TF_INLINE void narrow(const int32_t* __restrict from, uint8_t* __restrict into, int n) {
   int i = 0;
 #if defined(__AVX512F__)
@@ -229,8 +231,8 @@ TF_INLINE void narrow(const int32_t* __restrict from, uint8_t* __restrict into, 
   for (; i < n; ++i) into[i] = (uint8_t)from[i];
 }
 
-// e4m3: sign, 4 exponent bits (bias 7), 3 of mantissa; 448 is the largest value. Adding 2^20 times the number's own
-// power of two (2^-6 at least) leaves the rounded mantissa in the lowest bits of the sum.
+// e4m3: sign, 4 exponent bits (bias 7), 3 bits of mantissa; 448 is the largest value. The sum of a number and 2^20
+// times its power of two (at least 2^-6) has the rounded mantissa in its lowest bits.
 TF_INLINE void encode_e4m3(const float* __restrict from, float inverse, uint8_t* __restrict into, int n) {
   alignas(64) int32_t codes[kBlock];
   for (int i = 0; i < n; ++i) {
@@ -244,8 +246,8 @@ TF_INLINE void encode_e4m3(const float* __restrict from, float inverse, uint8_t*
   narrow(codes, into, n);
 }
 
-// Unsigned e5m3: 5 exponent bits (bias 15), 3 of mantissa; the top exponent is not used, so that a code is the upper
-// part of an fp16 number. Stochastic; positive values never become code 0.
+// Unsigned e5m3: 5 exponent bits (bias 15), 3 bits of mantissa. The largest exponent is not used, so that a code is the
+// upper part of an fp16 number. Rounding is stochastic. Positive values never get the code 0.
 TF_INLINE void encode_e5m3(const float* __restrict from, float inverse, const uint16_t* __restrict random,
                            uint8_t* __restrict into, int n) {
   alignas(64) int32_t codes[kBlock];
@@ -262,7 +264,7 @@ TF_INLINE void encode_e5m3(const float* __restrict from, float inverse, const ui
   narrow(codes, into, n);
 }
 
-// Both kinds of code are fp16 numbers without their lower bits: e5m3 as it is, e4m3 times 2^-8.
+// Both kinds of codes are fp16 numbers without the lower bits: e5m3 directly, e4m3 times 2^-8.
 template <bool kSigned>
 TF_INLINE void decode_codes(const uint8_t* __restrict from, float scale, float* __restrict into, int n) {
   int i = 0;

@@ -1,4 +1,4 @@
-// Chooses the ISA variant this CPU can run, and cuts each call of the C ABI into tasks for the pool.
+// Selects the ISA variant for this CPU, and divides each call of the C ABI into tasks for the pool.
 #include <string.h>
 #include <sys/mman.h>
 
@@ -18,9 +18,10 @@
 namespace tf {
 namespace {
 
-constexpr int64_t kTaskNumel = 16384;  // ~0.1 ms of one core: small enough to balance, large enough to amortise
+// about 0.1 ms of one core: small enough for a balanced load, large enough to amortise the overhead
+constexpr int64_t kTaskNumel = 16384;
 
-std::vector<const Kernels*> find_variants() {  // best first
+std::vector<const Kernels*> find_variants() {  // the fastest first
   std::vector<const Kernels*> found;
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -58,7 +59,7 @@ void parallel(int64_t num_tasks, const Function& function) {
       const_cast<Function*>(&function));
 }
 
-// Equal ranges of `numel` elements (or bytes), a task each; boundaries are multiples of `step`.
+// Runs one task for each of several equal ranges of `numel` elements or bytes. Boundaries are multiples of `step`.
 template <class Function>
 void parallel_ranges(int64_t numel, int64_t step, const Function& function) {
   parallel((numel + step - 1) / step, [&](int64_t task) {
@@ -67,7 +68,7 @@ void parallel_ranges(int64_t numel, int64_t step, const Function& function) {
   });
 }
 
-// The rows that a packing's values are cut into, a range of blocks a task.
+// Runs a kernel over all rows of a packing. A task is a range of blocks of a row.
 using PackingKernel = void (*)(const tf_packing& packing, int64_t row, int64_t begin, int64_t end);
 void parallel_rows(const tf_packing& p, int64_t num_rows, PackingKernel kernel) {
   const int64_t step = 2 * kTaskNumel / kPackedBlock * kPackedBlock, num_steps = (p.numel + step - 1) / step;
@@ -81,7 +82,8 @@ struct Piece {
   int64_t segment, begin, end;
 };
 
-// Pieces in order, and where each task's pieces start: a task is a part of a large segment or many small ones.
+// Divides segments into pieces, in order, and finds the first piece of each task. A task is a part of a large segment,
+// or many small segments.
 void cut(const tf_segment* segments, int64_t num_segments, std::vector<Piece>* pieces, std::vector<int64_t>* starts) {
   int64_t room = 0;
   for (int64_t s = 0; s < num_segments; ++s) {
@@ -128,7 +130,7 @@ void tf_sum_squares(const void* const* tensors, const int64_t* numels, const int
       pieces.push_back({i, begin, begin + kSumChunk < numels[i] ? begin + kSumChunk : numels[i]});
   std::vector<double> partial(pieces.size());
   const Kernels& k = kernels();
-  const int64_t group = 8;  // chunks of one task: reading alone is quick
+  const int64_t group = 8;  // chunks of one task; more than for updates, because reading alone is fast
   parallel_ranges((int64_t)pieces.size(), group, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const Piece& piece = pieces[(size_t)i];

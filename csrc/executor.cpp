@@ -1,4 +1,4 @@
-// The executor as its callers see it: stores, buckets, jobs, submission, and waiting for weights.
+// The functions of the executor that callers use: stores, buckets, jobs, submission, and waiting for weights.
 //
 // Every function here is called by Python, from any of its threads; those that may block are called without the GIL
 // (native/executor.py). Each takes `mutex_` and reads or changes records (executor.h). It does not copy or update, with
@@ -31,7 +31,7 @@ void Executor::close() {
   changed_.notify_all();
   mover_.join();
   if (worker_.joinable()) worker_.join();
-  out_.reset();  // waits for its copies
+  out_.reset();  // waits for the copies of this stream
   in_.reset();
   fetch_.reset();
 }
@@ -167,7 +167,7 @@ void Executor::set_total(int64_t index, float* total) {
 int64_t Executor::added(int64_t index, uint8_t* slices) {
   Lock lock(mutex_);
   Bucket& found = bucket(index);
-  if (found.is_full) return 0;  // an earlier step's
+  if (found.is_full) return 0;  // the total belongs to an earlier step
   std::copy(found.added.begin(), found.added.end(), slices);
   return std::count(found.added.begin(), found.added.end(), 1);
 }
@@ -293,11 +293,11 @@ int64_t Executor::submit(int64_t job_id, int64_t index, const tf_source* sources
 int64_t Executor::submit_sum(int64_t job_id, int64_t index) {
   Lock lock(mutex_);
   Bucket& found = bucket(index);
-  bool is_new = found.has_added() && !found.is_full;  // a full total is an earlier step's
+  bool is_new = found.has_added() && !found.is_full;  // a full total belongs to an earlier step
   if (found.parts.empty() && !is_new) return -1;
   Task* task = new_task(job(job_id), index);
   task->present.assign(found.slices.size(), 0);
-  task->is_released = true;  // it has no gradients of its own
+  task->is_released = true;  // the task has no gradients of its own
   task->has_arrived = true;
   found.parts.push_back(task);
   enter(*task, Phase::kOnHost);
@@ -465,7 +465,7 @@ bool Executor::will_release() {
   if (!released_.empty()) return true;
   return std::any_of(tasks_.begin(), tasks_.end(), [&](auto& task) {
     bool is_under_way = task->phase != Phase::kToSend && task->phase != Phase::kDone;
-    bool is_stuck = task->is_held && !sums_on_host_;  // ranks agree when all buckets of the step have come
+    bool is_stuck = task->is_held && !sums_on_host_;  // ranks agree only after all buckets of the step are submitted
     return is_under_way && task->has_flat && !task->is_released && !is_stuck;
   });
 }

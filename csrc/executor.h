@@ -1,8 +1,8 @@
-// The executor: host updates beside the model's work.
+// The executor: host updates that overlap with the work of the model.
 //
-// Two threads work here, and Python submits. The mover starts copies, reads the clipping decision and marks gradients
-// that have arrived; it never waits for a copy. The worker updates one bucket at a time with all cores of the pool.
-// Where the update is an optimizer in Python there is no worker: a Python thread asks for the next update.
+// It has two threads, and Python submits tasks. The mover starts copies, reads the clipping decision and marks
+// gradients that have arrived; it never waits for a copy. The worker updates one bucket at a time with all threads of
+// the pool. If the optimizer is in Python, there is no worker: a Python thread asks for the next update.
 //
 // A task is one bucket's part in one step. It is in exactly one phase, and only the owner of the phase moves it on:
 //
@@ -10,28 +10,31 @@
 //   kOnDevice    mover      a free slot and permission (below)                       kOnHost
 //   kOnHost      worker     arrival of its gradients, its turn by deadline           kUpdating
 //   kUpdating    worker     the kernel                                               kOnHost (summed), kAhead, kToSend
-//   kAhead       `apply`    the clipping decision, by whoever brings it              kToSend, kOnHost, kOnDevice
-//   kToSend      mover      the job's release, few copies being queued               kDone
-//   kDone        nobody
+//   kAhead       `apply`    the clipping decision, in the thread that has it         kToSend, kOnHost, kOnDevice
+//   kToSend      mover      the release of the job, few queued copies                kDone
+//   kDone        none
 //
 // Permission to leave the device: the decision is made, or a speculative store is free for an update ahead of it, or
 // gradients may wait on the host (`holds_on_host_`). The copy itself waits for the gradients on its stream. A skipped
 // or dropped job takes its tasks from any phase to kToSend or kDone (`give_up`). `enter` asserts all transitions.
 //
-// Every field is read and written under `mutex_`. The worker gives it up while a kernel runs. Meanwhile it writes only
+// Every field is read and written under `mutex_`. The worker releases it while a kernel runs. Meanwhile it writes only
 // to buffers: the store, the slot of the weights, the total and its norm. It may read the slices and `present` of its
-// task, because nobody changes them in kUpdating. Only `resize` and `spans` wait for a device under the lock.
+// task, because no thread changes them in kUpdating. Only `resize` and `spans` wait for a device under the lock.
 //
-// To add a phase: the table, `Phase`, `enter`, who enters and leaves it, `looks_at_events` if it waits for an event,
-// and the functions that look at phases (`apply`, `will_release`, `take_unsent`, `reset`, `wait_summed`).
+// To add a phase, change the table, `Phase`, `enter`, the functions that enter and leave it, `looks_at_events` if the
+// phase waits for an event, and the functions that read phases (`apply`, `will_release`, `take_unsent`, `reset`,
+// `wait_summed`).
 //
-// Files: executor.cpp has what Python calls, executor_mover.cpp and executor_worker.cpp the two threads, and
-// executor_phases.cpp the transitions. executor_api.cpp has the C functions of api.h, which forward to this class.
+// Files: executor.cpp has the functions that Python calls, executor_mover.cpp and executor_worker.cpp have the two
+// threads, and executor_phases.cpp has the transitions. executor_api.cpp has the C functions of api.h, which forward to
+// this class.
 //
-// Deadlines: the worker takes, of the gradients that have arrived, those whose weights the next forward needs first.
-// Slots: page-locked buffers that gradients (and weights, where the state does not hold them) pass through.
-// Speculative stores: an update may run ahead of the clipping decision into a speculative store. Keeping it is a swap
-// of stores.
+// - Deadlines: among the gradients that have arrived, the worker takes those whose weights the next forward
+//   needs first.
+// - Slots: page-locked buffers for gradients, and for weights if the state does not contain them.
+// - Speculative stores: an update before the clipping decision writes to a speculative store. To keep the update, the
+//   executor swaps the stores.
 #pragma once
 #include <assert.h>
 
@@ -52,14 +55,14 @@
 
 namespace tf {
 
-constexpr int32_t kAlways = 0;  // in the place of a tf_sync_point: a look that no test switches off
+constexpr int32_t kAlways = 0;  // instead of a tf_sync_point: a wait that tests cannot switch off
 constexpr auto kLook = std::chrono::milliseconds(5);
 
 enum class Phase { kOnDevice, kOnHost, kUpdating, kAhead, kToSend, kDone };
 
 inline int64_t bytes_of(int32_t type) { return type == TF_F32 ? 4 : 2; }
 
-using Pointers = std::vector<tf_pointers>;  // a store: of each slice
+using Pointers = std::vector<tf_pointers>;  // a store: the buffers of each slice
 
 struct Task;
 
@@ -68,21 +71,21 @@ struct Bucket {
   std::vector<tf_slice> slices;
   int64_t store = -1;
   int64_t deadline = 0;
-  int64_t due = 0;        // the last job whose weights the next forward has to see
-  int64_t updated = 0;    // the last job that is in the state
-  int64_t sent = 0;       // ... whose weights are on their way into the parameters
-  int64_t published = 0;  // ... from all ranks
-  // The last copy of its weights has ended, to the parameters or by a fetch. It may read the state: updates wait for
-  // it.
+  int64_t due = 0;        // the last job whose weights the next forward must use
+  int64_t updated = 0;    // the last job whose update is in the state
+  int64_t sent = 0;       // the last job whose weights are being copied to the parameters
+  int64_t published = 0;  // the last job whose weights are being copied from all ranks
+  // End of the last copy of its weights, to the parameters or by a fetch. The copy may read the state, so updates wait
+  // for this event.
   EventRef weights_copied_event;
-  EventRef published_event;          // the other ranks' weights are in the parameters
-  std::vector<uint8_t> sent_slices;  // whose weights were sent since the caller last asked
+  EventRef published_event;          // the weights of other ranks are in the parameters
+  std::vector<uint8_t> sent_slices;  // slices whose weights were sent since the last call of take_sent
   bool is_frozen = false, is_wanted = false;
   float* total = nullptr;      // fp32 sum of the gradients of several backwards
-  std::vector<uint8_t> added;  // the slices that are in it
-  bool is_full = false;        // it is complete, and waits for its update
-  std::deque<Task*> parts;     // tasks still to be added to it, in order
-  std::deque<Task*> open;      // tasks that are neither kept nor dropped for good, in order
+  std::vector<uint8_t> added;  // the slices in the total
+  bool is_full = false;        // the total is complete and waits for its update
+  std::deque<Task*> parts;     // tasks that are not yet added to the total, in order
+  std::deque<Task*> open;      // tasks whose update is neither kept nor dropped finally, in order
 
   int64_t shown() const { return spec.is_shared ? published : sent; }
   EventRef& shown_event() { return spec.is_shared ? published_event : weights_copied_event; }
@@ -95,15 +98,15 @@ struct Job {
   tf_job spec{};
   bool is_released = true;
   bool is_dropped = false;
-  EventRef after;  // the forward and backward that still need the old weights have ended
+  EventRef after;  // end of the forward and backward that use the old weights
   bool is_closed = false;
   const double* decision_at = nullptr;  // norm, factor, skip
   EventRef decision_event;
-  double* norms = nullptr;  // of each bucket, where they are measured here
-  int64_t num_norms = 0;    // the decision follows from them unless it lies in `decision_at`
+  double* norms = nullptr;  // norm of each bucket, if they are computed here
+  int64_t num_norms = 0;    // the decision is computed from them unless `decision_at` has it
   bool has_decision = false;
   tf_decision decision{};
-  int64_t num_left = 0;  // tasks whose update is neither kept nor dropped for good
+  int64_t num_left = 0;  // tasks whose update is neither kept nor dropped finally
   bool is_forgotten = false;
   std::vector<tf_hyper> hypers;
 
@@ -118,21 +121,21 @@ struct Task {
   Job* job = nullptr;
   Phase phase = Phase::kOnDevice;
   std::vector<tf_source> sources;
-  std::vector<uint8_t> present, agreed;  // slices that have a gradient; that have one on any rank
+  std::vector<uint8_t> present, agreed;  // slices with a gradient; slices with a gradient on any rank
   EventRef ready, arrived;
-  bool is_complete = false;  // `ready` was seen to be done
+  bool is_complete = false;  // `ready` is known to be done
   bool has_arrived = false;
-  bool has_flat = false;     // its gradients lie in a buffer that others wait for
+  bool has_flat = false;     // its gradients are in a flat buffer that other buckets wait for
   bool is_released = false;  // the caller was told that its gradients are not needed any more
-  bool is_held = false;      // which slices have a gradient is known when all ranks have said so
+  bool is_held = false;      // waits until the ranks have agreed which slices have a gradient
   bool has_agreed = false;
   bool is_summed = false;
   bool has_weights = false;
   Slot* slot = nullptr;
   const void* grads = nullptr;
-  int64_t speculative_store = -1;  // the store that the update writes to, ahead of the decision
+  int64_t speculative_store = -1;  // the store to which an update before the decision writes
   Slot* weight_slot = nullptr;
-  std::vector<void*> weights;  // of an external update
+  std::vector<void*> weights;  // weights of an external update
 
   bool has_present() const {
     return std::any_of(present.begin(), present.end(), [](uint8_t one) { return one; });
@@ -234,7 +237,7 @@ class Executor {
   void move_loop();
   void work_loop();
 
-  // Waiting, with the lock held. False when the executor has failed or is closing.
+  // Waits with the lock held. False if the executor has failed or is closing.
   template <class Condition>
   bool wait_until(Lock& lock, const Condition& condition) {
     ++num_waiting_;
@@ -242,7 +245,7 @@ class Executor {
     --num_waiting_;
     return condition() && failure_ == kWorks;
   }
-  // The same for at most so many seconds; whether the condition holds.
+  // Waits for at most a number of seconds. Returns whether the condition holds.
   template <class Condition>
   bool wait_for(Lock& lock, double timeout_s, const Condition& condition) {
     ++num_waiting_;
@@ -250,13 +253,13 @@ class Executor {
     --num_waiting_;
     return condition();
   }
-  // Weights of a bucket are on their way, by work that no task of ours does. Our threads do not wait for that unless
-  // they have tasks; to wake them for nothing would take longer than all else that the caller does for a bucket.
+  // Work that is not a task of the executor sends the weights of a bucket. The threads here wait for it only if they
+  // have tasks. To wake them without need would take longer than the rest of the caller's work for a bucket.
   void tell_of_weights() {
     if (num_waiting_ || !tasks_.empty() || !fetch_queue_.empty()) changed_.notify_all();
   }
-  // Until something changes. While there is work, a thread looks again after a while: an event that nobody looks at
-  // then costs milliseconds, and does not stop training.
+  // Waits until something changes. While there is work, a thread checks again after a short time: an event that was
+  // missed then costs milliseconds and does not stop training.
   void rest(Lock& lock) {
     if (tasks_.empty() && fetch_queue_.empty())
       changed_.wait(lock);
@@ -275,7 +278,7 @@ class Executor {
     return found == Event::kDone;
   }
 
-  // What the mover does; each says whether it did anything.
+  // Functions of the mover. Each returns whether it did anything.
   bool note_arrivals();
   bool decide_ready();
   bool send_weights();
@@ -283,19 +286,19 @@ class Executor {
   bool start_fetches();
   bool looks_at_events();
 
-  // What a task may do.
+  // Conditions of a task.
   bool is_to_sum(const Task& task) const { return sums_on_host_ && !task.is_summed; }
   bool is_allowed(const Task& task) const {
     return is_to_sum(task) || (!task.is_held && (task.job->is_open() || task.speculative_store >= 0));
   }
-  // An update starts from what the bucket's last one leaves: that one must not be waiting for its decision.
+  // An update starts from the result of the previous update of the bucket, which must not wait for its decision.
   bool is_next(const Task& task) const { return task.bucket->open.front() == &task; }
   bool may_update(Task& task);
   bool may_change(Bucket& bucket);
   bool reserve(Task& task);
   bool speculates() const;
 
-  // How it moves on.
+  // Transitions of a task.
   void enter(Task& task, Phase phase);
   Task* new_task(Job& job, int64_t bucket);
   Task* pick();
@@ -340,12 +343,12 @@ class Executor {
   std::map<int64_t, std::vector<int64_t>> speculative_stores_;  // by layout
   std::vector<int64_t> missing_;                                // buckets that found no speculative store
   std::map<int64_t, std::unique_ptr<Job>> jobs_;
-  std::vector<std::unique_ptr<Task>> tasks_;  // that are not done, in the order in which they came
+  std::vector<std::unique_ptr<Task>> tasks_;  // tasks that are not done, in the order of submission
   std::map<int64_t, Fetch> fetches_;
   std::deque<int64_t> fetch_queue_;
   std::deque<std::pair<int64_t, EventRef>> released_;
   std::deque<EventRef> sends_;
-  std::deque<bool> wasted_;  // whether the last steps threw away what ran ahead
+  std::deque<bool> wasted_;  // whether the last steps discarded their updates before the decision
   int64_t next_id_ = 1;
   int32_t disabled_ = 0;
   int32_t failure_ = kWorks;

@@ -1,7 +1,7 @@
-// The executor's C functions (api.h), which Python calls by ctypes: each one forwards to the method of its name.
+// The C functions of the executor (api.h), which Python calls by ctypes. Each forwards to the method of the same name.
 //
 // Python owns a tf_executor from tf_executor_new to tf_executor_free, and each tf_event that a function returns until
-// tf_event_free. Locks and threads are the executor's own (executor.h).
+// tf_event_free. The executor has its own locks and threads (executor.h).
 #include "executor.h"
 
 struct tf_executor {

@@ -1,16 +1,17 @@
-// The mover: the thread that starts copies, brings decisions and marks what has arrived.
+// The mover: the thread that starts copies, reads decisions and marks gradients that have arrived.
 //
-// It holds `mutex_` except while it rests, and never waits for a copy: it queues copies on three streams (`out_`,
-// `in_`, `fetch_`), which nobody else uses. A copy out waits on its stream for `ready` of the task. A copy back waits
-// for `after` of a delayed job. A fetch waits for `after` of the fetch, when nobody uses its memory. `arrived` lets the
-// worker start. `weights_copied_event` of a bucket keeps it from changing state that a copy still reads.
+// It holds `mutex_` except while it rests, and never waits for a copy. It queues copies on three streams (`out_`,
+// `in_`, `fetch_`), which no other thread uses. A copy out waits on its stream for `ready` of the task. A copy back
+// waits for `after` of a delayed job. A fetch waits for `after` of the fetch, the end of the last use of its memory.
+// `arrived` lets the worker start. `weights_copied_event` of a bucket prevents the worker from changing state that a
+// copy still reads.
 #include "clip_decision.h"
 #include "executor.h"
 
 namespace tf {
 
-constexpr size_t kSendsAtOnce = 3;                     // copies back that are queued: one runs, two are next
-constexpr auto kPoll = std::chrono::microseconds(50);  // how often the mover looks at events, which tell nobody
+constexpr size_t kSendsAtOnce = 3;                     // maximum of queued copies back: one runs, two are next
+constexpr auto kPoll = std::chrono::microseconds(50);  // interval at which the mover polls events
 
 void Executor::move_loop() {
   name_thread("twinflow-mover");
@@ -32,7 +33,7 @@ void Executor::move_loop() {
   }
 }
 
-// Events tell nobody: the mover looks at those that the worker waits for.
+// Events do not wake a thread, so the mover polls the events that the worker waits for.
 bool Executor::note_arrivals() {
   bool did = false;
   for (auto& task : tasks_) {
@@ -93,7 +94,7 @@ bool Executor::send_weights() {
   bool did = false;
   while (!sends_.empty() && has_come(sends_.front(), kAlways)) {
     sends_.pop_front();
-    did = true;  // the worker may wait for a weight slot
+    did = true;  // the worker may be waiting for a weight slot
   }
   std::vector<Task*> ready;
   for (auto& task : tasks_)
@@ -104,7 +105,7 @@ bool Executor::send_weights() {
     bool writes = task->has_weights && one.slices[0].target;
     if (writes && sends_.size() >= kSendsAtOnce) break;
     if ((writes || (one.spec.is_shared && task->job->spec.is_delayed)) && one.is_frozen) {
-      one.is_wanted = true;  // a delayed update's: its parameters are still to be read as they are
+      one.is_wanted = true;  // a reader still needs the old parameters of a delayed update
       continue;
     }
     if (writes) copy_back(*task);
@@ -122,7 +123,7 @@ void Executor::copy_back(Task& task) {
   int64_t size = bytes_of(one.spec.type);
   if (task.job->after && !is_off(TF_OLD_WEIGHTS)) in_->wait(task.job->after);
   in_->begin_span();
-  // Slices that lie side by side on both sides are one copy.
+  // Slices that are adjacent in source and target are one copy.
   char* into = nullptr;
   const char* from = nullptr;
   int64_t num_bytes = 0;
@@ -175,7 +176,7 @@ bool Executor::start_fetches() {
       counters_.bytes_fetched += item.num_bytes;
     }
     fetch.event = fetch_->record();
-    for (auto& item : fetch.items)  // the state must not change before it has been read
+    for (auto& item : fetch.items)  // the state must not change before the fetch has read it
       if (item.bucket >= 0) bucket(item.bucket).weights_copied_event = fetch.event;
     fetch_queue_.pop_front();
     did = true;
@@ -187,7 +188,8 @@ bool Executor::fill_slots() {
   bool did = false;
   for (;;) {
     std::vector<Task*> complete, rest;
-    bool is_prefix = true;  // gradients are made in the order of submission: none behind an incomplete one is complete
+    // gradients are complete in the order of submission, so none after an incomplete one is complete
+    bool is_prefix = true;
     for (auto& task : tasks_) {
       if (task->phase != Phase::kOnDevice) continue;
       if (is_prefix && !task->is_complete) is_prefix = task->is_complete = has_come(task->ready, kAlways);
@@ -228,7 +230,8 @@ void Executor::copy_out(Task& task, Slot* slot) {
   task.arrived = out_->record();
   task.has_arrived = false;
   enter(task, Phase::kOnHost);
-  if (task.has_flat && (task.job->is_open() || holds_on_host_)) tell_released(task);  // nobody will need it again
+  // the flat buffer is not needed again
+  if (task.has_flat && (task.job->is_open() || holds_on_host_)) tell_released(task);
 }
 
 }  // namespace tf

@@ -1,13 +1,13 @@
-// How a task moves from phase to phase, what the clipping decision does to it, and what it holds and gives back.
+// Transitions of tasks between phases, effects of the clipping decision, and release of slots and stores.
 //
-// All of these functions run with `mutex_` held, in the thread that owns the task's phase (the table in executor.h), or
-// in the thread that brings the decision: the mover, or a caller of `decide_job`. A task owns its slots and its
-// speculative store until `free_slot`, `free_speculative_store` or `keep`.
+// All of these functions run with `mutex_` held, in the thread that owns the phase of the task (see the table in
+// executor.h), or in the thread that has the decision: the mover, or a caller of `decide_job`. A task owns its slots
+// and its speculative store until `free_slot`, `free_speculative_store` or `keep`.
 #include "executor.h"
 
 namespace tf {
 
-constexpr size_t kHistory = 8;  // past steps that decide whether running ahead pays
+constexpr size_t kHistory = 8;  // past steps that decide whether updates before the decision are worthwhile
 
 Task* Executor::new_task(Job& owner, int64_t index) {
   sweep();
@@ -40,10 +40,10 @@ void Executor::enter(Task& task, Phase phase) {
   task.phase = phase;
 }
 
-// A speculative store for an update ahead of the decision.
+// Takes a speculative store for an update before the decision.
 bool Executor::reserve(Task& task) {
   bool may = task.job->spec.runs_ahead && !task.is_held && !is_external_ && !task.job->has_decision && is_next(task);
-  if (!may || !task.is_whole() || !speculates()) return false;  // a swap would lose slices that are left alone
+  if (!may || !task.is_whole() || !speculates()) return false;  // a swap would lose slices that are not updated
   auto& stores = speculative_stores_[task.bucket->spec.layout];
   if (stores.empty()) {
     if (std::find(missing_.begin(), missing_.end(), task.bucket_index) == missing_.end())
@@ -55,7 +55,7 @@ bool Executor::reserve(Task& task) {
   return true;
 }
 
-// Run ahead unless half of the recent steps threw that work away.
+// Update before the decision unless half of the recent steps discarded that work.
 bool Executor::speculates() const {
   size_t num_wasted = std::count(wasted_.begin(), wasted_.end(), true);
   return 2 * num_wasted < std::max<size_t>(2, wasted_.size());
@@ -68,10 +68,11 @@ void Executor::updated(Task& task, bool was_ahead) {
   }
   if (!holds_on_host_) free_slot(task);
   enter(task, Phase::kAhead);
-  if (task.job->has_decision) settle(task);  // it was made meanwhile
+  if (task.job->has_decision) settle(task);  // the decision was made meanwhile
 }
 
-// The decision is there: what ran ahead is kept or made anew; of a skipped step nothing happens.
+// Applies the decision to all tasks of a job: updates before the decision are kept or repeated. A skipped step has no
+// effect.
 void Executor::apply(Job& owner, const tf_decision& decision) {
   assert(!owner.has_decision);
   owner.decision = decision;
@@ -103,7 +104,7 @@ void Executor::apply(Job& owner, const tf_decision& decision) {
     for (Task* task : others) give_up(*task);
 }
 
-// After the decision, what ran ahead is kept, or given up, or made anew from gradients that are still there.
+// After the decision, an update that was made before it is kept, dropped, or repeated from gradients that still exist.
 void Executor::settle(Task& task) {
   const tf_decision& decision = task.job->decision;
   if (decision.skip) {
@@ -119,7 +120,7 @@ void Executor::settle(Task& task) {
   }
 }
 
-// The update is final: count it, free what it used, send the weights.
+// The update is final: counts it, frees its buffers, and sends the weights.
 void Executor::keep(Task& task) {
   Bucket& one = *task.bucket;
   free_gradients(task);
@@ -129,21 +130,22 @@ void Executor::keep(Task& task) {
   enter(task, Phase::kToSend);
 }
 
-// Nothing of this task happens: state and weights stay as they are, bit for bit.
+// Drops a task: state and weights are not changed.
 void Executor::give_up(Task& task) {
-  if (task.phase == Phase::kUpdating) return;  // being added to a total: `summed` comes here again
+  // its gradients are being added to a total; `summed` calls this function again
+  if (task.phase == Phase::kUpdating) return;
   auto& parts = task.bucket->parts;
   parts.erase(std::remove(parts.begin(), parts.end(), &task), parts.end());
   free_speculative_store(task);
   free_gradients(task);
   task.has_weights = false;
   finish(task);
-  if (task.job->is_dropped) {  // it was no step, and nobody waits for it
+  if (task.job->is_dropped) {  // the job was not a step, and no thread waits for it
     enter(task, Phase::kDone);
     return;
   }
   task.bucket->updated = task.job->spec.number;
-  enter(task, Phase::kToSend);  // without weights: whoever waits for this job goes on
+  enter(task, Phase::kToSend);  // without weights, so that threads that wait for this job continue
 }
 
 void Executor::finish(Task& task) {
@@ -183,7 +185,7 @@ void Executor::tell_released(Task& task) {
   released_.emplace_back(task.id, task.arrived);
 }
 
-// Forgets what is done: tasks, and jobs that Python does not ask for any more.
+// Removes finished tasks, and jobs that Python does not need any more.
 void Executor::sweep() {
   tasks_.erase(std::remove_if(tasks_.begin(), tasks_.end(), [](auto& task) { return task->phase == Phase::kDone; }),
                tasks_.end());

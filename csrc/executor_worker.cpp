@@ -1,9 +1,10 @@
 // The worker: the thread that sums gradients and updates buckets, one at a time, with all threads of the pool.
 //
-// `pick` chooses a task and moves it to kUpdating, with `mutex_` held. From then on the task belongs to the worker,
-// which gives the lock up while the kernel runs and takes it again to move the task on. A Python optimizer takes the
-// place of this thread by `next_update` and `finish_update`: the phases are the same. The gradients are there because
-// the mover has seen `arrived`; the state may change because `may_change` has seen that no copy reads it.
+// `pick` chooses a task and moves it to kUpdating, with `mutex_` held. From then on the worker owns the task. It
+// releases the lock while the kernel runs, and takes it again to move the task to its next phase. An optimizer in
+// Python replaces this thread by `next_update` and `finish_update`, with the same phases. The gradients are on the
+// host, because the mover has checked `arrived`. The state may change, because `may_change` has checked that no copy
+// reads it.
 #include <math.h>
 #include <string.h>
 
@@ -12,7 +13,7 @@
 namespace tf {
 namespace {
 
-// 64 well-mixed bits of (step, parameter), as rules/formats.py has them.
+// 64 well-mixed bits of (step, parameter), as in rules/formats.py.
 void rounding_key(int64_t step, uint32_t param, uint32_t* key) {
   uint64_t z = static_cast<uint64_t>(step) * 0x9E3779B97F4A7C15u + param * 0xD1B54A32D192ED03u + 0x8CB92BA72F3D8DD7u;
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -40,7 +41,7 @@ void Executor::work_loop() {
   }
 }
 
-// The earliest deadline of what can be updated now; it has what the update needs.
+// The task with the earliest deadline that can be updated now, with its slots and stores reserved.
 Task* Executor::pick() {
   std::vector<Task*> ready;
   for (auto& task : tasks_)
@@ -58,12 +59,12 @@ Task* Executor::pick() {
 bool Executor::may_update(Task& task) {
   if (!is_allowed(task) || !task.has_arrived) return false;
   Bucket& one = *task.bucket;
-  if (is_to_sum(task)) return one.parts.front() == &task && !one.is_full;  // in order, so that sums are always the same
+  if (is_to_sum(task)) return one.parts.front() == &task && !one.is_full;  // in order, so that sums are reproducible
   return is_next(task) && may_change(one);
 }
 
-// Weights may be sent from the state itself: it must not change before they are, nor before somebody has read it who
-// was promised that it would not.
+// Whether the state may change. Weights may be sent from the state: it must not change before they are sent, nor while
+// a reader has frozen it.
 bool Executor::may_change(Bucket& one) {
   if (one.sent < one.updated || !has_come(one.weights_copied_event, TF_WEIGHT_SENT)) return false;
   if (!one.is_frozen) return true;
@@ -78,7 +79,8 @@ bool Executor::prepare(Task& task) {
   bool is_ahead = !task.job->is_open();
   if (!is_ahead && task.speculative_store >= 0) free_speculative_store(task);
   if (!task.has_present() || task.weight_slot || !task.bucket->spec.has_weight_slots) return true;
-  task.weight_slot = weight_slots_.take(is_ahead, is_off(TF_WEIGHT_SLOT));  // ahead of the decision one stays in use
+  // Before the decision the slot stays in use until the decision is made, so the pool may grow.
+  task.weight_slot = weight_slots_.take(is_ahead, is_off(TF_WEIGHT_SLOT));
   return task.weight_slot != nullptr;
 }
 
@@ -121,7 +123,7 @@ void Executor::sum(Lock& lock, Task& task) {
   changed_.notify_all();
 }
 
-// The bucket's total has taken a task's gradients in; the last of a step goes on to the update.
+// The gradients of a task were added to the total of its bucket. The last task of a step continues with the update.
 void Executor::summed(Task& task) {
   Bucket& one = *task.bucket;
   assert(one.parts.front() == &task);
@@ -138,7 +140,7 @@ void Executor::summed(Task& task) {
   task.present = task.has_agreed ? task.agreed : one.added;
   task.grads = one.total;
   enter(task, Phase::kOnHost);
-  if (task.job->has_decision && task.job->decision.skip) give_up(task);  // decided while this was added
+  if (task.job->has_decision && task.job->decision.skip) give_up(task);  // the decision was made during the addition
 }
 
 const tf_hyper& Executor::hyper_of(const Task& task, int32_t group, int64_t step) {

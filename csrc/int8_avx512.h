@@ -1,20 +1,20 @@
-// Adam and AdamW on int8 states with a split master, by hand for AVX-512.
+// Adam and AdamW on int8 states with a split master, written with intrinsics for AVX-512.
 //
-// Why by hand. With 512-bit vectors two ports do all the arithmetic, and on the cores seen so far int8 states are bound
-// by the number of instructions, not by memory. The plain loops spend more than half of theirs on moving 8- and 16-bit
-// numbers into and out of 32-bit lanes in order. Here 32 elements are two vectors, those at even and those at odd
-// places: a pair of 16-bit arrays becomes a pair of 32-bit vectors, and back, with one instruction each (lows, highs),
-// and the steps of the encoding that need no more than 16 bits take 32 elements at once.
+// Why intrinsics: with 512-bit vectors two ports do all the arithmetic, and on the measured cores int8 states are
+// limited by the number of instructions and not by memory. The plain loops use more than half of their instructions to
+// move 8- and 16-bit numbers into and out of 32-bit lanes in order. Here 32 elements are two vectors, the elements at
+// even and at odd places. A pair of 16-bit arrays becomes a pair of 32-bit vectors, and back, with one instruction each
+// (lows, highs). Steps of the encoding that need at most 16 bits process 32 elements at once.
 //
-// Why the bits are the same. The rule is the same operations in the same order; the codes come by other ways:
+// Why the bits are the same: the rule has the same operations in the same order. The codes are computed differently:
 // - m: s = m * inverse, P = the power of two below |s|, 2^-6 at least. 2^20 P + s, rounded once, is what codecs.h
 //   computes, with the sign kept. Its exponent and its lowest bits hold the code.
-// - v: below 2^-14 codecs.h adds 2^-14 to s and takes 1 from the exponent: that is s/2 + 2^-15, rounded once. The two
-//   curves meet at 2^-14, so the larger of s and s/2 + 2^-15 is the right one on both sides.
-// - Both inverses carry a power of two that makes the exponent's bias vanish from the code's byte.
-// - No clamp: top / largest * x exceeds top by two units in the last place at most, too few for one more code.
-// - Blocks that are rare take the plain way: a NaN among the weights (there is one if m or v holds one), or a state of
-//   2^100 and more (where the shifted inverse could underflow).
+// - v: below 2^-14 codecs.h adds 2^-14 to s and subtracts 1 from the exponent. This is s/2 + 2^-15, rounded once. Both
+//   curves meet at 2^-14, so the larger of s and s/2 + 2^-15 is right on both sides.
+// - Both inverses include a power of two that removes the bias of the exponent from the byte of the code.
+// - There is no clamp: top / largest * x exceeds top by at most two units in the last place, too few for the next code.
+// - Rare blocks use the plain loops: blocks with a NaN among the weights (there is one if m or v has one), or with a
+//   state of 2^100 and more (for which the shifted inverse could underflow).
 #pragma once
 #include "loop.h"
 
@@ -28,7 +28,7 @@ TF_INLINE __m512i dwords(uint32_t x) { return _mm512_set1_epi32((int)x); }
 TF_INLINE __m512i integers(__m512 x) { return _mm512_castps_si512(x); }
 TF_INLINE __m512 floats(__m512i x) { return _mm512_castsi512_ps(x); }
 
-// Of two vectors of 32-bit lanes the lower (upper) halves, interleaved.
+// The lower (upper) halves of two vectors of 32-bit lanes, interleaved.
 TF_INLINE __m512i lows(__m512i even, __m512i odd) {
   const __m512i swap = _mm512_set4_epi32(0x0d0c0f0e, 0x09080b0a, 0x05040706, 0x01000302);
   return _mm512_mask_shuffle_epi8(even, 0xccccccccccccccccull, odd, swap);
@@ -38,7 +38,7 @@ TF_INLINE __m512i highs(__m512i even, __m512i odd) {
   return _mm512_mask_shuffle_epi8(odd, 0x3333333333333333ull, even, swap);
 }
 
-// The bytes of 64 elements from two vectors of words; kUpper: those in the words' upper halves.
+// The bytes of 64 elements from two vectors of words. kUpper: from the upper halves of the words.
 template <bool kUpper>
 TF_INLINE __m512i bytes(__m512i first, __m512i second) {
   const int at = kUpper ? 0x01010101 : 0;
@@ -47,7 +47,7 @@ TF_INLINE __m512i bytes(__m512i first, __m512i second) {
   return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), both);
 }
 
-// 32 elements: those at even and those at odd places.
+// 32 elements: the elements at even and at odd places.
 struct Pair {
   __m512 even, odd;
 };
@@ -84,8 +84,8 @@ TF_INLINE __m512 flush(__m512 x) {
   return _mm512_maskz_mov_ps(keep, x);
 }
 
-// Codes of one block as fp16 numbers, of each 64 those at even places first (codecs.h: decode_codes). Through memory:
-// the conversion from there needs one instruction less than from a register.
+// Codes of one block as fp16 numbers (codecs.h: decode_codes). Of each 64, elements at even places come first. They go
+// through memory, because a conversion from memory needs one instruction less than one from a register.
 TF_INLINE void to_halves(__m512i m_codes, __m512i v_codes, uint16_t* m, uint16_t* v) {
   const __m512i m_bits = words(0xbf80), v_bits = words(0x7f80);
   // times 128 with the sign extended: the sign is in bits 15 and 14, and the mask leaves one of them
@@ -111,7 +111,7 @@ struct Int8Tile {
   uint16_t* const halves;    // scratch for two blocks
 
   struct Largest {
-    __m512 m, v, sum;  // the sum is a NaN if a weight is
+    __m512 m, v, sum;  // the sum is NaN if a weight is NaN
   };
 
   TF_INLINE_MEMBER __m512 move(__m512 g, __m512 p, const uint16_t* m_half, __m512 m_scale, const uint16_t* v_half,
@@ -164,12 +164,12 @@ struct Int8Tile {
     return largest;
   }
 
-  // A block's scales and inverses (codecs.h), those of m times 2^-13 and those of v times 2^-16. False for a block that
-  // must go the plain way.
+  // Scales and inverses of a block (codecs.h). Inverses of m are multiplied by 2^-13 and those of v by 2^-16. False for
+  // a block that must use the plain loops.
   TF_INLINE_MEMBER bool scan(const Largest& largest, int at, float* inverse) const {
     const __m512 a = _mm512_shuffle_f32x4(largest.m, largest.v, 0x44);
     const __m512 b = _mm512_shuffle_f32x4(largest.m, largest.v, 0xee);
-    __m512 both = _mm512_max_ps(a, b);  // of m in the lower half, of v in the upper one
+    __m512 both = _mm512_max_ps(a, b);  // m in the lower half, v in the upper half
     both = _mm512_max_ps(both, _mm512_shuffle_f32x4(both, both, 0xb1));
     both = _mm512_max_ps(both, _mm512_permute_ps(both, 0x4e));
     both = _mm512_max_ps(both, _mm512_permute_ps(both, 0xb1));
@@ -192,15 +192,16 @@ struct Int8Tile {
     for (int odd = 0; odd < 2; ++odd) {
       const __m512 s = _mm512_mul_ps(_mm512_load_ps(from + 16 * odd), inverse);
       const __m512 power = floats(_mm512_and_si512(integers(s), dwords(0xff800000u)));
-      const __m512 at_least = _mm512_range_ps(power, _mm512_set1_ps(0x1p-19f), 3);  // by magnitude, the first's sign
+      // the larger magnitude, with the sign of `power`
+      const __m512 at_least = _mm512_range_ps(power, _mm512_set1_ps(0x1p-19f), 3);
       const __m512i rounded = integers(_mm512_fmadd_ps(at_least, _mm512_set1_ps(0x1p20f), s));
       code[odd] = _mm512_madd_epi16(rounded, dwords(0x00010010u));  // upper half + 16 times lower half
     }
-    const __m512i both = lows(code[0], code[1]);  // sign, four bits of no use, code, four zeros
+    const __m512i both = lows(code[0], code[1]);  // sign, four unused bits, code, four zeros
     return _mm512_ternarylogic_epi32(words(0x8000), both, _mm512_slli_epi16(both, 4), 0xca);
   }
 
-  // Codes of v in the lower bytes of words; `not_random` has the random bits inverted.
+  // Codes of v in the lower bytes of words. `not_random` has the inverted random bits.
   TF_INLINE_MEMBER static __m512i encode_v(const float* from, __m512 inverse, __m512i not_random) {
     __m512i code[2];
     for (int odd = 0; odd < 2; ++odd) {
@@ -239,7 +240,7 @@ struct Int8Tile {
       _mm512_storeu_si512(codes[0] + i, bytes<true>(m_code[0], m_code[1]));
       __m512i v_codes = bytes<false>(v_code[0], v_code[1]);
       const __mmask64 zero = _mm512_testn_epi8_mask(v_codes, v_codes);
-      if (__builtin_expect(zero != 0, 0)) {  // code 0 is for 0 alone
+      if (__builtin_expect(zero != 0, 0)) {  // only 0 has the code 0
         __mmask64 positive = 0;
         for (int k = 0; k < 2; ++k) {
           const __m512i upper = highs(_mm512_load_si512(v + i + 32 * k), _mm512_load_si512(v + i + 32 * k + 16));
@@ -251,7 +252,7 @@ struct Int8Tile {
     }
   }
 
-  // m and v back from the order of Pair.
+  // Restores the order of m and v from the order of Pair.
   static void put_in_order(float* values, int n) {
     for (float* x = values; x < values + n; x += 32) {
       float ordered[32];
@@ -260,9 +261,8 @@ struct Int8Tile {
     }
   }
 
-  // False if the codes and scales are still to be computed the plain way, from m and v in scratch. The rule runs for
-  // all blocks first: what comes between, a block's largest number and its inverse, is a long chain of dependent
-  // operations.
+  // False if the plain loops must still compute codes and scales, from m and v in scratch memory. The rule runs for all
+  // blocks first, because the largest number of a block and its inverse are a long chain of dependent operations.
   template <bool kScaled>
   bool run(uint32_t block, Key key, int n) const {
     float inverse[2 * kTile / kBlock];

@@ -1,9 +1,9 @@
-// The kernels of one ISA variant. CMake compiles this file once for each variant with -DTF_ISA=name;
-// everything here has internal linkage or lives in namespace TF_ISA, so that no code built for one
-// CPU can be linked into another's path. For the same reason nothing from the C++ library is used.
+// The kernels of one ISA variant. CMake compiles this file once for each variant with -DTF_ISA=name. All functions have
+// internal linkage or are in namespace TF_ISA, so that code for one CPU is never linked into the variant of another.
+// For the same reason the C++ library is not used.
 //
-// An update goes through tiles that stay in L1. The loop over elements is in loop.h, the rules in rules.h, conversions
-// in codecs.h.
+// An update processes tiles that stay in L1. The loop over elements is in loop.h, the rules are in rules.h, and
+// conversions are in codecs.h.
 #include "kernels.h"
 
 #include "int8_avx512.h"
@@ -25,8 +25,8 @@ namespace {
 
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Flush-to-zero and denormals-are-zero, on or off for a scope, whatever mode the calling thread is in. On aarch64 it is
-// always off: subnormal numbers cost nothing there.
+// Switches flush-to-zero and denormals-are-zero on or off for a scope, for any mode of the calling thread. On aarch64
+// it is always off, because subnormal numbers are not slow there.
 struct FlushMode {
 #if defined(__x86_64__)
   static constexpr unsigned kBits = 0x8040u;
@@ -48,7 +48,7 @@ struct FlushMode {
 #endif
 };
 
-// Copy past the caches: for data that is written once and not read again here.
+// Copies without caching, for data that is written once and not read again here.
 #if defined(__x86_64__)
 constexpr bool kCanStream = true;
 
@@ -74,7 +74,7 @@ void stream(void* into, const void* from, int64_t num_bytes) {
 
 void stream_fence() { _mm_sfence(); }
 #else
-constexpr bool kCanStream = false;  // aarch64 cores see a run of full-line stores and stop allocating by themselves
+constexpr bool kCanStream = false;  // aarch64 cores detect stores of whole lines and do not cache them
 
 void stream(void* into, const void* from, int64_t num_bytes) { memcpy(into, from, (size_t)num_bytes); }
 
@@ -87,21 +87,22 @@ struct alignas(64) Scratch {
   uint8_t code[2 * kTile];
 };
 
-// One update of a segment, tile by tile: decode what the loop cannot read, run the rule, encode, and write past the
-// caches what was computed into scratch.
+// One update of a segment, tile by tile: decodes states that the loop cannot read, runs the rule, encodes, and streams
+// results from scratch to memory without caching.
 struct Update {
   const tf_segment& s;
   Scratch& t;
   const bool out_of_place = s.master_in != s.master;
   const bool through_scratch = kCanStream && out_of_place;
 
-  // Where the loop writes: out of place scratch, if it can be streamed from there, else memory itself.
+  // The target of the loop: scratch for an update out of place if it can be streamed from there, otherwise memory
+  // itself.
   template <class T>
   T* out(void* base, T* scratch, int64_t at) const {
     return through_scratch ? scratch : (T*)base + at;
   }
 
-  // Moves what the loop left in scratch to its place; nothing to do when it is there already.
+  // Copies results of the loop from scratch to memory, if they are not there already.
   template <class T>
   void flush_out(void* base, const T* scratch, int64_t at, int n) const {
     if (through_scratch && base) stream((T*)base + at, scratch, (int64_t)n * (int64_t)sizeof(T));
@@ -116,9 +117,9 @@ struct Update {
     });
   }
 
-  // For each block the scale of its codes, and into `inverse` what brings its values into the codes' range: both NaN
-  // for a block that holds an infinity or a NaN. Apart from the encoding, because each is a long chain of dependent
-  // operations: this way many of them overlap.
+  // Computes for each block the scale of its codes, and in `inverse` the factor that scales its values into the range
+  // of the codes. Both are NaN for a block with an infinity or a NaN. This is separate from the encoding, because each
+  // is a long chain of dependent operations, and many chains overlap here.
   void scan(int which, const float* values, float* inverse, int64_t at, int n) const {
     float* scales = s.scale[which] + at / kBlock;
     const float top = which == 0 ? kMomentMax : kVarianceMax, nan = value(0x7fc00000u);
@@ -145,7 +146,7 @@ struct Update {
   }
 
 #if defined(__AVX512F__)
-  // The int8 format by hand, where int8_avx512.h has it: false, and nothing done, where not.
+  // Runs the int8 format with int8_avx512.h. Returns false without any effect if it does not support the call.
   template <class Rule, class Grad, class Master>
   bool int8_by_hand(const Rule&, const Grad&, const Master&, int64_t, int) const {
     return false;
@@ -183,7 +184,7 @@ struct Update {
   }
 #endif
 
-  // Random bits for the rounding of the second state; a tile starts at a block.
+  // Random bits for the rounding of the second state. A tile starts at a block.
   void draw(int64_t at, int n) const {
     const uint32_t block = (uint32_t)((s.first_index + at) / kBlock);
     const Key key = {s.key[0], s.key[1]};
@@ -195,7 +196,7 @@ struct Update {
   template <class Rule, class Grad, class Master>
   void with_master(const Rule& rule, const Grad& grad, const Master& master, int64_t at, int n) const {
     constexpr bool kFirst = Rule::kFirst, kSecond = Rule::kSecond;
-    const bool keep_first = kFirst && s.state[0];  // SGD without momentum keeps none
+    const bool keep_first = kFirst && s.state[0];  // SGD without momentum has no state
     if (s.format == TF_STATE_BF16) {
       if (kSecond) draw(at, n);
       const Bf16 first = {(const uint16_t*)s.state_in[0] + at, out(s.state[0], t.first, at)};
@@ -221,7 +222,7 @@ struct Update {
     }
   }
 
-  // The loop, with the states that the rule has.
+  // Runs the loop with the states of the rule.
   template <class Rule, class Grad, class Master, class First, class Second>
   static void run(const Rule& rule, const Grad& grad, const Master& master, const First& first, const Second& second,
                   bool keep_first, int n) {
@@ -252,7 +253,7 @@ struct Update {
     flush_out(s.master, t.p, at, n);
   }
 
-  // The weight rounded from the master: write-only even in place, so past the caches where that exists.
+  // Writes the weight, rounded from the master. It is never read here, so it is streamed without caching if possible.
   void put_weight(const float* p, int64_t at, int n) const {
     if (s.weight_type == TF_NONE) return;
     if (s.weight_type == TF_F32) return stream((float*)s.weight + at, p, (int64_t)n * 4);
@@ -320,7 +321,7 @@ void update(const tf_segment& s, int64_t begin, int64_t end) {
   });
 }
 
-// Sixteen lanes, each summed in order, then folded in halves: the definition of the result.
+// The result is defined by sixteen lanes, each summed in order, which are then added in halves.
 double sum_squares(const void* tensor, int dtype, int64_t begin, int64_t end) {
   FlushMode mode(true);  // values below 2^-100 count as zero, as in the rules
   alignas(64) float x[kTile];

@@ -1,23 +1,23 @@
-// One table of kernels for each ISA variant; kernels.cpp is compiled once for each.
+// The table of kernels of an ISA variant. kernels.cpp is compiled once for each variant.
 #pragma once
 #include "api.h"
 
 namespace tf {
 
-// Elements held in L1 at a time, a multiple of 128: measured, and no part of any result.
+// Elements that are held in L1 at once, a multiple of 128. The number was measured and does not change results.
 #if defined(__x86_64__)
 constexpr int64_t kTile = 256;
 #else
 constexpr int64_t kTile = 1024;
 #endif
-constexpr int64_t kSumChunk = 16384;  // elements of one fp64 partial sum (part of the result's definition)
+constexpr int64_t kSumChunk = 16384;  // elements of one fp64 partial sum; it defines the bits of the result
 
-constexpr int64_t kPackedBlock = 4096;  // elements of a packed row that share a scale (part of the format)
+constexpr int64_t kPackedBlock = 4096;  // elements of a packed row that share a scale; part of the format
 
 struct Kernels {
   const char* isa;
-  const char* rules;  // their names, in the order of the codes
-  // Elements [begin, end) of the segment; both are multiples of 128 or the segment's end.
+  const char* rules;  // names of the rules, in the order of their codes
+  // Elements [begin, end) of the segment. Both are multiples of 128 or the end of the segment.
   void (*update)(const tf_segment& segment, int64_t begin, int64_t end);
   double (*sum_squares)(const void* tensor, int dtype, int64_t begin, int64_t end);  // at most kSumChunk elements
   void (*accumulate)(float* into, const void* from, int from_type, int64_t begin, int64_t end);
@@ -25,7 +25,7 @@ struct Kernels {
   void (*split)(const float* values, uint16_t* upper, int16_t* lower, int64_t numel);
   void (*join)(const uint16_t* upper, const int16_t* lower, float* values, int64_t numel);
   void (*scale)(float* values, float factor, int64_t numel);
-  // Elements [begin, end) of a row; begin is a multiple of kPackedBlock. The mean is of all rows.
+  // Elements [begin, end) of a row. begin is a multiple of kPackedBlock. The mean is over all rows.
   void (*encode)(const tf_packing& packing, int64_t row, int64_t begin, int64_t end);
   void (*mean)(const tf_packing& packing, int64_t row, int64_t begin, int64_t end);
   void (*decode)(const tf_packing& packing, int64_t row, int64_t begin, int64_t end);

@@ -1,7 +1,7 @@
-// The one loop over elements, for every rule and every way that weights and states lie in memory.
+// The loop over elements, for every rule and every format of weights and states.
 //
-// A rule works on fp32 numbers in registers; how each of them is read and written is a small accessor. The loop is
-// fused on purpose: while the divider is busy with one vector, the conversions of the next ones run beside it.
+// A rule works on fp32 numbers in registers. Small accessors read and write them. The loop is fused on purpose: the
+// conversions of the next vectors overlap with the division of the current vector.
 #pragma once
 #include "codecs.h"
 #include "rules.h"
@@ -12,13 +12,13 @@ namespace TF_ISA {
 TF_INLINE float widen(float x) { return x; }
 TF_INLINE float widen(uint16_t x) { return from_bf16(x); }
 
-// A factor of 1 changes nothing, so the common case leaves the product out.
+// A factor of 1 changes nothing, so the common case omits the product.
 template <bool kScaled, class T>
 TF_INLINE float scaled(T grad, float factor) {
   return kScaled ? widen(grad) * factor : widen(grad);
 }
 
-TF_INLINE uint32_t magnitude_bits(float x) { return bits(x) << 1; }  // in the order of magnitudes, NaN above all
+TF_INLINE uint32_t magnitude_bits(float x) { return bits(x) << 1; }  // ordered as the magnitudes; NaN is the largest
 TF_INLINE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 // ---- accessors: get(i) reads element i as fp32, put(i, x) writes it
@@ -47,7 +47,7 @@ struct Split {
   TF_INLINE_MEMBER float get(int i) const { return join_one(upper_in[i], lower_in[i]); }
   TF_INLINE_MEMBER void put(int i, float x) const { split_number(x, upper[i], lower[i]); }
   TF_INLINE_MEMBER uint32_t seen(float x) const { return magnitude_bits(x); }
-  // A NaN is split as if it were a number, and again here, if the largest magnitude seen says that there is one.
+  // The loop splits a NaN like a number. If the largest magnitude shows that there is a NaN, it is split again here.
   void mend(uint32_t largest, int n) const {
     if (largest > 0xff000000u) mend_nans(upper, lower, n);
   }
@@ -73,8 +73,8 @@ struct Nothing {  // a state that the rule does not have
   TF_INLINE_MEMBER void put(int, float) const {}
 };
 
-// ivdep: iterations are independent; an element is read before it is written, so in place is fine. Returns what the
-// master has to be mended by.
+// ivdep: iterations are independent. An element is read before it is written, so updates in place are correct. Returns
+// the argument for `mend` of the master.
 template <class Rule, class Grad, class Master, class First, class Second>
 __attribute__((noinline)) static uint32_t loop(Rule rule, Grad grad, Master master, First first, Second second, int n) {
   uint32_t largest = 0;
@@ -91,8 +91,8 @@ __attribute__((noinline)) static uint32_t loop(Rule rule, Grad grad, Master mast
   return largest;
 }
 
-// The same for fp32 in place, the common case: with __restrict (which holds only for a function's own parameters) the
-// compiler may interleave two vectors, and that hides the latency of the square root and the division.
+// The loop for fp32 in place, the common case. With __restrict, which is valid only for parameters of a function, the
+// compiler may interleave two vectors. This hides the latency of the square root and the division.
 template <bool kScaled, class Rule, class Grad>
 __attribute__((noinline)) static void loop_in_place(Rule rule, const Grad* __restrict grad, float factor,
                                                     float* __restrict p, float* __restrict m, float* __restrict v,
@@ -107,8 +107,8 @@ __attribute__((noinline)) static void loop_in_place(Rule rule, const Grad* __res
   }
 }
 
-// And with a split master, in place or not: fp32 states of a bf16 weight. Returns what Split::mend takes.
-struct SplitIn {  // where the old ones are, if not in place
+// The loop for fp32 states with a split master, in place or out of place. Returns the argument of Split::mend.
+struct SplitIn {  // the old halves, in an update out of place
   const uint16_t* upper;
   const int16_t* lower;
   const float *m, *v;

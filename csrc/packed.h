@@ -1,5 +1,5 @@
-// A packed row in memory, and what a call may or may not have: what packing.h and unpacking.h share.
-// src/twinflow/codes/code.py says how a row lies in memory.
+// Functions that packing.h and unpacking.h share: packed rows in memory, and accessors of optional arguments.
+// src/twinflow/codes/code.py describes the format of a row.
 #pragma once
 #include "kernels.h"
 #include "loop.h"
@@ -8,17 +8,17 @@ namespace tf {
 namespace TF_ISA {
 
 constexpr int kPacked = (int)kPackedBlock;
-constexpr int kUnpacked = 1024;         // elements that are decoded at a time: no part of any result
-constexpr int kLanes = 64;              // of the sum of magnitudes: part of the definition of one bit's scale
+constexpr int kUnpacked = 1024;         // elements that are decoded at once; it does not change results
+constexpr int kLanes = 64;              // lanes of the sum of magnitudes; they define the scale of the 1-bit code
 constexpr int kWord = 32;               // elements of one word of signs
-constexpr uint32_t kNan = 0x7fc00000u;  // the scale of a block that holds what is not finite
+constexpr uint32_t kNan = 0x7fc00000u;  // the scale of a block with a number that is not finite
 
 struct alignas(64) PackingScratch {
-  float c[kPacked], values[kPacked], base[kPacked];  // the last two: what gather cannot read as it is
+  float c[kPacked], values[kPacked], base[kPacked];  // the last two: inputs that gather cannot read directly
   uint8_t codes[kPacked];
 };
 
-// ---- where a row's scales and codes are
+// ---- addresses of the scales and codes of a row
 
 struct Row {
   uint8_t* scales;
@@ -39,7 +39,7 @@ struct Row {
   }
 };
 
-// ---- accessors of what a call may or may not have
+// ---- accessors of optional arguments
 
 struct NoBase {
   TF_INLINE_MEMBER float add(int, float given) const { return given; }
@@ -51,7 +51,7 @@ struct SomeBase {
   TF_INLINE_MEMBER float add(int i, float given) const { return in[i] * factor + given; }
 };
 
-struct AllIn {  // no exponents: nothing is scaled, nothing is left out
+struct AllIn {  // without exponents: no scaling, and no element is left out
   TF_INLINE_MEMBER float times(int, float x) const { return x; }
   TF_INLINE_MEMBER float divided(int, float x) const { return x; }
   TF_INLINE_MEMBER float choose(int, float x, float) const { return x; }
@@ -60,12 +60,13 @@ struct AllIn {  // no exponents: nothing is scaled, nothing is left out
 template <bool kScaled>
 struct Exponents {
   const uint8_t* in;
-  // A power of two by way of bf16: half of the shifts are of 16 bits.
+  // The power of two is made as bf16, so that half of the shifts are of 16 bits.
   TF_INLINE_MEMBER float times(int i, float x) const { return kScaled ? x * from_bf16((uint16_t)(in[i] << 7)) : x; }
   TF_INLINE_MEMBER float divided(int i, float x) const {
     return kScaled ? x * from_bf16((uint16_t)((254 - in[i]) << 7)) : x;
   }
-  // As a mask, or gcc moves what follows before the selection and does it twice; a mask of bytes is cheap to widen.
+  // A mask, because gcc would move later operations before a selection and do them twice. A mask of bytes is cheap to
+  // widen.
   TF_INLINE_MEMBER float choose(int i, float x, float otherwise) const {
     const int8_t is_in = in[i] != 0 ? -1 : 0;
     const uint32_t keep = (uint32_t)(int32_t)is_in;

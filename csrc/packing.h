@@ -1,8 +1,8 @@
-// Numbers into packed rows, block by block. src/twinflow/codes/reference.py is the truth.
+// Packs numbers into rows, block by block. It gives the same bits as src/twinflow/codes/reference.py.
 //
-// A block is worked on in scratch that stays in L1 and L2, so that memory is read and written once. Each loop does one
-// thing for a whole tile and is made for its dtypes, and for whether there are exponents, a base and errors: no element
-// asks for them. Everything runs in IEEE mode: a subnormal number counts as what it is.
+// A block is processed in scratch memory in L1 and L2, so that memory is read and written once. Each loop does one
+// operation for a whole tile. Loops are compiled for each dtype, and with or without exponents, base and errors, so
+// that there are no conditions per element. All code runs in IEEE mode, where subnormal numbers are not flushed.
 #pragma once
 #include <math.h>
 
@@ -11,12 +11,12 @@
 namespace tf {
 namespace TF_ISA {
 
-// How many elements have a part in the scale, 1 at least.
+// Number of elements that count for the scale, at least 1.
 static float count(const AllIn&, int n) { return (float)n; }
 
 template <bool kScaled>
 static float count(const Exponents<kScaled>& chosen, int n) {
-  uint8_t lanes[kLanes] = {0};  // a block has 64 elements for each: no overflow
+  uint8_t lanes[kLanes] = {0};  // a block has 64 elements per lane, so there is no overflow
   int i = 0, total = 0;
   for (; i + kLanes <= n; i += kLanes)
     for (int k = 0; k < kLanes; ++k) lanes[k] = (uint8_t)(lanes[k] + (chosen.in[i + k] != 0));
@@ -25,9 +25,10 @@ static float count(const Exponents<kScaled>& chosen, int n) {
   return total > 1 ? (float)total : 1.0f;
 }
 
-// One bit for each number below zero, in groups of 64. By hand: compilers do not see it.
+// One bit for each number below zero, in groups of 64. It uses intrinsics, because compilers do not vectorise it.
 #if defined(__aarch64__)
-TF_INLINE uint8x16_t weigh_signs(const float* c, uint8x16_t weights) {  // 16 elements, each its bit's weight or zero
+// 16 elements; each is the weight of its bit, or zero
+TF_INLINE uint8x16_t weigh_signs(const float* c, uint8x16_t weights) {
   const uint16x8_t low =
       vuzp1q_u16(vreinterpretq_u16_u32(vcltzq_f32(vld1q_f32(c))), vreinterpretq_u16_u32(vcltzq_f32(vld1q_f32(c + 4))));
   const uint16x8_t high = vuzp1q_u16(vreinterpretq_u16_u32(vcltzq_f32(vld1q_f32(c + 8))),
@@ -63,10 +64,10 @@ TF_INLINE void pack_signs(const float* c, uint8_t* into) {
 #endif
 }
 
-// What is seen of c while it is gathered, 64 elements at a time. For one bit: the signs, and the sum of magnitudes in
-// lanes, each in order, which are then folded in halves.
+// Statistics of c, which are computed while it is gathered, 64 elements at once. For the 1-bit code: the signs, and the
+// sum of magnitudes in lanes, each in order, which are then added in halves.
 struct Signs {
-  static constexpr bool kReadsBf16 = true;  // in a loop of its own: one bit is the code that has to be quick
+  static constexpr bool kReadsBf16 = true;  // with a separate loop, because the 1-bit code has to be fast
   alignas(64) float lanes[kLanes];
   uint8_t* codes;
 
@@ -83,7 +84,7 @@ struct Signs {
   }
 };
 
-// For more bits: the largest magnitude, in lanes too. A NaN is larger than all.
+// For more bits: the largest magnitude, also in lanes. A NaN is the largest.
 struct Largest {
   static constexpr bool kReadsBf16 = false;
   alignas(64) int32_t lanes[kLanes] = {0};
@@ -111,7 +112,7 @@ TF_INLINE void gather_some(const T* values, float factor, const Base& base, cons
   }
 }
 
-// c = (base + values * factor) * 2^k + error; in the last 64 elements what is missing is zero.
+// c = (base + values * factor) * 2^k + error. The last 64 elements are filled with zeros.
 template <class T, class Base, class Chosen, class Error, class Seen>
 __attribute__((noinline)) static void gather(const T* __restrict values, float factor, Base base, Chosen chosen,
                                              Error error, Seen& seen, float* __restrict c, int n) {
@@ -126,7 +127,8 @@ __attribute__((noinline)) static void gather(const T* __restrict values, float f
   seen.see(c + i);
 }
 
-// Whether a number that is finite is below zero. By bits on NEON, where a float compare that minds NaN takes six.
+// Whether a finite number is below zero. NEON compares bits, because a float comparison with NaN takes six
+// instructions.
 TF_INLINE bool below_zero(float x) {
 #if defined(__aarch64__)
   return bits(x) > 0x80000000u;
@@ -135,13 +137,13 @@ TF_INLINE bool below_zero(float x) {
 #endif
 }
 
-// A scale that is tiny is zero, one that is not finite is NaN.
+// A tiny scale becomes zero, and a scale that is not finite becomes NaN.
 static float usable(float scale) {
   const uint32_t magnitude = bits(scale) & 0x7fffffffu;
   return magnitude >= 0x7f800000u ? value(kNan) : scale < 0x1p-100f ? 0.0f : scale;
 }
 
-// What the signs leave.
+// The rounding errors of the signs.
 template <class Chosen>
 static void leave_signs(const float*, float, const Chosen&, const NoError&, int) {}
 
@@ -153,7 +155,7 @@ __attribute__((noinline)) static void leave_signs(const float* __restrict c, flo
   for (int i = 0; i < n; ++i) error.put(i, chosen.choose(i, c[i] - (below_zero(c[i]) ? minus : scale), 0.0f));
 }
 
-// A block that cannot be packed keeps its error, but for elements that are left out.
+// A block that cannot be packed keeps its error, except for elements that are left out.
 template <class Chosen>
 static void keep_error(const Chosen&, const NoError&, int) {}
 
@@ -162,7 +164,7 @@ static void keep_error(const Chosen& chosen, const SomeError& error, int n) {
   for (int i = 0; i < n; ++i) error.put(i, chosen.choose(i, error.at[i], 0.0f));
 }
 
-// Half to even, with the sign of a zero kept. For magnitudes below 2^22.
+// Rounds half to even and keeps the sign of zero. For magnitudes below 2^22.
 TF_INLINE float rounded(float x) {
 #if defined(__aarch64__) || defined(__SSE4_1__)
   return rintf(x);
@@ -172,8 +174,8 @@ TF_INLINE float rounded(float x) {
 #endif
 }
 
-// Codes from -top to top, stored plus `shift`; and what they leave. No clamp: the largest magnitude, divided by top and
-// times one over that, exceeds top by some units in the last place at most, too few for one more code.
+// Codes from -top to top, stored with `shift` added, and their rounding errors. There is no clamp: the largest
+// magnitude times the inverse scale exceeds top by at most some units in the last place, too few for the next code.
 template <class Chosen, class Error>
 __attribute__((noinline)) static void pack_numbers(const float* __restrict c, float scale, int shift, Chosen chosen,
                                                    Error error, uint8_t* __restrict into, int n) {
@@ -186,17 +188,17 @@ __attribute__((noinline)) static void pack_numbers(const float* __restrict c, fl
   }
 }
 
-// Two codes a byte, the first in the lower half.
+// Packs two codes into a byte, the first in the lower half.
 static void pack_pairs(const uint8_t* __restrict codes, uint8_t* __restrict into, int num_bytes) {
   for (int i = 0; i < num_bytes; ++i) into[i] = (uint8_t)(codes[2 * i] | codes[2 * i + 1] << 4);
 }
 
-// One block of one row: c into scratch, its scale, its codes, and what they leave.
+// Packs one block of one row: c in scratch, its scale, its codes, and their rounding errors.
 struct Encode {
   const tf_packing& p;
   PackingScratch& t;
   const Row row;
-  const int64_t block, at;  // of the row; of the block's first element, among all
+  const int64_t block, at;  // number of the block in the row; index of its first element among all elements
   const int n;
 
   void run() const {
@@ -257,7 +259,7 @@ struct Encode {
     gather(values, p.factor, SomeBase{base, p.base_factor}, chosen, error, seen, t.c, n);
   }
 
-  // The codes from scratch to the row; its last block is followed by zeros.
+  // Writes the codes from scratch to the row. Zeros follow the last block.
   void write_codes() const {
     uint8_t* into = row.codes + block * kPacked / 8 * p.bits;
     const int num_bytes = (n * p.bits + 7) / 8;
@@ -271,7 +273,7 @@ struct Encode {
   }
 };
 
-// Elements [begin, end) of a row; begin is a block's.
+// Packs elements [begin, end) of a row. begin is the start of a block.
 static void encode_range(const tf_packing& p, int64_t row, int64_t begin, int64_t end) {
   PackingScratch scratch;
   for (int64_t first = begin; first < end; first += kPacked) {

@@ -23,7 +23,7 @@ void relax() {
 #endif
 }
 
-// Polls for a short while, so that back-to-back calls do not pay for a wake-up each; false: go to sleep.
+// Polls for a short time, so that successive calls do not need a wake-up each. False: the thread should sleep.
 template <class Condition>
 bool spin(Condition condition) {
   const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(30);
@@ -42,10 +42,10 @@ struct Job {
   int64_t num_tasks;
 };
 
-// Never destroyed: its threads are detached, sleep between jobs and end with the process, or when retired.
+// Never destroyed. Its threads are detached, sleep between jobs, and end with the process or with `retire`.
 class Pool {
  public:
-  // Where the system gives fewer threads than wanted, the pool works with those it got.
+  // If the system provides fewer threads than requested, the pool uses those.
   explicit Pool(int num_threads) : wanted(num_threads) {
     try {
       for (int i = 1; i < num_threads; ++i) std::thread([this] { work(); }).detach();
@@ -65,7 +65,7 @@ class Pool {
     }
     wake_.notify_all();
     share(job);
-    {  // a worker that has not woken by now is not waited for
+    {  // a worker that is not awake yet is not waited for
       std::lock_guard<std::mutex> lock(mutex_);
       open_ = false;
     }
@@ -109,7 +109,7 @@ class Pool {
         job = job_;
       }
       share(job);
-      std::lock_guard<std::mutex> lock(mutex_);  // so that the caller is either before its check or asleep
+      std::lock_guard<std::mutex> lock(mutex_);  // the caller is either before its check or asleep
       if (active_.fetch_sub(1, std::memory_order_release) == 1) finished_.notify_one();
     }
   }
@@ -124,7 +124,7 @@ class Pool {
   std::atomic<int> active_{0};  // workers inside the job
 };
 
-// Rebuilt in a forked child: there the threads are gone and a lock may have been held.
+// Rebuilt in a forked child, which has no threads of the parent and in which a lock may be held.
 struct Shared {
   std::mutex turn;
   Pool* pool = nullptr;

@@ -1,27 +1,27 @@
-// The update rules, element by element, in fp32 (SGD also in double). src/twinflow/rules/*.py is the truth: every line
-// here is the same operations in the same order, so results agree bit for bit. A rule is a struct, a code with a name,
-// and a line in with_rule(); nothing else in csrc names one.
+// The update rules, element by element, in fp32 (SGD also in double). The operations and their order are those of
+// src/twinflow/rules/*.py, so that results have the same bits. A rule is a struct, a code with a name, and a line in
+// with_rule(). No other code in csrc depends on a rule.
 //
-// Why flushing is part of each rule. On x86 an operation on subnormal numbers is some hundred
-// times slower, and the momentum of unused embedding rows decays into that range. So every rule
-// sets states and weights below 2^-100 in magnitude to +0, on every machine.
+// Why flushing is part of each rule: on x86 an operation on subnormal numbers is some hundred times slower, and the
+// momentum of unused embedding rows decays into that range. So every rule sets states and weights below 2^-100 in
+// magnitude to +0, on every machine.
 //
-// Why that lets x86 run with flush-to-zero and denormals-are-zero without changing a bit. Flush
-// mode replaces operands and results below 2^-126 by zero; call that a perturbation. Every number
-// a rule stores is flush(a + x), and perturbations reach a and x multiplied by at most 1.
-// - Only one of them is perturbed, say x, so |x| < 2^-125. If |a| >= 2^-100, its neighbours are at
-//   least 2^-124 away, x is less than half of that, and the rounded sum is a either way. If
-//   |a| < 2^-100, then |a| <= 2^-100 - 2^-124, and the sum is flushed either way.
-// - Both are: then both are below 2^-124, and the sum is flushed either way.
-// What a gradient becomes on its way into such a sum: g * factor is perturbed only below 2^-126, where
-// its square is zero in both modes. Where weight decay is added to it, or it is divided (Adagrad), the
-// sum is flushed at once, so what goes on is exact. Each rule's flush_safe() checks its multipliers: 0, or
-// from 2^-126 to 1; the rare call that fails the check runs in IEEE mode.
+// Why x86 may then run with flush-to-zero and denormals-are-zero without changing a bit: flush mode replaces operands
+// and results below 2^-126 by zero. This is called a perturbation here. Every number that a rule stores is
+// flush(a + x), and perturbations of a and x are multiplied by at most 1.
+// - If only one of them is perturbed, say x, then |x| < 2^-125. If |a| >= 2^-100, its neighbours are at least 2^-124
+//   away, x is less than half of that, and the rounded sum is a in both modes. If |a| < 2^-100, then
+//   |a| <= 2^-100 - 2^-124, and the sum is flushed in both modes.
+// - If both are perturbed, both are below 2^-124, and the sum is flushed in both modes.
+// The gradient: g * factor is perturbed only below 2^-126, where its square is zero in both modes. If weight decay is
+// added to it, or it is divided (Adagrad), the sum is flushed at once, and the flushed sum is exact. The flush_safe()
+// of each rule checks its multipliers: they must be 0, or from 2^-126 to 1. The rare call that fails the check runs in
+// IEEE mode.
 //
-// SGD always does. It adds in double, where a need not be an fp32 number but may lie halfway between two, and any x
-// decides: a subnormal weight read as zero could change a bit. Nor would it gain much: in double nothing is subnormal
-// (the least product of five fp32 numbers is 2^-745), and the states and weights that it reads it has flushed itself.
-// Only subnormal gradients cost it time.
+// SGD always runs in IEEE mode. It adds in double, where a may lie halfway between two fp32 numbers, and then any x
+// decides the rounding: a subnormal weight that is read as zero could change a bit. Flush mode would also save little
+// time: in double no number is subnormal (the least product of five fp32 numbers is 2^-745), and SGD has flushed the
+// states and weights that it reads. Only subnormal gradients are slow.
 #pragma once
 #include <math.h>
 
@@ -32,27 +32,28 @@ namespace TF_ISA {
 
 constexpr uint32_t kTinyBits = 27u << 23;  // 2^-100
 
-// By bits: integer compares vectorise to two or three instructions everywhere, where on NEON a float compare that
-// lets NaN through takes seven. The shift drops the sign.
+// Compares bits: integer comparisons vectorise to two or three instructions on all machines, while on NEON a float
+// comparison that keeps NaN takes seven. The shift removes the sign.
 static inline float flush(float x) { return (bits(x) << 1) < (kTinyBits << 1) ? 0.0f : x; }
-static inline float flush_positive(float x) {  // as a mask, or gcc selects once more after a sqrt of the result
+// a mask, because gcc would select again after a square root of the result
+static inline float flush_positive(float x) {
   const uint32_t keep = bits(x) < kTinyBits ? 0u : ~0u;
   return value(bits(x) & keep);
 }
-// flush, for where gcc would move what follows before the selection: a conversion, or the halves of a split master. On
-// AVX-512 it would make branches of that, and the loop would not vectorise.
+// flush as a mask, for places where gcc would move later operations (a conversion, or the halves of a split master)
+// before the selection. On AVX-512 gcc would make branches of them, and the loop would not vectorise.
 static inline float flush_mask(float x) {
   const uint32_t keep = (bits(x) << 1) < (kTinyBits << 1) ? 0u : ~0u;
   return value(bits(x) & keep);
 }
 
-// hyper[] by rule (scalars come from rules/*.py, computed in double, rounded once)
+// Indices in hyper[] by rule. The scalars come from rules/*.py, which computes them in double and rounds once.
 enum { kOneMinusB1 = 0, kB2 = 1, kOneMinusB2 = 2, kEps = 3, kStep = 4, kDecay = 5, kL2 = 6 };  // Adam, AdamW
 enum { kAdagradEps = 0, kAdagradStep = 1, kAdagradL2 = 2 };
 enum { kLionOneMinusB1 = 0, kLionOneMinusB2 = 1, kLionLr = 2, kLionDecay = 3 };
 enum { kSgdMomentum = 0, kSgdKeep = 1, kSgdLr = 2, kSgdL2 = 3, kSgdNesterov = 4 };
 
-// 0, or a normal number of at most 1. By bits: the calling thread may be in flush mode itself.
+// Whether x is 0, or a normal number of at most 1. It compares bits, because the calling thread may be in flush mode.
 static inline bool harmless(float x) {
   const uint32_t magnitude = bits(x) & 0x7fffffffu;
   return magnitude == 0 || (magnitude >= 0x00800000u && magnitude <= 0x3f800000u);
@@ -61,9 +62,10 @@ static inline bool harmless(float x) {
 // A rule takes the gradient g and updates weight p, first state m and second state v of one element. flush_safe:
 // whether flush mode cannot change a bit with these scalars (the note at the top).
 
-template <bool kCoupled>  // coupled: weight decay enters the gradient (Adam); else it shrinks the weight (AdamW)
+// coupled: weight decay is added to the gradient (Adam); otherwise it multiplies the weight (AdamW)
+template <bool kCoupled>
 struct Adam {
-  static constexpr bool kFirst = true, kSecond = true;  // the states it has
+  static constexpr bool kFirst = true, kSecond = true;  // the states of the rule
   float one_minus_b1, b2, one_minus_b2, eps, step, decay, l2;
   explicit Adam(const float* h)
       : one_minus_b1(h[kOneMinusB1]),
@@ -73,7 +75,7 @@ struct Adam {
         step(h[kStep]),
         decay(h[kDecay]),
         l2(h[kL2]) {}
-  bool flush_safe() const {  // (1 - b2) g is multiplied by g, which may be large: it must not be perturbed at all
+  bool flush_safe() const {  // (1 - b2) g is multiplied by g, which may be large, so it must not be perturbed at all
     return harmless(one_minus_b1) && harmless(b2) && one_minus_b2 >= 0x1p-25f && harmless(step) && harmless(decay) &&
            harmless(l2);
   }
@@ -113,8 +115,8 @@ struct Lion {
   }
 };
 
-// SGD in the form that most calls have: no weight decay, no Nesterov, no dampening. The weight is rounded once, as by a
-// fused multiply-add, which torch uses: the product is exact in double.
+// SGD in the form of most calls: without weight decay, Nesterov and dampening. The weight is rounded once, as by the
+// fused multiply-add of torch, because the product is exact in double.
 struct SgdPlain {
   static constexpr bool kFirst = true, kSecond = false;
   float momentum;
@@ -145,17 +147,17 @@ struct Sgd {  // all in double: each state and weight is rounded once
   }
 };
 
-// Rules by tf_segment's code. Python reads the names, in the order of the codes, and has to have the same.
+// Codes of the rules in tf_segment. Python compares the names, in the order of the codes, with its own.
 enum : int32_t { kAdamWCode, kAdamCode, kAdagradCode, kLionCode, kSgdCode };
 constexpr const char* kRuleNames = "adamw adam adagrad lion sgd";
 
-// Calls `run` with a segment's rule.
+// Calls `run` with the rule of a segment.
 template <class Run>
 static void with_rule(const tf_segment& s, const Run& run) {
   const float* h = s.hyper;
   switch (s.rule) {
     case kAdamWCode: return run(Adam<false>(h));
-    case kAdamCode:  // without weight decay there is nothing to couple
+    case kAdamCode:  // without weight decay Adam equals AdamW
       return h[kL2] == 0.0f ? run(Adam<false>(h)) : run(Adam<true>(h));
     case kAdagradCode: return run(Adagrad(h));
     case kLionCode: return run(Lion(h));

@@ -1,8 +1,8 @@
-// Page-locked buffers ("slots") that gradients and weights pass through on their way between device and host.
+// Page-locked buffers ("slots") for the copies of gradients and weights between device and host.
 //
-// A pool has no lock of its own: the executor calls it with its mutex held. It owns the memory. A slot belongs to the
-// task that has taken it. Given back, it may still be read by a stream: `read_until` marks the end of that, and the
-// slot is taken again only after it.
+// A pool has no lock: the executor calls it with its mutex held. The pool owns the memory. A slot belongs to the task
+// that has taken it. A stream may still read a slot after the task has returned it. The event `read_until` marks the
+// end of this read, and the slot is taken again only after it.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -22,7 +22,7 @@ struct Slot {
   EventRef read_until;
 };
 
-// Up to `limit` slots of equal size, made when first needed.
+// Up to `limit` slots of equal size, which are allocated at first use.
 class SlotPool {
  public:
   SlotPool(Driver& driver, int64_t slot_bytes, int32_t limit) : limit(limit), driver_(driver), bytes_(slot_bytes) {}
@@ -51,7 +51,7 @@ class SlotPool {
     for (; num_more > 0; --num_more)
       if (Slot* slot = make()) free_.push_back(slot);
   }
-  // Whether a stream still uses a slot that was given back: the copy of a task that was dropped on its way, say.
+  // Whether a stream still uses a slot that was returned, for example in the copy of a task that was dropped.
   bool has_readers() const {
     return std::any_of(free_.begin(), free_.end(), [](Slot* slot) { return !is_done(slot->read_until); });
   }

@@ -1,8 +1,9 @@
 // Streams and events (streams.h), for machines with a GPU and for machines without one.
 //
-// Without a GPU each stream is a thread, which owns its queue and works through it in order; an event is a flag that
-// the thread sets. With a GPU the CUDA driver has the queues: the functions here only enqueue, from any thread of ours
-// that has called `enter_thread`. A stream is used by one thread at a time (the executor's lock), an event by any.
+// Without a GPU each stream is a thread, which owns its queue and processes it in order. An event is a flag that the
+// thread sets. With a GPU the CUDA driver has the queues: the functions here only enqueue, from any thread that has
+// called `enter_thread`. One thread at a time uses a stream (under the lock of the executor). Any thread may use an
+// event.
 #include "streams.h"
 
 #include <dlfcn.h>
@@ -45,7 +46,7 @@ namespace {
 void* map_hidden(size_t num_bytes) {
   void* buffer = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (buffer == MAP_FAILED) return nullptr;
-  madvise(buffer, num_bytes, MADV_DONTFORK);  // a child that a DataLoader forks must not copy page-locked pages
+  madvise(buffer, num_bytes, MADV_DONTFORK);  // a forked child, as of a DataLoader, must not copy page-locked pages
   return buffer;
 }
 
@@ -124,7 +125,7 @@ class ThreadStream final : public Stream {
 
   void loop() {
     name_thread("twinflow-stream");
-    bool failed = false;  // what comes after a failure is not done, but whoever waits for it is told
+    bool failed = false;  // after a failure later work is not done, but its events report the failure
     double start_s = 0;
     for (;;) {
       Item item = pop();
@@ -154,7 +155,7 @@ class ThreadDriver final : public Driver {
   std::unique_ptr<Stream> new_stream(SpanLog* log) override { return std::make_unique<ThreadStream>(log); }
   void* new_pinned(size_t num_bytes, bool* is_locked) override {
     void* buffer = map_hidden(num_bytes);
-    if (buffer) memset(buffer, 0xFF, num_bytes);  // NaN: who reads what was never written shows it
+    if (buffer) memset(buffer, 0xFF, num_bytes);  // NaN, so that reads of memory that was never written are noticed
     *is_locked = true;
     return buffer;
   }
@@ -163,7 +164,7 @@ class ThreadDriver final : public Driver {
   void hold(void*, const EventRef& event) override { event->wait(); }
 };
 
-// CUDA. These are the driver's own types and numbers (cuda.h), so that building needs no toolkit.
+// CUDA. Types and numbers of the driver (cuda.h) are repeated here, so that the build does not need the toolkit.
 
 typedef int CUresult;
 typedef void* CUcontext;
@@ -223,7 +224,7 @@ const Cuda* cuda() {
   return found;
 }
 
-// Events are used again: making one takes longer than recording it.
+// Events are reused, because creating one takes longer than recording it.
 class CudaEvents {
  public:
   CUevent take() {
@@ -248,7 +249,7 @@ class CudaEvents {
   std::vector<CUevent> free_;
 };
 
-// What all streams of one device share. The calling thread may have another device's context, or none.
+// Data that all streams of one device share. The calling thread may have the context of another device, or none.
 struct CudaDevice {
   CUcontext context = nullptr;
   CudaEvents events;
@@ -262,7 +263,7 @@ struct Entered {
   }
 };
 
-// Nullptr where there is no such device.
+// Returns nullptr if there is no such device.
 CudaDevice* cuda_device(int32_t index) {
   static std::mutex mutex;
   static std::vector<std::unique_ptr<CudaDevice>> all;
@@ -397,7 +398,7 @@ class CudaDriver final : public Driver {
   }
   void enter_thread() override {
     cuda()->cuCtxSetCurrent(device_.context);
-    int mode = kCaptureRelaxed;  // else a query of ours would break a CUDA graph that the user captures
+    int mode = kCaptureRelaxed;  // otherwise a query here would break a CUDA graph that the user captures
     cuda()->cuThreadExchangeStreamCaptureMode(&mode);
   }
   void hold(void* stream, const EventRef& event) override { hold_cuda(stream, event); }
@@ -417,7 +418,7 @@ std::shared_ptr<Driver> new_cuda_driver(int32_t device) {
 
 }  // namespace tf
 
-// Events as Python sees them.
+// Events in the C ABI.
 
 tf_event* tf_event_new(void) { return new tf_event{std::make_shared<tf::ThreadEvent>()}; }
 void tf_event_signal(tf_event* event, int32_t failed) {

@@ -1,6 +1,6 @@
-// Streams that copy, and events that order them: on a GPU through the CUDA driver, which is loaded when it is first
-// needed, and on a machine without one as threads. Both follow the same rules, so that the executor has one code path,
-// and a test on a CPU can delay any stream.
+// Streams for copies, and events that order them. On a GPU they use the CUDA driver, which is loaded at first use.
+// Without a GPU they are threads. Both have the same semantics, so that the executor has one code path, and a test on a
+// CPU can delay any stream.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -11,7 +11,7 @@
 
 namespace tf {
 
-// A point in a stream's work.
+// A point in the work of a stream.
 class Event {
  public:
   enum State { kFailed = -1, kPending = 0, kDone = 1 };
@@ -21,7 +21,7 @@ class Event {
 };
 using EventRef = std::shared_ptr<Event>;
 
-// What a stream or a thread did, and when, in seconds of the monotonic clock (Python's time.perf_counter).
+// Work of a stream or a thread, with its start and end in seconds of the monotonic clock (Python's time.perf_counter).
 struct Span {
   int32_t kind;
   int32_t bucket;
@@ -29,7 +29,7 @@ struct Span {
   double end_s;
 };
 
-// Spans come from several threads. Nothing is kept unless recording is on.
+// Collects spans from several threads. Spans are kept only if recording is on.
 class SpanLog {
  public:
   void set_enabled(bool enabled);
@@ -43,44 +43,45 @@ class SpanLog {
   volatile bool enabled_ = false;
 };
 
-// Copies in order, beside other streams.
+// Copies in order, concurrently with other streams.
 class Stream {
  public:
   virtual ~Stream() = default;
   virtual void wait(const EventRef& event) = 0;
   virtual void copy(void* into, const void* from, size_t num_bytes) = 0;
   virtual EventRef record() = 0;
-  virtual void set_delay(double seconds) = 0;  // before each span's copies; for tests
+  virtual void set_delay(double seconds) = 0;  // a delay before the copies of each span, for tests
   // The copies between these two calls are one span of the log.
   virtual void begin_span() = 0;
   virtual void end_span(int32_t kind, int32_t bucket) = 0;
-  // Moves spans that the device has finished to the log. `anchor` is an event whose moment is `anchor_s`.
+  // Moves spans that the device has finished to the log. `anchor` is an event that was recorded at `anchor_s`.
   virtual void flush_spans(void* anchor, double anchor_s) = 0;
 };
 
-// Where streams and page-locked memory come from.
+// Creates streams and page-locked memory.
 class Driver {
  public:
   virtual ~Driver() = default;
   virtual std::unique_ptr<Stream> new_stream(SpanLog* log) = 0;
-  virtual void* new_pinned(size_t num_bytes, bool* is_locked) = 0;  // nullptr where there is no memory
+  virtual void* new_pinned(size_t num_bytes, bool* is_locked) = 0;  // nullptr if there is no memory
   virtual void free_pinned(void* buffer, size_t num_bytes, bool is_locked) = 0;
-  virtual void enter_thread() = 0;                             // called once by every thread of ours that uses streams
-  virtual void hold(void* stream, const EventRef& event) = 0;  // a stream of the caller's waits; null: the caller does
+  virtual void enter_thread() = 0;  // called once by every thread of the library that uses streams
+  // lets a stream of the caller wait; null: the caller waits
+  virtual void hold(void* stream, const EventRef& event) = 0;
 };
 
 std::shared_ptr<Driver> new_thread_driver();
-// Nullptr where the CUDA driver cannot be loaded or has no such device.
+// Returns nullptr if the CUDA driver cannot be loaded or has no such device.
 std::shared_ptr<Driver> new_cuda_driver(int32_t device);
 
 double now_s();
 
-// Of the calling thread, for debuggers and for tests that count ours; 15 characters at most.
+// Names the calling thread, for debuggers and for tests that count threads. At most 15 characters.
 void name_thread(const char* name);
 
 }  // namespace tf
 
-// What Python holds of an event.
+// The event that Python holds.
 struct tf_event {
   tf::EventRef ref;
 };

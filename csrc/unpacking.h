@@ -1,24 +1,25 @@
-// Packed rows into numbers: one row, or the mean of several. src/twinflow/codes/reference.py is the truth.
+// Unpacks one row, or computes the mean of several rows. It gives the same bits as src/twinflow/codes/reference.py.
 #pragma once
 #include "packed.h"
 
 namespace tf {
 namespace TF_ISA {
 
-constexpr int kMostRows = 4;  // added in one go
+constexpr int kMostRows = 4;  // rows that are added at once
 
 alignas(64) static const uint32_t kBits[kWord] = {
     1u << 0,  1u << 1,  1u << 2,  1u << 3,  1u << 4,  1u << 5,  1u << 6,  1u << 7,  1u << 8,  1u << 9,  1u << 10,
     1u << 11, 1u << 12, 1u << 13, 1u << 14, 1u << 15, 1u << 16, 1u << 17, 1u << 18, 1u << 19, 1u << 20, 1u << 21,
     1u << 22, 1u << 23, 1u << 24, 1u << 25, 1u << 26, 1u << 27, 1u << 28, 1u << 29, 1u << 30, 1u << 31};
 
-// What rows say at the same elements: where their codes start, and their scales.
+// Codes and scales of several rows at the same elements.
 struct Said {
   const uint8_t* codes[kMostRows];
   float scales[kMostRows];
 };
 
-// Adds what kRows rows say, in their order, to `into`; kFirst: to nothing. Whole words are read: a row is padded.
+// Adds the decoded numbers of kRows rows, in their order, to `into`. kFirst: `into` is overwritten. Whole words are
+// read, because rows are padded.
 template <int kRows, bool kFirst>
 __attribute__((noinline)) static void add_signs(const Said& said, float* __restrict into, int n) {
   float plus[kRows], minus[kRows];
@@ -67,14 +68,14 @@ static void add_bytes(const uint8_t* __restrict codes, float scale, float* __res
 
 template <bool kFirst>
 static void add_nibbles(const uint8_t* __restrict codes, float scale, float* __restrict into, int n) {
-  for (int i = 0; 2 * i < n; ++i) {  // of an odd number one more, which nobody reads
+  for (int i = 0; 2 * i < n; ++i) {  // for an odd number one more element is written, and not used
     const float low = (float)((codes[i] & 15) - 8) * scale, high = (float)((codes[i] >> 4) - 8) * scale;
     into[2 * i] = kFirst ? low : into[2 * i] + low;
     into[2 * i + 1] = kFirst ? high : into[2 * i + 1] + high;
   }
 }
 
-// The sum of what rows [row, row + num_rows) say at elements [first, first + n), which lie in one block.
+// The sum of the decoded rows [row, row + num_rows) at elements [first, first + n), which are in one block.
 template <bool kFirst>
 static void add_rows(const tf_packing& p, int64_t row, int num_rows, int64_t first, float* into, int n) {
   Said said;
@@ -94,7 +95,7 @@ static void add_rows(const tf_packing& p, int64_t row, int num_rows, int64_t fir
 TF_INLINE void put(float* into, float x) { *into = x; }
 TF_INLINE void put(uint16_t* into, float x) { *into = to_bf16(x); }
 
-// Out = found * factor * 2^-k, or out + that.
+// out = found * factor * 2^-k, or out + found * factor * 2^-k.
 template <bool kAdded, class T, class Chosen>
 __attribute__((noinline)) static void finish(const float* __restrict found, float factor, Chosen chosen,
                                              T* __restrict out, int n) {
@@ -109,7 +110,7 @@ struct Decode {
   const tf_packing& p;
   PackingScratch& t;
 
-  // Rows [row, row + num_rows) at elements [first, first + n), which become the elements from `at`.
+  // Decodes rows [row, row + num_rows) at elements [first, first + n), and writes them to the elements from `at`.
   void run(int64_t row, int64_t num_rows, int64_t first, int64_t at, int n) const {
     for (int64_t r = 0; r < num_rows; r += kMostRows) {
       const int some = (int)(num_rows - r < kMostRows ? num_rows - r : kMostRows);
@@ -135,7 +136,8 @@ struct Decode {
   }
 };
 
-// Elements [begin, end) of rows [row, row + num_rows), added where there are several (the mean); begin is a block's.
+// Decodes elements [begin, end) of rows [row, row + num_rows), or their mean if there are several. begin is the start
+// of a block.
 static void decode_range(const tf_packing& p, int64_t row, int64_t num_rows, int64_t begin, int64_t end) {
   PackingScratch scratch;
   for (int64_t first = begin; first < end; first += kUnpacked) {

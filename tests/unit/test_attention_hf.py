@@ -247,7 +247,7 @@ def funnel() -> Any:
         (lambda: build("bert"), [WINDOW], "2 layers"),
         (mistral, WINDOW, "sliding_window 16"),
         (t5, WINDOW, "T5ForConditionalGeneration"),
-        (crossing, WINDOW, "not self-attention"),
+        (crossing, WINDOW, "Patterns are for self-attention, and not for attention from a decoder"),
         (funnel, att.FixedSparsityConfig(HEADS), "FunnelModel"),
         (lambda: build("bert", output_attentions=True), WINDOW, "output_attentions"),
     ],

@@ -307,7 +307,10 @@ def test_the_config_gives_sparse_layers_their_pattern() -> None:
     ("section", "words"),
     [
         ({}, 'attention="unidirectional"'),
-        ({"mode": "local", "num_random_blocks": 2}, "num_random_blocks is 2.*It belongs to mode variable, bigbird"),
+        (
+            {"mode": "local", "num_random_blocks": 2},
+            "num_random_blocks=2 cannot be used with.*It belongs to mode variable, bigbird",
+        ),
         ({"mode": "fixed", "attention": "unidirectional", "num_local_blocks": 3, "num_global_blocks": 2}, "divisor"),
     ],
 )

@@ -240,11 +240,17 @@ def test_config_sections() -> None:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"mode": "sparse"}, "sparse_attention.mode is 'sparse', but must be 'dense', 'fixed'"),
+        ({"mode": "sparse"}, "sparse_attention.mode is 'sparse', but must be one of 'dense', 'fixed'"),
         ({"mode": ["fixed"]}, "sparse_attention.mode"),
-        ({"mode": "fixed", "num_local_block": 4}, "sparse_attention.num_local_block is 4.*Known: block"),
-        ({"mode": "fixed", "num_random_blocks": 4}, "num_random_blocks is 4.*belongs to mode variable, bigbird"),
-        ({"mode": "local", "different_layout_per_head": True}, "different_layout_per_head is True"),
+        (
+            {"mode": "fixed", "num_local_block": 4},
+            "sparse_attention.num_local_block=4 cannot be used with sparse_attention.mode='fixed'.*Known: block",
+        ),
+        (
+            {"mode": "fixed", "num_random_blocks": 4},
+            "num_random_blocks=4 cannot be used with .*mode='fixed'.*belongs to mode variable, bigbird",
+        ),
+        ({"mode": "local", "different_layout_per_head": True}, "different_layout_per_head=True cannot be used with"),
         ({"num_heads": 4}, "sparse_attention.num_heads"),
         ({"block": 8}, "block is 8"),
         ({"block": 16.0}, "block is 16.0"),
@@ -254,7 +260,10 @@ def test_config_sections() -> None:
         ({"num_different_global_patterns": 2}, "Set different_layout_per_head to true"),
         ({"num_different_global_patterns": 5, "different_layout_per_head": True}, "at most 4"),
         ({"different_layout_per_head": "yes"}, "different_layout_per_head is 'yes'"),
-        ({"horizontal_global_attention": True, "attention": "unidirectional"}, "horizontal_global_attention"),
+        (
+            {"horizontal_global_attention": True, "attention": "unidirectional"},
+            "horizontal_global_attention=True cannot be",
+        ),
         ({"horizontal_global_attention": 1}, "horizontal_global_attention is 1"),
         ({"mode": "variable", "local_window_blocks": []}, "at least one width"),
         ({"mode": "variable", "local_window_blocks": 4}, "local_window_blocks is 4"),

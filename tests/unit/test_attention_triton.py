@@ -218,12 +218,15 @@ def test_a_pattern_is_laid_out_for_the_length() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "cuda"}, "backend is 'cuda', but must be 'auto', 'triton', 'flex', 'torch'"),
+        ({"backend": "cuda"}, "backend is 'cuda', but must be one of 'auto', 'triton', 'flex', 'torch'"),
         ({"layout": "bigbird"}, "layout is 'str', but must be a Layout or a SparsityConfig"),
-        ({"dropuot": 0.1}, "an option of sparse_attention is 'dropuot', but must be 'scale'"),
+        ({"dropuot": 0.1}, "an option of sparse_attention is 'dropuot', but must be one of 'scale'"),
         ({"dropout": 1.0}, "dropout is 1.0"),
-        ({"backend": "triton"}, "q.device is 'cpu', but must be a CUDA device. Or use backend=\"torch\""),
-        ({"backend": "flex"}, "block is 16, but must be 128. Flex kernels work on tiles of 128"),
+        (
+            {"backend": "triton"},
+            "q.device is 'cpu', but must be a CUDA device. Move the tensors, or use backend=\"torch\"",
+        ),
+        ({"backend": "flex"}, "block is 16, but must be 128. The kernels of flex use tiles of 128"),
     ],
 )
 def test_mistakes_are_named(options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +241,7 @@ def test_what_the_kernels_cannot_do_is_named() -> None:
     tensors, layout = small()
     with pytest.raises(ValueError, match=r"q\.dtype is torch\.float64"):
         triton_attention(*[tensor.double() for tensor in tensors], layout, Extras())
-    with pytest.raises(ValueError, match="head_dim is 320, but must be up to 256"):
+    with pytest.raises(ValueError, match="head_dim is 320, but must be at most 256"):
         triton_attention(*[torch.zeros(1, 2, 40, 320) for _ in range(3)], layout, Extras())
 
 

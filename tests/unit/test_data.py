@@ -110,16 +110,18 @@ def test_a_batch_larger_than_an_epoch_goes_on_in_the_next(counted: TokenData) ->
 
 @pytest.mark.parametrize("what", [("train", -1, 1, 4), ("train", 0, 0, 4), ("train", 0, 1, 0), ("test", 0, 1, 4)])
 def test_a_batch_that_cannot_be_is_refused(counted: TokenData, what: tuple[Any, int, int, int]) -> None:
-    with pytest.raises(ValueError, match=r"allowed: (a whole|'train')"):
+    with pytest.raises(ValueError, match=r"but must be (a whole|one of 'train')"):
         counted.batch(*what)
 
 
 def test_too_few_tokens_for_a_context(counted: TokenData) -> None:
     assert counted.batch("valid", 0, 1, 99)[0].shape == (1, 99)
     counted.check_context(99)
-    with pytest.raises(ValueError, match=r"'counted' with 1,000 tokens, 100 of them for valid; context 100 needs 101"):
+    with pytest.raises(
+        ValueError, match=r"'counted' with 1,000 tokens, 100 of them for valid, but context 100 needs at least 101"
+    ):
         counted.batch("valid", 0, 1, 100)
-    with pytest.raises(ValueError, match="context 100 needs 101"):
+    with pytest.raises(ValueError, match="context 100 needs at least 101"):
         counted.check_context(100)
 
 
@@ -374,7 +376,7 @@ def test_a_tokenizers_vocabulary_serves_for_a_file_of_tokens(tokenizer: str, tmp
     np.arange(20, dtype="<u2").tofile(tmp_path / "some.bin")
     data = load_data(str(tmp_path / "some.bin"), tokenizer)
     assert data.vocab_size == 6
-    with pytest.raises(ValueError, match="allowed: 0 to 5"):
+    with pytest.raises(ValueError, match="but must be 0 to 5"):
         data.batch("train", 0, 1, 17)
 
 
@@ -446,8 +448,8 @@ def test_a_missing_path_names_the_nearest(tmp_path: Path) -> None:
     ("name", "content", "words"),
     [
         ("a.txt", b"", "is empty"),
-        ("a.jsonl", b"\n\n", "holds no tokens"),
-        ("a.bin", b"", "holds no tokens"),
+        ("a.jsonl", b"\n\n", "has no tokens"),
+        ("a.bin", b"", "has no tokens"),
         ("a.txt", b"text\0", "has no zero bytes"),
         ("a.bin", b"abc", "size of .*a.bin is 3, but must be a multiple of 2"),
         ("a.npy", b"text", "is not a .npy file"),
@@ -469,7 +471,12 @@ def test_an_array_of_something_else(array: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("side", "words"),
-    [("{", "is not JSON"), ("[]", "an object like"), ('{"dtype": "float"}', "dtype in"), ('{"vocab_size": 0}', ">= 1")],
+    [
+        ("{", "but is not JSON"),
+        ("[]", "an object like"),
+        ('{"dtype": "float"}', "dtype in"),
+        ('{"vocab_size": 0}', ">= 1"),
+    ],
 )
 def test_a_wrong_file_beside_the_tokens(side: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(bytes(8))

@@ -130,7 +130,10 @@ def test_what_is_the_trainers_business_is_refused(cases: Any, config: dict[str, 
 
 
 def test_what_would_train_wrongly_is_refused(cases: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="one of them"):
+    with pytest.raises(
+        ValueError,
+        match=r"^optimizer in the config of TwinStrategy cannot be used with an optimizer of configure_optimizers\(\)",
+    ):
         cases.fit(tmp_path, cases.TwinStrategy(config={**cases.CONFIG, "optimizer": ADAMW}))
     with pytest.raises(ValueError, match="gradient_clip_algorithm"):
         cases.fit(tmp_path, cases.TwinStrategy(config=cases.CONFIG), gradient_clip_algorithm="value")

@@ -89,10 +89,12 @@ def test_without_the_library_only_host_optimizers_work(kind: str, tmp_path: Path
     assert first.split() == ["False", "torch", "0.899"], result.stderr
     assert len(refused) == 2
     for line in refused:
-        assert re.fullmatch(r"The native library is missing \(.*\), and offloaded training needs it\. .*", line)
+        assert re.fullmatch(
+            r"Offloaded training is not possible, because the native library is missing \(.*\)\. .*", line
+        )
     lines = [line for line in result.stderr.splitlines() if "twinflow" in line]
     assert len(lines) == 1, result.stderr
-    assert "torch references; offloaded training is not possible" in lines[0]
+    assert "torch references, and offloaded training is not possible" in lines[0]
 
 
 def test_a_library_with_another_abi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

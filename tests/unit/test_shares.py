@@ -420,7 +420,7 @@ def test_what_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         share_host(0, 4, (), {"TWINFLOW_THREADS": "many"}, root)
     pretend(monkeypatch, "2-3", "0-7")
     share = share_host(0, 4, (), {}, root)
-    assert (share.cores, share.num_threads, share.note) == ((2, 3), 2, "bound already: CPUs 2-3")
+    assert (share.cores, share.num_threads, share.note) == ((2, 3), 2, "the process is bound already: CPUs 2-3")
     assert bound == []
 
 
@@ -441,7 +441,7 @@ def test_a_system_that_refuses_divides_the_number(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "sched_setaffinity", refuse, raising=False)
     share = share_host(1, 2, (), {}, machine(tmp_path, {0: "0-7"}))
     assert (share.cores, share.num_threads) == (tuple(range(8)), 4)
-    assert "refuses to bind them (Operation not permitted)" in share.note
+    assert "because the system refuses to bind them (Operation not permitted)" in share.note
 
 
 def run_python(code: str, folder: Path, *arguments: str) -> list[Any]:

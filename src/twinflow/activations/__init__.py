@@ -1,4 +1,6 @@
-"""Activation checkpointing of any model: layers run again in backward, their inputs on the device or on the host."""
+"""Activation checkpointing of any model: layers run again in backward. Their inputs are saved on the device or on the
+host.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""Inputs of checkpointed layers on the host between forward and backward.
+"""Offload of the inputs of checkpointed layers: between forward and backward they are on the host.
 
-Out: when a layer is about to run, its large inputs are copied to page-locked memory on a stream of their own, beside
-the layer's work. The last few originals stay on the device: they are the first that backward wants. An older one is let
-go after the model's stream has been told to wait for its copy. The host never waits, and memory that is freed then is
-in order on that stream: a thread that queues a whole forward ahead of the GPU does not keep every input by doing so.
+Copy out: before a layer runs, its large inputs are copied to page-locked memory. A stream of its own makes these copies
+while the layer runs. The originals of the last few layers stay on the device, because backward needs them first. An
+older original is freed after the model's stream has been told to wait for the copy. The host never waits. Freed memory
+is reused in the order of the model's stream, so a thread that queues a whole forward ahead of the GPU does not keep all
+inputs on the device.
 
-Back: when backward asks for an input, those of the layers before it start on their way too.
+Copy back: when backward reads the input of a layer, the inputs of the preceding layers are prefetched.
 
-One stream copies in both directions, so a host buffer can be used again as soon as nobody wants what is in it: whatever
-still reads or writes it is queued before the next copy.
+One stream copies in both directions. A host buffer can therefore be reused as soon as its contents are not needed any
+more: copies that still read or write the buffer are queued before the next one.
 """
 
 from __future__ import annotations
@@ -24,43 +25,44 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from twinflow.device import Device, Event, Stream
+from twinflow.errors import wrong_state
 
-MIN_BYTES = 1 << 20  # smaller inputs stay: a copy would cost more than it gives
+MIN_BYTES = 1 << 20  # smaller inputs stay on the device: the memory saved is not worth a copy
 STREAM = "activations"
-# Sync points.
-MADE = "activation made"  # a copy out starts after the work that made the input
-KEPT = "activation kept"  # an original's memory is used again after its copy out
-ROOM = "activation room"  # a copy in starts after the work that used its memory before
-BACK = "activation back"  # backward uses an input after its copy in
+# Synchronisation points. Tests switch each of them off.
+MADE = "activation made"  # a copy out starts after the work that computed the input
+KEPT = "activation kept"  # the memory of an original is reused after its copy out
+ROOM = "activation room"  # a copy back starts after the work that used its target memory before
+BACK = "activation back"  # backward uses an input after its copy back
 
 
 @dataclass(eq=False)
 class Call:
-    """One call of a layer."""
+    """One call of a layer in forward, with its offloaded inputs."""
 
     layer: str
-    previous: weakref.ref[Call] | None  # made before it, so its inputs are wanted after these
+    previous: weakref.ref[Call] | None  # the call before it in forward; backward needs its inputs next
     inputs: list[weakref.ref[Saved]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class Saved:
-    """One input between forward and backward."""
+    """One input of a layer between forward and backward."""
 
     owner: Offload
     call: Call
-    source: weakref.ref[Tensor]  # what the layer was given, to know it when it is given to another layer
+    source: weakref.ref[Tensor]  # the tensor given to the layer, to recognise it when another layer is given it
     version: int
-    original: Tensor | None  # while it is on the device
+    original: Tensor | None  # None after it was freed on the device
     size: torch.Size
     stride: tuple[int, ...]
-    host: Tensor  # with the same layout
-    buffer: Tensor  # which `host` is a view of
+    host: Tensor  # the copy on the host, with the layout of the original
+    buffer: Tensor  # the pool's buffer; `host` is a view of it
     out: Event | None = None
     back: Event | None = None
-    restored: Tensor | None = None  # on its way back, or there and not asked for yet
-    is_shared: bool = False  # several layers are given it: it stays
-    is_spoiled: bool = False  # written to before its copy was known to be over
+    restored: Tensor | None = None  # the copy back on the device, complete or not, until backward takes it
+    is_shared: bool = False  # several layers have this input: the original stays on the device
+    is_spoiled: bool = False  # the original was changed in place before it was freed
     is_ordered: bool = False  # the model's stream waits for `out`
 
     def __del__(self) -> None:
@@ -68,8 +70,9 @@ class Saved:
 
 
 class Offload:
-    """Takes inputs to the host and brings them back. Those of `window` layers on their way out and of `ahead` layers on
-    their way back are on the device beside those of the layer at work."""
+    """Copies inputs to the host and back. Besides the inputs of the running layer, those of `window` layers whose
+    copies out are in progress and of `ahead` layers whose copies back are in progress are on the device.
+    """
 
     def __init__(
         self, device: Device, where: torch.device, min_bytes: int = MIN_BYTES, window: int = 2, ahead: int = 2
@@ -78,7 +81,8 @@ class Offload:
         self.bytes_out = 0
         self.bytes_back = 0
         self._where, self._min_bytes, self._window, self._ahead = where, min_bytes, window, ahead
-        self._stream = device.stream(STREAM)  # now: the garbage collector must not have to ask for it
+        # made here, because the garbage collector may need it and must not create it
+        self._stream = device.stream(STREAM)
         self._pool = HostPool(device, self._stream)
         self._leaving: deque[weakref.ref[Call]] = deque()  # oldest first
         self._known: weakref.WeakValueDictionary[int, Saved] = weakref.WeakValueDictionary()  # by id of the source
@@ -87,19 +91,20 @@ class Offload:
 
     @property
     def host_bytes(self) -> int:
-        """Page-locked memory in use or kept for the next step."""
+        """Bytes of page-locked memory, in use or kept for the next step."""
         return self._pool.num_bytes
 
     def saving(self, tensors: Sequence[Tensor], layer: str) -> saved_tensors_hooks:
-        """Around a checkpointed call with these inputs: what is saved of them is on the host.
+        """Context manager for a checkpointed call with the inputs `tensors`. Autograd saves these inputs on the host.
 
-        Whatever runs inside the call is under the checkpoint's own hooks: only inputs come by here.
+        The checkpoint installs its own hooks for tensors that are saved inside the call, so only inputs arrive here.
         """
         astray = next((tensor.device for tensor in tensors if tensor.is_cuda and tensor.device != self._where), None)
         if astray is not None:
-            raise RuntimeError(
-                f"{layer} is given a tensor on {astray}, but its inputs are offloaded from {self._where}. Move the "
-                "model first, then checkpoint its layers; a model on several GPUs is not supported."
+            raise wrong_state(
+                f"The checkpointed layer {layer} cannot use a tensor on {astray}",
+                f"its inputs are offloaded from {self._where}",
+                "Move the model before its layers are checkpointed. A model on several GPUs is not supported.",
             )
         while len(self._leaving) >= self._window:
             self._let_go(self._leaving.popleft()())
@@ -119,7 +124,7 @@ class Offload:
 
     def _is_worth_it(self, tensor: Tensor) -> bool:
         return (
-            type(tensor) is Tensor  # a Parameter stays where it is, and of other kinds only their makers know the bytes
+            type(tensor) is Tensor  # A Parameter stays on the device. Other subclasses may hold their data elsewhere.
             and tensor.is_floating_point()
             and tensor.layout == torch.strided
             and tensor.device == self._where
@@ -129,10 +134,11 @@ class Offload:
         )
 
     def _save(self, tensor: Tensor, call: Call) -> Saved:
-        """Start the copy out."""
+        """Start the copy of an input to the host, unless another layer has saved the same tensor."""
         known = self._known.get(id(tensor))
         if known is not None and known.source() is tensor and known.version == tensor._version:
-            # A mask, or the output of an encoder: while other layers use it, its memory is not free anyway.
+            # This is an input of several layers, such as a mask or the output of an encoder. Its memory is in use
+            # anyway.
             known.original, known.is_shared = tensor.detach(), True
             return known
         original, num_bytes = tensor.detach(), tensor.numel() * tensor.element_size()
@@ -151,7 +157,7 @@ class Offload:
         return saved
 
     def _let_go(self, call: Call | None) -> None:
-        """The copies out are waited for by the model's stream, so the originals' memory may be used again there."""
+        """Free the originals of a call. The model's stream waits for their copies out before it reuses the memory."""
         for saved in _alive(call):
             if saved.original is not None and not saved.is_shared:
                 self._order(saved)
@@ -165,32 +171,36 @@ class Offload:
             saved.is_ordered = True
 
     def _fetch(self, saved: Saved) -> Tensor:
-        """The input on the device, for the model's stream; those before it are sent for."""
+        """Return the input on the device, ordered for the model's stream, and prefetch the inputs
+        of preceding calls.
+        """
         if self._is_closed:
-            raise RuntimeError(
-                f"backward wants an input of {saved.call.layer} that was on the host, but checkpointing was removed. "
-                "Call backward() first, then remove() or engine.destroy()."
+            raise wrong_state(
+                f"backward() cannot read the offloaded input of {saved.call.layer}",
+                "checkpointing was removed",
+                "Call remove() or engine.destroy() after backward().",
             )
         found = saved.original
         if saved.is_spoiled or (found is not None and found._version != saved.version):
-            raise RuntimeError(
-                f"an input of the checkpointed layer {saved.call.layer} was changed by an in-place operation before "
-                "its backward: the layer cannot run again. Write the result to a new tensor, or leave this layer out."
+            raise wrong_state(
+                f"The checkpointed layer {saved.call.layer} cannot run again in backward",
+                "an in-place operation has changed one of its inputs",
+                "Write the result to a new tensor, or do not checkpoint this layer.",
             )
         if found is not None:
-            self._order(saved)  # when backward frees it, the copy out is over
+            self._order(saved)  # Backward may free the original only after its copy out.
         else:
             self._bring(saved)
             assert saved.back is not None
             self.device.hold_compute(saved.back, BACK)
-            found, saved.restored = saved.restored, None  # a second backward through the same graph copies it again
-        if not saved.is_shared:  # it belongs to many calls, and says nothing of which come next
+            found, saved.restored = saved.restored, None  # A second backward through the same graph copies it again.
+        if not saved.is_shared:  # A shared input does not tell which call comes next.
             self._prefetch(saved.call)
         assert found is not None
         return found
 
     def _prefetch(self, call: Call) -> None:
-        """Send for the inputs of the calls before it."""
+        """Start the copies back of the inputs of the `ahead` calls before this one."""
         for _ in range(self._ahead):
             before = call.previous() if call.previous is not None else None
             if before is None:
@@ -201,7 +211,7 @@ class Offload:
             call = before
 
     def _bring(self, saved: Saved) -> None:
-        """Start the copy in, unless it has started."""
+        """Start the copy back, unless it was started before."""
         if saved.restored is not None:
             return
         tensor = torch.empty_strided(saved.size, saved.stride, dtype=saved.host.dtype, device=self._where)
@@ -213,7 +223,9 @@ class Offload:
         self.bytes_back += num_bytes
 
     def _forget(self, saved: Saved) -> None:
-        """Nobody can ask for it any more: after its backward, or with a graph that was dropped."""
+        """Release the memory of an input. Called when no graph refers to it: after its backward, or when the graph was
+        dropped.
+        """
         if self._is_closed:
             return
         if saved.original is not None and not saved.is_ordered:
@@ -223,34 +235,38 @@ class Offload:
         self._pool.give(saved.buffer)
 
     def _outlive_copies(self, tensor: Tensor) -> None:
-        """Freed with a copy under way that nobody waits for: the allocator is told to. Here, in any thread, even in the
-        garbage collector, we must not wait ourselves. On the CPU the queued copy holds its tensors."""
+        """Tell the allocator to reuse the tensor's memory only after the copies that are queued on the stream.
+
+        This function may run in any thread and in the garbage collector, so it must not wait for a copy itself. On the
+        CPU the queued copy holds references to its tensors.
+        """
         if tensor.is_cuda:
             self._stream.run(lambda: tensor.record_stream(torch.cuda.current_stream(tensor.device)))
 
     def close(self) -> None:
-        """Give threads and page-locked memory back; a backward that is still to come is refused."""
+        """Release threads and page-locked memory. A later backward raises RuntimeError."""
         self._is_closed = True
         self._pool.clear()
         self.device.close()
 
 
 class HostPool:
-    """Page-locked buffers, kept from step to step: to make one takes longer than to copy into it.
+    """A pool of page-locked buffers. Buffers are kept between steps, because page-locking takes longer than a copy.
 
-    A new one is made only when no free one is large enough, and then replaces one that was too small: however lengths
-    change, there are never more buffers than were in use at one time, nor larger ones than were asked for.
+    A new buffer is made only if no free one is large enough. It then replaces the largest free buffer. Also with
+    changing sequence lengths there are never more buffers than were in use at one time, and none is larger than
+    requested.
     """
 
     def __init__(self, device: Device, stream: Stream) -> None:
         self.num_bytes = 0
         self._device, self._stream = device, stream
         self._free: list[Tensor] = []
-        self._returned: deque[Tensor] = deque()  # by any thread, and by the garbage collector: without a lock
+        self._returned: deque[Tensor] = deque()  # filled by any thread and by the garbage collector, so without a lock
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> Tensor:
-        """A buffer of at least this size; copies queued on the stream may still use it."""
+        """A buffer of at least this size. Copies that are queued on the stream may still use it."""
         with self._lock:
             while self._returned:
                 self._free.append(self._returned.popleft())
@@ -259,18 +275,18 @@ class HostPool:
                 if buffer.numel() >= num_bytes:
                     return self._free.pop(i)
             if self._free:
-                self._stream.synchronize()  # what is copied from or to it must be over
+                self._stream.synchronize()  # Copies from or to the buffer must be complete before it is unlocked.
                 self._device.release(dropped := self._free.pop())
                 self.num_bytes -= dropped.numel()
             self.num_bytes += num_bytes
             return self._device.pinned(num_bytes, torch.uint8)
 
     def give(self, buffer: Tensor) -> None:
-        """Nobody wants what is in it."""
+        """Return a buffer whose contents are not needed any more."""
         self._returned.append(buffer)
 
     def clear(self) -> None:
-        """Let go of all; the device unlocks them when it is closed."""
+        """Drop all buffers. `Device.close` unlocks their memory."""
         with self._lock:
             self._free.clear()
             self._returned.clear()
@@ -278,7 +294,7 @@ class HostPool:
 
 
 def _alive(call: Call | None) -> Iterator[Saved]:
-    """Inputs of a call that somebody may still ask for."""
+    """Inputs of a call that a graph still refers to."""
     for reference in call.inputs if call is not None else ():
         saved = reference()
         if saved is not None:
@@ -286,7 +302,9 @@ def _alive(call: Call | None) -> Iterator[Saved]:
 
 
 def _copy(target: Tensor, source: Tensor) -> Callable[[], None]:
-    """A copy that lets go of the source when it is done: a thread keeps the last work it did."""
+    """A copy that drops its references when it is done, because a stream's thread keeps the last
+    function that it ran.
+    """
     pair = [(target, source)]
 
     def work() -> None:
@@ -297,11 +315,11 @@ def _copy(target: Tensor, source: Tensor) -> Callable[[], None]:
 
 
 def _memory(tensor: Tensor) -> tuple[object, ...]:
-    """Tensors for which this is the same have the same bytes in the same layout."""
+    """A key that is equal for two tensors if they have the same memory and layout."""
     return tensor.data_ptr(), tensor.dtype, tensor.size(), tensor.stride()
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """No gaps and no element twice, in whatever order of dimensions."""
+    """Whether the elements fill their memory without gaps and overlaps, in any order of dimensions."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(order).is_contiguous()

@@ -1,11 +1,11 @@
-"""Inputs of checkpointed layers, kept in parts by ranks that all have the same.
+"""Inputs of checkpointed layers, sharded over tensor-parallel ranks between forward and backward.
 
-Under tensor parallelism every rank is given the same input of a layer. Of a large one each rank keeps its part alone,
-and when the layer runs again in backward the ranks gather the whole: one all-gather a layer instead of `world` copies.
-Every rank has to run the same layers again in the same order, as tensor ranks do anyway.
+Under tensor parallelism the input of a layer is the same on every rank. Each rank saves only its part of a large input.
+When the layer runs again in backward, the ranks gather the whole input: this costs one all-gather per layer and saves
+the memory of the other copies. All ranks must run the same layers again in the same order, as tensor ranks do anyway.
 
-Not for inputs that differ between the ranks: where ranks share the sequence they are parts already. `is_checked`
-compares them in every call, for tests and for doubts.
+Inputs must not differ between the ranks. With sequence parallelism they do, and are sharded already. `is_checked`
+compares the inputs of all ranks in every call. It is meant for tests and for debugging.
 """
 
 from __future__ import annotations
@@ -20,41 +20,42 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from twinflow.activations.offload import MIN_BYTES
+from twinflow.errors import wrong_state
 
 
 class Ranks(Protocol):
-    """What is asked of a group of ranks: `twinflow.dist.group.Group` has it."""
+    """The part of `twinflow.dist.group.Group` that is used here."""
 
     rank: int
     world: int
 
     def all_gather(self, whole: Tensor) -> None:
-        """Every rank's part of a flat tensor, in place."""
+        """Gather in place: each rank has set its own part of the flat tensor `whole`, and receives the other parts."""
 
 
 @dataclass(eq=False)
 class Part:
-    """This rank's part of one input, between forward and backward."""
+    """This rank's part of one input between forward and backward."""
 
-    source: weakref.ref[Tensor]  # what the layer was given, to know it when it is given to another layer
+    source: weakref.ref[Tensor]  # the tensor given to the layer, to recognise it when another layer is given it
     version: int
     size: torch.Size
-    kept: Tensor  # flat; those of all ranks one after the other are the whole, with zeros behind it
+    kept: Tensor  # flat; the parts of all ranks concatenated are the input, padded with zeros
 
 
 class Partition:
-    """Keeps inputs of at least `min_bytes` in parts. Used like an `Offload`, and in its place."""
+    """Shards inputs of at least `min_bytes` over the ranks of `group`. It has the interface of `Offload`."""
 
     def __init__(self, group: Ranks, min_bytes: int = MIN_BYTES, is_checked: bool = False) -> None:
-        self.whole_bytes = 0  # of all inputs that were kept in parts
-        self.kept_bytes = 0  # of those, on this rank
+        self.whole_bytes = 0  # whole size of all inputs that were sharded
+        self.kept_bytes = 0  # bytes of their parts on this rank
         self._group, self._min_bytes, self._is_checked = group, min_bytes, is_checked
         self._known: weakref.WeakValueDictionary[int, Part] = weakref.WeakValueDictionary()  # by id of the source
 
     def saving(self, tensors: Sequence[Tensor], layer: str) -> saved_tensors_hooks:
-        """Around a checkpointed call with these inputs: what is saved of them is this rank's part.
+        """Context manager for a checkpointed call with the inputs `tensors`. Autograd saves this rank's part of them.
 
-        Whatever runs inside the call is under the checkpoint's own hooks: only inputs come by here.
+        The checkpoint installs its own hooks for tensors that are saved inside the call, so only inputs arrive here.
         """
         found = {_memory(tensor): self._save(tensor, layer) for tensor in tensors if self._is_worth_it(tensor)}
 
@@ -67,12 +68,12 @@ class Partition:
         return saved_tensors_hooks(pack, unpack)
 
     def close(self) -> None:
-        """There is nothing to give back: parts go with the graph that wants them."""
+        """Does nothing: the parts are freed with the autograd graph."""
 
     def _is_worth_it(self, tensor: Tensor) -> bool:
         return (
             self._group.world > 1
-            and type(tensor) is Tensor  # a Parameter stays, and of other kinds only their makers know the bytes
+            and type(tensor) is Tensor  # A Parameter stays whole. Other subclasses may hold their data elsewhere.
             and tensor.is_floating_point()
             and tensor.layout == torch.strided
             and tensor.numel() * tensor.element_size() >= self._min_bytes
@@ -81,7 +82,7 @@ class Partition:
     def _save(self, tensor: Tensor, layer: str) -> Part:
         known = self._known.get(id(tensor))
         if known is not None and known.source() is tensor and known.version == tensor._version:
-            return known  # a mask, or the output of an encoder: one part for all layers that are given it
+            return known  # an input of several layers, such as a mask, is saved once
         flat = tensor.detach().reshape(-1)
         if self._is_checked:
             self._check_same(flat, layer)
@@ -103,23 +104,24 @@ class Partition:
         return whole[: part.size.numel()].view(part.size)
 
     def _check_same(self, flat: Tensor, layer: str) -> None:
-        mine = flat.view(torch.uint8)  # bits: what is not a number is not equal to itself
+        mine = flat.view(torch.uint8)  # compared as bytes, because NaN is not equal to itself
         rows = mine.new_empty((self._group.world, len(mine)))
         rows[self._group.rank] = mine
         self._group.all_gather(rows.view(-1))
         if bool((rows != mine).any()):
-            raise RuntimeError(
-                f"an input of the checkpointed layer {layer} is not the same on all tensor ranks, so it cannot be kept "
-                "in parts. Switch partitioned activations off where ranks share the sequence."
+            raise wrong_state(
+                f"The activations of the checkpointed layer {layer} cannot be partitioned",
+                "one of its inputs is not the same on all tensor ranks",
+                "Set partition_activations to false with sequence parallelism.",
             )
 
 
 def _range(numel: int, group: Ranks) -> tuple[int, int]:
-    """Where this rank's part starts, and the size of every rank's."""
+    """Start of this rank's part, and the size of each part."""
     size = -(-numel // group.world)
     return group.rank * size, size
 
 
 def _memory(tensor: Tensor) -> tuple[object, ...]:
-    """Tensors for which this is the same have the same bytes in the same layout."""
+    """A key that is equal for two tensors if they have the same memory and layout."""
     return tensor.data_ptr(), tensor.dtype, tensor.size(), tensor.stride()

@@ -1,8 +1,9 @@
-"""Layers of any model that keep only their inputs, and run again in backward.
+"""Activation checkpointing of chosen layers: autograd saves only their inputs, and the layers run again in backward.
 
-A layer's `forward` is replaced on the instance, inside its hooks: what waits for weights before a layer (TwinOptimizer)
-runs once, in forward, and not when the layer runs again. Of the modules inside it the hooks do run again; they know
-that they are in a backward. A deep copy of the model, and one that was pickled, has its plain forwards back.
+The `forward` of a layer is replaced on the instance, so that the hooks of the layer are outside of the checkpoint. A
+hook that waits for weights before a layer (TwinOptimizer) runs once, in forward, and not when the layer runs again. The
+hooks of modules inside the layer do run again, and detect that backward is running. A deep copy of the model, and a
+pickled one, has its original forwards.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from twinflow.activations.offload import MIN_BYTES, Offload
 from twinflow.activations.partitioned import Partition
 from twinflow.device import Device, device_for
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value
 from twinflow.trace import Trace
 
 LOGGER = logging.getLogger("twinflow")
@@ -39,25 +40,30 @@ def checkpoint_layers(
     trace: Trace | None = None,
     min_bytes: int = MIN_BYTES,
 ) -> Handle:
-    """Checkpoint modules of the model: those of the classes named, or those given.
+    """Checkpoint layers of the model. `layers`: names of classes, or modules.
 
-    With `offload`, their floating-point inputs of at least `min_bytes` wait for backward in page-locked host memory;
-    the streams for it are those of `device`, which then belongs to the handle, or new ones that write to `trace`. With
-    `partition`, tensor ranks keep a part of them each. A model that checkpoints itself is left alone, and so is a layer
-    inside another one.
+    With `offload`, floating-point inputs of at least `min_bytes` are kept in page-locked host memory until backward.
+    The streams for the copies are those of `device`, which then belongs to the handle, or new ones that record to
+    `trace`. With `partition`, each tensor rank keeps a part of the inputs. A model that has its own checkpointing
+    switched on is not changed. A layer inside another checkpointed layer is not checkpointed separately.
+
+    Raises ValueError if a layer is not found or is checkpointed already, or if `offload` and `partition` are both
+    given.
     """
     if offload and partition is not None:
-        remedy = "Inputs are kept on the host, or in parts by tensor ranks."
-        raise invalid_value(
-            "activation_checkpointing.partition_activations with cpu_checkpointing", True, [False], remedy
+        raise incompatible(
+            "activation_checkpointing.partition_activations",
+            "activation_checkpointing.cpu_checkpointing",
+            "inputs are kept either in parts by tensor ranks or on the host",
+            "Set one of them to false.",
         )
     chosen = _outermost(model, _find(model, layers))
     itself = _checkpoints_itself(model)
     if itself is not None:
         lost = ", and nothing is offloaded" if offload else ""
         LOGGER.info(
-            f"activation checkpointing: the model does it itself ({itself}) and is left as it is{lost}. Switch that "
-            "off, and these layers are checkpointed here"
+            f"activation checkpointing: the model has its own checkpointing ({itself}) and is not changed{lost}. "
+            "Switch it off to let twinflow checkpoint these layers."
         )
         return Handle([], None)
     taken = [name for name, module in chosen.items() if isinstance(vars(module).get("forward"), Checkpointed)]
@@ -73,7 +79,7 @@ def checkpoint_layers(
 
 
 class Handle:
-    """Checkpointed layers, until `remove`."""
+    """The checkpointed layers of a model. `remove` ends the checkpointing."""
 
     def __init__(self, layers: Sequence[Checkpointed], offload: Offload | Partition | None) -> None:
         self.offload = offload
@@ -81,12 +87,13 @@ class Handle:
 
     @property
     def names(self) -> list[str]:
-        """The layers."""
+        """Names of the checkpointed layers, as in `named_modules`."""
         return [layer.name for layer in self._layers]
 
     def remove(self) -> None:
-        """Give the layers their own forwards back, and the memory and the thread of the offload. After backward: what
-        is on the host is lost."""
+        """Restore the forwards of the layers, and release memory and thread of the offload. Call it after backward,
+        because the inputs on the host are lost.
+        """
         for layer in self._layers:
             layer.remove()
         self._layers.clear()
@@ -102,12 +109,11 @@ class Checkpointed:
         update_wrapper(self, module.forward)
         self.name = name
         self._module, self._forward, self._offload = module, module.forward, offload
-        self._was_own = "forward" in vars(module)  # somebody else's wrapper
+        self._was_own = "forward" in vars(module)  # another library has wrapped the forward on the instance before
         self._is_on = True
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's outputs."""
         is_training = self._module.training and torch.is_grad_enabled()
         if not (self._is_on and is_training) or getattr(self._module, "gradient_checkpointing", False):
             return self._forward(*args, **kwargs)
@@ -120,21 +126,24 @@ class Checkpointed:
             if is_tensor and slots.setdefault(id(leaf), len(tensors)) == len(tensors):
                 tensors.append(leaf)
             places.append(slots[id(leaf)] if is_tensor else None)
-            leaves[i] = None if is_tensor else leaf  # else the closure would keep it on the device
+            leaves[i] = None if is_tensor else leaf  # a tensor in the closure would stay on the device
 
         def run(*given: Tensor) -> Any:
             filled = [given[place] if place is not None else leaves[i] for i, place in enumerate(places)]
             inner_args, inner_kwargs = tree_unflatten(filled, spec)
             return self._forward(*inner_args, **inner_kwargs)
 
-        # Tensors in tuples and keywords too are handed over one by one: only those does torch save through hooks.
+        # All tensors, also those in tuples and keyword arguments, are passed as positional arguments, because torch
+        # applies the hooks for saved tensors only to these.
         if self._offload is None:
             return checkpoint(run, *tensors, use_reentrant=False)
         with self._offload.saving(tensors, self.name):
             return checkpoint(run, *tensors, use_reentrant=False)
 
     def remove(self) -> None:
-        """Put the forward back; where somebody has wrapped this one, it only calls through from now on."""
+        """Restore the forward. If another library has wrapped this object, it stays and only calls the original
+        forward.
+        """
         self._is_on = False
         if vars(self._module).get("forward") is self:
             if self._was_own:
@@ -143,14 +152,14 @@ class Checkpointed:
                 del self._module.forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._forward, memo)  # bound to the copy of the module
+        return copy.deepcopy(self._forward, memo)  # the original forward, bound to the copy of the module
 
     def __reduce__(self) -> Any:
         return self._forward.__reduce__()
 
 
 def _find(model: nn.Module, layers: Sequence[str] | Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """The modules that are meant, by name."""
+    """The modules that `layers` selects, by name."""
     if isinstance(layers, str) or not layers:
         raise invalid_value(
             KEY, layers, "a list of class names, or of modules", "Name the class of the model's layers."
@@ -160,7 +169,9 @@ def _find(model: nn.Module, layers: Sequence[str] | Sequence[nn.Module]) -> dict
         wanted = {id(module) for module in layers}
         found = {name: module for name, module in named.items() if id(module) in wanted}
         if len(found) < len(wanted):
-            raise invalid_value(KEY, "a module that is not in the model", "modules of the model")
+            raise invalid_value(
+                KEY, "a module that is not in the model", "modules of the model", "Pass modules of this model."
+            )
         return found
     classes = sorted({class_of(module) for module in named.values()})
     for name in cast(Sequence[str], layers):
@@ -172,24 +183,28 @@ def _find(model: nn.Module, layers: Sequence[str] | Sequence[nn.Module]) -> dict
 
 
 def class_of(module: nn.Module) -> str:
-    """The name its author gave it: `fully_shard` makes a class of its own for each module."""
+    """The name of the module's original class. `fully_shard` replaces the class of a module by a new subclass."""
     bases = [base for base in type(module).__bases__ if base.__name__ != "FSDPModule"]
     is_made = len(bases) < len(type(module).__bases__)
     return (bases[0] if is_made else type(module)).__name__
 
 
 def _outermost(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Without those inside another: run again with it, they need nothing of their own."""
+    """The modules that are not inside another one of them. Inner layers run again with the outer layer."""
     inside = {id(part) for module in found.values() for part in module.modules() if part is not module}
     kept = {name: module for name, module in found.items() if id(module) not in inside}
     if len(kept) < len(found):
         names = ", ".join(sorted({class_of(module) for module in found.values() if id(module) in inside}))
-        LOGGER.info(f"activation checkpointing: {names} inside other checkpointed layers run again with those")
+        LOGGER.info(
+            f"activation checkpointing: {names} inside other checkpointed layers are not checkpointed separately"
+        )
     return kept
 
 
 def _checkpoints_itself(model: nn.Module) -> str | None:
-    """The switch that says so: Hugging Face's on any module, or that of twinflow's GPT."""
+    """Name of the switch by which the model checkpoints itself: Hugging Face's on any module, or that of twinflow's
+    GPT.
+    """
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             return f"{name or type(module).__name__}.gradient_checkpointing"
@@ -199,8 +214,11 @@ def _checkpoints_itself(model: nn.Module) -> str | None:
 
 
 def _without_cache(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Hugging Face hands layers a cache of keys and values even in training. Written to twice, as the layer runs twice,
-    it would be wrong; empty, it can be left out, as Hugging Face's own checkpointing does."""
+    """Arguments without the cache of keys and values, which Hugging Face passes to layers even in training.
+
+    A layer that runs twice would write to the cache twice. An empty cache can be omitted, as Hugging Face's own
+    checkpointing does. Raises ValueError for a cache that is not empty.
+    """
 
     def kept(value: Any) -> Any:
         length: Callable[[], int] | None = getattr(value, "get_seq_length", None)
@@ -208,7 +226,7 @@ def _without_cache(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             return value
         if length() > 0:
             allowed = "an empty cache, or none"
-            remedy = "A layer that runs again would write to it twice: pass use_cache=False."
+            remedy = "Pass use_cache=False: a layer that runs again in backward would write to the cache twice."
             raise invalid_value(f"past_key_values of the checkpointed layer {name}", "not empty", allowed, remedy)
         return None
 

@@ -1,4 +1,4 @@
-"""Block-sparse attention: layouts, the patterns that make them, and attention over the blocks kept."""
+"""Block-sparse attention: layouts, the patterns that create them, and attention over the blocks that they keep."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from twinflow.attention.module import BertSparseSelfAttention, SparseSelfAttention
     from twinflow.attention.patch import sparsify, unsparsify
 
-# Loaded when first asked for: they bring the kernels or whole models along.
+# Imported at first use, because they import the kernels or whole models.
 _HOMES = {
     "BertSparseSelfAttention": "module",
     "SparseAttentionUtils": "length",

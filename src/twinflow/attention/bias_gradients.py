@@ -1,6 +1,6 @@
-"""Gradients of a bias and of relative positions: which cells are summed for which entry, and the sums themselves.
+"""Gradients of a bias and of relative positions. Cells of scores are assigned to entries of the bias, and summed.
 
-No entry is written by two programs, and each sum has one order.
+Each entry is written by one program, and the order of each sum is fixed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from twinflow.attention.extras import as_4d
 from twinflow.attention.launch import Call, Strides, launch, strides_of
 from twinflow.attention.tiles import TileSize, cells
 
-CELL = {torch.float32: 32}  # tokens of a cell's side at most, else 64
-LIST_CELLS = 64  # cells of a list at most: more programs for long diagonals
+CELL = {torch.float32: 32}  # maximum tokens on the side of a cell; 64 for other dtypes
+LIST_CELLS = 64  # maximum cells of a list, so that a long diagonal is shared by several programs
 
 
 class SumStrides(NamedTuple):
-    """Of batch, head and token."""
+    """Strides of batch, head and token."""
 
     q: Strides
     k: Strides
@@ -30,13 +30,13 @@ class SumStrides(NamedTuple):
 
 
 class CellArgs(NamedTuple):
-    """Lists of cells, and which (batch, head) pairs are summed."""
+    """Lists of cells, and the (batch, head) pairs that are summed."""
 
     starts: Tensor
     rows: Tensor
     cols: Tensor
     members: Tensor  # int32 [sets, pairs]: batch * num_heads + head
-    offsets: Tensor  # int64 [sets], into the sums
+    offsets: Tensor  # int64 [sets], start of each set in the sums
 
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, lse, grad, delta
@@ -44,7 +44,7 @@ Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, lse,
 
 @dataclass(frozen=True)
 class _Lists:
-    """Cells in lists of one entry each; `rank` tells lists of one entry apart."""
+    """Lists of cells. All cells of a list belong to one entry. `rank` numbers the lists of one entry."""
 
     rows: Tensor
     cols: Tensor
@@ -54,14 +54,14 @@ class _Lists:
 
 
 def bias_gradient(tensors: Tensors, call: Call) -> Tensor:
-    """Of a bias, in its shape and dtype."""
+    """The gradient of a bias, in its shape and dtype."""
     bias = call.extras.bias
     assert bias is not None
     shape = as_4d(bias).shape
     sizes = call.sizes
     sums = torch.zeros(shape, dtype=torch.float32, device=bias.device)
     if shape[3] == 1 and sizes.num_keys > 1:
-        # One number for a whole row of scores changes no softmax: its gradient is exactly zero.
+        # A number that is added to a whole row of scores does not change the softmax. Its gradient is exactly zero.
         return sums.view(bias.shape).to(bias.dtype)
     for pattern in range(call.layout.num_patterns):
         sets = _sets(call, pattern, shape[0] > 1, shape[1] > 1)
@@ -82,7 +82,7 @@ def bias_gradient(tensors: Tensors, call: Call) -> Tensor:
 
 
 def relative_gradient(tensors: Tensors, call: Call) -> Tensor:
-    """Of relative positions, in their shape and dtype."""
+    """The gradient of relative positions, in their shape and dtype."""
     relative = call.extras.relative
     assert relative is not None
     sizes, cell = call.sizes, _cell(call)
@@ -93,14 +93,15 @@ def relative_gradient(tensors: Tensors, call: Call) -> Tensor:
         rows, cols = cells(call.layout, pattern, call.span, cell)
         if not len(rows):
             continue
-        # Entry: key cell less query cell, from the lowest there can be; a diagonal of cells has 2 * cell - 1 offsets.
+        # The entry is key cell minus query cell, counted from the lowest. A diagonal of cells has 2 * cell - 1 offsets.
         lowest = -((start + sizes.num_queries - 1) // cell)
         lists = _lists(rows, cols, cols - rows - lowest)
         diagonals = _diagonal_sums(_squares(tensors, call, lists, sets))  # [sets, lists, 2 * cell - 1]
         diagonals = torch.nn.functional.pad(diagonals, (0, 1))
         num_entries = int(lists.entry.max()) + 1
         flat = _added(diagonals, lists, num_entries, 2)
-        # The first number is key - query position = lowest * cell - (cell - 1), in `relative` at that + start + nq - 1.
+        # The first number is for key position - query position = lowest * cell - (cell - 1). Its index in `relative` is
+        # this difference + start + nq - 1.
         first = lowest * cell - (cell - 1) + start + sizes.num_queries - 1
         low, high = max(0, first), min(sums.shape[1], first + flat.shape[1])
         for number, (_, h) in enumerate(sets.targets):
@@ -110,7 +111,7 @@ def relative_gradient(tensors: Tensors, call: Call) -> Tensor:
 
 @dataclass(frozen=True)
 class _Sets:
-    """(batch, head) pairs that are summed into one target (batch, head) of a gradient, which may have only one."""
+    """For each target (batch, head) of a gradient: the (batch, head) pairs that are summed into it."""
 
     targets: list[tuple[int, int]]
     members: list[list[int]]
@@ -127,7 +128,7 @@ def _sets(call: Call, pattern: int, has_batch: bool, has_heads: bool) -> _Sets:
 
 
 def _lists(rows: Tensor, cols: Tensor, entry: Tensor) -> _Lists:
-    """Cells sorted by entry, in lists of at most LIST_CELLS."""
+    """Sort cells by entry and divide them into lists of at most LIST_CELLS."""
     order = torch.argsort(entry, stable=True)
     values, counts = torch.unique_consecutive(entry[order], return_counts=True)
     pieces = -(-counts // LIST_CELLS)
@@ -138,7 +139,7 @@ def _lists(rows: Tensor, cols: Tensor, entry: Tensor) -> _Lists:
 
 
 def _squares(tensors: Tensors, call: Call, lists: _Lists, sets: _Sets) -> Tensor:
-    """Sums [sets, lists, cell, cell]."""
+    """Sums of score gradients for each set and list: [sets, lists, cell, cell]."""
     cell, num_lists = _cell(call), len(lists.entry)
     squares = torch.empty((len(sets.targets), num_lists, cell, cell), dtype=torch.float32, device=call.device)
     offsets = torch.arange(len(sets.targets)) * (num_lists * cell * cell)
@@ -172,16 +173,16 @@ def _cell(call: Call) -> int:
 
 
 def _diagonal_sums(squares: Tensor) -> Tensor:
-    """[..., n, n] to [..., 2 * n - 1]: entry j - i + n - 1."""
+    """Sums over diagonals, from [..., n, n] to [..., 2 * n - 1]. Entry (i, j) is added to j - i + n - 1."""
     n = squares.shape[-1]
     flipped = torch.nn.functional.pad(squares.flip(-2), (0, n)).flatten(-2)  # entry n - 1 - i + j of a row, padded
     return flipped[..., : n * (2 * n - 1)].reshape(*squares.shape[:-2], n, 2 * n - 1).sum(-2)
 
 
 def _added(values: Tensor, lists: _Lists, num_entries: int, num_parts: int) -> Tensor:
-    """Values [sets, lists, parts * cell] added up, part p of entry e at place e + p: [sets, places * cell].
+    """Sum values [sets, lists, parts * cell] to [sets, places * cell]. Part p of entry e is added to place e + p.
 
-    All entries of one rank are distinct, so that no addition meets another.
+    All entries of one rank are distinct, so that additions of one rank do not conflict.
     """
     num_sets, _, width = values.shape
     cell = width // num_parts

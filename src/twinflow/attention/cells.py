@@ -1,10 +1,11 @@
-"""Plans of the kernels made for Hopper: own tiles of 128 tokens in two halves, other tiles of 64 or 128.
+"""Plans of the kernels for Hopper. Own tiles have 128 tokens in two halves, and other tiles have 64 or 128 tokens.
 
-Blocks of 128 without a diagonal are kept whole by both halves, and tiles.py says all. Else other tiles are cells of 64
-tokens, and each half has a word for each cell: 0, all of the cell is skipped; WHOLE; or a bit for each 16 x 16 scores,
-own tokens first, and DIAGONAL where the cell lies on the diagonal and keeps what is not above it, to the token.
+If blocks have 128 tokens and the layout is not causal, both halves keep whole blocks, and the plan of tiles.py is
+sufficient. Otherwise other tiles are cells of 64 tokens, and each half has a word for each cell. The word is 0 if the
+cell is skipped, WHOLE if all of it is kept, or else a bit for each 16 x 16 scores, own tokens first. DIAGONAL is set if
+the cell is on the diagonal: then scores above the diagonal are masked, exact to the token.
 
-A cell is computed whole, so that this pays only where kept blocks lie together.
+A cell is always computed as a whole, so these plans are fast only if kept blocks are adjacent.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from twinflow.attention.tiles import BITS, CACHED_PLANS, Span, TilePlan, TileSiz
 
 OWN = 128
 CELL = 64
-SUB = 16  # tokens for each bit, on either side
+SUB = 16  # tokens per bit, for own and other tokens
 WHOLE = 0xFFFF
 DIAGONAL = 1 << 16
-MIN_FILL = 0.6  # of the cells that are computed: below, kernels that gather small blocks are faster
+MIN_FILL = 0.6  # smallest kept share of computed cells; below it, kernels that gather small blocks are faster
 
 _PER_CELL = CELL // SUB
 
@@ -33,18 +34,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CellPlan:
-    """What programs of one kernel do."""
+    """The work of all programs of one kernel."""
 
     tiles: TilePlan
     size: TileSize
-    words: Tensor | None  # int32 [codes, 2 halves]; None where every tile is whole
+    words: Tensor | None  # int32 [codes, 2 halves]; None if every tile is whole
 
 
 @lru_cache(maxsize=CACHED_PLANS)
 def device_cells(
     layout: Layout, span: Span, other: int, by_keys: bool, work: Work, device: torch.device
 ) -> CellPlan | None:
-    """`cell_plan` on a device; the last ones are kept there."""
+    """`cell_plan` on a device. The last plans are cached."""
     plan = cell_plan(layout, span, other, by_keys, work)
     if plan is None:
         return None
@@ -53,9 +54,9 @@ def device_cells(
 
 
 def cell_plan(layout: Layout, span: Span, other: int, by_keys: bool, work: Work) -> CellPlan | None:
-    """The plan of a layout with one pattern, for whole own tiles; None where cells would be mostly empty.
+    """The plan of a layout with one pattern, for whole own tiles. None if cells would be mostly empty.
 
-    `other` is how many tokens of other tiles are best where all are whole.
+    `other`: the best number of tokens of other tiles if all tiles are whole.
     """
     assert layout.num_patterns == 1
     if layout.block >= OWN and not layout.is_causal:
@@ -76,12 +77,12 @@ def cell_plan(layout: Layout, span: Span, other: int, by_keys: bool, work: Work)
 
 
 def _turned(queries: T, keys: T, by_keys: bool) -> tuple[T, T]:
-    """Own and others, of queries and keys; or the other way round, since this is its own inverse."""
+    """(queries, keys) as (own, other). The function is its own inverse."""
     return (keys, queries) if by_keys else (queries, keys)
 
 
 def _words(layout: Layout, span: Span, by_keys: bool, num_other: int) -> tuple[Tensor, Tensor]:
-    """Places of the cells that hold any score, own * num_other + other and ascending, and their words."""
+    """Positions own * num_other + other of all cells with scores, in ascending order, and their words."""
     width = min(layout.block, CELL)
     own, other = _turned(*cells(layout, 0, span, width), by_keys)
     per_cell, subs = CELL // width, width // SUB
@@ -96,19 +97,19 @@ def _words(layout: Layout, span: Span, by_keys: bool, num_other: int) -> tuple[T
 
 
 def _below(by_keys: bool) -> int:
-    """Bits of a cell on the diagonal whose queries see any of their keys."""
+    """Bits of a diagonal cell for which a query sees at least one key."""
     pairs = ((own, other) for own in range(_PER_CELL) for other in range(_PER_CELL))
     kept = [own * _PER_CELL + other for own, other in pairs if (own <= other if by_keys else other <= own)]
     return sum(1 << bit for bit in kept)
 
 
 def _counts(words: Tensor) -> Tensor:
-    """Bits set."""
+    """Number of bits that are set in each word."""
     return sum((((words >> bit) & 1) for bit in range(_PER_CELL**2)), torch.zeros_like(words))
 
 
 def _halves(tiles: TilePlan, places: Tensor, words: Tensor, num_other: int) -> Tensor:
-    """Of each code of a plan, the words of both halves of its own tile."""
+    """For each code of a plan: the words of both halves of its own tile."""
     items = tiles.items.long()
     items = items[torch.argsort(items[:, 1], stable=True)]
     own = torch.repeat_interleave(items[:, 0], items[:, 3] - items[:, 1])

@@ -1,4 +1,4 @@
-"""What a layout costs, and how it looks: as shades on a small grid, as lines of text, and as a PNG file."""
+"""The cost of a layout, and drawings of it: shades on a small grid, lines of text, or a PNG file."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from twinflow.attention.layout import Layout
 
-Shades = Tensor  # float64 [cells, cells], 0 = nothing kept, 1 = all of it
-_DARK, _LIGHT, _LINE = (38, 70, 128), (255, 255, 255), (225, 229, 236)  # RGB of kept, of left out, of cell borders
+Shades = Tensor  # float64 [cells, cells], 0 = nothing is kept, 1 = all is kept
+# RGB of kept cells, of omitted cells, and of borders
+_DARK, _LIGHT, _LINE = (38, 70, 128), (255, 255, 255), (225, 229, 236)
 _HALVES: tuple[str, ...] = (" ", "▄", "▀", "█")
 _GLYPHS = " ░▒▓█"
 _DTYPE_BYTES = 2
@@ -22,15 +23,16 @@ _DTYPE_BYTES = 2
 
 @dataclass(frozen=True)
 class Cost:
-    """One forward of one sequence over all heads, beside dense attention of the same kind (causal or not).
+    """Cost of one forward of one sequence over all heads, compared with dense attention of the same kind (causal or
+    not).
 
-    Bytes are those of a fused kernel that goes through blocks of queries: it reads keys and values of each block kept,
-    and queries and outputs once; in bf16.
+    Bytes are those of a fused kernel in bf16 that iterates over blocks of queries. It reads keys and values of each
+    kept block, and reads queries and writes outputs once.
     """
 
-    num_kept: int  # blocks over all heads
-    num_blocks: int  # that dense attention has
-    density: float  # kept of the whole square
+    num_kept: int  # kept blocks of all heads
+    num_blocks: int  # blocks of dense attention
+    density: float  # kept share of the whole square
     flops: int
     dense_flops: int
     io_bytes: int
@@ -39,26 +41,26 @@ class Cost:
 
     @property
     def flops_share(self) -> float:
-        """Of dense attention."""
+        """FLOPs as a share of those of dense attention."""
         return self.flops / self.dense_flops
 
     @property
     def bytes_share(self) -> float:
-        """Of dense attention."""
+        """Bytes as a share of those of dense attention."""
         return self.io_bytes / self.dense_io_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """All numbers as a dict for JSON."""
         return {**asdict(self), "flops_share": self.flops_share, "bytes_share": self.bytes_share}
 
 
 def cost_of(layout: Layout, head_dim: int) -> Cost:
-    """What a layout costs."""
+    """The cost of a layout for heads of `head_dim`."""
     kept = layout.row_starts[:, -1] - layout.row_starts[:, 0]
     num_kept = sum(int(kept[pattern]) for pattern in layout.head_to_pattern)
     rows, heads = layout.num_rows, layout.num_heads
     in_head = rows * (rows + 1) // 2 if layout.is_causal else rows * layout.num_cols
-    flops_a_block = 4 * head_dim * layout.block**2  # two products
+    flops_a_block = 4 * head_dim * layout.block**2  # two matrix products
     bytes_a_block = 2 * layout.block * head_dim * _DTYPE_BYTES
     once = 2 * heads * rows * layout.block * head_dim * _DTYPE_BYTES
     return Cost(
@@ -74,7 +76,7 @@ def cost_of(layout: Layout, head_dim: int) -> Cost:
 
 
 def shades(layout: Layout, pattern: int, max_cells: int) -> Shades:
-    """A pattern on a grid of at most `max_cells` a side: the share of the blocks in each cell that is kept."""
+    """A pattern on a grid of at most `max_cells` per side. Each cell has the share of its blocks that are kept."""
     size = max(layout.num_rows, layout.num_cols)
     cells = min(size, max_cells)
     counts = torch.zeros(cells, cells, dtype=torch.float64)
@@ -85,7 +87,7 @@ def shades(layout: Layout, pattern: int, max_cells: int) -> Shades:
 
 
 def text_lines(grid: Shades) -> list[str]:
-    """The grid as text, two rows a line: in half blocks, or in shades where cells are kept in part."""
+    """The grid as text, with two rows per line. Half blocks are used, or shades if cells are partly kept."""
     if grid.shape[0] % 2:
         grid = torch.cat([grid, torch.zeros_like(grid[:1])])
     upper, lower = grid[0::2], grid[1::2]
@@ -113,7 +115,7 @@ def png_bytes(grids: list[Shades], max_pixels: int = 1024) -> bytes:
 
 
 def _pixels(grid: Shades, scale: int) -> np.ndarray[Any, Any]:
-    """RGB of a grid; a cell in which little is kept is still seen, and borders are drawn where there is room."""
+    """RGB of a grid. A cell with a small kept share is still visible. Borders are drawn if cells are large enough."""
     share = np.sqrt(grid.numpy())[..., None]
     colour = np.asarray(_LIGHT) * (1 - share) + np.asarray(_DARK) * share
     image: np.ndarray[Any, Any] = np.kron(colour, np.ones((scale, scale, 1))).round().astype(np.uint8)

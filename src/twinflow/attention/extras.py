@@ -1,8 +1,8 @@
-"""What may be asked of an attention besides its layout, and the hash that decides dropout.
+"""Options of attention besides the layout, and the hash function of dropout.
 
-Dropout is a pure function of (seed, head, query position, key position), so that forward, backward and every
-implementation agree without storing a mask. The hash uses 32-bit multiplies, xors and logical right shifts only; the
-steps, for a kernel that works on uint32:
+Dropout is a pure function of (seed, head, query position, key position). Forward, backward and all implementations
+therefore agree without storing a mask. The hash uses only 32-bit multiplications, xor and logical right shifts. The
+steps in uint32 are:
 
     word = seed_word(seed)                                      once, on the host
     head = mix(word ^ (b * H + h) * HEAD)                       once a head
@@ -31,10 +31,10 @@ WORD = 0xFFFFFFFF
 
 @dataclass(frozen=True, eq=False)
 class Extras:
-    """Options of every implementation of attention; B batch, H heads, nq queries, nk keys."""
+    """Options of all implementations of attention. B: batch, H: heads, nq: queries, nk: keys."""
 
     scale: float | None = None  # None: head_dim ** -0.5
-    key_padding: Tensor | None = None  # bool [B, nk], True = the key takes part
+    key_padding: Tensor | None = None  # bool [B, nk], True = the key is used
     mask: Tensor | None = None  # bool, broadcasts to [B, H, nq, nk], True = kept
     bias: Tensor | None = None  # float, broadcasts to [B, H, nq, nk], added to scaled scores; may get a gradient
     relative: Tensor | None = None  # float [H or 1, nq + nk - 1], entry j - i + nq - 1; may get a gradient
@@ -45,7 +45,7 @@ class Extras:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Shape of one call."""
+    """Sizes of one call."""
 
     batch: int
     num_heads: int
@@ -56,42 +56,44 @@ class Sizes:
 
     @property
     def group(self) -> int:
-        """Query heads that share one head of keys and values."""
+        """Number of query heads that share one head of keys and values."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def scores(self) -> tuple[int, int, int, int]:
-        """Shape of the whole score matrix, which nobody but the truth of tests makes."""
+        """Shape of the whole score matrix. Only the reference for tests computes it."""
         return self.batch, self.num_heads, self.num_queries, self.num_keys
 
 
 def scale_of(extras: Extras, head_dim: int) -> float:
-    """The factor of the scores."""
+    """The factor by which scores are multiplied."""
     return head_dim**-0.5 if extras.scale is None else extras.scale
 
 
 def as_4d(tensor: Tensor) -> Tensor:
-    """A mask or bias with leading dimensions of one, up to four."""
+    """A mask or bias as four dimensions. Leading dimensions of size one are added."""
     return tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
 
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) -> Sizes:
-    """Refuses what does not fit together; returns the sizes."""
+    """Check that all arguments fit together, and return the sizes. Raises ValueError if they do not."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise invalid_value(f"{name}.shape", tuple(tensor.shape), "[batch, heads, tokens, head_dim]")
         if tensor.dtype != q.dtype or tensor.device != q.device:
-            raise invalid_value(name, (tensor.dtype, tensor.device), f"dtype and device of q: {(q.dtype, q.device)}")
+            raise invalid_value(
+                name,
+                (tensor.dtype, tensor.device),
+                f"on the device and in the dtype of q, which are {(q.dtype, q.device)}",
+            )
     if not q.is_floating_point():
         raise invalid_value("q.dtype", q.dtype, "a float dtype")
     sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
     if k.shape != v.shape or k.shape[0] != sizes.batch or k.shape[3] != sizes.head_dim:
         shapes = tuple(k.shape), tuple(v.shape)
-        raise invalid_value(
-            "shapes of k and v", shapes, f"[{sizes.batch}, heads, keys, {sizes.head_dim}], the same for both"
-        )
+        raise invalid_value("shapes of k and v", shapes, f"both [{sizes.batch}, heads, keys, {sizes.head_dim}]")
     if min(q.shape) < 1 or min(k.shape) < 1:
-        raise invalid_value("shapes of q and k", (tuple(q.shape), tuple(k.shape)), "no empty dimension")
+        raise invalid_value("shapes of q and k", (tuple(q.shape), tuple(k.shape)), "without empty dimensions")
     if sizes.num_heads % sizes.num_kv_heads:
         raise invalid_value("heads of k", sizes.num_kv_heads, f"a divisor of the {sizes.num_heads} heads of q")
     _check_layout(layout, sizes, extras)
@@ -99,7 +101,7 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) 
     if extras.scale is not None and not math.isfinite(extras.scale):
         raise invalid_value("scale", extras.scale, "a finite number, or None for head_dim ** -0.5")
     if not 0.0 <= extras.dropout < 1.0:
-        raise invalid_value("dropout", extras.dropout, "at least 0 and less than 1")
+        raise invalid_value("dropout", extras.dropout, "a number >= 0 and < 1")
     if not 0 <= extras.seed < 2**64:
         raise invalid_value("seed", extras.seed, "0 to 2**64 - 1")
     return sizes
@@ -107,17 +109,19 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) 
 
 def _check_layout(layout: Layout, sizes: Sizes, extras: Extras) -> None:
     if layout.num_heads != sizes.num_heads:
-        raise invalid_value("heads of the layout", layout.num_heads, [sizes.num_heads], "Build it for the heads of q.")
+        raise invalid_value(
+            "heads of the layout", layout.num_heads, [sizes.num_heads], "Build the layout for the heads of q."
+        )
     if extras.q_start < 0:
-        raise invalid_value("q_start", extras.q_start, "at least 0")
+        raise invalid_value("q_start", extras.q_start, "a whole number >= 0")
     end = extras.q_start + sizes.num_queries
     if layout.num_rows * layout.block < end:
         raise invalid_value(
-            "rows of the layout", layout.num_rows, f"blocks of {layout.block} for {end} query positions"
+            "rows of the layout", layout.num_rows, f"enough blocks of {layout.block} for {end} query positions"
         )
     if layout.num_cols * layout.block < sizes.num_keys:
         raise invalid_value(
-            "columns of the layout", layout.num_cols, f"blocks of {layout.block} for {sizes.num_keys} keys"
+            "columns of the layout", layout.num_cols, f"enough blocks of {layout.block} for {sizes.num_keys} keys"
         )
 
 
@@ -129,7 +133,7 @@ def _check_tensors(sizes: Sizes, extras: Extras, device: torch.device) -> None:
             continue
         if (tensor.dtype == torch.bool) != is_bool or not (is_bool or tensor.is_floating_point()):
             raise invalid_value(
-                f"{name}.dtype", tensor.dtype, "bool, True = takes part" if is_bool else "a float dtype"
+                f"{name}.dtype", tensor.dtype, "bool, with True for what is used" if is_bool else "a float dtype"
             )
         if tensor.device != device:
             raise invalid_value(f"{name}.device", tensor.device, [device])
@@ -138,7 +142,7 @@ def _check_tensors(sizes: Sizes, extras: Extras, device: torch.device) -> None:
         raise invalid_value("key_padding.shape", tuple(padding.shape), [(sizes.batch, sizes.num_keys)])
     for name, tensor in (("mask", extras.mask), ("bias", extras.bias)):
         if tensor is not None and not _broadcasts(tuple(tensor.shape), sizes.scores):
-            raise invalid_value(f"{name}.shape", tuple(tensor.shape), f"what broadcasts to {sizes.scores}")
+            raise invalid_value(f"{name}.shape", tuple(tensor.shape), f"a shape that broadcasts to {sizes.scores}")
     width = sizes.num_queries + sizes.num_keys - 1
     if relative is not None and tuple(relative.shape) not in ((1, width), (sizes.num_heads, width)):
         raise invalid_value("relative.shape", tuple(relative.shape), [(1, width), (sizes.num_heads, width)])
@@ -150,12 +154,12 @@ def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
 
 
 def seed_word(seed: int) -> int:
-    """A seed of up to 64 bits as the 32-bit word that the hash starts from."""
+    """The 32-bit word with which the hash starts, from a seed of up to 64 bits."""
     return _mix_int(_mix_int(seed & WORD) ^ (seed >> 32 & WORD) * HEAD & WORD)
 
 
 def threshold(dropout: float) -> int:
-    """A score is dropped where its hash, as an unsigned number, is below this."""
+    """A score is dropped if its hash, as an unsigned number, is less than this value."""
     return min(round(dropout * 2**32), WORD)
 
 
@@ -168,7 +172,7 @@ def _mix_int(x: int) -> int:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """`_mix_int` on int64 tensors that hold 32-bit words; a product that wraps keeps its low 32 bits."""
+    """`_mix_int` for int64 tensors of 32-bit words. If a product overflows, its low 32 bits are still right."""
     x = x ^ x >> 16
     x = x * MIX_1 & WORD
     x = x ^ x >> 15
@@ -177,12 +181,14 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def dropout_hash(seed: int, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """The hash of each score, 0 to 2**32 - 1, as int64; heads = b * H + h, all int64 and broadcasting together."""
+    """The hash of each score, from 0 to 2**32 - 1, as int64. heads = b * H + h. All arguments are
+    int64 and broadcast.
+    """
     head = _mix(heads * HEAD & WORD ^ seed_word(seed))
     row = _mix(queries * QUERY & WORD ^ head)
     return _mix(keys * KEY & WORD ^ row)
 
 
 def dropout_keep(extras: Extras, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """True where dropout keeps a score; queries and keys are positions."""
+    """A mask of the scores that dropout keeps. `queries` and `keys` are positions."""
     return dropout_hash(extras.seed, heads, queries, keys) >= threshold(extras.dropout)

@@ -1,7 +1,7 @@
-"""The same attention by torch's flex_attention, compiled: to compare with, and where its score functions are wanted.
+"""Attention over a layout by torch's compiled flex_attention, for comparison and for its score functions.
 
-Its index of blocks is dense, so memory grows with the square of the length, and it cannot do all that layouts and
-Extras can: what it cannot do is refused with the reason.
+The block index of flex_attention is dense, so memory grows with the square of the length. It does not support all
+options of layouts and Extras. Unsupported options raise ValueError with the reason.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ CACHED_MASKS = 8
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) -> Tensor:
-    """Attention by flex_attention."""
+    """Attention by torch's flex_attention. Raises ValueError for options that it does not support."""
     sizes = check_call(q, k, v, layout, extras)
     _refuse(layout, extras, sizes)
     if not q.is_cuda:
-        raise invalid_value("q.device", str(q.device), "a CUDA device", 'Or use backend="torch".')
+        raise invalid_value("q.device", str(q.device), "a CUDA device", 'Move the tensors, or use backend="torch".')
     out: Tensor = _compiled()(
         q,
         k,
@@ -49,22 +49,24 @@ def _compiled() -> Callable[..., Any]:
 
 def _refuse(layout: Layout, extras: Extras, sizes: Sizes) -> None:
     if layout.block != BLOCK:
-        raise invalid_value("block", layout.block, [BLOCK], f"Flex kernels work on tiles of {BLOCK}. {REMEDY}")
+        raise invalid_value("block", layout.block, [BLOCK], f"The kernels of flex use tiles of {BLOCK}. {REMEDY}")
     if sizes.num_queries % BLOCK or sizes.num_keys % BLOCK:
         lengths = (sizes.num_queries, sizes.num_keys)
         raise invalid_value("queries and keys", lengths, f"multiples of {BLOCK} with flex", REMEDY)
     if extras.q_start:
         raise invalid_value("q_start", extras.q_start, "0 with flex", REMEDY)
     if extras.dropout:
-        raise invalid_value("dropout", extras.dropout, "0.0 with flex, which has none", REMEDY)
+        raise invalid_value("dropout", extras.dropout, "0.0 with flex, which has no dropout", REMEDY)
     for name in ("bias", "relative"):
         tensor = getattr(extras, name)
         if tensor is not None and tensor.requires_grad:
-            raise invalid_value(name, "a tensor that requires a gradient", "one that does not, with flex", REMEDY)
+            raise invalid_value(
+                name, "a tensor that requires a gradient", "a tensor that does not require one, with flex", REMEDY
+            )
 
 
 def score_mod(extras: Extras, sizes: Sizes) -> Callable[..., Tensor] | None:
-    """What is added to a score, as flex_attention asks for it."""
+    """The score_mod function of flex_attention: it adds bias and relative positions. None without them."""
     bias = as_4d(extras.bias).expand(sizes.scores) if extras.bias is not None else None
     relative = extras.relative.expand(sizes.num_heads, -1) if extras.relative is not None else None
     if bias is None and relative is None:
@@ -82,7 +84,7 @@ def score_mod(extras: Extras, sizes: Sizes) -> Callable[..., Tensor] | None:
 
 
 def block_mask(layout: Layout, extras: Extras, sizes: Sizes, device: torch.device) -> BlockMask:
-    """Which blocks are kept, and which of their scores in blocks that are not kept whole."""
+    """The BlockMask of flex_attention: the kept blocks, and a function for blocks that are partly masked."""
     padding, mask = extras.key_padding, extras.mask
     if padding is None and mask is None:
         return _plain_mask(layout, sizes.num_queries, sizes.num_keys, device)
@@ -105,7 +107,7 @@ def block_mask(layout: Layout, extras: Extras, sizes: Sizes, device: torch.devic
 
 @lru_cache(maxsize=CACHED_MASKS)
 def _plain_mask(layout: Layout, num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
-    """The layout alone: only diagonal blocks of a causal one need a look at tokens."""
+    """The BlockMask for a layout without other masks. Only diagonal blocks of a causal layout are partly masked."""
     grid = _grid(layout, num_queries, num_keys)
     partial = torch.zeros_like(grid)
     if layout.is_causal:
@@ -129,12 +131,12 @@ def _up_to_itself(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _grid(layout: Layout, num_queries: int, num_keys: int) -> Tensor:
-    """Blocks [1, heads, rows, cols] that the call reaches."""
+    """The kept blocks [1, heads, rows, cols] for the lengths of the call."""
     return layout.to_dense()[None, :, : num_queries // BLOCK, : num_keys // BLOCK]
 
 
 def _ordered(grid: Tensor) -> tuple[Tensor, Tensor]:
-    """How many columns each row keeps, and the columns, kept ones first."""
+    """The number of kept columns of each row, and the columns with the kept ones first."""
     counts = grid.sum(-1, dtype=torch.int32)
     order = torch.argsort(grid.to(torch.int8), dim=-1, descending=True, stable=True)
     return counts, order.to(torch.int32).contiguous()

@@ -1,4 +1,4 @@
-"""`sparse_attention`: one function over all implementations."""
+"""`sparse_attention`: one function for all implementations of attention over a layout."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ CACHED_LAYOUTS = 32
 def sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout | SparsityConfig, *, backend: str = "auto", **extras: Any
 ) -> Tensor:
-    """Attention of q [B, H, queries, D] to k and v [B, heads, keys, D], over the blocks that a layout keeps.
+    """Attention of q [B, H, queries, D] to k and v [B, heads, keys, D] over the blocks that a layout keeps.
 
-    `layout` may be a pattern: its layout for this length is made once and kept. `extras` are those of
-    `twinflow.attention.Extras`. `backend`: "auto" takes Triton on CUDA and plain torch elsewhere; "flex" is torch's own
-    flex_attention, which refuses much of this.
+    `layout` may be a pattern. Its layout for this length is then built once and cached. `extras` are the fields of
+    `twinflow.attention.Extras`. `backend`: "auto" uses Triton on CUDA and plain torch elsewhere. "flex" is torch's
+    flex_attention, which does not support all options. Raises ValueError for arguments that do not fit together.
     """
     if backend not in BACKENDS:
         raise invalid_value("backend", backend, BACKENDS)
@@ -48,7 +48,7 @@ def sparse_attention(
         return block_attention(q, k, v, layout, **extras)
     if backend == "triton":
         return triton_attention(q, k, v, layout, Extras(**extras))
-    from twinflow.attention.flex import flex  # what it imports takes a while
+    from twinflow.attention.flex import flex  # imported here, because its imports are slow
 
     return flex(q, k, v, layout, Extras(**extras))
 

@@ -1,6 +1,7 @@
-"""Launches the kernels made for Hopper, where a call allows them: heads of 128 in half precision, one pattern for all
-heads, whole tiles, and nothing added to scores. Their results are those of triton_attention.py, which falls back on its
-own kernels elsewhere."""
+"""Launches the kernels for Hopper. They support heads of 128 in half precision, one pattern for all heads, whole tiles,
+and scores without bias, mask and dropout. triton_attention.py uses its own kernels for all other calls, with the same
+results.
+"""
 
 from __future__ import annotations
 
@@ -27,27 +28,27 @@ from twinflow.attention.pieces import forward_scratch, gradient_scratch, reduce_
 
 HEAD_DIM = 128
 HALF = 64
-WHOLE_TILE = 128  # other tokens in forward, where all tiles are whole
-STAGES = {64: 4, 128: 2}  # of other tiles in forward, by their tokens
+WHOLE_TILE = 128  # tokens of other tiles in forward if all tiles are whole
+STAGES = {64: 4, 128: 2}  # pipeline stages of other tiles in forward, by their tokens
 BACKWARD_STAGES = 3
-MIN_SCALE = 1e-30  # of scores; in fp32 it is not zero
-NUM_PROCESSORS = 132  # where kernels are only compiled
+MIN_SCALE = 1e-30  # smallest scale of scores; it is not zero in fp32
+NUM_PROCESSORS = 132  # used if kernels are only compiled, without a GPU
 OPTIONS = {"num_warps": 4}
-TRITONS = (("3", "6"), ("3", "7"))  # whose code for the kernels has been looked at
+TRITONS = (("3", "6"), ("3", "7"))  # versions of Triton whose machine code for the kernels was checked
 
 
 class Shape(NamedTuple):
-    """Constants of a compiled kernel."""
+    """Constants for which a kernel is compiled."""
 
-    STAGES: int  # of other tiles
-    GROUP: int  # query heads for each head of keys
+    STAGES: int  # pipeline stages of other tiles
+    GROUP: int  # query heads per head of keys
     HAS_CUTS: bool
-    HAS_CELLS: bool  # else every tile is whole
+    HAS_CELLS: bool  # False: every tile is whole
     CAUSAL: bool
 
 
 def plan_for(call: Call, tensors: Sequence[Tensor], by_keys: bool, is_forward: bool = False) -> CellPlan | None:
-    """The plan of a kernel; None where the call does not allow it."""
+    """The plan of a kernel, or None if the kernel does not support the call."""
     if not _allows(call) or not all(rows_of(tensor) is not None for tensor in tensors):
         return None
     is_whole = is_forward and call.layout.block >= OWN and not call.layout.is_causal
@@ -56,7 +57,7 @@ def plan_for(call: Call, tensors: Sequence[Tensor], by_keys: bool, is_forward: b
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, plan: CellPlan) -> tuple[Tensor, Tensor]:
-    """As triton_attention.forward."""
+    """The forward of triton_attention.py with a kernel for Hopper."""
     from twinflow.attention import kernels_hopper_forward as kernels
 
     bind_context(q.device)
@@ -74,7 +75,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, plan: CellPlan) -> tupl
 def query_gradients(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, call: Call, plan: CellPlan
 ) -> tuple[Tensor, Tensor]:
-    """As triton_attention.query_gradients."""
+    """The query_gradients of triton_attention.py with a kernel for Hopper."""
     from twinflow.attention import kernels_hopper_queries as kernels
 
     bind_context(q.device)
@@ -93,7 +94,7 @@ def query_gradients(
 def key_gradients(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, delta: Tensor, call: Call, plan: CellPlan
 ) -> tuple[Tensor, Tensor]:
-    """As triton_attention.key_gradients."""
+    """The key_gradients of triton_attention.py with a kernel for Hopper."""
     from twinflow.attention import kernels_hopper_keys as kernels
 
     bind_context(q.device)
@@ -139,7 +140,7 @@ def _allows(call: Call) -> bool:
 
 @lru_cache
 def _is_hopper(device: torch.device) -> bool:
-    """Of a GPU; where there is none, kernels are only compiled."""
+    """Whether the device is a Hopper GPU. True without a GPU, because kernels are then only compiled."""
     if device.type != "cuda":
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
@@ -147,7 +148,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 @lru_cache
 def _has_language() -> bool:
-    """Whether this Triton has the language of the kernels as they know it: it is not settled yet."""
+    """Whether the kernels work with this version of Triton. Their language, Gluon, still changes between versions."""
     try:
         import triton
     except ImportError:
@@ -161,7 +162,7 @@ def _num_processors(device: torch.device) -> int:
 
 
 def _described(*tensors: tuple[Tensor, int]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Descriptors of so many rows at a time, and the places of heads in them."""
+    """TMA descriptors for pairs of a tensor and the number of rows per copy, and the positions of heads in them."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     descriptors, places = [], []
@@ -174,14 +175,14 @@ def _described(*tensors: tuple[Tensor, int]) -> tuple[tuple[Any, ...], tuple[int
 
 
 def _rows(tensor: Tensor) -> Rows:
-    """Of a tensor that plan_for has seen, or of an empty one like it."""
+    """The rows of a tensor that plan_for has checked, or of an empty tensor like it."""
     rows = rows_of(tensor)
     assert rows is not None, (tensor.shape, tensor.stride())
     return rows
 
 
 def _vector(tensor: Tensor, count: int) -> Any:
-    """A descriptor of so many numbers at a time."""
+    """A TMA descriptor that copies `count` numbers at once."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

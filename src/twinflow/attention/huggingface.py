@@ -1,8 +1,8 @@
-"""Our attention behind the attention interface of transformers.
+"""Sparse attention for the attention interface of transformers.
 
-transformers looks up two functions under the name of an implementation: the attention itself, and one that makes the
-mask of a whole forward. Ours gives padding as [B, keys], which a layer needs, instead of a square; causality is in the
-layout. transformers is never imported here unless a model of it is there already.
+transformers looks up two functions by the name of an implementation: the attention itself, and a function that creates
+the mask of a whole forward. Our function returns padding as [B, keys] instead of a square mask. Causality is part of
+the layout. This module uses transformers only if the user's model has imported it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from twinflow.attention.pattern_attention import PatternAttention, not_causal
 from twinflow.attention.patterns import DenseSparsityConfig, SparsityConfig
 from twinflow.errors import invalid_value
 
-_BEFORE = "_twinflow_attention_before"  # on a model: the implementation that it had, and the handle of our hook
+_BEFORE = "_twinflow_attention_before"  # attribute of a model: its previous implementation, and the handle of our hook
 _NEEDS = ("AttentionInterface", "AttentionMaskInterface")
-# Arguments of an attention that change its result, and that there is nothing for here.
+# Arguments of an attention that change its result and are not supported here.
 _REFUSED = {
-    "output_attentions": "Probabilities are never stored. To look at them use unsparsify() and eager attention.",
-    "softcap": "Scores are not capped here.",
-    "s_aux": "There are no attention sinks here.",
-    "position_bias": "A bias that the model adds itself is not passed on here.",
-    "sliding_window": "The pattern says what is seen: set the model's sliding_window to None.",
+    "output_attentions": "Probabilities are never stored. To read them, use unsparsify() and eager attention.",
+    "softcap": "Sparse attention does not cap scores.",
+    "s_aux": "Sparse attention has no attention sinks.",
+    "position_bias": "Sparse attention does not take a bias from the model.",
+    "sliding_window": "The pattern defines the window. Set the model's sliding_window to None.",
 }
 
 
 def transformers_models(model: nn.Module) -> list[Any]:
-    """The models of transformers in a model, outermost ones only."""
+    """The outermost models of transformers within a model."""
     transformers = sys.modules.get("transformers")
     kind = getattr(transformers, "PreTrainedModel", None)
     if kind is None:
@@ -47,10 +47,10 @@ def transformers_models(model: nn.Module) -> list[Any]:
 
 
 def num_heads_of(model: Any) -> int:
-    """Heads of the queries of a model of transformers."""
+    """Number of query heads of a model of transformers."""
     count = getattr(model.config, "num_attention_heads", None)
     if not isinstance(count, int):
-        remedy = "Give it to the part of the model that has layers of text."
+        remedy = "Apply sparse attention to the part of the model that has the text layers."
         raise invalid_value(f"{type(model).__name__}.config.num_attention_heads", count, "a whole number", remedy)
     return count
 
@@ -58,7 +58,7 @@ def num_heads_of(model: Any) -> int:
 def sparse_transformers(
     model: Any, patterns: Sequence[SparsityConfig], backend: str, heads: tuple[int, int] | None
 ) -> None:
-    """Route a model's attention to ours, with one pattern a layer."""
+    """Replace the attention of a model, with one pattern per layer."""
     _check_model(model, patterns)
     max_tokens = getattr(model.config, "max_position_embeddings", None) or 1
     made = {its: PatternAttention(its, int(max_tokens), backend=backend, heads=heads) for its in patterns}
@@ -73,14 +73,14 @@ def sparse_transformers(
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise invalid_value(
-            "model", type(model).__name__, "one that lets its attention be set", "transformers left it as it was."
+            "model", type(model).__name__, "one whose attention can be set", "transformers did not change it."
         )
     if not hasattr(model, _BEFORE):
         setattr(model, _BEFORE, (before, model.register_forward_pre_hook(_refuse_outputs, with_kwargs=True)))
 
 
 def dense_transformers(model: Any) -> None:
-    """Give a model the implementation back that it had."""
+    """Restore the attention implementation that a model had before."""
     if hasattr(model, _BEFORE):
         before, handle = getattr(model, _BEFORE)
         model.set_attn_implementation(before)
@@ -89,28 +89,28 @@ def dense_transformers(model: Any) -> None:
 
 
 def _refuse_outputs(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Not all models tell their layers that probabilities are wanted."""
+    """Hook that raises ValueError if probabilities are requested. Not all models pass this request to their layers."""
     if kwargs.get("output_attentions"):
         raise _refusal("output_attentions", True)
 
 
 def _refusal(name: str, value: object) -> ValueError:
     shown = "a tensor" if isinstance(value, Tensor) else value
-    return invalid_value(name, shown, "left out with sparse attention", _REFUSED[name])
+    return invalid_value(name, shown, "unset with sparse attention", _REFUSED[name])
 
 
 def _check_model(model: Any, patterns: Sequence[SparsityConfig]) -> None:
-    """Refuses a model whose attention is not all ours to change."""
+    """Raise ValueError for a model whose attention cannot be replaced in all layers."""
     name, config = type(model).__name__, model.config
     transformers = sys.modules["transformers"]
     if not all(hasattr(transformers, part) for part in _NEEDS) or not hasattr(model, "set_attn_implementation"):
         version = getattr(transformers, "__version__", "unknown")
         raise invalid_value("transformers", version, f"a version with {' and '.join(_NEEDS)}", "Install version 5.")
     if not model._can_set_attn_implementation():
-        remedy = "Its layers compute attention themselves: build it with twinflow.attention.SparseSelfAttention."
+        remedy = "Its layers compute attention themselves. Build it with twinflow.attention.SparseSelfAttention."
         raise invalid_value("model", name, "one whose layers use transformers' attention interface", remedy)
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
-        remedy = "Attention from a decoder to an encoder is not self-attention, which patterns are for."
+        remedy = "Patterns are for self-attention, and not for attention from a decoder to an encoder."
         raise invalid_value("model", name, "an encoder, or a decoder alone", remedy)
     if getattr(config, "output_attentions", False):
         raise _refusal("output_attentions", True)
@@ -119,8 +119,8 @@ def _check_model(model: Any, patterns: Sequence[SparsityConfig]) -> None:
     is_windowed = window is not None and getattr(config, "use_sliding_window", True)
     if kinds or (is_windowed and not getattr(config, "layer_types", None)):
         what = f"{name} with {', '.join(sorted(kinds)) or f'sliding_window {window}'}"
-        remedy = "It has a pattern of its own: set sliding_window to None, and use LocalSlidingWindowSparsityConfig."
-        raise invalid_value("model", what, "one whose layers all see everything", remedy)
+        remedy = "Set sliding_window to None, and use LocalSlidingWindowSparsityConfig."
+        raise invalid_value("model", what, "a model with full attention in all layers", remedy)
     is_causal = any(getattr(part, "is_causal", False) is True for part in model.modules())
     for pattern in patterns:
         if is_causal and not pattern.is_causal and not isinstance(pattern, DenseSparsityConfig):
@@ -128,7 +128,7 @@ def _check_model(model: Any, patterns: Sequence[SparsityConfig]) -> None:
 
 
 class TransformersAttention:
-    """What transformers calls for each layer."""
+    """The attention function that transformers calls for each layer."""
 
     def __init__(self, layers: Sequence[PatternAttention]) -> None:
         self.layers = tuple(layers)
@@ -146,7 +146,9 @@ class TransformersAttention:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """query [B, H, nq, D], key and value [B, Hkv, nk, D]; gives [B, nq, H, D] and no probabilities."""
+        """Attention of query [B, H, nq, D] to key and value [B, Hkv, nk, D]. Returns [B, nq, H, D] and no
+        probabilities.
+        """
         for name in _REFUSED:
             if kwargs.get(name) is not None and kwargs[name] is not False:
                 raise _refusal(name, kwargs[name])
@@ -176,15 +178,16 @@ def padding_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """What transformers calls once a forward: padding as bool [B, keys], True = takes part, or None.
+    """The mask function that transformers calls once per forward. Returns padding as bool [B, keys], True = used, or
+    None.
 
-    What is more than causality and padding (packed sequences, for instance) is made a square mask by transformers'.
+    If there is more than causality and padding (for instance packed sequences), transformers makes a square mask.
     """
     masking = sys.modules["transformers.masking_utils"]
     if isinstance(q_offset, Tensor) or kv_offset or q_offset + q_length != kv_length:
         what = f"a cache of {kv_length} keys from {kv_offset}, queries from {q_offset}"
-        remedy = "Leave cache_implementation out: the dynamic cache holds what was seen and no more."
-        raise invalid_value("cache with sparse attention", what, "one that ends with the queries", remedy)
+        remedy = "Do not set cache_implementation. The default dynamic cache ends with the queries."
+        raise invalid_value("cache with sparse attention", what, "a cache that ends with the queries", remedy)
     if mask_function not in (masking.causal_mask_function, masking.bidirectional_mask_function):
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         square: Tensor = masking.sdpa_mask(
@@ -197,7 +200,7 @@ def padding_mask(
 
 
 def mask_extras(mask: Tensor | None, is_causal: bool, num_queries: int, num_keys: int) -> dict[str, Tensor]:
-    """A mask of transformers as options of ours; one that is causality and padding becomes padding."""
+    """Convert a mask of transformers to fields of Extras. A mask of causality and padding becomes key_padding."""
     if mask is None:
         return {}
     if mask.dim() == 2:
@@ -212,7 +215,7 @@ def mask_extras(mask: Tensor | None, is_causal: bool, num_queries: int, num_keys
         mask = ~removed
     kept = mask != 0
     if kept.shape[1] == 1:
-        last = kept[:, 0, -1]  # the last query sees all keys but padding
+        last = kept[:, 0, -1]  # the last query sees all keys except padding
         if kept.shape[2] == 1:
             return {"key_padding": last}
         seen = last[:, None].expand(-1, num_queries, -1)

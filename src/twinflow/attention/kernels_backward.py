@@ -1,8 +1,9 @@
 # mypy: disallow-untyped-decorators=False
-"""Backward: probabilities are computed again from the log-sum-exp that forward has kept.
+"""Backward. Probabilities are recomputed from the log-sum-exp that forward has saved.
 
-`query_gradients` owns tiles of queries, `key_gradients` tiles of keys: no two programs write to one place, and every
-sum has one order. Pieces of rows and columns that tiles.py has cut are summed by kernels_sums.py.
+Programs of `query_gradients` own tiles of queries, and programs of `key_gradients` own tiles of keys. No two programs
+write to the same place, and the order of every sum is fixed. If tiles.py has cut a row or column into pieces,
+kernels_sums.py sums the pieces.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def probabilities(
     MASKED: tl.constexpr,
     S: tl.constexpr,
 ) -> tl.tensor:
-    """Of products of queries and keys; lse broadcasts, and is infinite for queries that are not there."""
+    """Probabilities from products of queries and keys. `lse` broadcasts. It is infinite for queries outside of the
+    call.
+    """
     scores = scores * (sizes.scale * LOG2E)
     if S.HAS_BIAS:
         scores = extra_bias(scores, query, key, where[0], where[1], extras, sizes, S)
@@ -75,10 +78,12 @@ def query_gradients(
     sizes: tl.tuple,
     S: tl.constexpr,
 ) -> None:
-    """One item of one head; also writes delta, the sum of out * grad of each query, for the other kernels."""
+    """Compute dq for one item of one head. Also writes delta, the sum of out * grad of each query, for the other
+    kernels.
+    """
     item, batch_head = own_item(sizes)
     first = 0
-    if not S.ONE_PATTERN:  # else there are as many items for each head, and reading so would only cost time
+    if not S.ONE_PATTERN:  # With one pattern all heads have the same number of items, and the reads are not needed.
         pattern = tl.load(plan.heads + batch_head % sizes.num_heads * 2)
         first = tl.load(plan.item_starts + pattern)
         if item >= tl.load(plan.item_starts + pattern + 1) - first:
@@ -91,12 +96,13 @@ def query_gradients(
     query = tile * S.OWN - sizes.q_start + own
     is_there = (query >= 0) & (query < sizes.num_queries)
     at = batch_head.to(tl.int64) * sizes.num_queries + query
-    row_lse = tl.load(lse + at, mask=is_there, other=float("inf"))  # no load waits for the store below
+    # loaded here, so that no load waits for the store below
+    row_lse = tl.load(lse + at, mask=is_there, other=float("inf"))
     q_tile = load_rows(head_base(q, strides.q, batch, head), query, is_there, strides.q[2], S)
     grad_tile = load_rows(head_base(grad, strides.grad, batch, head), query, is_there, strides.grad[2], S)
     out_tile = load_rows(head_base(out, strides.out, batch, head), query, is_there, strides.out[2], S)
     row_delta = tl.sum(out_tile.to(tl.float32) * grad_tile.to(tl.float32), 1)  # [own]
-    tl.store(delta + at, row_delta, mask=is_there)  # pieces of a row that is cut write the same
+    tl.store(delta + at, row_delta, mask=is_there)  # all pieces of a row write the same values
     lines = (row_lse, row_delta)
 
     kv_head = head // S.GROUP
@@ -143,7 +149,7 @@ def _walk_keys(
     MASKED: tl.constexpr,
     S: tl.constexpr,
 ) -> tl.tensor:
-    """Adds what tiles start to stop of keys give to the gradient of queries, but for the scale."""
+    """Add the contributions of the key tiles start to stop to the gradient of queries, without the scale."""
     q_tile, grad_tile = tiles
     lse, delta = lines
     rows = query[:, None]
@@ -184,14 +190,14 @@ def key_gradients(
     sizes: tl.tuple,
     S: tl.constexpr,
 ) -> None:
-    """One item of one head of dk and dv.
+    """Compute dk and dv for one item of one head.
 
-    GROUP query heads share a head of keys; IN_PROGRAM of them are summed here, so that dk and dv have
-    num_heads // IN_PROGRAM heads.
+    GROUP query heads share a head of keys. A program sums IN_PROGRAM of them, so that dk and dv have num_heads //
+    IN_PROGRAM heads.
     """
     item, batch_output = own_item(sizes)
     first = 0
-    if not S.ONE_PATTERN:  # else there are as many items for each head, and reading so would only cost time
+    if not S.ONE_PATTERN:  # With one pattern all heads have the same number of items, and the reads are not needed.
         pattern = tl.load(plan.heads + batch_output % (sizes.num_heads // S.IN_PROGRAM) * 2)
         first = tl.load(plan.item_starts + pattern)
         if item >= tl.load(plan.item_starts + pattern + 1) - first:
@@ -259,7 +265,9 @@ def _walk_queries(
     MASKED: tl.constexpr,
     S: tl.constexpr,
 ) -> tl.tuple:
-    """Adds what tiles start to stop of queries give to the gradients of keys (but for the scale) and values."""
+    """Add the contributions of the query tiles start to stop to the gradients of keys (without the
+    scale) and values.
+    """
     k_tile, v_tile = tiles
     rows = key[:, None]
     for tile in tl.range(start, stop):
@@ -277,7 +285,7 @@ def _walk_queries(
         keep = cols >= 0
         if MASKED:
             keep = layout_mask(code, tl.arange(0, S.OWN)[:, None], cols, rows, sizes, S)
-        row_lse = tl.load(lines[0] + at)[None, :]  # here and below, as late as can be: registers are short
+        row_lse = tl.load(lines[0] + at)[None, :]  # loaded as late as possible, here and below, to save registers
         p = probabilities(scores, keep, cols, rows, row_lse, where, extras, sizes, MASKED, S)
         row_delta = tl.load(lines[1] + at)[None, :]
         kept = p

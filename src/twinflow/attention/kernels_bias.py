@@ -1,9 +1,9 @@
 # mypy: disallow-untyped-decorators=False
-"""Gradients of what is added to scores: sums of score gradients over lists of cells.
+"""Gradients of bias and relative positions: sums of score gradients over lists of cells.
 
-A cell is a small square of scores. One program sums the cells of one list over some (batch, head) pairs: a list is one
-cell where a bias has an entry for each score, the cells of a column where it has one for each key, and the cells of a
-diagonal for relative positions. The order of each sum is that of its list.
+A cell is a small square of scores. One program sums the cells of one list over some (batch, head) pairs. If a bias has
+an entry for each score, a list is one cell. If it has an entry for each key, a list has the cells of a column. For
+relative positions a list has the cells of a diagonal. Cells are summed in the order of the list.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def score_sums(
     DENSE: tl.constexpr,
     S: tl.constexpr,
 ) -> None:
-    """One list for one set of members. DENSE: added to the scores' own places in `sums`; else a square a list."""
+    """Sum one list for one set of members. With DENSE, sums are added at the position of each score. Otherwise `sums`
+    has one square per list.
+    """
     number = tl.program_id(0) % sizes.num_items
     members = tl.program_id(0) // sizes.num_items
     lane = tl.arange(0, S.OWN)
@@ -72,7 +74,7 @@ def _score_gradient(
     sizes: tl.tuple,
     S: tl.constexpr,
 ) -> tl.tensor:
-    """Of one cell [OWN, OWN] of one head; zero where there is no score."""
+    """Score gradients of one cell [OWN, OWN] of one head. Zero where no score exists."""
     batch = (batch_head // sizes.num_heads).to(tl.int64)
     head = (batch_head % sizes.num_heads).to(tl.int64)
     has_query = (query >= 0) & (query < sizes.num_queries)

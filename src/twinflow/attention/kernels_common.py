@@ -1,11 +1,12 @@
 # mypy: disallow-untyped-decorators=False
-"""What all kernels of attention share: where a tile's tokens are, which scores are kept, and what is added to them.
+"""Functions that all attention kernels share: positions of tokens in a tile, masks, bias and dropout.
 
-Scores are in base 2: scaled by log2(e), so that the softmax takes exp2. Kernels that own queries hold scores as
-[queries, keys], those that own keys as [keys, queries]; the functions here take indices that broadcast to either.
+Scores are in base 2: they are multiplied by log2(e), so that the softmax uses exp2. Kernels that own queries have
+scores as [queries, keys], and kernels that own keys have them as [keys, queries]. The functions here take indices that
+broadcast to either shape.
 
-The tuples `plan`, `extras`, `drop`, `sizes` and `scratch`, and the constants S, are those of launch.py. A tensor in
-`extras` that is None costs nothing.
+launch.py defines the tuples `plan`, `extras`, `drop`, `sizes` and `scratch` and the constants S. A tensor in `extras`
+that is None has no cost.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BITS = tl.constexpr(8)  # as tiles.py has it
+BITS = tl.constexpr(8)  # as in tiles.py
 ITEM_COLUMNS = tl.constexpr(5)
 CUT_COLUMNS = tl.constexpr(3)
 LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1e30)  # below any score that counts, and finite: no difference with it is NaN
+LOWEST = tl.constexpr(-1e30)  # lower than any real score, but finite, so that differences are never NaN
 
 # The hash of extras.py.
 MIX_1 = tl.constexpr(0x7FEB352D)
@@ -29,10 +30,10 @@ KEY = tl.constexpr(0xC2B2AE3D)
 
 @triton.jit
 def own_item(sizes: tl.tuple) -> tl.tuple:
-    """Which item of which head (of all the batch's) this program has.
+    """The item and the head (over the whole batch) of this program.
 
-    Long items of all heads come first, so that none is left to the end. The rest goes head by head, so that programs
-    that run beside each other read the same keys.
+    Long items of all heads come first, so that none of them runs at the end. The other items are ordered by head, so
+    that programs that run at the same time read the same keys.
     """
     number = tl.program_id(0)
     num_heads = tl.num_programs(0) // sizes.num_items
@@ -45,29 +46,31 @@ def own_item(sizes: tl.tuple) -> tl.tuple:
 
 @triton.jit
 def read_item(plan: tl.tuple, number: tl.tensor) -> tl.tuple:
-    """Own tile, first of the other tiles, first of those with a mask, end, and slot of a piece."""
+    """Fields of an item: own tile, first other tile, first other tile with a mask, end, and slot of a piece."""
     row = plan.items + number * ITEM_COLUMNS
     return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
 
 
 @triton.jit
 def split_head(batch_head: tl.tensor, num_heads: tl.tensor) -> tl.tuple:
-    """Batch and head, as int64."""
+    """Batch index and head as int64."""
     return (batch_head // num_heads).to(tl.int64), (batch_head % num_heads).to(tl.int64)
 
 
 @triton.jit
 def first_codes(plan: tl.tuple, start: tl.tensor, mid: tl.tensor, S: tl.constexpr) -> tl.tuple:
-    """Codes of the first tiles without and with a mask, read before all else: loads of those tiles wait for them."""
+    """Codes of the first tiles without and with a mask. They are read first, because loads of these tiles depend on
+    them.
+    """
     return read_code(plan.codes, start, S), read_code(plan.codes, mid, S)
 
 
 @triton.jit
 def read_code(codes: tl.tensor, tile: tl.tensor, S: tl.constexpr) -> tl.tensor:
-    """The code of a tile's unit, or of the unit of each of its tokens [OTHER] where it has several.
+    """The code of a tile with one unit, or the code of each token's unit [OTHER] for a tile with several units.
 
-    A loop reads the next tile's code while it works on this one: loads whose addresses depend on it can then be
-    pipelined as far ahead as any others.
+    A loop reads the code of the next tile while it processes the current one. Loads whose addresses depend on the code
+    can then be pipelined like all others.
     """
     if S.UNIT == S.OTHER:
         return tl.load(codes + tile)
@@ -77,7 +80,7 @@ def read_code(codes: tl.tensor, tile: tl.tensor, S: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def code_positions(code: tl.tensor, S: tl.constexpr) -> tl.tensor:
-    """Positions [OTHER] of a tile's tokens."""
+    """Positions [OTHER] of the tokens of a tile."""
     return (code >> BITS) * S.UNIT + tl.arange(0, S.OTHER) % S.UNIT
 
 
@@ -91,10 +94,10 @@ def load_tile(
     MASKED: tl.constexpr,
     S: tl.constexpr,
 ) -> tl.tensor:
-    """Rows [OTHER, PADDED_DIM] of a matrix that has `count`, from position `first` on.
+    """Load rows [OTHER, PADDED_DIM] of a matrix with `count` rows, the first of which has the position `first`.
 
-    For rows that are not there others are read (their scores are masked): a mask here would cost more. With TMA, base
-    is a descriptor of the rows of all heads, and stride the first of this one.
+    For rows that do not exist, other rows are read, because a mask would be slower; their scores are masked later. With
+    TMA, `base` is a descriptor of the rows of all heads, and `stride` is the first row of this head.
     """
     if S.TMA and not MASKED:
         return base.load([stride + (code >> BITS) * S.OTHER - first, 0])
@@ -116,7 +119,7 @@ def load_tile(
 
 @triton.jit
 def product(a: tl.tensor, b: tl.tensor, acc: tl.tensor | None, S: tl.constexpr) -> tl.tensor:
-    """a @ b + acc in fp32. Triton's interpreter knows no products of bf16."""
+    """a @ b + acc in fp32. UPCAST is for Triton's interpreter, which has no products of bf16."""
     if S.UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
@@ -125,7 +128,7 @@ def product(a: tl.tensor, b: tl.tensor, acc: tl.tensor | None, S: tl.constexpr) 
 
 @triton.jit
 def head_base(base: tl.tensor, strides: tl.tuple, batch: tl.tensor, head: tl.tensor) -> tl.tensor:
-    """Where the matrix of one head starts; batch and head are int64."""
+    """Address of the matrix of one head. `batch` and `head` are int64."""
     return base + batch * strides[0] + head * strides[1]
 
 
@@ -133,7 +136,7 @@ def head_base(base: tl.tensor, strides: tl.tuple, batch: tl.tensor, head: tl.ten
 def head_rows(
     base: tl.tensor, strides: tl.tuple, batch: tl.tensor, head: tl.tensor, first_row: tl.tensor, S: tl.constexpr
 ) -> tl.tuple:
-    """What `load_tile` takes for the matrix of one head: base and stride, or with TMA a descriptor and a row."""
+    """Arguments of `load_tile` for the matrix of one head: base and stride, or a descriptor and a row with TMA."""
     if S.TMA:
         return base, first_row.to(tl.int32)
     else:
@@ -142,7 +145,7 @@ def head_rows(
 
 @triton.jit
 def load_rows(base: tl.tensor, index: tl.tensor, is_there: tl.tensor, stride: tl.tensor, S: tl.constexpr) -> tl.tensor:
-    """Rows [n, PADDED_DIM] of a matrix, zeros for those that are not there."""
+    """Load rows [n, PADDED_DIM] of a matrix. Rows that do not exist are zeros."""
     d = tl.arange(0, S.PADDED_DIM)
     pointers = base + (index.to(tl.int64)[:, None] * stride + d[None, :])
     return tl.load(pointers, mask=is_there[:, None] & (d[None, :] < S.HEAD_DIM), other=0.0)
@@ -152,7 +155,7 @@ def load_rows(base: tl.tensor, index: tl.tensor, is_there: tl.tensor, stride: tl
 def store_rows(
     base: tl.tensor, index: tl.tensor, is_there: tl.tensor, stride: tl.tensor, x: tl.tensor, S: tl.constexpr
 ) -> None:
-    """Writes rows that are there, in the dtype of the memory."""
+    """Store the rows that exist, in the dtype of the memory."""
     d = tl.arange(0, S.PADDED_DIM)
     pointers = base + (index.to(tl.int64)[:, None] * stride + d[None, :])
     tl.store(pointers, x.to(base.dtype.element_ty), mask=is_there[:, None] & (d[None, :] < S.HEAD_DIM))
@@ -160,7 +163,7 @@ def store_rows(
 
 @triton.jit
 def scratch_rows(base: tl.tensor, slot: tl.tensor, own: tl.tensor, S: tl.constexpr) -> tl.tensor:
-    """Pointers [n, PADDED_DIM] to rows of a slot, an int64."""
+    """Pointers [n, PADDED_DIM] to rows of a slot of scratch memory. `slot` is int64."""
     return base + (slot * S.OWN + own)[:, None] * S.PADDED_DIM + tl.arange(0, S.PADDED_DIM)[None, :]
 
 
@@ -168,7 +171,9 @@ def scratch_rows(base: tl.tensor, slot: tl.tensor, own: tl.tensor, S: tl.constex
 def layout_mask(
     code: tl.tensor, own: tl.tensor, query: tl.tensor, key: tl.tensor, sizes: tl.tuple, S: tl.constexpr
 ) -> tl.tensor:
-    """Which scores the layout keeps. `own` [n, 1] counts from the tile's start; query and key broadcast."""
+    """A mask of the scores that the layout keeps. `own` [n, 1] counts from the start of the tile. `query` and `key`
+    broadcast.
+    """
     bits = code if S.UNIT == S.OTHER else code[None, :]
     keep = ((bits >> (own // S.SUB)) & 1) != 0
     keep = keep & (query >= 0) & (query < sizes.num_queries) & (key < sizes.num_keys)
@@ -188,7 +193,7 @@ def extra_mask(
     sizes: tl.tuple,
     S: tl.constexpr,
 ) -> tl.tensor:
-    """Leaves out keys that are padding, and what the mask says."""
+    """`keep` without scores of padding keys and without scores that the mask removes."""
     if extras.padding is not None:
         has_key = key < sizes.num_keys
         keep = keep & (tl.load(extras.padding + batch * sizes.num_keys + key, mask=has_key, other=0) != 0)
@@ -211,7 +216,7 @@ def extra_bias(
     sizes: tl.tuple,
     S: tl.constexpr,
 ) -> tl.tensor:
-    """Adds what is added to scores, in base 2."""
+    """Scores with bias and relative positions added, in base 2."""
     is_there = (query >= 0) & (query < sizes.num_queries) & (key < sizes.num_keys)
     if extras.bias is not None:
         at = batch * sizes.bias_batch + head * sizes.bias_head
@@ -227,7 +232,7 @@ def extra_bias(
 def dropout_factor(
     query: tl.tensor, key: tl.tensor, batch: tl.tensor, head: tl.tensor, drop: tl.tuple, sizes: tl.tuple
 ) -> tl.tensor:
-    """What dropout multiplies each probability with."""
+    """The factor of dropout for each probability: 0 or 1 / (1 - p)."""
     number = (batch * sizes.num_heads + head).to(tl.uint32)
     x = _mix(drop.seed.to(tl.uint32, bitcast=True) ^ (number * HEAD))
     x = _mix(x ^ ((query + sizes.q_start).to(tl.uint32) * QUERY))

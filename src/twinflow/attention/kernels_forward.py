@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-decorators=False
-"""Forward: a program owns a tile of queries and walks over its tiles of keys, those without a mask first.
+"""Forward. A program owns a tile of queries and iterates over its tiles of keys, first those without a mask.
 
-Rows that tiles.py has cut write the unnormalised sum, the maximum and the sum of weights to scratch in fp32; `reduce`
-puts their pieces together, in the order of the pieces.
+If tiles.py has cut a row into pieces, each piece writes its unnormalised sum, its maximum and its sum of weights to
+scratch memory in fp32. `reduce` combines the pieces in their order.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def forward(
     sizes: tl.tuple,
     S: tl.constexpr,
 ) -> None:
-    """One item of one head."""
+    """Compute the output and log-sum-exp for one item of one head."""
     item, batch_head = own_item(sizes)
     first = 0
-    if not S.ONE_PATTERN:  # else there are as many items for each head, and reading so would only cost time
+    if not S.ONE_PATTERN:  # With one pattern all heads have the same number of items, and the reads are not needed.
         pattern = tl.load(plan.heads + batch_head % sizes.num_heads * 2)
         first = tl.load(plan.item_starts + pattern)
         if item >= tl.load(plan.item_starts + pattern + 1) - first:
@@ -114,7 +114,7 @@ def _walk(
     MASKED: tl.constexpr,
     S: tl.constexpr,
 ) -> tl.tuple:
-    """Tiles start to stop of keys, added to the state: the sum, its maximum in base 2, and its weight."""
+    """Add the key tiles start to stop to the state: the weighted sum, the maximum in base 2, and the sum of weights."""
     acc, top, weight = state
     factor = sizes.scale * LOG2E
     rows = query[:, None]
@@ -161,7 +161,9 @@ def _finish(
     lse: tl.tensor,
     S: tl.constexpr,
 ) -> None:
-    """Rows without a key are zeros, and their log-sum-exp is infinite: backward then finds no probability."""
+    """Normalise and store rows. Rows without a key become zeros with an infinite log-sum-exp, for which backward
+    computes probabilities of zero.
+    """
     acc, top, weight = state
     is_empty = weight == 0.0
     divisor = tl.where(is_empty, 1.0, weight)
@@ -180,7 +182,7 @@ def reduce(
     ROWS: tl.constexpr,
     S: tl.constexpr,
 ) -> None:
-    """Some rows of a tile that was cut, from its pieces."""
+    """Combine the pieces of a tile that was cut. A program has ROWS rows."""
     part = tl.program_id(0) % (S.OWN // ROWS)
     cut = tl.program_id(0) // (S.OWN // ROWS) % sizes.num_items
     batch_head = tl.program_id(0) // (S.OWN // ROWS) // sizes.num_items

@@ -1,19 +1,21 @@
 # mypy: disallow-untyped-decorators=False
-"""What kernels made for Hopper share: a program's list of items, the warp that loads, and how results are stored.
+"""Functions that the kernels for Hopper share: the items of a program, the warp that loads, and the stores of results.
 
-A program stays on its multiprocessor and takes items number, number + programs, and so on. Two warpgroups own 64 rows
-each of an item's own tile and share its other tiles, which a warp of its own brings by TMA: while one takes
-exponentials, the products of the other keep the tensor cores busy, and the next item's tiles arrive under this one's.
+Programs are persistent. A program processes the items number, number + programs, and so on. Two warpgroups each own 64
+rows of the own tile of an item. They share the other tiles, which a separate warp loads by TMA. While one warpgroup
+computes exponentials, the products of the other use the tensor cores. The tiles of the next item are loaded while this
+item is processed.
 
-- `own_bufs`: own tiles, [2 slots x 2 halves, 64, dim] each; the results leave through them.
-- `other_bufs`: two tensors' other tiles, [stages, tile, dim], and where scores are [keys, queries] two vectors of them.
-- `bars`: full and empty, of own tiles, of the first others and of the second.
+- `own_bufs`: own tiles, [2 slots x 2 halves, 64, dim] each; results are stored through them.
+- `other_bufs`: other tiles of two tensors, [stages, tile, dim], and two vectors of them if scores are [keys, queries].
+- `bars`: barriers for full and empty buffers, of own tiles, of the first other tiles and of the second.
 - `plan`: items, codes and words of a CellPlan.
-- `places`: of each tensor with rows in the order of the descriptors two numbers, see launch.Rows.
-- `sizes`: items of all heads, items of a head, long ones, own rows, other rows and slots of a head.
+- `places`: two numbers for each tensor with rows, in the order of the descriptors, see launch.Rows.
+- `sizes`: items of all heads, items of a head, long items, own rows, other rows and slots of a head.
 
-Operands that stay the same over a loop are read from shared memory: ptxas 12.8 gives registers that hold one to others.
-What a loop over tiles takes its length from must also be read elsewhere: Triton 3.6 forgets to carry it on otherwise.
+Operands that are constant over a loop are read from shared memory, because ptxas 12.8 reuses registers that hold such
+an operand. The length of a loop over tiles must also be used elsewhere, because otherwise Triton 3.6 does not carry it
+on.
 """
 
 from __future__ import annotations
@@ -22,25 +24,26 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-BITS = gl.constexpr(8)  # as tiles.py has it
+BITS = gl.constexpr(8)  # as in tiles.py
 ITEM_COLUMNS = gl.constexpr(5)
 HALF = gl.constexpr(64)  # rows of a warpgroup, and tokens of a cell
 OWN = gl.constexpr(128)
-SUB = gl.constexpr(16)  # tokens for each bit of a cell's word, as cells.py has it
+SUB = gl.constexpr(16)  # tokens per bit of the word of a cell, as in cells.py
 WHOLE = gl.constexpr(0xFFFF)
 DIAGONAL_BIT = gl.constexpr(16)
-REGISTERS = gl.constexpr(240)  # of a thread that multiplies
+REGISTERS = gl.constexpr(240)  # per thread of the warpgroups that multiply
 LOADER_REGISTERS = gl.constexpr(24)
 LOG2E = gl.constexpr(1.4426950408889634)
 
-sync = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name until Triton 3.6
+sync = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # named thread_barrier until Triton 3.6
 
 
 @gluon.jit
 def read_item(items: gl.tensor, number: gl.tensor, sizes: gl.tuple) -> gl.tuple:
-    """Head, own tile, first other tile and their end, and slot, of an item, or of the last one where there is none.
+    """Fields of an item: head, own tile, first other tile, end of other tiles, and slot. After the last item, the last
+    item is returned again.
 
-    The order is that of kernels_common.own_item.
+    The order of items is that of kernels_common.own_item.
     """
     number = gl.minimum(number, sizes[0] - 1)
     num_heads = sizes[0] // sizes[1]
@@ -54,14 +57,16 @@ def read_item(items: gl.tensor, number: gl.tensor, sizes: gl.tuple) -> gl.tuple:
 
 @gluon.jit
 def corner(head: gl.tensor, num_rows: gl.tensor, places: gl.tuple, NUMBER: gl.constexpr) -> gl.tuple:
-    """First row and column of a head (of all the batch's) in the matrix of a tensor."""
+    """First row and column of a head (over the whole batch) in the matrix of a tensor."""
     fold = places[2 * NUMBER]
     return head // fold * num_rows, head % fold * places[2 * NUMBER + 1]
 
 
 @gluon.jit
 def make_bars(STAGES: gl.constexpr) -> gl.tuple:
-    """Full and empty, of own tiles and twice of others; the two warpgroups empty what the loading warp has filled."""
+    """Barriers for full and empty buffers: of own tiles, and of two kinds of other tiles. The loading warp fills
+    buffers, and the two warpgroups empty them.
+    """
     return (_bars(2, 1), _bars(2, 2), _bars(STAGES, 1), _bars(STAGES, 2), _bars(STAGES, 1), _bars(STAGES, 2))
 
 
@@ -86,7 +91,7 @@ def load_tiles(
     GROUP: gl.constexpr,
     MEMBERS: gl.constexpr,
 ) -> None:
-    """The warp that loads. `own` and `others` are descriptors, in the order of the buffers."""
+    """The work of the loading warp. `own` and `others` are descriptors, in the order of the buffers."""
     STAGES: gl.constexpr = other_bufs[0].shape[0]
     OTHER: gl.constexpr = other_bufs[0].shape[1]
     DIM: gl.constexpr = other_bufs[0].shape[2]
@@ -136,14 +141,14 @@ def load_tiles(
 
 @gluon.jit
 def give_back(bars: gl.tuple, slot: gl.tensor) -> None:
-    """The own tiles of a slot may be overwritten, once what was stored through them has left."""
+    """Release the own tiles of a slot for the next item, after the stores through them are complete."""
     tma.store_wait(0)
     mbarrier.arrive(bars[1].index(slot), count=1)
 
 
 @gluon.jit
 def store_rows(rows: gl.tensor, row: gl.tensor, col: gl.tensor, buf: gl.tensor, value: gl.tensor) -> None:
-    """Through an own tile that nobody reads any more."""
+    """Store rows by TMA through the buffer of an own tile that is not read any more."""
     buf.store(value)
     fence_async_shared()
     sync()
@@ -152,7 +157,7 @@ def store_rows(rows: gl.tensor, row: gl.tensor, col: gl.tensor, buf: gl.tensor, 
 
 @gluon.jit
 def store_piece(sums: gl.tensor, place: gl.tensor, value: gl.tensor, PART: gl.constexpr, LAYOUT: gl.constexpr) -> None:
-    """To scratch, in fp32."""
+    """Store a piece to scratch memory in fp32."""
     DIM: gl.constexpr = value.shape[1]
     rows = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT)) + PART * HALF
     cols = gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))
@@ -163,7 +168,7 @@ def store_piece(sums: gl.tensor, place: gl.tensor, value: gl.tensor, PART: gl.co
 def masked(
     scores: gl.tensor, word: gl.tensor, CAUSAL: gl.constexpr, BY_KEYS: gl.constexpr, LAYOUT: gl.constexpr
 ) -> gl.tensor:
-    """Scores of a cell, minus infinity where they are not kept."""
+    """The scores of a cell, with minus infinity for scores that are not kept."""
     rows = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))[:, None]
     cols = gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))[None, :]
     keep = ((word >> (rows // SUB * (HALF // SUB) + cols // SUB)) & 1) != 0

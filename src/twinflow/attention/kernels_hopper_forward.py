@@ -1,6 +1,7 @@
 # mypy: disallow-untyped-decorators=False
-"""Forward, made for Hopper; see kernels_hopper_common.py. Results are those of kernels_forward.py, which also puts the
-pieces of rows that are cut together."""
+"""Forward for Hopper. See kernels_hopper_common.py. Results are those of kernels_forward.py, whose `reduce` also
+combines the pieces of rows that are cut.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from twinflow.attention.kernels_hopper_common import (
     sync,
 )
 
-LOWEST = gl.constexpr(-1e30)  # below any score that counts, and finite: no difference with it is NaN
+LOWEST = gl.constexpr(-1e30)  # lower than any real score, but finite, so that differences are never NaN
 
 
 @gluon.jit(do_not_specialize=["total", "num_items", "num_long", "num_own", "num_other", "num_slots"])
@@ -56,7 +57,7 @@ def forward(
     scale: gl.tensor,
     S: gl.constexpr,
 ) -> None:
-    """A program owns queries; q, k, v and out are descriptors. Without cells every tile is kept whole."""
+    """A program owns queries. q, k, v and out are descriptors. Without cells, every tile is whole."""
     OTHER: gl.constexpr = k.block_type.shape[0]
     DIM: gl.constexpr = k.block_type.shape[1]
     own_bufs = (gl.allocate_shared_memory(q.dtype, [4, HALF, DIM], q.layout),)
@@ -96,7 +97,7 @@ def _own_rows(
     scale: gl.tensor,
     S: gl.constexpr,
 ) -> None:
-    """A warpgroup, with one half of each own tile."""
+    """The work of one warpgroup, which has one half of each own tile."""
     DIM: gl.constexpr = other_bufs[0].shape[2]
     OTHER: gl.constexpr = other_bufs[0].shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OTHER, 16])
@@ -105,10 +106,10 @@ def _own_rows(
     out, lse, sums, tops, weights = results
     count = 0
     turn = 0
-    is_held = 0  # whether the item before still has its own tile
+    is_held = 0  # whether the previous item still uses its own tile
     head, tile, start, stop, piece = read_item(plan[0], gl.program_id(0), sizes)
     for number in range(gl.program_id(0), sizes[0], gl.num_programs(0)):
-        following = read_item(plan[0], number + gl.num_programs(0), sizes)  # long before it is needed
+        following = read_item(plan[0], number + gl.num_programs(0), sizes)  # read early to hide the latency
         slot = turn & 1
         num_tiles = stop - start
         mbarrier.wait(bars[0].index(slot), (turn >> 1) & 1)
@@ -160,7 +161,9 @@ def _walk(
     SCORES: gl.constexpr,
     SUMS: gl.constexpr,
 ) -> gl.tuple:
-    """Whole tiles: the product of this one's probabilities runs beside the next one's scores."""
+    """Process whole tiles. The product of probabilities and values of a tile overlaps with the
+    scores of the next tile.
+    """
     k_bufs, v_bufs = other_bufs
     STAGES: gl.constexpr = k_bufs.shape[0]
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -218,7 +221,7 @@ def _walk_cells(
     SCORES: gl.constexpr,
     SUMS: gl.constexpr,
 ) -> gl.tuple:
-    """Cells that this half keeps, some of them in part."""
+    """Process the cells that this half keeps, whole or in part."""
     k_bufs, v_bufs = other_bufs
     STAGES: gl.constexpr = k_bufs.shape[0]
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -254,7 +257,9 @@ def _walk_cells(
 
 @gluon.jit
 def _weigh(scores: gl.tensor, top: gl.tensor, weight: gl.tensor, factor: gl.tensor) -> gl.tuple:
-    """Probabilities over the new maximum, that maximum, what sums over the old one fade by, and the sum of weights."""
+    """Probabilities relative to the new maximum, the new maximum, the factor for sums relative to the old maximum, and
+    the sum of weights.
+    """
     new_top = gl.maximum(top, gl.max(scores, 1) * factor)
     p = gl.exp2(scores * factor - new_top[:, None])
     fade = gl.exp2(top - new_top)

@@ -1,6 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""Gradients of keys and values, made for Hopper; see kernels_hopper_common.py. Results are those of
-kernels_backward.py."""
+"""Gradients of keys and values for Hopper. See kernels_hopper_common.py. Results are those of kernels_backward.py."""
 
 from __future__ import annotations
 
@@ -56,7 +55,9 @@ def key_gradients(
     scale: gl.tensor,
     S: gl.constexpr,
 ) -> None:
-    """A program owns keys, and sums over the query heads that share them; all but scratch and plan are descriptors."""
+    """A program owns keys and sums over the query heads that share them. All tensors but scratch and plan are
+    descriptors.
+    """
     OTHER: gl.constexpr = q.block_type.shape[0]
     DIM: gl.constexpr = q.block_type.shape[1]
     own_bufs = (
@@ -113,7 +114,7 @@ def _key_rows(
     scale: gl.tensor,
     S: gl.constexpr,
 ) -> None:
-    """A warpgroup, with one half of each own tile. Scores are [keys, queries]."""
+    """The work of one warpgroup, which has one half of each own tile. Scores are [keys, queries]."""
     STAGES: gl.constexpr = other_bufs[0].shape[0]
     DIM: gl.constexpr = other_bufs[0].shape[2]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -121,7 +122,7 @@ def _key_rows(
     dk, dv, sums_k, sums_v = results
     count = 0
     turn = 0
-    is_held = 0  # whether the item before still has its own tiles
+    is_held = 0  # whether the previous item still uses its own tiles
     head, tile, start, stop, piece = read_item(plan[0], gl.program_id(0), sizes)
     for number in range(gl.program_id(0), sizes[0], gl.num_programs(0)):
         following = read_item(plan[0], number + gl.num_programs(0), sizes)
@@ -187,7 +188,7 @@ def _add_to_keys(
     S: gl.constexpr,
     SCORES: gl.constexpr,
 ) -> gl.tuple:
-    """What one tile of queries adds to the gradients of keys and values."""
+    """Add the contribution of one tile of queries to the gradients of keys and values."""
     k_tile, v_tile = own
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)

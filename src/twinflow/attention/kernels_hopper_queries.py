@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""Gradients of queries, made for Hopper; see kernels_hopper_common.py. Results are those of kernels_backward.py."""
+"""Gradients of queries for Hopper. See kernels_hopper_common.py. Results are those of kernels_backward.py."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def query_gradients(
     scale: gl.tensor,
     S: gl.constexpr,
 ) -> None:
-    """A program owns queries; q, grad, k, v and dq are descriptors."""
+    """A program owns queries. q, grad, k, v and dq are descriptors."""
     OTHER: gl.constexpr = k.block_type.shape[0]
     DIM: gl.constexpr = k.block_type.shape[1]
     own_bufs = (
@@ -108,7 +108,9 @@ def _query_rows(
     scale: gl.tensor,
     S: gl.constexpr,
 ) -> None:
-    """A warpgroup, with one half of each own tile. Rows of `out` are read an item ahead, into registers."""
+    """The work of one warpgroup, which has one half of each own tile. Rows of `out` are read into registers one item
+    ahead.
+    """
     STAGES: gl.constexpr = other_bufs[0].shape[0]
     DIM: gl.constexpr = other_bufs[0].shape[2]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -117,7 +119,7 @@ def _query_rows(
     out, lse, delta, dq, sums = results
     count = 0
     turn = 0
-    is_held = 0  # whether the item before still has its own tiles
+    is_held = 0  # whether the previous item still uses its own tiles
     head, tile, start, stop, piece = read_item(plan[0], gl.program_id(0), sizes)
     out_tile = _read_out(out, head, tile * OWN + PART * HALF, places, sizes, DIM, ROWS)
     for number in range(gl.program_id(0), sizes[0], gl.num_programs(0)):
@@ -180,7 +182,7 @@ def _read_out(
     DIM: gl.constexpr,
     ROWS: gl.constexpr,
 ) -> gl.tensor:
-    """Rows of `out`, the sixth tensor with a place; its stride from row to row comes after all places."""
+    """Load rows of `out`, the sixth tensor in `places`. Its stride between rows follows all places."""
     row, col = corner(head, sizes[3], places, 5)
     stride = places[12]
     rows = gl.arange(0, HALF, gl.SliceLayout(1, ROWS))
@@ -202,7 +204,7 @@ def _add_to_queries(
     S: gl.constexpr,
     SCORES: gl.constexpr,
 ) -> gl.tensor:
-    """What one tile of keys adds to the gradients of queries."""
+    """Add the contribution of one tile of keys to the gradients of queries."""
     q_tile, g_tile, row_lse, row_delta = own
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     zeros = gl.full([HALF, HALF], 0.0, gl.float32, SCORES)

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""Sums of the pieces of gradients, of rows and columns that tiles.py has cut."""
+"""Sums of gradients over the pieces of rows and columns that tiles.py has cut."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def reduce(
     ROWS: tl.constexpr,
     S: tl.constexpr,
 ) -> None:
-    """Some rows of a tile that was cut: the sum of its pieces, of one gradient or of two.
+    """Sum the pieces of a tile that was cut, for one or two gradients. A program has ROWS rows.
 
-    A gradient has `count` rows from position `start` on.
+    A gradient has `count` rows, the first of which has the position `start`.
     """
     part = tl.program_id(0) % (S.OWN // ROWS)
     cut = tl.program_id(0) // (S.OWN // ROWS) % sizes.num_items
@@ -51,7 +51,7 @@ def reduce(
 def _sum_pieces(
     scratch: tl.tensor, start: tl.tensor, stop: tl.tensor, own: tl.tensor, ROWS: tl.constexpr, S: tl.constexpr
 ) -> tl.tensor:
-    """Rows of pieces start to stop, in their order."""
+    """The sum of the pieces start to stop, in their order."""
     acc = tl.full([ROWS, S.PADDED_DIM], 0.0, tl.float32)
     for place in tl.range(start, stop):
         acc += tl.load(scratch_rows(scratch, place, own, S))

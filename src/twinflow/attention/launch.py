@@ -1,4 +1,4 @@
-"""What kernels are called with: tuples of tensors, numbers that compiled kernels do not depend on, and constants."""
+"""Arguments of the kernels: tuples of tensors, numbers, and constants for which kernels are compiled."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from twinflow.attention.layout import Layout
 from twinflow.attention.tiles import Span, TilePlan, TileSize, Work, device_plan
 from twinflow.attention.tuning import Tuning, Tunings, padded_dim
 
-REDUCE_ROWS = 16  # of a program that puts pieces together: small, since there are few tiles to spread
+REDUCE_ROWS = 16  # rows of a program that combines pieces; small, because few tiles are cut
 
 Strides = tuple[int, int, int]
-_BOUND = threading.local()  # devices whose context a thread has
+_BOUND = threading.local()  # devices whose CUDA context is bound to a thread
 
 
 class PlanArgs(NamedTuple):
-    """A TilePlan's tensors."""
+    """The tensors of a TilePlan."""
 
     codes: Tensor
     items: Tensor
@@ -34,8 +34,9 @@ class PlanArgs(NamedTuple):
 
 
 class ExtraArgs(NamedTuple):
-    """Tensors of Extras, expanded to all scores by strides of zero. The strides are in SizeArgs and Shape: Triton 3.6
-    loses its place in a tuple of tuples where a number is 1."""
+    """The tensors of Extras, expanded to all scores by strides of zero. The strides are in SizeArgs and Shape, because
+    Triton 3.6 mistakes the position in a tuple of tuples if a number is 1.
+    """
 
     padding: Tensor | None
     mask: Tensor | None
@@ -44,7 +45,7 @@ class ExtraArgs(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Dropout; both words are uint32 as int32."""
+    """Arguments of dropout. seed and threshold are uint32 words as int32."""
 
     seed: int
     threshold: int
@@ -52,10 +53,10 @@ class Drop(NamedTuple):
 
 
 class SizeArgs(NamedTuple):
-    """Numbers of a call."""
+    """Sizes and strides of a call."""
 
-    num_items: int  # of a grid, for each head
-    num_long: int  # of those, which come first
+    num_items: int  # items of the grid per head
+    num_long: int  # long items among them, which come first
     num_heads: int
     num_queries: int
     num_keys: int
@@ -72,24 +73,24 @@ class SizeArgs(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Constants of a compiled kernel."""
+    """Constants for which a kernel is compiled."""
 
-    GROUP: int  # query heads for each head of keys
-    IN_PROGRAM: int  # query heads whose gradients of keys one program sums
+    GROUP: int  # query heads per head of keys
+    IN_PROGRAM: int  # query heads that one program of key_gradients sums
     HEAD_DIM: int
     PADDED_DIM: int
     OWN: int
     OTHER: int
-    SUB: int  # own tokens for each bit of a code
-    UNIT: int  # other tokens for each code
+    SUB: int  # own tokens per bit of a code
+    UNIT: int  # other tokens per code
     CAUSAL: bool
-    ONE_PATTERN: bool  # for all heads
+    ONE_PATTERN: bool  # all heads have the same pattern
     HAS_CUTS: bool
-    HAS_FULL: bool  # tiles without a mask
-    HAS_PARTIAL: bool  # tiles with one
-    HAS_BIAS: bool  # or a scale that is not positive: then scores, not products, have the maximum
+    HAS_FULL: bool  # there are tiles without a mask
+    HAS_PARTIAL: bool  # there are tiles with a mask
+    HAS_BIAS: bool  # or a scale <= 0, for which the maximum must be taken over scaled scores
     HAS_MASKS: bool
-    MASK_STEP: int  # from key to key
+    MASK_STEP: int  # stride between keys
     BIAS_STEP: int
     DROPOUT: bool
     PRECISION: str
@@ -98,7 +99,7 @@ class Shape(NamedTuple):
 
 
 class ForwardStrides(NamedTuple):
-    """Of batch, head and token."""
+    """Strides of batch, head and token."""
 
     q: Strides
     k: Strides
@@ -107,7 +108,7 @@ class ForwardStrides(NamedTuple):
 
 
 class ForwardScratch(NamedTuple):
-    """Of rows that are cut, for each slot."""
+    """Scratch memory of rows that are cut, per slot."""
 
     sums: Tensor
     tops: Tensor
@@ -116,7 +117,7 @@ class ForwardScratch(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """All that one call of attention is, but for its main tensors."""
+    """One call of attention, without the tensors q, k and v."""
 
     layout: Layout
     extras: Extras
@@ -127,20 +128,20 @@ class Call:
 
     @property
     def span(self) -> Span:
-        """Positions of queries and keys."""
+        """The ranges of positions of queries and keys."""
         start = self.extras.q_start
         return Span((start, start + self.sizes.num_queries), (0, self.sizes.num_keys))
 
     @property
     def is_plain(self) -> bool:
-        """Whether scores are products in half precision, scaled, and nothing else."""
+        """Whether scores are only scaled products in half precision, without bias, masks and dropout."""
         extras = self.extras
         has_extras = any(x is not None for x in (extras.bias, extras.relative, extras.key_padding, extras.mask))
         return not has_extras and extras.dropout == 0.0 and self.dtype != torch.float32
 
     @property
     def in_program(self) -> int:
-        """Query heads of a group that one program can sum: all, where they have one pattern."""
+        """Query heads of a group that one program can sum: all if they have one pattern, otherwise one."""
         group, patterns = self.sizes.group, self.layout.head_to_pattern
         is_shared = all(pattern == patterns[i // group * group] for i, pattern in enumerate(patterns))
         return group if is_shared else 1
@@ -150,13 +151,13 @@ class Call:
         return device_plan(self.layout, self.span, size, by_keys, self.work(by_keys), self.device)
 
     def work(self, by_keys: bool) -> Work:
-        """How plans are run."""
+        """The description of the grid for plans."""
         in_program = self.in_program if by_keys else 1
         heads = self.layout.head_to_pattern[::in_program]
         return Work(heads, self.sizes.batch, in_program, self.tunings.min_piece)
 
     def size_args(self, num_items: int, num_slots: int = 0, num_long: int = 0) -> SizeArgs:
-        """Numbers for a grid of so many items a head."""
+        """SizeArgs for a grid of `num_items` items per head."""
         sizes = self.sizes
         scale = float(scale_of(self.extras, sizes.head_dim))
         start = self.extras.q_start
@@ -168,7 +169,7 @@ class Call:
         return SizeArgs(*counts, start, num_slots, scale, *mask_strides, *bias_strides, step)
 
     def shape(self, size: TileSize, plan: TilePlan | None, in_program: int = 1) -> Shape:
-        """Constants for tiles of a size, and for a plan of them."""
+        """The constants for tiles of a size and for a plan."""
         sizes, extras, block = self.sizes, self.extras, self.layout.block
         has_bias = extras.bias is not None or extras.relative is not None or scale_of(extras, sizes.head_dim) <= 0.0
         return Shape(
@@ -195,7 +196,9 @@ class Call:
         )
 
     def prepare(self, tuning: Tuning, others: Sequence[Tensor], by_keys: bool) -> tuple[Tuning, TilePlan, Shape]:
-        """The tuning that this call allows for a kernel that walks over `others`, its plan, and its constants."""
+        """The tuning that this call allows for a kernel that iterates over `others`, with its plan
+        and its constants.
+        """
         if tuning.tma and not self._allows_descriptors(tuning.size, others, by_keys):
             tuning = tuning.otherwise or replace(tuning, tma=False)
         plan = self.plan(tuning.size, by_keys)
@@ -204,8 +207,9 @@ class Call:
         return tuning, plan, shape._replace(TMA=tuning.tma)
 
     def _allows_descriptors(self, size: TileSize, others: Sequence[Tensor], by_keys: bool) -> bool:
-        """Whether every other tile is so many whole rows side by side, none of its scores has a mask or an extra, and
-        the GPU has what loads them."""
+        """Whether other tiles can be loaded by TMA descriptors: every tile has whole adjacent rows, its scores have no
+        masks and extras, and the GPU supports TMA.
+        """
         layout, dim = self.layout, self.sizes.head_dim
         start, stop = self.span.queries if by_keys else self.span.keys
         is_whole = not layout.is_causal and max(size.own, size.other) <= layout.block
@@ -215,7 +219,7 @@ class Call:
         return is_whole and are_rows and self.is_plain and has_loader
 
     def extra_args(self) -> ExtraArgs:
-        """Tensors of the extras."""
+        """The tensors of the extras as arguments."""
         extras = self.extras
         mask, bias = _expanded(extras.mask, self.sizes)[0], _expanded(extras.bias, self.sizes)[0]
         padding = extras.key_padding.contiguous().view(torch.uint8) if extras.key_padding is not None else None
@@ -223,43 +227,45 @@ class Call:
         return ExtraArgs(padding, mask.view(torch.uint8) if mask is not None else None, bias, relative)
 
     def drop(self) -> Drop:
-        """Numbers of dropout."""
+        """The arguments of dropout."""
         p = self.extras.dropout
         return Drop(_as_int32(seed_word(self.extras.seed)), _as_int32(threshold(p)), 1.0 / (1.0 - p))
 
 
 def is_interpreting() -> bool:
-    """Whether Triton runs kernels on the host, for tests."""
+    """Whether Triton's interpreter runs kernels on the host, as in tests."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def plan_args(plan: TilePlan) -> PlanArgs:
-    """The tensors of a plan."""
+    """The tensors of a plan as arguments."""
     return PlanArgs(plan.codes, plan.items, plan.item_starts, plan.cuts, plan.cut_starts, plan.heads)
 
 
 def strides_of(tensor: Tensor) -> Strides:
-    """Of batch, head and token; the elements of a token lie side by side."""
+    """Strides of batch, head and token. The elements of a token must be contiguous."""
     assert tensor.stride(3) == 1 or tensor.shape[3] == 1, tensor.stride()
     return tensor.stride(0), tensor.stride(1), tensor.stride(2)
 
 
 def with_dense_rows(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy whose tokens' elements lie side by side; a stride of a token must also fit a 24-bit word,
-    since kernels multiply it with a place in a tile."""
+    """The tensor, or a copy in which the elements of each token are contiguous. The stride of tokens must also fit into
+    24 bits, because kernels multiply it by a position in a tile.
+    """
     return tensor if tensor.stride(3) == 1 and 0 < tensor.stride(2) < 2**24 else tensor.contiguous()
 
 
 def launch(kernel: Any, num_programs: int, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Runs a kernel on the current stream."""
+    """Launch a kernel on the current stream."""
     assert 0 < num_programs < 2**31, num_programs
     kernel[(num_programs,)](*args, **options)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """All rows of a tensor [batch, heads, tokens, dim] as one matrix: head h, of all the batch's, has the rows from
-    h // fold * tokens on, and the columns from h % fold * step on."""
+    """All rows of a tensor [batch, heads, tokens, dim] as one matrix. Head h (over the whole batch) begins at row h //
+    fold * tokens and column h % fold * step.
+    """
 
     matrix: Tensor
     fold: int
@@ -267,7 +273,9 @@ class Rows:
 
 
 def rows_of(tensor: Tensor) -> Rows | None:
-    """As a descriptor can tell them: heads one after the other, or side by side as a projection leaves them."""
+    """The rows of a tensor for a TMA descriptor, or None. Heads may follow each other, or be adjacent in a row as in
+    the output of a projection.
+    """
     batch, heads, length, dim = tensor.shape
     of_batch, of_head, of_token, of_element = tensor.stride()
     if tensor.data_ptr() % 16 or batch * heads * length >= 2**31:
@@ -282,12 +290,12 @@ def rows_of(tensor: Tensor) -> Rows | None:
 
 
 def is_rows(tensor: Tensor) -> bool:
-    """Whether heads lie one after the other, as descriptors of Triton's kernels want them."""
+    """Whether heads follow each other in memory, as the descriptors of the Triton kernels require."""
     return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 and tensor.numel() // tensor.shape[-1] < 2**31
 
 
 def other_rows(tensor: Tensor, shape: Shape) -> Any:
-    """A tensor that is walked over, or with TMA a descriptor of its rows, of all heads of the batch."""
+    """The tensor of other tiles, or with TMA a descriptor of its rows over all heads of the batch."""
     if not shape.TMA:
         return tensor
     bind_context(tensor.device)
@@ -297,16 +305,19 @@ def other_rows(tensor: Tensor, shape: Shape) -> Any:
 
 
 def bind_context(device: torch.device) -> None:
-    """Let this thread have the device's context. torch binds it with the first kernel or allocation of a thread, Triton
-    with its first launch, but it makes descriptors before that: in a backward's thread that has done nothing else yet,
-    and finds its memory in torch's cache, they would fail."""
+    """Bind the CUDA context of the device to this thread.
+
+    torch binds the context with the first kernel or allocation of a thread, and Triton with its first launch. Triton
+    makes descriptors before that. They would fail in a thread of autograd that has not launched a kernel yet and that
+    gets its memory from torch's cache.
+    """
     if device.type == "cuda" and device not in _BOUND.__dict__.setdefault("devices", set()):
         torch.zeros((), device=device)
         _BOUND.devices.add(device)
 
 
 def _expanded(tensor: Tensor | None, sizes: Sizes) -> tuple[Tensor | None, Strides, int]:
-    """A tensor as large as all scores, its strides, and the last of them: 0 or 1."""
+    """The tensor expanded to all scores, its strides, and its last stride, which is 0 or 1."""
     if tensor is None:
         return None, (0, 0, 0), 0
     tensor = as_4d(tensor.detach())

@@ -1,8 +1,8 @@
-"""Which blocks of an attention matrix are kept, as compressed rows.
+"""Layouts: the kept blocks of an attention matrix, as compressed rows.
 
-A `Layout` holds one list of columns for each block row of each distinct pattern; heads name the pattern that they use.
-Its memory is proportional to the blocks kept, so a million tokens in blocks of 16 take megabytes, where a grid of
-65536 x 65536 entries a head would take gigabytes.
+A `Layout` has one list of columns for each block row of each distinct pattern. Each head refers to a pattern. The
+memory is proportional to the number of kept blocks: a million tokens in blocks of 16 need megabytes, while a grid of
+65536 x 65536 entries per head would need gigabytes.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ PairTest = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Which blocks of scores are kept. Rows are blocks of queries, columns blocks of keys.
+    """The kept blocks of scores. Rows are blocks of queries, and columns are blocks of keys.
 
-    The tensors are never changed after they are built. Both axes count positions from zero: row r holds the queries at
-    positions r * block and on, column c the keys at c * block and on.
+    The tensors must not be changed. Positions count from zero on both axes: row r has the queries from position r *
+    block, and column c has the keys from position c * block.
     """
 
     block: int
     num_rows: int
     num_cols: int
-    is_causal: bool  # exact to the token; blocks wholly above the diagonal are not kept
+    is_causal: bool  # causality is exact to the token; blocks that are wholly above the diagonal are not kept
     head_to_pattern: tuple[int, ...]
-    row_starts: Tensor  # int64 [num_patterns, num_rows + 1], offsets into all of `cols`
+    row_starts: Tensor  # int64 [num_patterns, num_rows + 1], offsets into `cols`
     cols: Tensor  # int32 [kept], ascending within a row, no duplicates
 
     def __post_init__(self) -> None:
@@ -51,22 +51,22 @@ class Layout:
 
     @property
     def num_heads(self) -> int:
-        """Heads that the layout is for."""
+        """Number of heads."""
         return len(self.head_to_pattern)
 
     @property
     def num_patterns(self) -> int:
-        """Distinct patterns, at most one a head."""
+        """Number of distinct patterns."""
         return self.row_starts.shape[0]
 
     @property
     def num_kept(self) -> int:
-        """Blocks kept, each pattern counted once."""
+        """Number of kept blocks. Each pattern counts once."""
         return self.cols.numel()
 
     @property
     def density(self) -> float:
-        """Blocks kept of the whole grid, each head counted."""
+        """Share of the grid that is kept, over all heads."""
         kept = self.row_starts[:, -1] - self.row_starts[:, 0]
         total = sum(int(kept[pattern]) for pattern in self.head_to_pattern)
         return total / (self.num_heads * self.num_rows * self.num_cols)
@@ -80,7 +80,7 @@ class Layout:
         return digest.digest()
 
     def key(self) -> bytes:
-        """An identity for caches: layouts with equal keys keep the same blocks."""
+        """A key for caches. Layouts with equal keys keep the same blocks."""
         return self._digest
 
     def __eq__(self, other: object) -> bool:
@@ -99,7 +99,9 @@ class Layout:
         return torch.repeat_interleave(torch.arange(self.num_rows, dtype=torch.int32), lengths)
 
     def transposed(self) -> tuple[Tensor, Tensor]:
-        """The same blocks by columns: col_starts int64 [num_patterns, num_cols + 1], rows int32 [kept], ascending."""
+        """The kept blocks by columns: col_starts int64 [num_patterns, num_cols + 1], and rows int32
+        [kept], ascending.
+        """
         counts = torch.zeros(self.num_patterns, self.num_cols, dtype=torch.int64)
         rows = torch.empty_like(self.cols)
         for pattern in range(self.num_patterns):
@@ -111,12 +113,12 @@ class Layout:
         return _starts(counts), rows
 
     def to_dense(self) -> Tensor:
-        """The grid as bool [heads, rows, cols]; for small layouts."""
+        """The grid as bool [heads, rows, cols]. Raises ValueError for layouts that are too large."""
         numel = self.num_heads * self.num_rows * self.num_cols
         if numel > DENSE_LIMIT:
             shape = (self.num_heads, self.num_rows, self.num_cols)
             raise invalid_value(
-                "layout", shape, f"at most {DENSE_LIMIT} entries as a grid", "Use rows_of() and cols_of()."
+                "shape of the layout", shape, f"at most {DENSE_LIMIT} entries", "Use rows_of() and cols_of()."
             )
         patterns = torch.zeros(self.num_patterns, self.num_rows, self.num_cols, dtype=torch.bool)
         for pattern in range(self.num_patterns):
@@ -124,9 +126,9 @@ class Layout:
         return patterns[list(self.head_to_pattern)]
 
     def for_heads(self, start: int, stop: int) -> Layout:
-        """The layout of heads start to stop, for a rank that has only those."""
+        """The layout of the heads start to stop, for a rank that has only these heads."""
         if not 0 <= start < stop <= self.num_heads:
-            raise invalid_value("heads", (start, stop), f"a range within 0 to {self.num_heads} that is not empty")
+            raise invalid_value("heads", (start, stop), f"a nonempty range within 0 to {self.num_heads}")
         wanted = self.head_to_pattern[start:stop]
         patterns = list(dict.fromkeys(wanted))
         counts = self.row_starts.diff(dim=1)[patterns]
@@ -150,15 +152,16 @@ def from_flat(
     is_causal: bool = False,
     head_to_pattern: Sequence[int] | None = None,
 ) -> Layout:
-    """A layout from one int64 tensor a pattern of row * num_cols + col, in any order, duplicates allowed.
+    """A layout from one int64 tensor per pattern, with row * num_cols + col of each kept block. Order and duplicates do
+    not matter.
 
-    With `is_causal`, what lies wholly above the diagonal is dropped. Without `head_to_pattern`, each pattern is a head.
-    Equal patterns become one.
+    With `is_causal`, blocks that are wholly above the diagonal are dropped. Without `head_to_pattern`, there is one
+    head per pattern. Equal patterns are merged.
     """
     _check_shape(block, num_rows, num_cols)
     heads = tuple(range(len(flats))) if head_to_pattern is None else tuple(int(p) for p in head_to_pattern)
     if not heads or any(not 0 <= pattern < len(flats) for pattern in heads):
-        raise invalid_value("head_to_pattern", heads, f"at least one head, each a pattern below {len(flats)}")
+        raise invalid_value("head_to_pattern", heads, f"at least one head, each with a pattern below {len(flats)}")
     found: dict[bytes, int] = {}
     kept: list[Tensor] = []
     counts: list[Tensor] = []
@@ -186,15 +189,17 @@ def from_flat(
 
 
 def from_dense(grid: Tensor, block: int, is_causal: bool = False, num_heads: int | None = None) -> Layout:
-    """A layout from a bool or integer grid [heads, rows, cols] or [rows, cols]; one grid may serve `num_heads`."""
+    """A layout from a bool or integer grid [heads, rows, cols] or [rows, cols]. One grid may be used for `num_heads`
+    heads.
+    """
     if grid.dim() == 2:
         grid = grid[None]
     if grid.dim() != 3:
-        raise invalid_value("grid", tuple(grid.shape), "two or three dimensions: [heads, rows, cols] or [rows, cols]")
+        raise invalid_value("grid", tuple(grid.shape), "of shape [heads, rows, cols] or [rows, cols]")
     if grid.is_floating_point() or grid.is_complex():
         raise invalid_value("grid.dtype", grid.dtype, "bool or an integer dtype")
     if num_heads is not None and grid.shape[0] not in (1, num_heads):
-        raise invalid_value("grid", tuple(grid.shape), f"one grid or {num_heads}")
+        raise invalid_value("grid", tuple(grid.shape), f"one grid or {num_heads} grids")
     flats = [head.detach().cpu().reshape(-1).nonzero()[:, 0] for head in grid]
     heads = [0] * num_heads if num_heads is not None and len(flats) == 1 else None
     return from_flat(flats, grid.shape[1], grid.shape[2], block, is_causal=is_causal, head_to_pattern=heads)
@@ -209,9 +214,9 @@ def from_csr(
     is_causal: bool = False,
     head_to_pattern: Sequence[int] | None = None,
 ) -> Layout:
-    """A layout from offsets [patterns, rows + 1] (or [rows + 1]) into the columns of all patterns.
+    """A layout from offsets [patterns, rows + 1] or [rows + 1] into the columns of all patterns.
 
-    The columns of a row need no order. Offsets are absolute: the second pattern starts where the first ends.
+    The order of columns in a row does not matter. Offsets are absolute: the second pattern starts where the first ends.
     """
     starts = row_starts.cpu().to(torch.int64)
     starts = starts[None] if starts.dim() == 1 else starts
@@ -220,8 +225,9 @@ def from_csr(
         raise invalid_value("row_starts", tuple(row_starts.shape), "[patterns, rows + 1] with at least one row")
     joined = bool((starts[1:, 0] == starts[:-1, -1]).all()) and int(starts[0, 0]) == 0
     if not joined or int(starts[-1, -1]) != cols.numel() or bool((starts.diff(dim=1) < 0).any()):
-        raise invalid_value(
-            "row_starts", "offsets", f"ascending from 0 to the {cols.numel()} columns, patterns in a row"
+        raise ValueError(
+            "row_starts does not fit cols. Offsets must ascend from 0 to the number of columns, "
+            f"which is {cols.numel()}, with patterns in a row."
         )
     _check_range("cols", cols, num_cols)
     num_rows = starts.shape[1] - 1
@@ -239,11 +245,11 @@ def from_rows(
     is_causal: bool = False,
     head_to_pattern: Sequence[int] | None = None,
 ) -> Layout:
-    """A layout from lists: one a pattern, in it one tensor of columns a row."""
+    """A layout from lists. There is one list per pattern, with one tensor of columns per row."""
     sizes = {len(rows) for rows in patterns}
     if len(sizes) != 1 or 0 in sizes:
         raise invalid_value(
-            "patterns", f"lists of {sorted(sizes)} rows", "the same number of rows, at least one, in each"
+            "numbers of rows of the patterns", sorted(sizes), "the same number of rows in each pattern, at least one"
         )
     counts = torch.tensor([[row.numel() for row in rows] for rows in patterns], dtype=torch.int64)
     cols = torch.cat([row.reshape(-1).to(torch.int64) for rows in patterns for row in rows])
@@ -259,10 +265,11 @@ def from_function(
     is_causal: bool = False,
     num_heads: int = 1,
 ) -> Layout:
-    """A layout from a test of pairs: keeps(rows, cols) -> bool, on int64 tensors of blocks that broadcast.
+    """A layout from a function keeps(rows, cols) -> bool, whose arguments are int64 tensors of block indices that
+    broadcast.
 
-    One test serves `num_heads`; a list of them is one a head. Every pair is asked, so the time is that of the grid; the
-    memory is that of what is kept, as rows are asked a few at a time.
+    One function is used for `num_heads` heads; a list has one function per head. The function is called for all pairs,
+    a few rows at a time. The time is proportional to the grid, and the memory to the number of kept blocks.
     """
     _check_shape(block, num_rows, num_cols)
     tests = [keeps] if callable(keeps) else list(keeps)
@@ -295,7 +302,7 @@ def _starts(counts: Tensor) -> Tensor:
 
 def _sorted_unique(flat: Tensor, size: int) -> Tensor:
     _check_range("block index", flat, size)
-    flat = torch.from_numpy(np.sort(flat.cpu().numpy()))  # torch's sort would make an index besides
+    flat = torch.from_numpy(np.sort(flat.cpu().numpy()))  # torch's sort would also allocate the indices
     is_first = torch.ones_like(flat, dtype=torch.bool)
     is_first[1:] = flat[1:] != flat[:-1]
     return flat[is_first]
@@ -309,7 +316,7 @@ def _check_range(name: str, values: Tensor, size: int) -> None:
 
 
 def check_block(block: object) -> None:
-    """Refuses a block size that there is no layout for."""
+    """Raise ValueError for a block size that is not supported."""
     if not isinstance(block, int) or block not in BLOCKS:
         raise invalid_value("block", block, BLOCKS)
 

@@ -1,4 +1,4 @@
-"""Inputs and position tables of other lengths than a model was made for."""
+"""Padding of inputs to whole blocks, and extension of position embeddings to longer sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from twinflow.errors import invalid_value
 
 
 class Padded(NamedTuple):
-    """What `pad_to_block_size` gives, in DeepSpeed's order."""
+    """The result of `pad_to_block_size`, in DeepSpeed's order."""
 
     pad_len: int
     input_ids: Tensor | None
@@ -34,17 +34,17 @@ def pad_to_block_size(
     pad_token_id: int = 0,
     model_embeddings: Any = None,
 ) -> Padded:
-    """Inputs of a model, filled on the right to a multiple of a block; padding gets 0 in the mask.
+    """Pad the inputs of a model on the right to a multiple of `block_size`. The mask is 0 for padding.
 
-    Where there is padding and no mask, one is made. Embeddings are filled with those of the padding token, if
-    `model_embeddings` is given to look them up, and with zeros otherwise. Attention here takes any length: this is for
-    models and kernels that do not.
+    A mask is created if there is padding and no mask was given. Embeddings are padded with the embedding of the padding
+    token if `model_embeddings` is given, and with zeros otherwise. The attention of this package takes any length. This
+    function is for models and kernels that do not.
     """
     given = input_ids if input_ids is not None else inputs_embeds
     if given is None:
-        raise invalid_value("input_ids and inputs_embeds", (None, None), "one of the two, at least")
+        raise invalid_value("input_ids and inputs_embeds", (None, None), "given, at least one of the two")
     if block_size < 1:
-        raise invalid_value("block_size", block_size, "a whole number from 1")
+        raise invalid_value("block_size", block_size, "a whole number >= 1")
     batch, tokens = given.shape[:2]
     pad_len = -tokens % block_size
     if not pad_len:
@@ -55,7 +55,7 @@ def pad_to_block_size(
         )
     if attention_mask is None:
         attention_mask = torch.ones(batch, tokens, dtype=torch.int64, device=given.device)
-    if position_ids is not None:  # any position will do for what nobody looks at; a table surely has this one
+    if position_ids is not None:  # the position of padding does not matter; a table certainly has this one
         position_ids = F.pad(position_ids, (0, pad_len), value=int(pad_token_id))
     return Padded(
         pad_len,
@@ -76,24 +76,24 @@ def _pad_embeds(embeds: Tensor, pad_len: int, pad_token_id: int, model_embedding
 
 
 def unpad_sequence_output(pad_len: int, sequence_output: Tensor) -> Tensor:
-    """An output [B, tokens, ...] without the padding."""
+    """Remove the padding from an output [B, tokens, ...]."""
     return sequence_output[:, :-pad_len] if pad_len else sequence_output
 
 
 def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
-    """Let a model of transformers take sequences of `max_position` tokens; returns the model itself.
+    """Extend a model of transformers to sequences of `max_position` tokens, in place. Returns the model.
 
-    A learned table (BERT, RoBERTa, GPT-2) is tiled, so that what was learned locally holds everywhere; the rows that
-    RoBERTa keeps for padding are kept. A rotary model has no table: only its config changes. Call it before `sparsify`
-    and before an optimizer is built.
+    A learned table (BERT, RoBERTa, GPT-2) is repeated, because local relations between positions are then valid
+    everywhere. The rows that RoBERTa reserves for padding are kept. A rotary model has no table, and only its config
+    changes. Call this function before `sparsify` and before an optimizer is built. Raises ValueError for other models.
     """
     if isinstance(max_position, bool) or not isinstance(max_position, int) or max_position < 1:
-        raise invalid_value("max_position", max_position, "a whole number from 1")
+        raise invalid_value("max_position", max_position, "a whole number >= 1")
     config: Any = getattr(model, "config", None)
     known = getattr(config, "max_position_embeddings", None)
     if not isinstance(known, int):
         name = f"{type(model).__name__}.config.max_position_embeddings"
-        raise invalid_value(name, known, "a whole number", "Extend the model's table of positions yourself.")
+        raise invalid_value(name, known, "a whole number", "Extend the position embedding of the model yourself.")
     holders = [part for part in model.modules() if _table(part) is not None]
     offset = 0
     for holder in holders:
@@ -105,7 +105,7 @@ def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
     if not holders:
         if not any("rotary" in type(part).__name__.lower() for part in model.modules()):
             allowed = "one with position_embeddings (BERT, RoBERTa), wpe (GPT-2) or rotary positions"
-            raise invalid_value("model", type(model).__name__, allowed, "Extend its table of positions yourself.")
+            raise invalid_value("model", type(model).__name__, allowed, "Extend its position embedding yourself.")
         if max_position < known:
             raise invalid_value("max_position", max_position, f"at least {known}, what the model takes already")
     config.max_position_embeddings = max_position + offset
@@ -113,7 +113,7 @@ def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
 
 
 def _table(part: nn.Module) -> nn.Embedding | None:
-    """The table of positions of a module, if it is one of a kind that is known."""
+    """The position embedding of a module of a known kind, or None."""
     for name in ("position_embeddings", "wpe"):
         table = getattr(part, name, None)
         if type(table) is nn.Embedding:
@@ -134,7 +134,7 @@ def _extend_table(table: nn.Embedding, max_position: int, offset: int) -> None:
 
 
 def _extend_buffers(holder: nn.Module, num_rows: int) -> None:
-    """BERT's and RoBERTa's counted positions and zeros, as long as the table."""
+    """Extend the buffers position_ids and token_type_ids of BERT and RoBERTa to the length of the table."""
     for name, is_counted in (("position_ids", True), ("token_type_ids", False)):
         old = getattr(holder, name, None)
         if isinstance(old, Tensor):
@@ -143,7 +143,7 @@ def _extend_buffers(holder: nn.Module, num_rows: int) -> None:
 
 
 class SparseAttentionUtils:
-    """DeepSpeed's names for what this package does with functions."""
+    """The functions of this package as static methods with DeepSpeed's names."""
 
     @staticmethod
     def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
@@ -152,7 +152,7 @@ class SparseAttentionUtils:
 
     @staticmethod
     def update_tokenizer_model_max_length(tokenizer: Any, max_position: int) -> Any:
-        """Let a tokenizer of transformers make sequences so long; returns it."""
+        """Set the maximum length of a tokenizer of transformers. Returns the tokenizer."""
         tokenizer.model_max_length = max_position
         tokenizer.init_kwargs["model_max_length"] = max_position
         return tokenizer
@@ -161,7 +161,7 @@ class SparseAttentionUtils:
     def replace_model_self_attention_with_sparse_self_attention(
         model: nn.Module, max_position: int, sparsity_config: SparsityConfig | None = None
     ) -> nn.Module:
-        """`extend_position_embedding`, where it is needed, and `sparsify`; without a pattern the fixed one is used."""
+        """`extend_position_embedding` if necessary, and `sparsify`. The default pattern is FixedSparsityConfig."""
         config: Any = model.config
         if config.max_position_embeddings < max_position:
             extend_position_embedding(model, max_position)

@@ -1,4 +1,4 @@
-"""Layers with sparse attention, under DeepSpeed's names and with its arguments."""
+"""Layers with sparse attention, with DeepSpeed's names and arguments."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from twinflow.attention.patterns import FixedSparsityConfig, SparsityConfig
 from twinflow.errors import invalid_value
 
 MASK_MODES = ("add", "mul")
-REMOVED = -1e4  # what is this low in an additive mask takes no part
+REMOVED = -1e4  # values of an additive mask up to this one remove a key
 
 
 class SparseSelfAttention(nn.Module):
     """Self-attention over the blocks that a pattern keeps.
 
-    Layouts are kept per instance: two layers with different patterns never share one. A sequence shorter than
-    `max_seq_length` uses the corner of the layout for that length.
+    Layouts are cached per instance, so that layers with different patterns do not share one. A sequence that is shorter
+    than `max_seq_length` uses the corner of the layout for `max_seq_length`.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class SparseSelfAttention(nn.Module):
             if mode not in MASK_MODES:
                 raise invalid_value(name, mode, MASK_MODES)
         if isinstance(max_seq_length, bool) or not isinstance(max_seq_length, int) or max_seq_length < 1:
-            raise invalid_value("max_seq_length", max_seq_length, "a whole number from 1")
+            raise invalid_value("max_seq_length", max_seq_length, "a whole number >= 1")
         pattern = FixedSparsityConfig(num_heads=4) if sparsity_config is None else sparsity_config
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
@@ -47,16 +47,16 @@ class SparseSelfAttention(nn.Module):
 
     @property
     def sparsity_config(self) -> SparsityConfig:
-        """The pattern."""
+        """The pattern of this layer."""
         return self.attend.pattern
 
     def set_pattern(self, pattern: SparsityConfig) -> None:
-        """Another pattern from now on."""
+        """Replace the pattern of this layer."""
         old = self.attend
         self.attend = PatternAttention(pattern, self.max_seq_length, backend=old.backend, heads=old.heads)
 
     def get_layout(self, seq_len: int) -> Layout:
-        """The layout for so many tokens."""
+        """The layout for `seq_len` tokens."""
         return self.attend.layout(self._length(seq_len), self._num_heads())
 
     def forward(
@@ -68,18 +68,19 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attention of query, key and value [B, H, L, D], in any float dtype; the same shape comes back.
+        """Self-attention of query, key and value [B, H, L, D] in any float dtype. Returns a tensor of the same shape.
 
-        `rpe` is added to the scaled scores, broadcast to [B, H, L, L], and gets a gradient if it needs one.
-        `key_padding_mask` is [B, L] (dimensions of one between are dropped), `attn_mask` [L, L]. A mask is added
-        ("add": 0 for what takes part) or says 1 for what takes part and 0 for the rest ("mul").
+        `rpe` broadcasts to [B, H, L, L], is added to the scaled scores, and gets a gradient if it requires one.
+        `key_padding_mask` is [B, L] (further dimensions of size one are removed), and `attn_mask` is [L, L]. In mode
+        "add" a mask is added to the scores, with 0 for tokens that are used. In mode "mul" it is 1 for tokens that are
+        used and 0 for others.
         """
         num_tokens = self._length(query.shape[2])
         if key.shape != query.shape and key.shape == query.transpose(-1, -2).shape:
-            key = key.transpose(-1, -2)  # DeepSpeed takes a key that is transposed already
+            key = key.transpose(-1, -2)  # DeepSpeed also accepts a transposed key
         if key.shape != query.shape or value.shape != query.shape:
             shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
-            raise invalid_value("shapes of query, key and value", shapes, "the same three times: it is self-attention")
+            raise invalid_value("shapes of query, key and value", shapes, "equal, because this is self-attention")
         extras: dict[str, Any] = {}
         biases = [] if rpe is None else [rpe]
         if attn_mask is not None:
@@ -101,7 +102,6 @@ class SparseSelfAttention(nn.Module):
         return self.attend(query, key, value, **extras)
 
     def extra_repr(self) -> str:
-        """The pattern, for print(model)."""
         return f"{self.sparsity_config}, max_seq_length={self.max_seq_length}"
 
     def _num_heads(self) -> int:
@@ -116,10 +116,10 @@ class SparseSelfAttention(nn.Module):
 
 
 class BertSparseSelfAttention(nn.Module):
-    """The self-attention of a BERT layer, sparse: query, key and value from the hidden states, heads merged again.
+    """The self-attention of a BERT layer with sparse attention, including the projections to query, key and value.
 
-    `config` needs hidden_size and num_attention_heads; max_position_embeddings if it has one. Without a pattern the
-    fixed one is used.
+    `config` must have hidden_size and num_attention_heads, and may have max_position_embeddings. The default pattern is
+    FixedSparsityConfig.
     """
 
     def __init__(self, config: Any, sparsity_config: SparsityConfig | None = None, *, backend: str = "auto") -> None:
@@ -129,7 +129,9 @@ class BertSparseSelfAttention(nn.Module):
             raise invalid_value("hidden_size", hidden, f"a multiple of num_attention_heads, which is {heads}")
         pattern = FixedSparsityConfig(num_heads=heads) if sparsity_config is None else sparsity_config
         if pattern.num_heads != heads:
-            raise invalid_value("sparsity_config.num_heads", pattern.num_heads, [heads], "It is num_attention_heads.")
+            raise invalid_value(
+                "sparsity_config.num_heads", pattern.num_heads, [heads], "Build the pattern for num_attention_heads."
+            )
         self.num_attention_heads = heads
         self.attention_head_size = hidden // heads
         self.query = nn.Linear(hidden, hidden)
@@ -139,8 +141,9 @@ class BertSparseSelfAttention(nn.Module):
         self.sparse_self_attention = SparseSelfAttention(pattern, max_seq_length=longest, backend=backend)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """[B, L, hidden] in and out; the mask is additive [B, 1, 1, L] as BERT makes it, or bool or whole numbers
-        [B, L] with 1 for what takes part."""
+        """Self-attention from [B, L, hidden] to [B, L, hidden]. The mask is additive [B, 1, 1, L] as in BERT, or a bool
+        or integer mask [B, L] with 1 for tokens that are used.
+        """
         batch, tokens, hidden = hidden_states.shape
         heads = batch, tokens, self.num_attention_heads, self.attention_head_size
         parts = (layer(hidden_states).view(heads).transpose(1, 2) for layer in (self.query, self.key, self.value))
@@ -153,12 +156,12 @@ class BertSparseSelfAttention(nn.Module):
 
 
 def _no_ones(mask: Tensor, num_dims: int, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape without dimensions of one that are too many."""
+    """The shape without surplus dimensions of size one."""
     found = tuple(size for size in mask.shape if size != 1)
     wanted = tuple(size for size in shape if size != 1)
     if found != wanted or mask.dim() < num_dims:
         raise invalid_value(
-            f"{name}.shape", tuple(mask.shape), f"{list(shape)}, with dimensions of one between if need be"
+            f"{name}.shape", tuple(mask.shape), f"{list(shape)}, also with further dimensions of size one"
         )
     return shape
 
@@ -166,14 +169,13 @@ def _no_ones(mask: Tensor, num_dims: int, name: str, shape: tuple[int, ...]) -> 
 def _additive(name: str, mask: Tensor) -> Tensor:
     if not mask.is_floating_point():
         remedy = f'A mask of 0 and 1 needs {name}_mode="mul".'
-        raise invalid_value(f"{name}.dtype", mask.dtype, "a float dtype: it is added to the scores", remedy)
+        raise invalid_value(f"{name}.dtype", mask.dtype, "a float dtype, because it is added to the scores", remedy)
     return mask
 
 
 def _add_padding(extras: dict[str, Any], biases: list[Tensor], mask: Tensor) -> None:
-    """An additive mask of keys: a bias of its own, or, beside another bias, removed keys if it says no more than that.
-
-    The sum of two biases would have every batch, head, query and key.
+    """Convert an additive mask of keys to a bias. If there is another bias and the mask only removes keys, convert it
+    to key_padding instead, because the sum of both biases would have the size of all scores.
     """
     removed = mask <= REMOVED
     if biases and not mask.requires_grad and bool((removed | (mask == 0)).all()):

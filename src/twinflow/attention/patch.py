@@ -1,8 +1,8 @@
-"""`sparsify`: sparse attention for a model that is there already, in one line, and back again.
+"""`sparsify` replaces the attention of an existing model by sparse attention, and `unsparsify` restores it.
 
-Three kinds of layers are known. Models of transformers have their attention routed through its attention interface,
-where ours is registered under a name of its own. Layers with `num_heads` and `set_attention(fn)`, as our GPT's, are
-given ours. And a `SparseSelfAttention` gets the pattern.
+Three kinds of layers are supported. For models of transformers, sparse attention is registered in the attention
+interface under its own name. Layers with `num_heads` and `set_attention(fn)`, such as those of our GPT, are given the
+function. A `SparseSelfAttention` is given the pattern.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def sparsify(model: Model, pattern: Pattern, *, backend: str = "auto", heads: tuple[int, int] | None = None) -> Model:
-    """Give a model the attention of a pattern, for training and for generating; returns the model itself.
+    """Replace the attention of a model by sparse attention, for training and for generation. Returns the model.
 
-    `pattern` is one for all layers, a list with one a layer, or a dict from layer to pattern, whose other layers are
-    dense. `heads` says which of the pattern's heads this rank has, where tensor parallelism splits them.
+    `pattern` is one pattern for all layers, a list with one pattern per layer, or a dict from layer to pattern. Layers
+    that are not in the dict are dense. `heads` is the range of the pattern's heads that this rank has under tensor
+    parallelism. Raises ValueError for a model or a pattern that does not fit.
     """
     found, hooks, own = transformers_models(model), _hooks(model), _own(model)
     if not found and not hooks and not own:
@@ -47,7 +48,7 @@ def sparsify(model: Model, pattern: Pattern, *, backend: str = "auto", heads: tu
 
 
 def unsparsify(model: Model) -> Model:
-    """Give a model the attention back that it had before `sparsify`; a SparseSelfAttention keeps its pattern."""
+    """Restore the attention that a model had before `sparsify`. A SparseSelfAttention keeps its pattern."""
     for part in transformers_models(model):
         dense_transformers(part)
     for layer in _hooks(model):
@@ -56,7 +57,9 @@ def unsparsify(model: Model) -> Model:
 
 
 def apply_section(model: nn.Module, section: Mapping[str, Any]) -> None:
-    """Apply a config's `sparse_attention` section. Dense is what a model has anyway, unless it was built sparse."""
+    """Apply the `sparse_attention` section of a config. The mode "dense" changes only models that have
+    SparseSelfAttention.
+    """
     is_dense = section.get("mode", "fixed") == "dense"
     own = _own(model)
     counts = {_num_heads(layer) for layer in own}
@@ -64,8 +67,10 @@ def apply_section(model: nn.Module, section: Mapping[str, Any]) -> None:
         counts |= {num_heads_of(part) for part in transformers_models(model)}
         counts |= {int(layer.num_heads) for layer in _hooks(model)}
     if len(counts) > 1:
-        remedy = "Leave sparse_attention out, and call twinflow.attention.sparsify with a pattern for each."
-        raise invalid_value("heads of the model's layers", sorted(counts), "the same number in all", remedy)
+        remedy = (
+            "Remove sparse_attention from the config, and call twinflow.attention.sparsify with a pattern per layer."
+        )
+        raise invalid_value("heads of the model's layers", sorted(counts), "the same number in all layers", remedy)
     if not counts and not is_dense:
         raise _nothing_to_change(model)
     pattern = pattern_from_config(section, counts.pop() if counts else 1)
@@ -77,7 +82,7 @@ def apply_section(model: nn.Module, section: Mapping[str, Any]) -> None:
 
 
 def _hooks(model: nn.Module) -> list[Any]:
-    """Layers that take another attention."""
+    """Layers whose attention function can be set."""
     return [part for part in model.modules() if hasattr(part, "set_attention") and hasattr(part, "num_heads")]
 
 
@@ -102,7 +107,7 @@ def _attend(attend: PatternAttention, is_causal: bool, q: Tensor, k: Tensor, v: 
 
 
 def _by_layer(pattern: Pattern, num_heads: Sequence[int]) -> list[SparsityConfig]:
-    """One pattern a layer, each for the layer's number of heads."""
+    """One pattern per layer, checked against the number of heads of the layer."""
     num_layers = len(num_heads)
     if isinstance(pattern, SparsityConfig):
         patterns = [pattern] * num_layers
@@ -128,7 +133,7 @@ def _filled(patterns: Mapping[int, SparsityConfig], num_layers: int) -> list[Spa
         if num_layers and layer not in range(num_layers):
             raise invalid_value("layer of a pattern", layer, f"0 to {num_layers - 1}")
     if not patterns:
-        raise invalid_value("pattern", patterns, "a pattern for one layer at least")
+        raise invalid_value("pattern", patterns, "a dict with a pattern for one layer at least")
     some = next(iter(patterns.values()))
     dense = DenseSparsityConfig(some.num_heads, some.block)
     return [patterns.get(layer, dense) for layer in range(num_layers)]
@@ -140,6 +145,6 @@ def _nothing_to_change(model: nn.Module) -> ValueError:
         "SparseSelfAttention in it"
     )
     remedy = (
-        "No other layer can be told to attend sparsely: build the model with twinflow.attention.SparseSelfAttention."
+        "The attention of other layers cannot be replaced. Build the model with twinflow.attention.SparseSelfAttention."
     )
     return invalid_value("model for sparse attention", type(model).__name__, allowed, remedy)

@@ -1,8 +1,8 @@
-"""Attention with one pattern at any length, as a model's layer needs it.
+"""Attention with one pattern for sequences of any length, for the layers of a model.
 
-The layout of a short sequence is the corner of that of the longest one. So what a token sees does not depend on how
-many tokens come after it: generating with a cache gives what a forward over the whole text gives, and random blocks are
-the same at every length.
+The layout of a short sequence is the corner of the layout of the longest one. The tokens that a token sees therefore do
+not depend on the number of later tokens. Generation with a cache gives the same result as a forward over the whole
+text, and random blocks are the same at every length.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from twinflow.attention.patterns import (
 from twinflow.errors import invalid_value
 
 CACHED_LAYOUTS = 8
-# Patterns whose rows are the same at every length, as long as no block is drawn at random.
+# Patterns whose rows are the same at every length if there are no random blocks.
 _EVEN = (BSLongformerSparsityConfig, DenseSparsityConfig, LocalSlidingWindowSparsityConfig)
 _EVEN_UNLESS_RANDOM = (BigBirdSparsityConfig, VariableSparsityConfig)
 
 
 class PatternAttention:
-    """Attention over the blocks that a pattern keeps; layouts are made as lengths are met, and the last few are kept.
+    """Attention over the blocks that a pattern keeps. Layouts are built for each new length, and the last few are
+    cached.
 
-    `max_tokens` is the longest sequence that the pattern is laid out for; a longer one gets a layout of its own length.
-    With `heads`, q has only the heads from the first to the second of the pattern's, as under tensor parallelism.
+    The layout is built for sequences of up to `max_tokens` tokens. A longer sequence gets a layout of its own length.
+    With `heads`, q has only this range of the pattern's heads, as under tensor parallelism.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class PatternAttention:
         if backend not in BACKENDS:
             raise invalid_value("backend", backend, BACKENDS)
         if heads is not None and not 0 <= heads[0] < heads[1] <= pattern.num_heads:
-            raise invalid_value("heads", heads, f"a range within 0 to {pattern.num_heads} that is not empty")
+            raise invalid_value("heads", heads, f"a nonempty range within 0 to {pattern.num_heads}")
         self.pattern = pattern
         self.max_tokens = max_tokens
         self.backend = backend
@@ -70,15 +71,20 @@ class PatternAttention:
         dropout: float = 0.0,
         **extras: Any,
     ) -> Tensor:
-        """Attention of q [B, H, nq, D] to k and v [B, Hkv, nk, D], the queries being the last nq of the positions.
+        """Attention of q [B, H, nq, D] to k and v [B, Hkv, nk, D]. The queries have the last nq positions.
 
-        `is_causal` is what the layer says of itself; None: what the pattern says. The seed of dropout comes from
-        torch's generator of the CPU, so that a layer that runs again in backward drops the same.
+        `is_causal`: whether the layer is causal. None: as the pattern. The seed of dropout is drawn from torch's CPU
+        generator, so that a layer that runs again in backward drops the same scores.
         """
         q, k, v = _autocast(q, k, v)
         num_queries, num_keys = q.shape[2], k.shape[2]
         if num_queries > num_keys:
-            raise invalid_value("keys", num_keys, f"at least the {num_queries} queries", "It is self-attention.")
+            raise invalid_value(
+                "keys",
+                num_keys,
+                f"at least the number of queries, {num_queries}",
+                "The queries must be the last positions of the keys.",
+            )
         start = num_keys - num_queries
         causal = self.pattern.is_causal if is_causal is None else is_causal
         layout = self.layout(self._rounded(num_keys) if start else num_keys, q.shape[1], causal)
@@ -87,7 +93,7 @@ class PatternAttention:
         return sparse_attention(q, k, v, layout, backend=self.backend, q_start=start, dropout=dropout, **extras)
 
     def layout(self, num_tokens: int, num_heads: int, is_causal: bool | None = None) -> Layout:
-        """The layout for so many tokens and the heads that q has."""
+        """The layout for `num_tokens` tokens and for the `num_heads` heads of q."""
         causal = self.pattern.is_causal if is_causal is None else is_causal
         if causal and not self.pattern.is_causal and not isinstance(self.pattern, DenseSparsityConfig):
             raise not_causal(self.pattern)
@@ -103,7 +109,7 @@ class PatternAttention:
         return self._layouts[key]
 
     def _rounded(self, num_keys: int) -> int:
-        """A length for a cache that grows: a few layouts serve all of generation."""
+        """The number of keys rounded up, so that generation with a growing cache needs only a few layouts."""
         return max(num_keys, min(1 << (num_keys - 1).bit_length(), self.max_tokens))
 
     def _own_heads(self, layout: Layout, num_heads: int) -> Layout:
@@ -112,22 +118,22 @@ class PatternAttention:
         if num_heads == layout.num_heads:
             return layout
         if self.heads is None and layout.num_patterns == 1 and layout.num_heads % num_heads == 0:
-            return layout.for_heads(0, num_heads)  # all heads are alike: any part of them will do
-        remedy = "Say which of the pattern's heads the layer has: heads=(first, last + 1)."
+            return layout.for_heads(0, num_heads)  # all heads have the same pattern
+        remedy = "Pass the range of the pattern's heads that the layer has: heads=(first, last + 1)."
         raise invalid_value("heads of q", num_heads, [layout.num_heads], remedy)
 
 
 def not_causal(pattern: SparsityConfig) -> ValueError:
-    """The error for a pattern that would let a decoder see what comes next."""
+    """The error for a pattern with which tokens of a decoder would see later tokens."""
     remedy = (
-        'The model is a decoder: a token must not see later ones. Give the pattern attention="unidirectional" '
+        'In a decoder a token must not see later tokens. Build the pattern with attention="unidirectional" '
         "(in JSON: sparse_attention.attention)."
     )
     return invalid_value("pattern", f"{type(pattern).__name__}, bidirectional", "a unidirectional pattern", remedy)
 
 
 def corner(layout: Layout, num_blocks: int, is_causal: bool) -> Layout:
-    """The first rows and columns of a square layout, made causal if it is not."""
+    """The first rows and columns of a square layout, made causal if `is_causal`."""
     if layout.num_rows == num_blocks and layout.is_causal == is_causal:
         return layout
     flats = []
@@ -141,19 +147,20 @@ def corner(layout: Layout, num_blocks: int, is_causal: bool) -> Layout:
 
 
 def _laid_out(pattern: SparsityConfig, num_tokens: int, max_tokens: int) -> int:
-    """How many tokens to lay out, so that the first `num_tokens` are as in the longest sequence."""
+    """Number of tokens for which the layout is built, so that its first `num_tokens` are as in the longest sequence."""
     if type(pattern) in _EVEN or (
         type(pattern) in _EVEN_UNLESS_RANDOM and not getattr(pattern, "num_random_blocks", 0)
     ):
         return num_tokens
     if type(pattern) is FixedSparsityConfig:
         window = pattern.num_local_blocks * pattern.block
-        return -(-num_tokens // window) * window  # a window that is cut off has its global blocks elsewhere
+        # whole windows only, because an incomplete window has other global blocks
+        return -(-num_tokens // window) * window
     return max(num_tokens, max_tokens)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, in its dtype, as torch's own attention does it."""
+    """The tensors in the dtype of autocast if it is enabled, as in torch's attention."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
         return tensors

@@ -1,8 +1,8 @@
-"""The known patterns of block-sparse attention, under DeepSpeed's names, arguments and defaults.
+"""Patterns of block-sparse attention, with DeepSpeed's names, arguments and defaults.
 
-Two things differ on purpose. "unidirectional" is exact to the token, and nothing above the diagonal is kept. Random
-blocks come from a generator with a seed of its own, so all ranks draw the same ones and nothing else is disturbed; in a
-unidirectional pattern they are drawn from the columns that a row may see.
+There are two differences from DeepSpeed. "unidirectional" is exact to the token, and nothing above the diagonal is
+kept. Random blocks are drawn from a separate generator with its own seed, so that all ranks draw the same blocks and
+other random numbers do not change. In a unidirectional pattern they are drawn from the columns that a row may see.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from twinflow.attention.layout import DENSE_LIMIT, Layout, check_block, from_flat
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value
 
 ATTENTIONS = ("unidirectional", "bidirectional")
 KEPT_LIMIT = 2**30
@@ -23,7 +23,9 @@ KEPT_LIMIT = 2**30
 
 @dataclass(frozen=True)
 class SparsityConfig:
-    """What all patterns share: heads, block size, whether heads differ, and the seed of random blocks."""
+    """Base class of all patterns: number of heads, block size, whether heads differ, and the seed of random blocks.
+    Raises ValueError for invalid arguments.
+    """
 
     num_heads: int
     block: int = 16
@@ -43,7 +45,7 @@ class SparsityConfig:
         return getattr(self, "attention", "bidirectional") == "unidirectional"
 
     def layout(self, seq_len: int) -> Layout:
-        """The layout for so many tokens; the last block may be filled in part."""
+        """The layout for `seq_len` tokens. The last block may be incomplete."""
         _check_count("seq_len", seq_len, 1)
         num_blocks = -(-seq_len // self.block)
         generator = torch.Generator().manual_seed(self.seed)
@@ -53,26 +55,30 @@ class SparsityConfig:
         return from_flat(flats, num_blocks, num_blocks, self.block, is_causal=self.is_causal, head_to_pattern=heads)
 
     def make_layout(self, seq_len: int) -> Tensor:
-        """The grid as int64 [heads, blocks, blocks], 1 = kept, for whole blocks and lengths where a grid fits."""
+        """The grid as int64 [heads, blocks, blocks], 1 = kept. Raises ValueError for an incomplete block or a grid that
+        is too large.
+        """
         _check_count("seq_len", seq_len, 1)
         if seq_len % self.block:
             raise invalid_value("seq_len", seq_len, f"a multiple of block {self.block}", "layout() takes any length.")
         if self.num_heads * (seq_len // self.block) ** 2 > DENSE_LIMIT:
-            raise invalid_value("seq_len", seq_len, f"a grid of at most {DENSE_LIMIT} entries", "Use layout().")
+            raise invalid_value(
+                "seq_len", seq_len, f"small enough for a grid of {DENSE_LIMIT} entries", "Use layout()."
+            )
         return self.layout(seq_len).to_dense().to(torch.int64)
 
     def _num_variants(self) -> int:
-        """How many patterns the heads take in turn."""
+        """Number of different patterns, which the heads use in turn."""
         return 1
 
     def _flat(self, num_blocks: int, variant: int, generator: torch.Generator) -> Tensor:
-        """Blocks kept, as row * num_blocks + col, in any order, duplicates allowed."""
-        raise NotImplementedError(f"{type(self).__name__} is no pattern; use one of the classes made from it")
+        """Kept blocks as row * num_blocks + col. Order and duplicates do not matter."""
+        raise NotImplementedError(f"{type(self).__name__} is not a pattern, use one of the classes derived from it")
 
 
 @dataclass(frozen=True)
 class DenseSparsityConfig(SparsityConfig):
-    """Every block is kept."""
+    """All blocks are kept, as in dense attention."""
 
     def _flat(self, num_blocks: int, variant: int, generator: torch.Generator) -> Tensor:
         return _rows(_all(num_blocks), num_blocks)
@@ -80,9 +86,11 @@ class DenseSparsityConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class FixedSparsityConfig(SparsityConfig):
-    """Local windows, and the last blocks of each window seen from everywhere (from later rows if unidirectional).
+    """Local windows and global blocks. The last blocks of each window are global: all rows see them (later rows only if
+    unidirectional).
 
-    With `num_different_global_patterns`, heads take turns: the next one uses the blocks before those of the last one.
+    With `num_different_global_patterns`, heads use different global blocks in turn: each head uses the blocks before
+    those of the previous head.
     """
 
     num_local_blocks: int = 4
@@ -102,11 +110,17 @@ class FixedSparsityConfig(SparsityConfig):
             raise invalid_value("num_global_blocks", self.num_global_blocks, allowed)
         num_different = self.num_different_global_patterns
         if num_different > 1 and not self.different_layout_per_head:
-            remedy = "Set different_layout_per_head to true."
-            raise invalid_value("num_different_global_patterns", num_different, "1 where all heads are alike", remedy)
+            raise incompatible(
+                f"num_different_global_patterns={num_different}",
+                "different_layout_per_head=False",
+                "all heads then have the same pattern",
+                "Set different_layout_per_head to true.",
+            )
         most = self.num_local_blocks // self.num_global_blocks
         if num_different > most:
-            raise invalid_value("num_different_global_patterns", num_different, f"at most {most}, what a window holds")
+            raise invalid_value(
+                "num_different_global_patterns", num_different, f"at most {most}, the number that fits into a window"
+            )
 
     def _num_variants(self) -> int:
         return self.num_different_global_patterns
@@ -119,7 +133,7 @@ class FixedSparsityConfig(SparsityConfig):
         offset = width - (1 + variant) * num_global
         whole = num_blocks - num_blocks % width
         starts = torch.arange(offset, whole, width) if whole else rows[:0]
-        if whole < num_blocks:  # a short last window: its blocks must end within the sequence
+        if whole < num_blocks:  # the global blocks of a short last window must end within the sequence
             last = max(0, min(whole + offset, num_blocks - num_global))
             starts = torch.cat([starts, torch.tensor([last])])
         chosen = (starts[:, None] + torch.arange(num_global)).reshape(-1)
@@ -129,7 +143,7 @@ class FixedSparsityConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class VariableSparsityConfig(SparsityConfig):
-    """Local windows of given widths (the last one repeats), given global blocks, and random blocks."""
+    """Local windows of given widths (the last width is repeated), given global blocks, and random blocks."""
 
     num_random_blocks: int = 0
     local_window_blocks: Sequence[int] = (4,)
@@ -168,7 +182,7 @@ class VariableSparsityConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class BigBirdSparsityConfig(SparsityConfig):
-    """Random blocks, a sliding window, and the first blocks global, as rows and as columns."""
+    """Random blocks, a sliding window, and global blocks at the start, as rows and as columns."""
 
     num_random_blocks: int = 1
     num_sliding_window_blocks: int = 3
@@ -215,7 +229,7 @@ class BSLongformerSparsityConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
-    """A sliding window alone."""
+    """Only a sliding window."""
 
     different_layout_per_head: bool = field(default=False, init=False)
     num_sliding_window_blocks: int = 3
@@ -241,7 +255,9 @@ MODES: Mapping[str, type[SparsityConfig]] = {
 
 
 def pattern_from_config(section: Mapping[str, Any], num_heads: int) -> SparsityConfig:
-    """The pattern of a JSON section {"mode": ..., and its arguments}; what is not given has DeepSpeed's default."""
+    """The pattern of a JSON section with "mode" and the arguments of this mode. Missing arguments have DeepSpeed's
+    defaults. Raises ValueError for unknown modes and arguments.
+    """
     mode = section.get("mode", "fixed")
     if not isinstance(mode, str) or mode not in MODES:
         raise invalid_value("sparse_attention.mode", mode, MODES)
@@ -251,8 +267,9 @@ def pattern_from_config(section: Mapping[str, Any], num_heads: int) -> SparsityC
         if key not in takes[mode]:
             others = [name for name, keys in takes.items() if key in keys]
             remedy = f"It belongs to mode {', '.join(others)}." if others else f"Known: {', '.join(takes[mode])}."
-            raise invalid_value(f"sparse_attention.{key}", value, f"no such key in mode {mode}", remedy)
-    if mode == "bigbird":  # in JSON the default is another than that of the class
+            option = f"sparse_attention.{key}={value!r}"
+            raise incompatible(option, f"sparse_attention.mode={mode!r}", "this mode has no such key", remedy)
+    if mode == "bigbird":  # the default in JSON differs from that of the class
         given.setdefault("num_random_blocks", 0)
     return MODES[mode](num_heads, **given)
 
@@ -266,7 +283,7 @@ def _all(num_blocks: int) -> Tensor:
 
 
 def _spans(rows: Tensor, first: Tensor, end: Tensor, num_blocks: int, is_causal: bool = False) -> Tensor:
-    """Columns first to end (not included) of each row; up to the diagonal if causal."""
+    """Blocks in the columns from `first` to `end` (exclusive) of each row, or up to the diagonal if causal."""
     end = torch.minimum(end, rows + 1) if is_causal else end
     lengths = (end - first).clamp(min=0)
     _check_kept(int(lengths.sum()))
@@ -276,30 +293,32 @@ def _spans(rows: Tensor, first: Tensor, end: Tensor, num_blocks: int, is_causal:
 
 
 def _rows(chosen: Tensor, num_blocks: int, is_causal: bool = False) -> Tensor:
-    """The chosen rows, whole."""
+    """All blocks of the chosen rows."""
     return _spans(chosen, torch.zeros_like(chosen), torch.full_like(chosen, num_blocks), num_blocks, is_causal)
 
 
 def _globals(chosen: Tensor, num_blocks: int, is_causal: bool, has_rows: bool) -> list[Tensor]:
-    """The chosen blocks as columns that all rows see (later ones if causal), and as rows that see all if asked."""
+    """The chosen blocks as columns that all rows see (later rows only if causal), and with `has_rows` also as rows that
+    see all columns.
+    """
     chosen = torch.unique(chosen)
     first = chosen if is_causal else torch.zeros_like(chosen)
-    flipped = _spans(chosen, first, torch.full_like(chosen, num_blocks), num_blocks)  # as rows of the transposed grid
+    flipped = _spans(chosen, first, torch.full_like(chosen, num_blocks), num_blocks)  # rows of the transposed grid
     parts = [flipped % num_blocks * num_blocks + flipped // num_blocks]
     return [*parts, _rows(chosen, num_blocks, is_causal)] if has_rows else parts
 
 
 def _sliding(num_blocks: int, width: int, is_causal: bool) -> Tensor:
-    """Each row's own column and width // 2 on each side of it."""
+    """For each row its own column and width // 2 columns on each side."""
     rows, half = _all(num_blocks), width // 2
     return _spans(rows, (rows - half).clamp(min=0), (rows + half + 1).clamp(max=num_blocks), num_blocks, is_causal)
 
 
 def _random(num_blocks: int, num_random: int, is_causal: bool, generator: torch.Generator) -> Tensor:
-    """`num_random` different columns of each row (fewer where there are not so many), all equally likely.
+    """`num_random` different columns of each row, with equal probabilities. Fewer if a row does not have so many.
 
-    Floyd's sampling, a step for all rows at once: the j-th draw is from the first j + 1 columns, and a column that was
-    drawn before gives way to column j.
+    This is Floyd's sampling, with one step for all rows at once: draw j is from the first j + 1 columns, and a column
+    that was drawn before is replaced by column j.
     """
     rows = _all(num_blocks)
     available = rows + 1 if is_causal else torch.full_like(rows, num_blocks)
@@ -316,7 +335,7 @@ def _random(num_blocks: int, num_random: int, is_causal: bool, generator: torch.
 
 
 def _chosen(indices: Sequence[int], ends: Sequence[int] | None, num_blocks: int) -> Tensor:
-    """Global blocks, single ones or ranges; what lies beyond the sequence is left out."""
+    """Indices of global blocks, given singly or as ranges. Blocks beyond the sequence are omitted."""
     if ends is None:
         chosen = torch.tensor(list(indices), dtype=torch.int64)
         return chosen[chosen < num_blocks]
@@ -336,10 +355,10 @@ def _freeze_globals(pattern: VariableSparsityConfig | BSLongformerSparsityConfig
 
 
 def _freeze(pattern: SparsityConfig, name: str, least: int) -> None:
-    """Checks a list of counts and stores it as a tuple, so that the pattern stays hashable."""
+    """Check a list of counts and store it as a tuple, so that the pattern is hashable."""
     values = getattr(pattern, name)
     if isinstance(values, str) or not isinstance(values, Sequence):
-        raise invalid_value(name, values, f"a list of whole numbers from {least}")
+        raise invalid_value(name, values, f"a list of whole numbers >= {least}")
     for value in values:
         _check_count(name, value, least)
     object.__setattr__(pattern, name, tuple(values))
@@ -347,7 +366,7 @@ def _freeze(pattern: SparsityConfig, name: str, least: int) -> None:
 
 def _check_count(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise invalid_value(name, value, f"a whole number from {least}")
+        raise invalid_value(name, value, f"a whole number >= {least}")
 
 
 def _check_attention(attention: str, is_horizontal: bool = False) -> None:
@@ -356,10 +375,15 @@ def _check_attention(attention: str, is_horizontal: bool = False) -> None:
     if not isinstance(is_horizontal, bool):
         raise invalid_value("horizontal_global_attention", is_horizontal, [True, False])
     if is_horizontal and attention != "bidirectional":
-        raise invalid_value("horizontal_global_attention", is_horizontal, "false where attention is unidirectional")
+        raise incompatible(
+            "horizontal_global_attention=True",
+            f"attention={attention!r}",
+            "global rows would see later tokens",
+            "Set horizontal_global_attention to false.",
+        )
 
 
 def _check_kept(num_kept: int) -> None:
     if num_kept > KEPT_LIMIT:
-        allowed = f"at most {KEPT_LIMIT} blocks a pattern"
-        raise invalid_value("blocks kept", num_kept, allowed, "Use a larger block or a sparser pattern.")
+        allowed = f"at most {KEPT_LIMIT} per pattern"
+        raise invalid_value("number of kept blocks", num_kept, allowed, "Use a larger block or a sparser pattern.")

@@ -1,4 +1,6 @@
-"""Rows that were cut: scratch memory for their pieces, and the kernels that put them together, in one order."""
+"""Rows that are cut into pieces: scratch memory for the pieces, and launches of the kernels that
+combine them in order.
+"""
 
 from __future__ import annotations
 
@@ -24,28 +26,28 @@ OPTIONS = {"num_warps": 4}
 
 
 class ReduceStrides(NamedTuple):
-    """Of batch, head and token."""
+    """Strides of batch, head and token."""
 
     first: Strides
     second: Strides | None
 
 
 class GradientScratch(NamedTuple):
-    """Of rows that are cut, for each slot."""
+    """Scratch memory of rows that are cut, per slot."""
 
     first: Tensor
     second: Tensor | None = None
 
 
 def forward_scratch(call: Call, plan: TilePlan, size: TileSize) -> ForwardScratch:
-    """Empty where nothing is cut."""
+    """Scratch memory of forward. It is empty if no row is cut."""
     (sums,) = _scratch(call, plan, size, 1)
     tops, weights = (torch.empty(sums.shape[:2], dtype=torch.float32, device=sums.device) for _ in range(2))
     return ForwardScratch(sums, tops, weights)
 
 
 def gradient_scratch(call: Call, plan: TilePlan, size: TileSize, count: int) -> GradientScratch:
-    """Of one gradient or of two; empty where nothing is cut."""
+    """Scratch memory of `count` gradients, one or two. It is empty if no row is cut."""
     return GradientScratch(*_scratch(call, plan, size, count))
 
 
@@ -58,7 +60,7 @@ def reduce_forward(
     size: TileSize,
     pieces: ForwardScratch,
 ) -> None:
-    """Writes the rows of `out` and `lse` that were cut."""
+    """Combine the pieces and write the cut rows of `out` and `lse`."""
     from twinflow.attention import kernels_forward
 
     if not plan.num_slots:
@@ -78,7 +80,7 @@ def reduce_gradients(
     size: TileSize,
     pieces: GradientScratch,
 ) -> None:
-    """Writes the rows of one gradient or of two that were cut. Their rows are positions from `start` on."""
+    """Sum the pieces and write the cut rows of one or two gradients. The first row has the position `start`."""
     from twinflow.attention import kernels_sums
 
     if not plan.num_slots:

@@ -1,9 +1,9 @@
-"""Attention over a layout in plain torch: the truth of tests, and the implementation where there is no GPU.
+"""Attention over a layout in plain torch: the reference for tests, and the implementation without a GPU.
 
-`dense_attention` makes the whole score matrix. `block_attention` makes only the scores of kept blocks: rows of about
-equal length form a group, the keys of a group are gathered, and each row of scores is complete, so softmax is the
-plain one. Backward makes the scores again instead of keeping them, so what stays in memory is q, k and v. Groups are
-cut so that a piece has about `PIECE_NUMEL` elements (or is a single row of a single head).
+`dense_attention` computes the whole score matrix. `block_attention` computes only the scores of kept blocks. Rows of
+similar length form a group, and the keys of a group are gathered. Each row of scores is complete, so that an ordinary
+softmax is applied. Backward recomputes the scores, so that only q, k and v are saved. Groups are divided into pieces of
+about `PIECE_NUMEL` elements, or of a single row of a single head.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ PIECE_NUMEL = 2**24
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Tensor:
-    """The truth, for small sizes: every score is made, and what is not kept is masked; options as in `Extras`."""
+    """The reference for small sizes. All scores are computed, and scores that are not kept are masked. `options`:
+    fields of `Extras`.
+    """
     extras = Extras(**options)
     sizes = check_call(q, k, v, layout, extras)
     dtype = _compute_dtype(q)
@@ -53,9 +55,9 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: 
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Tensor:
-    """Attention over the kept blocks only, with gradients; options are those of `Extras`.
+    """Attention over the kept blocks, with gradients of q, k, v, bias and relative. `options`: fields of `Extras`.
 
-    Half precision is computed in float32. Gradients go to q, k, v, bias and relative.
+    Inputs in half precision are computed in float32.
     """
     extras = Extras(**options)
     check_call(q, k, v, layout, extras)
@@ -68,7 +70,7 @@ def _compute_dtype(q: Tensor) -> torch.dtype:
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Keeps the inputs; backward makes the probabilities again."""
+    """Saves the inputs. Backward recomputes the probabilities."""
 
     @staticmethod
     def forward(
@@ -99,27 +101,27 @@ class _BlockAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Blocks:
-    """q, k and v in blocks, in the dtype of the computation: [B, heads, blocks, block, D].
+    """q, k and v as blocks [B, heads, blocks, block, D], in the dtype of the computation.
 
-    q starts with the block row that holds position q_start. k and v end with a block of zeros, which stands for "no
-    block" where a row is shorter than its group is wide.
+    q starts with the block row of position q_start. k and v end with a block of zeros. It fills rows that are shorter
+    than the width of their group.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
     first_row: int
-    offset: int  # of the first query in its block
+    offset: int  # offset of the first query in its block
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some rows of some (batch, head) pairs, each row with the same number of blocks."""
+    """Some rows of some (batch, head) pairs. All rows have the same number of blocks."""
 
     batch: Tensor  # [lanes]
     heads: Tensor  # [lanes]
     rows: Tensor  # [rows], block rows of the layout
-    cols: Tensor  # [rows, width], the block of zeros where a row is shorter
+    cols: Tensor  # [rows, width], filled with the block of zeros
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) -> Tensor:
@@ -138,7 +140,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) ->
 def _backward(
     inputs: tuple[Tensor, Tensor, Tensor], grad: Tensor, layout: Layout, extras: Extras, wants: tuple[bool, bool]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, bias and relative; the last two where they are wanted."""
+    """Gradients of q, k, v, bias and relative. `wants`: whether the last two are needed."""
     q, k, v = inputs
     sizes = _sizes(q, k)
     blocks = _to_blocks(q, k, v, layout, extras)
@@ -212,7 +214,7 @@ def _from_blocks(blocks: Tensor, offset: int, num_tokens: int) -> Tensor:
 
 
 def _pieces(layout: Layout, sizes: Sizes, blocks: _Blocks) -> Iterator[_Piece]:
-    """Every row of every head once, those with no block left out."""
+    """Pieces that cover every row of every head once, except rows without blocks."""
     device = blocks.q.device
     end_row = blocks.first_row + blocks.q.shape[2]
     for pattern in range(layout.num_patterns):
@@ -231,10 +233,10 @@ def _pieces(layout: Layout, sizes: Sizes, blocks: _Blocks) -> Iterator[_Piece]:
 
 
 def _groups(starts: Tensor, cols: Tensor, no_block: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of about equal length with their columns [rows, width]; short rows end with `no_block`.
+    """Groups of rows of similar length, with their columns [rows, width]. Short rows are filled with `no_block`.
 
-    A width keeps the four leading bits of a length, rounded up, so less than an eighth of it is filling and the number
-    of groups grows with the logarithm of the longest row.
+    The width is the length rounded up to four leading bits. Less than an eighth of it is filling, and the number of
+    groups grows with the logarithm of the longest row.
     """
     lengths = starts.diff()
     step = torch.pow(2.0, (lengths.clamp(min=1).double().log2().floor() - 3).clamp(min=0)).long()
@@ -257,7 +259,9 @@ def _gather(piece: _Piece, sizes: Sizes, blocks: _Blocks) -> tuple[Tensor, Tenso
 
 
 def _add_blocks(total: Tensor, piece: _Piece, sizes: Sizes, part: Tensor) -> None:
-    """Adds gradients of gathered keys or values, [lanes, rows, width * block, D], where they came from."""
+    """Add the gradients of gathered keys or values, [lanes, rows, width * block, D], to the blocks from which they were
+    gathered.
+    """
     num_kv_heads, num_cols, block, dim = total.shape[1:]
     lane = piece.batch * num_kv_heads + piece.heads // sizes.group
     index = lane[:, None] * num_cols + piece.cols.reshape(-1)
@@ -265,7 +269,9 @@ def _add_blocks(total: Tensor, piece: _Piece, sizes: Sizes, part: Tensor) -> Non
 
 
 def _add_scores(total: Tensor, index: tuple[Tensor, ...], grad_scores: Tensor) -> None:
-    """Adds gradients of scores where a bias was read; first over the lanes, if all of them read the same entries."""
+    """Add the gradients of scores to the entries of a bias. They are first summed over the lanes if all lanes use the
+    same entries.
+    """
     if all(part.shape[0] == 1 for part in index):
         grad_scores = grad_scores.sum(dim=0, keepdim=True)
     total.index_put_(index, grad_scores, accumulate=True)
@@ -273,7 +279,7 @@ def _add_scores(total: Tensor, index: tuple[Tensor, ...], grad_scores: Tensor) -
 
 @dataclass(frozen=True)
 class _Places:
-    """Positions of the scores of a piece, each ready to broadcast to [lanes, rows, block, width * block]."""
+    """Positions of the scores of a piece. The tensors broadcast to [lanes, rows, block, width * block]."""
 
     batch: Tensor
     heads: Tensor
@@ -281,7 +287,7 @@ class _Places:
     keys: Tensor
 
     def index(self, tensor: Tensor, extras: Extras) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Where the scores are in a four-dimensional mask or bias, whose dimensions may be one."""
+        """Indices of the scores in a four-dimensional mask or bias, whose dimensions may be one."""
         size_b, size_h, size_q, size_k = tensor.shape
         return (
             self.batch if size_b > 1 else self.batch[:1] * 0,
@@ -291,7 +297,7 @@ class _Places:
         )
 
     def relative_index(self, tensor: Tensor, extras: Extras, num_queries: int) -> tuple[Tensor, Tensor]:
-        """Where the scores are in a table of relative distances."""
+        """Indices of the scores in a table of relative positions."""
         distance = self.keys - (self.queries - extras.q_start) + num_queries - 1
         return (
             self.heads if tensor.shape[0] > 1 else self.heads[:1] * 0,
@@ -314,7 +320,7 @@ def _places(piece: _Piece, block: int) -> _Places:
 def _probs(
     piece: _Piece, queries: Tensor, keys: Tensor, layout: Layout, extras: Extras, sizes: Sizes
 ) -> tuple[Tensor, Tensor | None]:
-    """Probabilities before dropout, zero where nothing is kept, and the factors of dropout if there is any."""
+    """Probabilities before dropout, with zero for scores that are not kept, and the factors of dropout or None."""
     places = _places(piece, layout.block)
     scores = queries @ keys.transpose(-1, -2)
     scores *= scale_of(extras, sizes.head_dim)

@@ -1,15 +1,17 @@
-"""Which tiles of scores a kernel visits, and in which order: pure arithmetic on a layout, on the CPU.
+"""Plans of the kernels: the tiles of scores that each program processes, and their order. A plan is computed from a
+layout on the CPU.
 
-A kernel's program owns a tile of `own` tokens (queries, or keys where the gradients of keys and values are computed)
-and walks over tiles of `other` tokens. Neither needs to be as large as the layout's block:
+A program owns a tile of `own` tokens and iterates over tiles of `other` tokens. Own tokens are queries, or keys for the
+gradients of keys and values. The sizes of both tiles may differ from the block of the layout:
 
-- blocks smaller than an own tile are merged: the program visits the union of what its sub-rows keep, with a bit for
-  each sub-row that keeps it;
+- blocks that are smaller than an own tile are merged: the program processes the union of the blocks of its sub-rows,
+with
+  a bit for each sub-row that keeps a block;
 - an other tile is gathered from units of min(block, tile) tokens, so that scattered small blocks fill whole tiles;
-- units that every sub-row keeps whole come first and need no mask; those that would not fill a tile go to the rest.
+- units that every sub-row keeps whole come first and need no mask; units that do not fill a tile are added to the rest.
 
-A unit is one int32, its code: number << 8 | bits. Rows that are much longer than others (global tokens) are cut into
-pieces, whose results are summed by a second kernel.
+A unit is described by one int32, its code: number << 8 | bits. Rows that are much longer than others (global tokens)
+are cut into pieces. A second kernel sums the results of the pieces.
 """
 
 from __future__ import annotations
@@ -24,17 +26,18 @@ from torch import Tensor
 
 from twinflow.attention.layout import Layout
 
-BITS = 8  # of a code, for sub-rows
+BITS = 8  # bits of a code for sub-rows
 _ALL = (1 << BITS) - 1
-MIN_PIECE = 16  # other tiles: below, the second kernel costs more than an even load wins
-NUM_PIECES = 132 * 16  # programs that keep a large GPU evenly busy
-LONG = 1.5  # times the mean: such items of all heads come before all others
+# smallest number of other tiles in a piece; for smaller pieces the second kernel costs more than a balanced load saves
+MIN_PIECE = 16
+NUM_PIECES = 132 * 16  # number of programs that balances the load of a large GPU
+LONG = 1.5  # items longer than this multiple of the mean come first, for all heads
 CACHED_PLANS = 64
 
 
 @dataclass(frozen=True)
 class Span:
-    """Positions in play: start and stop of a call's queries, and of its keys."""
+    """Start and stop of the positions of queries, and of keys, in a call."""
 
     queries: tuple[int, int]
     keys: tuple[int, int]
@@ -42,7 +45,7 @@ class Span:
 
 @dataclass(frozen=True)
 class TileSize:
-    """Tokens of a program's own tile, and of the tiles that it walks over; powers of two."""
+    """Tokens of the own tile and of other tiles. Both are powers of two."""
 
     own: int
     other: int
@@ -50,8 +53,9 @@ class TileSize:
 
 @dataclass(frozen=True)
 class Work:
-    """How a plan is run: the pattern of each head of the grid, the batch, the query heads in a program, and the fewest
-    other tiles (times query heads) of a piece."""
+    """The grid of a plan: the pattern of each head, the batch size, the query heads of a program, and the smallest
+    number of other tiles (times query heads) of a piece.
+    """
 
     heads: tuple[int, ...]
     batch: int = 1
@@ -61,28 +65,28 @@ class Work:
 
 @dataclass(frozen=True)
 class TilePlan:
-    """What programs of one kernel do. All tensors are int32."""
+    """The work of all programs of one kernel. All tensors are int32."""
 
-    codes: Tensor  # units, tile after tile
-    items: Tensor  # [n, 5]: own tile; other tiles start, first with a mask, stop; slot in scratch or -1
+    codes: Tensor  # codes of units, tile after tile
+    items: Tensor  # [n, 5]: own tile; start of other tiles, first one with a mask, stop; slot in scratch memory or -1
     item_starts: Tensor  # [patterns + 1]
-    cuts: Tensor  # [m, 3]: own tile, its first slot, its slots
+    cuts: Tensor  # [m, 3]: own tile, its first slot, number of its slots
     cut_starts: Tensor  # [patterns + 1]
     heads: Tensor  # [heads, 2]: pattern, first slot
-    max_items: int  # of a pattern
-    num_long: int  # of a pattern at most; they come first
+    max_items: int  # maximum items of a pattern
+    num_long: int  # maximum long items of a pattern; they come first
     max_cuts: int
-    num_slots: int  # of all heads, for one of a batch
-    has_full: bool  # any tile without a mask
-    has_partial: bool  # any tile with one
+    num_slots: int  # slots of all heads, for one element of the batch
+    has_full: bool  # there is a tile without a mask
+    has_partial: bool  # there is a tile with a mask
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors."""
+        """Size of all tensors in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors().values())
 
     def to(self, device: torch.device) -> TilePlan:
-        """A copy on a device."""
+        """A copy of the plan on a device."""
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors().items()}
         return replace(self, **moved)
 
@@ -95,12 +99,14 @@ class TilePlan:
 def device_plan(
     layout: Layout, span: Span, size: TileSize, by_keys: bool, work: Work, device: torch.device
 ) -> TilePlan:
-    """`tile_plan` on a device; the last ones are kept there."""
+    """`tile_plan` on a device. The last plans are cached."""
     return tile_plan(layout, span, size, by_keys, work).to(device)
 
 
 def cells(layout: Layout, pattern: int, span: Span, width: int) -> tuple[Tensor, Tensor]:
-    """Rows and columns of all squares of a width, at most the block's, that hold scores of a pattern."""
+    """Rows and columns of all squares of `width` tokens that contain scores of a pattern. `width`
+    is at most the block.
+    """
     rows, cols = _expanded(layout.block, layout.row_starts[pattern], layout.cols, width, width, span.queries)
     inside = _overlaps(rows, width, span.queries) & _overlaps(cols, width, span.keys)
     if layout.is_causal:
@@ -110,7 +116,7 @@ def cells(layout: Layout, pattern: int, span: Span, width: int) -> tuple[Tensor,
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Lists of one pattern: of each own tile, how many other tiles have no mask, and how many there are."""
+    """Tiles of one pattern: for each own tile the number of other tiles without a mask, and of all other tiles."""
 
     codes: Tensor
     first: int  # number of the first own tile
@@ -119,7 +125,7 @@ class _Tiles:
 
 
 def tile_plan(layout: Layout, span: Span, size: TileSize, by_keys: bool, work: Work) -> TilePlan:
-    """The plan for programs that own queries, or keys."""
+    """The plan for programs that own queries, or keys if `by_keys`."""
     starts, others = layout.transposed() if by_keys else (layout.row_starts, layout.cols)
     lists = [_pattern_tiles(layout, starts[i], others, span, size, by_keys) for i in range(layout.num_patterns)]
     piece = _piece_length([int(tiles.total.sum()) for tiles in lists], work)
@@ -156,17 +162,19 @@ def _num_long(items: Sequence[Tensor]) -> int:
 
 
 def _piece_length(totals: Sequence[int], work: Work) -> int:
-    """Other tiles of a piece: an even share of all that there is to do, but not too few. Two of them are not cut."""
+    """Number of other tiles of a piece: an equal share of the total work, but not less than the minimum. Rows of up to
+    two pieces are not cut.
+    """
     total = sum(totals[pattern] for pattern in work.heads) * work.batch
     return max(-(-work.min_piece // work.group), -(-total // NUM_PIECES))
 
 
 def _pattern_tiles(layout: Layout, starts: Tensor, others: Tensor, span: Span, size: TileSize, by_keys: bool) -> _Tiles:
-    """The lists of one pattern, from the other blocks of each own block."""
+    """The tiles of one pattern, from the other blocks of each own block."""
     own, other = (span.keys, span.queries) if by_keys else (span.queries, span.keys)
     unit, sub = min(layout.block, size.other), min(layout.block, size.own)
     subs, units = _expanded(layout.block, starts, others, sub, unit, own)
-    # What the call does not reach, and what lies wholly above the diagonal, is left out.
+    # Units outside of the call, and units that are wholly above the diagonal, are omitted.
     inside = _overlaps(subs, sub, own) & _overlaps(units, unit, other)
     if layout.is_causal:
         queries, keys = ((units + 1) * unit - 1, subs * sub) if by_keys else ((subs + 1) * sub - 1, units * unit)
@@ -193,9 +201,9 @@ def _pattern_tiles(layout: Layout, starts: Tensor, others: Tensor, span: Span, s
 def _expanded(
     block: int, starts: Tensor, others: Tensor, sub: int, unit: int, bounds: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Kept blocks as pairs of (sub-row, unit), each block split where sub-rows or units are smaller.
+    """Kept blocks as pairs of (sub-row, unit). Blocks are split if sub-rows or units are smaller.
 
-    Only of own blocks that the call reaches: one query has one row, however long the layout is.
+    Only own blocks within the call are considered: a call with one query has one row, for any length of the layout.
     """
     first, stop = bounds[0] // block, -(-bounds[1] // block)
     starts = starts[first : stop + 1]
@@ -213,7 +221,7 @@ def _overlaps(numbers: Tensor, width: int, bounds: tuple[int, int]) -> Tensor:
 
 
 def _wanted_bits(tile: Tensor, sub: int, num_subs: int, bounds: tuple[int, int]) -> Tensor:
-    """The bits of those sub-rows of a tile that hold any token of the call."""
+    """The bits of the sub-rows of a tile that contain tokens of the call."""
     numbers = tile[:, None] * num_subs + torch.arange(num_subs)
     return (_overlaps(numbers, sub, bounds).long() << torch.arange(num_subs)).sum(1)
 
@@ -221,7 +229,7 @@ def _wanted_bits(tile: Tensor, sub: int, num_subs: int, bounds: tuple[int, int])
 def _packed(
     tile: Tensor, unit: Tensor, bits: Tensor, is_full: Tensor, num_tiles: int, first: int, per_tile: int
 ) -> _Tiles:
-    """Units in the order of the kernel; own tiles are counted from zero here."""
+    """Units in the order of the kernel. Own tiles are counted from zero."""
     order = torch.argsort(tile * 2 + (~is_full).long(), stable=True)
     tile, unit, bits, is_full = tile[order], unit[order], bits[order], is_full[order]
     count = torch.bincount(tile, minlength=num_tiles)
@@ -235,7 +243,7 @@ def _packed(
 
 
 def _cut(tiles: _Tiles, piece: int, offset: int) -> tuple[Tensor, Tensor, int]:
-    """Items, longest first, and the rows that are cut, of one pattern whose other tiles start at `offset`."""
+    """Items, the longest first, and cut rows of one pattern. Its other tiles start at `offset`."""
     total, number = tiles.total, torch.arange(len(tiles.total))
     pieces = torch.where(total > 2 * piece, -(-total // piece), 1)
     own = torch.repeat_interleave(number, pieces)

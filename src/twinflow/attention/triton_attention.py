@@ -1,7 +1,8 @@
-"""Attention over a layout in Triton kernels: forward, and backward for everything that has a gradient.
+"""Attention over a layout with Triton kernels: forward, and backward for q, k, v, bias and relative positions.
 
-A call launches one kernel, or two where long rows are cut; its backward two to four, and more for gradients of bias and
-relative positions. Nothing waits for the device: plans are made on the host once for each layout and shape, and kept.
+Forward launches one kernel, or two if long rows are cut. Backward launches two to four kernels, and more for gradients
+of bias and relative positions. The host never waits for the device. Plans are computed on the host once for each layout
+and shape, and cached.
 """
 
 from __future__ import annotations
@@ -40,21 +41,23 @@ MAX_HEAD_DIM = 256
 def triton_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras, tunings: Tunings | None = None
 ) -> Tensor:
-    """Attention; q, k and v on a GPU, or anywhere in Triton's interpreter. `tunings` is for benchmarks and tests."""
+    """Attention with Triton kernels. q, k and v must be on a GPU, except in Triton's interpreter. `tunings` is for
+    benchmarks and tests.
+    """
     sizes = check_call(q, k, v, layout, extras)
     if q.dtype not in DTYPES:
-        raise invalid_value("q.dtype", q.dtype, DTYPES, 'Or use backend="torch".')
+        raise invalid_value("q.dtype", q.dtype, DTYPES, 'Convert the tensors, or use backend="torch".')
     if sizes.head_dim > MAX_HEAD_DIM:
-        raise invalid_value("head_dim", sizes.head_dim, f"up to {MAX_HEAD_DIM}", 'Or use backend="torch".')
+        raise invalid_value("head_dim", sizes.head_dim, f"at most {MAX_HEAD_DIM}", 'Use backend="torch".')
     if not q.is_cuda and not is_interpreting():
-        raise invalid_value("q.device", str(q.device), "a CUDA device", 'Or use backend="torch".')
+        raise invalid_value("q.device", str(q.device), "a CUDA device", 'Move the tensors, or use backend="torch".')
     call = Call(layout, extras, sizes, q.dtype, q.device, tunings or tunings_for(sizes.head_dim, q.dtype))
     out: Tensor = _TritonAttention.apply(q, k, v, extras.bias, extras.relative, call)  # type: ignore[no-untyped-call]
     return out
 
 
 class _TritonAttention(torch.autograd.Function):
-    """Keeps inputs, the result and the log-sum-exp of each row."""
+    """Saves the inputs, the result and the log-sum-exp of each row."""
 
     @staticmethod
     def forward(
@@ -109,7 +112,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
 
 
 class QueryStrides(NamedTuple):
-    """Of batch, head and token."""
+    """Strides of batch, head and token."""
 
     q: Strides
     k: Strides
@@ -120,7 +123,7 @@ class QueryStrides(NamedTuple):
 
 
 class KeyStrides(NamedTuple):
-    """Of batch, head and token."""
+    """Strides of batch, head and token."""
 
     q: Strides
     k: Strides
@@ -158,7 +161,7 @@ def key_gradients(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of k and v.
 
-    Where query heads that share keys have different patterns, each head's own gradients are made in fp32 and summed.
+    If query heads that share keys have different patterns, the gradients of each head are computed in fp32 and summed.
     """
     from twinflow.attention import kernels_backward as kernels
 
@@ -188,5 +191,5 @@ def key_gradients(
 
 
 def _on(device: torch.device) -> Any:
-    """Triton launches on the current device."""
+    """Make the device current, because Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

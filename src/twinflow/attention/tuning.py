@@ -1,6 +1,7 @@
-"""Tile sizes, warps and stages of each kernel, in one place.
+"""Tile sizes, warps and pipeline stages of each kernel.
 
-Chosen for an H200 so that the kernels compiled for it keep their tiles in registers: the tests compile them and look.
+They are chosen for an H200, so that compiled kernels keep their tiles in registers. Tests compile the kernels and check
+this.
 """
 
 from __future__ import annotations
@@ -14,40 +15,40 @@ from twinflow.attention.tiles import MIN_PIECE, TileSize
 
 @dataclass(frozen=True)
 class Tuning:
-    """One kernel: tokens of its own tile and of the tiles it walks over, and how it is compiled."""
+    """Tuning of one kernel: tokens of its own tile and of other tiles, and options of the compiler."""
 
     tile_rows: int
     tile_cols: int
     num_warps: int
     num_stages: int
-    max_registers: int | None = None  # of a thread, where fewer let two programs share a multiprocessor
-    tma: bool = False  # other tiles by descriptors, where a call allows them
-    otherwise: Tuning | None = None  # where it does not; None: the same without descriptors
+    max_registers: int | None = None  # per thread, so that two programs fit on a multiprocessor
+    tma: bool = False  # load other tiles by TMA descriptors if the call allows it
+    otherwise: Tuning | None = None  # used if the call does not allow it; None: this tuning without descriptors
 
     @property
     def size(self) -> TileSize:
-        """The tiles."""
+        """Sizes of the tiles."""
         return TileSize(self.tile_rows, self.tile_cols)
 
     @property
     def options(self) -> dict[str, int]:
-        """What Triton's launch takes."""
+        """Options of a launch in Triton."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
 
 
 @dataclass(frozen=True)
 class Tunings:
-    """Of all three kernels."""
+    """Tunings of all three kernels."""
 
     forward: Tuning
     queries: Tuning  # gradients of queries
     keys: Tuning  # gradients of keys and values
-    min_piece: int = MIN_PIECE  # fewest tiles of a piece, where long rows are cut
-    hopper: bool = False  # kernels made for Hopper instead, where a call allows them
+    min_piece: int = MIN_PIECE  # smallest number of tiles of a piece if long rows are cut
+    hopper: bool = False  # use the kernels for Hopper if the call allows it
 
 
-# By the head dimension, padded to a power of two. Half precision first: products on tensor cores.
+# By head dimension, padded to a power of two, and whether the dtype is fp32. Half precision uses tensor cores.
 TUNING: dict[tuple[int, bool], Tunings] = {
     (16, False): Tunings(Tuning(128, 64, 4, 3), Tuning(128, 64, 8, 3), Tuning(128, 64, 8, 3)),
     (32, False): Tunings(Tuning(128, 64, 4, 3), Tuning(128, 64, 8, 3), Tuning(128, 64, 8, 3)),
@@ -61,7 +62,7 @@ TUNING: dict[tuple[int, bool], Tunings] = {
     (256, True): Tunings(Tuning(16, 16, 4, 2), Tuning(16, 16, 4, 2), Tuning(32, 16, 8, 2)),
 }
 
-# By the head dimension: for half precision, where tiles come by descriptors.
+# By head dimension: tunings with TMA descriptors, for half precision.
 WITH_DESCRIPTORS: dict[int, Tunings] = {
     64: Tunings(Tuning(64, 128, 4, 2, tma=True), Tuning(64, 64, 4, 2, tma=True), Tuning(64, 128, 4, 2, tma=True)),
     128: Tunings(
@@ -74,12 +75,12 @@ WITH_DESCRIPTORS: dict[int, Tunings] = {
 
 
 def padded_dim(head_dim: int) -> int:
-    """The next power of two, at least 16."""
+    """The head dimension padded to a power of two, at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def tunings_for(head_dim: int, dtype: torch.dtype) -> Tunings:
-    """The tables'."""
+    """The tunings for a head dimension and a dtype."""
     found = TUNING[padded_dim(head_dim), dtype == torch.float32]
     fast = WITH_DESCRIPTORS.get(head_dim)
     if fast is None or dtype == torch.float32:

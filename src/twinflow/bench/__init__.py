@@ -1,1 +1,1 @@
-"""Measuring: what this machine is and how fast the kernels run on it. Printing is the command line's."""
+"""Measurements: a description of the machine and the speed of the kernels. The command line prints the results."""

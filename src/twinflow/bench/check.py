@@ -1,4 +1,4 @@
-"""Do the native kernels give the references' bits on this machine? Asked before any speed is reported."""
+"""Compares the bits of the native kernels with the references on this machine, before any speed is reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from twinflow.rules import RULES, Rule, reference
 from twinflow.rules.formats import rounding_key
 from twinflow.rules.segment import Segment, Store, new_store
 
-# One set of options holds what every rule reads; each takes its own.
+# The options of all rules. Each rule reads its own.
 OPTIONS: Final[dict[str, Any]] = {
     **{name: value for rule in RULES.values() for name, value in rule.defaults.items()},
     **{"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "lr_decay": 0.01, "momentum": 0.9},
@@ -25,7 +25,7 @@ _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True)
 class Case:
-    """One update to compare."""
+    """One kind of update to compare."""
 
     rule: Rule
     format: str
@@ -42,7 +42,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every rule in every format it comes in, for three pairs of dtypes, any kind of master, in and out of place."""
+    """Every rule in all its formats, for three pairs of dtypes, every kind of master, in place and out of place."""
     for rule in RULES.values():
         for format in rule.formats:
             for grad_dtype, weight_dtype in _DTYPES:
@@ -52,9 +52,9 @@ def cases() -> Iterator[Case]:
 
 
 def disagreements(numel: int = 20_077) -> list[str]:
-    """What differs, by as little as one bit, between the native kernels and the references; empty when all is well.
+    """Names of the kernels whose results differ from the references in at least one bit. Empty if all are equal.
 
-    The default is more than one of the pool's tasks and no multiple of anything.
+    The default `numel` is more than one task of the pool, and not a multiple of a block or a vector.
     """
     found = [f"update: {case}" for case in cases() if not _agrees(case, numel)]
     values = _random(numel, seed=3)
@@ -71,7 +71,7 @@ def disagreements(numel: int = 20_077) -> list[str]:
 
 
 def _agrees(case: Case, numel: int) -> bool:
-    """Two steps, so that the second one starts from states that are not zero."""
+    """Compare after two steps, so that the second step starts from states that are not zero."""
     results = []
     for update in (native.update, reference.update):
         store = _new_store(case, numel)
@@ -90,7 +90,7 @@ def _new_store(case: Case, numel: int) -> Store:
 def _segment(case: Case, store: Store, step: int, target: Store | None) -> Segment:
     grad = _random(store.master.numel(), seed=10 + step)
     grad[::7] = 0.0
-    grad[3::11] *= 1e-38  # with the factor: subnormal
+    grad[3::11] *= 1e-38  # subnormal after multiplication by the factor
     hyper = case.rule.hyper(OPTIONS, step)
     key = rounding_key(step, parameter=5)
     return Segment(case.rule, hyper, grad.to(case.grad_dtype), store, factor=0.3, key=key, target=target)
@@ -105,6 +105,6 @@ def _tensors(store: Store) -> list[Tensor]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal bit patterns: unlike numbers, NaN equals itself and -0 is not +0."""
+    """Whether bit patterns are equal. Here NaN equals itself, and -0 differs from +0."""
     dtype = _BITS[a.element_size()]
     return torch.equal(a.view(dtype), b.view(dtype))

@@ -1,4 +1,4 @@
-"""The host kernels' benchmark: measure every job, judge the figures that matter. Nothing is printed here."""
+"""Benchmark of the host kernels: measures every job and compares figures with their targets. It prints nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUICK_NUMEL, QUICK_REPEATS, REPEATS = 1 << 24, 3, 7
 
 @dataclass(frozen=True)
 class Settings:
-    """The size of a run; everybody gets the same number of threads."""
+    """The size of a run. All contenders use the same number of threads."""
 
     numel: int
     threads: int
@@ -37,7 +37,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """One contender's numbers. Rates of a rival have no bytes: how many it moves is its own affair."""
+    """Results of one contender. A rival has no bytes, because its memory traffic is not known."""
 
     job: str
     name: str
@@ -46,36 +46,35 @@ class Result:
     median_s: float
     best_s: float
     bytes_per_param: float | None = None
-    ceiling_before: float | None = None  # bytes a second of the memory passes right before and right after each call
+    ceiling_before: float | None = None  # bytes per second of the memory passes directly before and after each call
     ceiling_after: float | None = None
 
     @property
     def params_per_s(self) -> float:
-        """Parameters a second."""
         return self.numel / self.median_s
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Memory traffic by our count."""
+        """Memory traffic per second, by `update_bytes`."""
         return self.params_per_s * self.bytes_per_param if self.bytes_per_param is not None else None
 
     @property
     def ceiling(self) -> float | None:
-        """The memory's read-modify-write rate around the calls: the mean of before and after."""
+        """Read-modify-write rate of the memory around the calls: the mean of before and after."""
         if self.ceiling_before is None or self.ceiling_after is None:
             return None
         return (self.ceiling_before + self.ceiling_after) / 2
 
     @property
     def of_ceiling(self) -> float | None:
-        """Share of the memory's rate."""
+        """Memory traffic as a share of `ceiling`."""
         rate, ceiling = self.bytes_per_s, self.ceiling
         return rate / ceiling if rate is not None and ceiling else None
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number we hold ourselves to. `measured` is None when one side of it could not be measured."""
+    """A target for a measured value. `measured` is None if a part of it could not be measured."""
 
     name: str
     wanted: float
@@ -84,13 +83,13 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether it is reached."""
+        """Whether the target is reached, or None if it was not measured."""
         return self.measured >= self.wanted if self.measured is not None else None
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything one run measured."""
+    """All results of one run."""
 
     settings: Settings
     isa: str
@@ -102,7 +101,9 @@ class Report:
 def choose_settings(
     numel: int | None, threads: int | None, repeats: int | None, quick: bool, available_bytes: int
 ) -> Settings:
-    """Fill in what was not given; raise a ValueError that names the option for what cannot work."""
+    """Settings with defaults for options that are None. Raises ValueError with the name of the option for an invalid
+    value.
+    """
     if threads is not None:
         check_threads(threads, "--threads")
     if repeats is not None and repeats < 1:
@@ -111,7 +112,7 @@ def choose_settings(
         numel = fitting_numel(available_bytes, QUICK_NUMEL if quick else LARGEST_NUMEL)
     most = available_bytes // jobs.PEAK_BYTES
     if not SMALLEST_NUMEL <= numel <= most:
-        remedy = f"{jobs.PEAK_BYTES} bytes a parameter must fit into the memory that is available"
+        remedy = f"The benchmark needs {jobs.PEAK_BYTES} bytes of available memory per parameter."
         raise invalid_value("--numel", numel, f"a whole number from {SMALLEST_NUMEL} to {most}", remedy)
     default_repeats = QUICK_REPEATS if quick else REPEATS
     return Settings(numel, threads or native.get_threads(), default_repeats if repeats is None else repeats)
@@ -126,10 +127,10 @@ def fitting_numel(available_bytes: int, largest: int) -> int:
 
 
 def measure(settings: Settings, announce: Callable[[str], object] = lambda name: None) -> Report:
-    """Run every job. The caller has checked that the kernels are right (`bench.check`)."""
+    """Run all jobs. The caller must have checked the results of the kernels (`bench.check`)."""
     with same_threads(settings.threads):
         deepspeed = load_deepspeed(settings.threads)
-        # As large as the fp32 state of AdamW: three numbers a parameter.
+        # As large as the fp32 state of AdamW, which has three numbers per parameter.
         state = huge_random(3 * settings.numel)
         results: list[Result] = []
         for name, build in JOBS.items():
@@ -140,7 +141,7 @@ def measure(settings: Settings, announce: Callable[[str], object] = lambda name:
 
 @contextmanager
 def same_threads(threads: int) -> Iterator[None]:
-    """The same number of threads for our pool and for torch, and afterwards what was set before."""
+    """Set the number of threads of our pool and of torch. The previous numbers are restored at the end."""
     ours, theirs = native.get_threads(), torch.get_num_threads()
     native.set_threads(threads)
     torch.set_num_threads(threads)
@@ -152,7 +153,9 @@ def same_threads(threads: int) -> Iterator[None]:
 
 
 def run_job(job: str, contenders: Sequence[Contender], settings: Settings, state: torch.Tensor) -> list[Result]:
-    """Time one job's contenders, with a pass over `state` as the memory's ceiling around each call of a kernel."""
+    """Time the contenders of one job. A pass over `state` around each call of a kernel measures the
+    rate of the memory.
+    """
     timings = take_turns(contenders, partial(native.scale_in_place, state, 1.0), settings.repeats)
     pass_bytes = 2 * FP32_BYTES * state.numel()
 
@@ -179,7 +182,7 @@ def run_job(job: str, contenders: Sequence[Contender], settings: Settings, state
 
 
 def figures(results: Sequence[Result], architecture: str) -> list[Figure]:
-    """The figures we hold ourselves to, whether or not this run reaches them."""
+    """All figures with targets, whether or not this run reaches them."""
     by_name = {result.name: result for result in results}
 
     def ratio(name: str, over: str) -> float | None:
@@ -189,7 +192,8 @@ def figures(results: Sequence[Result], architecture: str) -> list[Figure]:
 
     main, loop = jobs.ADAMW_FP32_STATE, jobs.TORCH_ADAM["loop"]
     subnormal = Figure("half subnormal / all normal", 0.9, ratio(jobs.ADAMW_SUBNORMAL, jobs.ADAMW_NORMAL), "x")
-    if architecture in ("aarch64", "arm64"):  # two cores of it are bound by arithmetic: torch is the measure
+    # Two Arm cores are limited by arithmetic, so the kernels are compared with torch and not with the memory rate.
+    if architecture in ("aarch64", "arm64"):
         return [
             Figure(f"{main} / {jobs.TORCH_MIXED}", 1.3, ratio(main, jobs.TORCH_MIXED), "x"),
             Figure(f"{jobs.ADAMW_FP32} / {jobs.TORCH_FP32}", 1.0, ratio(jobs.ADAMW_FP32, jobs.TORCH_FP32), "x"),
@@ -209,13 +213,13 @@ def figures(results: Sequence[Result], architecture: str) -> list[Figure]:
 
 
 def speedup(result: Result, results: Sequence[Result]) -> float | None:
-    """For a rival: how many times faster our kernel is."""
+    """Speed of our kernel divided by the speed of a rival. None for our own kernels."""
     ours = next((other for other in results if other.name == result.rival_of), None)
     return ours.params_per_s / result.params_per_s if ours is not None else None
 
 
 def to_dict(report: Report, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """All numbers for JSON; rates in units of one, not of 10**9."""
+    """All results as a dict for JSON. Rates are in parameters or bytes per second."""
     rows = [
         {
             **asdict(result),

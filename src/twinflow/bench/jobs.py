@@ -1,4 +1,6 @@
-"""What is measured: each job builds our kernels and the rivals that do the same, on buffers of its own."""
+"""The jobs of the benchmark. Each job builds contenders on its own buffers: our kernels, and rivals
+for the same work.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,14 @@ TORCH_ADAM: Final = {
     "fused": "torch.optim.Adam(fused=True)",
 }
 DEEPSPEED: Final = "DeepSpeedCPUAdam: scale, step, cast"
-FACTOR: Final = 0.5  # a clip factor other than 1, where a rival scales the gradient too
+FACTOR: Final = 0.5  # a clip factor other than 1, for jobs in which a rival scales the gradient too
 STEP: Final = 10
-# Bytes a parameter of the largest job: stores of 14 and 12 (twice), 8 and 6, the gradient, two rivals of 18, the memory
-# pass.
+# Bytes per parameter of the largest job: stores of 14 and 12 (both twice), 8 and 6, the gradient, two rivals of 18, and
+# the memory pass.
 PEAK_BYTES: Final = 14 + 14 + 12 + 12 + 8 + 6 + 2 + 18 + 18 + 12
 
 
-Build = Callable[[int, DeepSpeed], list[Contender]]  # the number of parameters in, contenders that take turns out
+Build = Callable[[int, DeepSpeed], list[Contender]]  # from the number of parameters to the contenders
 
 
 def update_work(rule: Rule, grad: Tensor, store: Store, target: Store | None = None, factor: float = 1.0) -> Work:
@@ -63,11 +65,11 @@ def kernel(
 
 
 def adamw_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
-    """AdamW as offloading needs it: bf16 gradient in, bf16 weight out, in every state format."""
+    """AdamW as in offloaded training, from bf16 gradients to bf16 weights, in every state format."""
     grad = huge_random(numel, torch.bfloat16)
     stores = {format: huge_store(ADAMW, format, numel, torch.bfloat16) for format in ADAMW.formats}
     in_place = {format: update_work(ADAMW, grad, store) for format, store in stores.items()}
-    in_place["fp32"]()  # an update out of place leaves its store as it is: let that not be zeros
+    in_place["fp32"]()  # An update out of place does not change its store. This step makes its states nonzero.
     out_of_place = update_work(ADAMW, grad, stores["fp32"], huge_like(stores["fp32"]))
     split_store = huge_store(ADAMW, "fp32", numel, torch.bfloat16, split=True)
     split_in_place = update_work(ADAMW, grad, split_store)
@@ -94,7 +96,9 @@ def adamw_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
 
 
 def subnormal_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
-    """AdamW with half of the gradients, m and v subnormal. One step flushes them, so they are filled for each call."""
+    """AdamW with subnormal numbers in half of the gradients, m and v. One step flushes them, so they are filled before
+    each call.
+    """
     store = huge_store(ADAMW, "fp32", numel, torch.bfloat16)
     normal_grad, grad = huge_random(numel, torch.bfloat16), huge_random(numel, torch.bfloat16)
     fill_half_tiny(grad, normal=1e-2, tiny=1e-39)
@@ -141,7 +145,7 @@ def fp32_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
 
 
 def rule_job(rule: Rule, title: str, rival_name: str, make: MakeOptimizer) -> Build:
-    """Another rule with fp32 state, bf16 in and out."""
+    """A job for another rule with fp32 state, from bf16 gradients to bf16 weights."""
 
     def build(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
         grad = huge_random(numel, torch.bfloat16)
@@ -154,7 +158,7 @@ def rule_job(rule: Rule, title: str, rival_name: str, make: MakeOptimizer) -> Bu
 
 
 def sum_squares_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
-    """The gradient norm's sum of squares."""
+    """The sum of squares for the gradient norm, against torch's vector_norm."""
     contenders: list[Contender] = []
     for dtype, title in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         values, name = huge_random(numel, dtype), f"sum of squares, {title}"
@@ -170,7 +174,7 @@ def sum_squares_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
 
 
 def accumulate_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
-    """Gradient accumulation: fp32 += bf16."""
+    """Gradient accumulation of bf16 gradients into an fp32 buffer."""
     into, other, values = huge_random(numel), huge_random(numel), huge_random(numel, torch.bfloat16, scale=1e-3)
     name = "accumulate fp32 += bf16"
     contenders = [

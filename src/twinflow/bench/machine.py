@@ -1,4 +1,6 @@
-"""What this machine is: processors, memory, limits and versions, as far as Linux tells. Elsewhere fields stay empty."""
+"""Description of the machine: processors, memory, limits and versions. On systems other than Linux many fields are
+empty.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from pathlib import Path
 from twinflow.native.cgroup import cgroup_cpus, cgroup_folders, read_text
 from twinflow.version import __version__
 
-# aarch64 kernels print numbers where x86 prints a name: (implementer, part) of server cores in use
+# On aarch64 /proc/cpuinfo has numbers instead of a name. The keys are (implementer, part) of common server cores.
 _ARM_CORES = {
     ("0x41", "0xd0c"): "Neoverse-N1",
     ("0x41", "0xd40"): "Neoverse-V1",
@@ -28,7 +30,7 @@ _ARM_CORES = {
 
 @dataclass(frozen=True)
 class Machine:
-    """Processors and memory, and how much of them this process may use."""
+    """Processors and memory of the machine, and the part of them that this process may use."""
 
     system: str
     architecture: str
@@ -38,7 +40,7 @@ class Machine:
     affinity_cores: int  # logical cores in this process's affinity mask
     cgroup_cores: int | None  # whole cores its quota allows, rounded up; None: no quota
     memory_bytes: int
-    available_bytes: int  # what may still be allocated, the cgroup's limit taken into account
+    available_bytes: int  # memory that can still be allocated, considering the limit of the cgroup
     cgroup_memory_bytes: int | None
     cache_bytes: int  # all last-level caches together; 0: unknown
     huge_pages: str  # the system's policy: always, madvise, never, or unknown
@@ -46,12 +48,12 @@ class Machine:
 
     @property
     def usable_cores(self) -> int:
-        """Logical cores this process may keep busy."""
+        """Number of logical cores that this process may use, considering affinity mask and quota."""
         return max(1, min(self.affinity_cores, self.cgroup_cores or self.affinity_cores))
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
-    """The facts of the machine whose /proc and /sys lie under `root`; core counts are those of this process."""
+    """Read the machine from /proc and /sys under `root`. The affinity is that of this process."""
     memory = parse_meminfo(read_text(root / "proc/meminfo"))
     limit, free = cgroup_memory(root)
     available = memory.get("MemAvailable", 0)
@@ -75,7 +77,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
 
 
 def parse_cpu(cpuinfo: str) -> str:
-    """The processor's name in the text of /proc/cpuinfo; empty when it holds none."""
+    """The name of the processor in the text of /proc/cpuinfo, or "" if there is none."""
     fields = dict(re.findall(r"^([^\t:]+?)\s*: (.*)$", cpuinfo, flags=re.MULTILINE))
     if "model name" in fields:
         return " ".join(fields["model name"].split())
@@ -91,24 +93,27 @@ def parse_meminfo(meminfo: str) -> dict[str, int]:
 
 
 def parse_huge_pages(enabled: str) -> str:
-    """The policy in brackets: `always [madvise] never` is madvise."""
+    """The policy that is marked by brackets: "madvise" for `always [madvise] never`."""
     chosen = re.search(r"\[(\w+)\]", enabled)
     return chosen.group(1) if chosen else "unknown"
 
 
 def cgroup_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
-    """The smallest memory limit of this process's cgroups, and the least that is left of any, in bytes; None: none."""
+    """The smallest memory limit of this process's cgroups and the smallest free amount, in bytes.
+    None without a limit.
+    """
     found = [memory for folder in cgroup_folders("memory", root) if (memory := group_memory(folder)) is not None]
     return min((limit for limit, _ in found), default=None), min((free for _, free in found), default=None)
 
 
 def group_memory(folder: Path) -> tuple[int, int] | None:
-    """One group's memory limit and what is left of it, in bytes; None where it sets none."""
+    """Memory limit of one group and its free part, in bytes. None if the group sets no limit."""
     limit = read_text(folder / "memory.max") or read_text(folder / "memory.limit_in_bytes")
-    if not limit.isdigit() or int(limit) >= 1 << 60:  # "max", no such file, or v1's way to say unlimited
+    if not limit.isdigit() or int(limit) >= 1 << 60:  # "max", no such file, or the number for unlimited in version 1
         return None
     used = read_text(folder / "memory.current") or read_text(folder / "memory.usage_in_bytes")
-    # File cache counts as used but is given back under pressure. v1 counts groups below in `total_` lines only.
+    # The file cache counts as used, but the kernel frees it when memory is needed. In version 1, only the lines with
+    # `total_` include subgroups.
     stat: dict[str, str] = dict(re.findall(r"^(\w+) (\d+)$", read_text(folder / "memory.stat"), flags=re.MULTILINE))
     reclaimable = int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
     return int(limit), max(0, int(limit) - (int(used) if used.isdigit() else 0) + reclaimable)
@@ -119,7 +124,7 @@ def _count_physical(folder: Path) -> int:
 
 
 def _last_level_cache(folder: Path) -> int:
-    """Bytes of the outermost caches: cores that share one name the same list of cores."""
+    """Total bytes of the last-level caches. Cores that share a cache have the same list of cores."""
     found: dict[int, dict[str, int]] = {}
     for cache in folder.glob("cpu[0-9]*/cache/index[0-9]*"):
         level, size = read_text(cache / "level"), re.fullmatch(r"(\d+)K", read_text(cache / "size"))
@@ -129,7 +134,7 @@ def _last_level_cache(folder: Path) -> int:
 
 
 def version_of(package: str) -> str | None:
-    """The installed version of a package, or None; nothing is imported."""
+    """The installed version of a package, or None. The package is not imported."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -137,13 +142,13 @@ def version_of(package: str) -> str | None:
 
 
 def read_versions() -> dict[str, str | None]:
-    """Versions that decide what numbers mean."""
+    """Versions of twinflow, Python, torch, triton and numpy. Results depend on them."""
     packages: Mapping[str, str | None] = {name: version_of(name) for name in ("torch", "triton", "numpy")}
     return {"twinflow": __version__, "python": platform.python_version(), **packages}
 
 
 def describe_memory(num_bytes: int) -> str:
-    """In GiB, or in MiB where that is less than one."""
+    """A number of bytes as text, in GiB, or in MiB if it is less than 1 GiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 

@@ -1,4 +1,4 @@
-"""The same jobs done by torch's own optimizers and by DeepSpeed's, where it is installed."""
+"""The jobs with torch's optimizers, and with DeepSpeed's if it is installed."""
 
 from __future__ import annotations
 
@@ -22,25 +22,24 @@ LR = 1e-3
 
 
 def torch_optimizer(name: str, **options: Any) -> MakeOptimizer:
-    """How to make `torch.optim.NAME(params, lr, **options)`."""
+    """A function that builds `torch.optim.NAME(params, lr, **options)`."""
     return lambda params: getattr(torch.optim, name)(params, lr=LR, **options)
 
 
 class Fp32Job:
-    """An fp32 parameter with an fp32 gradient, updated in place: what torch.optim does."""
+    """An fp32 parameter with an fp32 gradient, updated in place by a torch optimizer."""
 
     def __init__(self, numel: int, make: MakeOptimizer) -> None:
         self.param = huge_random(numel, scale=0.02)
         self.grad = self.param.grad = huge_random(numel, seed=1)
         self.optimizer = make([self.param])
-        self.optimizer.step()  # so that its states exist
+        self.optimizer.step()  # creates the states
 
     def step(self) -> None:
-        """One update."""
         self.optimizer.step()
 
     def other(self, make: MakeOptimizer) -> Work:
-        """A step of another optimizer that shares this one's parameter and states, to save memory."""
+        """The step of another optimizer that shares parameter and states with this one, to save memory."""
         optimizer = make([self.param])
         optimizer.state[self.param] = self.optimizer.state[self.param]
         return optimizer.step
@@ -51,7 +50,7 @@ class Fp32Job:
 
 
 class MixedJob(Fp32Job):
-    """A bf16 gradient in and a bf16 weight out around an fp32 optimizer: cast, step, cast."""
+    """An fp32 optimizer with a bf16 gradient and a bf16 weight: cast, step, cast."""
 
     def __init__(self, grad: Tensor, make: MakeOptimizer) -> None:
         super().__init__(grad.numel(), make)
@@ -59,35 +58,34 @@ class MixedJob(Fp32Job):
         self.weight = native.huge_zeros(grad.numel(), dtype=torch.bfloat16)
 
     def step(self) -> None:
-        """Cast, update, cast."""
         self.grad.copy_(self.grad_in)
         self.optimizer.step()
         self.weight.copy_(self.param)
 
 
 class DeepSpeedJob(Fp32Job):
-    """DeepSpeed's way on the host: the gradient has arrived as fp32; scale it in place, step, cast to bf16."""
+    """The host update of DeepSpeed: the gradient is fp32 on the host. It is scaled in place, then step, then a cast to
+    bf16.
+    """
 
     def __init__(self, numel: int, make: MakeOptimizer) -> None:
         super().__init__(numel, make)
         self.weight = native.huge_zeros(numel, dtype=torch.bfloat16)
 
     def step(self) -> None:
-        """Scale, update, cast."""
         self.grad.mul_(0.999)
         self.optimizer.step()
         self.weight.copy_(self.param)
 
 
 class Lion(Optimizer):
-    """Lion in torch operations: torch.optim has none."""
+    """Lion in torch operations, because torch.optim has no Lion."""
 
     def __init__(self, params: list[Tensor]) -> None:
         super().__init__(params, {"lr": LR, "betas": (0.9, 0.99), "weight_decay": 0.01})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update."""
         for group in self.param_groups:
             b1, b2 = group["betas"]
             for p in group["params"]:
@@ -101,16 +99,16 @@ class Lion(Optimizer):
 
 @dataclass(frozen=True)
 class DeepSpeed:
-    """DeepSpeedCPUAdam, or None and why."""
+    """DeepSpeedCPUAdam, or None and the reason."""
 
     make: MakeOptimizer | None
     about: str
 
 
 def load_deepspeed(threads: int) -> DeepSpeed:
-    """Import it, and build its operator if it has to be built; never an error.
+    """Import DeepSpeed and build its operator if necessary. Never raises.
 
-    Its OpenMP runtime may be another one than torch's and reads its number of threads from the environment, once.
+    DeepSpeed's OpenMP runtime may differ from torch's. It reads its number of threads from the environment once.
     """
     version = version_of("deepspeed")
     before = os.environ.get("OMP_NUM_THREADS")
@@ -121,7 +119,7 @@ def load_deepspeed(threads: int) -> DeepSpeed:
     except ModuleNotFoundError as error:
         missing = "not installed" if version is None else f"{version}, needs {error.name}"
         return DeepSpeed(None, missing)
-    except Exception as error:  # whatever a compiler or a foreign package raises, the benchmark goes on
+    except Exception as error:  # The benchmark continues after any error of the compiler or of DeepSpeed.
         return DeepSpeed(None, f"{version}, does not load: {error}")
     finally:
         if before is None:

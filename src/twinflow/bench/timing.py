@@ -1,4 +1,6 @@
-"""Timing on a machine that is shared: contenders take turns, so that its drift hits all of them alike."""
+"""Timing on a shared machine. Contenders take turns, so that changes of the machine's speed affect
+all of them alike.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,22 @@ Work = Callable[[], object]
 
 @dataclass(frozen=True)
 class Contender:
-    """Something to time. `bytes_per_param` is set for our kernels; a rival names the kernel it is compared with."""
+    """A function to be timed. `bytes_per_param` is set for our kernels. A rival has the name of the kernel that it is
+    compared with.
+    """
 
     name: str
     run: Work
-    prepare: Work | None = None  # before every timed call, not timed
+    prepare: Work | None = None  # runs before every timed call and is not timed
     bytes_per_param: float | None = None
     rival_of: str | None = None
 
 
 @dataclass
 class Timing:
-    """Seconds of every timed call of one contender and, for our kernels, of the memory pass before and after each."""
+    """Seconds of every timed call of one contender. For our kernels also of the memory passes before and after each
+    call.
+    """
 
     call_s: list[float] = field(default_factory=list)
     before_s: list[float] = field(default_factory=list)
@@ -37,9 +43,9 @@ def take_turns(
     clock: Callable[[], float] = time.perf_counter,
     pause_s: float = 0.005,
 ) -> dict[str, Timing]:
-    """Time each contender `repeats` times, one call of each in every round, by name.
+    """Time each contender `repeats` times, with one call of each in every round. Returns timings by name.
 
-    The pause lets other runtimes' threads stop spinning: OpenMP's keep a core busy for a while after their last work.
+    After the last work the threads of OpenMP keep a core busy for some time. The pause lets them stop.
     """
     timings = {contender.name: Timing() for contender in contenders}
     for round_index in range(warmup + repeats):

@@ -1,4 +1,4 @@
-"""Numbers in few bits: the codes that compressed collectives send, and what they mean."""
+"""Codes of 1, 4 and 8 bits for compressed collectives, and their reference implementation."""
 
 from twinflow.codes.code import BLOCK, CODES, Code, code_named
 

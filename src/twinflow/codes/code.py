@@ -1,7 +1,7 @@
-"""Codes of few bits: how numbers are packed for the wire.
+"""Codes of few bits: the format in which compressed collectives send numbers.
 
-A row of numbers is cut into blocks of 4096. A packed row holds the fp32 scale of each block, then the codes of all
-elements, and is padded to 16 bytes:
+A row of numbers is divided into blocks of 4096. A packed row consists of the fp32 scale of each block and the codes of
+all elements, and is padded to 16 bytes:
 
 - 1 bit: set for numbers below zero; the scale is the mean magnitude of the block, a number is plus or minus it;
 - 4 bits: -7 to 7, stored plus 8, the first of two in the lower half of a byte; the scale is the largest magnitude / 7;
@@ -22,22 +22,22 @@ _ALIGN = 16
 
 @dataclass(frozen=True)
 class Code:
-    """One way to pack numbers."""
+    """One format: the number of bits per element and the range of the codes."""
 
     name: str
     bits: int
-    top: int  # the largest code; 0: signs
+    top: int  # the largest code; 0: codes are signs
 
     def scale_bytes(self, numel: int) -> int:
-        """Bytes of a row's scales, which come first."""
+        """Bytes of the scales of a row, which come first."""
         return 4 * -(-numel // BLOCK)
 
     def code_bytes(self, numel: int) -> int:
-        """Bytes of a row's codes, which come next."""
+        """Bytes of the codes of a row, which follow the scales."""
         return -(-numel * self.bits // 8)
 
     def row_bytes(self, numel: int) -> int:
-        """Bytes of a packed row of as many numbers."""
+        """Bytes of a packed row of `numel` numbers."""
         return -(-(self.scale_bytes(numel) + self.code_bytes(numel)) // _ALIGN) * _ALIGN
 
 
@@ -45,7 +45,7 @@ CODES = {code.name: code for code in (Code("1bit", 1, 0), Code("int4", 4, 7), Co
 
 
 def code_named(name: str) -> Code:
-    """The code of this name."""
+    """The code with this name. Raises ValueError for an unknown name."""
     if name not in CODES:
         raise invalid_value("code", name, tuple(CODES))
     return CODES[name]

@@ -1,14 +1,15 @@
-"""The three passes over numbers that travel packed, in plain torch: the truth that the fused kernels reproduce.
+"""Packing, averaging and unpacking in plain torch. The fused kernels give the same bits as these functions.
 
-`encode` packs c = (base_factor * base + factor * values) * 2**k + error, and leaves in `error` what the codes do not
-say: c minus what they stand for. `mean` is the mean of what several ranks have packed, `decode` one packed row.
+`encode` packs c = (base_factor * base + factor * values) * 2**k + error. It stores the rounding error, c minus the
+decoded codes, in `error`. `mean` computes the mean of rows that several ranks have packed. `decode` unpacks rows.
 
-`exponents` holds k + 127 for each element, as the exponent of an fp32 number, and 0 for elements that are left out:
-they are zero and have no part in a scale. Numbers of very different sizes are brought to about one size by it before
-they share a scale; powers of two cost no bit. Where `is_scaled` is false it only says what is left out.
+`exponents` holds k + 127 for each element, as in the exponent of an fp32 number. It is 0 for elements that are left
+out: they are zero and do not count for a scale. Factors 2**k bring numbers of very different magnitudes to about the
+same magnitude before they share a scale. Powers of two add no rounding error. If `is_scaled` is false, `exponents` only
+tells which elements are left out.
 
-All arithmetic is fp32, each operation rounded. Magnitudes of a block are summed in 64 lanes, each in order, which are
-then folded in halves: the definition of the scale of one bit.
+All arithmetic is fp32, and each operation is rounded. The scale of the 1-bit code is defined by this order of
+summation: the magnitudes of a block are summed in 64 lanes, each lane in order, and the lanes are then added in halves.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch import Tensor
 from twinflow.codes.code import BLOCK, Code
 
 LANES = 64
-MAX_EXPONENT = 127 + 46  # so that squares of what they stand for are no tiny numbers, which the rules would flush
-TINY = 2.0**-100  # a smaller scale is zero, and the error keeps everything
+MAX_EXPONENT = 127 + 46  # decoded numbers stay so large that the rules do not flush their squares to zero
+TINY = 2.0**-100  # a smaller scale becomes zero; all values then go to the error
 
 
 def encode(
@@ -37,7 +38,9 @@ def encode(
     exponents: Tensor | None = None,
     is_scaled: bool = True,
 ) -> None:
-    """Pack `values` into the rows of `packed`, each an equal part of them."""
+    """Pack `values` into the rows of `packed`. Each row takes an equal part. See the module
+    docstring for the formula.
+    """
     num_rows = packed.shape[0]
     numel = values.numel() // num_rows
     given = values.float() * factor
@@ -66,7 +69,7 @@ def encode(
 
 
 def mean(code: Code, out: Tensor, packed: Tensor, exponents: Tensor | None = None) -> None:
-    """Out = the mean of the rows of `packed`, added in their order."""
+    """Write the mean of the rows of `packed` to `out`. The rows are added in their order."""
     total = unpack(code, packed[0], out.numel())
     for row in packed[1:]:
         total = total + unpack(code, row, out.numel())
@@ -85,7 +88,9 @@ def decode(
     is_scaled: bool = True,
     is_added: bool = False,
 ) -> None:
-    """Out = what the rows of `packed` stand for, one after the other; or out + that, rounded to its dtype."""
+    """Unpack the rows of `packed` one after the other into `out`, or add them to `out` if `is_added`. Results are
+    rounded to the dtype of `out`.
+    """
     numel = out.numel() // packed.shape[0]
     found = torch.cat([unpack(code, row, numel) for row in packed])
     if exponents is not None:
@@ -97,20 +102,22 @@ def decode(
 
 
 def two_to(exponents: Tensor, sign: int = 1) -> Tensor:
-    """2**k, or 2**-k."""
+    """2**k (or 2**-k if `sign` is negative) from the biased exponents k + 127."""
     biased = exponents.int() if sign > 0 else 254 - exponents.int()
     return (biased << 23).view(torch.float32)
 
 
 def exponents_of(variance: Tensor, eps: float) -> Tensor:
-    """k + 127 such that 2**k is nearest, by its logarithm, to 1 / (sqrt(variance) + eps); 0 where that is zero."""
+    """Biased exponents k + 127 for which 2**k is nearest, in the logarithm, to 1 / (sqrt(variance) + eps); 0 where the
+    variance is zero.
+    """
     inverse = 1.0 / (variance.float().sqrt() + eps)
     biased = ((inverse * math.sqrt(2.0)).view(torch.int32) >> 23).clamp(1, MAX_EXPONENT).to(torch.uint8)
     return torch.where(variance != 0, biased, 0)
 
 
 def unpack(code: Code, row: Tensor, numel: int) -> Tensor:
-    """What a packed row stands for."""
+    """The numbers of a packed row, in fp32."""
     num_scales = code.scale_bytes(numel)
     scales = row[:num_scales].clone().view(torch.float32)
     raw = row[num_scales : num_scales + code.code_bytes(numel)]
@@ -125,7 +132,7 @@ def unpack(code: Code, row: Tensor, numel: int) -> Tensor:
 
 
 def pack(code: Code, codes: Tensor) -> Tensor:
-    """Whole numbers (signs: 1 for those below zero) as bytes."""
+    """Pack integer codes into bytes. Codes of the 1-bit code are 1 for negative numbers."""
     if code.bits == 8:
         return codes.to(torch.int8).view(torch.uint8)
     each = 8 // code.bits
@@ -136,7 +143,7 @@ def pack(code: Code, codes: Tensor) -> Tensor:
 
 
 def _in_blocks(flat: Tensor, num_rows: int) -> Tensor:
-    """[rows, blocks, 4096], the last block of a row padded with zeros."""
+    """`flat` as [rows, blocks, 4096]. The last block of a row is padded with zeros."""
     rows = flat.view(num_rows, -1)
     num_blocks = -(-rows.shape[1] // BLOCK)
     padded = rows.new_zeros(num_rows, num_blocks * BLOCK)
@@ -149,7 +156,7 @@ def _out_of_blocks(blocks: Tensor, numel: int) -> Tensor:
 
 
 def _scales(code: Code, blocks: Tensor, counts: Tensor) -> Tensor:
-    """The scale of each block; NaN where a number is not finite."""
+    """The scale of each block. It is NaN if a number of the block is not finite."""
     magnitudes = blocks.abs()
     if code.bits > 1:
         scales = magnitudes.amax(-1) / code.top
@@ -166,7 +173,7 @@ def _scales(code: Code, blocks: Tensor, counts: Tensor) -> Tensor:
 
 
 def _codes(code: Code, blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """What the codes stand for, and the codes."""
+    """The decoded numbers, and their codes."""
     scales = scales[..., None]
     if code.bits == 1:
         signs = ((blocks < 0) & scales.isfinite()).float()

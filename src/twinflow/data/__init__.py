@@ -1,4 +1,4 @@
-"""Training data: where it comes from and which batch belongs to which step."""
+"""Training data: sources of tokens, and the batch of each step."""
 
 from twinflow.data.tokens import TokenData, load_data
 

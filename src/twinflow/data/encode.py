@@ -1,4 +1,4 @@
-"""From text to tokens: the bytes themselves, or a Hugging Face tokenizer, whose work is kept in a file."""
+"""Encoding of text to tokens: bytes, or a Hugging Face tokenizer, whose tokens are cached in a file."""
 
 from __future__ import annotations
 
@@ -21,33 +21,34 @@ from twinflow.errors import invalid_value
 
 Array = npt.NDArray[Any]
 
-BATCH_BYTES: Final = 2**22  # text that is encoded together, on all cores
-VERSION: Final = "1"  # of what is written into the cache
+BATCH_BYTES: Final = 2**22  # size of a batch of text that is encoded at once, on all cores
+VERSION: Final = "1"  # version of the format of the cache
 TOKENIZER_FILE: Final = "tokenizer.json"
-END_TOKENS: Final = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # where the tokenizer's settings name none
+# tried if the tokenizer's settings name no end token
+END_TOKENS: Final = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 class Tokenizer(Protocol):
-    """What turns text into numbers."""
+    """Encodes text as tokens."""
 
     @property
     def name(self) -> str:
-        """As the user gave it."""
+        """The name that the user gave."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """All numbers are below."""
+        """All tokens are less than this number."""
         ...
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The narrowest that holds them."""
+        """The narrowest dtype for all tokens."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Two with the same one give the same tokens."""
+        """Tokenizers with equal fingerprints give the same tokens."""
         ...
 
     def encode(self, texts: Sequence[bytes]) -> Sequence[Array]:
@@ -55,12 +56,12 @@ class Tokenizer(Protocol):
         ...
 
     def end(self, text: bytes) -> Array:
-        """What stands between a document that ends in `text` and the next."""
+        """The tokens between a document that ends with `text` and the next document."""
         ...
 
 
 class BytesTokenizer:
-    """Each byte is a token; a document ends with a newline."""
+    """A tokenizer for which each byte is a token. Documents end with a newline."""
 
     name: ClassVar[str] = "bytes"
     vocab_size: ClassVar[int] = 256
@@ -68,18 +69,17 @@ class BytesTokenizer:
     fingerprint: ClassVar[str] = f"bytes {VERSION}"
 
     def encode(self, texts: Sequence[bytes]) -> Sequence[Array]:
-        """The bytes."""
         return [np.frombuffer(text, dtype=np.uint8) for text in texts]
 
     def end(self, text: bytes) -> Array:
-        """A newline, unless there is one."""
+        """A newline, unless `text` ends with one."""
         return np.frombuffer(b"" if text.endswith(b"\n") else b"\n", dtype=np.uint8)
 
 
 class HubTokenizer:
-    """A Hugging Face tokenizer from its tokenizer.json; a document ends with the end-of-text token, where it has one.
+    """A Hugging Face tokenizer from its tokenizer.json. Documents end with its end-of-text token, if it has one.
 
-    Only that file and the name of the token are read: nothing that came with the tokenizer is run.
+    Only this file and the name of the end-of-text token are read. Code that comes with a tokenizer is not run.
     """
 
     def __init__(self, path: Path, name: str) -> None:
@@ -87,14 +87,17 @@ class HubTokenizer:
             library = importlib.import_module("tokenizers")
         except ImportError as error:
             raise ValueError(
-                f"tokenizer is {name!r}; reading it needs the package tokenizers: pip install tokenizers"
+                f"tokenizer is {name!r}, but the package tokenizers, which reads it, is not installed. "
+                "Install it with: pip install tokenizers"
             ) from error
         with reading(path):
             content = path.read_bytes()
         try:
             self._tokenizer: Any = library.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library raises this very class
-            raise ValueError(f"{path} is not a tokenizer that can be read ({error}).") from error
+        except Exception as error:  # the library raises Exception itself
+            raise ValueError(
+                f"{path} is not a tokenizer that can be read ({error}). Save it again with save_pretrained()."
+            ) from error
         self.name = name
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.dtype = np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
@@ -103,7 +106,7 @@ class HubTokenizer:
 
     def _find_end(self, folder: Path) -> int | None:
         settings: Any = {}
-        with suppress(OSError, ValueError):  # then the usual names are tried
+        with suppress(OSError, ValueError):  # on an error END_TOKENS are tried
             settings = json.loads((folder / "tokenizer_config.json").read_bytes())
         named = settings.get("eos_token") if isinstance(settings, dict) else None
         named = named.get("content") if isinstance(named, dict) else named
@@ -111,18 +114,19 @@ class HubTokenizer:
         return next((number for number in ids if number is not None), None)
 
     def encode(self, texts: Sequence[bytes]) -> Sequence[Array]:
-        """Tokens of the text alone, without any the tokenizer would put around it."""
+        """The tokens of each text, without special tokens at its start and end."""
         decoded = [text.decode("utf-8", "replace") for text in texts]
         encoded = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
         return [np.array(one.ids, dtype=self.dtype) for one in encoded]
 
     def end(self, text: bytes) -> Array:
-        """The end-of-text token."""
         return np.array([] if self._end is None else [self._end], dtype=self.dtype)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or the folder (or the tokenizer.json itself) of a Hugging Face tokenizer."""
+    """Load a tokenizer. `name`: "bytes", the folder of a Hugging Face tokenizer, or its tokenizer.json. Raises
+    ValueError if it is not found or cannot be read.
+    """
     if name == BytesTokenizer.name:
         return BytesTokenizer()
     path = Path(name).expanduser()
@@ -130,7 +134,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise missing_path("tokenizer", path, f"'bytes', or a folder with a {TOKENIZER_FILE}")
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if not file.is_file():
-        remedy = "Save the tokenizer there as a fast one, with its save_pretrained()."
+        remedy = "Save a fast tokenizer there with its save_pretrained()."
         raise invalid_value("tokenizer", name, f"'bytes', or a folder with a {TOKENIZER_FILE}", remedy)
     return HubTokenizer(file, name)
 
@@ -138,7 +142,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 def encoded(
     text: TextSource, tokenizer: Tokenizer, json_key: str, progress: Callable[[int, int], None] | None = None
 ) -> Iterator[Array]:
-    """All tokens in order, in arrays of some million."""
+    """Iterate over all tokens in order, in arrays of some million tokens."""
     done, size, waiting = 0, 0, list[Piece]()
     for piece in pieces(text, json_key):
         waiting.append(piece)
@@ -165,12 +169,12 @@ def _encode(waiting: Sequence[Piece], tokenizer: Tokenizer) -> Array:
 
 
 def tokens_in_memory(text: TextSource, tokenizer: Tokenizer, json_key: str) -> Array:
-    """All tokens at once."""
+    """All tokens as one array in memory."""
     return np.concatenate([np.empty(0, tokenizer.dtype), *encoded(text, tokenizer, json_key)])
 
 
 def default_cache() -> Path:
-    """The user's folder for what can be made again."""
+    """The default folder for cached tokens, in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "twinflow" / "tokens"
 
 
@@ -182,7 +186,9 @@ def cached_tokens(
     cache: Path | str | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Array:
-    """All tokens, mapped from a file that is written where it is not there yet; it can be given as a source itself."""
+    """All tokens, memory-mapped from a cache file. The file is written if it does not exist. It can be used as a source
+    itself.
+    """
     folder = default_cache() if cache is None else Path(cache).expanduser()
     file, side = folder / f"{fingerprint}.bin", folder / f"{fingerprint}.json"
     try:
@@ -191,7 +197,8 @@ def cached_tokens(
             _write(file, side, encoded(text, tokenizer, json_key, progress), tokenizer)
     except OSError as error:
         raise ValueError(
-            f"cannot write the tokens to {folder} ({error.strerror}). Give a cache folder that has room."
+            f"twinflow cannot write the tokens to {folder} ({error.strerror}). "
+            "Give a writable cache folder with free space."
         ) from error
     if file.stat().st_size == 0:
         return np.empty(0, tokenizer.dtype)
@@ -207,7 +214,7 @@ def _is_whole(file: Path, side: Path, tokenizer: Tokenizer) -> bool:
 
 
 def _write(file: Path, side: Path, arrays: Iterator[Array], tokenizer: Tokenizer) -> None:
-    """Each file appears whole or not at all; two runs that write at once write the same."""
+    """Write both files atomically. Two runs that write at the same time write the same contents."""
     num_tokens = 0
 
     def tokens() -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Files of tokens: opened without being read, and known again by a fingerprint."""
+"""Files of tokens. They are memory-mapped, and identified by a fingerprint."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from twinflow.errors import invalid_value
 
 TOKEN_SUFFIXES: Final = (".bin", ".npy")
 SIDE_DTYPES: Final = ("uint8", "uint16", "uint32", "int32", "int64")
-# Megatron's index: magic, version, dtype code, number of sequences, number of documents; then their sizes and places.
+# Header of Megatron's index: magic, version, dtype code, number of sequences, number of documents. Their sizes and
+# positions follow.
 INDEX_HEADER: Final = struct.Struct("<9sQBQQ")
 INDEX_MAGIC: Final = b"MMIDIDX\0\0"
 INDEX_DTYPES: Final = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 NPY_MAGIC: Final = b"\x93NUMPY"
-WHOLE_HASH_BYTES: Final = 2**26  # a mapped file larger than this is known by samples
+WHOLE_HASH_BYTES: Final = 2**26  # the fingerprint of a larger file is computed from samples
 NUM_SAMPLES: Final = 256
 SAMPLE_BYTES: Final = 2**14
 FINGERPRINT_BYTES: Final = 8
@@ -32,14 +33,18 @@ Array = npt.NDArray[Any]
 
 
 def open_tokens(path: Path) -> tuple[Array, int | None]:
-    """The tokens of a .bin or .npy file, mapped, and the size of their vocabulary where a file beside it tells."""
+    """The memory-mapped tokens of a .bin or .npy file, and their vocabulary size if the JSON file
+    beside it gives one.
+    """
     side = read_side_file(path)
     tokens = _open_npy(path) if path.suffix == ".npy" else _open_bin(path, side.get("dtype", "uint16"))
     return tokens, side.get("vocab_size")
 
 
 def read_side_file(path: Path) -> dict[str, Any]:
-    """What `tokens.json` (or `tokens.bin.json`) says of `tokens.bin`: {"dtype": "uint16", "vocab_size": 50257}."""
+    """The description of `tokens.bin` in `tokens.json` or `tokens.bin.json`: {"dtype": "uint16",
+    "vocab_size": 50257}.
+    """
     side = next((p for p in (path.with_suffix(".json"), path.with_name(path.name + ".json")) if p.is_file()), None)
     if side is None:
         return {}
@@ -48,7 +53,7 @@ def read_side_file(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(raw)
     except ValueError as error:
-        raise ValueError(f"{side} is not JSON ({error}). It describes {path.name}: mend or remove it.") from error
+        raise ValueError(f"{side} describes {path.name}, but is not JSON ({error}). Correct or remove it.") from error
     if not isinstance(content, dict):
         raise invalid_value(str(side), content, 'an object like {"dtype": "uint16", "vocab_size": 50257}')
     if content.get("dtype", "uint16") not in SIDE_DTYPES:
@@ -60,11 +65,15 @@ def read_side_file(path: Path) -> dict[str, Any]:
 
 
 def _open_bin(path: Path, dtype_name: str) -> Array:
-    """Little-endian numbers and nothing else; those of Megatron, whose index tells the dtype, as one stream."""
+    """The tokens of a file of little-endian numbers. For Megatron's files the index gives the dtype, and all documents
+    are read as one stream.
+    """
     dtype = np.dtype(_index_dtype(path.with_suffix(".idx")) or dtype_name).newbyteorder("<")
     num_bytes = path.stat().st_size
     if num_bytes % dtype.itemsize:
-        raise invalid_value(f"size of {path}", num_bytes, f"a multiple of {dtype.itemsize}, as its dtype is {dtype}")
+        raise invalid_value(
+            f"size of {path}", num_bytes, f"a multiple of {dtype.itemsize}, because its dtype is {dtype}"
+        )
     with reading(path):
         return np.memmap(path, dtype=dtype, mode="r") if num_bytes else np.empty(0, dtype)
 
@@ -88,7 +97,7 @@ def _open_npy(path: Path) -> Array:
     with reading(path), path.open("rb") as file:
         magic = file.read(len(NPY_MAGIC))
     if magic != NPY_MAGIC:
-        raise ValueError(f"{path} is not a .npy file. Save it with numpy.save.")
+        raise ValueError(f"{path} has a name with .npy, but is not a .npy file. Save it with numpy.save.")
     try:
         array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
     except ValueError as error:
@@ -100,7 +109,9 @@ def _open_npy(path: Path) -> Array:
 
 
 def hash_tokens(tokens: Array) -> str:
-    """Of all tokens; of a large file, of its length and of samples from all over it, so that it need not be read."""
+    """Fingerprint of all tokens. For a large file it is computed from the length and from evenly spread samples, so
+    that the file need not be read.
+    """
     state = hashlib.blake2b(f"{tokens.dtype} {len(tokens)}".encode(), digest_size=FINGERPRINT_BYTES)
     if tokens.nbytes <= WHOLE_HASH_BYTES:
         state.update(tokens.tobytes())
@@ -113,7 +124,7 @@ def hash_tokens(tokens: Array) -> str:
 
 
 def hash_text(files: Iterable[Path], *how: str) -> str:
-    """Of every byte of the files, in their order, and of `how` they are to be read."""
+    """Fingerprint of all bytes of the files, in their order, and of `how`, which describes the encoding."""
     state = hashlib.blake2b("\0".join(how).encode(), digest_size=FINGERPRINT_BYTES)
     for path in files:
         with reading(path), path.open("rb") as file:
@@ -125,15 +136,17 @@ def hash_text(files: Iterable[Path], *how: str) -> str:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """A file that is there and cannot be read is the user's to mend."""
+    """Turn an OSError while reading `path` into a ValueError with a remedy."""
     try:
         yield
     except OSError as error:
-        raise ValueError(f"cannot read {path} ({error.strerror}). Make it readable or leave it out.") from error
+        raise ValueError(f"twinflow cannot read {path} ({error.strerror}). Make it readable or remove it.") from error
 
 
 def missing_path(key: str, path: Path, allowed: str) -> ValueError:
-    """Nothing is there; the nearest name in that folder, or the folder that is missing too."""
+    """The error for a path that does not exist. It suggests a similar name in the folder, or names
+    the missing folder.
+    """
     path = path.absolute()
     remedy = f"There is no file or folder at {path}"
     if not path.parent.is_dir():

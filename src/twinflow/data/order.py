@@ -1,8 +1,8 @@
-"""The order of an epoch: a shuffle that is calculated, never stored.
+"""The order of windows in an epoch: a permutation that is computed for each index and never stored.
 
-A Feistel network is a permutation of 0 .. 4**k - 1 whatever its round function; an image that is too large is sent
-through again until it is below the number wanted (cycle walking), which keeps it a permutation. So the place of any
-window in any epoch is known without an array of all of them.
+A Feistel network is a permutation of 0 .. 4**k - 1 for any round function. A result that is too large goes through the
+network again until it is below the number of windows (cycle walking). The result is again a permutation. Thus the
+position of any window in any epoch is known without an array of all windows.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _Words = npt.NDArray[np.uint64]
 
 
 def epoch_keys(seed: int, stream: int, epoch: int) -> _Words:
-    """The keys of one epoch's shuffle.
+    """The round keys for one epoch.
 
-    Raw Philox words rather than a `Generator`: numpy keeps bit generators stable across versions and only them, and a
-    position must mean the same text after an upgrade.
+    The keys are raw words of Philox, because numpy guarantees stable results across versions only for bit generators
+    and not for `Generator`. After an upgrade of numpy, an index must give the same text.
     """
     words = np.random.Philox(np.random.SeedSequence([seed, stream, epoch])).random_raw(NUM_ROUNDS)
     return np.asarray(words, dtype=np.uint64)
 
 
 def shuffled(indices: Indices, num: int, keys: _Words) -> Indices:
-    """Where a permutation of 0 .. num - 1 sends `indices`, all of which are in that range."""
+    """Apply the permutation of 0 .. num - 1 to `indices`, which must be in this range."""
     half_bits = max(1, ((num - 1).bit_length() + 1) // 2)
     places = _feistel(indices.astype(np.uint64), half_bits, keys)
-    while (outside := places >= num).any():  # fewer than three in four, each time
+    while (outside := places >= num).any():  # less than three quarters of them each time
         places[outside] = _feistel(places[outside], half_bits, keys)
     return places.astype(np.int64)
 

@@ -1,9 +1,9 @@
-"""Tokens to train on, and the batch that belongs to an index.
+"""Training tokens, and the batch for each index.
 
-`load_data` turns a source (the standard library, text, JSONL, or a file of tokens) into a `TokenData`. A split is cut
-into windows of one context and the token after it, next to each other. An epoch goes through all of them once, in an
-order of its own. A batch is a function of (seed, split, index, batch size, context) and nothing else: a run that stops
-after batch n goes on with batch n + 1, whatever was drawn in between.
+`load_data` loads a source (the standard library, text, JSONL, or a file of tokens) as a `TokenData`. A split is divided
+into adjacent windows of one context and the token after it. An epoch uses every window once, in a random order that
+differs between epochs. A batch depends only on (seed, split, index, batch size, context). A run that stops after batch
+n can therefore resume with batch n + 1, no matter which other batches were drawn before.
 """
 
 from __future__ import annotations
@@ -25,36 +25,37 @@ from twinflow.data.order import epoch_keys, shuffled
 from twinflow.errors import invalid_value
 
 Split = Literal["train", "valid"]
-Progress = Callable[[int, int], None]  # bytes of text done, and of all
+Progress = Callable[[int, int], None]  # bytes of text encoded so far, and in total
 
 VALID_SHARE: Final = 0.1
-# Bytes from several files or from JSONL are put together in memory up to this size, above it in a file.
+# Tokens of the bytes tokenizer from several files or from JSONL are joined in memory up to this size. Larger text is
+# joined in a cache file.
 MAX_IN_MEMORY_BYTES: Final = 2**28
-# What a narrow dtype can hold serves as the vocabulary where nothing says better.
+# If the vocabulary size of a file is not known and its dtype has at most 16 bits, the range of the dtype is used.
 MAX_GUESSED_VOCAB: Final = 2**16
 
 
 @dataclass(frozen=True, eq=False)
 class TokenData:
-    """A stream of tokens, in memory or mapped from a file, cut into a part to learn from and a part to check on."""
+    """A stream of tokens, in memory or memory-mapped, with a training split and a validation split."""
 
-    name: str  # the source as it was given
+    name: str  # the source as the user gave it
     tokens: npt.NDArray[Any]  # one dimension, any integer dtype
-    num_train: int  # tokens before this one are for training
+    num_train: int  # the first `num_train` tokens are the training split
     vocab_size: int
     tokenizer: str
-    fingerprint: str  # two runs with the same one read the same tokens
+    fingerprint: str  # runs with equal fingerprints read the same tokens
     num_files: int = 1
-    truncated: bool = False  # the source held more than was read
+    truncated: bool = False  # the source was larger than the limit and was not read completely
     seed: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Of both parts."""
+        """Number of tokens in both splits."""
         return len(self.tokens)
 
     def describe(self) -> str:
-        """Name, size and fingerprint, in a line."""
+        """One line with name, size and fingerprint."""
         files = "1 file" if self.num_files == 1 else f"{self.num_files:,} files"
         cut = ", cut at the limit" if self.truncated else ""
         return (
@@ -63,7 +64,9 @@ class TokenData:
         )
 
     def batch(self, split: Split, index: int, batch_size: int, context: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets (the same stream one token on), each [batch_size, context] int64, of batch `index`."""
+        """Tokens and targets of batch `index`, each [batch_size, context] int64. Targets are the
+        tokens shifted by one.
+        """
         data = self._part(split)
         rows = [data[start : start + context + 1] for start in self._starts(split, index, batch_size, context)]
         windows = np.stack(rows).astype(np.int64)
@@ -71,17 +74,17 @@ class TokenData:
         return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
 
     def num_windows(self, split: Split, context: int) -> int:
-        """Windows of an epoch; what is left over at the end of the split is not used."""
+        """Number of windows in an epoch. Remaining tokens at the end of the split are not used."""
         return max(0, (len(self._part(split)) - 1) // context)
 
     def check_context(self, context: int) -> None:
-        """Raise when a split is too short for one window of `context` tokens and the one after it."""
+        """Raise ValueError if a split is too short for one window, which has `context` + 1 tokens."""
         for split in ("train", "valid") if self.num_train < self.num_tokens else ("train",):
             if self.num_windows(split, context) < 1:
                 raise self._too_short(split, context)
 
     def _starts(self, split: Split, index: int, batch_size: int, context: int) -> list[int]:
-        """Where the windows of one batch begin; it may reach over the end of an epoch into the next."""
+        """Start positions of the windows of one batch. A batch may continue in the next epoch."""
         for name, value, least in (("index", index, 0), ("batch_size", batch_size, 1), ("context", context, 1)):
             if value < least:
                 raise invalid_value(name, value, f"a whole number >= {least}")
@@ -110,15 +113,15 @@ class TokenData:
             raise invalid_value(
                 f"a token of {self.name}",
                 wrong,
-                f"0 to {self.vocab_size - 1}, the vocabulary being {self.vocab_size:,}",
-                "Was the file made with another tokenizer, or is its dtype another one?",
+                f"0 to {self.vocab_size - 1}, because the vocabulary size is {self.vocab_size:,}",
+                "Check the tokenizer with which the file was made, and its dtype.",
             )
 
     def _too_short(self, split: Split, context: int) -> ValueError:
         size = len(self._part(split))
         return ValueError(
-            f"data is {self.name!r} with {self.num_tokens:,} tokens, {size:,} of them for {split}; context {context} "
-            f"needs {context + 1:,} there. Give more text, a smaller context, or another valid_share."
+            f"data is {self.name!r} with {self.num_tokens:,} tokens, {size:,} of them for {split}, but context "
+            f"{context} needs at least {context + 1:,}. Give more text, a smaller context, or another valid_share."
         )
 
 
@@ -133,14 +136,17 @@ def load_data(
     cache: Path | str | None = None,
     progress: Progress | None = None,
 ) -> TokenData:
-    """Tokens of `source`: "stdlib", a text file, a .jsonl file, a folder of those, or a file of tokens (.bin, .npy).
+    """Load the tokens of `source`: "stdlib", a text file, a .jsonl file, a folder of those, or a file of tokens (.bin,
+    .npy).
 
-    `tokenizer` is "bytes", or a folder that holds a Hugging Face tokenizer.json. With the latter, text is encoded once
-    into a file in the folder `cache` (default: the user's own), named after its content and the tokenizer. The last
-    `valid_share` of the tokens is kept for validation. `json_key` is the field of a JSONL line that holds its text.
+    `tokenizer` is "bytes", or a folder with a Hugging Face tokenizer.json. With such a folder, text is encoded once.
+    The tokens are cached in a file in the folder `cache` (default: in the user's cache folder), whose name depends on
+    text and tokenizer. The last `valid_share` of the tokens is the validation split. `json_key` is the field with the
+    text in a line of JSONL.
 
-    A file of tokens needs no tokenizer, only the size of its vocabulary: `vocab_size`, else what the file beside it
-    says, else that of a tokenizer that is a folder, else what 16 bits can hold.
+    A file of tokens needs no tokenizer, only its vocabulary size. The vocabulary size is `vocab_size`, or else that of
+    the JSON file beside it, or else that of the tokenizer's folder, or else the range of 16 bits. Raises ValueError for
+    a source that cannot be read, is empty, or has no known vocabulary size.
     """
     if seed < 0:
         raise invalid_value("seed", seed, "a whole number >= 0")
@@ -154,10 +160,10 @@ def load_data(
     else:
         data = _text(source, load_tokenizer(tokenizer), json_key, cache, progress)
         if vocab_size is not None and vocab_size < data.vocab_size:
-            remedy = f"The tokenizer {tokenizer!r} has that many symbols."
+            remedy = f"The tokenizer {tokenizer!r} has this many tokens."
             raise invalid_value("vocab_size", vocab_size, f"at least {data.vocab_size:,}", remedy)
     if data.num_tokens == 0:
-        raise ValueError(f"data is {source!r}, which holds no tokens. Give one that does.")
+        raise ValueError(f"data is {source!r}, but this source has no tokens. Give a source with text or tokens.")
     num_train = data.num_tokens - int(data.num_tokens * valid_share)
     return replace(data, num_train=num_train, seed=seed, vocab_size=vocab_size or data.vocab_size)
 
@@ -171,8 +177,9 @@ def _token_file(source: str, path: Path, tokenizer: str, vocab_size: int | None)
     if vocab_size is None:
         if tokens.dtype.itemsize > 2:
             raise ValueError(
-                f"data is {source!r}; the size of its vocabulary is not known. Give vocab_size, its tokenizer's "
-                f'folder, or a file {path.stem}.json with {{"dtype": "{tokens.dtype}", "vocab_size": ...}} beside it.'
+                f"data is {source!r}, but the size of its vocabulary is not known. Give vocab_size, the folder of its "
+                f"tokenizer, or a file {path.stem}.json beside it with "
+                f'{{"dtype": "{tokens.dtype}", "vocab_size": ...}}.'
             )
         vocab_size = min(MAX_GUESSED_VOCAB, np.iinfo(tokens.dtype).max + 1)
     return TokenData(source, tokens, len(tokens), vocab_size, "of the file", hash_tokens(tokens))

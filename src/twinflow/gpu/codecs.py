@@ -1,10 +1,11 @@
-"""Conversions between what lies in memory and fp32, for Triton. rules/formats.py is the truth, csrc/codecs.h the twin.
+"""Conversions between state formats and fp32, for Triton. They give the same bits as rules/formats.py and
+csrc/codecs.h.
 
-Every decision about a NaN is made on integers: Triton may tell LLVM that floats are never NaN, and a comparison of
-floats could then be folded away. Integers are int32 unless they are hashed: bit patterns of numbers that are not
-negative then compare like the numbers, and a NaN is larger than all.
+Every decision about a NaN is made on integers. Triton may tell LLVM that floats are never NaN, and LLVM could then
+remove a comparison of floats. Integers are int32 unless they are hashed. Bit patterns of numbers >= 0 compare like the
+numbers, and a NaN is the largest.
 
-A tile is [blocks, 128], so that what a block shares (its scale, its hash) is [blocks, 1] and computed once for it.
+A tile is [blocks, 128]. Values per block, such as scale and hash, are [blocks, 1] and computed once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ VARIANCE_MAX = tl.constexpr(formats.VARIANCE_MAX)
 
 @triton.jit
 def bits(x: tl.tensor) -> tl.tensor:
-    """The bit patterns of fp32 numbers."""
+    """The bit patterns of fp32 numbers as int32."""
     return x.to(tl.int32, bitcast=True)
 
 
@@ -39,33 +40,35 @@ def is_nan(u: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def from_bf16(upper: tl.tensor) -> tl.tensor:
-    """Bf16 numbers, given as int16, in fp32."""
+    """Convert bf16 numbers, given as int16, to fp32."""
     return value(upper.to(tl.int32) << 16)
 
 
 @triton.jit
 def to_bf16(x: tl.tensor) -> tl.tensor:
-    """To nearest, ties to even, as int16; NaN becomes 0x7FC0."""
+    """Round to nearest, ties to even. The result is bf16 as int16. NaN becomes 0x7FC0."""
     u = bits(x)
     return tl.where(is_nan(u), 0x7FC0, (u + 0x7FFF + ((u >> 16) & 1)) >> 16).to(tl.int16)
 
 
 @triton.jit
 def to_bf16_stochastic(x: tl.tensor, random: tl.tensor) -> tl.tensor:
-    """The carry out of the lower half is the rounding. For numbers >= 0; the largest never becomes infinite."""
-    u = x.to(tl.uint32, bitcast=True)  # unsigned: a NaN may have a sign
+    """Round numbers >= 0 up or down at random: the carry from the lower half rounds up. The largest never becomes
+    infinite.
+    """
+    u = x.to(tl.uint32, bitcast=True)  # unsigned, because a NaN may have a sign
     return (tl.where(u >= 0x7F7F0000, u, u + random.to(tl.uint32)) >> 16).to(tl.int16)
 
 
 @triton.jit
 def join(upper: tl.tensor, lower: tl.tensor) -> tl.tensor:
-    """The fp32 numbers whose halves (both int16) these are."""
+    """The fp32 numbers from the halves (both int16) that `split` returns."""
     return value((upper.to(tl.int32) << 16) + lower.to(tl.int32))
 
 
 @triton.jit
 def split(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Upper and lower halves, both int16."""
+    """Upper and lower halves of fp32 numbers, both int16."""
     u = bits(x)
     upper = tl.where(is_nan(u), (u >> 16) | 0x40, (u + 0x8000) >> 16)
     return upper.to(tl.int16), tl.where(is_nan(u), 0, u).to(tl.int16)
@@ -73,7 +76,7 @@ def split(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit
 def random_bits(first_block: tl.tensor, key_pointer: tl.tensor, BLOCKS: tl.constexpr) -> tl.tensor:
-    """16 random bits for each element of a tile that starts at block `first_block` of its parameter, as int32."""
+    """16 random bits, as int32, for each element of a tile. The tile starts at block `first_block` of its parameter."""
     first_key = tl.load(key_pointer).to(tl.uint32, bitcast=True)
     second_key = tl.load(key_pointer + 1).to(tl.uint32, bitcast=True)
     h = first_block.to(tl.uint32) + tl.arange(0, BLOCKS).to(tl.uint32)[:, None] + first_key  # [blocks, 1]
@@ -88,9 +91,10 @@ def random_bits(first_block: tl.tensor, key_pointer: tl.tensor, BLOCKS: tl.const
 
 @triton.jit
 def block_scales(x: tl.tensor, TOP: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """For each block what brings it into the codes' range, the scale that undoes it, and whether it is all finite.
+    """For each block: the factor that scales it into the range of the codes, the inverse scale, and whether all of it
+    is finite.
 
-    A block that holds an infinity or a NaN has the scale NaN, and its codes are 0.
+    A block with an infinity or a NaN has the scale NaN, and its codes are 0.
     """
     largest = tl.max(bits(x) & 0x7FFFFFFF, axis=1, keep_dims=True)  # [blocks, 1]
     is_finite = largest < 0x7F800000
@@ -101,9 +105,9 @@ def block_scales(x: tl.tensor, TOP: tl.constexpr) -> tuple[tl.tensor, tl.tensor,
 
 @triton.jit
 def encode_e4m3(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Codes (to nearest) and scales.
+    """Codes (rounded to nearest) and scales.
 
-    Adding 2**20 times the number's own power of two (2**-6 at least) leaves the rounded mantissa in the lowest bits.
+    The sum of a number and 2**20 times its power of two (at least 2**-6) has the rounded mantissa in its lowest bits.
     """
     inverse, scales, is_finite = block_scales(x, MOMENT_MAX)
     u = bits(x * inverse)
@@ -116,10 +120,10 @@ def encode_e4m3(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit
 def encode_e5m3(x: tl.tensor, random: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Codes (stochastic; 0 only for 0) and scales, for x >= 0."""
+    """Codes (rounded stochastically; only 0 has the code 0) and scales, for x >= 0."""
     inverse, scales, is_finite = block_scales(x, VARIANCE_MAX)
     scaled = x * inverse
-    is_small = bits(scaled) < (113 << 23)  # below 2**-14 the spacing is fixed: 2**-17
+    is_small = bits(scaled) < (113 << 23)  # below 2**-14 the distance of codes is 2**-17
     u = bits(tl.where(is_small, scaled + 2.0**-14, scaled))
     code = ((u + (random << 4)) >> 20) - tl.where(is_small, 113 << 3, 112 << 3)
     code = tl.minimum(tl.maximum(code, tl.minimum(bits(x), 1)), 247)
@@ -128,7 +132,7 @@ def encode_e5m3(x: tl.tensor, random: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit
 def decode_e4m3(codes: tl.tensor, scales: tl.tensor) -> tl.tensor:
-    """A code is the upper part of an fp16 number times 2**-8, but for its sign: that lies one bit too low."""
+    """Decode e4m3. A code is the upper part of an fp16 number times 2**-8, except that its sign is one bit lower."""
     half = codes.to(tl.int32) << 7
     half = half + (half & 0x4000)
     return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * (scales * 256.0)
@@ -136,6 +140,6 @@ def decode_e4m3(codes: tl.tensor, scales: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def decode_e5m3(codes: tl.tensor, scales: tl.tensor) -> tl.tensor:
-    """A code is the upper part of an fp16 number."""
+    """Decode e5m3. A code is the upper part of an fp16 number."""
     half = (codes.to(tl.int32) << 7).to(tl.int16)
     return half.to(tl.float16, bitcast=True).to(tl.float32) * scales

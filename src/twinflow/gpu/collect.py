@@ -1,7 +1,7 @@
-"""The norm of a bucket's gradients on the GPU.
+"""The norm of the gradients of a bucket on the GPU.
 
-A kernel writes the norm of each block of 128 in fp32 to the bucket's `rows`; the bucket's norm is the fp64 norm of all
-rows. However gradients have come, a row has the same bits, and so has the norm.
+A kernel writes the fp32 norm of each block of 128 elements to the `rows` of the bucket. The norm of the bucket is the
+fp64 norm of all rows. The bits of rows and norm do not depend on the order in which gradients arrive.
 """
 
 from __future__ import annotations
@@ -18,39 +18,45 @@ from twinflow.gpu.update import is_available, is_interpreting
 from twinflow.rules.formats import BLOCK
 
 TILE = 4096  # elements of one program
-_WARPS = 8  # of 32 threads: sixteen elements for each thread, two wide loads of bf16
-_CHUNK = 4096  # rows that are added up at a time
+_WARPS = 8  # 256 threads: sixteen elements per thread, which are two wide loads of bf16
+_CHUNK = 4096  # rows that are summed at once
 _NORM_WARPS = 16
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @functools.cache
 def is_usable(device: torch.device) -> bool:
-    """Whether the kernel runs on this device: tried once, since to compile it takes more than Triton."""
+    """Whether the kernel runs on this device. This is tried once, because compiling needs more than an installed
+    Triton.
+    """
     if not is_available() or (device.type == "cuda") == is_interpreting():
         return False
     try:
         put_norms(new_rows(BLOCK, device), 0, torch.zeros(BLOCK, device=device))
     except Exception as error:
-        warnings.warn(f"gradients are gathered and measured by slower torch kernels ({error})", stacklevel=2)
+        warnings.warn(
+            f"Gradients are gathered and their norms computed by slower torch kernels ({error}).", stacklevel=2
+        )
         return False
     return True
 
 
 def new_rows(numel: int, device: torch.device) -> Tensor:
-    """Norms of a bucket's blocks, zeros so far."""
+    """A buffer for the norms of the blocks of a bucket, filled with zeros."""
     assert numel % BLOCK == 0, numel
     return torch.zeros(numel // BLOCK, dtype=torch.float32, device=device)
 
 
 def put_norms(rows: Tensor, offset: int, values: Tensor) -> None:
-    """Norms of the blocks of a slice that starts at `offset` in its bucket; its values may lie anywhere."""
+    """Compute the norms of the blocks of a slice. The slice starts at `offset` of its bucket;
+    `values` is its gradient.
+    """
     from twinflow.gpu.collect_kernel import collect
 
     if not values.is_contiguous():
         values = values.contiguous()
     numel = values.numel()
-    # The kernel writes wherever it is told to: our mistakes have to end here.
+    # The kernel does not check addresses, so wrong arguments must be found here.
     assert offset % BLOCK == 0 and -(-(offset + numel) // BLOCK) <= rows.numel(), (offset, numel, rows.shape)
     assert rows.dtype == torch.float32 and values.device == rows.device, (rows.dtype, values.device)
     assert values.dtype in _DTYPES, values.dtype
@@ -64,12 +70,12 @@ def put_norms(rows: Tensor, offset: int, values: Tensor) -> None:
             numel,
             TILE=TILE,
             num_warps=_WARPS,
-            enable_fp_fusion=False,  # each square is rounded before it is added
+            enable_fp_fusion=False,  # each square must be rounded before it is added
         )
 
 
 def norm_of(norm: Tensor, rows: Tensor) -> None:
-    """The bucket's norm from those of its blocks, into a scalar in fp64."""
+    """Compute the norm of a bucket from the norms of its blocks. `norm` is an fp64 scalar."""
     from twinflow.gpu import collect_kernel
 
     assert norm.dtype == torch.float64 and rows.dtype == torch.float32 and norm.device == rows.device, norm.dtype
@@ -78,8 +84,9 @@ def norm_of(norm: Tensor, rows: Tensor) -> None:
 
 
 def measure_many(norms: Tensor, flats: Sequence[tuple[int, Tensor]]) -> None:
-    """The norms of whole buckets, each into an element of `norms`: two launches for all of them. The bits are those of
-    `put_norms` and `norm_of`."""
+    """Compute the norms of whole buckets with two launches. `flats` has pairs of an index in `norms` and a bucket. The
+    bits are those of `put_norms` and `norm_of`.
+    """
     from twinflow.gpu import collect_kernel
 
     flat = flats[0][1]
@@ -105,13 +112,15 @@ def measure_many(norms: Tensor, flats: Sequence[tuple[int, Tensor]]) -> None:
 
 
 def _on(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device: nothing to do where that is the tensor's, as nearly always."""
+    """Make the device of the tensor current, because Triton launches on the current device. It usually is current
+    already.
+    """
     is_elsewhere = tensor.is_cuda and torch.cuda.current_device() != tensor.device.index
     return torch.cuda.device(tensor.device) if is_elsewhere else nullcontext()
 
 
 def row_norms(flat: Tensor) -> Tensor:
-    """What the kernel writes to `rows`, in torch: the truth it is tested against."""
+    """The reference of the kernel in torch: the values that it writes to `rows`."""
     squares = flat.float().view(-1, BLOCK).square()
     while squares.shape[1] > 1:
         squares = squares[:, 0::2] + squares[:, 1::2]

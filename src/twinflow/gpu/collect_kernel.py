@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-decorators=False
-"""The kernel behind collect.py: the norm of each block of 128 gradients.
+"""The kernels for collect.py: the norm of each block of 128 gradients.
 
-The squares of a block are added pair by pair, neighbours first. The two of a pair commute, so a row's bits are the same
-whatever dtype was read and whichever threads held it: `row_norms` in collect.py is the same in torch.
+The squares of a block are added in pairs, neighbours first. Addition of a pair is commutative, so the bits of a row do
+not depend on the dtype and on the assignment of elements to threads. `row_norms` in collect.py is the torch reference.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from twinflow.gpu.codecs import BLOCK, from_bf16
 
 LEVELS = tl.constexpr(7)  # 2**7 elements in a block
 ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-TABLE_COLUMNS = tl.constexpr(4)  # int64: address, elements, where the norms begin, which norm it is
+TABLE_COLUMNS = tl.constexpr(4)  # int64: address, number of elements, start of the norms in `rows`, index of the norm
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -26,10 +26,10 @@ def collect(
     numel: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """rows[offset // 128:] = norms of the blocks of `values`. A tile for each program."""
-    at = offset.to(tl.int64)  # a bucket may be larger than 2**31
+    """Write the norms of the blocks of `values` to rows[offset // 128:]. Each program has one tile."""
+    at = offset.to(tl.int64)  # a bucket may have more than 2**31 elements
     start = tl.program_id(0).to(tl.int64) * TILE
-    # A mask would keep whole tiles from wide loads.
+    # Whole tiles use no mask, because a mask prevents wide loads.
     if start + TILE <= numel:
         _collect_tile(values, rows, at, start, numel, TILE, False)
     else:
@@ -43,8 +43,10 @@ def collect_many(
     ELEMENT: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """The same for several buffers: a row of the table has the address of one (a multiple of 16), its elements, and
-    where its norms begin, counted in elements. A tile for each program, a buffer for each row of programs."""
+    """`collect` for several buffers. A row of the table has the address of a buffer (a multiple of 16), its number of
+    elements, and the start of its norms, counted in elements. Each program has one tile, and each row of programs one
+    buffer.
+    """
     own = table + tl.program_id(1).to(tl.int64) * TABLE_COLUMNS
     numel = tl.load(own + 1)
     start = tl.program_id(0).to(tl.int64) * TILE
@@ -59,13 +61,13 @@ def collect_many(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def norm(rows: tl.tensor, num_rows: tl.tensor, into: tl.tensor, CHUNK: tl.constexpr) -> None:
-    """The fp64 norm of all rows of one buffer."""
+    """Write the fp64 norm of all rows of one buffer."""
     tl.store(into, _norm(rows, num_rows, CHUNK))
 
 
 @triton.jit
 def norm_many(table: tl.tensor, rows: tl.tensor, norms: tl.tensor, CHUNK: tl.constexpr) -> None:
-    """The same for each buffer of a table, into the element of `norms` that its last column says."""
+    """`norm` for each buffer of a table. The last column of the table is the index in `norms`."""
     own = table + tl.program_id(0).to(tl.int64) * TABLE_COLUMNS
     found = _norm(rows + tl.load(own + 2) // BLOCK, tl.load(own + 1) // BLOCK, CHUNK)
     tl.store(norms + tl.load(own + 3), found)
@@ -96,7 +98,7 @@ def _collect_tile(
     index = block + tl.arange(0, BLOCK)[None, :]  # [blocks, 128]
     mask = index < numel if MASKED else tl.full([BLOCKS, BLOCK], True, tl.int1)
     block_mask = block < numel if MASKED else tl.full([BLOCKS, 1], True, tl.int1)
-    # What the mask leaves out is zero, in the norm too.
+    # Masked elements are zero and do not change the norm.
     tl.store(rows + (at + block) // BLOCK, _row_norms(_load(values + index, mask)), mask=block_mask)
 
 
@@ -108,7 +110,7 @@ def _load(pointers: tl.tensor, mask: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _row_norms(x: tl.tensor) -> tl.tensor:
-    """[blocks, 128] to [blocks, 1]."""
+    """The norm of each row, from [blocks, 128] to [blocks, 1]."""
     s = x * x
     for _ in tl.static_range(LEVELS):
         s = tl.sum(tl.reshape(s, [s.shape[0], s.shape[1] // 2, 2]), axis=2)

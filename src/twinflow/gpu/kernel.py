@@ -1,11 +1,11 @@
-"""The kernel: one program reads a tile of weights, gradients and states, updates it and writes it back.
+"""The update kernel. A program reads a tile of weights, gradients and states, updates it and writes it back.
 
-Four elements for each thread: every buffer is then read and written in the same layout (16 bytes of fp32, 8 of bf16, 4
-of int8 at a time), no value moves to another thread, and a block of 128 is one warp's.
+Each thread has four elements. Every buffer is then read and written in the same layout (16 bytes of fp32, 8 of bf16 or
+4 of int8 at once), no value moves to another thread, and a block of 128 belongs to one warp.
 
-Where the model is to run beside it, a few large programs take one tile after the other: they leave the other
-multiprocessors alone. Nothing is shared between their warps, so that some load while others compute. The next tile's
-row of the table, without which nothing can be loaded, is read while this tile is updated.
+If the model runs at the same time, a few large programs process all tiles one after the other and leave the other
+multiprocessors to the model. Warps share nothing, so that some warps load while others compute. The next tile's row of
+the table is read while this tile is updated, because no load can start without it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from twinflow.gpu.codecs import (
 )
 from twinflow.gpu.rules import apply, scalar
 
-# Rows of the two tables that update.py fills.
-TILE_COLUMNS = tl.constexpr(5)  # int64: the weight's address, offset in the bucket, first block, elements, piece
+# Rows of the two tables that update.py fills. int64: address of the weight, offset in the bucket, first block, number
+# of elements, piece
+TILE_COLUMNS = tl.constexpr(5)
 NUMBER_COLUMNS = tl.constexpr(12)  # int32: whether to update, factor (fp32 bits), key (2), hyper (fp32 bits, up to 7)
 FACTOR = tl.constexpr(1)
 KEY = tl.constexpr(2)
@@ -55,14 +56,14 @@ def update(
     TILE: tl.constexpr,
     LOOPS: tl.constexpr,
 ) -> None:
-    """One step of every tile whose piece has numbers. A state that is None is not there.
+    """One step of every tile whose piece is updated. Buffers that do not exist are None.
 
-    decision: norm, factor and whether to skip, in fp64; its factor multiplies that of the numbers.
+    decision: norm, factor and whether to skip, in fp64. Its factor is multiplied with the factor in `numbers`.
 
-    A program for each tile; with LOOPS any number of programs takes the tiles in turn.
+    There is one program per tile. With LOOPS, any number of programs process all tiles in turn.
 
-    RULE: its name. FORMAT: of the states. WEIGHT: "split" (bf16, the upper halves), "fp16" or "fp32" (the master
-    itself). ALIGNMENT: of the weights' addresses. Tensors of bf16 come as int16.
+    RULE: name of the rule. FORMAT: format of the states. WEIGHT: "split" (bf16, the upper halves), "fp16" or "fp32"
+    (the master itself). ALIGNMENT: alignment of the addresses of weights. Tensors of bf16 are passed as int16.
     """
     program = tl.program_id(0)
     factor = 1.0
@@ -75,7 +76,7 @@ def update(
         weight, at, first_block, count, piece = _read_tile(tiles, program)
         is_wanted = tl.load(numbers + piece * NUMBER_COLUMNS)
         for number in range(program, num_tiles, step):
-            # The last one reads its own row again.
+            # After the last tile its row is read again.
             following = _read_tile(tiles, tl.where(number + step < num_tiles, number + step, number))
             if is_wanted * keeps != 0:
                 _update_tile(weight, at, first_block, count, numbers + piece * NUMBER_COLUMNS, factor, grads, master,
@@ -93,7 +94,6 @@ def update(
 
 @triton.jit
 def _read_tile(tiles: tl.tensor, number: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """A row of the table."""
     row = tiles + number.to(tl.int64) * TILE_COLUMNS
     return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
 
@@ -118,8 +118,7 @@ def _update_tile(
     ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """A tile, given by its row."""
-    # A mask would keep whole tiles from wide loads and stores.
+    # Whole tiles use no mask, because a mask prevents wide loads and stores.
     if count == TILE:
         _update_elements(weight, at, first_block, count, own, factor, grads, master, first, second, first_scales,
                          second_scales, RULE, FORMAT, WEIGHT, ALIGNMENT, TILE, False)  # fmt: skip
@@ -150,17 +149,18 @@ def _update_elements(
     MASKED: tl.constexpr,
 ) -> None:
     BLOCKS: tl.constexpr = TILE // BLOCK
-    at = at // BLOCK * BLOCK  # it is a multiple: the product tells the compiler so, a hint for an argument would not
+    # It is a multiple already. The product tells this to the compiler; a hint for an argument has no effect.
+    at = at // BLOCK * BLOCK
     block = tl.arange(0, BLOCKS)[:, None]  # [blocks, 1]
     index = block * BLOCK + tl.arange(0, BLOCK)[None, :]  # [blocks, 128]
     mask = index < count if MASKED else tl.full([BLOCKS, BLOCK], True, tl.int1)
     block_mask = block * BLOCK < count if MASKED else tl.full([BLOCKS, 1], True, tl.int1)
     scales_at = at // BLOCK + block
     ELEMENT: tl.constexpr = tl.int16 if WEIGHT == "split" else tl.float16 if WEIGHT == "fp16" else tl.float32
-    # The hint is for the pointer: from the integer it would not reach it.
+    # The hint must be given for the pointer, because a hint for the integer is lost in the conversion.
     weight = tl.multiple_of(weight.to(tl.pointer_type(ELEMENT)), ALIGNMENT) + index
 
-    # All [blocks, 128]. What the mask leaves out is zero, and its states stay zero: no block's scale sees them.
+    # All tensors are [blocks, 128]. Masked elements are zero and their states stay zero, so they do not change a scale.
     g = _load_gradient(grads + at + index, mask) * (scalar(own, FACTOR) * factor)
     p = _load_weight(weight, master, at + index, mask, WEIGHT)
     m = _load_state(first, first_scales, at + index, scales_at, mask, block_mask, FORMAT, 0)
@@ -221,7 +221,7 @@ def _load_state(
     FORMAT: tl.constexpr,
     WHICH: tl.constexpr,
 ) -> tl.tensor:
-    """The first (WHICH = 0) or second state in fp32; zeros where it is None."""
+    """The first (WHICH = 0) or second (WHICH = 1) state in fp32. Zeros if it is None."""
     if state is None:
         x = tl.zeros(mask.shape, tl.float32)
     else:

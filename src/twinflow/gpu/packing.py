@@ -1,7 +1,7 @@
-"""The passes of codes/reference.py over numbers on the GPU, each with one pass over memory.
+"""Packing, averaging and unpacking of codes on the GPU, each in one pass over memory.
 
-The codes, errors and numbers that come out are the reference's, bit for bit, for the same scales. So are the scales of
-4 and 8 bits; the scale of one bit is a sum that is added in another order, always the same one.
+Given the same scales, codes, errors and numbers have the same bits as codes/reference.py. The scales of 4 and 8 bits
+have the same bits, too. The scale of the 1-bit code is a sum in another order, which is always the same.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from torch import Tensor
 from twinflow.codes.code import BLOCK, CODES, Code
 from twinflow.gpu.update import is_available, is_interpreting
 
-_WARPS = 8  # of 32 threads: sixteen elements for each thread
-_MAX_REGISTERS = 64  # of a thread: four programs for each multiprocessor. Only ragged blocks would take more
-_WORDS = {1: torch.uint8, 4: torch.int16, 8: torch.int32}  # of what the kernels read and write at once, for each width
+_WARPS = 8  # 256 threads: sixteen elements per thread
+_MAX_REGISTERS = 64  # per thread, so that four programs fit on a multiprocessor; only incomplete blocks would use more
+_WORDS = {1: torch.uint8, 4: torch.int16, 8: torch.int32}  # type of the words that the kernels read and write, by bits
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @functools.cache
 def is_usable(device: torch.device) -> bool:
-    """Whether the kernels run on this device: tried once, since to compile them takes more than Triton."""
+    """Whether the kernels run on this device. This is tried once, because compiling needs more than an installed
+    Triton.
+    """
     if not is_available() or (device.type == "cuda") == is_interpreting():
         return False
     code, values = CODES["1bit"], torch.zeros(8, device=device)
@@ -33,7 +35,7 @@ def is_usable(device: torch.device) -> bool:
         encode(code, packed, values)
         decode(code, values, packed)
     except Exception as error:
-        warnings.warn(f"numbers are packed by slower torch kernels ({error})", stacklevel=2)
+        warnings.warn(f"Numbers are packed by slower torch kernels ({error}).", stacklevel=2)
         return False
     return True
 
@@ -50,7 +52,9 @@ def encode(
     exponents: Tensor | None = None,
     is_scaled: bool = True,
 ) -> None:
-    """Pack `values` into the rows of `packed`, each an equal part of them; what codes do not say is left in `error`."""
+    """Pack `values` into the rows of `packed`. Each row takes an equal part. The rounding error is
+    stored in `error`.
+    """
     num_rows, numel = _check_packed(code, packed, values.numel())
     _check(packed, values.numel(), _DTYPES, values, base)
     _check(packed, values.numel(), (torch.float32,), error)
@@ -80,7 +84,7 @@ def encode(
 
 
 def mean(code: Code, out: Tensor, packed: Tensor, exponents: Tensor | None = None) -> None:
-    """Out = the mean of the rows of `packed`, added in their order."""
+    """Write the mean of the rows of `packed` to `out`. The rows are added in their order."""
     numel = out.numel()
     num_rows, _ = _check_packed(code, packed, numel * packed.shape[0])
     _check(packed, numel, _DTYPES, out)
@@ -111,7 +115,9 @@ def decode(
     is_scaled: bool = True,
     is_added: bool = False,
 ) -> None:
-    """Out = what the rows of `packed` stand for, one after the other; or out + that, rounded to its dtype."""
+    """Unpack the rows of `packed` one after the other into `out`, or add them to `out` if `is_added`. Results are
+    rounded to the dtype of `out`.
+    """
     num_rows, numel = _check_packed(code, packed, out.numel())
     _check(packed, out.numel(), _DTYPES, out)
     _check(packed, out.numel(), (torch.uint8,), exponents)
@@ -136,7 +142,9 @@ def decode(
 
 
 def _check_packed(code: Code, packed: Tensor, total_numel: int) -> tuple[int, int]:
-    """Rows, and elements of one. The kernels write wherever they are told to: our mistakes have to end here."""
+    """Number of rows, and of elements of a row. The kernels do not check addresses, so wrong arguments must be found
+    here.
+    """
     assert packed.dtype == torch.uint8 and packed.ndim == 2 and packed.shape[0] > 0, (packed.dtype, packed.shape)
     num_rows = packed.shape[0]
     assert total_numel % num_rows == 0, (total_numel, num_rows)
@@ -155,12 +163,12 @@ def _check(packed: Tensor, numel: int, dtypes: tuple[torch.dtype, ...], *tensors
 
 
 def _part_stride(num_rows: int, numel: int) -> int:
-    """Elements from one row to the next. For one row zero, which tells the compiler that all of it is aligned."""
+    """Elements from one row to the next. It is zero for one row, which tells the compiler that the row is aligned."""
     return numel if num_rows > 1 else 0
 
 
 def _options(code: Code) -> dict[str, Any]:
-    """Each operation is rounded, as on the host: none is fused into a multiply-add."""
+    """Options of a launch. Multiply-adds are not fused, so that each operation is rounded as on the host."""
     return {"BITS": code.bits, "num_warps": _WARPS, "enable_fp_fusion": False}
 
 

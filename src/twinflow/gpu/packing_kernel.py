@@ -1,11 +1,12 @@
 # mypy: disallow-untyped-decorators=False
-"""The kernels behind packing.py: a program for each block of 4096 numbers of a row. codes/reference.py is the truth.
+"""The kernels for packing.py. There is one program for each block of 4096 numbers of a row. codes/reference.py is the
+reference.
 
-A tile is [1024, 4]: four neighbours for each thread, whatever their dtype, so that all buffers are read and written in
-one layout, 16 bytes of fp32 at a time. The codes of four neighbours are one word: of 2 bytes for 4 bits, of 4 for 8; a
-byte of signs is shared by two threads. A block is read once and stays in registers from its scale to its error.
+A tile is [1024, 4]. Each thread has four neighbours of any dtype, so that all buffers are read and written in one
+layout, 16 bytes of fp32 at once. The codes of four neighbours are one word: 2 bytes for 4 bits, 4 bytes for 8 bits. Two
+threads share a byte of signs. A block is read once and stays in registers until its error is written.
 
-Words may reach past a row's last code, never past its end: rows are padded to 16 bytes, and what pads them is zero.
+Words may extend beyond the last code of a row, but not beyond the row: rows are padded with zeros to 16 bytes.
 
 Products are rounded before they are added: the launch forbids fused multiply-add. Decisions about NaN are made on
 integers, as in codecs.py.
@@ -20,14 +21,14 @@ from twinflow.codes import BLOCK as BLOCK_NUMEL
 from twinflow.gpu.codecs import bits, from_bf16, to_bf16, value
 
 BLOCK = tl.constexpr(BLOCK_NUMEL)
-WIDTH = tl.constexpr(4)  # of a tile
+WIDTH = tl.constexpr(4)  # width of a tile
 HEIGHT = tl.constexpr(BLOCK_NUMEL // 4)
-GROUP = tl.constexpr(4)  # rows of a mean that are loaded at once, so that no one waits for the one before
+GROUP = tl.constexpr(4)  # rows of a mean that are loaded at once, so that loads overlap
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITY = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(0x7FC00000)
 TINY = tl.constexpr(27 << 23)  # 2**-100 as bits
-SHIFT = tl.constexpr(1.5 * 2**23)  # added to a small number it leaves that, rounded to even, in the lowest bits
+SHIFT = tl.constexpr(1.5 * 2**23)  # the sum with a small number has that number, rounded to even, in its lowest bits
 SHIFT_BITS = tl.constexpr(0x4B400000)
 
 
@@ -48,17 +49,17 @@ def encode(
     TOP: tl.constexpr,
     IS_SCALED: tl.constexpr,
 ) -> None:
-    """A grid of [blocks, rows]. What is None is not there.
+    """Pack rows. The grid is [blocks, rows]. Tensors that are not used are None.
 
-    `words` and `scales` are the packed rows as words and as fp32, `numel` is a row's. Strides lead from one row to the
-    next: `part_stride` elements of `values` and the like, `row_stride` packed bytes.
+    `words` and `scales` are the packed rows as words and as fp32. `numel` is the number of elements of a row. The
+    distance of rows is `part_stride` elements in `values` and similar tensors, and `row_stride` bytes in packed rows.
     """
     block, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     start = block * BLOCK
     at = row * part_stride + start
     codes = _codes_of(words, row, row_stride, BITS)
     scale = scales + row * (row_stride // 4) + block
-    # A mask would keep whole blocks from wide loads and stores.
+    # Whole blocks use no mask, because a mask prevents wide loads and stores.
     if start + BLOCK <= numel:
         _encode_block(codes, scale, values, base, error, exponents, factor, base_factor, at, start, numel, BITS, TOP,
                       IS_SCALED, False)  # fmt: skip
@@ -71,7 +72,7 @@ def encode(
 
 @triton.jit
 def _codes_of(words: tl.tensor, row: tl.tensor, row_stride: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """Where a row's codes begin: after its scales."""
+    """Address of the codes of a row, which follow the scales."""
     WORD_BYTES: tl.constexpr = (BITS + 1) // 2
     return words + row * (row_stride // WORD_BYTES) + tl.num_programs(0) * (4 // WORD_BYTES)
 
@@ -97,7 +98,7 @@ def _encode_block(
     index = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]  # [1024, 4]
     mask = start + index < numel if MASKED else tl.full([HEIGHT, WIDTH], True, tl.int1)
     is_in = mask
-    # All [1024, 4].
+    # All tensors are [1024, 4].
     c = _load(values + at + index, mask) * factor
     if base is not None:
         c = _load(base + at + index, mask) * base_factor + c
@@ -120,7 +121,7 @@ def _encode_block(
         if is_finite:
             left = c - told
             if BITS > 1:
-                left = left + 0.0  # -0 minus a code of +0: the truth has -0 minus -0
+                left = left + 0.0  # -0 minus a code of +0 is -0, but the reference computes -0 minus -0, which is +0
             if exponents is not None:
                 left = tl.where(is_in, left, 0.0)
             tl.store(error + at + index, left, mask=mask)
@@ -143,7 +144,7 @@ def _scale(c: tl.tensor, count: tl.tensor, BITS: tl.constexpr, TOP: tl.constexpr
 
 @triton.jit
 def _signs(c: tl.tensor, s: tl.tensor, is_finite: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Codes of one bit as int32, and what they stand for."""
+    """Codes of one bit as int32, and the decoded numbers."""
     u = bits(c)
     is_below = (u < 0) & ((u & MAGNITUDE) != 0) & is_finite
     return is_below.to(tl.int32), tl.where(is_below, -s, s)
@@ -151,7 +152,7 @@ def _signs(c: tl.tensor, s: tl.tensor, is_finite: tl.tensor) -> tuple[tl.tensor,
 
 @triton.jit
 def _numbers(c: tl.tensor, s: tl.tensor, is_finite: tl.tensor, TOP: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Codes of some bits as int32, and what they stand for."""
+    """Codes of 4 or 8 bits as int32, and the decoded numbers."""
     is_zero = bits(s) == 0
     inverse = tl.where(is_zero, 0.0, tl.math.div_rn(tl.full([], 1.0, tl.float32), tl.where(is_zero, 1.0, s)))
     code = bits(c * inverse + SHIFT) - SHIFT_BITS
@@ -169,7 +170,7 @@ def _store_codes(
     BITS: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> None:
-    """The words of a block; bits that stand for nothing are zero."""
+    """Store the words of a block. Unused bits are zero."""
     EACH: tl.constexpr = 8 if BITS == 1 else WIDTH  # elements of a word
     if BITS == 4:
         code = code + 8
@@ -185,7 +186,7 @@ def _store_codes(
 
 @triton.jit
 def _pad_row(codes: tl.tensor, numel: tl.tensor, BITS: tl.constexpr) -> None:
-    """Zeros after a row's last word, up to 16 bytes."""
+    """Store zeros after the last word of a row, up to a multiple of 16 bytes."""
     EACH: tl.constexpr = 8 if BITS == 1 else WIDTH
     WORD_BYTES: tl.constexpr = (BITS + 1) // 2
     num_words = (numel.to(tl.int64) + EACH - 1) // EACH
@@ -206,7 +207,7 @@ def mean(
     NUM_ROWS: tl.constexpr,
     BITS: tl.constexpr,
 ) -> None:
-    """A grid of [blocks]. Rows are added in their order."""
+    """Compute the mean of rows. The grid is [blocks]. Rows are added in their order."""
     block = tl.program_id(0).to(tl.int64)
     start = block * BLOCK
     if start + BLOCK <= numel:
@@ -257,7 +258,7 @@ def decode(
     IS_SCALED: tl.constexpr,
     IS_ADDED: tl.constexpr,
 ) -> None:
-    """A grid of [blocks, rows], with the arguments of encode."""
+    """Unpack rows. The grid is [blocks, rows]. Arguments are those of encode."""
     block, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     start = block * BLOCK
     at = row * part_stride + start
@@ -306,7 +307,7 @@ def _unpacked_row(
     BITS: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
-    """The same block of another row."""
+    """The decoded block at `start` of another row."""
     stride = row_stride.to(tl.int64)
     return _unpacked(_codes_of(words, row, stride, BITS), scale + row * (stride // 4), start, numel, BITS, MASKED)
 
@@ -315,14 +316,14 @@ def _unpacked_row(
 def _unpacked(
     codes: tl.tensor, scale: tl.tensor, start: tl.tensor, numel: tl.tensor, BITS: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tensor:
-    """What the codes of a block stand for, [1024, 4]."""
+    """The decoded numbers of a block, [1024, 4]."""
     line, column = tl.arange(0, HEIGHT)[:, None], tl.arange(0, WIDTH)[None, :]
     at = start // 8 + line // 2 if BITS == 1 else start // WIDTH + line  # [1024, 1]: words
     is_there = start + line * WIDTH < numel if MASKED else tl.full([HEIGHT, 1], True, tl.int1)
     s = tl.load(scale)
     word = tl.load(codes + at, mask=is_there, other=0).to(tl.int32)
     if BITS == 1:
-        below = word << (31 - line % 2 * WIDTH - column)  # what is the highest bit now is the sign
+        below = word << (31 - line % 2 * WIDTH - column)  # the highest bit is now the sign
         x = value((below & ~MAGNITUDE) ^ bits(s))
     elif BITS == 4:
         x = (((word >> (column * 4)) & 15) - 8).to(tl.float32) * s
@@ -335,7 +336,9 @@ def _unpacked(
 def _without_exponents(
     x: tl.tensor, pointers: tl.tensor, mask: tl.tensor, IS_SCALED: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Divided by the powers of two, zero where an element is left out; and where none is."""
+    """`x` divided by the powers of two, with zeros for elements that are left out, and the mask of
+    all other elements.
+    """
     exponent = tl.load(pointers, mask=mask, other=0).to(tl.int32)
     if IS_SCALED:
         x = x * value((254 - exponent) << 23)
@@ -350,7 +353,7 @@ def _load(pointers: tl.tensor, mask: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _store_rounded(pointers: tl.tensor, x: tl.tensor, mask: tl.tensor) -> None:
-    """Write fp32 numbers in the pointers' dtype."""
+    """Store fp32 numbers, rounded to the dtype of the pointers."""
     if pointers.dtype.element_ty == tl.bfloat16:
         tl.store(pointers, to_bf16(x).to(tl.bfloat16, bitcast=True), mask=mask)
     else:

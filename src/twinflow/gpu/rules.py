@@ -1,8 +1,8 @@
-"""The update rules, element by element, for Triton. rules/*.py is the truth: the same operations in the same order.
+"""The update rules for Triton, element by element. The operations and their order are those of rules/*.py.
 
-A rule takes gradient g, weight p, first state m and second state v (zeros where it has none) and the address of its
-scalars. Divisions and square roots are the correctly rounded ones. The kernel is compiled without contraction, so that
-a product is rounded before it is added; subnormal numbers are kept.
+A rule takes gradient g, weight p, first state m and second state v (zeros if it has none) and the address of its
+scalars. Divisions and square roots are correctly rounded. The kernel is compiled without contraction, so that a product
+is rounded before it is added. Subnormal numbers are kept.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ TINY_BITS = tl.constexpr(27 << 23)  # 2**-100, as in rules/numerics.py
 
 @triton.jit
 def flush(x: tl.tensor) -> tl.tensor:
-    """`x` with everything below 2**-100 in magnitude replaced by +0; NaN stays."""
+    """`x` with all values below 2**-100 in magnitude replaced by +0. NaN stays."""
     u = bits(x)
     return value(tl.where((u & 0x7FFFFFFF) < TINY_BITS, 0, u))
 
 
 @triton.jit
 def scalar(hyper: tl.tensor, INDEX: tl.constexpr) -> tl.tensor:
-    """One of the rule's scalars; they lie among integers."""
+    """One of the scalars of the rule. They are stored as bits in a table of integers."""
     return tl.load(hyper + INDEX).to(tl.float32, bitcast=True)
 
 
@@ -32,7 +32,7 @@ def scalar(hyper: tl.tensor, INDEX: tl.constexpr) -> tl.tensor:
 def adam(
     g: tl.tensor, p: tl.tensor, m: tl.tensor, v: tl.tensor, hyper: tl.tensor, COUPLED: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Adam (coupled: weight decay enters the gradient) and AdamW (it shrinks the weight)."""
+    """Adam (COUPLED: weight decay is added to the gradient) and AdamW (weight decay multiplies the weight)."""
     if COUPLED:
         l2 = scalar(hyper, 6)
         g = tl.where(l2 != 0.0, flush(g + l2 * p), g)
@@ -54,7 +54,7 @@ def adagrad(g: tl.tensor, p: tl.tensor, v: tl.tensor, hyper: tl.tensor) -> tuple
 
 @triton.jit
 def lion(g: tl.tensor, p: tl.tensor, m: tl.tensor, hyper: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Lion. A NaN direction moves the weight to NaN."""
+    """Lion. If the direction is NaN, the weight becomes NaN."""
     lr = scalar(hyper, 2)
     difference = g - m
     direction = flush(m + difference * scalar(hyper, 0))
@@ -65,7 +65,9 @@ def lion(g: tl.tensor, p: tl.tensor, m: tl.tensor, hyper: tl.tensor) -> tuple[tl
 
 @triton.jit
 def sgd(g: tl.tensor, p: tl.tensor, m: tl.tensor, hyper: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """SGD: the weight, and all but the plain form's momentum, in double (why: rules/sgd.py)."""
+    """SGD. The weight is computed in double, and so is the momentum except in the plain form. rules/sgd.py gives the
+    reason.
+    """
     keep, l2, nesterov = scalar(hyper, 1), scalar(hyper, 3), scalar(hyper, 4)
     weight = p.to(tl.float64)
     momentum, lr = scalar(hyper, 0).to(tl.float64), scalar(hyper, 2).to(tl.float64)
@@ -84,7 +86,7 @@ def sgd(g: tl.tensor, p: tl.tensor, m: tl.tensor, hyper: tl.tensor) -> tuple[tl.
 def apply(
     g: tl.tensor, p: tl.tensor, m: tl.tensor, v: tl.tensor, hyper: tl.tensor, RULE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """One step of the rule of this name: the new weight and states."""
+    """One step of the rule with the name RULE. Returns the new weight and states."""
     if RULE == "adamw" or RULE == "adam":
         p, m, v = adam(g, p, m, v, hyper, RULE == "adam")
     elif RULE == "adagrad":

@@ -1,6 +1,6 @@
-"""Updates of a bucket whose buffers lie on the GPU: the tables that the kernel reads, and its launch.
+"""Updates of a bucket whose buffers are on the GPU: the tables for the kernel, and its launch.
 
-Triton is imported when the first FusedUpdate is made: it comes with torch for CUDA, but not with every torch.
+Triton is imported when the first FusedUpdate is built, because not every build of torch includes Triton.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from twinflow.rules.formats import BLOCK, Key
 from twinflow.rules.rule import Hyper, Rule
 from twinflow.rules.segment import Store, check_format
 
-TILE = 1024  # elements of one program, where each has one tile
-LARGE_TILE = 4096  # ... where a few programs have them all: as many threads as a program can have
-_WARP_NUMEL = 128  # elements of 32 threads: four for each thread, as the note in kernel.py wants it
-_NUMBER_COLUMNS = 12  # as kernel.py has it
+TILE = 1024  # elements of a tile if each program has one tile
+# elements of a tile if a few programs process all tiles: a program then has the maximum number of threads
+LARGE_TILE = 4096
+_WARP_NUMEL = 128  # elements of 32 threads: four per thread, see the note in kernel.py
+_NUMBER_COLUMNS = 12  # as in kernel.py
 _VECTOR_BYTES = 16  # the widest load of a thread
-_MAX_KNOWN = 8  # stores of one bucket, which has one for each staging buffer that it passes through
+_MAX_KNOWN = 8  # stores of one bucket, which has one for each staging buffer
 _WEIGHTS = {torch.bfloat16: "split", torch.float16: "fp16", torch.float32: "fp32"}
 _MASTERS = {"split": torch.int16, "fp16": torch.float32}
 
@@ -32,15 +33,17 @@ _MASTERS = {"split": torch.int16, "fp16": torch.float32}
 class Piece(NamedTuple):
     """One slice of a bucket."""
 
-    weight: Tensor  # flat, what the update writes: bf16 (upper halves of a split master), fp16, or fp32 (the master)
+    # flat weight that the update writes: bf16 (upper halves of a split master), fp16, or fp32 (the master)
+    weight: Tensor
     offset: int  # in the bucket's flat buffers (gradients, master, states); a multiple of 128
     numel: int
     first_index: int  # position of its element 0 in its parameter; a multiple of 128
 
 
 class Rows:
-    """A row of numbers for each piece of a bucket: (whether to update, factor, key, hyper); floats as fp32 bits. The
-    rows lie in host memory, page-locked for a GPU."""
+    """The table with one row of numbers per piece of a bucket: (whether to update, factor, key, hyper), floats as fp32
+    bits. It is in host memory, page-locked for a GPU.
+    """
 
     def __init__(self, num_pieces: int, is_pinned: bool) -> None:
         self.words = torch.zeros(num_pieces, _NUMBER_COLUMNS, dtype=torch.int32, pin_memory=is_pinned)
@@ -52,11 +55,11 @@ class Rows:
 
     @property
     def are_stateless(self) -> bool:
-        """Whether no piece has a momentum."""
+        """Whether no piece that is updated has a momentum."""
         return not self.hypers[self.is_updated != 0, 0].any()
 
     def put(self, index: int, numbers: Numbers) -> None:
-        """One piece's row."""
+        """Fill the row of one piece."""
         self.is_updated[index] = 1
         self.factors[index] = numbers.factor
         self.keys[index] = numbers.key
@@ -67,12 +70,12 @@ class _Checked(NamedTuple):
     """A store that has passed all checks."""
 
     store: Store
-    buffers: tuple[Tensor | None, ...]  # as the kernel takes them
+    buffers: tuple[Tensor | None, ...]  # in the types that the kernel takes
     kinds: tuple[object, ...]
 
 
 class Numbers(NamedTuple):
-    """What a step of one piece needs beside tensors."""
+    """The numbers for one step of one piece."""
 
     hyper: Hyper  # rule.hyper(options, step)
     factor: float  # multiplies the gradient
@@ -80,23 +83,23 @@ class Numbers(NamedTuple):
 
 
 def is_available() -> bool:
-    """Whether Triton can be imported, and CUDA is there or Triton's interpreter is on."""
+    """Whether Triton can be imported, and CUDA is available or Triton's interpreter is on."""
     return importlib.util.find_spec("triton") is not None and (is_interpreting() or torch.cuda.is_available())
 
 
 def is_interpreting() -> bool:
-    """Whether Triton runs kernels on the host, for tests."""
+    """Whether Triton's interpreter runs kernels on the host, as in tests."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 class FusedUpdate:
-    """Updates of one bucket: a launch each.
+    """Updates of one bucket. Each update is one launch.
 
-    The kernel knows the weights by address: they must stay where they are. All launches share the numbers in `rows`:
-    the previous one must have finished before anybody writes there.
+    The kernel uses the addresses of the weights, so weights must not move. All launches use the same `rows`: the
+    previous launch must have finished before the caller writes to `rows`.
 
-    With `max_programs` no more than so many programs run, and leave the rest of the device to others; without, there is
-    one for each tile. Neither that nor the `tile` changes a bit.
+    `max_programs` limits the number of programs and leaves the rest of the device to other kernels. Without it, there
+    is one program per tile. `max_programs` and `tile` do not change the bits of the result.
     """
 
     def __init__(
@@ -121,18 +124,19 @@ class FusedUpdate:
         self._tiles = table.to(self._device)
         self.rows = Rows(len(pieces), is_pinned=self._device.type == "cuda")
         self._numbers = torch.empty_like(self.rows.words, device=self._device)
-        self._known: dict[int, _Checked] = {}  # by the ids of stores
-        self._compiled: dict[object, Callable[..., None]] = {}  # launches of the kernel as it was compiled
+        self._known: dict[int, _Checked] = {}  # by id of the store
+        self._compiled: dict[object, Callable[..., None]] = {}  # compiled kernels by kind of arguments
 
     def __call__(
         self, store: Store, grads: Tensor, numbers: Mapping[int, Numbers], decision: Tensor | None = None
     ) -> None:
-        """One step of the pieces whose index is in `numbers`, in place, queued on the current stream.
+        """Queue one step, in place, of the pieces whose index is in `numbers` on the current stream.
 
-        `decision`: norm, factor and whether to skip, in fp64 on the device; the factor multiplies that of the numbers.
+        `decision`: norm, factor and whether to skip, in fp64 on the device. Its factor is multiplied with that of
+        `numbers`.
 
-        `store` has the flat buffers of the whole bucket; its weight is not used, nor is its master where the weights
-        are fp32. `grads`, flat as well: bf16, fp16 or fp32.
+        `store` has the flat buffers of the whole bucket. Its weight is not used, and its master is not used if weights
+        are fp32. `grads` is flat, in bf16, fp16 or fp32.
         """
         if numbers:
             self.rows.is_updated[:] = 0
@@ -142,7 +146,7 @@ class FusedUpdate:
             self.run(store, grads, decision)
 
     def run(self, store: Store, grads: Tensor, decision: Tensor | None) -> None:
-        """The same with the numbers that are in `rows`."""
+        """Queue a step with the numbers that are in `rows`."""
         checked = self._checked(store)
         assert grads.dtype in _WEIGHTS, grads.dtype
         self._check_buffer(grads, self._end)
@@ -157,15 +161,19 @@ class FusedUpdate:
             len(self._tiles),
             *shape,
         )
-        # Triton compiles a kernel for each kind of arguments: types, what is None, what lies at a multiple of 16 bytes.
+        # Triton compiles a kernel for each kind of arguments: dtypes, which are None, and which are aligned to 16
+        # bytes.
         kind = (store.format, _kind(grads), _kind(decision), *checked.kinds)
         is_elsewhere = self._device.type == "cuda" and torch.cuda.current_device() != self._device.index
         with torch.cuda.device(self._device) if is_elsewhere else nullcontext():
             self._launch(kind, arguments)
 
     def _launch(self, kind: tuple[object, ...], arguments: tuple[object, ...]) -> None:
-        """At each launch Triton finds out which of its compiled kernels fits, which takes longer than all the rest. So
-        we ask for it once for each kind of arguments."""
+        """Launch the compiled kernel for this kind of arguments.
+
+        Triton searches for the compiled kernel at each launch, which takes longer than the rest of the launch. Here the
+        search is made once for each kind of arguments.
+        """
         known = self._compiled.get(kind)
         if known is not None:
             known(*arguments)
@@ -173,20 +181,22 @@ class FusedUpdate:
         compiled = self._kernel[(self._num_programs,)](
             *arguments,
             num_warps=self._tile // _WARP_NUMEL,
-            enable_fp_fusion=False,  # each product is rounded before it is added, as on the host
+            enable_fp_fusion=False,  # each product must be rounded before it is added, as on the host
         )
         if compiled is not None:  # Triton's interpreter compiles nothing
             self._compiled[kind] = compiled[(self._num_programs, 1, 1)]
 
     def _checked(self, store: Store) -> _Checked:
-        """What the kernel works on. It writes wherever it is told to, so our mistakes have to end here; a store is
-        checked when it comes for the first time."""
+        """The buffers of a store, checked when the store is used for the first time. The kernel does not check
+        addresses, so wrong arguments must be found here.
+        """
         known = self._known.get(id(store))
         if known is None:
             self._check(store)
             master = store.master if self._weight != "fp32" else None
             buffers = tuple(_without_bf16(tensor) for tensor in (master, *store.states, *store.scales))
-            if len(self._known) >= _MAX_KNOWN:  # they are kept, or another store could get the id of one of them
+            # stores are kept alive, because another store could get the id of a freed one
+            if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
             known = self._known[id(store)] = _Checked(store, buffers, tuple(map(_kind, buffers)))
         return known
@@ -212,10 +222,10 @@ class FusedUpdate:
 
 
 def _check_pieces(pieces: Sequence[Piece]) -> Tensor:
-    """All lie on one device, in one dtype: the first one's weight."""
+    """Check that all pieces have one device and one dtype, and return the weight of the first."""
     assert pieces
     first = pieces[0].weight
-    # The interpreter follows addresses on the host, a compiled kernel on the device.
+    # The interpreter uses addresses on the host, and a compiled kernel uses addresses on the device.
     assert first.is_cuda != is_interpreting(), (first.device, is_interpreting())
     assert first.dtype in _WEIGHTS, first.dtype
     for weight, offset, numel, first_index in pieces:
@@ -226,7 +236,9 @@ def _check_pieces(pieces: Sequence[Piece]) -> Tensor:
 
 
 def _tile_table(pieces: Sequence[Piece], tile: int = TILE) -> Tensor:
-    """For each tile: the weight's address, offset in the bucket, first block in the parameter, elements, piece."""
+    """One row per tile: address of the weight, offset in the bucket, first block in the parameter, number of elements,
+    piece.
+    """
     parts = []
     for number, (weight, offset, numel, first_index) in enumerate(pieces):
         start = torch.arange(0, numel, tile, dtype=torch.int64)
@@ -242,10 +254,10 @@ def _tile_table(pieces: Sequence[Piece], tile: int = TILE) -> Tensor:
 
 
 def _kind(tensor: Tensor | None) -> object:
-    """What a compiled kernel depends on."""
+    """The properties of an argument for which Triton compiles a separate kernel."""
     return None if tensor is None else (tensor.dtype, tensor.data_ptr() % _VECTOR_BYTES)
 
 
 def _without_bf16(tensor: Tensor | None) -> Tensor | None:
-    """The kernel takes bf16 as int16 and converts it by shifts."""
+    """A bf16 tensor as int16, because the kernel converts bf16 by shifts. Other tensors are not changed."""
     return tensor.view(torch.int16) if tensor is not None and tensor.dtype == torch.bfloat16 else tensor

@@ -1,2 +1,3 @@
-"""twinflow inside other people's loops: Hugging Face's Trainer and Accelerate, and Lightning. None of them is needed
-by the rest of twinflow; each is imported with the module that is named after it."""
+"""twinflow in the training loops of Hugging Face's Trainer, of Accelerate and of Lightning. The rest of twinflow does
+not need these packages. Each is imported only by the module of its name.
+"""

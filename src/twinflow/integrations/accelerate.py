@@ -1,8 +1,7 @@
-"""TwinOptimizer in a loop of Accelerate: `twin_optimizer(accelerator, model, ...)` instead of an optimizer of torch.
+"""TwinOptimizer in a loop of Accelerate: `twin_optimizer(accelerator, model, ...)` instead of a torch optimizer.
 
-Two things differ from any other optimizer, and both are settled here, for the one accelerator that is given: its
-`clip_grad_norm_` must not look for gradients that have left (norms.py), and its `prepare` must not copy the state to
-the GPU.
+This module changes two functions of the given accelerator. Its `clip_grad_norm_` must not read gradients that have been
+moved to the host (norms.py), and its `prepare` must not copy the optimizer state to the GPU.
 """
 
 from __future__ import annotations
@@ -25,15 +24,17 @@ _PRECISIONS = ("no", "bf16")
 def twin_optimizer(
     accelerator: Any, model: nn.Module, rule: str | Optimizer | Callable[..., Optimizer] = "adamw", **options: Any
 ) -> Any:
-    """A TwinOptimizer for a loop of Accelerate, prepared; the optimizer itself is its `optimizer`.
+    """Build a TwinOptimizer and prepare it for a loop of Accelerate. The TwinOptimizer is the attribute `optimizer` of
+    the result.
 
-    Options are TwinOptimizer's. Updates start in backward, and the accelerator's accumulation is declared. Where the
-    loop clips, give its limit as `max_grad_norm`. The model goes to the accelerator's device.
+    `options` are those of TwinOptimizer. Updates start in backward. The number of accumulation steps is taken from the
+    accelerator. If the loop clips gradients, pass its limit as `max_grad_norm`. The model is moved to the accelerator's
+    device. Raises ValueError for settings of the accelerator that are not supported.
     """
     need("accelerate", "accelerate", "twinflow.integrations.accelerate")
     check_accelerator(accelerator)
     if options.get("loss_scale") is not None:
-        remedy = "accelerator.backward() does not apply it. Use bf16, or a loop of your own."
+        remedy = "accelerator.backward() does not apply a loss scale. Use bf16, or your own loop."
         raise invalid_value("loss_scale", options["loss_scale"], [None], remedy)
     model.to(accelerator.device)
     options = {"early": True, "accumulation_steps": accelerator.gradient_accumulation_steps, **options}
@@ -43,17 +44,21 @@ def twin_optimizer(
 
 
 def connect(accelerator: Any, twin: TwinOptimizer, name: str = "max_norm") -> Any:
-    """The optimizer as the accelerator wants it; the accelerator's clipping as this optimizer wants it."""
+    """Prepare the optimizer for the accelerator, and replace the accelerator's clipping. `name`: the clipping option of
+    the loop.
+    """
     if twin.runtime.settings.early:
         intercept_clipping(accelerator, twin, name)
-    # Its state has its place, and is too large for another. What is prepared once is left alone by `prepare`.
+    # The state must stay where it is, because it may be too large for the GPU. A later `prepare` does not change an
+    # optimizer that was prepared before.
     return accelerator.prepare(twin, device_placement=[False])
 
 
 def intercept_clipping(accelerator: Any, twin: TwinOptimizer, name: str) -> None:
-    """Let `accelerator.clip_grad_norm_` speak of the norm of this optimizer, whose gradients it cannot see.
+    """Replace `accelerator.clip_grad_norm_` by a function that returns the norm of this optimizer's gradients.
 
-    On this one object, for the parameters of this optimizer; others are clipped as before.
+    The method is replaced on this object and for the parameters of this optimizer only. Other parameters are clipped as
+    before.
     """
     clipping, before = Clipping(twin, name), accelerator.clip_grad_norm_
 
@@ -68,16 +73,16 @@ def intercept_clipping(accelerator: Any, twin: TwinOptimizer, name: str) -> None
 
 
 def check_accelerator(accelerator: Any) -> None:
-    """Refuse what would train wrongly."""
+    """Raise ValueError for settings of the accelerator that would give wrong results."""
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if accelerator.num_processes > 1 or kind != "NO":  # of one process, too, it would make a DistributedDataParallel
+    if accelerator.num_processes > 1 or kind != "NO":  # Accelerate uses DistributedDataParallel for one process, too.
         remedy = (
-            "twinflow.initialize() shares the work between ranks. Start one process with python, not with torchrun, "
-            "and without RANK and WORLD_SIZE in its environment."
+            "Start one process with python, not with torchrun, and without RANK and WORLD_SIZE in its environment. "
+            "For several ranks use twinflow.initialize()."
         )
         found = f"{accelerator.num_processes} ({kind})"
         raise invalid_value("processes of Accelerate", found, "one, without a launcher", remedy)
     precision = getattr(accelerator, "mixed_precision", "no")
-    if accelerator.scaler is not None or precision not in _PRECISIONS:  # without a GPU fp16 comes without a scaler
-        remedy = 'Use "bf16", or an fp16 model with loss_scale= in a loop of your own.'
+    if accelerator.scaler is not None or precision not in _PRECISIONS:  # without a GPU fp16 has no scaler
+        remedy = 'Use "bf16", or an fp16 model with loss_scale= in your own loop.'
         raise invalid_value("mixed_precision", precision, _PRECISIONS, remedy)

@@ -1,8 +1,9 @@
-"""A TwinOptimizer's state in a folder of somebody else's checkpoint: one parameter in memory at a time, never pickled.
+"""The state of a TwinOptimizer in a folder of another library's checkpoint. It is written one parameter at a time, and
+not pickled.
 
-Loops save `optimizer.state_dict()` in one file, for which all of the state has to be in memory a second time where
-masters are kept in halves or states in few bits. `StreamedState` has the methods they call, and leaves in that file
-only a word on where the state is.
+Training loops save `optimizer.state_dict()` in one file. This needs a second copy of the whole state in memory if
+masters are split or states have few bits. `StreamedState` has the methods that loops call. It writes the state to a
+folder, and the file of the loop contains only a reference to the folder.
 """
 
 from __future__ import annotations
@@ -18,22 +19,24 @@ from twinflow.optim.twin import TwinOptimizer
 from twinflow.rules.formats import BLOCK
 
 KIND: Final = "twinflow.StreamedState"
-TAG: Final = "twinflow"  # the folder's name
+TAG: Final = "twinflow"  # name of the folder
 
 
 class StreamedState:
-    """Stands for an optimizer while a checkpoint in `folder` is written or read."""
+    """Replaces an optimizer while a checkpoint in `folder` is written or read."""
 
     def __init__(self, optimizer: TwinOptimizer, folder: Path) -> None:
         self._optimizer, self._folder = optimizer, folder
 
     def state_dict(self) -> dict[str, Any]:
-        """Write the state beside, and say so."""
+        """Write the state to the folder and return a reference to it."""
         save_state(self._optimizer, self._folder)
         return {"kind": KIND, "folder": TAG}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """From beside; or a whole state dict of a TwinOptimizer."""
+        """Load the state from the folder if `state_dict` is a reference, or from a whole state dict
+        of a TwinOptimizer.
+        """
         if state_dict.get("kind") == KIND:
             load_state(self._optimizer, self._folder)
         else:
@@ -41,7 +44,7 @@ class StreamedState:
 
 
 def save_state(optimizer: TwinOptimizer, folder: Path) -> None:
-    """Write `folder`/twinflow: all that is needed to go on exactly, but for the weights of the model."""
+    """Write `folder`/twinflow. With it and the weights of the model, training can resume exactly."""
     head, entries = optimizer.stream_state()
     stripped_head, rest = take_apart(head, "optimizer")
     state, leaves = {}, []
@@ -53,17 +56,19 @@ def save_state(optimizer: TwinOptimizer, folder: Path) -> None:
 
 
 def load_state(optimizer: TwinOptimizer, folder: Path) -> None:
-    """Take it over; everything is checked before anything changes. Load the model's weights before."""
+    """Load the state from `folder`/twinflow. Load the weights of the model before. Raises ValueError before any change
+    if the state does not fit.
+    """
     found = open_checkpoint(folder, TAG)
     if found is None or not {"optimizer", "optimizer_state"} <= set(found.meta):
-        raise invalid_value("checkpoint", str(folder / TAG), "a folder that was written with it")
+        raise invalid_value("checkpoint", str(folder / TAG), "a folder with the state of a TwinOptimizer")
     found.verify()
     head = put_together(found.meta["optimizer"], lambda name: found.tensor("rest", name))
     optimizer.load_state_dict(head, _Source(found))
 
 
 class _Source:
-    """Entries of parameters, read one at a time."""
+    """Reads the entries of parameters one at a time."""
 
     def __init__(self, found: Checkpoint) -> None:
         self._found = found

@@ -1,8 +1,8 @@
-"""A torch optimizer that somebody else's loop has built, taken over by a TwinOptimizer.
+"""Conversion of a torch optimizer, built by a training loop, to a TwinOptimizer.
 
-Those of torch's optimizers for which there is an update rule here become that rule, as far as it can do what was asked
-for; any other optimizer runs as it is, on host copies. Schedulers that were built over it go on: its param groups are
-the TwinOptimizer's.
+If twinflow has an update rule for the optimizer and supports its options, this rule is used. Any other optimizer runs
+itself, on host copies. Schedulers that were built with the optimizer continue to work, because it gets the param groups
+of the TwinOptimizer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from twinflow.rules import RULES
 _RULES: Final[Mapping[type[Optimizer], str]] = {
     getattr(torch.optim, rule.torch_class): rule.name for rule in RULES.values() if rule.torch_class is not None
 }
-_HOW: Final = ("foreach", "fused", "capturable")  # how torch computes, not what
-# They update on the GPU, by kernels of their own: (package, what to use instead).
+_HOW: Final = ("foreach", "fused", "capturable")  # they choose torch's implementation and do not change the result
+# Packages whose optimizers update on the GPU with their own kernels, and what to use instead.
 _ON_GPU: Final[Mapping[str, str]] = {
     "bitsandbytes": 'Use optim="adamw_torch" and states="int8": Adam with 8-bit states, updated on the host.',
     "torchao": 'Use optim="adamw_torch" and states="int8": Adam with 8-bit states, updated on the host.',
@@ -31,38 +31,42 @@ _ON_GPU: Final[Mapping[str, str]] = {
 
 
 def rule_for(optimizer: Optimizer) -> str | None:
-    """The rule of ours that does what this optimizer would; None where there is none."""
+    """The update rule that is equivalent to this optimizer, or None."""
     name = _RULES.get(type(optimizer))
-    if name is None or any(entry.get("step", 1) for entry in optimizer.state.values()):  # Adagrad's begins with a sum
+    # it has made steps; Adagrad has state at step 0
+    if name is None or any(entry.get("step", 1) for entry in optimizer.state.values()):
         return None
     modes = {**RULES[name].torch_modes, "differentiable": False}
     for group in optimizer.param_groups:
         if any(group.get(key, value) != value for key, value in modes.items()):
             return None
-        if any(isinstance(group.get(key), torch.Tensor) for key in RULES[name].defaults):  # a learning rate on the GPU
+        # for example a learning rate on the GPU
+        if any(isinstance(group.get(key), torch.Tensor) for key in RULES[name].defaults):
             return None
     return name
 
 
 def own_options() -> list[str]:
-    """What TwinOptimizer can be told beside an optimizer that has groups and options of its own."""
+    """The arguments of TwinOptimizer that can be used with an optimizer that has its own groups and options."""
     given = inspect.signature(TwinOptimizer.__init__).parameters.values()
     return [one.name for one in given if one.kind is one.KEYWORD_ONLY and one.name != "param_groups"]
 
 
 def take_over(optimizer: Optimizer, model: nn.Module, **options: Any) -> TwinOptimizer:
-    """A TwinOptimizer over `model` with the groups, options and state of `optimizer`, which must not be used again."""
+    """Build a TwinOptimizer for `model` with the groups, options and state of `optimizer`. Do not use `optimizer`
+    afterwards. Raises ValueError for an optimizer that cannot run on the host.
+    """
     if isinstance(optimizer, TwinOptimizer):
-        raise invalid_value("optimizer", "a TwinOptimizer", "a torch.optim.Optimizer to build one of")
+        raise invalid_value("optimizer", "a TwinOptimizer", "another torch.optim.Optimizer", "Use it as it is.")
     kind = type(optimizer).__name__
     for name in options:
         if name not in own_options():
-            remedy = f"Options of the update are those of the {kind} that is given."
+            remedy = f"Give options of the update to {kind}."
             raise invalid_value("option", name, own_options(), remedy)
     package = type(optimizer).__module__.split(".")[0]
     if package in _ON_GPU:
         raise invalid_value("optimizer", kind, "one that runs on the host", _ON_GPU[package])
-    wrapped = vars(optimizer).pop("step", None)  # a scheduler's wrapper, which is not the optimizer's
+    wrapped = vars(optimizer).pop("step", None)  # a scheduler has wrapped `step` on the instance
     try:
         twin = _build(optimizer, model, options)
     finally:
@@ -73,22 +77,22 @@ def take_over(optimizer: Optimizer, model: nn.Module, **options: Any) -> TwinOpt
 
 
 def follow(optimizer: Optimizer, twin: TwinOptimizer) -> None:
-    """Let schedulers that were built over `optimizer` move `twin`: they write to its param groups."""
+    """Connect schedulers that were built with `optimizer` to `twin`: they change the param groups of `twin`."""
     optimizer.param_groups = twin.param_groups
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # else they warn that it is never stepped
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # otherwise schedulers warn that step() was never called
 
 
 def groups_for(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Its groups with the options that our rules know; what others have put there is kept."""
+    """The param groups without options of torch that our rules do not have. Other entries are kept."""
     dropped = {*_HOW, "differentiable", *(key for rule in RULES.values() for key in rule.torch_modes)}
     return [{key: value for key, value in group.items() if key not in dropped} for group in optimizer.param_groups]
 
 
 def section_for(optimizer: Optimizer, rule: str) -> dict[str, Any]:
-    """The `optimizer` section of a config that names its rule and defaults."""
+    """The `optimizer` section of a config, with the rule and the defaults of the optimizer."""
     names = {option.name for option in RULES[rule].options}
     params = {key: value for key, value in optimizer.defaults.items() if key in names}
-    if rule == "adam":  # what a config calls Adam is AdamW without this
+    if rule == "adam":  # without it, Adam in a config means AdamW
         params["adam_w_mode"] = False
     return {"type": RULES[rule].title, "params": params}
 

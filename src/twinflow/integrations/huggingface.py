@@ -1,8 +1,9 @@
-"""Hugging Face's Trainer with TwinOptimizer: `TwinTrainer` in the place of `Trainer`.
+"""Hugging Face's Trainer with TwinOptimizer: use `TwinTrainer` instead of `Trainer`.
 
-The Trainer builds the optimizer that its arguments name, as ever: its groups, learning rate and options. A
-TwinOptimizer takes its place, with updates that start in backward. `gradient_accumulation_steps` and `max_grad_norm`
-are declared to it, and the accelerator's clipping answers with its norm (norms.py). Everything else is the Trainer's.
+The Trainer builds the optimizer of its arguments as usual, with its groups, learning rate and options. A TwinOptimizer
+replaces this optimizer. Its updates start in backward. It takes `gradient_accumulation_steps` and `max_grad_norm` from
+the arguments. The accelerator's clipping returns the norm of the TwinOptimizer (norms.py). All other parts of the
+Trainer are unchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value
 from twinflow.integrations.accelerate import check_accelerator, connect
 from twinflow.integrations.files import StreamedState
 from twinflow.integrations.given import own_options, take_over
@@ -24,60 +25,60 @@ from twinflow.optim.twin import TwinOptimizer
 _PACKAGES = "transformers accelerate"
 need("accelerate", _PACKAGES, "twinflow.integrations.huggingface")
 transformers = need("transformers", _PACKAGES, "twinflow.integrations.huggingface")
-# What TrainingArguments say, under TwinOptimizer's names.
+# Options of TwinOptimizer that TrainingArguments set, with their names there.
 _DECLARED = {"max_grad_norm": "max_grad_norm", "accumulation_steps": "gradient_accumulation_steps"}
 
 
 class TwinMixin:
-    """What makes a Trainer use TwinOptimizer: `class MyTrainer(TwinMixin, SFTTrainer)`."""
+    """Makes any Trainer use TwinOptimizer: `class MyTrainer(TwinMixin, SFTTrainer)`."""
 
     def __init__(self, *args: Any, twin: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """A Trainer's arguments, and options of TwinOptimizer in `twin`: states, ratio, host_threads, ..."""
-        self.twin: TwinOptimizer | None = None  # once `train` has begun
+        """The arguments of a Trainer. `twin`: options of TwinOptimizer such as states, ratio and host_threads."""
+        self.twin: TwinOptimizer | None = None  # set when `train` starts
         self._twin_options = dict(twin or {})
         for name, argument in _DECLARED.items():
             if name in self._twin_options:
                 remedy = f"Set {argument} in TrainingArguments."
-                raise invalid_value(f"twin[{name!r}]", self._twin_options[name], "nothing", remedy)
+                raise invalid_value(f"twin[{name!r}]", self._twin_options[name], "unset", remedy)
         _check_options(self._twin_options)
         super().__init__(*args, **kwargs)
         _check_arguments(self)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer that the Trainer would have made, as a TwinOptimizer, prepared for its accelerator."""
+        """Build the Trainer's optimizer as a TwinOptimizer and prepare it for the accelerator."""
         made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         trainer: Any = self
         twin = self.twin
         if twin is not None and getattr(made, "optimizer", made) is twin:
-            twin.zero_grad()  # `train` is called again, maybe after one that ended between two micro-batches
+            twin.zero_grad()  # `train` was called before, and may have ended between two micro-batches
             return made
         if twin is not None:
-            twin.close()  # of a model that `model_init` has made before
+            twin.close()  # it belongs to an earlier model of `model_init`
         check_accelerator(trainer.accelerator)
         self.twin = _adopt(made, trainer) if isinstance(made, TwinOptimizer) else _build(made, trainer)
         trainer.optimizer = connect(trainer.accelerator, self.twin, "TrainingArguments.max_grad_norm")
         return trainer.optimizer
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """The state goes into a folder of the checkpoint, without a copy in memory."""
+        """Writes the optimizer state to a folder of the checkpoint, without a copy in memory."""
         trainer: Any = self
         with _streaming(trainer, output_dir):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """And comes from there."""
+        """Loads the optimizer state from the folder of the checkpoint."""
         trainer: Any = self
         with _streaming(trainer, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
-        """After the last update, which must not come over it."""
+        """Waits for the last update first, because it would overwrite the loaded weights."""
         if self.twin is not None:
             self.twin.flush()
         super()._load_best_model()  # type: ignore[misc]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As of a Trainer; the weights are complete when it returns, a delayed update included."""
+        """`Trainer.train`. When it returns, the weights include all updates, also a delayed one."""
         result = super().train(*args, **kwargs)  # type: ignore[misc]
         if self.twin is not None:
             self.twin.flush()
@@ -85,12 +86,12 @@ class TwinMixin:
 
 
 class TwinTrainer(TwinMixin, transformers.Trainer):  # type: ignore[name-defined,misc]
-    """transformers.Trainer, whose optimizer is a TwinOptimizer with the options in `twin`."""
+    """transformers.Trainer with a TwinOptimizer. `twin`: the options of the TwinOptimizer."""
 
 
 @contextmanager
 def _streaming(trainer: Any, folder: str | None) -> Iterator[None]:
-    """Let whoever asks `trainer.optimizer` for its state get one that lies in `folder`."""
+    """Within this context the state of `trainer.optimizer` is saved to and loaded from `folder`."""
     own = trainer.optimizer
     if folder is not None and trainer.twin is not None:
         trainer.optimizer = StreamedState(trainer.twin, Path(folder))
@@ -101,49 +102,61 @@ def _streaming(trainer: Any, folder: str | None) -> Iterator[None]:
 
 
 def _build(made: Optimizer, trainer: Any) -> TwinOptimizer:
-    """The arguments' optimizer, on the host."""
+    """A TwinOptimizer that replaces the optimizer of the arguments."""
     given = {"early": True, **trainer._twin_options}
-    if given["early"]:  # else gradients add up in `.grad`, where the Trainer clips them
+    if given["early"]:  # otherwise gradients accumulate in `.grad`, and the Trainer clips them
         given["max_grad_norm"] = trainer.args.max_grad_norm or None
         given["accumulation_steps"] = trainer.args.gradient_accumulation_steps
     return take_over(made, trainer.model, **given)
 
 
 def _adopt(twin: TwinOptimizer, trainer: Any) -> TwinOptimizer:
-    """One that was given as `optimizers=`: it must mean what the arguments say."""
+    """Check a TwinOptimizer that was given as `optimizers=`: its options must agree with the arguments."""
     if trainer._twin_options:
-        raise invalid_value("twin", trainer._twin_options, "nothing beside a TwinOptimizer given in optimizers=")
+        raise incompatible(
+            f"twin={trainer._twin_options}",
+            "a TwinOptimizer in optimizers=",
+            "it was built with its own options",
+            "Pass these options to the TwinOptimizer.",
+        )
     if twin.model is not trainer.model:
-        raise invalid_value("optimizers[0].model", "another module", "the Trainer's model")
+        remedy = "Build the TwinOptimizer for this model."
+        raise invalid_value("optimizers[0].model", "another module", "the Trainer's model", remedy)
     if twin.runtime.settings.early:
         wanted = trainer.args.max_grad_norm or None
         if twin.max_grad_norm != wanted:
-            remedy = "Build the TwinOptimizer with this max_grad_norm."
+            remedy = f"Build the TwinOptimizer with max_grad_norm={wanted}, or change TrainingArguments."
             raise invalid_value("TrainingArguments.max_grad_norm", wanted, [twin.max_grad_norm], remedy)
         twin.set_accumulation_steps(trainer.args.gradient_accumulation_steps)
     return twin
 
 
 def _check_options(given: Mapping[str, Any]) -> None:
-    """What the arguments do not say, and a Trainer's loop does not need to know of."""
+    """Raise ValueError for options that TrainingArguments set, or that the loop of the Trainer does not support."""
     allowed = [name for name in own_options() if name not in (*_DECLARED, "loss_scale")]
     for name in given:
         if name == "loss_scale":
-            raise invalid_value("option in twin", name, allowed, "The Trainer does not scale its loss: train in bf16.")
+            raise invalid_value("option in twin", name, allowed, "The Trainer does not scale the loss. Use bf16.")
         if name not in allowed:
-            remedy = "Options of the update are TrainingArguments: optim, learning_rate, weight_decay, optim_args, ..."
+            remedy = (
+                "Set options of the update in TrainingArguments: optim, learning_rate, weight_decay, optim_args, ..."
+            )
             raise invalid_value("option in twin", name, allowed, remedy)
 
 
 def _check_arguments(trainer: Any) -> None:
-    """Refuse what would train wrongly, or not at all."""
+    """Raise ValueError for arguments with which training would fail or give wrong results."""
     args = trainer.args
     if args.n_gpu > 1:
-        remedy = "Set CUDA_VISIBLE_DEVICES to one GPU; for several see twinflow.initialize()."
+        remedy = "Set CUDA_VISIBLE_DEVICES to one GPU. For several GPUs use twinflow.initialize()."
         raise invalid_value("GPUs of this process", args.n_gpu, [1], remedy)
     if args.torch_compile:
-        remedy = "Compile blocks instead, before: `for layer in model.model.layers: layer.compile()`."
+        remedy = "Compile the blocks before training: `for layer in model.model.layers: layer.compile()`."
         raise invalid_value("TrainingArguments.torch_compile", True, [False], remedy)
     if args.fsdp or args.deepspeed:
-        remedy = "TwinTrainer is for one process and one GPU."
-        raise invalid_value("TrainingArguments.fsdp or deepspeed", "given", "nothing", remedy)
+        raise incompatible(
+            "TrainingArguments.fsdp or deepspeed",
+            "TwinTrainer",
+            "it supports one process and one GPU only",
+            "Remove the argument, or use twinflow.initialize() for several GPUs.",
+        )

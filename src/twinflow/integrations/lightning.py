@@ -1,11 +1,13 @@
 """Lightning with TwinOptimizer: `Trainer(strategy=TwinStrategy(config=...))`.
 
-The strategy makes an engine of the LightningModule (`twinflow.initialize`) and hands its TwinOptimizer to the Trainer,
-which keeps its own loop: accumulation, schedules, callbacks, precision and logging stay Lightning's. The optimizer of
-`configure_optimizers` says what to do, the config how. Clipping is done by the optimizer while gradients are on their
-way, so that the precision plugin's `clip_gradients` of this Trainer only checks that it means the same.
+The strategy builds an engine for the LightningModule (`twinflow.initialize`) and gives its TwinOptimizer to the
+Trainer. The Trainer runs its own loop, with Lightning's accumulation, schedules, callbacks, precision and logging. The
+optimizer of `configure_optimizers` defines the update, and the config defines offload and ZeRO. The TwinOptimizer clips
+gradients while they are moved to the host. The precision plugin's `clip_gradients` only checks that its limit is the
+same.
 
-A checkpoint is a folder: what the engine saves, one parameter at a time, and beside it what Lightning adds.
+A checkpoint is a folder. It has the files of the engine, which are written one parameter at a time, and a file with the
+rest of Lightning's checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from twinflow.build import own_device
 from twinflow.build_optimizer import TIMEOUT_S
 from twinflow.config.read import read_source
 from twinflow.engine import Engine
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value, wrong_state
 from twinflow.integrations.given import follow, groups_for, rule_for, section_for
 from twinflow.integrations.norms import Clipping
 from twinflow.integrations.optional import need
@@ -36,11 +38,11 @@ _HOME = "pytorch_lightning" if _IS_OLD_NAME else "lightning.pytorch"
 pl = need(_HOME, "pytorch-lightning" if _IS_OLD_NAME else "lightning", "twinflow.integrations.lightning")
 _FOLDER, _REST = "engine", "lightning.ckpt"
 _OWN = ("state_dict", "optimizer_states")  # parts of a checkpoint that the engine saves
-# Sections that would change what the engine's own forward does, which is not called here.
+# Sections for the engine's own forward, which Lightning does not call, and what to use instead.
 _REFUSED = {
     "torch_autocast": 'Use Trainer(precision="bf16-mixed").',
-    "pipeline": "Use twinflow.initialize() and a loop of your own.",
-    "tensor_parallel": "Use twinflow.initialize() and a loop of your own.",
+    "pipeline": "Use twinflow.initialize() and your own loop.",
+    "tensor_parallel": "Use twinflow.initialize() and your own loop.",
     "wall_clock_breakdown": "Use Trainer(profiler=...).",
     "flops_profiler": "Use Trainer(profiler=...).",
     "tensorboard": "Use Trainer(logger=...).",
@@ -54,13 +56,13 @@ _Ddp = pl.strategies.DDPStrategy
 
 
 class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined,misc]
-    """Offload, Twin-Flow and ZeRO for a LightningModule, as one config for `twinflow.initialize` says."""
+    """Offload, Twin-Flow and ZeRO for a LightningModule, by a config for `twinflow.initialize`."""
 
     strategy_name = "twin"
     optimizers: Any
     lr_scheduler_configs: Any
-    # Processes and what they tell each other are DDPStrategy's. It is none itself: then the Trainer would shuffle the
-    # batches of a single process too.
+    # Processes and collectives are those of DDPStrategy. This class does not inherit from it, because the Trainer would
+    # then shuffle the batches of a single process too.
     root_device, num_nodes, num_processes = _Ddp.root_device, _Ddp.num_nodes, _Ddp.num_processes
     distributed_sampler_kwargs = _Ddp.distributed_sampler_kwargs
     setup_distributed, set_world_ranks = _Ddp.setup_distributed, _Ddp.set_world_ranks
@@ -77,42 +79,45 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         timeout: timedelta = timedelta(seconds=TIMEOUT_S),
         **kwargs: Any,
     ) -> None:
-        """`config`: a dict or a JSON file in DeepSpeed's format; without one, all state is on the host.
+        """`config`: a dict or a JSON file in DeepSpeed's format. Without it, all optimizer state is on the host.
 
-        Batch sizes, clipping and accumulation are the Trainer's. Other arguments are ParallelStrategy's.
+        Batch sizes, clipping and accumulation are arguments of the Trainer. `kwargs` are passed to ParallelStrategy.
         """
         super().__init__(**kwargs)
         self.config = _read(config)
-        self.engine: Engine | None = None  # while `fit` runs
+        self.engine: Engine | None = None  # only while `fit` runs
         self._num_nodes, self._start_method = 1, "popen"
         self._process_group_backend, self._timeout = process_group_backend, timeout
 
     @property
     def is_distributed(self) -> bool:
-        """Whether batches have to be dealt out to ranks."""
+        """Whether there are several ranks, which need different batches."""
         return bool(self.num_nodes * self.num_processes > 1)
 
     @property
     def twin(self) -> TwinOptimizer:
-        """The optimizer, while `fit` runs."""
+        """The optimizer. Raises RuntimeError if `fit` is not running."""
         if self.engine is None or self.engine.optimizer is None:
-            raise RuntimeError("there is an optimizer only while Trainer.fit() runs")
+            reason = "there is an optimizer only while Trainer.fit() runs"
+            raise wrong_state(
+                "TwinStrategy.twin cannot be read", reason, "Read it in a callback or a hook of the module."
+            )
         return self.engine.optimizer
 
-    # Setting up, in the order in which it happens.
+    # Setup, in the order of the calls.
 
     def _configure_launcher(self) -> None:
         if self.is_distributed:
             _Ddp._configure_launcher(self)
 
     def setup_environment(self) -> None:
-        """Join the group of ranks, where there are several."""
+        """Join the process group if there are several ranks."""
         super().setup_environment()
         if self.is_distributed:
             self.setup_distributed()
 
     def model_to_device(self) -> None:
-        """For fitting `initialize` does it, in the precision that the config says."""
+        """Move the model to the device. For `fit`, `twinflow.initialize` does this, in the precision of the config."""
         if not self._is_fitting:
             super().model_to_device()
 
@@ -121,7 +126,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         return str(getattr(self.lightning_module.trainer.state.fn, "value", "")) == "fit"
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """The engine, with the optimizer that `configure_optimizers` or the config asks for."""
+        """Build the engine with the optimizer of `configure_optimizers` or of the config."""
         if own_device().type != self.root_device.type:
             raise invalid_value("Trainer(accelerator=)", self.root_device.type, [own_device().type])
         if getattr(self.precision_plugin, "scaler", None) is not None:
@@ -140,7 +145,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         kept = None if groups is not None else given
         engine, twin, _, scheduler = self._initialize(optimizer=kept, model_parameters=groups, config=config)
         assert twin is not None
-        engine.leave_plain_backwards()  # `backward` here scales losses
+        engine.leave_plain_backwards()  # the method `backward` of this class scales the loss
         self.engine = engine
         if given is not None:
             follow(given, twin)
@@ -150,7 +155,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         self._take_clipping(twin)
 
     def _initialize(self, **kwargs: Any) -> Any:
-        """An engine among the ranks that Lightning has started, of which it says half in the environment."""
+        """Build an engine for the ranks of Lightning, which sets only some of the environment variables for them."""
         said = {"RANK": self.global_rank, "LOCAL_RANK": self.local_rank, "WORLD_SIZE": self.world_size}
         said |= {"LOCAL_WORLD_SIZE": self.num_processes}
         missing = {key: str(value) for key, value in said.items() if key not in os.environ}
@@ -162,18 +167,23 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
                 del os.environ[key]
 
     def _configured(self, trainer: Any) -> dict[str, Any]:
-        """The config, with what the Trainer says in it."""
+        """The config with the Trainer's settings for clipping and accumulation."""
         config = dict(self.config)
         if trainer.gradient_clip_val and str(getattr(trainer.gradient_clip_algorithm, "value", "norm")) != "norm":
             raise invalid_value("Trainer(gradient_clip_algorithm=)", trainer.gradient_clip_algorithm, ["norm"])
         config["gradient_clipping"] = float(trainer.gradient_clip_val or 0.0)
         config["gradient_accumulation_steps"] = trainer.accumulate_grad_batches
-        return {"train_micro_batch_size_per_gpu": 1, **config}  # batches are the Trainer's
+        return {"train_micro_batch_size_per_gpu": 1, **config}  # the Trainer determines the batches
 
     def _add_scheduler(self, scheduler: Any) -> None:
-        """The config's schedule, which moves with every step; the Trainer moves and saves it."""
+        """Give the scheduler of the config to the Trainer, which advances it in every step and saves it."""
         if self.lr_scheduler_configs:
-            raise invalid_value("scheduler", "in the config and in configure_optimizers()", "one of them")
+            raise incompatible(
+                "scheduler in the config of TwinStrategy",
+                "a scheduler of configure_optimizers()",
+                "the optimizer has one schedule",
+                "Remove one of them.",
+            )
         assert self.engine is not None
         self.engine.release_scheduler()
         kind = need(f"{_HOME}.utilities.types", "lightning", "TwinStrategy").LRSchedulerConfig
@@ -193,25 +203,24 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
     # Training.
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Through the module's own call, so that it counts as its forward."""
+        """Run `training_step` as the forward of the module, so that forward hooks run."""
         with self.precision_plugin.train_step_context():
             return self._run("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The same."""
         with self.precision_plugin.val_step_context():
             return self._run("validation_step", *args, **kwargs)
 
     def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
-        if self.engine is not None and self.engine.watch is not None:  # other ranks know that this one goes on
+        if self.engine is not None and self.engine.watch is not None:  # tells other ranks that this rank makes progress
             self.engine.watch.beat(module.trainer.global_step + 1, name)
         return self._forward_redirection(module, module, name, *args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """With the loss scale, where the config has one."""
+        """Run backward, with the loss scale if the config has one."""
         twin, wanted = self.twin, self.lightning_module.trainer.accumulate_grad_batches
-        if twin.accumulation_steps != wanted:  # a callback has changed it
+        if twin.accumulation_steps != wanted:  # a callback has changed the number of accumulation steps
             twin.set_accumulation_steps(wanted)
         scale = twin.loss_scale
         loss: Tensor = super().backward(
@@ -220,7 +229,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         return loss
 
     def teardown(self) -> None:
-        """Give threads and memory back; the module keeps its weights."""
+        """Release threads and memory. The module keeps its weights."""
         self.precision_plugin.__dict__.pop("clip_gradients", None)
         engine, self.engine = self.engine, None
         if engine is not None:
@@ -231,27 +240,30 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """The engine loads its part, so it must be there."""
+        """True, because the engine loads its part and must exist before."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """The engine loads it."""
+        """False, because the engine loads the optimizer state."""
         return False
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing here: the engine saves it without a copy."""
+        """Empty, because the engine saves the optimizer state without a copy."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """A folder; with the weights alone, a file as Lightning writes it."""
+        """Write a folder. If only weights are saved, write a file in Lightning's format. Raises RuntimeError after
+        `fit`.
+        """
         if "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if self.engine is None:
-            raise RuntimeError(
-                "Trainer.save_checkpoint() after fit(), when the optimizer's state has been given back. Save during "
-                "fit() (ModelCheckpoint), or the weights alone: save_checkpoint(path, weights_only=True)"
+            raise wrong_state(
+                "Trainer.save_checkpoint() cannot save the optimizer state",
+                "fit() has ended and its memory is released",
+                "Save during fit() (ModelCheckpoint), or save only weights: save_checkpoint(path, weights_only=True).",
             )
         self.engine.count_from(checkpoint["global_step"])
         self.engine.save_checkpoint(filepath, tag=_FOLDER)
@@ -259,19 +271,19 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         super().save_checkpoint(rest, Path(filepath) / _REST, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """A folder that this strategy wrote, or a file that has weights alone."""
+        """Load a folder that this strategy has written, or a file with weights only."""
         path = Path(checkpoint_path)
         if not path.is_dir():
             return self._load_file(path, weights_only)
         engine = self.engine
-        if engine is None:  # testing
+        if engine is None:  # not in fit, for example in test
             engine = self._initialize(config={"train_batch_size": self.world_size})[0]
         found, _ = engine.load_checkpoint(path, tag=_FOLDER, load_module_only=self.engine is None)
         if found is None:
-            raise invalid_value("ckpt_path", str(path), "a checkpoint that TwinStrategy wrote")
+            raise invalid_value("ckpt_path", str(path), "a checkpoint that TwinStrategy has written")
         if self.engine is None:
             engine.destroy()
-        # What Lightning adds is pickled: no code of it is run, unless the user says so.
+        # Lightning's part is pickled. Code in it is run only if the user allows it.
         is_safe = True if weights_only is None else weights_only
         loaded: dict[str, Any] = super().load_checkpoint(path / _REST, weights_only=is_safe)
         return loaded
@@ -281,53 +293,65 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
             path, weights_only=True if weights_only is None else weights_only
         )
         if self._is_fitting:
-            remedy = "Take its weights with LightningModule.load_from_checkpoint(), and fit without ckpt_path."
-            raise invalid_value("ckpt_path", str(path), "a folder that TwinStrategy wrote", remedy)
+            remedy = "Load its weights with LightningModule.load_from_checkpoint(), and call fit() without ckpt_path."
+            raise invalid_value("ckpt_path", str(path), "a folder that TwinStrategy has written", remedy)
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Weights of a file; those of a folder are there already."""
+        """Load the weights of a file. The weights of a folder are loaded already."""
         if "state_dict" in checkpoint:
             super().load_model_state_dict(checkpoint, strict=strict)
 
 
 def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    """The config as a dict, without what is the Trainer's business."""
+    """The config as a dict. Raises ValueError for keys that the Trainer sets or that do not work with Lightning."""
     if config is None:
         config = {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}
     found = dict(config) if isinstance(config, Mapping) else dict(read_source(config)[1])
     for key, remedy in _REFUSED.items():
         if key in found:
-            raise invalid_value(f"{key} with TwinStrategy", found[key], "nothing", remedy)
+            raise incompatible(f"The config key {key}", "TwinStrategy", "Lightning runs the training loop", remedy)
     for key, argument in {
         "gradient_clipping": "Trainer(gradient_clip_val=...)",
         "gradient_accumulation_steps": "Trainer(accumulate_grad_batches=...)",
         "train_batch_size": "the DataLoader's batch_size",
     }.items():
         if found.get(key) not in (None, "auto"):
-            raise invalid_value(f"{key} with TwinStrategy", found[key], ["auto"], f"Leave it out, and set {argument}.")
+            raise invalid_value(
+                f"{key} in the config of TwinStrategy", found[key], ["auto"], f"Set {argument} instead."
+            )
         found.pop(key, None)
     return found
 
 
 def _refuse_averages(callbacks: list[Any]) -> None:
-    """They read weights after every step, when updates are on their way, and keep them in the checkpoint's file."""
+    """Raise ValueError for callbacks that average weights: they read weights while updates are running, and save them
+    in the checkpoint file.
+    """
     for name in ("WeightAveraging", "StochasticWeightAveraging"):
         kind = getattr(pl.callbacks, name, None)
         if kind is not None and any(isinstance(callback, kind) for callback in callbacks):
-            remedy = "Average in a callback of your own, after trainer.strategy.twin.wait()."
-            raise invalid_value("Trainer(callbacks=)", name, "others with TwinStrategy", remedy)
+            raise incompatible(
+                f"The callback {name}",
+                "TwinStrategy",
+                "it reads weights while updates are running",
+                "Average in your own callback, after trainer.strategy.twin.wait().",
+            )
 
 
 def _only(optimizers: list[Any]) -> Optimizer:
-    found = [one for one in optimizers if one.param_groups]  # Lightning has one without parameters for None
+    found = [one for one in optimizers if one.param_groups]  # for None, Lightning makes an optimizer without parameters
     if len(found) != 1:
-        remedy = "Return one there, or name one in the config of TwinStrategy."
+        remedy = "Return one optimizer there, or set one in the config of TwinStrategy."
         raise invalid_value("optimizers of configure_optimizers()", len(found), [1], remedy)
     return found[0]  # type: ignore[no-any-return]
 
 
 def _refuse_second(module: Any) -> None:
     if module.configure_optimizers() is not None:
-        remedy = "Let configure_optimizers() return None, or leave it out of the config."
-        raise invalid_value("optimizer", "in the config and in configure_optimizers()", "one of them", remedy)
+        raise incompatible(
+            "optimizer in the config of TwinStrategy",
+            "an optimizer of configure_optimizers()",
+            "the engine has one optimizer",
+            "Let configure_optimizers() return None, or remove the optimizer from the config.",
+        )

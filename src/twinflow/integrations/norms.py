@@ -1,9 +1,9 @@
-"""Clipping that a loop asks for, where the optimizer does it.
+"""A replacement for the clipping function of a training loop, for an optimizer that clips itself.
 
-With `early=True` gradients have left for the host when a loop wants them clipped; TwinOptimizer clips them itself, by
-the same global norm. The loop's call therefore only checks that both mean the same thing, and answers with the norm,
-which is known once `step()` has been called and backward has ended: reading it before is an error, and nobody waits
-for a norm that is not read.
+With `early=True`, gradients have been moved to the host before the loop clips them. TwinOptimizer clips them itself, by
+the same global norm. The call of the loop therefore only checks that its limit equals that of the optimizer, and
+returns the norm. The norm is known when `step()` was called and backward has ended. Reading it earlier raises
+RuntimeError. A norm that is not read causes no wait.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twinflow.errors import invalid_value
+from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.job import Job
 from twinflow.optim.twin import TwinOptimizer
 
 
 class PendingNorm(Tensor):
-    """A gradient norm that becomes known: a number in fp32 for whoever reads it after the step."""
+    """A gradient norm that is not known yet. After the step it behaves like an fp32 scalar tensor."""
 
     _read: Callable[[], float]
 
     @staticmethod
     def __new__(cls, read: Callable[[], float]) -> PendingNorm:
-        """`read` gives the norm, or raises where the step has not been made yet."""
+        """`read` returns the norm, or raises RuntimeError before the step."""
         made: PendingNorm = torch.Tensor._make_subclass(cls, torch.zeros(()))
         made._read = read
         return made
 
     def known(self) -> Tensor:
-        """The same as a plain tensor."""
+        """The norm as a plain tensor."""
         return torch.tensor(self._read(), dtype=torch.float32)
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
@@ -45,30 +45,31 @@ class PendingNorm(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Whatever is done with it is done with its value."""
+        """Apply the operation to the value of the norm."""
         known = [arg.known() if isinstance(arg, PendingNorm) else arg for arg in args]
         named = {key: arg.known() if isinstance(arg, PendingNorm) else arg for key, arg in (kwargs or {}).items()}
         return func(*known, **named)
 
 
 class _Step:
-    """A step whose norm was asked for."""
+    """A step whose norm was requested."""
 
     def __init__(self) -> None:
-        self._job: Job | None = None  # until the norm is read, or the next step is made: it holds on to the optimizer
+        # set only until the norm is read or the next step is made, because a job refers to the optimizer
+        self._job: Job | None = None
         self._norm: float | None = None
 
     def made(self, job: Job) -> None:
-        """The step was made by this job."""
         self._job = job
 
     def norm(self) -> float:
-        """The norm of all gradients, as soon as backward has ended."""
+        """The norm of all gradients. Waits until backward has ended."""
         if self._norm is None:
             if self._job is None:
-                raise RuntimeError(
-                    "the gradient norm is read before optimizer.step(), while gradients are on their way to the host. "
-                    "Read it after step()"
+                raise wrong_state(
+                    "The gradient norm cannot be read before optimizer.step()",
+                    "gradients are still being moved to the host",
+                    "Read it after step().",
                 )
             self._norm = self._job.wait_for_decision().norm
             self._job = None
@@ -76,32 +77,36 @@ class _Step:
 
 
 class Clipping:
-    """Stands for `clip_grad_norm_` of a loop whose optimizer clips by itself."""
+    """Replaces `clip_grad_norm_` of a loop whose optimizer clips gradients itself."""
 
     def __init__(self, optimizer: TwinOptimizer, name: str) -> None:
-        self._optimizer = weakref.ref(optimizer)  # a loop may outlive it
-        self._name = name  # of the loop's own option
-        self._waiting: list[_Step] = []  # norms that the next step makes known
-        self._made: list[_Step] = []  # of the last step
+        self._optimizer = weakref.ref(optimizer)  # the loop may live longer than the optimizer
+        self._name = name  # name of the loop's option, for error messages
+        self._waiting: list[_Step] = []  # steps whose norms the next step() computes
+        self._made: list[_Step] = []  # steps whose norms the last step() has computed
         optimizer.register_step_post_hook(self._after_step)
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> PendingNorm:
-        """Check what is asked for; the norm of the step under way."""
+        """Check the arguments and return the norm of the current step. Raises ValueError if the limit differs from that
+        of the optimizer.
+        """
         optimizer = self._optimizer()
         assert optimizer is not None
         own = optimizer.max_grad_norm
         if float(norm_type) != 2.0:
             raise invalid_value("norm_type", norm_type, [2.0], "Gradients are clipped by their Euclidean norm.")
-        wanted = None if math.isinf(max_norm) else float(max_norm)  # inf: the norm alone is wanted
+        wanted = None if math.isinf(max_norm) else float(max_norm)  # inf: the loop only reads the norm
         if wanted is not None and wanted != own:
-            remedy = "TwinOptimizer clips while gradients are on their way; it was built with this max_grad_norm."
+            remedy = "TwinOptimizer clips gradients itself, with the max_grad_norm that it was built with."
             raise invalid_value(self._name, max_norm, [own], remedy)
         step = _Step()
         self._waiting.append(step)
         return PendingNorm(step.norm)
 
     def covers(self, params: Iterable[Tensor]) -> bool:
-        """Whether these parameters are the optimizer's: all of them, or none; frozen ones do not count."""
+        """Whether the parameters are those of the optimizer. Frozen parameters are ignored. Raises ValueError if only
+        some of them are.
+        """
         optimizer = self._optimizer()
         if optimizer is None:
             return False
@@ -111,7 +116,7 @@ class Clipping:
             return True
         if not own & given:
             return False
-        allowed = f"the {len(own)} that TwinOptimizer trains: it clips by the norm of all of them"
+        allowed = f"the {len(own)} that TwinOptimizer trains, because it clips by the norm of all of them"
         raise invalid_value("parameters to clip", f"{len(given & own)} of them and {len(given - own)} others", allowed)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Packages that twinflow does not depend on."""
+"""Import of optional packages."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def need(module: str, packages: str, what: str) -> Any:
-    """An optional package's module; an ImportError that names what to install where it is missing."""
+    """Import a module of an optional package. Raises ImportError with the name of the package if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            f"{what} needs {module.split('.')[0]} ({error}). Install it: pip install {packages}"
+            f"{what} needs {module.split('.')[0]} ({error}). Install it with: pip install {packages}"
         ) from error

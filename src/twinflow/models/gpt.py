@@ -1,8 +1,8 @@
-"""A GPT-2 style decoder, with the arithmetic of its size and cost beside it.
+"""A GPT-2 style decoder, and functions that compute its size and cost.
 
-`count_params`, `flops_per_token` and `activation_bytes` are plain arithmetic on a `GPTConfig`, so that a plan can be
-made for a model that was never built; the tests hold them against the real module. Every layer initialises itself in
-its `reset_parameters`, so that a model made on the meta device can be given its weights one layer at a time.
+`count_params`, `flops_per_token` and `activation_bytes` need only a `GPTConfig`, so that a plan can be made without
+building the model. Tests compare them with the real module. Every layer initialises its weights in `reset_parameters`,
+so that a model on the meta device can be materialised one layer at a time.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from twinflow.loss import LOSS_CHUNK, chunked_cross_entropy
 from twinflow.models.stages import gpt_parts
 from twinflow.parallel.specs import Part
 
-# GPT-2's standard deviation for every weight matrix and embedding at the start.
+# Standard deviation of GPT-2's initial weight matrices and embeddings.
 INIT_STD: Final = 0.02
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT."""
+    """Shape and options of a `GPT`. Raises ValueError for values that do not make a model."""
 
     vocab_size: int
     context: int
@@ -38,7 +38,7 @@ class GPTConfig:
     num_heads: int
     dropout: float = 0.0
     tied: bool = True  # the output head uses the token embedding's weight
-    checkpoint_activations: bool = False  # keep only each block's input, and run its forward again in backward
+    checkpoint_activations: bool = False  # save only the input of each block, and run its forward again in backward
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context", "num_layers", "hidden", "num_heads"):
@@ -50,11 +50,11 @@ class GPTConfig:
             raise invalid_value("dropout", self.dropout, "a number >= 0 and < 1")
 
 
-# GPT-2's 50,257 symbols, padded to a multiple of 128 for the sake of the matrix units, as Megatron does.
+# GPT-2's vocabulary of 50,257 tokens, padded to a multiple of 128 as in Megatron: matrix units work best on such sizes.
 GPT2_VOCAB_SIZE: Final = 50_304
 
-# Byte-level shapes (256 symbols): `tiny` learns visibly within minutes on two cores, `small` wants a real machine. The
-# GPT-2 shapes are those that papers on training with offload report.
+# `tiny` and `small` are byte-level models with 256 symbols. The loss of `tiny` falls within minutes on two cores;
+# `small` needs a larger machine. Papers on training with offload report results for the GPT-2 shapes.
 PRESETS: Final[Mapping[str, GPTConfig]] = MappingProxyType(
     {
         "tiny": GPTConfig(vocab_size=256, context=128, num_layers=4, hidden=128, num_heads=4),
@@ -66,14 +66,14 @@ PRESETS: Final[Mapping[str, GPTConfig]] = MappingProxyType(
     }
 )
 
-# Sequences a forward, where the user names no number.
+# Default number of sequences per forward.
 PRESET_BATCH: Final[Mapping[str, int]] = MappingProxyType(
     {"tiny": 8, "small": 8, "gpt-350m": 8, "gpt2-1.5b": 8, "gpt2-10b": 10, "gpt2-13b": 4}
 )
 
 
 def count_params(config: GPTConfig) -> int:
-    """Number of trainable parameters of `GPT(config)`; a tied head counts once."""
+    """Number of trainable parameters of `GPT(config)`. A tied weight counts once."""
     h = config.hidden
     norms = 2 * (2 * h)
     attention = (3 * h * h + 3 * h) + (h * h + h)
@@ -84,10 +84,10 @@ def count_params(config: GPTConfig) -> int:
 
 
 def flops_per_token(config: GPTConfig) -> int:
-    """Floating point operations of one forward and backward, for each token of a full context.
+    """FLOPs of one forward and backward per token, for sequences of full length.
 
-    Matrix products only: 2 a weight forward and 4 backward. Attention counts the whole square, masked half included,
-    as is the custom when model FLOPs are compared.
+    Only matrix products count: 2 FLOPs per weight in forward and 4 in backward. Attention counts the whole square of
+    scores, including the masked half, as is usual when model FLOPs are compared.
     """
     h = config.hidden
     matmul_weights = config.num_layers * 12 * h * h + config.vocab_size * h
@@ -96,85 +96,89 @@ def flops_per_token(config: GPTConfig) -> int:
 
 
 def block_bytes(config: GPTConfig, num_tokens: int, dtype_bytes: int) -> int:
-    """What one block keeps for its backward: 16 values for each token and hidden unit, and the statistics in fp32.
+    """Bytes that one block saves for backward: 16 values per token and hidden unit, and statistics in fp32.
 
-    The inputs of both norms (2), of qkv and of up (2), q, k and v (3), what attention gives (1), and both sides of the
-    GELU (8). Fused attention is assumed, which keeps a sum for each head and token and not the square.
+    The 16 values are the inputs of both norms (2), the inputs of qkv and up (2), q, k and v (3), the output of
+    attention (1), and input and output of the GELU (8). Fused attention is assumed. It saves one sum per head and token
+    instead of the square of scores.
     """
-    statistics = 2 * 2 + config.num_heads  # mean and deviation of two norms
-    masks = 2 * config.hidden if config.dropout else 0  # a byte each
+    statistics = 2 * 2 + config.num_heads  # mean and deviation of two norms; one sum per head
+    masks = 2 * config.hidden if config.dropout else 0  # one byte per value
     return num_tokens * (16 * config.hidden * dtype_bytes + 4 * statistics + masks)
 
 
 def activation_bytes(config: GPTConfig, batch: int, tokens: int, checkpointing: bool, dtype_bytes: int = 2) -> int:
-    """Estimate of the largest memory that a training step takes beyond weights, their gradients and optimizer state.
+    """Estimate of the peak memory of a training step, without weights, their gradients and optimizer state.
 
-    For `batch` sequences of `tokens` in a dtype of `dtype_bytes`. To what the blocks keep (one input each when
-    `checkpointing`) comes the larger of two moments: the loss, with the gradients of its inputs and a chunk of logits,
-    and the backward of one block, with as much again for the gradients inside it.
+    The step has `batch` sequences of `tokens` tokens in a dtype of `dtype_bytes`. The estimate is the memory that all
+    blocks save (only their inputs with `checkpointing`), plus the larger of two needs: that of the loss, which has the
+    gradients of its inputs and a chunk of logits, and that of the backward of one block, which has the gradients inside
+    the block.
     """
     num_tokens, h = batch * tokens, config.hidden
-    stream = num_tokens * h * dtype_bytes  # the residual stream once
+    stream = num_tokens * h * dtype_bytes  # one copy of the residual stream
     block = block_bytes(config, num_tokens, dtype_bytes)
     kept = config.num_layers * (stream if checkpointing else block)
-    ends = stream + 8 * num_tokens + 2 * 8 * num_tokens  # the last norm's input and statistics; tokens and targets
+    ends = stream + 8 * num_tokens + 2 * 8 * num_tokens  # input and statistics of the last norm, tokens and targets
     if config.dropout:
         ends += num_tokens * h
     wide = max(dtype_bytes, 4)
     logits = min(num_tokens, LOSS_CHUNK) * config.vocab_size * (wide + dtype_bytes)
-    loss = 2 * stream + config.vocab_size * h * wide + logits  # hidden, its gradient and that of the head's weight
+    # hidden states, their gradient and the gradient of the head's weight
+    loss = 2 * stream + config.vocab_size * h * wide + logits
     backward = block * (2 if checkpointing else 1)
     return kept + ends + max(loss, backward)
 
 
 class GPTOutput(NamedTuple):
-    """What a forward returns: logits without targets, the loss with them."""
+    """Output of `GPT.forward`: the loss if targets were given, otherwise the logits."""
 
     logits: Tensor | None  # [batch, tokens, vocab]
     loss: Tensor | None  # mean cross entropy in nats, fp32 or wider
 
 
 class Linear(nn.Linear):
-    """A linear layer that starts with weights of a given deviation and no bias."""
+    """A linear layer with normally distributed initial weights of deviation `std` and a bias of zero."""
 
     def __init__(
         self, num_in: int, num_out: int, std: float = INIT_STD, bias: bool = True, device: str | None = None
     ) -> None:
-        self.std = std  # first: the constructor below calls reset_parameters
+        self.std = std  # set first, because the constructor of nn.Linear calls reset_parameters
         super().__init__(num_in, num_out, bias, device)
 
     def reset_parameters(self) -> None:
-        """Draw the weights."""
         _draw(self.weight, self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
 
 class Embedding(nn.Embedding):
-    """An embedding that starts as GPT-2's do."""
+    """An embedding with the initial distribution of GPT-2."""
 
     def reset_parameters(self) -> None:
-        """Draw the weights."""
         _draw(self.weight, INIT_STD)
 
 
 def _draw(weight: Tensor, std: float) -> None:
-    if not weight.is_meta:  # where torch would load its compiler, for two seconds and nothing
+    # On the meta device normal_ has no effect, but makes torch load its compiler, which takes two seconds.
+    if not weight.is_meta:
         nn.init.normal_(weight, std=std)
 
 
 class Head(Linear):
-    """From hidden units to logits, or straight to the loss, for which all logits at once are never made."""
+    """The output layer. It computes the logits, or the loss in chunks without ever holding all logits in memory."""
 
     def forward(self, input: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits of `input` [..., hidden]; with `targets` [...], their mean cross entropy instead."""
+        """Logits of `input` [..., hidden], or the mean cross entropy if `targets` [...] are given."""
         if targets is None:
             return super().forward(input)
         return chunked_cross_entropy(input.flatten(0, -2), self.weight, targets.flatten())
 
 
 def residual_std(config: GPTConfig) -> float:
-    """Each block adds two branches to the residual stream; this keeps its variance from growing with depth."""
+    """Initial deviation of the layers that add to the residual stream. It keeps the variance of the stream independent
+    of the number of blocks, each of which adds two branches.
+    """
     return INIT_STD / math.sqrt(2 * config.num_layers)
 
 
@@ -182,7 +186,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # q, k, v [batch, he
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Torch's own attention over everything up to each token."""
+    """Torch's scaled_dot_product_attention with a causal mask."""
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
 
 
@@ -199,11 +203,11 @@ class Attention(nn.Module):
         self.out = Linear(config.hidden, config.hidden, residual_std(config))
 
     def set_attention(self, attend: Attend | None) -> None:
-        """Use another causal attention from now on, as `twinflow.attention.sparsify` does; None: torch's own."""
+        """Replace the attention function, as `twinflow.attention.sparsify` does. None restores torch's attention."""
         self.attend = causal_attention if attend is None else attend
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix each position with the ones before it; `x` is [batch, tokens, hidden]."""
+        """Causal self-attention over `x` [batch, tokens, hidden]."""
         batch, tokens, hidden = x.shape
         heads = (batch, tokens, self.num_heads, hidden // self.num_heads)
         q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(x).split(hidden, dim=-1))
@@ -214,7 +218,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The position-wise half of a block."""
+    """The feed-forward layers of a block: linear, GELU, linear."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -222,13 +226,12 @@ class MLP(nn.Module):
         self.down = Linear(4 * config.hidden, config.hidden, residual_std(config))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Widen, GELU, narrow."""
         y: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
         return y
 
 
 class Block(nn.Module):
-    """One pre-norm layer: attention and MLP, each added to the residual stream."""
+    """One pre-norm transformer layer. Attention and MLP are each added to the residual stream."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -239,14 +242,13 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Residual stream in, residual stream out."""
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         x = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return x
 
 
 class GPT(nn.Module):
-    """Token and position embeddings, `blocks`, a final norm and a head."""
+    """A GPT: token and position embeddings, `blocks`, a final norm and a head."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -254,26 +256,26 @@ class GPT(nn.Module):
         self.token_embedding = Embedding(config.vocab_size, config.hidden)
         self.position_embedding = Embedding(config.context, config.hidden)
         self.dropout = nn.Dropout(config.dropout)
-        # The unit that offload moves is a block: keep them in one ModuleList, called one after the other.
+        # Offload works block by block: all blocks are in one ModuleList and are called in its order.
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden)
-        # A tied head never has memory of its own, not even for a moment.
+        # The meta device avoids allocating a weight that is replaced at once.
         self.head = Head(config.hidden, config.vocab_size, bias=False, device="meta" if config.tied else None)
         if config.tied:
             self.head.weight = self.token_embedding.weight
 
     def init_weights(self) -> None:
-        """Draw all weights anew, in the order in which the constructor drew them."""
+        """Initialise all weights again, in the order of the constructor. The same seed gives the same weights."""
         for module in self.modules():
             if isinstance(module, (Linear, Embedding, nn.LayerNorm)) and not (module is self.head and self.config.tied):
                 module.reset_parameters()
 
     def pipeline_parts(self) -> list[Part]:
-        """What a pipeline is made of: `twinflow.parallel.split_model`."""
+        """The parts into which `twinflow.parallel.split_model` splits the model for pipeline stages."""
         return gpt_parts(self)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> GPTOutput:
-        """Logits for `tokens` [batch, tokens]; with `targets` (same shape) their loss instead, without logits."""
+        """Logits for `tokens` [batch, tokens]. If `targets` of the same shape are given: their loss, without logits."""
         num_tokens = tokens.shape[1]
         if num_tokens > self.config.context:
             allowed = f"at most the model's context, which is {self.config.context}"

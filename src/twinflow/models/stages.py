@@ -1,4 +1,4 @@
-"""How our GPT is cut into the parts of a pipeline: embeddings, blocks, and norm and head as the loss."""
+"""The split of a GPT into parts of a pipeline: embeddings, blocks, and norm and head, which compute the loss."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def gpt_parts(model: GPT) -> list[Part]:
 def _embed(tokens: nn.Module, positions: nn.Embedding, dropout: nn.Module, ids: Tensor) -> Any:
     num_tokens = ids.shape[1]
     if num_tokens > positions.num_embeddings:
-        raise invalid_value("length of tokens", num_tokens, f"at most the model's context, {positions.num_embeddings}")
+        allowed = f"at most the model's context, which is {positions.num_embeddings}"
+        raise invalid_value("length of tokens", num_tokens, allowed, "Shorten the input or build a longer model.")
     return dropout(tokens(ids) + positions(torch.arange(num_tokens, device=ids.device)))
 
 
@@ -43,7 +44,7 @@ def _run(block: nn.Module, x: Tensor) -> Any:
 
 
 def _run_again(block: nn.Module, x: Tensor) -> Any:
-    """As GPTConfig.checkpoint_activations asks: only the block's input is kept."""
+    """Run a block with activation checkpointing, as GPTConfig.checkpoint_activations requests."""
     if block.training and torch.is_grad_enabled():
         return checkpoint(block, x, use_reentrant=False)
     return block(x)

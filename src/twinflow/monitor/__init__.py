@@ -1,1 +1,1 @@
-"""What a run shows: progress while it runs, metrics on disk, a report page at the end."""
+"""Progress display of a run, its metrics on disk, and the HTML report at its end."""

@@ -1,4 +1,4 @@
-"""Files that a reader, or a run that is resumed, finds whole."""
+"""Writing of files so that a reader, or a run that is resumed, never sees an incomplete one."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file; a reader sees the old one or the new one, never half of one."""
+    """Replace the file at `path` atomically. A reader sees either the old text or the new text."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 
 def keep_lines(path: Path, wanted: Callable[[str], bool] | None = None) -> None:
-    """Drop a last line that was cut short, and the lines that are not `wanted`. A file that is not there stays so."""
+    """Remove an incomplete last line and all lines for which `wanted` is false. A missing file is not created."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:

@@ -1,12 +1,14 @@
 """The FLOPs of a model, module by module: DeepSpeed's `flops_profiler`.
 
-How an operation finds its module. torch's `FlopCounterMode` sees every operation and knows its FLOPs; it asks a tracker
-where to book them. In forward that is the module whose `forward` was entered last. In backward it is the module that
-made the autograd node which is running: when a module is entered, the nodes behind its inputs that have no owner yet
-are given to the module around it, and when it is left, those behind its outputs are given to the module itself. Each
-node is visited once. A module that backward runs forward again (activation checkpointing) books into backward.
+How an operation is assigned to a module: torch's `FlopCounterMode` sees every operation and computes its FLOPs. It asks
+a tracker for the module to which they are added. In forward this is the module whose `forward` was entered last. In
+backward it is the module that created the autograd node which is running. To know this, hooks assign autograd nodes to
+modules. When a module is entered, the nodes behind its inputs that have no module yet are assigned to the enclosing
+module. When a module is left, the nodes behind its outputs are assigned to the module itself. Each node is visited
+once. With activation checkpointing, a forward that runs again in backward counts as backward.
 
-A parent has what its children have: sums follow the names, so that a `ModuleList`, which is never called, has a row.
+The FLOPs of a module include those of its submodules. Sums follow the names of modules, so that a `ModuleList`, which
+is never called, has a row too.
 """
 
 from __future__ import annotations
@@ -34,18 +36,22 @@ Shape = Sequence[int]
 
 
 def attention_flops(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    """Attention over shapes [batch, heads, tokens, size]: the scores, and the values they weigh."""
+    """FLOPs of the forward of attention, from shapes [batch, heads, tokens, size]: the product of queries and keys, and
+    the product of probabilities and values.
+    """
     batch, heads, num_queries, size = query
     return 2 * batch * heads * num_queries * key[2] * (size + value[3])
 
 
 def attention_backward_flops(grad: Shape, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    """Five products: the scores once more, and the gradients of the scores, the values, the queries and the keys."""
+    """FLOPs of the backward of attention: five products, for the scores (recomputed) and the gradients of scores,
+    values, queries and keys.
+    """
     batch, heads, num_queries, size = query
     return 2 * batch * heads * num_queries * key[2] * (3 * size + 2 * value[3])
 
 
-# torch knows the attention kernels of GPUs only.
+# torch's FLOP counter has formulas for the attention kernels of GPUs only.
 CPU_ATTENTION: Final = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
@@ -54,51 +60,53 @@ CPU_ATTENTION: Final = {
 
 @dataclass(frozen=True)
 class FlopsRow:
-    """One module with everything below it."""
+    """FLOPs and time of one module, including all of its submodules."""
 
     depth: int  # 0 is the model
-    name: str  # as in `named_modules`; the model itself has none
+    name: str  # as in `named_modules`; empty for the model itself
     kind: str  # its class
     num_params: int
     forward_flops: int
-    backward_flops: int  # what was run, recomputed forwards included; 0 when there was no backward
+    backward_flops: int  # includes recomputed forwards; 0 when backward was not run
     forward_s: float
     share: float  # of the model's FLOPs
 
     @property
     def flops(self) -> int:
-        """Forward and backward."""
         return self.forward_flops + self.backward_flops
 
 
 @dataclass(frozen=True)
 class FlopsReport:
-    """What one profiled step did. Its times include the cost of counting, so a plain step is faster."""
+    """Result of one profiled step. Its times include the cost of counting, so a step without profiling is faster."""
 
     rows: tuple[FlopsRow, ...]  # the model first, then its modules in their order
-    seconds: float  # from entering the profile to leaving it
+    seconds: float  # from the start of the profile to its end
     recompute_fwd_factor: float = 0.0  # how often backward runs forward again; used where backward was not run
 
     @property
     def forward_flops(self) -> int:
-        """FLOPs of forward, operations outside of every module included."""
+        """FLOPs of forward, including operations outside of all modules."""
         return self.rows[0].forward_flops
 
     @property
     def backward_flops(self) -> float:
-        """FLOPs of backward: counted when it was run, else twice those of forward and what it would recompute."""
+        """Counted FLOPs of backward if it was run. Otherwise an estimate: twice the FLOPs of forward, and the
+        recomputed forwards.
+        """
         counted = self.rows[0].backward_flops
         return counted if counted else (2.0 + self.recompute_fwd_factor) * self.forward_flops
 
     @property
     def flops_per_second(self) -> float:
-        """What was counted over the time it took."""
+        """Counted FLOPs divided by the time of the profiled step."""
         return self.rows[0].flops / self.seconds if self.seconds > 0 else 0.0
 
     def text(self, module_depth: int = -1, top_modules: int = 1, detailed: bool = True) -> str:
-        """The report for people: totals, the `top_modules` classes at each depth, and a table of all modules.
+        """The report as text: totals, the `top_modules` classes with the most FLOPs at each depth, and a table of all
+        modules.
 
-        Both go down to `module_depth`; -1 is all the way.
+        List and table include modules down to `module_depth`; -1 means all depths. `detailed=False` omits the table.
         """
         last = max(row.depth for row in self.rows) if module_depth < 0 else module_depth
         rows = [row for row in self.rows if row.depth <= last]
@@ -110,7 +118,7 @@ class FlopsReport:
     def write(
         self, path: str | Path | None = None, module_depth: int = -1, top_modules: int = 1, detailed: bool = True
     ) -> None:
-        """Write the text to a file, or to standard output where there is none."""
+        """Write the text to the file `path`, or to standard output if `path` is None."""
         text = self.text(module_depth, top_modules, detailed)
         if path is None:
             sys.stdout.write(text)
@@ -131,9 +139,10 @@ class FlopsReport:
 
 
 class FlopsProfile:
-    """Counts from `start()` to `stop()`, or within a `with` block; then `report` is there.
+    """Counts FLOPs between `start()` and `stop()`, or within a `with` block. Then `report` has the result.
 
-    It watches, and changes no result. Compiled functions cannot be looked into: profile the model without them.
+    Profiling changes no result. FLOPs inside compiled functions cannot be counted: profile the model without
+    compilation.
     """
 
     def __init__(self, model: nn.Module, recompute_fwd_factor: float = 0.0) -> None:
@@ -145,18 +154,18 @@ class FlopsProfile:
 
     @property
     def report(self) -> FlopsReport:
-        """What was counted."""
+        """The result. It exists after `stop()`."""
         assert self._report is not None, "stop() the profile first"
         return self._report
 
     def start(self) -> None:
-        """Hook into the model; everything from here on is counted."""
+        """Register the hooks and start to count."""
         self._watch = _Watch(self._model)
         self._start_s = self._now()
         self._watch.start()
 
     def stop(self) -> None:
-        """Take every hook out and make the report."""
+        """Remove all hooks and make the report."""
         watch, self._watch = self._watch, None
         assert watch is not None, "start() the profile first"
         watch.stop()
@@ -165,7 +174,6 @@ class FlopsProfile:
         self._report = FlopsReport(rows, seconds, self._recompute_fwd_factor)
 
     def text(self, module_depth: int = -1, top_modules: int = 1, detailed: bool = True) -> str:
-        """The report's text."""
         return self.report.text(module_depth, top_modules, detailed)
 
     def __enter__(self) -> FlopsProfile:
@@ -184,18 +192,21 @@ class FlopsProfile:
 
 
 def profile(model: nn.Module, recompute_fwd_factor: float = 0.0) -> FlopsProfile:
-    """A context that counts one step: `with profile(model) as p: model(x).sum().backward()`, then `p.report`."""
+    """Context manager that counts one step: `with profile(model) as p: model(x).sum().backward()`, then `p.report`."""
     return FlopsProfile(model, recompute_fwd_factor)
 
 
 class _Watch:
-    """Hooks on every module, and the tracker that tells `FlopCounterMode` where to book: see the note at the top."""
+    """Hooks on every module, and the tracker that gives `FlopCounterMode` the current module. See
+    the note at the top.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in model.named_modules()}
         self._device = next((param.device for param in model.parameters() if param.is_cuda), None)
-        self._open: list[tuple[str, Stamp]] = []  # the modules that run now, with when they began
-        self._owners: dict[Any, str] = {}  # of autograd nodes; holds them, for a node that is let go loses its identity
+        self._open: list[tuple[str, Stamp]] = []  # the modules that are running, with their start times
+        # The module of each autograd node. The references keep the Python objects alive, so that nodes are found again.
+        self._owners: dict[Any, str] = {}
         self._times: list[tuple[str, Stamp, Stamp]] = []
         self._handles: list[Any] = []
         self._counter = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
@@ -232,7 +243,9 @@ class _Watch:
 
     @property
     def parents(self) -> set[tuple[Phase, str]]:
-        """Asked by the counter at every operation that has FLOPs."""
+        """Phase and module of the current operation. `FlopCounterMode` reads this property at every operation that has
+        FLOPs.
+        """
         node = torch._C._current_autograd_node()
         inner = self._open[-1][0] if self._open else ""
         if node is None:
@@ -243,7 +256,7 @@ class _Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The counter leaves its tracker; there is nothing to do."""
+        """`FlopCounterMode` requires this method of its tracker. There is nothing to do."""
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._own((args, kwargs), self._open[-1][0] if self._open else "")
@@ -251,7 +264,7 @@ class _Watch:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self._names[module]
-        while self._open:  # an exception may have passed modules whose hooks were not called
+        while self._open:  # After an exception, the hooks of some inner modules may not have been called.
             opened, before = self._open.pop()
             if opened == name:
                 break
@@ -262,7 +275,7 @@ class _Watch:
             self._times.append((name, before, self._stamp()))
 
     def _stamp(self) -> Stamp:
-        """Now: in the GPU's current stream, or on the clock."""
+        """The current time: an event in the current stream of the GPU, or the host's clock."""
         if self._device is None:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -273,13 +286,13 @@ class _Watch:
         nodes = [tensor.grad_fn for tensor in _tensors(values)]
         while nodes:
             node = nodes.pop()
-            if node is not None and node not in self._owners:  # what is behind a node with an owner has owners
+            if node is not None and node not in self._owners:  # Nodes behind a node with an owner have owners already.
                 self._owners[node] = name
                 nodes += [behind for behind, _ in node.next_functions]
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """The tensors in what a module was given or gave back."""
+    """All tensors in the arguments or outputs of a module."""
     if isinstance(values, Tensor):
         yield values
         return
@@ -315,7 +328,7 @@ def _rows(model: nn.Module, flops: Mapping[tuple[Phase, str], int], seconds: Map
 
 
 def _with_parents(name: str) -> Iterator[str]:
-    """The name and those of all modules around it; last the model's, which is empty."""
+    """The name itself and the names of all enclosing modules. The last is the model's name, which is empty."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -323,7 +336,7 @@ def _with_parents(name: str) -> Iterator[str]:
 
 
 def _top(rows: Iterable[FlopsRow], count: int) -> str:
-    """At each depth the classes with the most FLOPs."""
+    """A list of the `count` classes with the most FLOPs at each depth."""
     flops: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     shares: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for row in rows:
@@ -353,7 +366,7 @@ def _table(rows: Iterable[FlopsRow]) -> str:
 
 
 def si(value: float) -> str:
-    """A count with four digits and its prefix: 12.35 G."""
+    """A number with an SI prefix, such as "12.35 G"."""
     for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if value >= 10**power:
             return f"{value / 10**power:.2f} {prefix}"

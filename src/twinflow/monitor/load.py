@@ -1,4 +1,4 @@
-"""How busy and how full the machine is, cheap enough to ask after every step."""
+"""CPU load and memory use of the process and the machine. A measurement is cheap enough for every step."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from twinflow.monitor.metrics import host_memory_bytes
 
 @dataclass(frozen=True)
 class Load:
-    """One look at the machine; zero where there is nothing to measure."""
+    """One measurement. Fields that cannot be measured are zero."""
 
-    cores_busy: float  # CPU seconds of all threads of this process a second, since the look before
+    cores_busy: float  # CPU seconds of all threads of this process per second, since the previous measurement
     host_bytes: int  # resident memory of this process
-    host_available_bytes: int  # what the system could still give without swapping
+    host_available_bytes: int  # memory that the system could still allocate without swapping
     gpu_bytes: int  # allocated now
-    gpu_peak_bytes: int  # most that was allocated since the look before
+    gpu_peak_bytes: int  # peak of allocated memory since the previous measurement
 
 
 class LoadMeter:
-    """Looks at the machine.
+    """Measures load and memory use.
 
-    A look starts the GPU's peak anew, so `torch.cuda.max_memory_allocated` no longer knows that of the whole run:
-    `gpu_peak_bytes` does.
+    Each measurement resets the peak that torch records for the GPU. `torch.cuda.max_memory_allocated` therefore no
+    longer returns the peak of the whole run; `gpu_peak_bytes` does.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """`device`: the model's."""
+        """`device`: the device of the model."""
         self._device = device if device is not None and device.type == "cuda" else None
         self._wall_s, self._cpu_s = time.perf_counter(), time.process_time()
         self._cores_busy = 0.0
         self.gpu_peak_bytes = 0
 
     def look(self) -> Load:
-        """The state now, and what happened since the look before."""
+        """Measure the current memory use, and the load and peak since the previous measurement."""
         gpu_bytes = gpu_peak_bytes = 0
         if self._device is not None:
             stats = torch.cuda.memory_stats(self._device)
@@ -50,14 +50,14 @@ class LoadMeter:
     def _busy(self) -> float:
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         elapsed_s = wall_s - self._wall_s
-        if elapsed_s >= 1e-3:  # the CPU clock is too coarse for less
+        if elapsed_s >= 1e-3:  # The CPU clock is too coarse for shorter intervals.
             self._cores_busy = (cpu_s - self._cpu_s) / elapsed_s
             self._wall_s, self._cpu_s = wall_s, cpu_s
         return self._cores_busy
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """The system's `MemAvailable`; 0 where it has none. The limit of a container is not in it."""
+    """The system's `MemAvailable`, or 0 if the system does not report it. Limits of containers are not considered."""
     try:
         text = meminfo.read_text(encoding="ascii")
     except OSError:

@@ -1,6 +1,6 @@
 """Small plots as inline SVG: pure functions from numbers to text.
 
-Colours are CSS classes that the page defines (`c1`, `c2`, ... stroke and fill), so one drawing serves light and dark.
+Colours are CSS classes (`c1`, `c2`, ...) that the page defines, so that one drawing works in light and dark mode.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from typing import Final, Literal
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 14, 42
 ROOMY: Final = (640, 280)
 SLIM: Final = (350, 230)
-MAX_POINTS: Final = 320  # about two pixels a point: more cannot be seen and makes a heavy page
-MANY_DOTS: Final = 60  # more than these are drawn smaller
+MAX_POINTS: Final = 320  # About two pixels per point. More points would not be visible and would make the page large.
+MANY_DOTS: Final = 60  # above this number, dots are drawn smaller
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: a `line`, a `faint` line behind others, `dots` on a line, or an `area` on top of those before."""
+    """One curve. `style`: a line, a faint line in the background, dots on a line, or an area stacked on the areas
+    before it.
+    """
 
     label: str
     points: Sequence[Point]
@@ -34,7 +36,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Scale:
-    """A linear map from data to pixels."""
+    """A linear map from values to pixels."""
 
     low: float
     high: float
@@ -42,7 +44,7 @@ class Scale:
     end_px: float
 
     def __call__(self, value: float) -> float:
-        """Pixels of a value; what lies outside is drawn on the edge."""
+        """Pixel position of a value. Values outside of the range are drawn at the edge."""
         inside = min(max(value, self.low), self.high)
         return self.start_px + (inside - self.low) / (self.high - self.low) * (self.end_px - self.start_px)
 
@@ -57,14 +59,15 @@ def figure(
 ) -> str:
     """A `<figure>` with heading, legend and plot. Points that are not finite are left out.
 
-    The plot is drawn twice, in `size` and for a phone, whose letters would be too small in a large drawing scaled down;
-    the page's style shows one of them.
+    The plot is drawn twice, in `size` and in a small size for phones, because letters of a large drawing are too small
+    when it is scaled down. The stylesheet of the page shows one of the two drawings.
 
-    `cut_spikes`: a rare high value (a slow first step) is drawn on the edge and named there, lest it flatten the rest.
+    `cut_spikes`: rare high values, such as a slow first step, do not extend the y axis. They are drawn at its edge, and
+    a note gives the highest value.
     """
     shown = [replace(s, points=finite(s.points)) for s in series]
     shown = [s for s in shown if s.points]
-    # What the cut is named by is the highest of all points: a thinned curve has means.
+    # The note gives the highest value of all points. A thinned curve has only means.
     highest = max((y for s in stack(shown) for _, y in s.points), default=0.0) if cut_spikes else None
     shown = [replace(s, points=thin(s.points)) for s in shown]
     drawings = "".join(
@@ -92,12 +95,14 @@ def _drawing(
 
 
 def finite(points: Sequence[Point]) -> list[Point]:
-    """The points that can be drawn."""
+    """The points without NaN and infinity."""
     return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
 
 
 def thin(points: Sequence[Point], max_points: int = MAX_POINTS) -> list[Point]:
-    """At most `max_points` points: the means of equal runs, so that no part of the curve is skipped."""
+    """At most `max_points` points. Each is the mean of several successive points, so that no part of the curve is
+    skipped.
+    """
     if len(points) <= max_points:
         return list(points)
     size = math.ceil(len(points) / max_points)
@@ -106,13 +111,13 @@ def thin(points: Sequence[Point], max_points: int = MAX_POINTS) -> list[Point]:
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """Each point the mean of its neighbours on both sides, a twentieth of the curve in all: such a mean has no lag."""
+    """Moving average over a twentieth of the curve. The window is centred, so that the average has no lag."""
     kept = thin(finite(points), 10 * MAX_POINTS)
     reach = len(kept) // 40
-    sums = [0.0, *accumulate(y for _, y in kept)]  # a mean is then a difference, however long the run
+    sums = [0.0, *accumulate(y for _, y in kept)]  # prefix sums: the sum over a window is one difference
     out: list[Point] = []
     for i, (x, _) in enumerate(kept):
-        # As many on each side, or the steep start would be pulled down; at the flat end, as many as there are.
+        # At the start the window stays symmetric, because the curve is steep there. At the end it may be cut off.
         near = min(reach, i)
         first, last = i - near, min(i + near, len(kept) - 1)
         out.append((x, (sums[last + 1] - sums[first]) / (last + 1 - first)))
@@ -120,7 +125,7 @@ def smooth(points: Sequence[Point]) -> list[Point]:
 
 
 def stack(series: Sequence[Series]) -> list[Series]:
-    """Areas lifted onto the areas before them; they share their x values. Other curves stay."""
+    """Add to each area the y values of the areas below it, at the same x values. Other curves do not change."""
     out: list[Series] = []
     below: list[float] = []
     for s in series:
@@ -134,7 +139,7 @@ def stack(series: Sequence[Series]) -> list[Series]:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round values (1, 2 or 5 times a power of ten apart) between low and high."""
+    """Tick positions between low and high. Their distance is 1, 2 or 5 times a power of ten."""
     raw = (high - low) / about
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1.0, 2.0, 5.0, 10.0) if raw <= m * power * 1.0000001)
@@ -143,17 +148,17 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def whole(values: Sequence[float]) -> list[float]:
-    """Those that are whole numbers, as steps are."""
+    """The values that are whole numbers. Ticks of a step axis must be whole."""
     return [value for value in values if abs(value - round(value)) < 1e-9 * max(1.0, abs(value))]
 
 
 def tick_text(value: float) -> str:
-    """A value of an axis, short and without an exponent where that reads well."""
+    """The label of a tick. Values from one thousand to one million have thousands separators."""
     return f"{value:,.0f}" if 1000.0 <= abs(value) < 1e6 else f"{value:g}"
 
 
 def value_range(values: Sequence[float], from_zero: bool, cut_spikes: bool) -> tuple[float, float]:
-    """What the y axis spans, with a little air."""
+    """Lowest and highest value of the y axis, with a margin."""
     low, high = min(values), max(values)
     common = sorted(values)[int(0.97 * (len(values) - 1))]
     if cut_spikes and 0.0 < 2.0 * common < high:
@@ -175,7 +180,7 @@ def _axes(x_scale: Scale, y_scale: Scale, x_label: str) -> str:
         parts.append(f'<text class="tick" x="{left - 8}" y="{y}" dy="4" text-anchor="end">{tick_text(value)}</text>')
     for value in whole(ticks(x_scale.low, x_scale.high, about=max(3, round((right - left) / 85)))):
         x, text = x_scale(value), f"{value:,.0f}"
-        beyond = x + 3.5 * len(text) > right + RIGHT  # half of it would not fit any more
+        beyond = x + 3.5 * len(text) > right + RIGHT  # half of the text would not fit
         x, anchor = (right + RIGHT - 2, "end") if beyond else (x, "middle")
         parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 18}" text-anchor="{anchor}">{text}</text>')
     parts.append(f'<line class="axis" x1="{left}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
@@ -185,10 +190,11 @@ def _axes(x_scale: Scale, y_scale: Scale, x_label: str) -> str:
 
 
 def _curves(series: Sequence[Series], x_scale: Scale, y_scale: Scale) -> str:
-    # A stack is drawn from the top down: each area reaches to the axis and covers the lower part of the one above.
+    # A stack is drawn from top to bottom: each area reaches down to the axis and covers the lower part of the previous
+    # one.
     areas = [s for s in series if s.style == "area"]
     others = [s for s in series if s.style != "area"]
-    halo = bool(areas)  # a line that crosses areas needs an edge to be seen
+    halo = bool(areas)  # a line across areas needs an outline to be visible
     below = "".join(_curve(s, x_scale, y_scale) for s in reversed(areas))
     return below + "".join(_curve(s, x_scale, y_scale, halo) for s in others)
 
@@ -196,7 +202,7 @@ def _curves(series: Sequence[Series], x_scale: Scale, y_scale: Scale) -> str:
 def _curve(series: Series, x_scale: Scale, y_scale: Scale, halo: bool = False) -> str:
     at = [(f"{x_scale(x):.1f}", f"{y_scale(y):.1f}") for x, y in series.points]
     if series.style == "area" and len(at) == 1:
-        at.append((f"{x_scale.end_px:.1f}", at[0][1]))  # an area needs a width
+        at.append((f"{x_scale.end_px:.1f}", at[0][1]))  # an area of one point has no width
     path = " ".join(f"{x},{y}" for x, y in at)
     kind = f"{series.style} c{series.color}"
     if series.style == "area":
@@ -222,7 +228,7 @@ def _legend_key(series: Series) -> str:
 
 
 def _cut_note(highest: float | None, x_scale: Scale, y_scale: Scale) -> str:
-    if highest is None or highest <= 1.2 * y_scale.high:  # less than that is the noise that thinning took away
+    if highest is None or highest <= 1.2 * y_scale.high:  # smaller differences are noise that `thin` removed
         return ""
     text = f"single values up to {highest:,.4g}"
     return f'<text class="tick" x="{x_scale.end_px}" y="{y_scale.end_px - 3}" text-anchor="end">{text}</text>'

@@ -1,4 +1,4 @@
-"""What a run says while it goes on: a live line on a terminal, plain lines anywhere else."""
+"""Progress display of a run: a line that is redrawn on a terminal, plain lines in a log file or a pipe."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ GAP: Final = 2
 
 
 class TrainProgress:
-    """Shows loss, speed, memory, load and the time left.
+    """Shows loss, speed, memory, load and the remaining time.
 
-    On a terminal one line is redrawn; in a log file or a pipe a line is printed every `plain_every` steps. A run that
-    is resumed begins at `first_step`.
+    On a terminal one line is redrawn. In a log file or a pipe a line is printed every `plain_every` steps. `first_step`
+    is greater than 1 in a resumed run.
     """
 
     def __init__(self, console: Console, total_steps: int, plain_every: int, first_step: int = 1) -> None:
@@ -38,7 +38,7 @@ class TrainProgress:
         self._live = Live(self._line, console=console, refresh_per_second=5) if console.is_terminal else None
 
     def step(self, record: StepRecord) -> None:
-        """Report one finished step."""
+        """Show the metrics of one finished step."""
         self._elapsed_s += record.step_s
         self._steps_done += 1
         left_s = (self.total_steps - record.step) * self._elapsed_s / self._steps_done
@@ -50,7 +50,7 @@ class TrainProgress:
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """Print a line of its own, above the live one when there is one."""
+        """Print a separate line. On a terminal it appears above the progress line."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def __enter__(self) -> TrainProgress:
@@ -67,14 +67,14 @@ class TrainProgress:
 
 @dataclass(frozen=True)
 class Field:
-    """A piece of the live line."""
+    """One value on the progress line."""
 
     text: str
-    rank: int  # the highest are left out first where the line is too long
+    rank: int  # if the line is too long, fields with the highest rank are omitted first
 
 
 class LiveLine:
-    """A bar and the fields that fit beside it."""
+    """A progress bar and the fields that fit beside it."""
 
     def __init__(self, total_steps: int, completed: int) -> None:
         self.total_steps = total_steps
@@ -93,7 +93,7 @@ class LiveLine:
 
 
 def fitting(fields: Sequence[Field], width: int) -> list[Field]:
-    """The most important fields that fit into the width together, in their order."""
+    """The fields with the lowest ranks that fit into `width` together, in the order of `fields`."""
     kept = list(fields)
     while len(kept) > 1 and sum(len(field.text) + GAP for field in kept) > width:
         kept.remove(max(kept, key=lambda field: field.rank))
@@ -101,7 +101,7 @@ def fitting(fields: Sequence[Field], width: int) -> list[Field]:
 
 
 def live_fields(record: StepRecord, total_steps: int, left_s: float) -> list[Field]:
-    """What the live line shows, first things first from left to right."""
+    """The fields of the progress line, from left to right."""
     return [
         Field(f"{record.step}/{total_steps}", 0),
         Field(f"loss {record.loss:.4f}", 1),
@@ -112,7 +112,9 @@ def live_fields(record: StepRecord, total_steps: int, left_s: float) -> list[Fie
 
 
 def machine_texts(record: StepRecord) -> tuple[str, str, str, str, str]:
-    """FLOPS, memory of the GPU and of the host, CPU load; empty where one was not measured. The ratio where not 1."""
+    """Texts for FLOPS, GPU memory, host memory, CPU load and ratio. A text is empty if its value was not measured, or
+    if the ratio is 1.
+    """
     return (
         f"{record.tflops:.{1 if record.tflops >= 1 else 3}f} TFLOPS" if record.tflops > 0 else "",
         f"GPU {gib(record.gpu_bytes)}" if record.gpu_bytes > 0 else "",
@@ -123,12 +125,12 @@ def machine_texts(record: StepRecord) -> tuple[str, str, str, str, str]:
 
 
 def is_plain_step(step: int, total_steps: int, every: int) -> bool:
-    """The first step, the last one, and every `every`-th between them."""
+    """Whether a plain line is printed for this step: the first, the last, and every `every`-th step."""
     return step == 1 or step == total_steps or step % every == 0
 
 
 def plain_line(record: StepRecord, total_steps: int, left_s: float) -> str:
-    """One aligned line of a log."""
+    """The line of a log file for one step, in aligned columns."""
     width = len(str(total_steps))
     parts = [
         f"step {record.step:>{width}}/{total_steps}",
@@ -145,17 +147,16 @@ def plain_line(record: StepRecord, total_steps: int, left_s: float) -> str:
 
 
 def speed(record: StepRecord) -> str:
-    """Tokens a second."""
     return f"{record.num_tokens / record.step_s:,.0f} tokens/s" if record.step_s > 0 else "- tokens/s"
 
 
 def gib(num_bytes: int) -> str:
-    """Bytes in GiB, or in MiB where that would be less than one."""
+    """A number of bytes as text, in GiB, or in MiB if it is less than 1 GiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
 def duration(seconds: float) -> str:
-    """Seconds as m:ss, or h:mm:ss from an hour on; a dash for what is not known."""
+    """Seconds as m:ss, or as h:mm:ss from one hour on, or "-" if not finite."""
     if not math.isfinite(seconds):
         return "-"
     whole = max(0, round(seconds))

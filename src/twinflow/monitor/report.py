@@ -1,4 +1,4 @@
-"""The page a run leaves behind: one HTML file that needs nothing else, not even scripts."""
+"""The report page of a run: one HTML file without scripts and without references to other files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AnyRecord = TypeVar("AnyRecord", StepRecord, ValidRecord)
 
 @dataclass(frozen=True)
 class Report:
-    """Everything the page shows."""
+    """Contents of the report page."""
 
     title: str
     status: Literal["finished", "interrupted", "stopped"]
@@ -31,17 +31,17 @@ class Report:
     machine: Rows
     steps: Sequence[StepRecord]
     valids: Sequence[ValidRecord]
-    config: str = ""  # the JSON the run was given
-    notes: Sequence[str] = ()  # what a reader should know: a resumed run, steps that were skipped
+    config: str = ""  # the JSON config of the run
+    notes: Sequence[str] = ()  # remarks, for example that the run was resumed or that steps were skipped
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Write the page; a reader sees the old file or the new one, never half of one."""
+    """Write the page. The file is replaced atomically."""
     write_whole(path, render(report))
 
 
 def render(report: Report) -> str:
-    """The page as text."""
+    """The report page as HTML."""
     tiles = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in report.numbers)
     makers = (loss_plot, time_plot, memory_plot, load_plot, speed_plot, norm_plot, rate_plot, scale_plot)
     plots = "".join(plot(report) for plot in makers)
@@ -85,7 +85,7 @@ def loss_plot(report: Report) -> str:
 
 
 def time_plot(report: Report) -> str:
-    """Where the milliseconds of a step go, stacked, and the host's update, which runs beside them."""
+    """Times of the parts of a step, stacked, and the time of the host update, which overlaps with them."""
     parts = {
         "forward": [r.forward_s for r in report.steps],
         "backward": [r.backward_s for r in report.steps],
@@ -104,7 +104,7 @@ def time_plot(report: Report) -> str:
 
 
 def memory_plot(report: Report) -> str:
-    """Resident memory of the host and what is allocated on the GPU."""
+    """Resident memory of the process and memory allocated on the GPU."""
     host, gpu = [r.host_bytes for r in report.steps], [r.gpu_bytes for r in report.steps]
     most = max((*host, *gpu), default=0)
     unit, name = (2**30, "GiB") if most >= 4 * 2**30 else (2**20, "MiB")
@@ -116,7 +116,7 @@ def memory_plot(report: Report) -> str:
 
 
 def load_plot(report: Report) -> str:
-    """Cores that the process kept busy; nothing where that was not measured."""
+    """Number of cores that the process used. Empty if it was not measured."""
     busy = [r.cores_busy for r in report.steps]
     if not any(busy):
         return ""
@@ -127,7 +127,7 @@ def load_plot(report: Report) -> str:
 
 
 def speed_plot(report: Report) -> str:
-    """FLOPs of the model a second; nothing where they were not counted."""
+    """FLOPs of the model per second. Empty if they were not counted."""
     tflops = [r.tflops for r in report.steps]
     if not any(tflops):
         return ""
@@ -145,13 +145,13 @@ def norm_plot(report: Report) -> str:
 
 
 def rate_plot(report: Report) -> str:
-    """The learning-rate schedule as it was run."""
+    """Learning rate of each step."""
     points = [(float(r.step), r.lr) for r in report.steps]
     return figure("Learning rate", [Series("", points, 2)], from_zero=True)
 
 
 def scale_plot(report: Report) -> str:
-    """The loss scale as a power of two; nothing where it never changed."""
+    """The loss scale as a power of two. Empty if it never changed."""
     scales = [r.loss_scale for r in report.steps]
     if len(set(scales)) < 2:
         return ""
@@ -161,7 +161,7 @@ def scale_plot(report: Report) -> str:
 
 
 def _per_step(report: Report, values: Sequence[float], factor: float = 1.0) -> list[Point]:
-    """A point a step; what is not finite counts as nothing, so that areas keep their x values."""
+    """One point per step. A value that is not finite becomes 0, so that all stacked areas have the same x values."""
     return [
         (float(r.step), value * factor if math.isfinite(value) else 0.0)
         for r, value in zip(report.steps, values, strict=True)
@@ -173,24 +173,22 @@ def _peak(num_bytes: Sequence[int], unit: int, digits: int) -> str:
 
 
 def num_columns(num_tiles: int) -> int:
-    """Tiles a row: at most seven, and rows about equally long."""
+    """Number of tiles per row: at most seven, and about the same number in each row."""
     num_rows = max(1, math.ceil(num_tiles / 7))
     return max(1, math.ceil(num_tiles / num_rows))
 
 
 def notes_list(notes: Sequence[str]) -> str:
-    """Remarks about the run."""
     items = "".join(f"<li>{escape(note)}</li>" for note in notes)
     return f'<section class="notes"><h2>Notes</h2><ul>{items}</ul></section>' if notes else ""
 
 
 def config_text(config: str) -> str:
-    """The config, folded."""
     return f"<details><summary>Config</summary><pre>{escape(config)}</pre></details>" if config else ""
 
 
 def table(title: str, rows: Rows) -> str:
-    """Names and values."""
+    """A table of two columns, names and values, under a heading."""
     body = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in rows)
     return f"<div><h2>{escape(title)}</h2><table>{body}</table></div>"
 
@@ -201,7 +199,7 @@ class Column:
 
     name: str
     text: Callable[[StepRecord], str]
-    is_used: Callable[[StepRecord], bool] = lambda record: True  # the column is there when any step uses it
+    is_used: Callable[[StepRecord], bool] = lambda record: True  # the column is shown if this is true for any step
 
 
 COLUMNS: Final = (
@@ -227,7 +225,9 @@ COLUMNS: Final = (
 
 
 def steps_table(steps: Sequence[StepRecord], valids: Sequence[ValidRecord]) -> str:
-    """About twenty steps and as many validations spread over the run, first and last among them."""
+    """A table of at most 20 steps and one of at most 20 validations, evenly spread over the run, including first and
+    last.
+    """
     chosen = spread(steps, NUM_TABLE_ROWS)
     columns = [column for column in COLUMNS if not chosen or any(map(column.is_used, chosen))]
     head = "".join(f'<th scope="col">{column.name}</th>' for column in columns)
@@ -244,7 +244,7 @@ def steps_table(steps: Sequence[StepRecord], valids: Sequence[ValidRecord]) -> s
 
 
 def spread(records: Sequence[AnyRecord], count: int) -> list[AnyRecord]:
-    """At most `count` records, evenly spread, first and last included."""
+    """At most `count` records, evenly spread, including the first and the last."""
     if len(records) <= count:
         return list(records)
     return [records[round(i * (len(records) - 1) / (count - 1))] for i in range(count)]

@@ -1,4 +1,4 @@
-"""The report page's stylesheet. One palette a colour scheme; plots use the classes c1 to c4."""
+"""Stylesheet of the report page, with a palette for light and one for dark mode. Plots use the classes c1 to c4."""
 
 from typing import Final
 

@@ -1,7 +1,7 @@
-"""Where the time of a step goes: DeepSpeed's `wall_clock_breakdown`.
+"""Timers for the parts of a step: DeepSpeed's `wall_clock_breakdown`.
 
-On a GPU a timer is two events in the current stream, so it tells what the GPU was busy with, or waited for, and not
-how long it took to queue that. Nobody waits for an event before `means_ms` is asked for.
+On a GPU a timer is two events in the current stream. It measures the time that the GPU spends on the work between them,
+including waits, and not the time for queueing that work. Only `means_ms` waits for events.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from typing import Final
 import torch
 
 NAMES: Final = ("forward", "backward", "step", "wait")
-MANY_EVENTS: Final = 256  # from so many on, those that the GPU has passed are read and used again
+MANY_EVENTS: Final = 256  # above this number, completed events are read and reused
 
 
 class Timers:
-    """Mean milliseconds a step, over the steps since they were last asked for."""
+    """Mean milliseconds per step of each part, over the steps since the last call of `means_ms`."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """`device`: the model's; on a GPU the times are the GPU's. Default: the current GPU where there is one."""
+        """`device`: the device of the model. For a GPU, times are measured on it. Default: the current GPU, if there is
+        one.
+        """
         if device is None and torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device if device is not None and device.type == "cuda" else None
@@ -33,11 +35,11 @@ class Timers:
         self._num_steps = 0
 
     def start(self, name: str) -> None:
-        """Begin a stretch; one that was begun before and never ended is forgotten."""
+        """Start the timer `name`. An earlier start without a stop is discarded."""
         self._started[name] = time.perf_counter() if self._device is None else self._record(self._device)
 
     def stop(self, name: str) -> None:
-        """End the stretch."""
+        """Stop the timer `name`. A stop of "step" also counts a step."""
         before = self._started.pop(name)
         self._num_steps += name == "step"
         if isinstance(before, float):
@@ -50,7 +52,7 @@ class Timers:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Time the block it wraps, also when that raises."""
+        """Time the block of the `with` statement, also if it raises."""
         self.start(name)
         try:
             yield
@@ -58,13 +60,13 @@ class Timers:
             self.stop(name)
 
     def add(self, name: str, seconds: float) -> None:
-        """Count time that was measured elsewhere."""
+        """Add time that was measured elsewhere to the timer `name`."""
         self._total_s[name] = self._total_s.get(name, 0.0) + seconds
 
     def means_ms(self) -> dict[str, float]:
-        """Milliseconds a step of every name, after which a new window begins. Waits for the last event.
+        """Mean milliseconds per step of every timer since the last call. Waits for the last event.
 
-        There are as many steps as `step` was measured: several forwards and backwards may belong to one.
+        The number of steps is the number of stops of "step". Several forwards and backwards may belong to one step.
         """
         if self._pending:
             self._pending[-1][2].synchronize()
@@ -76,7 +78,7 @@ class Timers:
         return means
 
     def line(self) -> str:
-        """`means_ms` for a log."""
+        """The result of `means_ms` as a line for a log. It starts a new window as well."""
         steps = f"{self._num_steps} step{'s' if self._num_steps != 1 else ''}"
         times = "".join(f" | {name}: {value:.2f}" for name, value in self.means_ms().items())
         return f"time (ms), mean of {steps}{times}"

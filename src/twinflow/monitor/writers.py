@@ -1,6 +1,7 @@
-"""Scalars for other programs, as DeepSpeed's `csv_monitor`, `tensorboard` and `wandb` sections ask for them.
+"""Writers of scalar metrics for CSV files, TensorBoard and Weights & Biases. DeepSpeed's config sections `csv_monitor`,
+`tensorboard` and `wandb` select them.
 
-An event is a tag, a value and the number of samples seen so far, which is the x axis as in DeepSpeed.
+An event is a tag, a value and the number of samples so far. As in DeepSpeed, the number of samples is the x axis.
 """
 
 from __future__ import annotations
@@ -24,33 +25,34 @@ LOSS, LR, LOSS_SCALE = f"{TAGS}train_loss", f"{TAGS}lr", f"{TAGS}loss_scale"
 
 
 def step_events(samples: int, loss: float, lr: float, loss_scale: float | None = None) -> list[Event]:
-    """What DeepSpeed logs of each step; the loss scale only with fp16."""
+    """The events that DeepSpeed logs for each step. The loss scale is given only with fp16."""
     events = [(LOSS, loss, samples), (LR, lr, samples)]
     return events if loss_scale is None else [*events, (LOSS_SCALE, loss_scale, samples)]
 
 
 def timer_events(samples: int, means_ms: Mapping[str, float]) -> list[Event]:
-    """What DeepSpeed logs with `wall_clock_breakdown`."""
+    """The events that DeepSpeed logs with `wall_clock_breakdown`: milliseconds of each timer."""
     return [(f"{TAGS}elapsed_time_ms_{name}", value, samples) for name, value in means_ms.items()]
 
 
 class ScalarWriter(Protocol):
-    """Where events go."""
+    """Interface of all writers of events."""
 
     def write(self, events: Sequence[Event]) -> None:
-        """Record them."""
+        """Record events. They may be buffered until `flush`."""
 
     def flush(self) -> None:
-        """Make what was written readable for others."""
+        """Make all events that were written visible to other programs."""
 
     def close(self) -> None:
-        """Write what is left; nothing may be written afterwards."""
+        """Flush and close. No event may be written afterwards."""
 
 
 class CsvWriter:
-    """One file a tag in `output_path/job_name`, each with a header; what is there already is added to.
+    """Writes one CSV file per tag, with a header, in `output_path/job_name`. Existing files are extended.
 
-    `resume_after`: the samples seen where a run is resumed. Rows from later on are dropped, for they will come again.
+    `resume_after`: the number of samples at which the run resumes. Later rows are removed, because these samples will
+    be seen again.
     """
 
     def __init__(self, output_path: str | Path, job_name: str, resume_after: int | None = None) -> None:
@@ -60,18 +62,16 @@ class CsvWriter:
         self._files: dict[str, TextIO] = {}
 
     def write(self, events: Sequence[Event]) -> None:
-        """Append a row to the file of each tag."""
+        """Append one row per event to the file of its tag."""
         for tag, value, samples in events:
             file = self._files.get(tag) or self._open(tag)
             csv.writer(file, lineterminator="\n").writerow([samples, value])
 
     def flush(self) -> None:
-        """Hand the rows to the system."""
         for file in self._files.values():
             file.flush()
 
     def close(self) -> None:
-        """Close every file."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -87,13 +87,15 @@ class CsvWriter:
 
 
 def is_later(row: str, samples: int) -> bool:
-    """Whether a row of a csv file was written after that many samples; the header was not."""
+    """Whether a row of a CSV file was written after that many samples. False for the header."""
     first = row.split(",", 1)[0]
     return first.isdecimal() and int(first) > samples
 
 
 class TensorBoardWriter:
-    """An event file in `output_path/job_name`. `resume_after`: TensorBoard hides what was logged after that."""
+    """Writes an event file in `output_path/job_name`. `resume_after`: TensorBoard hides events after this number of
+    samples.
+    """
 
     def __init__(self, output_path: str | Path, job_name: str, resume_after: int | None = None) -> None:
         try:
@@ -104,33 +106,34 @@ class TensorBoardWriter:
         self._writer: Any = tensorboard.SummaryWriter(str(Path(output_path) / job_name), purge_step=purge_step)
 
     def write(self, events: Sequence[Event]) -> None:
-        """Queue the events; TensorBoard's own thread writes them."""
+        """Queue the events. TensorBoard's thread writes them."""
         for tag, value, samples in events:
             self._writer.add_scalar(tag, value, samples)
 
     def flush(self) -> None:
-        """Wait until the events are in the file."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Write what is left."""
         self._writer.close()
 
 
 class WandbWriter:
-    """A run of Weights & Biases."""
+    """Logs to a new run of Weights & Biases."""
 
     def __init__(self, project: str | None = None, group: str | None = None, team: str | None = None) -> None:
         try:
             wandb: Any = importlib.import_module("wandb")
         except ImportError as error:
             raise not_installed("wandb", "wandb") from error
-        if not hasattr(wandb, "init"):  # a folder `wandb` of an earlier run can be imported too
+        # A folder named `wandb`, left by an earlier run, can be imported as an empty package.
+        if not hasattr(wandb, "init"):
             raise not_installed("wandb", "wandb")
         self._run: Any = wandb.init(project=project, group=group, entity=team)
 
     def write(self, events: Sequence[Event]) -> None:
-        """Log the events; those with the same x go as one, since each call moves the x on."""
+        """Log the events. Events with the same number of samples go into one call, because each call advances the step
+        of wandb.
+        """
         rows: dict[int, dict[str, float]] = {}
         for tag, value, samples in events:
             rows.setdefault(samples, {})[tag] = value
@@ -138,31 +141,29 @@ class WandbWriter:
             self._run.log(row, step=samples)
 
     def flush(self) -> None:
-        """Nothing: it sends on its own."""
+        """Does nothing, because wandb sends in the background."""
 
     def close(self) -> None:
-        """End the run; waits until everything was sent."""
+        """End the run. Waits until all events are sent."""
         self._run.finish()
 
 
 class Fanout:
-    """Several writers as one; with none it does nothing, which is what every rank but the first has."""
+    """Passes events to several writers. All ranks but the first use it without writers; then it does nothing."""
 
     def __init__(self, writers: Sequence[ScalarWriter] = ()) -> None:
         self.writers = tuple(writers)
 
     def write(self, events: Sequence[Event]) -> None:
-        """Record the events everywhere."""
         for writer in self.writers:
             writer.write(events)
 
     def flush(self) -> None:
-        """Flush every writer."""
         for writer in self.writers:
             writer.flush()
 
     def close(self) -> None:
-        """Close every writer, also when one of them fails."""
+        """Close every writer, even if one of them raises."""
         with ExitStack() as stack:
             for writer in self.writers:
                 stack.callback(writer.close)
@@ -177,6 +178,6 @@ class Fanout:
 
 
 def not_installed(section: str, package: str) -> ValueError:
-    """The error for a section of the config whose package is missing."""
+    """The error for a section of the config that needs a package which is not installed."""
     allowed = f"false while the package {package} is not installed"
     return invalid_value(f"{section}.enabled", True, allowed, f"Install it with: pip install {package}")

@@ -1,6 +1,6 @@
-"""The native library: host kernels, with torch references where it is missing, and the executor of offloaded training.
-
-It is C++ without torch, bound with ctypes."""
+"""The native library: host kernels and the executor of offloaded training. If the library is missing, torch references
+replace the kernels. The library is C++ without torch, bound with ctypes.
+"""
 
 from twinflow.native.kernels import (
     Addresses,

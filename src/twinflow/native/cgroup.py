@@ -1,8 +1,8 @@
-"""Limits of control groups. Those of systemd, Slurm or a nested container sit somewhere on the way from this process's
-own group to the root of the mount, and the smallest of them holds.
+"""Limits of control groups. systemd, Slurm or a nested container may set a limit at any level between the group of this
+process and the root of the mount. The smallest limit applies.
 
-`root` is where /proc and /sys lie. Versions 1 and 2, and both at once, need no telling apart: a folder or a file that
-is not there sets no limit.
+`root` is the folder of /proc and /sys. Versions 1 and 2, or both at once, are treated alike: a folder or a file that
+does not exist sets no limit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from pathlib import Path, PurePosixPath
 
 
 def cgroup_folders(controller: str, root: Path = Path("/")) -> list[Path]:
-    """This process's groups under `controller` (`cpu`, `memory`) and all their parents, up to the mounts' roots."""
+    """Folders of this process's groups under `controller` (`cpu`, `memory`), and of all their
+    parents up to the mounts.
+    """
     mount = root / "sys/fs/cgroup"
     return [
         mount / base / group
@@ -23,13 +25,15 @@ def cgroup_folders(controller: str, root: Path = Path("/")) -> list[Path]:
 
 
 def own_groups(text: str, controller: str) -> dict[str, PurePosixPath]:
-    """The group under each place a hierarchy may be mounted at, from the text of /proc/self/cgroup.
+    """The group under each possible mount point of a hierarchy, from the text of /proc/self/cgroup.
 
-    A container may be shown a path of the host, while its mount begins at its own group. Then only the root is there,
-    which is the right one. The same holds for a group outside of the namespace, whose path begins with `..`.
+    A container may see a path of the host, while its mount begins at its own group. Then only the root of the mount
+    exists, and it is the right group. The same is true for a group outside of the namespace, whose path begins with
+    `..`.
     """
     top = PurePosixPath()
-    groups = {"": top, "unified": top, controller: top}  # version 2, version 2 beside version 1, version 1
+    # mounts of version 2, of version 2 beside version 1, and of version 1
+    groups = {"": top, "unified": top, controller: top}
     for line in text.splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -44,7 +48,7 @@ def own_groups(text: str, controller: str) -> dict[str, PurePosixPath]:
 
 
 def cgroup_cpus(root: Path = Path("/")) -> int | None:
-    """Whole CPUs that the smallest quota allows, rounded up; None where there is no quota."""
+    """Number of CPUs that the smallest quota allows, rounded up, or None without a quota."""
     quotas = [
         parse_quota(*(read_text(folder / name) for name in ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")))
         for folder in cgroup_folders("cpu", root)
@@ -53,21 +57,21 @@ def cgroup_cpus(root: Path = Path("/")) -> int | None:
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
-    """What the machine has available, or the least that a control group leaves of it; 0 where nothing is known."""
+    """Host memory that is available, considering the limits of control groups. 0 if it is not known."""
     found = re.findall(r"^MemAvailable:\s+(\d+) kB$", read_text(root / "proc/meminfo"), flags=re.MULTILINE)
     free = [int(kib) * 1024 for kib in found]
     for folder in cgroup_folders("memory", root):
         limit = read_text(folder / "memory.max") or read_text(folder / "memory.limit_in_bytes")
         used = read_text(folder / "memory.current") or read_text(folder / "memory.usage_in_bytes")
         if limit.isdigit() and used.isdigit():
-            # File cache counts as used, but is given back under pressure.
+            # The file cache counts as used, but the kernel frees it when memory is needed.
             cache = re.search(r"^(?:total_)?inactive_file (\d+)$", read_text(folder / "memory.stat"), re.MULTILINE)
             free.append(max(0, int(limit) - int(used) + (int(cache.group(1)) if cache else 0)))
     return min(free, default=0)
 
 
 def parse_quota(v2_max: str, v1_quota: str, v1_period: str) -> int | None:
-    """Whole CPUs of one group's quota, rounded up; None where it sets none."""
+    """Number of CPUs of one group's quota, rounded up, or None if it sets no quota."""
     fields = v2_max.split() if v2_max else [v1_quota, v1_period]
     try:
         quota, period = int(fields[0]), int(fields[1])
@@ -77,7 +81,7 @@ def parse_quota(v2_max: str, v1_quota: str, v1_period: str) -> int | None:
 
 
 def read_text(path: Path) -> str:
-    """The file's text without space around it; empty where it cannot be read."""
+    """The text of a file, stripped of white space. Empty if the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

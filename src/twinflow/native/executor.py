@@ -1,7 +1,7 @@
-"""The executor of csrc/executor.h and its events, as ctypes sees them: structures and functions of csrc/api.h.
+"""ctypes bindings for the executor of csrc/executor.h and its events: structures and functions of csrc/api.h.
 
-Functions that only look or submit are called with the interpreter lock held: they take about a microsecond, and giving
-the lock away could cost milliseconds. Functions that may block give it away.
+Functions that only read or submit are called with the GIL held. They take about a microsecond, and taking the GIL again
+after a release could take milliseconds. Functions that may block release the GIL.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_ui
 from pathlib import Path
 from typing import Any
 
+from twinflow.errors import wrong_state
 from twinflow.native.library import load
 
 
 class CSettings(Structure):
-    """tf_settings."""
+    """tf_settings of csrc/api.h."""
 
     _fields_ = (
         ("device", c_int32),
@@ -31,7 +32,7 @@ class CSettings(Structure):
 
 
 class CSlice(Structure):
-    """tf_slice."""
+    """tf_slice of csrc/api.h."""
 
     _fields_ = (
         ("offset", c_int64),
@@ -44,7 +45,7 @@ class CSlice(Structure):
 
 
 class CBucket(Structure):
-    """tf_bucket."""
+    """tf_bucket of csrc/api.h."""
 
     _fields_ = (
         ("numel", c_int64),
@@ -62,13 +63,13 @@ class CBucket(Structure):
 
 
 class CPointers(Structure):
-    """tf_pointers."""
+    """tf_pointers of csrc/api.h."""
 
     _fields_ = (("weight", c_void_p), ("master", c_void_p), ("state", c_void_p * 2), ("scale", c_void_p * 2))
 
 
 class CJob(Structure):
-    """tf_job."""
+    """tf_job of csrc/api.h."""
 
     _fields_ = (
         ("number", c_int64),
@@ -83,19 +84,19 @@ class CJob(Structure):
 
 
 class CHyper(Structure):
-    """tf_hyper."""
+    """tf_hyper of csrc/api.h."""
 
     _fields_ = (("step", c_int64), ("group", c_int32), ("sign", c_float), ("hyper", c_float * 7))
 
 
 class CSource(Structure):
-    """tf_source."""
+    """tf_source of csrc/api.h."""
 
     _fields_ = (("from_", c_void_p), ("offset", c_int64), ("numel", c_int64))
 
 
 class CDecision(Structure):
-    """tf_decision."""
+    """tf_decision of csrc/api.h."""
 
     _fields_ = (
         ("norm", c_double),
@@ -109,7 +110,7 @@ class CDecision(Structure):
 
 
 class CUpdateTask(Structure):
-    """tf_update_task."""
+    """tf_update_task of csrc/api.h."""
 
     _fields_ = (
         ("task", c_int64),
@@ -121,13 +122,13 @@ class CUpdateTask(Structure):
 
 
 class CFetchItem(Structure):
-    """tf_fetch_item."""
+    """tf_fetch_item of csrc/api.h."""
 
     _fields_ = (("bucket", c_int64), ("from_", c_void_p), ("into", c_void_p), ("num_bytes", c_int64))
 
 
 class CCounters(Structure):
-    """tf_counters."""
+    """tf_counters of csrc/api.h."""
 
     _fields_ = (
         ("busy_s", c_double),
@@ -141,7 +142,7 @@ class CCounters(Structure):
 
 
 class CSpan(Structure):
-    """tf_span."""
+    """tf_span of csrc/api.h."""
 
     _fields_ = (("kind", c_int32), ("bucket", c_int32), ("start_s", c_double), ("end_s", c_double))
 
@@ -235,7 +236,7 @@ _BLOCKING: dict[str, tuple[list[object], object]] = {
 
 
 class ExecutorLibrary:
-    """The functions, as attributes of their C names."""
+    """The functions of the executor, as attributes with their C names."""
 
     def __init__(self, path: Path) -> None:
         for library, functions in ((ctypes.PyDLL(str(path)), _QUICK), (ctypes.CDLL(str(path)), _BLOCKING)):
@@ -251,11 +252,12 @@ class ExecutorLibrary:
 
 @functools.cache
 def executor_library() -> ExecutorLibrary:
-    """Raises where the native library is missing: host updates beside the model's work need it."""
+    """The bindings. Raises RuntimeError if the native library is missing, because offloaded training needs it."""
     loaded = load()
     if loaded.library is None or loaded.path is None:
-        raise RuntimeError(
-            f"The native library is missing ({loaded.problem}), and offloaded training needs it. Reinstall twinflow "
-            "from a wheel, or on a machine with a C++17 compiler; `twinflow doctor` says what is wrong"
+        raise wrong_state(
+            "Offloaded training is not possible",
+            f"the native library is missing ({loaded.problem})",
+            "Reinstall twinflow from a wheel or on a machine with a C++17 compiler. `twinflow doctor` shows the cause.",
         )
     return ExecutorLibrary(loaded.path)

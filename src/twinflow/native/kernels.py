@@ -1,7 +1,7 @@
-"""One Python function for each native kernel; where the library is missing, the torch reference of rules/ runs. That is
-enough for the host optimizers of optim/. Offloaded training needs the library (executor.py).
+"""One Python function for each native kernel. If the library is missing, the torch reference of rules/ runs. This is
+sufficient for the host optimizers of optim/. Offloaded training needs the library (executor.py).
 
-Arguments are checked before anything is touched. A call releases the GIL for as long as it works.
+Arguments are checked before any buffer is modified. A call releases the GIL while the kernel runs.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ FORMAT_CODES = {"fp32": 0, "bf16": 1, "int8": 2}
 
 
 def update(segments: Sequence[Segment], check: bool = True) -> None:
-    """One optimizer step of every segment, in one pass over memory and one call.
+    """One optimizer step of all segments, in one call and one pass over memory.
 
-    `check=False` is for callers that made the segments themselves and count microseconds.
+    `check=False` saves microseconds for callers that have built the segments themselves.
     """
     for segment in segments if check else ():
         check_segment(segment)
     library = load().library
     if library is None:
         return reference.update(segments)
-    update_at([_addresses(segment) for segment in segments])  # the caller holds the tensors until this returns
+    update_at([_addresses(segment) for segment in segments])  # the caller keeps the tensors alive until this returns
 
 
 class Pointers(NamedTuple):
-    """Addresses of a store's buffers; None where it has none."""
+    """Addresses of the buffers of a store. None: the store does not have this buffer."""
 
     weight: int | None
     master: int | None
@@ -52,7 +52,7 @@ class Pointers(NamedTuple):
 
 
 def pointers(store: Store) -> Pointers:
-    """Where a store's buffers are. They are not kept alive."""
+    """Addresses of the buffers of a store. The buffers are not kept alive."""
 
     def address(tensor: Tensor | None) -> int | None:
         return tensor.data_ptr() if tensor is not None else None
@@ -64,7 +64,7 @@ def pointers(store: Store) -> Pointers:
 
 @dataclass(frozen=True)
 class Addresses:
-    """A segment as plain numbers. Whoever makes one answers for every buffer behind it."""
+    """A segment as plain numbers. The caller must keep all buffers alive and ensure their sizes."""
 
     grad: int
     grad_dtype: torch.dtype
@@ -82,7 +82,7 @@ class Addresses:
 
 
 def update_at(segments: Sequence[Addresses]) -> None:
-    """`update` for callers that made all buffers themselves and count microseconds. Needs the native library."""
+    """`update` without checks, for callers that have allocated all buffers themselves. Needs the native library."""
     library = load().library
     assert library is not None
     table = (CSegment * len(segments))()
@@ -122,9 +122,9 @@ def _fill(entry: CSegment, segment: Addresses) -> None:
 
 
 def sum_squares(tensors: Sequence[Tensor]) -> list[float]:
-    """Each tensor's sum of squares in fp64; bit-identical for any thread count and ISA.
+    """The sum of squares of each tensor in fp64. The bits do not depend on the number of threads and the ISA.
 
-    Not finite exactly when the tensor holds a NaN or an infinity: this is the finite check too.
+    A sum is not finite exactly if the tensor has a NaN or an infinity. So it serves as the check for finite gradients.
     """
     for i, tensor in enumerate(tensors):
         check_tensor(f"tensors[{i}]", tensor, FLOATS)
@@ -144,7 +144,7 @@ def sum_squares(tensors: Sequence[Tensor]) -> list[float]:
 
 
 def accumulate(into: Tensor, values: Tensor) -> None:
-    """into (fp32) += values (fp32, bf16 or fp16)."""
+    """Add `values` (fp32, bf16 or fp16) to `into` (fp32)."""
     check_tensor("into", into, (torch.float32,))
     check_tensor("values", values, FLOATS, into.numel())
     library = load().library
@@ -154,7 +154,7 @@ def accumulate(into: Tensor, values: Tensor) -> None:
 
 
 def cast(into: Tensor, values: Tensor) -> None:
-    """Into = values, rounded to nearest; any of fp32, bf16, fp16 to any."""
+    """Copy `values` to `into`, rounded to nearest. Both may be fp32, bf16 or fp16."""
     check_tensor("into", into, FLOATS)
     check_tensor("values", values, FLOATS, into.numel())
     library = load().library
@@ -166,7 +166,7 @@ def cast(into: Tensor, values: Tensor) -> None:
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Upper (bf16) and lower (int16) halves of fp32 values: the split master."""
+    """Upper (bf16) and lower (int16) halves of fp32 values: the format of a split master."""
     check_tensor("values", values, (torch.float32,))
     library = load().library
     if library is None:
@@ -178,7 +178,7 @@ def split(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(upper: Tensor, lower: Tensor) -> Tensor:
-    """The fp32 values whose halves these are."""
+    """The fp32 values from the halves that `split` returns."""
     check_tensor("upper", upper, (torch.bfloat16,))
     check_tensor("lower", lower, (torch.int16,), upper.numel())
     library = load().library
@@ -190,7 +190,9 @@ def join(upper: Tensor, lower: Tensor) -> Tensor:
 
 
 def scale_in_place(values: Tensor, factor: float) -> None:
-    """values *= factor with the pool: the read-modify-write that benchmarks take as the memory's ceiling."""
+    """Multiply `values` by `factor`, with the threads of the pool. Benchmarks use its memory rate
+    as the upper limit.
+    """
     check_tensor("values", values, (torch.float32,))
     library = load().library
     if library is None:
@@ -200,7 +202,7 @@ def scale_in_place(values: Tensor, factor: float) -> None:
 
 
 def advise_huge(tensor: Tensor) -> Tensor:
-    """Ask for huge pages under a tensor that has not been written yet; returns it. A hint, never an error."""
+    """Ask the system for huge pages for a tensor that has not been written yet, and return the tensor. Never raises."""
     library = load().library
     if library is not None and tensor.device.type == "cpu" and tensor.numel():
         library.tf_advise_huge(tensor.data_ptr(), tensor.numel() * tensor.element_size())
@@ -208,12 +210,12 @@ def advise_huge(tensor: Tensor) -> Tensor:
 
 
 def huge_zeros(numel: int, /, *, dtype: torch.dtype) -> Tensor:
-    """Zeros, on huge pages where the system gives them."""
+    """A tensor of zeros, on huge pages if the system provides them."""
     return advise_huge(torch.empty(numel, dtype=dtype)).zero_()
 
 
 def set_threads(num_threads: int) -> None:
-    """Size of the kernels' thread pool, the calling thread included."""
+    """Set the number of threads of the kernels, including the calling thread."""
     number = check_threads(num_threads, "num_threads")
     library = load().library
     if library is not None:
@@ -221,31 +223,31 @@ def set_threads(num_threads: int) -> None:
 
 
 def get_threads() -> int:
-    """Size of the kernels' thread pool; torch's where the library is missing."""
+    """Number of threads of the kernels, or of torch if the library is missing."""
     library = load().library
     return int(library.tf_get_threads()) if library is not None else torch.get_num_threads()
 
 
 def available() -> bool:
-    """Whether the native library is in use."""
+    """Whether the native library was loaded."""
     return load().library is not None
 
 
 def isa() -> str:
-    """The variant in use; "torch" where the library is missing."""
+    """Name of the ISA variant in use, or "torch" if the library is missing."""
     library = load().library
     return library.tf_isa().decode() if library is not None else "torch"
 
 
 def isa_names() -> list[str]:
-    """Variants this CPU can run, best first."""
+    """ISA variants that this CPU can run, the fastest first."""
     library = load().library
     return _isa_names(library) if library is not None else []
 
 
 def set_isa(name: str) -> None:
-    """Use this ISA variant from now on."""
+    """Select the ISA variant of all kernels. Raises ValueError for a variant that this CPU cannot run."""
     library = load().library
     if library is None:
-        raise invalid_value("isa", name, "none: the native library is not loaded")
+        raise invalid_value("isa", name, "unset while the native library is not loaded")
     _set_isa(library, name)

@@ -1,6 +1,7 @@
-"""Finds, loads and describes the native library; nothing here needs torch.
+"""Finds and loads the native library. This module does not import torch.
 
-`TWINFLOW_LIBRARY` names another file to load, `TWINFLOW_ISA` forces a variant, `TWINFLOW_THREADS` the pool's size.
+Environment variables: `TWINFLOW_LIBRARY` is the path of another library file, `TWINFLOW_ISA` selects an ISA variant,
+and `TWINFLOW_THREADS` sets the number of threads of the pool.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ _SIGNATURES: dict[str, tuple[list[object], object]] = {
 
 @dataclass(frozen=True)
 class Loaded:
-    """The outcome of loading: the library, or None and the reason."""
+    """Result of loading: the library, or None and the reason."""
 
     library: ctypes.CDLL | None
     path: Path | None
@@ -105,14 +106,15 @@ class Loaded:
 
 @functools.cache
 def load() -> Loaded:
-    """Load once per process. Without a usable library host optimizers use the torch references, offloaded training
-    raises (`executor_library`), and one line on stderr says so."""
+    """Load the library once per process. If it cannot be loaded, one line on stderr says so, host optimizers use the
+    torch references, and offloaded training raises an error (`executor_library`).
+    """
     path = find_library(os.environ)
     loaded = open_library(path)
     if loaded.library is None:
         print(
-            f"twinflow: the native library is missing ({loaded.problem}). Host optimizers use slower torch references; "
-            "offloaded training is not possible",
+            f"twinflow: the native library is missing ({loaded.problem}). Host optimizers use slower torch references, "
+            "and offloaded training is not possible.",
             file=sys.stderr,
         )
         return loaded
@@ -124,19 +126,21 @@ def load() -> Loaded:
 
 
 def find_library(environ: Mapping[str, str]) -> Path | None:
-    """The library named by TWINFLOW_LIBRARY, or the one installed beside this module."""
+    """Path of the library: TWINFLOW_LIBRARY, or the file that is installed beside this module."""
     if environ.get("TWINFLOW_LIBRARY"):
         return Path(environ["TWINFLOW_LIBRARY"])
     package = sys.modules[__package__ or "twinflow.native"]
-    # An editable install keeps sources and built files in two folders; both are on the package's path.
+    # An editable install has sources and built files in two folders. The path of the package contains both.
     folders = [Path(str(importlib.resources.files("twinflow.native"))), *(Path(p) for p in package.__path__)]
     return next((folder / FILE_NAME for folder in folders if (folder / FILE_NAME).is_file()), None)
 
 
 def open_library(path: Path | None) -> Loaded:
-    """Open the file and check that it speaks our ABI; never raises."""
+    """Open the file and check its ABI and its update rules. Never raises."""
     if path is None:
-        return Loaded(None, None, f"{FILE_NAME} is not installed: reinstall twinflow with a C++17 compiler at hand")
+        return Loaded(
+            None, None, f"{FILE_NAME} is not installed: reinstall twinflow on a machine with a C++17 compiler"
+        )
     try:
         library = ctypes.CDLL(str(path))
         for name, (arguments, result) in _SIGNATURES.items():
@@ -155,12 +159,12 @@ def open_library(path: Path | None) -> Loaded:
 
 
 def isa_names(library: ctypes.CDLL) -> list[str]:
-    """Variants this CPU can run, best first."""
+    """ISA variants that this CPU can run, the fastest first."""
     names: bytes = library.tf_isa_available()
     return names.decode().split()
 
 
 def set_isa(library: ctypes.CDLL, name: str, option: str = "isa") -> None:
-    """Use this variant from now on."""
+    """Select the ISA variant of all kernels. `option`: the name for the error message."""
     if library.tf_set_isa(name.encode()) != 0:
-        raise invalid_value(option, name, isa_names(library), "These are the variants this CPU can run")
+        raise invalid_value(option, name, isa_names(library), "This CPU can run these variants.")

@@ -1,7 +1,7 @@
-"""The passes over numbers that travel packed, each in one pass over memory; codes/reference.py is the truth.
+"""Packing, averaging and unpacking of codes, each in one pass over memory. codes/reference.py gives the same bits.
 
-Arguments are checked before anything is touched. Where the library is missing, the reference runs. A call releases the
-GIL for as long as it works.
+Arguments are checked before any buffer is modified. If the library is missing, the reference runs. A call releases the
+GIL while the kernel runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def encode(
     exponents: Tensor | None = None,
     is_scaled: bool = True,
 ) -> None:
-    """Pack (base_factor * base + factor * values) * 2**k + error into the rows of `packed`, each an equal part."""
+    """Pack (base_factor * base + factor * values) * 2**k + error into the rows of `packed`. Each row takes an equal
+    part.
+    """
     check_tensor("values", values, FLOATS)
     numel = _row_numel(packed, values)
     _check_packed(code, packed, numel)
@@ -66,7 +68,7 @@ def encode(
 
 
 def mean(code: Code, out: Tensor, packed: Tensor, exponents: Tensor | None = None) -> None:
-    """Out = the mean of the rows of `packed`, added in their order, times 2**-k."""
+    """Write the mean of the rows of `packed`, times 2**-k, to `out`. The rows are added in their order."""
     check_tensor("out", out, FLOATS)
     _check_packed(code, packed, out.numel())
     if exponents is not None:
@@ -90,7 +92,7 @@ def decode(
     is_scaled: bool = True,
     is_added: bool = False,
 ) -> None:
-    """Out = what the rows of `packed` stand for, one after the other, times 2**-k; or out + that."""
+    """Unpack the rows of `packed` one after the other, times 2**-k, into `out`, or add them to `out` if `is_added`."""
     check_tensor("out", out, FLOATS)
     numel = _row_numel(packed, out)
     _check_packed(code, packed, numel)
@@ -109,7 +111,7 @@ def decode(
 
 
 def _row_numel(packed: Tensor, values: Tensor) -> int:
-    """Numbers of one row, where the rows of `packed` are equal parts of `values`."""
+    """Number of elements of one row. The rows of `packed` are equal parts of `values`."""
     num_rows = packed.shape[0] if packed.dim() == 2 else 0
     if num_rows == 0 or values.numel() % num_rows:
         allowed = f"two dimensions, the first a divisor of {values.numel()}"
@@ -122,7 +124,7 @@ def _check_packed(code: Code, packed: Tensor, numel: int) -> None:
     row_bytes = code.row_bytes(numel)
     if packed.dim() != 2 or packed.shape[0] == 0 or packed.shape[1] != row_bytes:
         raise invalid_value(
-            "packed shape", tuple(packed.shape), f"rows of {row_bytes} bytes: {code.name} of {numel} numbers"
+            "packed shape", tuple(packed.shape), f"rows of {row_bytes} bytes, for {numel} numbers in {code.name}"
         )
 
 

@@ -1,10 +1,10 @@
-"""What a rank uses of a host that it shares with other ranks: its CPUs, and its part of the memory.
+"""The share of a rank in a host with several ranks: its CPUs and its part of the memory.
 
-Every rank computes the division of the whole machine and takes its own part of it, so nobody has to talk. It comes out
-the same for all because all put in the same: that is why GPU nodes are those of all local ranks, not of this one.
+Every rank computes the division of the whole machine and takes its own part, without communication. The result is the
+same on all ranks, because their inputs are the same. Therefore `gpu_nodes` lists the NUMA nodes of all local ranks.
 
-CPUs are dealt out in cores: hyper-threads of one core compete for it and stay with one rank. The slowest rank decides
-how long a step takes, so parts are as equal as they can be; where GPUs sit comes after that.
+Cores are not divided: the hyper-threads of one core belong to one rank, because they compete for the core. The slowest
+rank determines the time of a step, so parts are as equal as possible. The location of GPUs has lower priority.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from twinflow.errors import invalid_value
 from twinflow.native.cgroup import cgroup_cpus, read_text
 from twinflow.native.threads import check_threads, count_own_cpus, is_bound, limit_threads, own_cpus, parse_cpus
 
-_MAX_PASSES: Final = 4  # over the threads of a process, while new ones appear
-Core = tuple[int, ...]  # the CPUs of one core: its hyper-threads
+_MAX_PASSES: Final = 4  # passes over the threads of a process, because new ones may appear
+Core = tuple[int, ...]  # the CPUs of one core, which are its hyper-threads
 
 
 @dataclass(frozen=True)
 class HostShare:
-    """The CPUs this rank may run on, the threads its pool should have, and a line that says why."""
+    """The CPUs of this rank, the number of threads for its pool, and a line with the reason."""
 
     cores: tuple[int, ...]
     num_threads: int
@@ -42,15 +42,15 @@ def share_host(
     environ: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
 ) -> HostShare:
-    """Bind this process to its share of the CPUs, and say how many threads its pool should have.
+    """Bind this process to its share of the CPUs, and return the number of threads for its pool.
 
-    Call it early in every rank: before large host buffers are first written, since memory comes from the NUMA node of
-    the thread that does that. Threads that exist already, a pool's among them, get the new mask as well, unless they
-    were given one of their own; threads made later inherit that of the thread that makes them.
+    Call it in every rank before large host buffers are written for the first time, because memory is allocated on the
+    NUMA node of the thread that first writes it. Existing threads get the new mask too, unless they have a mask of
+    their own. Threads that are created later inherit the mask of their creator.
 
-    `gpu_nodes` has the NUMA node of each local rank's GPU (`gpu_node_of`), the same list in every rank; leave it out
-    where a rank knows only its own. Nothing is bound for one rank alone, where TWINFLOW_THREADS is set, where somebody
-    has bound the process before, and where there are fewer CPUs than ranks. A second call binds nothing more.
+    `gpu_nodes` lists the NUMA node of each local rank's GPU (`gpu_node_of`). It must be the same on all ranks; omit it
+    if a rank knows only its own node. Nothing is bound if there is one rank, if TWINFLOW_THREADS is set, if the process
+    is bound already, or if there are fewer CPUs than ranks. A second call changes nothing.
     """
     _check_rank(local_rank, num_local, gpu_nodes)
     before, quota = own_cpus(), cgroup_cpus(root)
@@ -67,27 +67,28 @@ def share_host(
     if num_local == 1:
         return left("one rank")
     if not hasattr(os, "sched_setaffinity"):
-        return left(f"{num_local} ranks share, for this system binds no process")
+        return left(f"{num_local} ranks share all CPUs, because this system cannot bind processes")
     if is_bound(before, root):
-        return left("bound already")
+        return left("the process is bound already")
     if num_local > len(mask):
-        return left(f"{num_local} ranks share too few")
+        return left(f"{num_local} ranks share fewer CPUs than ranks")
     cores = cores_of(local_rank, num_local, mask, read_nodes(root), gpu_nodes, read_siblings(root))
     try:
         bind_threads(cores, before)
     except OSError as error:
-        return left(f"{num_local} ranks share, for the system refuses to bind them ({error.strerror})")
+        return left(f"{num_local} ranks share all CPUs, because the system refuses to bind them ({error.strerror})")
     number = limit_threads(len(cores), quota, num_local)
     return HostShare(cores, number, f"rank {local_rank} of {num_local}: CPUs {format_cpus(cores)} of {len(mask)}")
 
 
 def bind_threads(cores: Collection[int], before: Collection[int]) -> None:
-    """Let all threads of this process that may run on the CPUs `before` run on `cores` from now on.
+    """Bind all threads of this process whose mask is `before` to `cores`.
 
-    Linux has a mask for each thread. One that was narrowed on purpose is not `before`, and stays.
+    On Linux each thread has its own mask. A thread with another mask was bound on purpose, and is not changed. Raises
+    OSError if the system does not allow binding.
     """
-    os.sched_setaffinity(0, cores)  # first this thread's: an OSError where nothing may be bound
-    for _ in range(_MAX_PASSES):  # a thread that was not reached yet may have started another meanwhile
+    os.sched_setaffinity(0, cores)  # this thread first, to raise before any other thread is bound
+    for _ in range(_MAX_PASSES):  # a thread that is not bound yet may have started another one
         moved = [number for number in _thread_numbers() if _move(number, cores, before)]
         if not moved:
             return
@@ -101,7 +102,7 @@ def _thread_numbers() -> list[int]:
 
 
 def _move(thread: int, cores: Collection[int], before: Collection[int]) -> bool:
-    with suppress(OSError):  # it has ended
+    with suppress(OSError):  # the thread may have ended
         if os.sched_getaffinity(thread) == set(before) != set(cores):
             os.sched_setaffinity(thread, cores)
             return True
@@ -109,9 +110,9 @@ def _move(thread: int, cores: Collection[int], before: Collection[int]) -> bool:
 
 
 def share_of_memory(free_bytes: int, num_local: int) -> int:
-    """One rank's part of the host memory that is free; 0 where that is not known.
+    """One rank's part of the free host memory, or 0 if `free_bytes` is not known.
 
-    Fair only when all ranks look at the same moment, before any of them takes its part: behind a barrier.
+    All ranks must measure `free_bytes` before any of them allocates its part: call this after a barrier.
     """
     _check_rank(0, num_local)
     return max(1, free_bytes // num_local) if free_bytes > 0 else 0
@@ -123,10 +124,10 @@ def _check_rank(local_rank: int, num_local: int, gpu_nodes: Sequence[int | None]
     if not 0 <= local_rank < num_local:
         raise invalid_value("local_rank", local_rank, f"0 to {num_local - 1}")
     if gpu_nodes and len(gpu_nodes) != num_local:
-        raise invalid_value("gpu_nodes", list(gpu_nodes), f"one for each of {num_local} local ranks, or none at all")
+        raise invalid_value("gpu_nodes", list(gpu_nodes), f"one for each of {num_local} local ranks, or empty")
 
 
-# Who gets which CPUs.
+# Division of the CPUs.
 
 
 def cores_of(
@@ -137,10 +138,11 @@ def cores_of(
     gpu_nodes: Sequence[int | None] = (),
     siblings: Sequence[Sequence[int]] = (),
 ) -> tuple[int, ...]:
-    """The CPUs of one rank, of those that are `allowed`. All ranks put in the same, and no CPU is used twice.
+    """The CPUs of one rank, out of `allowed`. No CPU belongs to two ranks if all ranks pass the same arguments.
 
-    With at least as many ranks as NUMA nodes each rank's CPUs are of one node, that of its GPU where the node has a
-    seat left. With fewer, a rank spans nodes and begins with its GPU's. With fewer CPUs than ranks all use all.
+    If there are at least as many ranks as NUMA nodes, the CPUs of a rank are on one node. This is the node of its GPU,
+    as long as the node has places left. If there are fewer ranks than nodes, a rank spans nodes, beginning with the
+    node of its GPU. If there are fewer CPUs than ranks, every rank gets all CPUs.
     """
     _check_rank(local_rank, num_local, gpu_nodes)
     cpus = sorted(set(allowed))
@@ -148,7 +150,8 @@ def cores_of(
         return tuple(cpus)
     cores = list(_cores(cpus, siblings))
     if num_local > len(cores):
-        cores = [(cpu,) for core in cores for cpu in core]  # hyper-threads have to part
+        # fewer cores than ranks: hyper-threads of one core go to different ranks
+        cores = [(cpu,) for core in cores for cpu in core]
     rooms = _by_node(cores, nodes)
     wanted = list(gpu_nodes) or [None] * num_local
     parts = _within_nodes(rooms, wanted) if num_local >= len(rooms) else _across_nodes(rooms, wanted)
@@ -156,7 +159,7 @@ def cores_of(
 
 
 def _cores(cpus: Sequence[int], siblings: Sequence[Sequence[int]]) -> Iterator[Core]:
-    """The CPUs by core, in the order of their first; one that is in no list of siblings is a core."""
+    """The CPUs grouped by core, in the order of the first CPU of each core. A CPU without siblings is a core."""
     core_of = {cpu: tuple(sorted(group)) for group in siblings for cpu in group}
     found: dict[Core, list[int]] = {}
     for cpu in cpus:
@@ -165,7 +168,7 @@ def _cores(cpus: Sequence[int], siblings: Sequence[Sequence[int]]) -> Iterator[C
 
 
 def _by_node(cores: Sequence[Core], nodes: Mapping[int, Sequence[int]]) -> dict[int, list[Core]]:
-    """The cores of each node that has some; those of no node are counted to the first."""
+    """The cores of each node that has any. Cores without a node are added to the first node."""
     node_of: dict[int, int] = {}
     for node in sorted(nodes):
         for cpu in nodes[node]:
@@ -178,7 +181,7 @@ def _by_node(cores: Sequence[Core], nodes: Mapping[int, Sequence[int]]) -> dict[
 
 
 def _within_nodes(rooms: Mapping[int, Sequence[Core]], wanted: Sequence[int | None]) -> list[Sequence[Core]]:
-    """Each rank's cores, of one node."""
+    """The cores of each rank, all on one node."""
     seats = _seats({node: len(cores) for node, cores in rooms.items()}, wanted)
     homes = _homes(seats, wanted)
     parts = {node: iter(_even(cores, seats[node])) for node, cores in rooms.items()}
@@ -186,10 +189,10 @@ def _within_nodes(rooms: Mapping[int, Sequence[Core]], wanted: Sequence[int | No
 
 
 def _seats(sizes: Mapping[int, int], wanted: Sequence[int | None]) -> dict[int, int]:
-    """Ranks of each node, at least one: the next goes where most is left for each, so the poorest has the most it can.
+    """Number of ranks on each node, at least one. Each further rank goes to the node with the most cores per rank.
 
-    Between equals it goes where more GPUs wait for a rank. A node never has more ranks than cores, as long as there are
-    as many cores as ranks.
+    This maximises the smallest share. Among equal nodes, the rank goes where more GPUs have no rank yet. A node never
+    has more ranks than cores if there are at least as many cores as ranks.
     """
     seats = dict.fromkeys(sizes, 1)
     for _ in range(len(wanted) - len(sizes)):
@@ -199,7 +202,7 @@ def _seats(sizes: Mapping[int, int], wanted: Sequence[int | None]) -> dict[int, 
 
 
 def _homes(seats: Mapping[int, int], wanted: Sequence[int | None]) -> list[int]:
-    """The node of each rank: the one it wants while that has seats, and the next free one for all others."""
+    """The node of each rank: the node of its GPU while it has free places, and the next free node otherwise."""
     free = [node for node in seats for _ in range(seats[node])]
     homes: list[int | None] = []
     for node in wanted:
@@ -211,7 +214,9 @@ def _homes(seats: Mapping[int, int], wanted: Sequence[int | None]) -> list[int]:
 
 
 def _across_nodes(rooms: Mapping[int, Sequence[Core]], wanted: Sequence[int | None]) -> list[Sequence[Core]]:
-    """Each rank's cores where there are more nodes than ranks: first of its GPU's node, then of what nobody has."""
+    """The cores of each rank if there are more nodes than ranks: first from the node of its GPU, then from the
+    remaining cores.
+    """
     left = {node: list(cores) for node, cores in rooms.items()}
     all_cores = [core for cores in rooms.values() for core in cores]
     sizes = [len(part) for part in _even(all_cores, len(wanted))]
@@ -223,48 +228,48 @@ def _across_nodes(rooms: Mapping[int, Sequence[Core]], wanted: Sequence[int | No
 
 
 def _take(cores: list[Core], count: int) -> list[Core]:
-    """The first cores of a list, which then has them no more."""
+    """Remove the first `count` cores from a list and return them."""
     taken = cores[:count]
     del cores[:count]
     return taken
 
 
 def _even(cores: Sequence[Core], num_parts: int) -> list[Sequence[Core]]:
-    """Neighbours in parts whose sizes differ by at most one, the larger ones first."""
+    """Divide into parts of adjacent cores. Sizes differ by at most one, and larger parts come first."""
     size, larger = divmod(len(cores), num_parts)
     ends = [(i + 1) * size + min(i + 1, larger) for i in range(num_parts)]
     return [cores[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-# What the machine looks like.
+# Topology of the machine.
 
 
 def read_nodes(root: Path = Path("/")) -> dict[int, tuple[int, ...]]:
-    """The CPUs of each NUMA node; a node of memory alone has none. Empty where the system tells nothing."""
+    """The CPUs of each NUMA node. A node with memory only has none. Empty if the system does not report nodes."""
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
     found = {int(folder.name[4:]): tuple(sorted(parse_cpus(read_text(folder / "cpulist")))) for folder in folders}
     return dict(sorted(found.items()))
 
 
 def read_siblings(root: Path = Path("/")) -> tuple[Core, ...]:
-    """The CPUs of each core; a CPU that is offline has no entry."""
+    """The CPUs of each core. CPUs that are offline are missing."""
     files = (root / "sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
     found = {tuple(sorted(parse_cpus(read_text(file)))) for file in files}
     return tuple(sorted(core for core in found if core))
 
 
 def gpu_node_of(pci_bus_id: str, root: Path = Path("/")) -> int | None:
-    """The NUMA node that a GPU hangs on; None where the system does not tell. `pci_bus_id`: like 0000:3B:00.0."""
+    """The NUMA node of a GPU, or None if it is not known. `pci_bus_id`: for example 0000:3B:00.0."""
     match = re.fullmatch(r"([0-9a-f]{4,8})(:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])", pci_bus_id.lower())
     if match is None:
         raise invalid_value("pci_bus_id", pci_bus_id, "domain:bus:device.function, like 0000:3b:00.0")
-    name = f"{int(match[1], 16):04x}{match[2]}"  # the driver's tools write eight digits before the first colon
+    name = f"{int(match[1], 16):04x}{match[2]}"  # the tools of the driver write eight digits before the first colon
     node = read_text(root / "sys/bus/pci/devices" / name / "numa_node")
     return int(node) if node.isdigit() else None  # -1: not known
 
 
 def format_cpus(cpus: Collection[int]) -> str:
-    """CPUs as the kernel lists them, the other way around: `0-3,8`."""
+    """CPUs in the list format of the kernel, such as `0-3,8`. The inverse of `parse_cpus`."""
     runs = groupby(enumerate(sorted(cpus)), key=lambda pair: pair[1] - pair[0])
     lists = ([cpu for _, cpu in run] for _, run in runs)
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in lists)

@@ -1,8 +1,8 @@
-"""How many threads the pool should have: what this process may use, not what the machine has.
+"""The default number of threads of the pool. It depends on the CPUs that this process may use, not on all CPUs.
 
-Ranks of one machine divide its CPUs. A launcher such as torchrun leaves that to them: every rank may run on all CPUs,
-and pools of that size would get in each other's way. Others (mpirun, srun) give each rank CPUs of its own, and nothing
-is left to divide. Which of the two holds is seen from the affinity mask: see `is_bound`.
+Ranks of one machine divide its CPUs. Launchers such as torchrun do not do this: every rank may run on all CPUs, and
+pools with one thread per CPU would compete for them. Other launchers (mpirun, srun) bind each rank to its own CPUs, and
+nothing has to be divided. The affinity mask tells which case applies: see `is_bound`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MAX_THREADS: Final = 1024
 
 
 def default_threads(environ: Mapping[str, str]) -> int:
-    """TWINFLOW_THREADS, else the smaller of the affinity mask and the cgroup's CPU quota, or this rank's part of them.
+    """TWINFLOW_THREADS if it is set. Otherwise the smaller of affinity mask and CPU quota, or this rank's part of them.
 
-    OMP_NUM_THREADS is not looked at: torchrun sets it to 1 for each rank, for reasons that do not concern this pool.
+    OMP_NUM_THREADS is ignored, because torchrun sets it to 1 for each rank, for reasons that do not apply to this pool.
     """
     given = environ.get("TWINFLOW_THREADS")
     if given:
@@ -33,16 +33,16 @@ def default_threads(environ: Mapping[str, str]) -> int:
 
 
 def limit_threads(num_cpus: int, quota: int | None, num_local: int) -> int:
-    """Threads of one of so many ranks, for so many CPUs of its own; the quota is always that of all ranks."""
+    """Number of threads of one rank that has `num_cpus` CPUs of its own. All local ranks share the quota."""
     allowed = num_cpus if quota is None else min(num_cpus, quota // num_local)
     return max(1, min(allowed, MAX_THREADS))
 
 
 def count_own_cpus(mask: Set[int], num_local: int, root: Path = Path("/")) -> int:
-    """How many of the CPUs in the mask are this rank's, whichever they are; 0 where there are fewer than ranks.
+    """Number of CPUs in the mask that belong to this rank alone. 0 if there are fewer CPUs than ranks.
 
-    A rank that is bound may still share its CPUs: mpirun binds all ranks of a NUMA node to all of that node. So it
-    never counts for more than its part of the machine.
+    A rank that is bound may share its CPUs: mpirun binds all ranks of a NUMA node to all CPUs of this node. Therefore
+    the result is at most this rank's part of the machine.
     """
     if num_local == 1:
         return len(mask)
@@ -52,9 +52,9 @@ def count_own_cpus(mask: Set[int], num_local: int, root: Path = Path("/")) -> in
 
 
 def count_local_ranks(environ: Mapping[str, str]) -> int:
-    """Ranks on this machine by what a launcher said; 1 without one.
+    """Number of ranks on this machine, from the environment variables of the launcher. 1 without a launcher.
 
-    Variables that make no sense count as none: joining the process group is the place to refuse them.
+    Invalid variables are ignored here. Joining the process group raises an error for them.
     """
     try:
         found = rank_environment(environ)
@@ -71,19 +71,20 @@ def own_cpus() -> frozenset[int]:
 
 
 def is_bound(mask: Set[int], root: Path = Path("/")) -> bool:
-    """Whether somebody gave this process CPUs of its own: fewer than its launcher has, and than its control group has.
+    """Whether this process is bound to CPUs of its own: fewer than those of its launcher and of its control group.
 
-    One of the two is not enough. Under `taskset torchrun` all ranks share what the launcher got; in a job step whose
-    tasks are not bound they share what the group has, while the launcher sits outside and has the machine.
+    One of the two conditions is not sufficient. Under `taskset torchrun` all ranks share the CPUs of the launcher. In a
+    job step whose tasks are not bound, ranks share the CPUs of the group, while the launcher is outside of the group
+    and may use the whole machine.
     """
     launcher = launcher_cpus()
     return (launcher is None or not launcher <= mask) and not group_cpus(root) <= mask
 
 
 def launcher_cpus() -> frozenset[int] | None:
-    """The CPUs of the process that started this one; None where that cannot be seen."""
+    """The CPUs of the parent process, or None if they are not known."""
     parent = os.getppid()
-    if parent <= 0 or not hasattr(os, "sched_getaffinity"):  # 0: it lives in another namespace
+    if parent <= 0 or not hasattr(os, "sched_getaffinity"):  # 0: the parent is in another namespace
         return None
     try:
         return frozenset(os.sched_getaffinity(parent))
@@ -92,24 +93,27 @@ def launcher_cpus() -> frozenset[int] | None:
 
 
 def group_cpus(root: Path = Path("/")) -> frozenset[int]:
-    """The CPUs a process of this control group starts with: those online that every level allows, but isolated ones."""
+    """The initial CPUs of a process in this control group: those online that every level allows,
+    without isolated CPUs.
+    """
     cpus = root / "sys/devices/system/cpu"
     found = parse_cpus(read_text(cpus / "online")) or frozenset(range(os.cpu_count() or 1))
     for folder in cgroup_folders("cpuset", root):
-        for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"):  # version 2, version 1, old
+        # names in version 2, version 1 and old kernels
+        for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"):
             allowed = parse_cpus(read_text(folder / name))
-            found = found & allowed if allowed else found  # empty: as the parent
+            found = found & allowed if allowed else found  # empty: those of the parent
     return found - parse_cpus(read_text(cpus / "isolated"))
 
 
 def parse_cpus(text: str) -> frozenset[int]:
-    """CPUs as the kernel lists them: `0-3,8` is 0, 1, 2, 3 and 8."""
+    """Parse a list of CPUs in the format of the kernel: `0-3,8` is 0, 1, 2, 3 and 8."""
     found = re.findall(r"(\d+)(?:-(\d+))?", text)
     return frozenset(cpu for first, last in found for cpu in range(int(first), int(last or first) + 1))
 
 
 def check_threads(value: object, option: str) -> int:
-    """`value` as a number of threads, or a ValueError naming the option."""
+    """`value` as a number of threads. Raises ValueError with the name of the option if it is not one."""
     try:
         number = int(str(value))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Update rules and state formats as pure torch functions: the truth for the native kernels."""
+"""Update rules and state formats as pure torch functions. The native and Triton kernels are tested against them."""
 
 from twinflow.rules.adagrad import ADAGRAD
 from twinflow.rules.adam import ADAM, ADAMW

@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # reading a config imports the rules, and must not import tor
 
 
 def hyper(options: Options, step: int) -> Hyper:
-    """Eps, step size, weight_decay."""
+    """The scalars of a step: eps, step size, weight_decay."""
     eps = number(options, "eps")
     step_size = number(options, "lr") / (1.0 + (step - 1) * number(options, "lr_decay"))
     return (fp32(max(eps, TINY) if eps > 0 else 0.0), fp32(step_size), fp32(number(options, "weight_decay")))
@@ -21,7 +21,6 @@ def hyper(options: Options, step: int) -> Hyper:
 def apply(
     p: Tensor, m: Tensor | None, v: Tensor | None, g: Tensor, hyper: Hyper
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """One step of Adagrad."""
     assert v is not None
     eps, step, decay = hyper
     g = flush(g + decay * p)

@@ -1,7 +1,7 @@
 """Adam and AdamW.
 
-The bias correction of the second moment is moved out of the loop: with c = sqrt(1 - b2**t), m / (sqrt(v)/c + eps)
-equals c * m / (sqrt(v) + c*eps). One division and one rounding less for each element than the usual form.
+The bias correction of the second moment is not part of the loop over elements: with c = sqrt(1 - b2**t), the quotient m
+/ (sqrt(v)/c + eps) equals c * m / (sqrt(v) + c*eps). This form saves one division and one rounding per element.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ def _hyper(options: Options, step: int) -> Hyper:
     (b1, b2), lr, eps = numbers(options, "betas"), number(options, "lr"), number(options, "eps")
     decay = number(options, "weight_decay")
     first_correction = 1.0 - b1**step
-    # 1-bit Adam: gradients that the second moment has seen, and whether it stays as it is.
+    # For 1-bit Adam: the number of gradients in the second moment, and whether the second moment is frozen.
     second_step = number(options, "second_step") if "second_step" in options else step
     second_correction = math.sqrt(1.0 - b2 ** min(step, second_step))
     b2 = 1.0 if options.get("is_frozen") else b2
-    if options.get("is_exchanged"):  # what comes as the gradient is the momentum, and eps is in the second moment
+    # The gradient argument is the exchanged momentum, and the second moment includes eps.
+    if options.get("is_exchanged"):
         return tuple(fp32(x) for x in (1.0, 1.0, 0.0, TINY, lr * second_correction / first_correction, decay))
-    scaled_eps = max(eps * second_correction, TINY) if eps > 0 else 0.0  # never a subnormal divisor
+    scaled_eps = max(eps * second_correction, TINY) if eps > 0 else 0.0  # the divisor is never subnormal
     return tuple(
         fp32(x) for x in (1.0 - b1, b2, 1.0 - b2, scaled_eps, lr * second_correction / first_correction, decay)
     )
 
 
 def adamw_hyper(options: Options, step: int) -> Hyper:
-    """1-b1, b2, 1-b2, eps, step size, 1 - lr * weight_decay, 0."""
+    """The scalars of an AdamW step: 1-b1, b2, 1-b2, eps, step size, 1 - lr * weight_decay, 0."""
     *common, decay = _hyper(options, step)
     return (*common, fp32(1.0 - number(options, "lr") * number(options, "weight_decay")) if decay else 1.0, 0.0)
 
 
 def adam_hyper(options: Options, step: int) -> Hyper:
-    """1-b1, b2, 1-b2, eps, step size, 1, weight_decay."""
+    """The scalars of an Adam step: 1-b1, b2, 1-b2, eps, step size, 1, weight_decay."""
     *common, decay = _hyper(options, step)
     return (*common, 1.0, decay)
 
@@ -56,7 +57,7 @@ def _moments(m: Tensor, v: Tensor, g: Tensor, hyper: Hyper) -> tuple[Tensor, Ten
 def adamw_apply(
     p: Tensor, m: Tensor | None, v: Tensor | None, g: Tensor, hyper: Hyper
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """AdamW: weight decay shrinks the weight."""
+    """One step of AdamW. Weight decay multiplies the weight."""
     assert m is not None and v is not None
     m, v, move = _moments(m, v, g, hyper)
     return flush(p * hyper[5] - move), m, v
@@ -65,7 +66,9 @@ def adamw_apply(
 def adam_apply(
     p: Tensor, m: Tensor | None, v: Tensor | None, g: Tensor, hyper: Hyper
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Adam: weight decay enters the gradient (L2); without any, this is AdamW without any."""
+    """One step of Adam. Weight decay is added to the gradient (L2). Without weight decay the result
+    is that of AdamW.
+    """
     assert m is not None and v is not None
     m, v, move = _moments(m, v, flush(g + hyper[6] * p) if hyper[6] else g, hyper)
     return flush(p - move), m, v

@@ -1,5 +1,5 @@
-"""State formats: how master weights and optimizer states lie in memory. Pure torch on any device, the truth for
-csrc/codecs.h and gpu/codecs.py.
+"""State formats: the representation of master weights and optimizer states in memory. These functions are pure torch
+and run on any device. csrc/codecs.h and gpu/codecs.py give the same bits.
 
 | format | first state (momentum) | second state (variance) | master of a bf16 weight | master of any other weight |
 |---|---|---|---|---|
@@ -7,12 +7,13 @@ csrc/codecs.h and gpu/codecs.py.
 | bf16 | bf16, nearest | bf16, stochastic | split | fp32 |
 | int8 | e4m3, nearest | e5m3, stochastic | split | fp32 |
 
-Split: fp32 bits u are kept as upper = bf16 of u (ties away from zero, the weight itself) and lower = int16(u), with
-u = (upper << 16) + lower. 8-bit codes share one fp32 scale for each 128 elements from the parameter's start.
+A split master stores the fp32 bits u as upper = bf16 of u (ties away from zero), which is the weight itself, and lower
+= int16(u), with u = (upper << 16) + lower. Each block of 128 elements, counted from the start of the parameter, has one
+fp32 scale for its 8-bit codes.
 
-Why the variance is rounded stochastically: at b2 = 0.999 its decay is less than half a unit in the last place of bf16
-or of 8 bits, so rounding to nearest would freeze it. The random bits are a hash of (step, parameter, index): the same
-on every machine, for every thread count and however a parameter is cut.
+The variance is rounded stochastically: at b2 = 0.999 its decay is less than half a unit in the last place of bf16 or of
+8 bits, so that rounding to nearest would never change it. The random bits are a hash of (step, parameter, index). They
+do not depend on the machine, the number of threads and the division of a parameter into segments.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ def _as_bf16(upper: Tensor) -> Tensor:
 
 
 def to_bf16(x: Tensor) -> Tensor:
-    """To nearest, ties to even; NaN becomes 0x7FC0 (torch's own choice differs between machines)."""
+    """Round to nearest, ties to even. NaN becomes 0x7FC0, because torch's NaN differs between machines."""
     u = _bits(x)
     return _as_bf16(torch.where(x.isnan(), 0x7FC0, (u + 0x7FFF + ((u >> 16) & 1)) >> 16))
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Upper (bf16) and lower (int16) halves of fp32 numbers; exact for every bit pattern but the payload of a NaN."""
+    """Upper (bf16) and lower (int16) halves of fp32 numbers. The split is exact, except for the payload of a NaN."""
     u = _bits(x)
     nan = (u & 0x7FFFFFFF) > 0x7F800000
     upper = torch.where(nan, (u >> 16) | 0x40, (u + 0x8000) >> 16)
@@ -62,7 +63,9 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounds_to(master: Tensor, rounded: Tensor) -> Tensor:
-    """Where `rounded` is a nearest neighbour of fp32 `master` in its own dtype, whichever way a tie went."""
+    """A mask of the elements where `rounded` is a nearest neighbour of fp32 `master` in the dtype of `rounded`. Ties
+    may go either way.
+    """
     same = master.to(rounded.dtype) == rounded
     if rounded.dtype != torch.bfloat16:
         return same
@@ -71,7 +74,7 @@ def rounds_to(master: Tensor, rounded: Tensor) -> Tensor:
 
 
 def join(upper: Tensor, lower: Tensor) -> Tensor:
-    """The fp32 numbers whose halves these are."""
+    """The fp32 numbers from the halves that `split` returns."""
     high = (upper.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF) << 16
     return _value((high + lower.to(torch.int64)) & _MASK)
 
@@ -86,9 +89,10 @@ def rounding_key(step: int, parameter: int) -> Key:
 
 
 def random_bits(first_index: int, numel: int, key: Key, device: torch.device | None = None) -> Tensor:
-    """16 random bits for each of `numel` elements from `first_index` (a multiple of 128) on, as int64.
+    """16 random bits for each of `numel` elements, as int64. `first_index`, a multiple of 128, is the first element.
 
-    A 32-bit hash of the block seeds a 16-bit mix of the position in it; for a random seed each result is uniform.
+    A 32-bit hash of the block is the seed of a 16-bit mix of the position in the block. For a random seed each result
+    is uniformly distributed.
     """
     index = torch.arange(first_index, first_index + numel, dtype=torch.int64, device=device)
     h = (index // BLOCK + key[0]) & _MASK
@@ -102,30 +106,34 @@ def random_bits(first_index: int, numel: int, key: Key, device: torch.device | N
 
 
 def to_bf16_stochastic(x: Tensor, first_index: int, key: Key) -> Tensor:
-    """Up or down with the probability that keeps the mean. For numbers >= 0; the largest never becomes infinite."""
+    """Round numbers >= 0 up or down at random, so that the mean is kept. The largest bf16 number never becomes
+    infinite.
+    """
     u = _bits(x)
     rounded = u + random_bits(first_index, x.numel(), key, x.device)
     return _as_bf16(torch.where(u >= 0x7F7F0000, u, rounded) >> 16)
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """`x` padded with zeros to whole blocks, one block a row."""
+    """`x` padded with zeros to whole blocks, as [blocks, 128]."""
     return torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
 
 
 def _scales(x: Tensor, top: float) -> tuple[Tensor, Tensor]:
-    """For each element the factor that brings its block into range; for each block the scale that undoes it.
+    """For each element the factor that scales its block into the range up to `top`, and for each block the inverse
+    scale.
 
-    Both are NaN for a block that holds an infinity or a NaN: its codes are 0 and stand for NaN.
+    Both are NaN for a block with an infinity or a NaN. Its codes are 0, and are decoded to NaN.
     """
-    largest = _value(_bits(_blocks(x)).bitwise_and(0x7FFFFFFF).amax(1))  # by bits: a NaN is larger than all
+    largest = _value(_bits(_blocks(x)).bitwise_and(0x7FFFFFFF).amax(1))  # compared as bits, where a NaN is the largest
     largest = torch.where(largest.isfinite(), largest, float("nan"))
-    inverse = torch.where(largest == 0, 0.0, torch.full_like(largest, top) / largest)  # a true division
+    # two tensors, as torch computes scalar / tensor by a reciprocal
+    inverse = torch.where(largest == 0, 0.0, torch.full_like(largest, top) / largest)
     return inverse.repeat_interleave(BLOCK)[: x.numel()], largest * fp32(1.0 / top)
 
 
 def encode_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (uint8: sign, 4 bits of exponent, 3 of mantissa; to nearest) and scales."""
+    """Codes (uint8: sign, 4 bits of exponent, 3 bits of mantissa; rounded to nearest) and scales."""
     inverse, scales = _scales(x, MOMENT_MAX)
     scaled = torch.where(inverse.isnan(), 0.0, x * inverse)
     return scaled.clamp(-MOMENT_MAX, MOMENT_MAX).to(torch.float8_e4m3fn).view(torch.uint8), scales
@@ -137,9 +145,9 @@ def decode_e4m3(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def encode_e5m3(x: Tensor, first_index: int, key: Key) -> tuple[Tensor, Tensor]:
-    """Codes (uint8: 5 bits of exponent, 3 of mantissa, no sign; stochastic; 0 only for 0) and scales, for x >= 0.
+    """Codes (uint8: 5 bits of exponent, 3 bits of mantissa, no sign; rounded stochastically) and scales, for x >= 0.
 
-    A code is the upper part of an fp16 number: the top exponent is not used.
+    Only 0 has the code 0. A code is the upper part of an fp16 number. The largest exponent is not used.
     """
     inverse, scales = _scales(x, VARIANCE_MAX)
     scaled = x * inverse

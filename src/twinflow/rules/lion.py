@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # reading a config imports the rules, and must not import tor
 
 
 def hyper(options: Options, step: int) -> Hyper:
-    """1-b1, 1-b2, lr, 1 - lr * weight_decay."""
+    """The scalars of a step: 1-b1, 1-b2, lr, 1 - lr * weight_decay."""
     (b1, b2), lr = numbers(options, "betas"), number(options, "lr")
     return (fp32(1.0 - b1), fp32(1.0 - b2), fp32(lr), fp32(1.0 - lr * number(options, "weight_decay")))
 
@@ -32,7 +32,7 @@ def hyper(options: Options, step: int) -> Hyper:
 def apply(
     p: Tensor, m: Tensor | None, v: Tensor | None, g: Tensor, hyper: Hyper
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """One step of Lion. A NaN direction moves the weight to NaN: it is never silently dropped."""
+    """One step of Lion. If the direction is NaN, the weight becomes NaN."""
     assert m is not None
     one_minus_b1, one_minus_b2, lr, decay = hyper
     difference = g - m

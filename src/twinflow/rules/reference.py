@@ -1,5 +1,6 @@
-"""Every kernel in plain torch, one operation at a time: the truth the native library is held against, and what runs
-when that library is not there."""
+"""Every kernel in plain torch, one operation at a time. The native library is tested against these functions, and they
+run if the native library is not available.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ from torch import Tensor
 from twinflow.rules.numerics import flush, fp32
 from twinflow.rules.segment import Segment, decode_master, decode_state, encode_master, encode_state
 
-_SLICE = 1 << 20  # elements at a time, so that temporaries stay small; a multiple of 128
-SUM_CHUNK = 16384  # elements of one fp64 partial sum (part of the result's definition, as is the number of lanes)
+_SLICE = 1 << 20  # elements per operation, a multiple of 128; it limits the size of temporaries
+SUM_CHUNK = 16384  # elements of one fp64 partial sum; this number and _LANES define the bits of the result
 _LANES = 16
 
 
 @torch.no_grad()
 def update(segments: Sequence[Segment]) -> None:
-    """One step of each segment's rule: state and gradient in, new state and weight out."""
+    """Apply one step of its rule to each segment: reads state and gradient, writes new state and weight."""
     for segment in segments:
         for start in range(0, segment.grad.numel(), _SLICE):
             _update_slice(segment, start, min(_SLICE, segment.grad.numel() - start))
@@ -38,7 +39,9 @@ def _update_slice(segment: Segment, start: int, numel: int) -> None:
 
 
 def sum_squares(tensors: Sequence[Tensor]) -> list[float]:
-    """Each tensor's sum of squares in fp64: chunks of 16 lanes, each lane summed in order, lanes folded in halves."""
+    """The sum of squares of each tensor in fp64. A chunk has 16 lanes; each lane is summed in order, and the lanes are
+    added in halves.
+    """
     return [_sum_squares(tensor) for tensor in tensors]
 
 
@@ -47,7 +50,7 @@ def _sum_squares(tensor: Tensor) -> float:
     total = 0.0
     for chunk in torch.split(x, SUM_CHUNK) if x.numel() else ():
         rows = torch.nn.functional.pad(chunk, (0, -chunk.numel() % _LANES)).view(-1, _LANES)
-        # cumsum over rows adds in order; sum() would add pairwise
+        # cumsum adds the rows in order. sum() would add them pairwise.
         lanes = rows.square().cumsum(0)[-1]
         while lanes.numel() > 1:
             half = lanes.numel() // 2
@@ -58,11 +61,11 @@ def _sum_squares(tensor: Tensor) -> float:
 
 @torch.no_grad()
 def accumulate(into: Tensor, values: Tensor) -> None:
-    """into += values, in fp32."""
+    """Add `values` to `into` in fp32."""
     into.view(-1).add_(values.reshape(-1).float())
 
 
 @torch.no_grad()
 def cast(into: Tensor, values: Tensor) -> None:
-    """Into = values, rounded to nearest through fp32."""
+    """Copy `values` to `into`. They are converted to fp32 and then rounded to nearest."""
     into.view(-1).copy_(values.reshape(-1).float())

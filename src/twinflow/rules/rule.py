@@ -1,8 +1,7 @@
-"""What an update rule is. A rule is declared once, as a `Rule`, and everything else reads that record: the config and
-its documentation, the command line, optimizers, checkpoints, and the tests.
+"""The definition of update rules. A rule is declared once, as a `Rule` record. The config and its documentation, the
+command line, optimizers, checkpoints and tests read this record.
 
-Nothing here imports torch when it is imported, because reading a config must not: a rule works on tensors with their
-own methods.
+This module does not import torch, because reading a config must not import it. A rule uses methods of its tensors.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ if TYPE_CHECKING:  # reading a config imports the rules, and must not import tor
     from torch import Tensor
 
 OptionValue = float | bool | tuple[float, float]
-Options = Mapping[str, object]  # of a param group, which holds more than options: parameters, what schedulers add
+Options = Mapping[str, object]  # a param group; it also holds parameters and entries of schedulers
 Hyper = tuple[float, ...]
 
 
 class Values(Enum):
-    """The values that an option takes."""
+    """The kinds of values of options. The text is the end of an error message."""
 
     AMOUNT = "a finite number >= 0"
     NUMBER = "a finite number"
@@ -39,12 +38,12 @@ class Option:
 
     name: str
     default: OptionValue
-    text: str  # what it does
+    text: str  # description for documentation and command line
     values: Values = Values.AMOUNT
-    in_config: OptionValue | None = None  # DeepSpeed's default, where it is another one
+    in_config: OptionValue | None = None  # DeepSpeed's default, if it differs
 
     def check(self, value: object) -> None:
-        """Raise ValueError for a value out of range. What counts as a flag, the caller decides."""
+        """Raise ValueError for a value out of range. Flags are not checked here; the caller checks them."""
         if self.values is Values.BETAS:
             check_betas(value)
         elif self.values is not Values.FLAG:
@@ -55,7 +54,7 @@ class Option:
 
 
 def check_betas(betas: object) -> None:
-    """Both betas lie in [0, 1)."""
+    """Raise ValueError unless `betas` are two numbers in [0, 1)."""
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise invalid_value("betas", betas, Values.BETAS.value)
     for i, beta in enumerate(betas):
@@ -64,53 +63,54 @@ def check_betas(betas: object) -> None:
 
 
 def _number(value: object) -> float:
-    """`value` as a float; NaN, which fails every comparison, where it is none."""
+    """`value` as a float, or NaN if it is not a number. NaN fails every comparison."""
     try:
-        return float(value)  # type: ignore[arg-type]  # whatever else it is raises
+        return float(value)  # type: ignore[arg-type]  # other types raise
     except (TypeError, ValueError):
         return math.nan
 
 
 def number(options: Options, name: str) -> float:
-    """The value of an option that is a number: of Python, numpy or torch."""
+    """The value of an option as a float. It may be a number of Python, numpy or torch."""
     value = options[name]
-    if type(value) is float:  # nearly always; the check of a protocol takes several microseconds
+    if type(value) is float:  # the usual case; the check of the protocol below takes several microseconds
         return value
     assert isinstance(value, SupportsFloat), f"{name} has been checked to be a number"
     return float(value)
 
 
 def numbers(options: Options, name: str) -> tuple[float, ...]:
-    """The same for an option that is several."""
+    """The value of an option that is a sequence of numbers."""
     values = options[name]
     assert isinstance(values, Sequence), f"{name} has been checked to be a sequence"
     return tuple(float(value) for value in values)
 
 
-# What most rules have.
+# Options of most rules.
 BETAS = Option("betas", (0.9, 0.999), "decay of the two moments", Values.BETAS)
 EPS = Option("eps", 1e-8, "added to the divisor")
 MAXIMIZE = Option("maximize", False, "climb instead of descend", Values.FLAG)
 
 
 def learning_rate(default: float, in_config: float | None = None) -> Option:
-    """`lr`, whose default differs between rules."""
+    """The option `lr`. `in_config`: DeepSpeed's default, if it differs."""
     return Option("lr", default, "learning rate", in_config=in_config)
 
 
 def weight_decay(default: float = 0.0) -> Option:
-    """`weight_decay`; DeepSpeed's default is 0 for every rule."""
+    """The option `weight_decay`. DeepSpeed's default is 0 for every rule."""
     return Option("weight_decay", default, "weight decay", in_config=0.0)
 
 
 @dataclass(frozen=True)
 class OtherKey:
-    """An option that optimizers of this name have elsewhere and that a config may name: at its default, it changes
-    nothing here; any other value is refused if `is_refused`, else it is taken and has no effect."""
+    """An option of other libraries' optimizers of the same name, which a config may contain. Its default has no effect
+    here. Any other value raises an error if `is_refused`, and is accepted without effect otherwise.
+    """
 
     name: str
     default: bool
-    text: str  # why it has no effect, or what to use instead
+    text: str  # reason why it has no effect, or what to use instead
     is_refused: bool = False
 
 
@@ -119,54 +119,58 @@ DIFFERENTIABLE = OtherKey("differentiable", False, "an update cannot be differen
 
 
 class Apply(Protocol):
-    """One step for fp32 tensors: the new weight, first state and second state."""
+    """One step with fp32 tensors. Returns the new weight, first state and second state."""
 
     def __call__(
         self, p: Tensor, m: Tensor | None, v: Tensor | None, g: Tensor, hyper: Hyper, /
     ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
 
 
-@dataclass(frozen=True, eq=False)  # there is one record for each rule
+@dataclass(frozen=True, eq=False)  # compared by identity: there is one record per rule
 class Rule:
-    """One update rule. `apply` is the truth; the kernels (csrc/rules.h, gpu/rules.py) reproduce it bit for bit."""
+    """One update rule. `apply` is the reference. The kernels (csrc/rules.h, gpu/rules.py) give the same bits."""
 
     name: str
-    title: str  # in names of classes: "AdamW" of HostAdamW
-    code: int  # of its kernel in csrc/rules.h; loading the library compares names and codes
+    title: str  # part of class names, such as "AdamW" in HostAdamW
+    code: int  # code of the kernel in csrc/rules.h; loading the library compares names and codes
     states: tuple[str | None, str | None]  # torch's names of the first (momentum-like) and second (variance-like) state
-    formats: tuple[str, ...]  # state formats the rule comes in
-    options: tuple[Option, ...]  # in the order of torch's arguments; `maximize`, which every rule has, is not named
-    num_scalars: int  # how many numbers `hyper` gives
+    formats: tuple[str, ...]  # supported state formats
+    options: tuple[Option, ...]  # in the order of torch's arguments, without `maximize`, which every rule has
+    num_scalars: int  # length of the result of `hyper`
     hyper: Callable[[Options, int], Hyper]  # a param group's options and the step (from 1) -> scalars, rounded to fp32
     apply: Apply
-    check_together: Callable[[Options], None] | None = None  # raises ValueError for options that exclude each other
-    torch_class: str | None = None  # the class of torch.optim that does the same
-    torch_modes: Mapping[str, bool] = field(default_factory=dict)  # options of that class, each with our only value
+    check_together: Callable[[Options], None] | None = None  # raises ValueError for conflicting options
+    torch_class: str | None = None  # the equivalent class of torch.optim
+    # options of that class that must have the given value here
+    torch_modes: Mapping[str, bool] = field(default_factory=dict)
     other_keys: tuple[OtherKey, ...] = ()
-    start_option: str | None = None  # the option that holds what fresh states are filled with; without it, zeros
-    state_option: str | None = None  # the option without which no state is kept: SGD's momentum
-    train: Mapping[str, OptionValue] = field(default_factory=dict)  # what `twinflow train` takes instead of defaults
-    is_normalized: bool = False  # a step is as long as lr, whatever the gradient: wide models need a smaller lr
+    start_option: str | None = None  # the option with the initial value of states; None: zeros
+    state_option: str | None = None  # the option that is zero if no state is kept, such as SGD's momentum
+    train: Mapping[str, OptionValue] = field(default_factory=dict)  # defaults of `twinflow train`
+    # the size of a step depends on lr and not on the gradient, so that wide models need a smaller lr
+    is_normalized: bool = False
 
     @property
     def all_options(self) -> tuple[Option, ...]:
-        """With `maximize`."""
+        """The options of the rule, and `maximize`."""
         return (*self.options, MAXIMIZE)
 
     @property
     def defaults(self) -> dict[str, OptionValue]:
-        """Of every option, `maximize` too."""
+        """Default of every option, including `maximize`."""
         return {option.name: option.default for option in self.all_options}
 
     def with_defaults(self, given: Options) -> dict[str, object]:
-        """The given options and defaults of the others; an option that the rule does not have is an error."""
+        """The given options, and defaults for all others. Raises ValueError for an option that the
+        rule does not have.
+        """
         for name in given:
             if name not in self.defaults:
                 raise invalid_value(f"option of {self.name!r}", name, self.defaults)
         return {**self.defaults, **given}
 
     def check(self, options: Options) -> None:
-        """Raise ValueError for options out of range, or that exclude each other."""
+        """Raise ValueError for options that are out of range or conflict with each other."""
         for option in self.options:
             if option.name in options:
                 option.check(options[option.name])
@@ -174,9 +178,9 @@ class Rule:
             self.check_together(options)
 
     def start_value(self, options: Options) -> float:
-        """What fresh states are filled with."""
+        """The initial value of states."""
         return number(options, self.start_option) if self.start_option is not None else 0.0
 
     def keeps_states(self, options: Options) -> bool:
-        """Whether states are kept with these options."""
+        """Whether the rule keeps states with these options. SGD without momentum does not."""
         return self.state_option is None or number(options, self.state_option) != 0.0

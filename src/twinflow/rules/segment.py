@@ -1,4 +1,4 @@
-"""A run of one parameter's elements and the host buffers that hold its master weight and states."""
+"""Segments: contiguous elements of one parameter, and the buffers for their master weight and states."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ Pair = tuple[Tensor | None, Tensor | None]
 
 
 class Zeros(Protocol):
-    """Makes a zeroed buffer: torch.zeros, or something that also cares for huge pages."""
+    """Allocates a buffer of zeros: torch.zeros, or a function that also uses huge pages."""
 
     def __call__(self, numel: int, /, *, dtype: torch.dtype) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Store:
-    """Host buffers for one run of elements, all flat: master weight, weight to hand out, states and their scales.
+    """Flat buffers of one segment: master weight, weight of the model, states and their scales.
 
-    A split master has its upper halves in the weight, which is bf16, and its lower ones in `master`, which is int16.
+    A split master has its upper halves in `weight`, which is bf16, and its lower halves in `master`, which is int16.
     """
 
     format: str
@@ -52,11 +52,11 @@ class Store:
 
     @property
     def is_split(self) -> bool:
-        """Whether the master is kept in two halves."""
+        """Whether the master weight is stored as two halves."""
         return self.master.dtype == torch.int16
 
     def narrow(self, start: int, numel: int) -> Store:
-        """Elements [start, start + numel); `start` must be a multiple of 128."""
+        """Views of the elements [start, start + numel). `start` must be a multiple of 128."""
         if start % BLOCK:
             raise invalid_value("start", start, f"a multiple of {BLOCK}")
         first_block, num_blocks = start // BLOCK, -(-numel // BLOCK)
@@ -77,7 +77,9 @@ class Store:
         )
 
     def empty_like(self) -> Store:
-        """Fresh buffers of the same shapes: a place to write an update without touching this store."""
+        """New buffers of the same shapes and dtypes, not initialised. An update can write to them and leave this store
+        unchanged.
+        """
 
         def fresh(pair: Pair) -> Pair:
             a, b = pair
@@ -89,13 +91,13 @@ class Store:
 
 @dataclass(frozen=True)
 class Segment:
-    """One update of one run of elements: `store` in, `target` out (the store itself where it is None)."""
+    """One update of a segment: it reads `store` and writes `target`, or writes `store` if `target` is None."""
 
     rule: Rule
     hyper: Hyper
     grad: Tensor
     store: Store
-    factor: float = 1.0  # multiplies the gradient: unscale and clip in one number
+    factor: float = 1.0  # multiplies the gradient; combines unscaling and clipping
     key: Key = (0, 0)  # formats.rounding_key(step, parameter), for stochastic rounding
     first_index: int = 0  # position of element 0 in its parameter
     target: Store | None = None
@@ -103,14 +105,14 @@ class Segment:
 
 
 def state_numels(rule: Rule, format: str, numel: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """How many elements the two states and their two scales have."""
+    """Numbers of elements of the two states and of their two scales."""
     first, second = (numel if name else 0 for name in rule.states)
     blocks = -(-numel // BLOCK) if format == "int8" else 0
     return (first, second), (blocks if first else 0, blocks if second else 0)
 
 
 def new_states(rule: Rule, format: str, numel: int, zeros: Zeros = torch.zeros) -> tuple[Pair, Pair]:
-    """The two states and their two scales, all zero; None where there is none."""
+    """The two states and their two scales, filled with zeros. A state that the rule does not have is None."""
     check_format(rule, format)
     numels, blocks = state_numels(rule, format, numel)
 
@@ -122,17 +124,18 @@ def new_states(rule: Rule, format: str, numel: int, zeros: Zeros = torch.zeros) 
 
 
 def splits_master(format: str, weight_dtype: torch.dtype | None) -> bool:
-    """Whether a store has a split master unless it is told otherwise: in the compact formats of a bf16 weight."""
+    """Whether the master is split by default: for bf16 weights in all formats but fp32."""
     return format != "fp32" and weight_dtype == torch.bfloat16
 
 
 def new_store(
     rule: Rule, format: str, values: Tensor, weight: Tensor | None = None, *, split: bool | None = None
 ) -> Store:
-    """Fresh state for the flat fp32 `values`. They become the master itself unless the master is split.
+    """A store with initial state for the flat fp32 `values`. `values` becomes the master itself unless the master is
+    split.
 
-    `weight`, flat, is where updates put the rounded weight; it is written here in the split case only. `split` is for
-    bf16 weights: whether they hold the master's upper halves; without it, they do in the compact formats.
+    Updates write the rounded weight to the flat tensor `weight`. This function writes `weight` only if the master is
+    split. `split`: whether a bf16 weight holds the upper halves of the master. Default: as `splits_master` tells.
     """
     zeros = partial(torch.zeros, device=values.device)
     store = Store(format, values, weight, *new_states(rule, format, values.numel(), zeros))
@@ -140,22 +143,22 @@ def new_store(
     if not (splits_master(format, dtype) if split is None else split):
         return store
     if weight is None or dtype != torch.bfloat16:
-        raise invalid_value("weight dtype", dtype, [torch.bfloat16], "It holds the upper halves of a split master")
+        raise invalid_value("weight dtype", dtype, [torch.bfloat16], "It holds the upper halves of the split master.")
     upper, lower = split_master(values)
     weight.copy_(upper)
     return replace(store, master=lower)
 
 
 def check_format(rule: Rule, format: str) -> None:
-    """Raise ValueError for an unknown state format, or one the rule does not come in."""
+    """Raise ValueError for an unknown state format, or one that the rule does not support."""
     if format not in FORMATS:
         raise invalid_value("states", format, FORMATS)
     if format not in rule.formats:
-        raise invalid_value("states", format, rule.formats, f"The rule {rule.name!r} comes in these formats")
+        raise invalid_value("states", format, rule.formats, f"The rule {rule.name!r} supports these formats.")
 
 
 def check_segment(segment: Segment) -> None:
-    """Raise ValueError naming the tensor at fault, before anything is modified."""
+    """Raise ValueError with the name of the first wrong tensor. Nothing is modified."""
     numel = segment.grad.numel()
     check_format(segment.rule, segment.store.format)
     check_tensor(f"{segment.name}: gradient", segment.grad, FLOATS, numel)
@@ -179,12 +182,12 @@ def _check_store(segment: Segment, store: Store, prefix: str, numel: int) -> Non
     check_tensor(f"{label}master", store.master, (torch.float32, torch.int16), numel)
     if store.is_split and (store.weight is None or store.weight.dtype != torch.bfloat16):
         dtype = store.weight.dtype if store.weight is not None else None
-        remedy = "It holds the upper halves of a split master"
+        remedy = "It holds the upper halves of the split master."
         raise invalid_value(f"{label}weight dtype", dtype, [torch.bfloat16], remedy)
     numels, blocks = state_numels(segment.rule, store.format, numel)
     for i, name in enumerate(segment.rule.states):
         state, scale = store.states[i], store.scales[i]
-        # The rules that can do without states have the option that says so as their first scalar.
+        # If a rule may have no states, its first scalar is the option that decides this.
         stateless = segment.rule.state_option is not None and state is None and segment.hyper[0] == 0.0
         if name is not None and not stateless:
             if state is None:
@@ -197,7 +200,7 @@ def _check_store(segment: Segment, store: Store, prefix: str, numel: int) -> Non
 
 
 def _check_pairing(segment: Segment, store: Store, target: Store) -> None:
-    """Out of place means all of it: the same kind of buffers, none of them shared."""
+    """Raise ValueError unless store and target have buffers of the same kind and share no memory."""
     if target.format != store.format:
         raise invalid_value(f"{segment.name}: target format", target.format, [store.format])
     ours, theirs = ([s.master, s.weight, *s.states, *s.scales] for s in (store, target))
@@ -216,7 +219,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def decode_state(store: Store, which: int) -> Tensor | None:
-    """The first (0) or second (1) state as fp32."""
+    """The first (which=0) or second (which=1) state as fp32."""
     state, scale = store.states[which], store.scales[which]
     if state is None or store.format != "int8":
         return state.float() if state is not None else None
@@ -225,7 +228,7 @@ def decode_state(store: Store, which: int) -> Tensor | None:
 
 
 def encode_state(store: Store, which: int, values: Tensor, first_index: int = 0, key: Key = (0, 0)) -> None:
-    """Write fp32 `values` into the store in its format."""
+    """Write fp32 `values` to a state of the store, in the format of the store."""
     state, scale = store.states[which], store.scales[which]
     if state is None:
         return
@@ -241,16 +244,18 @@ def encode_state(store: Store, which: int, values: Tensor, first_index: int = 0,
 
 
 def encode_saved(store: Store, which: int, values: Tensor, scale: Tensor | None) -> None:
-    """Write fp32 `values` that were decoded from this format before: with their `scale`, 8-bit codes come back exactly.
+    """Write fp32 `values` that were decoded from this format before. With their `scale`, the 8-bit codes are the same
+    again.
 
-    Encoding them anew would take the scale from the largest decoded value, which may differ in its last bit.
+    A new encoding would compute the scale from the largest decoded value, and its last bit might differ.
     """
     state, own_scale = store.states[which], store.scales[which]
     if scale is None or own_scale is None or state is None:
         return encode_state(store, which, values)
     own_scale.copy_(scale)
     each = scale.repeat_interleave(BLOCK)[: values.numel()]
-    ratio = torch.where(each > 0, values / each, 0.0)  # a code's number, up to a rounding error far below its step
+    # the number of a code, with a rounding error far below the distance of codes
+    ratio = torch.where(each > 0, values / each, 0.0)
     codes = ratio.to(torch.float8_e4m3fn).view(torch.uint8) if which == 0 else ratio.half().view(torch.int16) >> 7
     state.copy_(codes)
 
@@ -264,7 +269,7 @@ def decode_master(store: Store) -> Tensor:
 
 
 def encode_master(store: Store, values: Tensor) -> None:
-    """Write fp32 `values` as the master, and the weight rounded from it."""
+    """Write fp32 `values` as the master, and the rounded values as the weight."""
     if store.is_split:
         assert store.weight is not None
         upper, lower = split_master(values)

@@ -1,7 +1,7 @@
 """SGD with momentum, dampening, Nesterov and L2 weight decay as in torch.optim.
 
-Why double. torch's SGD adds with fused multiply-adds; in fp32 alone, one operation at a time, the weights' error is up
-to 7% larger (Nesterov, lr 0.1). A product of two fp32 numbers is exact in double, and every machine has double.
+Why double precision: torch's SGD uses fused multiply-adds. In fp32, with each operation rounded, the error of the
+weights is up to 7% larger (Nesterov, lr 0.1). A product of two fp32 numbers is exact in double, on every machine.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ if TYPE_CHECKING:  # reading a config imports the rules, and must not import tor
 
 
 def check_nesterov(options: Options) -> None:
-    """Nesterov momentum needs a momentum, and no dampening."""
+    """Raise ValueError for Nesterov momentum without momentum or with dampening."""
     if options["nesterov"] and (number(options, "momentum") == 0.0 or number(options, "dampening") != 0.0):
         raise invalid_value("nesterov", True, "False, or True with momentum > 0 and dampening = 0")
 
 
 def hyper(options: Options, step: int) -> Hyper:
-    """Momentum, share of the gradient kept (all of it on the first step, as torch does), lr, weight_decay, nesterov."""
+    """The scalars of a step: momentum, share of the gradient in the momentum (1 in the first step, as in torch), lr,
+    weight_decay, nesterov.
+    """
     keep = 1.0 if step == 1 else 1.0 - number(options, "dampening")
     if number(options, "momentum") == 0.0:
         keep = 1.0
@@ -44,11 +46,11 @@ def hyper(options: Options, step: int) -> Hyper:
 def apply(
     p: Tensor, m: Tensor | None, v: Tensor | None, g: Tensor, hyper: Hyper
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """One step of SGD. Without a momentum buffer the buffer is taken as zero and not kept."""
+    """One step of SGD. If there is no momentum buffer, zeros are used, and the new buffer is dropped."""
     momentum, keep, lr, decay, nesterov = hyper
     old = m if m is not None else g.new_zeros(g.shape)
     weight = p.double()
-    if keep == 1.0 and decay == 0.0 and not nesterov:  # as good as torch's, and less work than all of it in double
+    if keep == 1.0 and decay == 0.0 and not nesterov:  # fp32 is as accurate as torch here, and faster than double
         buffer = flush(momentum * old + g)
         direction = buffer.double()
     else:
