@@ -364,26 +364,28 @@ def test_ranks_that_differ_are_refused(ranks: Ranks) -> None:
     assert [end.code for end in ends] == [0, 0, 0]
     told = [[json.loads(line) for line in end.text.splitlines() if line.startswith('"')] for end in ends]
     config = (
-        "config of rank 1 is 'line 2: clip: 2', but must be 'line 2: clip: 1', as on rank 0. "
+        "ValueError: The value of config on rank 1 is 'line 2: clip: 2', but must be 'line 2: clip: 1', as on rank 0. "
         "Start every rank with the same script, config and versions."
     )
     shape = (
-        "parameters of rank 2 is 'line 3: 1.weight (5, 3) torch.float32', but must be 'line 3: 1.weight (4, 3) torch."
+        "ValueError: The value of parameters on rank 2 is 'line 3: 1.weight (5, 3) torch.float32', "
+        "but must be 'line 3: 1.weight (4, 3) torch."
     )
     for rank in range(3):
         assert told[rank][0] == "same"
-        assert told[rank][1] == ("ValueError: " if rank == 1 else "ValueError: rank 1 differs: ") + config
-        assert told[rank][2].startswith(("ValueError: " if rank == 2 else "ValueError: rank 2 differs: ") + shape)
-        assert "version of rank 2 is 'given', but must be 'not given', as on rank 0" in told[rank][3]
+        assert told[rank][1] == config
+        assert told[rank][2].startswith(shape)
+        assert "version on rank 2 is 'given', but must be 'not given', as on rank 0" in told[rank][3]
     for rank in range(2):
-        assert told[rank][4] == "TimeoutError: rank 2 did not come to check_same within 1 s"
+        expected = "TimeoutError: Rank 2 did not call check_same within 1 s. See its output for the reason."
+        assert told[rank][4] == expected
 
 
 def test_a_refused_rank_0_stays_until_the_others_know(ranks: Ranks) -> None:
     ends = ranks.run("check_same(join(), rank, world_size, {'config': str(rank == 1)}, 30)")
     for rank, end in enumerate(ends):
         assert end.code == 1
-        assert "config of rank 1 is 'line 1: True'" in end.text, rank
+        assert "config on rank 1 is 'line 1: True'" in end.text, rank
 
 
 TRAINING = """
@@ -502,7 +504,7 @@ def test_time_stands_still_while_the_process_does(monkeypatch: pytest.MonkeyPatc
         ("a\n\n", "a", ("line 2: ", "1 lines")),
         ("x" * 500 + "1", "x" * 500 + "2", ("line 1: ..." + "x" * 60 + "1", "line 1: ..." + "x" * 60 + "2")),
         ("y" * 500, "z" * 500, ("line 1: " + "y" * 160 + "...", "line 1: " + "z" * 160 + "...")),
-        ("a\n", "a", ("other line ends", "other line ends")),
+        ("a\n", "a", ("different line ends", "different line ends")),
     ],
 )
 def test_first_difference(here: str, there: str, wanted: tuple[str, str]) -> None:

@@ -90,7 +90,7 @@ def test_processes_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         result = run_launch(*words, "--dry_run", "--module", "m")
         assert f"--nproc-per-node={wanted} " in result.output
-    assert "--num_gpus is 3, but must be 1 to 2" in run_launch("--num_gpus", "3", "--module", "m").output
+    assert "--num_gpus is 3, but must be a number from 1 to 2" in run_launch("--num_gpus", "3", "--module", "m").output
 
 
 @pytest.mark.parametrize(
