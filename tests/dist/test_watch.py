@@ -205,7 +205,7 @@ def test_a_killed_rank_is_named_by_those_that_lost_it(ranks: Ranks) -> None:
     body = "def at_three():\n    if rank == 2:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
     ends = ranks.run(body + LOOP.format(options=""))
     assert ends[2].code == -signal.SIGKILL
-    check_ends(ends, "rank 2 failed in step 3: no sign of life for ", skip=[2])
+    check_ends(ends, "rank 2 failed in step 3: no heartbeat for ", skip=[2])
 
 
 @pytest.mark.matrix
@@ -217,21 +217,22 @@ def at_three():
     time.sleep(600)
 """
     ends = ranks.run(body + LOOP.format(options=""), world_size=2)
-    check_ends(ends, "rank 1 failed in step 3: no sign of life for 5 s", skip=[1])
+    check_ends(ends, "rank 1 failed in step 3: no heartbeat for 5 s", skip=[1])
 
 
 def test_rank_0_killed_with_its_store(ranks: Ranks) -> None:
     body = "def at_three():\n    if rank == 0:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
     ends = ranks.run(body + LOOP.format(options=""))
     assert ends[0].code == -signal.SIGKILL
-    check_ends(ends, "rank 0 failed in step 3: the store that it or its launcher keeps is gone", skip=[0])
+    check_ends(ends, "rank 0 failed in step 3: the store of rank 0 or of its launcher does not respond", skip=[0])
 
 
 @pytest.mark.matrix
 def test_a_store_that_no_longer_answers(ranks: Ranks) -> None:
     body = "def at_three():\n    if rank == 0:\n        os.kill(os.getpid(), signal.SIGSTOP)\n"
     ends = ranks.run(body + LOOP.format(options=""), world_size=2, kill_last=[0])
-    check_ends(ends, "rank 0 failed in step 3: the store that it or its launcher keeps is gone (no answer)", skip=[0])
+    words = "rank 0 failed in step 3: the store of rank 0 or of its launcher does not respond (no answer)"
+    check_ends(ends, words, skip=[0])
 
 
 def test_a_hang_with_stacks_of_every_rank(ranks: Ranks) -> None:
@@ -325,7 +326,7 @@ if attempt == 2:  # a second watch does not take the end of the first for its ow
 @pytest.mark.parametrize(
     ("how", "words", "code"),
     [
-        ("sys.exit(3)", "it ended before the others, without Watch.close()", 3),
+        ("sys.exit(3)", "the process ended before the others, without Watch.close()", 3),
         ("try:\n            raise KeyError(7)\n        finally:\n            watch.close()", "KeyError: 7", 1),
         ("threading.Thread(target=lambda: 1 / 0).start(); time.sleep(600)", "ZeroDivisionError: division by zero", 1),
         ("with watch.guard():\n            raise OSError('disk')", "OSError: disk", 1),

@@ -306,4 +306,4 @@ def test_errors_in_what_a_rank_wrote() -> None:
     assert error_of("".join(f"[rank1]: {line}\n" for line in traceback.splitlines())) == "ValueError: boom"
     assert error_of("KeyError: 1\n\nTraceback (most recent call last):\n  File x\nTypeError: 2\n") == "TypeError: 2"
     assert error_of("only a line\n\n") == "only a line"
-    assert error_of("") == "it wrote nothing to stderr"
+    assert error_of("") == "no output on stderr"
