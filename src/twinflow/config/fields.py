@@ -140,7 +140,7 @@ def _never(value: object) -> object:
 
 
 def _sequence(value: object) -> object:
-    """Converts a list to a tuple, which is hashable."""
+    """Converts a list to a tuple: JSON has only lists, and Python callers may give tuples."""
     return tuple(value) if isinstance(value, list) else value
 
 
