@@ -265,10 +265,12 @@ def _base_options(base: Any, group: int) -> dict[str, Any]:
 
 
 def _state_names(entries: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
-    """The states that are flat tensors; every rank must have the same ones."""
+    """The names of the states that are flat tensors. ValueError if ranks have different ones."""
     names = [sorted(k for k, v in entry.items() if isinstance(v, SavedTensor) and v.shape) for entry in entries]
     if any(other != names[0] for other in names):
-        raise ValueError(f"{folder}: ranks hold other states than rank 0, which has {names[0]}; not of one run")
+        raise ValueError(
+            f"{folder}: All ranks must have the states of rank 0, which are {names[0]}. The files are not of one run."
+        )
     return names[0]
 
 

@@ -96,7 +96,7 @@ def read_manifest(folder: Path) -> Manifest:
         )
     try:
         if body.pop("crc32", None) != _crc32_of(body):
-            raise ValueError("it does not match its own checksum")
+            raise ValueError("its content does not match its checksum")
         return _parse(body)
     except (TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} was changed or damaged ({error}). Use another checkpoint.") from error

@@ -99,8 +99,10 @@ def add_config_arguments(parser: Any) -> Any:
 def tp_model_init(model: Any, tp_size: int, dtype: Any, config: Any = None, **kwargs: Any) -> Any:
     """Returns the model unchanged: `initialize` splits it, as `tensor_parallel.autotp_size` of the config says."""
     section = read_source(config)[1].get("tensor_parallel", {}) if config is not None else {}
-    if section.get("autotp_size") != tp_size or kwargs:
-        given = sorted(kwargs)[0] if kwargs else _AUTO_PARALLEL
-        value = kwargs[given] if kwargs else section.get("autotp_size")
-        raise invalid_value(given, value, f"{_AUTO_PARALLEL} {tp_size} in the config", "initialize() splits the model.")
+    if kwargs:
+        name = sorted(kwargs)[0]
+        raise invalid_value(name, kwargs[name], "left out", "initialize() splits the model, as the config says.")
+    if section.get("autotp_size") != tp_size:
+        remedy = "Set the same size in the config: initialize() splits the model."
+        raise invalid_value(_AUTO_PARALLEL, section.get("autotp_size"), [tp_size], remedy)
     return model

@@ -193,7 +193,7 @@ class Comet(Section):
 
 
 class FlopsProfiler(Section):
-    """`flops_profiler`: count the FLOPs of one step, module by module."""
+    """`flops_profiler`: counts the FLOPs of one step by module."""
 
     enabled: bool = honoured(False, "profile one step")
     profile_step: Positive = honoured(1, "the step to profile")
@@ -228,7 +228,7 @@ class CompileSection(Section):
 
 
 class Config(Section):
-    """A DeepSpeed config, checked. Make one with `load_config`."""
+    """A checked DeepSpeed config. `load_config` creates it."""
 
     train_batch_size: Positive | None = honoured(None, "samples in a step, over all processes")
     train_micro_batch_size_per_gpu: Positive | None = honoured(None, "samples in a forward on one GPU")

@@ -37,7 +37,7 @@ def parse_hostfile(text: str, name: str = "hostfile") -> dict[str, int]:
             raise invalid_value(where, words, "the only line of its host", remedy)
         found[match[1]] = int(match[2])
     if not found:
-        raise invalid_value(name, "empty", "at least one line HOST slots=N")
+        raise invalid_value(name, "an empty file", "a file with at least one line HOST slots=N")
     return found
 
 
