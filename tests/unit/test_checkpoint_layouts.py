@@ -233,12 +233,12 @@ def test_shards_that_nobody_wrote_are_refused(small: Path, entry: Any, words: st
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ([], "by file and tensor"),
-        ({"model": []}, "by file and tensor"),
+        ([], "must map files to tensors to splits"),
+        ({"model": []}, "must map files to tensors to splits"),
         ({"modle": {"w": GOOD}}, "the file 'modle'"),
-        ({"model": {"x": GOOD}}, "of tensor 'x' of 'model' there are no shards"),
+        ({"model": {"x": GOOD}}, "The shards of tensor 'x' of 'model' are missing"),
         ({"model": {"d": GOOD}}, "tensor 'd' of 'model': its shards do not make one"),
-        ({"model": {"w": GOOD, "w@0": {**GOOD, "ranges": [[[0, 4]]]}}}, "'w@0' of 'model' there are no shards"),
+        ({"model": {"w": GOOD, "w@0": {**GOOD, "ranges": [[[0, 4]]]}}}, "'w@0' of 'model' are missing"),
     ],
 )
 def test_shards_of_what_is_not_there_are_refused(small: Path, value: Any, words: str) -> None:

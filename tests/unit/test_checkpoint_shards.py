@@ -468,7 +468,7 @@ def test_ranks_that_do_not_fit_each_other_are_refused(tmp_path: Path, monkeypatc
 def test_ranks_without_a_shared_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path / "0", "a", 1)
     monkeypatch.setattr(save_module, "SEEN_S", 0.1)
-    shared = "save_dir must be on a file system that all ranks share"
+    shared = "Use a save_dir on a file system that all ranks share"
     refused(3, lambda s: put_one(s, tmp_path / str(s.rank // 2), "a", 2), ValueError, shared)
     assert listing(tmp_path / "0") == ["a", LATEST]
     assert value_of(opened(tmp_path / "0")) == 1
