@@ -1,6 +1,6 @@
 """twinflow: train models larger than GPU memory, with the optimizer on the host.
 
-Names are loaded when first used, so that `import twinflow` stays quick.
+Names are imported at their first use, so that `import twinflow` is fast.
 """
 
 from __future__ import annotations

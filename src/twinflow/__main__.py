@@ -1,4 +1,4 @@
-"""`python -m twinflow`: the same as the installed command."""
+"""`python -m twinflow` runs the command `twinflow`."""
 
 from twinflow.cli.main import main
 

@@ -1,4 +1,4 @@
-"""initialize(): a config and a model in, an engine out. The one file that knows all the parts."""
+"""initialize(): builds an engine from a config and a model. This module connects all parts of twinflow."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from twinflow.zero.partitioned import partition, regroup
 from twinflow.zero.start import meet, own_host_bytes, start_watch
 
 Model = nn.Module | Callable[[], nn.Module]
-_PART_BYTES = 1024  # inputs of checkpointed layers from this size on are kept in parts by tensor ranks
+_PART_BYTES = 1024  # Tensor ranks partition saved inputs of checkpointed layers from this size on.
 
 
 def initialize(
@@ -72,14 +72,15 @@ def initialize(
     mesh_param: Any = None,
     config_params: Mapping[str, Any] | str | Path | None = None,
 ) -> tuple[Engine, TwinOptimizer | None, ResumableLoader | None, Any]:
-    """An engine around `model`, with DeepSpeed's arguments: engine, optimizer, data loader, scheduler.
+    """Builds an engine for `model`, with DeepSpeed's arguments. Returns engine, optimizer, data loader and scheduler.
 
-    `model` may also be a function that makes one, or lie on the meta device: it is then built block by block where it
-    trains. Optimizer and scheduler come from the config, or are given: an instance, or a function that makes one.
+    `model` may also be a function that creates a model, or a model on the meta device. It is then created block by
+    block on the training device. Optimizer and scheduler come from the config, or from the arguments: an instance, or a
+    function that creates one.
     """
     _log_to_stdout()
     if model is None:
-        raise invalid_value("model", None, "an nn.Module, or a function that makes one")
+        raise invalid_value("model", None, "an nn.Module, or a function that creates one")
     _refuse_groups(mpu, mesh_param)
     source = _config_source(args, config, config_params)
     parsed = load_config(source)
@@ -89,8 +90,8 @@ def initialize(
     found = axes_of(parsed, model, ranks, optimizer)
     batch = resolve_batch(parsed, found.num_data)
     watch = start_watch(ranks, parsed.hang_timeout_s)
-    given = None if model_parameters is None else list(model_parameters)  # now: the model may change
-    with ExitStack() as undo:  # what a failed start must not leave behind
+    given = None if model_parameters is None else list(model_parameters)  # Read now, because the model may change.
+    with ExitStack() as undo:  # Clean-up after a failed start.
         if watch is not None:
             undo.callback(watch.close)
         model, found = spread(model, parsed, found, optimizer, own_device())
@@ -108,7 +109,7 @@ def initialize(
             undo.callback(tie.close)
         twin = make_optimizer(parsed, batch, module, optimizer, given, ranks, grid)
         if twin is not None and twin is not optimizer:
-            undo.callback(twin.close)  # else the model would still have one, and no other could be built over it
+            undo.callback(twin.close)  # The model can have only one open optimizer.
         scheduler = _make_scheduler(parsed, twin, optimizer, lr_scheduler)
         settings, reports = _engine_settings(parsed, batch, source, ranks, grid), _make_reports(parsed, ranks.rank)
         activations = checkpoint_activations(parsed, module, twin, grid)
@@ -130,7 +131,7 @@ def initialize(
 
 
 def _refuse_groups(mpu: Any, mesh_param: Any) -> None:
-    """Groups of ranks are made here."""
+    """Raises ValueError for process groups of the caller: initialize() creates the groups."""
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             remedy = "Set tensor_parallel.autotp_size and pipeline.stages instead."
@@ -138,7 +139,7 @@ def _refuse_groups(mpu: Any, mesh_param: Any) -> None:
 
 
 def _is_to_partition(config: Config, num_data: int, optimizer: Any) -> bool:
-    """Whether this is where ranks part with what is not theirs: a TwinOptimizer that is given has its model so."""
+    """Whether `initialize` must partition the weights. The model of a given TwinOptimizer is partitioned already."""
     is_asked_for = num_data > 1 and config.zero_optimization.stage == 3
     return is_asked_for and not isinstance(optimizer, TwinOptimizer)
 
@@ -161,7 +162,7 @@ def _engine_settings(
 
 
 def _background_bytes(config: Config) -> int | None:
-    """Host memory for checkpoints in the background; None where they are not."""
+    """Host memory for background checkpoints. None if they are off."""
     if not config.checkpoint.background:
         return None
     given = config.checkpoint.background_bytes
@@ -169,14 +170,14 @@ def _background_bytes(config: Config) -> int | None:
 
 
 def _overruled(config: Config, optimizer: Any, lr_scheduler: Any) -> Iterator[str]:
-    """Sections that lose to what was given beside the config, as with DeepSpeed."""
+    """Notes on sections of the config that an argument overrides, as in DeepSpeed."""
     for name, given in {"optimizer": optimizer, "scheduler": lr_scheduler}.items():
         if given is not None and getattr(config, name) is not None:
-            yield f"{name}: no effect here, because one was given to initialize()"
+            yield f"{name}: no effect here, because initialize() has an argument for it"
 
 
 def add_config_arguments(parser: Any) -> Any:
-    """Give an argparse parser the options that scripts for `initialize(args=...)` have."""
+    """Adds the options `--deepspeed` and `--deepspeed_config` for `initialize(args=...)` to an argparse parser."""
     group = parser.add_argument_group("twinflow", "Configuration")
     group.add_argument("--deepspeed", default=False, action="store_true", help="Train with the engine.")
     group.add_argument("--deepspeed_config", default=None, type=str, help="The JSON config file.")
@@ -184,7 +185,7 @@ def add_config_arguments(parser: Any) -> Any:
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Mapping[str, Any] | str | Path:
-    """The one place where the config is given."""
+    """The config from the only argument that has one. ValueError if there is none, or more than one."""
     given = {
         "config": config,
         "config_params": config_params,
@@ -192,20 +193,19 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Mapping[str, A
     }
     found = {name: value for name, value in given.items() if value is not None}
     if len(found) != 1:
-        raise invalid_value(
-            "the config", f"given as {', '.join(found)}" if found else None, "one of " + ", ".join(given)
-        )
+        state = f"given as {', '.join(found)}" if found else None
+        raise invalid_value("The config", state, f"given once, as one of {', '.join(given)}")
     value: Mapping[str, Any] | str | Path = next(iter(found.values()))
     return value
 
 
 def own_device() -> torch.device:
-    """The GPU of this rank, where there is one."""
+    """The GPU of this rank, or the CPU if there is no GPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def place(model: Model, config: Config) -> nn.Module:
-    """The model in the precision of the config, on the GPU where there is one."""
+    """Moves the model to the training device and converts it to the precision of the config."""
     device = own_device()
     dtype = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None
     is_for_host = offloads_params(config)
@@ -217,13 +217,13 @@ def place(model: Model, config: Config) -> nn.Module:
 def checkpoint_activations(
     config: Config, module: nn.Module, twin: TwinOptimizer | None, grid: Grid | None = None
 ) -> Handle | None:
-    """The config's `activation_checkpointing` put on the model; None where it asks for none."""
+    """Applies the section `activation_checkpointing` of the config to the model. None if it is not active."""
     options = config.activation_checkpointing
     if not options.is_asked_for:
         return None
     shares = options.partition_activations and grid is not None and grid.num_model > 1
     if options.partition_activations and not shares:
-        LOGGER.info("config: activation_checkpointing.partition_activations: there are no tensor ranks to share with")
+        LOGGER.info("config: activation_checkpointing.partition_activations: no effect, because of one tensor rank")
     layers: Any = options.layers
     if layers is None:
         layers = [block.module for block in find_blocks(module)]
@@ -231,10 +231,10 @@ def checkpoint_activations(
         layers = classes_here(layers, module, grid)
     if not layers:
         if isinstance(module, PipelineModule):
-            return None  # other stages have them
-        remedy = "Name the classes of its layers."
-        raise invalid_value("activation_checkpointing.layers", None, "null for a model with ModuleLists", remedy)
-    trace = twin.trace if twin is not None else None  # copies are in the same timeline
+            return None  # The layers are on other stages.
+        remedy = "The model has no ModuleList, whose members would be the layers."
+        raise invalid_value("activation_checkpointing.layers", None, "a list of class names", remedy)
+    trace = twin.trace if twin is not None else None  # Copies of activations appear in the trace of the optimizer.
     partition = Partition(grid.model, _PART_BYTES) if shares and grid is not None else None
     return checkpoint_layers(module, layers, offload=options.cpu_checkpointing, partition=partition, trace=trace)
 
@@ -252,8 +252,7 @@ def _make_scheduler(config: Config, twin: TwinOptimizer | None, optimizer: Any, 
 
 
 def _make_reports(config: Config, rank: int) -> Reports:
-    """Log lines, monitors, timers and the profiler, as far as the config asks for them; the first rank's speak for
-    all."""
+    """Log lines, monitors, timers and the profiler of the config. Only rank 0 reports."""
     if rank > 0:
         return Reports()
     writers: list[Any] = []
@@ -270,7 +269,7 @@ def _make_reports(config: Config, rank: int) -> Reports:
     if options.enabled:
         if options.output_file:
             with naming("flops_profiler.output_file"):
-                Path(options.output_file).open("a").close()  # now, not after the step that is profiled
+                Path(options.output_file).open("a").close()  # An error should occur before the profiled step.
 
         def show(done: FlopsProfile) -> None:
             shape = (options.module_depth, options.top_modules, options.detailed)
@@ -289,7 +288,7 @@ def _make_reports(config: Config, rank: int) -> Reports:
 
 
 def _log_to_stdout() -> None:
-    """Log lines are seen without any set-up, unless the program has set up logging itself."""
+    """Sends log lines to stdout, unless the program has configured logging."""
     if LOGGER.handlers or logging.getLogger().handlers:
         return
     handler = _Stdout()
@@ -300,12 +299,11 @@ def _log_to_stdout() -> None:
 
 
 class _Stdout(logging.StreamHandler[Any]):
-    """Writes to sys.stdout as it is at that moment: a test or a notebook may have replaced it."""
+    """Writes to the current sys.stdout, which a test or a notebook may have replaced."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
 
     @property
     def stream(self) -> Any:
-        """Where lines go."""
         return sys.stdout

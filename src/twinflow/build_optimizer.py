@@ -1,4 +1,4 @@
-"""The optimizer that a config names, or that goes around the one that was given, and how ranks share its work."""
+"""Builds the optimizer from a config or from a given optimizer, and the options of ZeRO."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from twinflow.config import Batch, Config, compression_choice, optimizer_choice
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value
 from twinflow.launch.environment import RankEnvironment
 from twinflow.offload.settings import Tuning
 from twinflow.optim.loss_scale import LossScale, dynamic, static
@@ -25,27 +25,29 @@ from twinflow.rules import RULES
 from twinflow.zero import Zero
 from twinflow.zero.compression import Compression
 
-TIMEOUT_S = 1800.0  # for one rank to wait for another: long after the watch has seen that it hangs
+TIMEOUT_S = 1800.0  # limit for a rank to wait for another; the watch detects a hang much earlier
 
 
 def offloads_params(config: Config) -> bool:
-    """Whether weights live on the host; what that does not go with is refused."""
-    zero, name = config.zero_optimization, "zero_optimization.offload_param.device"
+    """Whether weights are on the host. ValueError for options that conflict with this."""
+    zero, name = config.zero_optimization, 'zero_optimization.offload_param.device "cpu"'
     if zero.offload_param is None or zero.offload_param.device != "cpu":
         return False
     if zero.stage != 3:
-        raise invalid_value(f"zero_optimization.stage with {name}", zero.stage, [3], "Or leave offload_param out.")
+        reason = "only stage 3 fetches weights block by block"
+        remedy = "Set stage 3, or leave offload_param out."
+        raise incompatible(f"zero_optimization.stage {zero.stage}", name, reason, remedy)
     optimizer = zero.offload_optimizer
     if optimizer is None or optimizer.device != "cpu":
-        given = optimizer.device if optimizer is not None else None
-        remedy = "Weights are fetched from the optimizer's state, which must be on the host as well."
-        raise invalid_value(f"zero_optimization.offload_optimizer.device with {name}", given, ["cpu"], remedy)
+        given = f'"{optimizer.device}"' if optimizer is not None else "null"
+        reason = "weights are fetched from the optimizer state, which must be on the host"
+        remedy = 'Set zero_optimization.offload_optimizer.device "cpu".'
+        raise incompatible(f"zero_optimization.offload_optimizer.device {given}", name, reason, remedy)
     for key, allowed in (("ratio", 1.0), ("delayed_update", False)):
         if getattr(optimizer, key) != allowed:
-            remedy = "Weights are fetched from the optimizer's state on the host, as it is."
-            raise invalid_value(
-                f"zero_optimization.offload_optimizer.{key} with {name}", getattr(optimizer, key), [allowed], remedy
-            )
+            option = f"zero_optimization.offload_optimizer.{key}={getattr(optimizer, key)}"
+            reason = "weights are fetched from the current optimizer state on the host"
+            raise incompatible(option, name, reason, f"Set {key} to {allowed}.")
     return True
 
 
@@ -58,7 +60,7 @@ def make_optimizer(
     ranks: RankEnvironment | None = None,
     grid: Grid | None = None,
 ) -> TwinOptimizer | None:
-    """The optimizer of the config, or around the one that was given; None where neither names one."""
+    """Builds the optimizer of the config, or a TwinOptimizer for the given one. None if there is neither."""
     if isinstance(given, TwinOptimizer):
         return _as_given(given, config, batch, module, ranks)
     rule: Any = given
@@ -66,9 +68,11 @@ def make_optimizer(
     if given is None:
         if config.optimizer is None:
             if offloads_params(config):
-                remedy = "Weights live in its state: name one, or leave offload_param out."
-                raise invalid_value(
-                    "optimizer with zero_optimization.offload_param.device", None, "an optimizer", remedy
+                raise incompatible(
+                    "A config without optimizer",
+                    'zero_optimization.offload_param.device "cpu"',
+                    "weights are stored in the optimizer state",
+                    "Add the section optimizer, or leave offload_param out.",
                 )
             return None
         name, options = optimizer_choice(config)
@@ -76,10 +80,11 @@ def make_optimizer(
     is_torch = given is None and not isinstance(rule, str)
     groups = None if isinstance(given, Optimizer) or model_parameters is None else list(model_parameters)
     own = offload_options(config)
-    if isinstance(module, PipelineModule):  # several micro-batches are under way at once, and the engine runs the loop
+    # In a pipeline several micro-batches are in progress at once, and the engine runs the loop.
+    if isinstance(module, PipelineModule):
         own["early"] = True if own["early"] == "auto" else own["early"]
         own["tuning"] = replace(own.get("tuning") or Tuning(), sums="device")
-    # A scheduler built over the user's optimizer has put a wrapper around its step, which is not the optimizer's.
+    # A scheduler of the user has wrapped the `step` of the user's optimizer. TwinOptimizer needs the original method.
     wrapped = vars(given).pop("step", None) if isinstance(given, Optimizer) else None
     build = partial(
         TwinOptimizer,
@@ -103,7 +108,7 @@ def make_optimizer(
             if wrapped is not None:
                 given.step = wrapped  # type: ignore[union-attr,method-assign]
     if isinstance(given, Optimizer):
-        # A scheduler that was built over it writes its options: let them be ours.
+        # A scheduler that was built with the user's optimizer writes to its param_groups.
         given.param_groups = twin.param_groups
         given._opt_called = True  # type: ignore[attr-defined]
     return twin
@@ -116,12 +121,16 @@ def _zero_of(config: Config, ranks: RankEnvironment | None, is_named: bool, grid
 
 
 def make_zero(config: Config, world_size: int, is_named: bool = True, grid: Grid | None = None) -> Zero:
-    """How ranks share the work; `is_named`: of the optimizer that the config names, not of another one."""
+    """The options of ZeRO. `is_named`: whether the optimizer comes from the config, whose compression applies only
+    then.
+    """
     divides = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}
     for key, allowed in divides.items():
         if config.zero_optimization.stage == 3 and not offloads_params(config) and getattr(config, key) != allowed:
-            remedy = "fully_shard divides gradients itself, in part before and in part after their sum."
-            raise invalid_value(f"{key} with zero_optimization.stage 3", getattr(config, key), [allowed], remedy)
+            reason = "fully_shard divides gradients itself, partly before and partly after the sum"
+            raise incompatible(
+                f"{key}={getattr(config, key)}", "zero_optimization.stage 3", reason, f"Set {key} to {allowed}."
+            )
     stage, compression = config.zero_optimization.stage, compression_choice(config) if is_named else None
     if compression is not None:
         stage = _stage_with_compression(config, divides)
@@ -138,27 +147,26 @@ def make_zero(config: Config, world_size: int, is_named: bool = True, grid: Grid
 
 
 def wire_dtype(config: Config) -> torch.dtype | None:
-    """What sums of gradients travel in; None: what gradients are."""
+    """The dtype in which gradients are reduced over ranks. None: the dtype of the gradients."""
     dtypes = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     return dtypes[config.communication_data_type]
 
 
 def _stage_with_compression(config: Config, divides: Mapping[str, Any]) -> int:
-    """Parts of buckets have owners, whatever stage below 3 was named."""
+    """The stage for compressed communication: 1, because ranks own parts of buckets with each stage below 3."""
     name = "optimizer.type OneBitAdam"
     if config.zero_optimization.stage == 3:
-        remedy = "Compressed differences of weights are for ranks that all have them."
-        raise invalid_value(f"zero_optimization.stage with {name}", 3, (0, 1, 2), remedy)
+        reason = "ranks send compressed differences of weights, and each rank needs whole weights"
+        raise incompatible("zero_optimization.stage 3", name, reason, "Set stage 0, 1 or 2.")
     for key, allowed in divides.items():
         if getattr(config, key) != allowed:
-            raise invalid_value(
-                f"{key} with {name}", getattr(config, key), [allowed], "Momenta are exchanged as a mean."
-            )
+            reason = "ranks always exchange the mean of the momenta"
+            raise incompatible(f"{key}={getattr(config, key)}", name, reason, f"Set {key} to {allowed}.")
     return 1
 
 
 def offload_options(config: Config) -> dict[str, Any]:
-    """`offload_optimizer` as arguments of a TwinOptimizer: its keys by name, those of `Tuning` in one."""
+    """The section `offload_optimizer` as arguments of TwinOptimizer, with the fields of `Tuning` in one argument."""
     offload = config.zero_optimization.offload_optimizer
     if offload is None:
         return {"ratio": 0.0, "early": "auto"}
@@ -189,43 +197,47 @@ def _loss_scale(config: Config) -> LossScale | None:
 def _as_given(
     given: TwinOptimizer, config: Config, batch: Batch, module: nn.Module, ranks: RankEnvironment | None
 ) -> TwinOptimizer:
-    """A TwinOptimizer keeps what it was built with; a config that says otherwise is refused."""
+    """Returns a given TwinOptimizer. ValueError if the config contradicts the arguments with which it was built."""
     if given.model is not module:
-        raise invalid_value("optimizer", "a TwinOptimizer over another model", "one built over the model given here")
+        expected = "a TwinOptimizer of the model that is passed to initialize()"
+        raise invalid_value("optimizer", "a TwinOptimizer of another model", expected)
     max_norm = given.max_grad_norm or 0.0
     if "gradient_clipping" in config.model_fields_set and config.gradient_clipping != max_norm:
-        remedy = "The TwinOptimizer that is given was built with this max_grad_norm."
+        remedy = f"The given TwinOptimizer was built with max_grad_norm={given.max_grad_norm}."
         raise invalid_value("gradient_clipping", config.gradient_clipping, [max_norm], remedy)
     if offloads_params(config) != given.offloads_params:
-        remedy = f"The TwinOptimizer that is given was built with offload_params={given.offloads_params}."
-        raise invalid_value(
-            "zero_optimization.offload_param.device", "cpu" if offloads_params(config) else "none", "the same", remedy
-        )
+        remedy = f"The given TwinOptimizer was built with offload_params={given.offloads_params}."
+        value, expected = ("cpu", "none") if offloads_params(config) else ("none", "cpu")
+        raise invalid_value("zero_optimization.offload_param.device", value, [expected], remedy)
     stage, own = config.zero_optimization.stage, given.zero.stage if given.zero is not None else 0
     if ranks is not None and ranks.world_size > 1 and stage != own:
-        remedy = "The TwinOptimizer that is given was built with this stage."
+        remedy = f"The given TwinOptimizer was built with stage {own}."
         raise invalid_value("zero_optimization.stage", stage, [own], remedy)
     offload = config.zero_optimization.offload_optimizer
     said = sorted(offload.model_fields_set.intersection(offload.own_keys())) if offload is not None else []
     keys = [f"zero_optimization.offload_optimizer.{name}" for name in said] + ["fp16.enabled"] * config.fp16.enabled
     if keys:
-        remedy = "A TwinOptimizer that is given has its own states, tuning and loss scale."
-        raise invalid_value(keys[0], "given", "nothing", remedy)
+        reason = "a TwinOptimizer has its own states, tuning and loss scale"
+        raise incompatible(keys[0], "a given TwinOptimizer", reason, "Leave the key out.")
     given.set_accumulation_steps(batch.accumulation_steps)
     return given
 
 
 def _try_out(kind: Any, options: Mapping[str, Any]) -> None:
-    """torch checks little of what an optimizer is given; a step of one that nobody uses, before a thread takes one."""
+    """Runs a step of an unused optimizer with these options. torch checks few options before the first step, and this
+    error occurs before a thread runs a step.
+    """
     param = nn.Parameter(torch.zeros(2, 2, device="cpu"))
     param.grad = torch.zeros_like(param)
-    with suppress(AssertionError, RuntimeError):  # what it says of devices and gradients is for the real one to say
+    with suppress(
+        AssertionError, RuntimeError
+    ):  # Errors about devices and gradients matter only for the real optimizer.
         kind([param], **options).step()
 
 
 @contextmanager
 def naming(key: str) -> Iterator[None]:
-    """What only shows when a part is built is as much the config's mistake as what its types tell: name the key."""
+    """A context that adds the key of the config to errors that occur when a part is built."""
     try:
         yield
     except (ValueError, TypeError, LookupError, ArithmeticError, OSError) as error:

@@ -1,4 +1,4 @@
-"""A model spread over pipeline and tensor ranks, as the config asks: before it is placed, and before its optimizer."""
+"""Distributes a model over pipeline and tensor ranks, before it is placed and before its optimizer is built."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from twinflow.build_optimizer import TIMEOUT_S, offloads_params, wire_dtype
 from twinflow.config import Axes, Config, compression_choice, resolve_axes
 from twinflow.dist.agree import gather_json
 from twinflow.dist.group import alone, backend_for, new_group
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value
 from twinflow.launch.environment import RankEnvironment
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel.deferral import Deferral, defer
@@ -42,25 +42,25 @@ Model = nn.Module | Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class Spread:
-    """How a model is spread: `grid` is None where one process has all of it."""
+    """The distribution of a model. `grid` is None if one process has the whole model."""
 
     axes: Axes
-    num_data: int  # replicas
+    num_data: int  # number of replicas
     grid: Grid | None = None
-    replaced: Mapping[nn.Parameter, nn.Parameter | None] | None = None  # what was given: what is there now, if anything
+    # Maps the parameters of the given model to those of this rank. None for a parameter that this rank does not have.
+    replaced: Mapping[nn.Parameter, nn.Parameter | None] | None = None
 
 
 def axes_of(config: Config, model: Model, ranks: RankEnvironment, optimizer: Any) -> Spread:
-    """Sizes of all axes; what does not go together is refused."""
+    """The sizes of all axes. ValueError for combinations that are not supported."""
     own = model.num_ranks if isinstance(model, PipelineModule) else None
     axes = resolve_axes(config, own)
     num_data, left = divmod(ranks.world_size, axes.pipe * axes.model)
     if left or not num_data:
         given = f"{axes.pipe} x {axes.model}"
-        remedy = f"Start a multiple of {axes.pipe * axes.model} processes, or ask for fewer."
-        raise invalid_value(
-            "pipeline.stages x tensor_parallel.autotp_size", given, f"a divisor of {ranks.world_size}", remedy
-        )
+        remedy = f"Start a multiple of {axes.pipe * axes.model} processes, or use fewer stages or tensor ranks."
+        expected = f"a divisor of {ranks.world_size}, the number of processes"
+        raise invalid_value("pipeline.stages x tensor_parallel.autotp_size", given, expected, remedy)
     check(_combination(config, axes, model, optimizer))
     return Spread(axes, num_data)
 
@@ -86,9 +86,9 @@ def _combination(config: Config, axes: Axes, model: Model, optimizer: Any) -> Co
 
 
 def spread(model: Model, config: Config, found: Spread, optimizer: Any, device: torch.device) -> tuple[Model, Spread]:
-    """This rank's part of the model, and the grid; the model as it is where no axis asks for parts.
+    """This rank's part of the model, and the grid. The model is unchanged if it is not distributed.
 
-    All that can be refused is, before the model changes.
+    All checks run before the model changes.
     """
     axes = found.axes
     if axes.pipe * axes.model == 1 and not isinstance(model, PipelineModule):
@@ -97,8 +97,12 @@ def spread(model: Model, config: Config, found: Spread, optimizer: Any, device: 
     module = model if isinstance(model, nn.Module) else model()
     check(_combination(config, axes, module, optimizer))
     if any(param.is_meta for param in module.parameters()):
-        remedy = "Give one with weights, or a PipelineModule of LayerSpecs, of which each rank builds its own alone."
-        raise invalid_value("model", "on the meta device", "one with weights, for pipeline or tensor ranks", remedy)
+        raise incompatible(
+            "A model on the meta device",
+            "pipeline or tensor ranks",
+            "its weights are split before they are created",
+            "Give a model with weights, or a PipelineModule of LayerSpecs, of which each rank builds its own layers.",
+        )
     before = dict(module.named_parameters(remove_duplicate=False))
     grid = None
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -114,7 +118,7 @@ def spread(model: Model, config: Config, found: Spread, optimizer: Any, device: 
     if plan is not None and grid is not None:
         with torch.no_grad():
             for tensor in dict.fromkeys([*module.parameters(), *module.buffers()]):
-                grid.model.broadcast(tensor)  # parts of one model, also where ranks have made different ones
+                grid.model.broadcast(tensor)  # Ranks may have created models with different weights.
         parallelize(module, plan, grid.model, sequence=config.tensor_parallel.sequence, is_part=axes.pipe > 1)
     now = dict(module.named_parameters(remove_duplicate=False))
     replaced: dict[nn.Parameter, nn.Parameter | None] = dict.fromkeys(before.values())
@@ -123,7 +127,7 @@ def spread(model: Model, config: Config, found: Spread, optimizer: Any, device: 
 
 
 def _note_without_axes(config: Config) -> None:
-    """Keys that have nothing to say where one rank has the whole model."""
+    """Logs keys without effect if each rank has the whole model."""
     asked = {
         "pipeline.schedule": config.pipeline.schedule,
         "pipeline.chunks": config.pipeline.chunks,
@@ -138,7 +142,7 @@ def _note_without_axes(config: Config) -> None:
 
 
 def _plan(module: nn.Module, config: Config, grid: Grid) -> Mapping[str, str]:
-    """How tensors are cut; a pattern that fits nothing, on no rank, is refused on all of them."""
+    """The plan for tensor ranks. ValueError on all ranks for a pattern that matches no module of any rank."""
     given = config.tensor_parallel.plan
     plan: Mapping[str, str] = plan_for(module) if given is None else given
     match(dict(module.named_modules()), plan, is_part=True)
@@ -147,7 +151,7 @@ def _plan(module: nn.Module, config: Config, grid: Grid) -> Mapping[str, str]:
     anywhere = [any(column) for column in zip(*gather_json(grid.everyone, fits), strict=True)]
     for pattern, fits_any in zip(plan, anywhere, strict=True):
         if given is not None and not fits_any:
-            raise invalid_value("tensor_parallel.plan", pattern, "patterns that match a module of the model")
+            raise invalid_value("A pattern of tensor_parallel.plan", pattern, "one that matches a module of the model")
     return plan
 
 
@@ -166,7 +170,7 @@ def _split(module: nn.Module, config: Config, axes: Axes, grid: Grid) -> Pipelin
 
 
 def _check_pipeline(module: PipelineModule, config: Config, grid: Grid | None) -> None:
-    """A PipelineModule has its layers where its own arguments want them: the config may only say the same."""
+    """Checks that the config does not contradict the arguments of a PipelineModule."""
     asked = config.pipeline
     for key, given, own in (
         ("schedule", asked.schedule, module.schedule),
@@ -176,15 +180,17 @@ def _check_pipeline(module: PipelineModule, config: Config, grid: Grid | None) -
     ):
         if given is not None and given != own:
             name = {"chunks": "num_chunks", "partition": "partition_method"}.get(key, key)
-            allowed = [own] if own is not None else "left out, for a PipelineModule"
-            raise invalid_value(f"pipeline.{key}", given, allowed, f"Give PipelineModule({name}={given!r}).")
+            allowed = [own] if own is not None else "left out with a PipelineModule"
+            raise invalid_value(f"pipeline.{key}", given, allowed, f"Use PipelineModule({name}={given!r}).")
     if grid is not None and module.index != grid.pipe:
-        remedy = "Stages are furthest apart: leave `topology` out, or give its axes in the order pipe, data, model."
-        raise invalid_value(f"rank {grid.rank} of the PipelineModule's pipeline", module.index, [grid.pipe], remedy)
+        remedy = "Leave `topology` out, or give its axes in the order pipe, data, model."
+        raise invalid_value(f"The stage of rank {grid.rank} in the PipelineModule", module.index, [grid.pipe], remedy)
 
 
 def own_parameters(given: Iterable[Any] | None, found: Spread) -> list[Any] | None:
-    """Parameters, names with them or groups of them as this rank has them: others take their place, or none does."""
+    """Replaces given parameters, named parameters or groups by those of this rank. Parameters of other ranks are left
+    out.
+    """
     if given is None or found.replaced is None:
         return None if given is None else list(given)
     replaced = found.replaced
@@ -202,19 +208,20 @@ def own_parameters(given: Iterable[Any] | None, found: Spread) -> list[Any] | No
 
 
 def check_trained(module: nn.Module, grid: Grid | None) -> None:
-    """Refuse, on all ranks, a rank that has nothing to train."""
+    """Raises ValueError on all ranks if a rank has no parameter to train."""
     if grid is None:
         return
     own = sum(param.numel() for param in module.parameters() if param.requires_grad)
     for rank, numel in enumerate(gather_json(grid.everyone, own)):
         if not numel:
             stage = grid.topology.get_coord(rank).pipe
-            remedy = "Spread the layers otherwise (pipeline.partition), or over fewer ranks."
-            raise invalid_value(f"parameters to train on pipeline rank {stage}", 0, "at least one", remedy)
+            remedy = "Set another pipeline.partition, or use fewer stages."
+            name = f"The number of parameters to train on pipeline rank {stage}"
+            raise invalid_value(name, 0, "at least 1", remedy)
 
 
 def settle(module: nn.Module, grid: Grid | None) -> None:
-    """Of ranks that have the same parameter, one counts it; tensor ranks draw the same random numbers."""
+    """Marks copies of a parameter, so that only one rank counts it. Gives tensor ranks the same random numbers."""
     if grid is None:
         return
     if grid.num_model > 1:
@@ -228,27 +235,32 @@ def settle(module: nn.Module, grid: Grid | None) -> None:
 
 
 def classes_here(names: Sequence[str], module: nn.Module, grid: Grid) -> list[str]:
-    """Those of the classes named that this rank's part has; refused where no rank has one."""
+    """The classes in `names` that this rank's part of the model has. ValueError for a class that no rank has."""
     own = sorted({class_of(part) for part in module.modules()})
     everywhere = {name for one in gather_json(grid.everyone, own) for name in one}
     for name in names:
         if name not in everywhere:
-            raise invalid_value(CLASSES, name, f"classes of the model's modules ({', '.join(sorted(everywhere))})")
+            raise invalid_value(f"A class in {CLASSES}", name, sorted(everywhere))
     return [name for name in names if name in own]
 
 
 def sums_replicas(config: Config) -> bool:
-    """Whether replicas sum a tied parameter's gradients before stages do. At stage 3 they have done so already; in
-    codes, a part with zeros around it would lose more than its share of all; and gradients that are divided before they
-    are summed must not have been summed: they are so that fp16 can hold the sum."""
+    """Whether replicas sum the gradients of a tied parameter before stages do.
+
+    With stage 3, fully_shard has summed them already. With compression, a part with zeros around it would lose more
+    precision than the whole. Gradients that are divided before the sum must not be summed before the division: the
+    division keeps the sum in the range of fp16.
+    """
     divides = config.prescale_gradients or config.gradient_predivide_factor != 1.0
     return config.zero_optimization.stage < 3 and compression_choice(config) is None and not divides
 
 
 def make_ties(module: nn.Module, grid: Grid | None, config: Config) -> list[TiedGradients]:
-    """Of a pipeline whose parameters are what they will stay; before the optimizer, which gets their sums.
+    """Connects the tied parameters of a pipeline. Their modules must not change afterwards. The optimizer is built
+    later and gets the summed gradients.
 
-    torch names a group after its ranks and how many there are: so every rank makes as many.
+    torch names a group by its ranks and by the number of groups. Therefore every rank creates the same number of
+    groups.
     """
     if grid is None or not isinstance(module, PipelineModule):
         return []
@@ -271,13 +283,14 @@ def make_ties(module: nn.Module, grid: Grid | None, config: Config) -> list[Tied
 
 
 def make_wire(module: PipelineModule, grid: Grid | None, device: torch.device) -> Wire:
-    """Between the stages."""
+    """The connection between the stages of a pipeline."""
     return Wire([0] if grid is None else grid.ranks_along(PIPE), module.index, device, TIMEOUT)
 
 
 def make_deferral(module: PipelineModule, stage: int) -> Deferral | None:
-    """Where the schedule puts gradients of weights off; not where ranks have rows of weights, which are gathered for
-    one whole backward."""
+    """The deferral of weight gradients for the schedule zbv. None with stage 3: weights are gathered for one whole
+    backward.
+    """
     if module.schedule != "zbv" or stage == 3:
         return None
     deferral = Deferral()

@@ -1,11 +1,11 @@
-"""Streams, events and page-locked memory, the same way on a GPU and without one.
+"""Streams, events and page-locked memory, with the same interface on a GPU and on a CPU.
 
-On CUDA a stream is a CUDA stream. On the CPU a stream is a thread that runs its work in order, and every stream can be
-given a delay: a missing wait, harmless by luck on a fast machine, then shows in a test. Events are those of the native
-library, so that its own streams (csrc/streams.cpp) and these can wait for each other.
+On CUDA, a stream is a CUDA stream. On the CPU, a stream is a thread that runs its work in order. Tests can delay every
+stream, so that a missing wait shows even if it is harmless on a fast machine. Events are those of the native library.
+The streams of the library (csrc/streams.cpp) and these streams can therefore wait for each other.
 
-Every wait names its sync point. A test can switch single points off (`Device.disabled`) and see that results change:
-that is how we know each of them is needed and tested.
+Every wait has the name of a sync point. A test can disable single points (`Device.disabled`) and check that results
+change. This shows that each point is needed and tested.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from twinflow.errors import wrong_state
 from twinflow.native.executor import executor_library
 from twinflow.trace import Trace
 
 _PAGE = 4096
 _MADV_DONTFORK, _MADV_DOFORK = 10, 11
-_LARGE_BYTES = 1 << 26  # above the largest size that malloc takes from its heap: such a buffer has its pages for itself
+_LARGE_BYTES = 1 << 26  # A larger buffer does not come from malloc's heap and shares no pages with other buffers.
 Work = Callable[[], object]
-Mark = float | torch.cuda.Event  # a moment in the model's work: on the CPU, and on a GPU
+Mark = float | torch.cuda.Event  # a point in time of the model's work, on the CPU and on a GPU
 
 
 class Event:
-    """A point in a stream's work."""
+    """A point in the work of a stream."""
 
     __slots__ = ("_device", "_library", "handle")
 
@@ -49,74 +50,78 @@ class Event:
         self._library.tf_event_free(self.handle)
 
     def done(self) -> bool:
-        """Whether the stream has come past it."""
+        """Whether the stream has reached the event."""
         return self._check(self._library.tf_event_state(self.handle))
 
     def synchronize(self) -> None:
-        """Block the calling thread until the stream has come past it."""
+        """Blocks the calling thread until the stream has reached the event."""
         self._check(self._library.tf_event_wait(self.handle))
 
     def fire(self, error: BaseException | None) -> None:
-        """The stream has come past it; with an error, its work has failed."""
+        """Marks the event as reached, or as failed if there is an error."""
         self._library.tf_event_signal(self.handle, error is not None)
 
     def _check(self, state: int) -> bool:
-        if state < 0:  # work that failed is over, but not done
-            raise (self._device.error if self._device is not None else None) or RuntimeError("Work on a stream failed")
+        if state < 0:  # The work has failed.
+            error = self._device.error if self._device is not None else None
+            raise error or RuntimeError("Work on a stream failed. See the first error of this process for the reason.")
         return state > 0
 
 
 class Stream(Protocol):
-    """Work in order, beside other streams."""
+    """A sequence of work that runs in order and concurrently with other streams."""
 
     name: str
 
     def run(self, work: Work, span: str = "", **args: int) -> None:
-        """Queue work; with a `span` it is recorded in the trace."""
+        """Queues work. With `span`, the work is recorded in the trace."""
         ...
 
     def record(self) -> Event:
-        """An event after all work queued so far."""
+        """An event after all work that is queued so far."""
         ...
 
     def wait(self, event: Event, point: str) -> None:
-        """Let all work queued from now on wait for the event."""
+        """Makes all work that is queued from now on wait for the event."""
         ...
 
     def synchronize(self) -> None:
-        """Block until all queued work is done."""
+        """Blocks until all queued work is done."""
         ...
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for work on this stream. On a GPU memory belongs to the stream it was made on: what another stream
-        has freed may still be in use there."""
+        """Memory for work on this stream. On a GPU, memory belongs to the stream on which it was allocated: memory that
+        another stream has freed may still be in use there.
+        """
         ...
 
 
 class Device:
-    """Where the model lives. `disabled` holds sync points that are skipped: for tests only."""
+    """The device of the model. Tests set `disabled` to skip sync points."""
 
     kind = "cpu"
 
     def __init__(self, trace: Trace | None = None) -> None:
         self.trace = trace or Trace()
-        self.watchers: list[weakref.WeakMethod[Callable[[], None]]] = []  # told of delays and of disabled sync points
+        self.watchers: list[weakref.WeakMethod[Callable[[], None]]] = []  # called when delays or sync points change
         self._disabled: frozenset[str] = frozenset()
-        self.stream_ids: Iterator[int] = repeat(0)  # each the calling thread's current stream, when it is asked for
-        self.error: BaseException | None = None  # the first that work on a stream has raised
+        self.stream_ids: Iterator[int] = repeat(0)  # next() gives the current stream of the calling thread.
+        self.error: BaseException | None = None  # the first exception of work on a stream
         self._followers: Callable[[], Sequence[torch.cuda.Stream]] = tuple
         self._delays: dict[str, float] = {}
         self._streams: dict[str, Any] = {}
-        self._lock = threading.Lock()  # several threads ask for streams
+        self._lock = threading.Lock()  # Several threads call `stream`.
         self._is_closed = False
 
     def set_followers(self, find: Callable[[], Sequence[torch.cuda.Stream]]) -> None:
-        """Streams that others run the model's work on. They wait wherever the model's own stream waits."""
+        """Sets a function that returns other streams with the model's work. They wait whenever the model's own stream
+        waits.
+        """
         self._followers = find
 
     @property
     def disabled(self) -> frozenset[str]:
-        """Sync points that are skipped."""
+        """The sync points that are skipped."""
         return self._disabled
 
     @disabled.setter
@@ -131,86 +136,89 @@ class Device:
                 call()
 
     def stream(self, name: str) -> Stream:
-        """The stream of this name, made when first asked for."""
+        """The stream of this name. It is created at the first call."""
         return self._stream(name, lambda: _ThreadStream(name, self))
 
     def _stream(self, name: str, make: Callable[[], Stream]) -> Stream:
         with self._lock:
             if name not in self._streams:
                 if self._is_closed:
-                    raise RuntimeError(f"stream {name!r} is asked for after its device was closed")
+                    raise wrong_state(
+                        f"The stream {name!r} cannot be created", "its device is closed", "Build a new optimizer."
+                    )
                 self._streams[name] = make()
             stream: Stream = self._streams[name]
             return stream
 
     def compute(self) -> Stream:
-        """Where gradients are produced, for the calling thread."""
+        """The stream of the calling thread on which gradients are computed."""
         return self.stream("compute")
 
     def beside(self, name: str) -> AbstractContextManager[Any]:
-        """What the calling thread queues inside runs beside the model's work."""
+        """A context in which the calling thread queues work concurrently with the model's work."""
         return nullcontext()
 
     def join_streams(self, streams: Iterable[int]) -> None:
-        """Let the calling thread's stream wait for what was queued on these, by their ids."""
+        """Makes the calling thread's stream wait for the work on these streams, which are given by their ids."""
 
     def hold_compute(self, event: Event, point: str) -> None:
-        """Let the model's work from now on wait for the event."""
+        """Makes the model's work from now on wait for the event."""
         if point not in self.disabled:
-            event.synchronize()  # on the CPU the model runs in the calling thread
+            event.synchronize()  # On the CPU, the model runs in the calling thread.
 
     def mark(self) -> Mark:
-        """A moment in the model's work, for `add_span`."""
+        """The current point in the model's work, for `add_span` and `seconds`."""
         return time.perf_counter()
 
     def add_span(self, name: str, start: Mark, end: Mark) -> None:
-        """Record in the trace what the model did between two marks."""
+        """Records the model's work between two marks in the trace."""
         assert isinstance(start, float) and isinstance(end, float)
         self.trace.add(name, "compute", start, end)
 
     def delay(self, name: str, seconds: float) -> None:
-        """Before each piece of work of this stream, sleep (on a GPU: spin). For tests."""
+        """Makes this stream sleep before each piece of work (on a GPU: spin). For tests."""
         self._delays[name] = seconds
         self._tell()
 
     def delay_of(self, name: str) -> float:
-        """What `delay` has set."""
+        """The delay of a stream in seconds."""
         return self._delays.get(name, 0.0)
 
     def model_streams(self) -> ctypes.Array[ctypes.c_void_p]:
-        """Handles of the streams that the model's work is queued on, for the native executor; none on the CPU, where
-        the calling thread does the work."""
+        """Handles of the streams with the model's work, for the native executor. Empty on the CPU, where the calling
+        thread does the work.
+        """
         return (ctypes.c_void_p * 0)()
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Host memory that streams can copy from and to without stopping; lives until `close`."""
+        """Host memory from which and to which streams can copy asynchronously. It exists until `close`."""
         return hide_from_children(torch.empty(numel, dtype=dtype))
 
     def release(self, tensor: Tensor) -> None:
-        """Page-locked memory that is needed no more, and that no copy uses; other memory is left alone."""
+        """Releases page-locked memory that no copy uses any more. Does nothing for other memory."""
 
     def free_bytes(self) -> int | None:
-        """Memory left on the device; None where it is the host's own."""
+        """Free memory of the device. None if it is host memory."""
         return None
 
     def capacity_bytes(self) -> int | None:
-        """Memory that this process has on the device or could have; None where it is the host's own."""
+        """Memory of the device that this process has or could have. None if it is host memory."""
         return None
 
     def peak_bytes(self) -> int:
-        """The most memory that was in use on the device since `reset_peak`."""
+        """Peak memory use of the device since `reset_peak`."""
         return 0
 
     def reset_peak(self) -> None:
-        """Count the peak from here."""
+        """Starts a new measurement of the peak."""
 
     def seconds(self, start: Mark, end: Mark) -> float:
-        """Between two marks; waits for the second."""
+        """The time between two marks. Waits for the second one."""
         assert isinstance(start, float) and isinstance(end, float)
         return end - start
 
     def close(self) -> None:
-        """Wait for all work, then give streams and page-locked memory back."""
+        """Waits for all work and releases streams and page-locked memory."""
         with self._lock:
             self._is_closed = True
             streams = list(self._streams.values())
@@ -219,7 +227,7 @@ class Device:
 
 
 class _ThreadStream:
-    """A stream as a thread. Work that raises breaks the stream: whoever waits for a later event gets the exception."""
+    """A stream with its own thread. After an exception in its work, all later events of the stream fail with it."""
 
     def __init__(self, name: str, device: Device) -> None:
         self.name = name
@@ -262,7 +270,7 @@ class _ThreadStream:
     @torch.no_grad()
     def _loop(self) -> None:
         while (work := self._queue.get()) is not None:
-            if isinstance(work, Event):  # after a failure too: somebody may wait for it
+            if isinstance(work, Event):  # Also after a failure, because another thread may wait for the event.
                 work.fire(self._error)
             elif self._error is None:
                 self._error = _failure(work)
@@ -270,7 +278,7 @@ class _ThreadStream:
 
 
 def _failure(work: Work) -> BaseException | None:
-    """Run it; what it raised is handed to whoever waits."""
+    """Runs `work` and returns its exception. The event passes it to waiting threads."""
     try:
         work()
     except BaseException as error:
@@ -279,7 +287,7 @@ def _failure(work: Work) -> BaseException | None:
 
 
 class CudaDevice(Device):
-    """One GPU."""
+    """A GPU with CUDA streams."""
 
     kind = "cuda"
 
@@ -287,16 +295,16 @@ class CudaDevice(Device):
         super().__init__(trace)
         self.device = device
         self.stream_ids = map(torch._C._cuda_getCurrentRawStream, repeat(device.index))
-        self._current: dict[int, _CurrentStream] = {}  # by their ids
-        self._handles: dict[tuple[int, ...], ctypes.Array[ctypes.c_void_p]] = {}  # what `model_streams` has returned
-        self._pinned: dict[int, Tensor] = {}  # by address; the lock guards it
+        self._current: dict[int, _CurrentStream] = {}  # by stream id
+        self._handles: dict[tuple[int, ...], ctypes.Array[ctypes.c_void_p]] = {}  # cache of `model_streams`
+        self._pinned: dict[int, Tensor] = {}  # by address, guarded by the lock
 
     def stream(self, name: str) -> Stream:
-        """The stream of this name; copies get a high priority, so that small ones do not queue behind kernels."""
+        """The stream of this name. It has a high priority, so that small copies do not wait behind kernels."""
         return self._stream(name, lambda: _CudaStream(name, self, _new_stream(self.device)))
 
     def compute(self) -> Stream:
-        """The calling thread's current stream: in a hook, the one that produced the gradient."""
+        """The current stream of the calling thread. In a hook, it is the stream that computed the gradient."""
         number = torch._C._cuda_getCurrentRawStream(self.device.index)
         found = self._current.get(number)
         if found is None:
@@ -304,27 +312,26 @@ class CudaDevice(Device):
         return found
 
     def beside(self, name: str) -> AbstractContextManager[Any]:
-        """On a stream of this name."""
+        """A context with the stream of this name as the current stream."""
         stream = self.stream(name)
         assert isinstance(stream, _CudaStream)
         return torch.cuda.stream(stream._stream)
 
     def join_streams(self, streams: Iterable[int]) -> None:
-        """Nearly always it is the only one."""
         here = torch._C._cuda_getCurrentRawStream(self.device.index)
         for stream in streams:
-            if stream != here:
+            if stream != here:  # Nearly always the only stream is the current one.
                 other = torch.cuda.ExternalStream(stream, self.device)  # type: ignore[no-untyped-call]
                 torch.cuda.current_stream(self.device).wait_stream(other)
 
     def hold_compute(self, event: Event, point: str) -> None:
-        """The GPU waits; the calling thread does not."""
+        """Makes the GPU wait, but not the calling thread."""
         self.compute().wait(event, point)
         for stream in self._followers():
             _CudaStream("follower", self, stream).wait(event, point)
 
     def model_streams(self) -> ctypes.Array[ctypes.c_void_p]:
-        """The calling thread's, and those that wait with it."""
+        """The current stream of the calling thread and its followers."""
         current = torch._C._cuda_getCurrentRawStream(self.device.index)
         streams = (current, *(stream.cuda_stream for stream in self._followers()))
         found = self._handles.get(streams)
@@ -339,12 +346,11 @@ class CudaDevice(Device):
         return event
 
     def add_span(self, name: str, start: Mark, end: Mark) -> None:
-        """The GPU's time between two marks."""
         assert not isinstance(start, float) and not isinstance(end, float)
         self.trace.gpu(name, "compute", start, end)
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Registered at its exact size: torch's own pinned allocator rounds up to a power of two."""
+        """Page-locked memory of the exact size. torch's pinned allocator rounds up to a power of two."""
         nbytes = numel * dtype.itemsize
         raw = torch.empty(nbytes + _PAGE, dtype=torch.uint8)
         start = -raw.data_ptr() % _PAGE
@@ -364,39 +370,34 @@ class CudaDevice(Device):
         return tensor
 
     def free_bytes(self) -> int | None:
-        """What CUDA has left and what torch has cached, within the share of the device that torch may use."""
+        """Free memory of CUDA plus cached memory of torch, within the fraction of the device that torch may use."""
         free, total = torch.cuda.mem_get_info(self.device)
         allocated = torch.cuda.memory_allocated(self.device)
         share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(self.device)  # torch >= 2.9
         return min(free + torch.cuda.memory_reserved(self.device), int(share * total)) - allocated
 
     def release(self, tensor: Tensor) -> None:
-        """Unregistered at once."""
         with self._lock:
             known = self._pinned.pop(tensor.data_ptr(), None)
         if known is not None:
             torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())  # type: ignore[no-untyped-call]
 
     def capacity_bytes(self) -> int | None:
-        """What is free, and what torch has allocated."""
         return (self.free_bytes() or 0) + torch.cuda.memory_allocated(self.device)
 
     def peak_bytes(self) -> int:
-        """What torch has allocated at most."""
         return torch.cuda.max_memory_allocated(self.device)
 
     def reset_peak(self) -> None:
-        """Of torch's own counter."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def seconds(self, start: Mark, end: Mark) -> float:
-        """The GPU's time."""
         assert not isinstance(start, float) and not isinstance(end, float)
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
 
     def close(self) -> None:
-        """Synchronise before unregistering: a copy in flight must not lose its memory."""
+        """Synchronizes before memory is unregistered, because a copy may be in progress."""
         torch.cuda.synchronize(self.device)
         for tensor in self._pinned.values():
             torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())  # type: ignore[no-untyped-call]
@@ -410,7 +411,7 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class _Switched:
-    """The calling thread's work goes to a stream of the current device. torch.cuda.stream takes four times as long."""
+    """Makes a stream the current one, without changing the device. torch.cuda.stream takes four times as long."""
 
     __slots__ = ("_before", "_stream")
 
@@ -467,7 +468,7 @@ class _CudaStream:
 
 
 class _CurrentStream(_CudaStream):
-    """The calling thread's own: nothing has to be switched, which takes as long as a launch."""
+    """The current stream of the calling thread. It needs no switch, which would take as long as a kernel launch."""
 
     def run(self, work: Work, span: str = "", **args: int) -> None:
         if self._device._delays or self._device.trace.enabled:
@@ -477,18 +478,18 @@ class _CurrentStream(_CudaStream):
 
 
 def hide_from_children(tensor: Tensor) -> Tensor:
-    """Leave a large buffer out of processes that are forked from this one; returns it.
+    """Excludes a large buffer from forked child processes, and returns it.
 
-    A DataLoader forks its workers. They would get a copy of every page-locked page at once, and keep an old copy of
-    each page of the state that is written later: several times the memory, for something they never look at. Small
-    buffers may share their pages with others, so they are left alone.
+    A DataLoader forks its workers. Each worker would get a copy of every page-locked page at once, and would keep an
+    old copy of each page of the state that is written later. This would take several times the memory, and workers
+    never read these buffers. Small buffers may share pages with others, so they are not excluded.
     """
     nbytes = tensor.numel() * tensor.element_size()
     if sys.platform == "linux" and nbytes >= _LARGE_BYTES:
         first = -(-tensor.data_ptr() // _PAGE) * _PAGE
         last = (tensor.data_ptr() + nbytes) // _PAGE * _PAGE
         _advise(first, last - first, _MADV_DONTFORK)
-        # Some allocators keep pages that are freed: whoever gets them next must have them in its children.
+        # Some allocators reuse freed pages. Their next user needs them in child processes.
         weakref.finalize(tensor, _advise, first, last - first, _MADV_DOFORK).atexit = False
     return tensor
 
@@ -498,5 +499,5 @@ def _advise(address: int, nbytes: int, advice: int) -> None:
 
 
 def device_for(device: torch.device, trace: Trace | None = None) -> Device:
-    """The streams that belong to a model on this device."""
+    """The `Device` for a model on this torch device."""
     return CudaDevice(device, trace) if device.type == "cuda" else Device(trace)

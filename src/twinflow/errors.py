@@ -37,7 +37,7 @@ def not_enough(resource: str, user: str, needed: str, available: str, remedy: st
 
 
 def incompatible(option: str, other: str, reason: str, remedy: str = "") -> ValueError:
-    """Two options that work alone and not together.
+    """Two options exclude each other.
 
     >>> incompatible("delayed_update=True", "offload_params=True", "a block has one copy of its weights")
     ValueError('delayed_update=True cannot be used with offload_params=True, because a block has one copy of ...')
@@ -46,7 +46,7 @@ def incompatible(option: str, other: str, reason: str, remedy: str = "") -> Valu
 
 
 def wrong_state(what: str, reason: str, remedy: str) -> RuntimeError:
-    """Something is asked for that is not possible now.
+    """An operation is not possible in the current state.
 
     >>> wrong_state("step() cannot run", "the optimizer is closed", "Build a new one to go on training.")
     RuntimeError('step() cannot run, because the optimizer is closed. Build a new one to go on training.')
@@ -55,5 +55,5 @@ def wrong_state(what: str, reason: str, remedy: str) -> RuntimeError:
 
 
 def _sentences(first: str, remedy: str) -> str:
-    """Both with a full stop at their ends."""
+    """Joins the two texts and adds missing full stops."""
     return " ".join(text if text.endswith((".", "?", "!", ")")) else f"{text}." for text in (first, remedy) if text)

@@ -1,8 +1,9 @@
-"""Cross entropy of a large vocabulary without its logits.
+"""Cross entropy for a large vocabulary without storing all logits.
 
-The logits of 10,000 tokens over 50,000 symbols are 2 GB in fp32, and as much again for their gradient: more than any
-layer. Here a chunk of tokens at a time is taken through the head, the loss and the gradients of both, all in forward,
-and only the two gradients are kept: backward has nothing to do but scale them. First-order gradients only.
+The logits of 10,000 tokens and 50,000 symbols need 2 GB in fp32, and their gradient needs the same again. This is more
+than any layer needs. Here the forward computes logits, loss and both gradients for a chunk of tokens at a time, and
+keeps only the gradients of `hidden` and `weight`. The backward only scales them. Only first-order gradients are
+available.
 """
 
 from __future__ import annotations
@@ -16,43 +17,41 @@ from torch.autograd.function import Function, once_differentiable
 
 from twinflow.errors import invalid_value
 
-IGNORE_INDEX: Final = -100  # as in F.cross_entropy: a target that counts for nothing
-LOSS_CHUNK: Final = 2048  # tokens whose logits exist at a time
-PRODUCT_ROWS: Final = 8192  # of a weight's gradient, whose sum over chunks is wider than its factors
-# A probability of 2e-5, one of 50,000, would have six bits in fp16; times this it has all eleven.
+IGNORE_INDEX: Final = -100  # target of a token that is ignored, as in F.cross_entropy
+LOSS_CHUNK: Final = 2048  # number of tokens whose logits exist at a time
+PRODUCT_ROWS: Final = 8192  # rows of a wide product that exist at a time, see `_add_product`
+# A probability of 2e-5 (1 / 50,000) has six significant bits in fp16. Multiplied by this factor it has all eleven.
 FP16_GAIN: Final = 256.0
 
 
 class Targets(NamedTuple):
-    """A chunk's targets among the rows of the weight that are here."""
+    """The targets of a chunk as rows of the weight on this rank."""
 
-    rows: Tensor  # [tokens, 1] which row; 0 where the target is not here
-    is_here: Tensor  # [tokens]
-    is_counted: Tensor  # [tokens]; not left out
+    rows: Tensor  # [tokens, 1]: row of the target; 0 if this rank does not have the row
+    is_here: Tensor  # [tokens]: whether this rank has the row
+    is_counted: Tensor  # [tokens]: whether the token counts, because its target is not IGNORE_INDEX
 
 
 class Softmax(Protocol):
-    """Over all symbols, of which the weight may have a part."""
+    """The softmax over all symbols. The weight may contain only a part of the symbols."""
 
     def find(self, targets: Tensor, num_rows: int) -> Targets:
-        """Where targets are among the weight's rows."""
+        """The targets as rows of the weight."""
         ...
 
     def losses_and_probs(self, logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-        """Loss of each token, 0 where it is left out, and the probabilities, in the place of the logits."""
+        """The loss of each token, 0 for ignored ones, and the probabilities, which overwrite the logits."""
         ...
 
 
 class WholeSoftmax:
-    """The weight has a row for every symbol."""
+    """The softmax for a weight with a row for each symbol."""
 
     def find(self, targets: Tensor, num_rows: int) -> Targets:
-        """All of them; one that is no symbol is the lookup's error."""
         is_counted = targets != IGNORE_INDEX
         return Targets(targets.where(is_counted, 0)[:, None], is_counted, is_counted)
 
     def losses_and_probs(self, logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-        """In place."""
         largest = logits.amax(-1, keepdim=True)
         chosen = logits.gather(-1, targets.rows) - largest
         probs = logits.sub_(largest).exp_()
@@ -66,9 +65,9 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Mean of `F.cross_entropy(hidden @ weight.T, targets)` in fp32 or wider, with at most `chunk` rows of logits.
 
-    `hidden` is [tokens, hidden], `weight` [vocab, hidden], `targets` [tokens]; -100 leaves a token out. The gradient of
-    `weight` is summed over the chunks in fp32, or in its own dtype where that is wider. `softmax`: over more symbols
-    than the weight has rows for.
+    `hidden` is [tokens, hidden], `weight` is [vocab, hidden], `targets` is [tokens]. Tokens with the target -100 are
+    ignored. The gradient of `weight` is summed over the chunks in fp32, or in its own dtype if that is wider.
+    `softmax`: the softmax for a weight that has only a part of the symbols.
     """
     softmax = softmax or WholeSoftmax()
     if chunk < 1:
@@ -76,7 +75,7 @@ def chunked_cross_entropy(
     device = hidden.device.type
     if not torch.amp.is_autocast_available(device):
         return _apply(hidden, weight, targets, softmax, chunk)
-    if torch.is_autocast_enabled(device):  # it does not reach the in-place products below
+    if torch.is_autocast_enabled(device):  # Autocast does not affect the in-place products below.
         dtype = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     with torch.autocast(device, enabled=False):
@@ -84,7 +83,7 @@ def chunked_cross_entropy(
 
 
 def _apply(hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Softmax, chunk: int) -> Tensor:
-    # Asked for here: inside a Function gradients are always off, and needs_input_grad does not know of no_grad.
+    # Inside a Function gradients are always disabled, and needs_input_grad ignores no_grad.
     wants_grad = torch.is_grad_enabled()
     loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets, softmax, chunk, wants_grad)  # type: ignore[no-untyped-call]
     return loss
@@ -101,8 +100,8 @@ class _ChunkedCrossEntropy(Function):
         grad_weight = None
         if wants_grad and ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        is_fp16 = hidden.dtype == torch.float16  # whose range asks that the mean be taken last
-        mean = 1.0 / num_targets.clamp(min=1)  # without any target the loss is NaN, and the gradient 0
+        is_fp16 = hidden.dtype == torch.float16  # The range of fp16 is small, so the mean is applied last.
+        mean = 1.0 / num_targets.clamp(min=1)  # Without targets the loss is NaN and the gradient is 0.
         gain = torch.full_like(mean, FP16_GAIN) if is_fp16 else mean
         total = torch.zeros_like(num_targets)
         for start in range(0, len(hidden), chunk):
@@ -128,22 +127,24 @@ class _ChunkedCrossEntropy(Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grad if ctx.scale is None else grad * ctx.scale
         if grad_hidden is not None:
-            # Widened first: beside a half precision tensor the scale itself would be rounded to half precision.
+            # With a half-precision tensor, torch would round the scale to half precision too.
             grad_hidden = (grad_hidden.to(scale.dtype) * scale).to(grad_hidden.dtype)
         if grad_weight is not None:
-            out = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)  # rounded as it is written, once
+            out = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)  # The product is rounded once.
             grad_weight = torch.mul(grad_weight, scale, out=out)
         return grad_hidden, grad_weight, None, None, None, None
 
 
 def _grad_of_logits(probs: Tensor, targets: Targets, gain: Tensor) -> Tensor:
-    """(probs - one-hot targets) * gain, 0 where a token is left out, in place."""
+    """(probs - one-hot targets) * gain, in place. Rows of ignored tokens are 0."""
     probs.scatter_add_(-1, targets.rows, -targets.is_here[:, None].to(probs.dtype))
     return probs.mul_((targets.is_counted * gain)[:, None])
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, where total may be wider than both: then the product too, some rows of it at a time."""
+    """total += a @ b. If `total` is wider than `a` and `b`, the product is computed in the wide dtype for some rows at
+    a time.
+    """
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, out=total)
         return

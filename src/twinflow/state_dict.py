@@ -1,7 +1,7 @@
-"""State dicts and param groups: mappings whose keys tell what their values are, with checked access to the values.
+"""State dicts and param groups: mappings with values of several types, and checked access to the values.
 
-What comes from a user or from a file is checked before it is used, with errors that say what to do (optim/saved.py,
-optim/twin_state_checks.py). A value that is still of another type raises TypeError here, as it would where it is used.
+Values from users and files are checked before use, with errors that contain a remedy (optim/saved.py,
+optim/twin_state_checks.py). The functions here raise TypeError for a value of another type.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import SupportsFloat, SupportsInt, TypeVar
 from torch import Tensor
 
 StateDict = dict[str, object]
-ParamEntry = Tensor | tuple[str, Tensor] | Mapping[str, object]  # one item of what torch.optim takes as parameters
+ParamEntry = Tensor | tuple[str, Tensor] | Mapping[str, object]  # one item of the argument `params` of torch.optim
 Kind = TypeVar("Kind")
 
 
@@ -28,7 +28,7 @@ def tensor_of(values: Mapping[str, object], name: str) -> Tensor:
 
 
 def dict_of(values: Mapping[str, object], name: str) -> StateDict:
-    """The dict under `name`; an empty one where there is none."""
+    """The dict under `name`, or an empty dict if there is none."""
     return value_of(values, name, dict) if name in values else {}
 
 
@@ -47,7 +47,7 @@ def list_of(values: Mapping[str, object], name: str) -> Sequence[object]:
 
 
 def int_of(values: Mapping[str, object], name: str) -> int:
-    """A whole number of Python, numpy or torch."""
+    """The integer under `name`, which may be a number of Python, numpy or torch."""
     value = values[name]
     if not isinstance(value, SupportsInt):
         raise _wrong_type(name, value, "number")
@@ -66,23 +66,24 @@ def saved_groups(state_dict: Mapping[str, object]) -> list[Mapping[str, object]]
     groups = list_of(state_dict, "param_groups")
     found = [group for group in groups if isinstance(group, Mapping)]
     if len(found) != len(groups):
-        raise TypeError("param_groups holds something that is not a dict")
+        raise TypeError("All items of param_groups must be dicts, but one is not.")
     return found
 
 
 def _wrong_type(name: str, value: object, wanted: str) -> TypeError:
-    return TypeError(f"{name} is of type {type(value).__name__}, expected a {wanted}")
+    return TypeError(f"{name} is of type {type(value).__name__}, but must be a {wanted}.")
 
 
 def params_of(group: Mapping[str, object]) -> list[Tensor]:
-    """The parameters of a param group, which is what torch.optim has made of the user's."""
+    """The parameters of a param group, in the format that torch.optim makes from the user's argument."""
     found: list[Tensor] = value_of(group, "params", list)
     return found
 
 
 def map_tensors(value: object, change: Callable[[Tensor], Tensor]) -> object:
-    """The same with changed tensors, which may be nested in dicts, lists and tuples. Other containers stay as they
-    are, with what they hold."""
+    """Applies `change` to the tensors in nested dicts, lists and tuples and returns the result. Other containers are
+    unchanged, including their contents.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):

@@ -1,9 +1,9 @@
-"""Spans of the offload runtime: what ran when, on the host and on the GPU, on one clock.
+"""Spans of the offload runtime: the times of work on the host and on the GPU, on one clock.
 
-How GPU times get onto the host's clock. Two CUDA events give a difference, not a time. An anchor is an event whose
-moment is also known on `time.perf_counter()`; a GPU span is placed by its distance to the anchor of its device. That
-distance is a float32 of milliseconds, and the two clocks drift: after 100 s it is good to about 10 us, after an hour to
-0.3 ms. Call `anchor_gpu()` again where a long run is idle anyway; a span belongs to the last anchor before it.
+GPU times on the host's clock: two CUDA events give a difference, not a time. An anchor is an event whose time is also
+known on `time.perf_counter()`. A GPU span is placed by its distance to the anchor of its device. This distance is a
+float32 in milliseconds, and the two clocks drift. The error is about 10 us after 100 s and 0.3 ms after an hour. Call
+`anchor_gpu()` again when a long run is idle. A span belongs to the last anchor before it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Value = int | float | str
 
 Source = weakref.WeakMethod[Callable[[int, float], "list[Span]"]]
 
-# Shared by every `span` of a trace that is off: nothing is made and nothing is kept.
+# All spans of a disabled trace share this context, so that they allocate nothing.
 _OFF: Final[AbstractContextManager[None]] = nullcontext()
 
 
 @dataclass(frozen=True)
 class Span:
-    """One piece of work on one track (a thread or a stream); times are of `time.perf_counter()`."""
+    """One piece of work on one track (a thread or a stream). Times are those of `time.perf_counter()`."""
 
     name: str
     track: str
@@ -46,11 +46,12 @@ class Span:
 
     def __post_init__(self) -> None:
         if not self.start_s <= self.end_s:
-            raise invalid_value(f"span {self.name!r}: end_s", self.end_s, f"a time from start_s, {self.start_s}, on")
+            expected = f"at least start_s, which is {self.start_s}"
+            raise invalid_value(f"The end_s of span {self.name!r}", self.end_s, expected)
 
 
 class Trace:
-    """Records spans from any thread. It is off until `start()`, and then costs next to nothing."""
+    """Records spans from any thread. Before `start()` it is disabled and has almost no cost."""
 
     def __init__(self, capacity: int = 200_000) -> None:
         if capacity < 1:
@@ -59,21 +60,21 @@ class Trace:
         self._lock = threading.Lock()
         self._entries: deque[Span | _GpuSpan] = deque(maxlen=capacity)
         self._num_recorded = 0
-        self._anchors: dict[int, _Anchor] = {}  # the latest of each device
-        self._sources: list[tuple[Source, int | None]] = []  # spans that are recorded elsewhere, taken over in `spans`
+        self._anchors: dict[int, _Anchor] = {}  # the latest anchor of each device
+        self._sources: list[tuple[Source, int | None]] = []  # recorders of other spans, which `spans` collects
 
     def start(self) -> None:
-        """Record from now on, beside what is kept already; with CUDA, synchronise once to anchor the current device."""
+        """Starts recording and keeps earlier spans. With CUDA, synchronizes once to anchor the current device."""
         if torch.cuda.is_available():
             self.anchor_gpu()
         self.enabled = True
 
     def stop(self) -> None:
-        """Record no more; what was recorded stays. A span that is open now is still kept when it ends."""
+        """Stops recording and keeps the spans. A span that is open now is recorded when it ends."""
         self.enabled = False
 
     def clear(self) -> None:
-        """Forget every span."""
+        """Deletes all spans."""
         self._pull()
         with self._lock:
             self._entries.clear()
@@ -81,23 +82,24 @@ class Trace:
 
     @property
     def num_dropped(self) -> int:
-        """How many spans, the oldest, are gone because more than `capacity` were recorded."""
+        """The number of spans that were dropped, oldest first, because more than `capacity` were recorded."""
         with self._lock:
             return self._num_recorded - len(self._entries)
 
     def span(self, name: str, track: str, **args: Value) -> AbstractContextManager[None]:
-        """Time the block it wraps, also when that raises."""
+        """A context that records the time of its block, also if the block raises an exception."""
         return _Open(self, name, track, args) if self.enabled else _OFF
 
     def add(self, name: str, track: str, start_s: float, end_s: float, **args: Value) -> None:
-        """Record a span that was timed elsewhere."""
+        """Records a span with known times."""
         if self.enabled:
             self._record(Span(name, track, start_s, end_s, args))
 
     def gpu(self, name: str, track: str, before: torch.cuda.Event, after: torch.cuda.Event, **args: Value) -> None:
-        """Record the GPU's work between two events, made with `enable_timing=True` and recorded already.
+        """Records the GPU's work between two events, which were made with `enable_timing=True` and are recorded
+        already.
 
-        Never waits: the times are read in `spans()`. Until then the events must not be recorded again.
+        This method never waits: `spans()` reads the times. The events must not be recorded again before that.
         """
         if self.enabled:
             device = before.device
@@ -105,8 +107,10 @@ class Trace:
             self._record(_GpuSpan(name, track, before, after, args, device.index, self._anchors.get(device.index)))
 
     def add_source(self, source: Source, device: int | None) -> None:
-        """Spans of the native executor: a weak method that gives, for an anchor of its GPU, what it has recorded since
-        the last call. `device`: the index of that GPU; None on the CPU, whose spans have the host's clock."""
+        """Adds a source of spans, such as the native executor. `source` is a weak method that takes an anchor of its
+        GPU and returns the spans since its last call. `device` is the index of that GPU, or None for the CPU, whose
+        spans use the host's clock.
+        """
         self._sources.append((source, device))
 
     def _pull(self) -> None:
@@ -115,8 +119,8 @@ class Trace:
             if take is None:
                 continue
             handle, at_s = 0, 0.0
-            if device is not None and self._anchors:  # without any, nothing has been recorded
-                if device not in self._anchors:  # another device was the current one when recording began
+            if device is not None and self._anchors:  # Without an anchor, nothing has been recorded.
+                if device not in self._anchors:  # Another device was current when recording started.
                     self.anchor_gpu(device)
                 anchor = self._anchors[device]
                 handle, at_s = anchor.event.cuda_event, anchor.at_s
@@ -124,22 +128,22 @@ class Trace:
                 self._record(span)
 
     def anchor_gpu(self, device: int | None = None) -> None:
-        """Tie the GPU's clock to the host's, for the GPU spans recorded from now on. Synchronises the device."""
+        """Ties the GPU's clock to the host's clock for GPU spans from now on. Synchronizes the device."""
         index = torch.cuda.current_device() if device is None else device
         self._anchors[index] = _new_anchor(index)
 
     def spans(self) -> list[Span]:
-        """All spans, by their start. Waits for the GPU spans that have not ended yet."""
+        """All spans sorted by their start. Waits for GPU spans that have not ended yet."""
         self._pull()
         with self._lock:
             entries = list(self._entries)
-        # Outside the lock: waiting for the GPU must not stop the threads that record.
+        # The lock is not held here: waiting for the GPU must not block threads that record.
         pending = [entry for entry in entries if isinstance(entry, _GpuSpan)]
         late = {index: _new_anchor(index) for index in {span.device for span in pending if span.anchor is None}}
         resolved = {id(span): _resolve(span, late) for span in pending}
         with self._lock:
             kept = (resolved.get(id(entry), entry) for entry in self._entries)
-            self._entries = deque(kept, maxlen=self._entries.maxlen)  # lets go of the events
+            self._entries = deque(kept, maxlen=self._entries.maxlen)  # Releases the events.
         spans = [entry if isinstance(entry, Span) else resolved[id(entry)] for entry in entries]
         return sorted(spans, key=lambda span: (span.start_s, span.end_s))
 
@@ -151,7 +155,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class _Anchor:
-    """A moment on both clocks."""
+    """A point in time on both clocks."""
 
     event: torch.cuda.Event
     at_s: float
@@ -159,7 +163,7 @@ class _Anchor:
 
 @dataclass(frozen=True, eq=False)
 class _GpuSpan:
-    """A span whose times are still with the GPU; it keeps its two events alive."""
+    """A span whose times are not read from the GPU yet. It keeps its two events alive."""
 
     name: str
     track: str
@@ -171,12 +175,15 @@ class _GpuSpan:
 
 
 class _Open:
-    """A span that has begun."""
+    """The context of a span, which records it at its end."""
 
     __slots__ = ("_args", "_name", "_start_s", "_trace", "_track")
 
     def __init__(self, trace: Trace, name: str, track: str, args: Mapping[str, Value]) -> None:
-        self._trace, self._name, self._track, self._args = trace, name, track, args
+        self._trace = trace
+        self._name = name
+        self._track = track
+        self._args = args
 
     def __enter__(self) -> None:
         self._start_s = time.perf_counter()
@@ -189,10 +196,10 @@ class _Open:
 
 
 def _new_anchor(device: int) -> _Anchor:
-    """The tightest of a few tries: the event lies between the two readings of the host's clock."""
+    """The most precise of a few measurements. The event is between two readings of the host's clock."""
     tries = []
     with torch.cuda.device(device):
-        torch.cuda.synchronize()  # else the event would wait for work already queued
+        torch.cuda.synchronize()  # Otherwise the event would wait for queued work.
         for _ in range(5):
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             before_s = time.perf_counter()
@@ -204,14 +211,14 @@ def _new_anchor(device: int) -> _Anchor:
 
 
 def _resolve(span: _GpuSpan, late: Mapping[int, _Anchor]) -> Span:
-    """The span with its times; `late` anchors, made just now, are for devices that had none."""
+    """The span with its times. `late`: new anchors for devices that had none."""
     span.before.synchronize()
     span.after.synchronize()
     if span.anchor is not None:
         start_s = span.anchor.at_s + span.anchor.event.elapsed_time(span.before) / 1e3
     else:
         start_s = late[span.device].at_s - span.before.elapsed_time(late[span.device].event) / 1e3
-    # Its length from its own two events, which are close together: the float32 is exact enough there.
+    # The length comes from the span's own events. They are close together, so the float32 is precise enough.
     return Span(span.name, span.track, start_s, start_s + span.before.elapsed_time(span.after) / 1e3, span.args)
 
 
@@ -234,7 +241,7 @@ def overlap_s(spans_a: Iterable[Span], spans_b: Iterable[Span]) -> float:
 
 
 def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """The spans as disjoint stretches of time, in order."""
+    """The spans as disjoint intervals in order."""
     union: list[tuple[float, float]] = []
     for start, end in sorted((span.start_s, span.end_s) for span in spans):
         if union and start <= union[-1][1]:
@@ -245,10 +252,10 @@ def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
 
 
 def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
-    """The spans as Chrome's trace format, which ui.perfetto.dev and chrome://tracing open.
+    """The spans in Chrome's trace format, which ui.perfetto.dev and chrome://tracing open.
 
-    Each track is a thread, numbered by name, so that two runs with the same tracks look the same. Times keep
-    `time.perf_counter()`'s zero: traces of several processes on one machine can be laid side by side.
+    Each track is a thread. Threads are numbered by name, so that two runs with the same tracks look alike. Times keep
+    the zero of `time.perf_counter()`, so that traces of several processes of one machine can be combined.
     """
     spans = list(spans)
     tids = {track: tid for tid, track in enumerate(sorted({span.track for span in spans}), start=1)}
@@ -265,10 +272,10 @@ def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
 
 
 def write_chrome_trace(spans: Iterable[Span], path: str | os.PathLike[str]) -> None:
-    """Write `chrome_trace` to a file, which is there whole or not at all."""
+    """Writes `chrome_trace` to a file atomically."""
     path = Path(path)
     if not path.parent.is_dir():
-        raise invalid_value("directory of the trace", str(path.parent), "a directory that exists", "Create it first")
+        raise invalid_value("The directory of the trace", str(path.parent), "an existing directory", "Create it first.")
     text = json.dumps(chrome_trace(spans), allow_nan=False)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -279,5 +286,5 @@ def write_chrome_trace(spans: Iterable[Span], path: str | os.PathLike[str]) -> N
 
 
 def _plain(value: Value) -> Value:
-    """A number that is not finite as text: strict JSON has none."""
+    """A number that is not finite as text, because JSON has no such numbers."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

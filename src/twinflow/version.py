@@ -1,3 +1,3 @@
-"""The one place that names the version: the build, `twinflow.__version__` and `twinflow --version` read it."""
+"""The version. The build, `twinflow.__version__` and `twinflow --version` read it from here."""
 
 __version__ = "0.1.0"

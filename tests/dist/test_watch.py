@@ -205,7 +205,7 @@ def test_a_killed_rank_is_named_by_those_that_lost_it(ranks: Ranks) -> None:
     body = "def at_three():\n    if rank == 2:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
     ends = ranks.run(body + LOOP.format(options=""))
     assert ends[2].code == -signal.SIGKILL
-    check_ends(ends, "rank 2 failed in step 3: no sign of life for ", skip=[2])
+    check_ends(ends, "rank 2 failed in step 3: no heartbeat for ", skip=[2])
 
 
 @pytest.mark.matrix
@@ -217,21 +217,22 @@ def at_three():
     time.sleep(600)
 """
     ends = ranks.run(body + LOOP.format(options=""), world_size=2)
-    check_ends(ends, "rank 1 failed in step 3: no sign of life for 5 s", skip=[1])
+    check_ends(ends, "rank 1 failed in step 3: no heartbeat for 5 s", skip=[1])
 
 
 def test_rank_0_killed_with_its_store(ranks: Ranks) -> None:
     body = "def at_three():\n    if rank == 0:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
     ends = ranks.run(body + LOOP.format(options=""))
     assert ends[0].code == -signal.SIGKILL
-    check_ends(ends, "rank 0 failed in step 3: the store that it or its launcher keeps is gone", skip=[0])
+    check_ends(ends, "rank 0 failed in step 3: the store of rank 0 or of its launcher does not respond", skip=[0])
 
 
 @pytest.mark.matrix
 def test_a_store_that_no_longer_answers(ranks: Ranks) -> None:
     body = "def at_three():\n    if rank == 0:\n        os.kill(os.getpid(), signal.SIGSTOP)\n"
     ends = ranks.run(body + LOOP.format(options=""), world_size=2, kill_last=[0])
-    check_ends(ends, "rank 0 failed in step 3: the store that it or its launcher keeps is gone (no answer)", skip=[0])
+    words = "rank 0 failed in step 3: the store of rank 0 or of its launcher does not respond (no answer)"
+    check_ends(ends, words, skip=[0])
 
 
 def test_a_hang_with_stacks_of_every_rank(ranks: Ranks) -> None:
@@ -325,7 +326,7 @@ if attempt == 2:  # a second watch does not take the end of the first for its ow
 @pytest.mark.parametrize(
     ("how", "words", "code"),
     [
-        ("sys.exit(3)", "it ended before the others, without Watch.close()", 3),
+        ("sys.exit(3)", "the process ended before the others, without Watch.close()", 3),
         ("try:\n            raise KeyError(7)\n        finally:\n            watch.close()", "KeyError: 7", 1),
         ("threading.Thread(target=lambda: 1 / 0).start(); time.sleep(600)", "ZeroDivisionError: division by zero", 1),
         ("with watch.guard():\n            raise OSError('disk')", "OSError: disk", 1),
@@ -364,26 +365,28 @@ def test_ranks_that_differ_are_refused(ranks: Ranks) -> None:
     assert [end.code for end in ends] == [0, 0, 0]
     told = [[json.loads(line) for line in end.text.splitlines() if line.startswith('"')] for end in ends]
     config = (
-        "config of rank 1 is 'line 2: clip: 2', but must be 'line 2: clip: 1', as on rank 0. "
+        "ValueError: The value of config on rank 1 is 'line 2: clip: 2', but must be 'line 2: clip: 1', as on rank 0. "
         "Start every rank with the same script, config and versions."
     )
     shape = (
-        "parameters of rank 2 is 'line 3: 1.weight (5, 3) torch.float32', but must be 'line 3: 1.weight (4, 3) torch."
+        "ValueError: The value of parameters on rank 2 is 'line 3: 1.weight (5, 3) torch.float32', "
+        "but must be 'line 3: 1.weight (4, 3) torch."
     )
     for rank in range(3):
         assert told[rank][0] == "same"
-        assert told[rank][1] == ("ValueError: " if rank == 1 else "ValueError: rank 1 differs: ") + config
-        assert told[rank][2].startswith(("ValueError: " if rank == 2 else "ValueError: rank 2 differs: ") + shape)
-        assert "version of rank 2 is 'given', but must be 'not given', as on rank 0" in told[rank][3]
+        assert told[rank][1] == config
+        assert told[rank][2].startswith(shape)
+        assert "version on rank 2 is 'given', but must be 'not given', as on rank 0" in told[rank][3]
     for rank in range(2):
-        assert told[rank][4] == "TimeoutError: rank 2 did not come to check_same within 1 s"
+        expected = "TimeoutError: Rank 2 did not call check_same within 1 s. See its output for the reason."
+        assert told[rank][4] == expected
 
 
 def test_a_refused_rank_0_stays_until_the_others_know(ranks: Ranks) -> None:
     ends = ranks.run("check_same(join(), rank, world_size, {'config': str(rank == 1)}, 30)")
     for rank, end in enumerate(ends):
         assert end.code == 1
-        assert "config of rank 1 is 'line 1: True'" in end.text, rank
+        assert "config on rank 1 is 'line 1: True'" in end.text, rank
 
 
 TRAINING = """
@@ -502,7 +505,7 @@ def test_time_stands_still_while_the_process_does(monkeypatch: pytest.MonkeyPatc
         ("a\n\n", "a", ("line 2: ", "1 lines")),
         ("x" * 500 + "1", "x" * 500 + "2", ("line 1: ..." + "x" * 60 + "1", "line 1: ..." + "x" * 60 + "2")),
         ("y" * 500, "z" * 500, ("line 1: " + "y" * 160 + "...", "line 1: " + "z" * 160 + "...")),
-        ("a\n", "a", ("other line ends", "other line ends")),
+        ("a\n", "a", ("different line ends", "different line ends")),
     ],
 )
 def test_first_difference(here: str, there: str, wanted: tuple[str, str]) -> None:

@@ -149,34 +149,36 @@ def test_marks_of_all_ranks_make_the_split(cut: Any) -> None:
 def test_marks_that_do_not_make_a_whole_are_refused() -> None:
     mark = to_mark(even_shard(0, 4, 0, 2), (2, 3))
     other = to_mark(even_shard(0, 4, 1, 2), (2, 5))
-    with pytest.raises(ValueError, match=r"tensor 'w' of 'model': tensor ranks \[1\] of 2 do not store"):
+    with pytest.raises(ValueError, match=r"tensor 'w' of 'model': The parts of tensor ranks \[1\] of 2 are missing"):
         join_marks([{"model": {"w": mark}}])
-    with pytest.raises(ValueError, match=r"tensor 'w' of 'model': tensor ranks 0 and 1 have parts of different wholes"):
+    with pytest.raises(
+        ValueError, match=r"tensor 'w' of 'model': Tensor ranks 0 and 1 have parts of different tensors"
+    ):
         join_marks([{"model": {"w": mark}}, {"model": {"w": other}}])
     again = {**to_mark(even_shard(0, 4, 1, 2), (2, 3)), "ranges": [[0, 2]]}
-    with pytest.raises(ValueError, match=r"tensor 'w' of 'model': the ranges .* once"):
+    with pytest.raises(ValueError, match=r"tensor 'w' of 'model': The ranges .* exactly once"):
         join_marks([{"model": {"w": mark}}, {"model": {"w": again}}])
 
 
 GOOD = {"shape": [4, 3], "dim": 0, "ranges": [[[0, 2]], [[2, 4]]]}
 BAD: list[tuple[Any, str]] = [
-    (None, "are not described by"),
-    ({"shape": [4, 3], "dim": 0}, "are not described by"),
-    ({**GOOD, "more": 1}, "are not described by"),
-    ({**GOOD, "shape": "43"}, "no shape"),
-    ({**GOOD, "shape": [4, -3]}, "no shape"),
-    ({**GOOD, "shape": [4, True]}, "no shape"),
-    ({**GOOD, "shape": []}, "no shape"),
-    ({**GOOD, "dim": 2}, "no shape"),
-    ({**GOOD, "dim": -1}, "no shape"),
-    ({**GOOD, "dim": 0.0}, "no shape"),
-    ({**GOOD, "ranges": []}, "rising ranges"),
-    ({**GOOD, "ranges": {}}, "rising ranges"),
-    ({**GOOD, "ranges": [[0, 2], [2, 4]]}, "rising ranges"),
-    ({**GOOD, "ranges": [[[0, 2, 4]], [[2, 4]]]}, "rising ranges"),
-    ({**GOOD, "ranges": [[[2, 0]], [[2, 4]]]}, "rising ranges"),
-    ({**GOOD, "ranges": [[[2, 4], [0, 2]]]}, "rising ranges"),
-    ({**GOOD, "ranges": [[["a", 2]], [[2, 4]]]}, "rising ranges"),
+    (None, "must be described by"),
+    ({"shape": [4, 3], "dim": 0}, "must be described by"),
+    ({**GOOD, "more": 1}, "must be described by"),
+    ({**GOOD, "shape": "43"}, "is not a shape"),
+    ({**GOOD, "shape": [4, -3]}, "is not a shape"),
+    ({**GOOD, "shape": [4, True]}, "is not a shape"),
+    ({**GOOD, "shape": []}, "is not a shape"),
+    ({**GOOD, "dim": 2}, "is not a shape"),
+    ({**GOOD, "dim": -1}, "is not a shape"),
+    ({**GOOD, "dim": 0.0}, "is not a shape"),
+    ({**GOOD, "ranges": []}, "ascending ranges"),
+    ({**GOOD, "ranges": {}}, "ascending ranges"),
+    ({**GOOD, "ranges": [[0, 2], [2, 4]]}, "ascending ranges"),
+    ({**GOOD, "ranges": [[[0, 2, 4]], [[2, 4]]]}, "ascending ranges"),
+    ({**GOOD, "ranges": [[[2, 0]], [[2, 4]]]}, "ascending ranges"),
+    ({**GOOD, "ranges": [[[2, 4], [0, 2]]]}, "ascending ranges"),
+    ({**GOOD, "ranges": [[["a", 2]], [[2, 4]]]}, "ascending ranges"),
     ({**GOOD, "ranges": [[[0, 2]]]}, "once"),
     ({**GOOD, "ranges": [[[0, 2]], [[2, 5]]]}, "once"),
     ({**GOOD, "ranges": [[[0, 3]], [[2, 4]]]}, "once"),
@@ -184,10 +186,10 @@ BAD: list[tuple[Any, str]] = [
     ({**GOOD, "ranges": [[[1, 2]], [[2, 4]]]}, "once"),
 ]
 LYING: list[tuple[Any, str]] = [
-    ({**GOOD, "shape": [4, 2]}, "shard 0 is of shape"),
-    ({**GOOD, "ranges": [[[0, 1]], [[1, 4]]]}, "shard 0 is of shape"),
-    ({**GOOD, "ranges": [[[0, 2]], [[2, 4]], []]}, "shard 2 is not there"),
-    ({**GOOD, "shape": [2, 6], "ranges": [[[0, 1]], [[1, 2]]]}, "shard 0 is of shape"),
+    ({**GOOD, "shape": [4, 2]}, "shard 0 has the shape"),
+    ({**GOOD, "ranges": [[[0, 1]], [[1, 4]]]}, "shard 0 has the shape"),
+    ({**GOOD, "ranges": [[[0, 2]], [[2, 4]], []]}, "shard 2 is missing"),
+    ({**GOOD, "shape": [2, 6], "ranges": [[[0, 1]], [[1, 2]]]}, "shard 0 has the shape"),
 ]
 
 
@@ -231,12 +233,12 @@ def test_shards_that_nobody_wrote_are_refused(small: Path, entry: Any, words: st
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ([], "by file and tensor"),
-        ({"model": []}, "by file and tensor"),
+        ([], "must map files to tensors to splits"),
+        ({"model": []}, "must map files to tensors to splits"),
         ({"modle": {"w": GOOD}}, "the file 'modle'"),
-        ({"model": {"x": GOOD}}, "of tensor 'x' of 'model' there are no shards"),
+        ({"model": {"x": GOOD}}, "The shards of tensor 'x' of 'model' are missing"),
         ({"model": {"d": GOOD}}, "tensor 'd' of 'model': its shards do not make one"),
-        ({"model": {"w": GOOD, "w@0": {**GOOD, "ranges": [[[0, 4]]]}}}, "'w@0' of 'model' there are no shards"),
+        ({"model": {"w": GOOD, "w@0": {**GOOD, "ranges": [[[0, 4]]]}}}, "'w@0' of 'model' are missing"),
     ],
 )
 def test_shards_of_what_is_not_there_are_refused(small: Path, value: Any, words: str) -> None:
@@ -249,7 +251,7 @@ def test_shards_of_what_is_not_there_are_refused(small: Path, value: Any, words:
 def test_a_whole_beside_its_shards_is_refused(tmp_path: Path) -> None:
     entries = [whole_entry(name, torch.zeros(2, 3)) for name in ("w@0", "w@1", "w")]
     save(tmp_path, "t", {"model": entries}, {"shards": {"model": {"w": GOOD}}})
-    with pytest.raises(ValueError, match="as a whole and in shards"):
+    with pytest.raises(ValueError, match="both whole and in shards"):
         open_checkpoint(tmp_path)
 
 
@@ -339,7 +341,7 @@ def check_as_shards(found: Checkpoint, whole: Tensor, split: Split, others: Any,
     numel = data.draw(st.integers(0, expected.numel() - start))
     assert bits(cut_for(found, "model", "w", shard, start, numel)) == bits(expected[start : start + numel])
     assert bits(cut_for(found, "model", "w", None, 0, whole.numel())) == bits(whole)
-    with pytest.raises(ValueError, match="the cut of 'w'"):
+    with pytest.raises(ValueError, match="The range of 'w'"):
         cut_for(found, "model", "w", shard, start, expected.numel() - start + 1)
 
 

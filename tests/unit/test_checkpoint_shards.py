@@ -260,7 +260,7 @@ def test_any_cut_of_any_tensors_comes_back_whole_and_by_any_other_cut(
         chunks = list(found.chunks("m", name, data.draw(st.integers(1, 40))))
         assert same(torch.cat(chunks) if chunks else flat, flat)
         for start, numel in ((-1, 1), (0, flat.numel() + 1), (flat.numel(), 1), (0, -1)):
-            with pytest.raises(ValueError, match="the cut of"):
+            with pytest.raises(ValueError, match="The range of"):
                 found.cut("m", name, start, numel)
     found.verify()
     for rank in range(4):
@@ -416,13 +416,13 @@ def refused(world: int, act: Callable[[Seat], Any], kind: type[Exception], words
 @pytest.mark.parametrize(
     ("shards", "words"),
     [
-        ([(0, 0, 4), (1, 6, 6)], "tensor 'w' of files['m']: elements 4 to 5 of its 12 are in no part"),
-        ([(0, 0, 4), (1, 4, 7)], "elements 11 to 11 of its 12 are in no part"),
-        ([(1, 1, 11)], "elements 0 to 0 of its 12 are in no part"),
-        ([(2, 5, 0)], "elements 0 to 11 of its 12 are in no part"),
-        ([(0, 0, 8), (2, 6, 6)], "elements 6 to 7 are in rank 0 and again in rank 2"),
-        ([(0, None, 0), (2, None, 0)], "elements 0 to 11 are in rank 0 and again in rank 2"),
-        ([(0, 0, 6), (1, 6, 6), (2, 0, 6)], "elements 0 to 5 are in rank 0 and again in rank 2"),
+        ([(0, 0, 4), (1, 6, 6)], "tensor 'w' of files['m']: Elements 4 to 5 of 12 are in no part"),
+        ([(0, 0, 4), (1, 4, 7)], "Elements 11 to 11 of 12 are in no part"),
+        ([(1, 1, 11)], "Elements 0 to 0 of 12 are in no part"),
+        ([(2, 5, 0)], "Elements 0 to 11 of 12 are in no part"),
+        ([(0, 0, 8), (2, 6, 6)], "Elements 6 to 7 are in rank 0 and again in rank 2"),
+        ([(0, None, 0), (2, None, 0)], "Elements 0 to 11 are in rank 0 and again in rank 2"),
+        ([(0, 0, 6), (1, 6, 6), (2, 0, 6)], "Elements 0 to 5 are in rank 0 and again in rank 2"),
     ],
 )
 def test_parts_that_are_not_a_whole_are_refused_before_anything_is_written(
@@ -455,9 +455,9 @@ def test_ranks_that_do_not_fit_each_other_are_refused(tmp_path: Path, monkeypatc
 
     refused(2, other_shape, ValueError, "tensor 'w' of files['m'] is F32 [12] in rank 0, but F32 [3, 4] in rank 1")
     assert not root.exists()
-    with pytest.raises(ValueError, match="the part of 'w'"):
+    with pytest.raises(ValueError, match="The part of 'w'"):
         save(root, "a", {"m": [Entry("w", torch.float32, (2,), lambda: torch.zeros(2), PartOf((3,), 2))]}, {})
-    with pytest.raises(ValueError, match="the part of 'w'"):
+    with pytest.raises(ValueError, match="The part of 'w'"):
         save(root, "a", {"m": [Entry("w", torch.float32, (2, 1), lambda: torch.zeros(2, 1), PartOf((3,), 0))]}, {})
     (root / "a").mkdir(parents=True)
     (root / "a" / "mine.txt").write_text("x")
@@ -468,7 +468,7 @@ def test_ranks_that_do_not_fit_each_other_are_refused(tmp_path: Path, monkeypatc
 def test_ranks_without_a_shared_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path / "0", "a", 1)
     monkeypatch.setattr(save_module, "SEEN_S", 0.1)
-    shared = "save_dir must be on a file system that all ranks share"
+    shared = "Use a save_dir on a file system that all ranks share"
     refused(3, lambda s: put_one(s, tmp_path / str(s.rank // 2), "a", 2), ValueError, shared)
     assert listing(tmp_path / "0") == ["a", LATEST]
     assert value_of(opened(tmp_path / "0")) == 1
@@ -490,13 +490,19 @@ def changed(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda optim: optim.pop(2), "tensor 'm' of 'optim': elements 7 to 13 of its 21 are in no part"),
-        (lambda optim: optim.pop(5), "tensor 'v' of 'optim': elements 14 to 20 of its 21 are in no part"),
-        (lambda optim: optim[0]["parts"].clear(), "tensor 'm' of 'optim': elements 0 to 6 of its 21 are in no part"),
+        (lambda optim: optim.pop(2), "tensor 'm' of 'optim': Elements 7 to 13 of 21 are in no part"),
+        (lambda optim: optim.pop(5), "tensor 'v' of 'optim': Elements 14 to 20 of 21 are in no part"),
+        (lambda optim: optim[0]["parts"].clear(), "tensor 'm' of 'optim': Elements 0 to 6 of 21 are in no part"),
         (lambda optim: optim[0]["parts"]["m@0"].update(shape=[21]), "is F32 [21] in optim-r00000-00001-of-00002"),
-        (lambda optim: [part["parts"][key].update(shape=[2]) for part in optim for key in part["parts"]], "it has 2"),
-        (lambda optim: optim[0]["parts"]["m@0"].update(shape=[0, 1 << 40, 1 << 40]), "is no part of a tensor of shape"),
-        (lambda optim: optim[0]["parts"].update({"x@0": {"shape": [1], "start": 0}}), "does not hold the tensors"),
+        (
+            lambda optim: [part["parts"][key].update(shape=[2]) for part in optim for key in part["parts"]],
+            "but the tensor has only 2",
+        ),
+        (
+            lambda optim: optim[0]["parts"]["m@0"].update(shape=[0, 1 << 40, 1 << 40]),
+            "must be a flat part of a tensor of shape",
+        ),
+        (lambda optim: optim[0]["parts"].update({"x@0": {"shape": [1], "start": 0}}), "does not contain the tensors"),
     ],
 )
 def test_manifests_whose_parts_are_not_a_whole_are_refused(tmp_path: Path, change: Any, words: str) -> None:

@@ -103,17 +103,17 @@ def test_what_is_refused_says_what_to_use(name: str, entry: Refused, installed: 
     with pytest.raises(ImportError) as imported:
         exec(f"from {above} import {last}")
     assert entry.remedy in str(imported.value)
-    with pytest.raises(ImportError, match="not there in twinflow"):
+    with pytest.raises(ImportError, match="not available in twinflow"):
         importlib.import_module(f"{name}.deeper")
     assert not hasattr(module, last)
 
 
 def test_a_name_that_nobody_knows(installed: None) -> None:
-    with pytest.raises(AttributeError, match=r"deepspeed\.initialise is not there.*Did you mean initialize\?"):
+    with pytest.raises(AttributeError, match=r"deepspeed\.initialise is not available.*Did you mean initialize\?"):
         _ = importlib.import_module("deepspeed").initialise
-    with pytest.raises(ImportError, match=r"ops\.adam\.FusedAdm is not there.*Did you mean FusedAdam\?"):
+    with pytest.raises(ImportError, match=r"ops\.adam\.FusedAdm is not available.*Did you mean FusedAdam\?"):
         exec("from deepspeed.ops.adam import FusedAdm")
-    assert "There is: DeepSpeedCPULion" in missing("ops.lion", "zzz")
+    assert "Available names: DeepSpeedCPULion" in missing("ops.lion", "zzz")
 
 
 def test_the_docs_have_the_table() -> None:
@@ -144,7 +144,7 @@ def test_a_script_runs_as_main_with_its_arguments(
     assert capsys.readouterr().out == "__main__ ['--deepspeed_config', 'a b'] 3 0.19.8 0\n"
 
 
-@pytest.mark.parametrize(("words", "error"), [([], "no script"), (["-m"], "no module"), (["gone.py"], "gone.py")])
+@pytest.mark.parametrize(("words", "error"), [([], "No script"), (["-m"], "No module"), (["gone.py"], "gone.py")])
 def test_a_command_without_a_script(words: list[str], error: str) -> None:
     before = dict(os.environ)
     with pytest.raises(SystemExit, match=error):

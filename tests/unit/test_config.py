@@ -276,7 +276,7 @@ def test_files_are_read_by_content(tmp_path: Path) -> None:
         (b'{"fp16": {"enabled": 3}}', ["fp16.enabled", "3"]),
         (b'{"fp16": {"enabld": true}}', ["fp16.enabld", "'enabled'"]),
         (b'{"fp16": {', []),
-        (b"[1, 2]", ["an object"]),
+        (b"[1, 2]", ["a JSON object"]),
         (b"", ["empty"]),
         (b"\xff\xfe\x00", ["UTF-8"]),
         (b'{"gradient_clipping": 1e999,}', []),

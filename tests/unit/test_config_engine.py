@@ -215,5 +215,5 @@ def test_no_optimizer_is_said_when_it_is_needed() -> None:
 def test_what_fully_shard_does_itself_is_refused(key: str) -> None:
     value = {"prescale_gradients": True, "gradient_predivide_factor": 2.0}[key]
     config = load_config({"train_batch_size": 2, "zero_optimization": {"stage": 3}, key: value})
-    with pytest.raises(ValueError, match=f"{key} with zero_optimization.stage 3"):
+    with pytest.raises(ValueError, match=f"{key}={value} cannot be used with zero_optimization.stage 3"):
         make_zero(config, 2)

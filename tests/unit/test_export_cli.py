@@ -148,7 +148,7 @@ def test_config_and_force(saved: Any, tmp_path: Path) -> None:
     assert "tokenizer.json, which no export wrote" in export(root, out, "--force").output
     assert (out / "tokenizer.json").exists()
     config.write_text("[1]")
-    assert "does not hold a JSON object" in export(root, tmp_path / "b", "--config", config).output
+    assert "must contain a JSON object" in export(root, tmp_path / "b", "--config", config).output
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
@@ -190,7 +190,10 @@ def test_values_that_fp16_cannot_hold_are_refused(tmp_path: Path) -> None:
         Entry("count", torch.int64, (), lambda: torch.tensor(7)),
     ]
     save(tmp_path / "c", "t", {"model": entries}, {})
-    assert "big do not fit fp16" in export(tmp_path / "c", tmp_path / "out", "--dtype", "fp16").output
+    assert (
+        "big exceed 65504, the largest value of fp16"
+        in export(tmp_path / "c", tmp_path / "out", "--dtype", "fp16").output
+    )
     assert export(tmp_path / "c", tmp_path / "out", "--dtype", "bf16").exit_code == 0
     found = load(tmp_path / "out")
     assert (found["mask"].tolist(), found["count"].item(), found["big"].dtype) == ([True, False], 7, torch.bfloat16)

@@ -223,7 +223,7 @@ def test_what_cannot_be_imported_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--weights-only"):
         import_deepspeed(split, tmp_path / "out")
     assert import_deepspeed(split, tmp_path / "out", weights_only=True).rule is None
-    with pytest.raises(ValueError, match="a folder that is there"):
+    with pytest.raises(ValueError, match="an existing folder"):
         import_deepspeed(tmp_path / "nowhere", tmp_path / "out")
 
 

@@ -90,7 +90,7 @@ def test_processes_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         result = run_launch(*words, "--dry_run", "--module", "m")
         assert f"--nproc-per-node={wanted} " in result.output
-    assert "--num_gpus is 3, but must be 1 to 2" in run_launch("--num_gpus", "3", "--module", "m").output
+    assert "--num_gpus is 3, but must be a number from 1 to 2" in run_launch("--num_gpus", "3", "--module", "m").output
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_processes_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--hostfile", "no-such-file", "--module", "m"), "--hostfile is 'no-such-file'"),
         (("--num_gpus", "0", "--module", "m"), "--num_gpus is 0"),
         (("--num_gpus", "1", "--num_procs", "1", "--module", "m"), "nothing beside --num_gpus"),
-        (("--num_nodes", "2", "--module", "m"), "More need a --hostfile"),
+        (("--num_nodes", "2", "--module", "m"), "List more hosts in a --hostfile"),
         (("--master_port", "70000", "--module", "m"), "--master_port is 70000"),
         (("--max_restarts", "-1", "--module", "m"), "--max_restarts is -1"),
     ],

@@ -48,7 +48,7 @@ def test_a_bad_line_is_named(line: str) -> None:
 
 
 def test_other_bad_hostfiles() -> None:
-    with pytest.raises(ValueError, match=r"line 2 .*a is there already"):
+    with pytest.raises(ValueError, match=r"line 2 .*a is listed twice"):
         parse_hostfile("a slots=1\na slots=2")
     with pytest.raises(ValueError, match="at least one line"):
         parse_hostfile("# nothing\n")
@@ -82,14 +82,17 @@ def test_filters_and_counts() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"include": "worker-9"}, "host in --include is 'worker-9', but must be 'worker-0', 'worker-1', 'worker-2'"),
-        ({"exclude": "worker-1:4"}, "slot of worker-1 in --exclude is '4', but must be 0 to 3"),
+        (
+            {"include": "worker-9"},
+            "host in --include is 'worker-9', but must be one of 'worker-0', 'worker-1', 'worker-2'",
+        ),
+        ({"exclude": "worker-1:4"}, "slot of worker-1 in --exclude is '4', but must be a number from 0 to 3"),
         ({"include": "worker-1:"}, "slot of worker-1 in --include is ''"),
-        ({"include": "worker-1@worker-1:0"}, "worker-1 is there twice"),
-        ({"include": "worker-0", "exclude": "worker-1"}, "nothing beside --include"),
-        ({"include": "worker-0", "num_gpus": 1}, "--num_gpus is 1, but must be nothing beside"),
-        ({"num_nodes": 4}, "--num_nodes is 4, but must be 1 to 3"),
-        ({"num_gpus": 2}, "--num_gpus is 2, but must be 1 to 1"),
+        ({"include": "worker-1@worker-1:0"}, "worker-1 is listed twice"),
+        ({"include": "worker-0", "exclude": "worker-1"}, "--exclude cannot be used with --include"),
+        ({"include": "worker-0", "num_gpus": 1}, "--num_gpus cannot be used with --include"),
+        ({"num_nodes": 4}, "--num_nodes is 4, but must be a number from 1 to 3"),
+        ({"num_gpus": 2}, "--num_gpus is 2, but must be a number from 1 to 1"),
     ],
 )
 def test_bad_choices(options: dict[str, str], words: str) -> None:
@@ -238,7 +241,7 @@ def test_one_process_has_no_group() -> None:
     with pytest.raises(ValueError, match="backend is 'mpi'"):
         init_distributed("mpi", env={})
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="no CUDA"):
+        with pytest.raises(ValueError, match="no CUDA device"):
             init_distributed("nccl", env=TORCHRUN)
 
 
@@ -259,8 +262,8 @@ def test_ranks_that_share_a_card_use_gloo(caplog: pytest.LogCaptureFixture) -> N
     assert choose_backend("auto", "") == "gloo"
     assert not caplog.messages
     assert choose_backend("auto", "GPU-1") == "gloo"
-    assert "several ranks share the GPU GPU-1" in caplog.text
-    with pytest.raises(ValueError, match=r"Several ranks have the GPU GPU-1: start fewer of them, or use gloo"):
+    assert "Several ranks share the GPU GPU-1" in caplog.text
+    with pytest.raises(ValueError, match=r"Several ranks use the GPU GPU-1: start fewer ranks, or use gloo"):
         choose_backend("nccl", "GPU-1")
     with pytest.raises(ValueError, match="Give every rank a GPU, or use gloo"):
         choose_backend("nccl", "")
@@ -303,4 +306,4 @@ def test_errors_in_what_a_rank_wrote() -> None:
     assert error_of("".join(f"[rank1]: {line}\n" for line in traceback.splitlines())) == "ValueError: boom"
     assert error_of("KeyError: 1\n\nTraceback (most recent call last):\n  File x\nTypeError: 2\n") == "TypeError: 2"
     assert error_of("only a line\n\n") == "only a line"
-    assert error_of("") == "it wrote nothing to stderr"
+    assert error_of("") == "no output on stderr"

@@ -1,4 +1,5 @@
-"""Checkpoints as plain files: safetensors and JSON, written atomically, read one tensor at a time, never pickled."""
+"""Checkpoints as safetensors and JSON files. They are written atomically, read one tensor at a time and never
+pickled."""
 
 from twinflow.checkpoint.export import export_weights
 from twinflow.checkpoint.load import Checkpoint, open_checkpoint

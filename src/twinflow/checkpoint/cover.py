@@ -1,4 +1,4 @@
-"""Whether the parts of a tensor are all of it, and each element of it once."""
+"""Checks that the parts of a tensor contain each of its elements exactly once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """Elements [start, start + numel) of a flattened tensor of `dtype` and `shape`; `where` says who has them."""
+    """Elements [start, start + numel) of a flattened tensor of `dtype` and `shape`. `where`: the rank or file that has
+    them, for errors.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -19,12 +21,13 @@ class Span:
 
 
 def check_cover(what: str, spans: Sequence[Span]) -> None:
-    """Refuse spans of the tensor `what` that leave elements out, have some twice, or are not of one tensor."""
+    """Raises ValueError if the spans of the tensor `what` leave out elements, overlap, or belong to different
+    tensors."""
     first = spans[0]
     for span in spans:
         if (span.dtype, span.shape) != (first.dtype, first.shape):
             one, other = (f"{s.dtype} {list(s.shape)} in {s.where}" for s in (first, span))
-            raise ValueError(f"{what} is {one}, but {other}; all parts must be of one tensor")
+            raise ValueError(f"{what} is {one}, but {other}. All parts must belong to one tensor.")
     numel = math.prod(first.shape)
     end, last = 0, first
     for span in sorted(spans, key=lambda span: (span.start, span.numel)):
@@ -34,13 +37,18 @@ def check_cover(what: str, spans: Sequence[Span]) -> None:
             raise _gap(what, end, span.start, numel)
         if span.start < end:
             stop = min(end, span.start + span.numel) - 1
-            raise ValueError(f"{what}: elements {span.start} to {stop} are in {last.where} and again in {span.where}")
+            raise ValueError(
+                f"{what}: Elements {span.start} to {stop} are in {last.where} and again in {span.where}. "
+                "Each element must be in one part."
+            )
         end, last = span.start + span.numel, span
     if end > numel:
-        raise ValueError(f"{what}: {last.where} has elements up to {end - 1}, it has {numel}")
+        raise ValueError(f"{what}: {last.where} has elements up to {end - 1}, but the tensor has only {numel}.")
     if end < numel:
         raise _gap(what, end, numel, numel)
 
 
 def _gap(what: str, start: int, stop: int, numel: int) -> ValueError:
-    return ValueError(f"{what}: elements {start} to {stop - 1} of its {numel} are in no part")
+    return ValueError(
+        f"{what}: Elements {start} to {stop - 1} of {numel} are in no part. Each element must be in one part."
+    )

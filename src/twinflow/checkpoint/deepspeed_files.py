@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed checkpoint: which there are, whether all are there, and what is in them, by stage."""
+"""The files of a DeepSpeed checkpoint: finds them, checks that they are complete, and reads their contents by stage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOREIGN: Final = {
 
 @dataclass(frozen=True)
 class Files:
-    """The files of one tag, by rank. Stages 0 to 2 have one model file, stage 0 no others."""
+    """The files of one tag, by rank. Stages 0 to 2 have one model file. Stage 0 has no optimizer files."""
 
     folder: Path
     tag: str
@@ -37,7 +37,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Group:
-    """A parameter group: its options, its parameters' names in the optimizer's order."""
+    """A parameter group: its options and the names of its parameters in the optimizer's order."""
 
     options: Mapping[str, Any]
     names: tuple[str, ...]
@@ -45,12 +45,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint holds. `states` has each updated parameter's step (under "step"), master and states."""
+    """The contents of a checkpoint. `states` contains the step (key "step") and the states of each updated
+    parameter."""
 
     files: Files
     stage: int
-    model: Mapping[str, Any]  # the first model file
-    optimizer: Mapping[str, Any]  # the first rank's optimizer
+    model: Mapping[str, Any]  # contents of the first model file
+    optimizer: Mapping[str, Any]  # optimizer state dict of the first rank
     weights: Mapping[str, Values]
     aliases: Mapping[str, str]
     groups: tuple[Group, ...]
@@ -59,22 +60,31 @@ class Saved:
 
 
 def find_files(root: Path, tag: str | None) -> Files:
-    """The files of `tag`, or of the tag that `latest` names, under `root`; which may also be one tag's folder."""
+    """The files of `tag` under `root`, or of the tag in the file `latest`. `root` may also be the folder of a tag."""
     if not root.is_dir():
-        raise invalid_value("the DeepSpeed checkpoint", str(root), "a folder that is there")
+        raise invalid_value("The DeepSpeed checkpoint", str(root), "an existing folder")
     if tag is None and _names(root):
         folder = root.resolve()
     else:
         folder = root / (_latest(root) if tag is None else check_tag(tag))
     if not folder.is_dir():
-        raise invalid_value(f"tag under {root}", folder.name, _tags(root) or "none: no DeepSpeed checkpoint is there")
+        tags = _tags(root)
+        if not tags:
+            raise ValueError(f"{root} contains no DeepSpeed checkpoint. Give the folder that save_checkpoint wrote to.")
+        raise invalid_value(f"The tag under {root}", folder.name, tags)
     for pattern, what in FOREIGN.items():
         if any(re.fullmatch(pattern, path.name) for path in folder.iterdir()):
-            raise ValueError(f"{folder} was saved with {what}, which cannot be imported; its ranks hold other models")
+            raise ValueError(
+                f"{folder} was saved with {what}. Such a checkpoint cannot be imported, because each rank has another "
+                "part of the model."
+            )
     model = _by_rank(folder, MODEL)
     optim = _by_rank(folder, OPTIM)
     if not model:
-        raise ValueError(f"{folder} holds no DeepSpeed checkpoint: there is no *mp_rank_00_model_states.pt")
+        raise ValueError(
+            f"{folder} contains no DeepSpeed checkpoint: the file *mp_rank_00_model_states.pt is missing. "
+            "Give another folder or tag."
+        )
     return Files(folder, folder.name, model, optim)
 
 
@@ -90,14 +100,13 @@ def _latest(root: Path) -> str:
     path = root / LATEST
     if not path.is_file():
         tags = _tags(root)
-        raise ValueError(
-            f"{root} has no file {LATEST!r}" + (f"; name a tag: {', '.join(tags)}" if tags else " and no checkpoint")
-        )
+        remedy = f"Give one of the tags {', '.join(tags)}." if tags else "It contains no checkpoint either."
+        raise ValueError(f"{root} has no file {LATEST!r}. {remedy}")
     return check_tag(path.read_text(errors="replace").strip())
 
 
 def _by_rank(folder: Path, pattern: re.Pattern[str]) -> tuple[Path, ...]:
-    """The files of that kind, in order of rank; all ranks from 0 on must be there."""
+    """The files of a kind, in the order of ranks. ValueError if a rank is missing."""
     found: dict[int, Path] = {}
     for path in sorted(folder.iterdir()):
         match = pattern.fullmatch(path.name)
@@ -105,19 +114,26 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> tuple[Path, ...]:
             continue
         rank, part = int(match[1] or 0), int(match[2])
         if part:
-            raise ValueError(f"{path}: saved with tensor or pipeline parallelism, which cannot be imported")
+            raise ValueError(
+                f"{path} was saved with tensor or pipeline parallelism. Such a checkpoint cannot be imported."
+            )
         if rank in found:
-            raise ValueError(f"{path} and {found[rank].name} are of the same rank; remove what is left of another run")
+            raise ValueError(
+                f"{path} and {found[rank].name} belong to the same rank. Remove the file of the other run."
+            )
         found[rank] = path
     missing = sorted(set(range(max(found, default=-1) + 1)) - set(found))
     if missing:
         example = next(iter(found.values())).name
-        raise ValueError(f"{folder}: files like {example} are missing for rank {', '.join(map(str, missing))}")
+        ranks = ", ".join(map(str, missing))
+        raise ValueError(
+            f"{folder}: Files such as {example} are missing for rank {ranks}. Copy the files of all ranks."
+        )
     return tuple(found[rank] for rank in sorted(found))
 
 
 def read_saved(files: Files, weights_only: bool = False) -> Saved:
-    """What the files hold. Only names and numbers are read; tensors are places in them."""
+    """Reads the contents of the files. Tensors are not read: they are references to places in the files."""
     models = [_load(path, "module") for path in files.model]
     ranks = [_load(path, "optimizer_state_dict") for path in files.optim]
     states = [_dict(rank["optimizer_state_dict"], files.optim[i]) for i, rank in enumerate(ranks)]
@@ -125,7 +141,9 @@ def read_saved(files: Files, weights_only: bool = False) -> Saved:
     if states:
         _check_ranks(files, stage, states)
     if stage == 3 and not states:
-        raise ValueError(f"{files.folder}: stage 3 keeps all weights in *_optim_states.pt, and there are none")
+        raise ValueError(
+            f"{files.folder}: The files *_optim_states.pt are missing. With stage 3 they contain all weights."
+        )
     head = models[0]
     aliases = dict(head.get("shared_params") or {})
     if stage < 3:
@@ -152,7 +170,7 @@ def _load(path: Path, key: str) -> dict[str, Any]:
 def _dict(value: Any, path: Path, *keys: str) -> dict[str, Any]:
     if not isinstance(value, dict) or any(key not in value for key in keys):
         what = f"a dict with {', '.join(map(repr, keys))}" if keys else "a dict"
-        raise ValueError(f"{path} is not a file of a DeepSpeed checkpoint: it does not hold {what}")
+        raise ValueError(f"{path} is not a file of a DeepSpeed checkpoint: it does not contain {what}.")
     return value
 
 
@@ -169,33 +187,48 @@ def _check_ranks(files: Files, stage: int, states: Sequence[Mapping[str, Any]]) 
     count = states[0].get("partition_count", len(states))
     count = max(count) if isinstance(count, list) and count else count
     if count != len(states):
-        raise ValueError(f"{files.folder}: saved by {count} ranks, but there are {len(states)} *_optim_states.pt")
+        raise ValueError(
+            f"{files.folder} was saved by {count} ranks, but there are {len(states)} files *_optim_states.pt. "
+            "Copy the files of all ranks."
+        )
     wanted = len(states) if stage == 3 else 1
     if len(files.model) != wanted:
-        raise ValueError(f"{files.folder}: {len(files.model)} *_model_states.pt; stage {stage} has {wanted}")
+        raise ValueError(
+            f"{files.folder} has {len(files.model)} files *_model_states.pt, but stage {stage} with {len(states)} "
+            f"ranks has {wanted}. Copy the files of all ranks, and remove those of other runs."
+        )
 
 
 def _shapes(head: Mapping[str, Any], path: Path) -> list[dict[str, tuple[int, ...]]]:
     shapes = head.get("param_shapes")
     if not isinstance(shapes, list):
-        raise ValueError(f"{path} has no list param_shapes, which says what the values in the other files belong to")
+        raise ValueError(
+            f"{path} has no list param_shapes, which maps the values in the other files to parameters. "
+            "The file is damaged, or its version of DeepSpeed is not supported."
+        )
     return [{name: tuple(shape) for name, shape in group.items()} for group in shapes]
 
 
 def _tensors(values: Any, path: Path, what: str) -> list[SavedTensor]:
     if not isinstance(values, list) or not all(isinstance(value, SavedTensor) for value in values):
-        raise ValueError(f"{path}: {what} is not a list of tensors; the state was kept elsewhere, or is damaged")
+        raise ValueError(
+            f"{path}: {what} must be a list of tensors, but is not. The state was saved elsewhere, or the file is "
+            "damaged."
+        )
     return values
 
 
 def _read_row(files: Files, head: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> Any:
-    """Stages 1 and 2, and bf16 training without a stage: groups, masters, states."""
+    """Reads groups, masters and states of stages 1 and 2, and of bf16 training without a stage."""
     key = "single_partition_of_fp32_groups"
     flats = [_tensors(state.get(key), files.optim[i], key) for i, state in enumerate(states)]
     shapes = _shapes(head, files.model[0])
     paddings = states[0].get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
     if {len(flat) for flat in flats} | {len(paddings)} != {len(shapes)}:
-        raise ValueError(f"{files.folder}: param_shapes has {len(shapes)} groups, {key} other numbers of them")
+        raise ValueError(
+            f"{files.folder}: param_shapes has {len(shapes)} parameter groups, but {key} has another number of groups. "
+            "The files do not belong to one checkpoint."
+        )
     bases = [state.get("base_optimizer_state") for state in states]
     order = {name: at for at, name in enumerate(head["module"])}
     zero = (head.get("ds_config") or {}).get("zero_optimization") or {}
@@ -218,7 +251,7 @@ def _read_row(files: Files, head: Mapping[str, Any], states: Sequence[Mapping[st
 
 
 def _base_entry(base: Any, group: int) -> dict[str, Any]:
-    """A group's state on one rank: in torch's form, or (elastic checkpoints) as a list."""
+    """The state of a group on one rank. It is in torch's format, or in a list (elastic checkpoints)."""
     if isinstance(base, list):
         return dict(base[group])
     if not isinstance(base, dict):
@@ -232,10 +265,12 @@ def _base_options(base: Any, group: int) -> dict[str, Any]:
 
 
 def _state_names(entries: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
-    """The states that are flat tensors; every rank must have the same ones."""
+    """The names of the states that are flat tensors. ValueError if ranks have different ones."""
     names = [sorted(k for k, v in entry.items() if isinstance(v, SavedTensor) and v.shape) for entry in entries]
     if any(other != names[0] for other in names):
-        raise ValueError(f"{folder}: ranks hold other states than rank 0, which has {names[0]}; not of one run")
+        raise ValueError(
+            f"{folder}: All ranks must have the states of rank 0, which are {names[0]}. The files are not of one run."
+        )
     return names[0]
 
 
@@ -252,7 +287,10 @@ def _read_stage3(files: Files, head: Mapping[str, Any], states: Sequence[Mapping
     elif len(saved) == len(parts):
         groups = [Group(group, tuple(part)) for group, part in zip(saved, parts, strict=True)]
     else:
-        raise ValueError(f"{files.folder}: param_shapes and param_groups do not belong together")
+        raise ValueError(
+            f"{files.folder}: param_shapes has {len(parts)} groups, which do not match those of param_groups. "
+            "The files do not belong to one checkpoint."
+        )
     numbers = [at for group in saved for at in group["params"]]
     rows = [[base.get("state", {}).get(at, {}) for at in numbers] for base in bases]
     found: dict[str, dict[str, Any]] = {}
@@ -267,7 +305,9 @@ def _read_stage3(files: Files, head: Mapping[str, Any], states: Sequence[Mapping
 
 
 def _read_stage0(path: Path, head: Mapping[str, Any], aliases: Mapping[str, str]) -> Any:
-    """No stage: torch's own state, whole parameters in the optimizer's order; half precision adds masters."""
+    """Reads a checkpoint without a stage: torch's state with whole parameters in the optimizer's order. Half-precision
+    training adds masters.
+    """
     optimizer = _dict(head["optimizer"], path)
     base = _dict(optimizer.get("optimizer_state_dict", optimizer), path, "state", "param_groups")
     masters = [tensor for group in optimizer.get("fp32_groups") or [] for tensor in group]
@@ -305,28 +345,30 @@ def _match(
     candidates: Sequence[str],
     groups: Sequence[Any],
 ) -> list[str]:
-    """Which parameter each state belongs to. Files of stage 0 do not say: it must follow from order and shapes."""
+    """The name of the parameter of each state. Files of stage 0 do not contain it, so it must follow from order and
+    shapes.
+    """
     if len(groups) == 1 and len(shapes) == len(candidates):
         names = list(candidates)
-    else:  # some are frozen: the shapes may leave no choice
+    else:  # Some parameters are frozen. The shapes may still identify the others.
         names = [name for name in candidates if known[name].shape in shapes]
     fits = len(groups) == 1 and len(names) == len(shapes)
     if not fits or any(s is not None and s != known[n].shape for s, n in zip(shapes, names, strict=True)):
         raise ValueError(
-            f"{path}: stage 0 does not save which parameter an optimizer state belongs to, and with {len(groups)} "
-            "parameter groups or frozen parameters order and shapes do not tell. Import the weights alone: "
-            "--weights-only"
+            f"{path}: The optimizer states cannot be matched to parameters. Stage 0 does not save their names, and "
+            f"with {len(groups)} parameter groups or with frozen parameters, order and shapes are not enough. "
+            "Import only the weights with --weights-only."
         )
     return names
 
 
 def _read_fused(path: Path, base: Mapping[str, Any], flats: list[SavedTensor], known: Mapping[str, SavedTensor]) -> Any:
-    """Half precision without a stage where each group is one flat tensor."""
+    """Reads half-precision training without a stage in which each group is one flat tensor."""
     shapes = {name: tensor.shape for name, tensor in known.items()}
     if len(flats) != 1 or flats[0].numel != sum(tensor.numel for tensor in known.values()):
         raise ValueError(
-            f"{path}: stage 0 does not save which parameters are in a group, and here it is not all of them in one. "
-            "Import the weights alone: --weights-only"
+            f"{path}: The optimizer states cannot be matched to parameters. Stage 0 does not save which parameters are "
+            "in a group, and the only group must contain all of them. Import only the weights with --weights-only."
         )
     entry = base["state"].get(base["param_groups"][0]["params"][0], {})
     masters = in_row(shapes, [0] * len(shapes), flats, f"{path}: fp32_groups_flat")
@@ -338,7 +380,7 @@ def _read_fused(path: Path, base: Mapping[str, Any], flats: list[SavedTensor], k
 
 
 def _same_storage(module: Mapping[str, Any]) -> dict[str, str]:
-    """Names of tensors that are the same place in the file as an earlier one: tied weights."""
+    """Names of tied weights: tensors at the same place in the file as an earlier one."""
     first: dict[Any, str] = {}
     tensors = {name: value for name, value in module.items() if isinstance(value, SavedTensor) and value.numel}
     return {name: first[t] for name, t in tensors.items() if first.setdefault(t, name) != name}
@@ -351,7 +393,9 @@ def _weights(
     aliases: Mapping[str, str],
     stage: int,
 ) -> dict[str, Values]:
-    """The model's tensors: masters where there are some, since the weights are what these round to."""
+    """The tensors of the model. A parameter with a master comes from the master, because the weight is the rounded
+    master.
+    """
     head = models[0]
     frozen = head.get("frozen_param_shapes") or {}
     found: dict[str, Values] = {}
@@ -369,5 +413,8 @@ def _weights(
             found[name] = of_tensor(tensor)
     missing = [name for name in masters if name not in found]
     if missing:
-        raise ValueError(f"{files.model[0]}: param_shapes names {missing[0]!r}, which the module does not have")
+        raise ValueError(
+            f"{files.model[0]}: param_shapes contains {missing[0]!r}, but the module has no such parameter. "
+            "The file is damaged."
+        )
     return found

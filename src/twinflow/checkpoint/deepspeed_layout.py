@@ -1,10 +1,11 @@
-"""Where a parameter's values lie in the flat tensors of a DeepSpeed checkpoint.
+"""The places of a parameter's values in the flat tensors of a DeepSpeed checkpoint.
 
-Stages 1 and 2 lay the parameters of a group in one row, cut it into equal parts, and give each rank one. What fills the
-row up to a length that can be cut stands at its end; some files keep it, others do not, so that rows of masters and of
-states may differ in length. Newer versions may also fill up after each parameter.
+Stages 1 and 2 concatenate the parameters of a group, split the result into equal parts and give one to each rank.
+Padding at the end makes the length divisible. Some files include the padding and others do not, so tensors of masters
+and of states may differ in length. Newer versions may also pad after each parameter.
 
-Stage 3 cuts each parameter into equal parts, fills up the last, and lays a rank's parts of all parameters in a row.
+Stage 3 splits each parameter into equal parts, pads the last one and concatenates the parts of all parameters on a
+rank.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Span:
-    """A run of a saved tensor's values."""
+    """A range of the values of a saved tensor."""
 
     tensor: SavedTensor
     start: int
@@ -32,14 +33,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Values:
-    """A tensor put together from spans."""
+    """A tensor that is assembled from spans."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     spans: tuple[Span, ...]
 
     def read(self) -> Tensor:
-        """The values, in memory of their own; beside them there is one span at a time."""
+        """The values in new memory. At most one span is in memory besides them."""
         whole = torch.empty(math.prod(self.shape), dtype=self.dtype)
         at = 0
         for span in self.spans:
@@ -50,14 +51,16 @@ class Values:
 
 
 def of_tensor(tensor: SavedTensor, dtype: torch.dtype | None = None) -> Values:
-    """A saved tensor as it is, or in another dtype."""
+    """A saved tensor as it is, or with another dtype."""
     return Values(tensor.shape, dtype or tensor.dtype, (Span(tensor, 0, tensor.numel),))
 
 
 def in_row(shapes: Shapes, paddings: Sequence[int], row: Sequence[SavedTensor], what: str) -> dict[str, Values]:
-    """Stages 1 and 2: the parameters of one group, from the ranks' parts of its row."""
+    """Stages 1 and 2: the parameters of one group, from its parts on all ranks."""
     if len(paddings) != len(shapes):
-        raise ValueError(f"{what}: {len(paddings)} paddings for {len(shapes)} parameters; the checkpoint is damaged")
+        raise ValueError(
+            f"{what}: There are {len(paddings)} paddings for {len(shapes)} parameters. The checkpoint is damaged."
+        )
     found: dict[str, Values] = {}
     at = 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
@@ -65,16 +68,16 @@ def in_row(shapes: Shapes, paddings: Sequence[int], row: Sequence[SavedTensor], 
         found[name] = Values(shape, torch.float32, _cut(row, at, numel, f"{what}: {name}"))
         at += numel + padding
     total, slack = sum(part.numel for part in row), 2 * len(row)
-    # Rows are filled up to a multiple of twice the ranks. More is left over only where the shapes are another model's.
+    # The padding makes the length a multiple of twice the number of ranks. A larger rest means wrong shapes.
     if -(-total // slack) != -(-at // slack):
         raise ValueError(
-            f"{what}: its parameters take {at} values of {total}; shapes and values do not belong together"
+            f"{what}: The parameters need {at} values, but there are {total}. Shapes and values do not belong together."
         )
     return found
 
 
 def in_parts(shapes: Shapes, ranks: Sequence[Sequence[SavedTensor]], what: str) -> dict[str, Values]:
-    """Stage 3: all parameters, from each rank's row, which may be cut into several tensors."""
+    """Stage 3: all parameters, from the concatenated parts of each rank, which may be split into several tensors."""
     found: dict[str, Values] = {}
     at = 0
     for name, shape in shapes.items():
@@ -85,12 +88,15 @@ def in_parts(shapes: Shapes, ranks: Sequence[Sequence[SavedTensor]], what: str) 
         at += part
     totals = {sum(tensor.numel for tensor in row) for row in ranks}
     if totals != {at}:
-        raise ValueError(f"{what}: a rank's parameters take {at} values, there are {sorted(totals)}; not of one model")
+        raise ValueError(
+            f"{what}: The parameters of a rank need {at} values, but ranks have {sorted(totals)}. "
+            "The files do not belong to one model."
+        )
     return found
 
 
 def trim(spans: Sequence[Span], numel: int) -> tuple[Span, ...]:
-    """The first `numel` values of the spans."""
+    """The first `numel` values of the spans. ValueError if there are fewer."""
     kept = []
     for span in spans:
         take = min(span.numel, numel)
@@ -98,12 +104,15 @@ def trim(spans: Sequence[Span], numel: int) -> tuple[Span, ...]:
             kept.append(Span(span.tensor, span.start, take))
         numel -= take
     if numel:
-        raise ValueError(f"the ranks' parts of a parameter are {numel} values short; not of one model")
+        raise ValueError(
+            f"{numel} values of a parameter are missing in the parts of the ranks. The files do not belong to one "
+            "model."
+        )
     return tuple(kept)
 
 
 def _cut(row: Sequence[SavedTensor], start: int, numel: int, what: str) -> tuple[Span, ...]:
-    """Values `start` to `start + numel` of tensors that lie in a row."""
+    """Values `start` to `start + numel` of concatenated tensors."""
     spans = []
     at = 0
     for tensor in row:
@@ -112,5 +121,7 @@ def _cut(row: Sequence[SavedTensor], start: int, numel: int, what: str) -> tuple
             spans.append(Span(tensor, first - at, last - first))
         at += tensor.numel
     if sum(span.numel for span in spans) != numel:
-        raise ValueError(f"{what} would end at value {start + numel} of {at}; shapes and values do not belong together")
+        raise ValueError(
+            f"{what} needs values up to {start + numel}, but there are {at}. Shapes and values do not belong together."
+        )
     return tuple(spans)

@@ -1,4 +1,4 @@
-"""Durable files, plain names, and the file that says which checkpoint is the latest."""
+"""Writes durable files, checks file names, and reads the file with the tag of the latest checkpoint."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Final
 from twinflow.errors import invalid_value
 
 LATEST: Final = "latest"
-MAX_NAME_BYTES: Final = 120  # with all that is put around a name it stays within the 255 bytes of a file name
+MAX_NAME_BYTES: Final = 120  # With prefixes and suffixes, a name stays below the limit of 255 bytes for file names.
 
 
 def check_name(what: str, name: object, max_bytes: int = MAX_NAME_BYTES) -> str:
-    """`name`, if it is a plain file name that stays in its folder; `what` says in the error what it names."""
+    """Returns `name` if it is a plain file name, or raises ValueError. `what` is the subject of the error message."""
     plain = isinstance(name, str) and name.isprintable() and not name.startswith(".") and not re.search(r"[/\\]", name)
     if not plain or name != str(name).strip() or not 0 < len(os.fsencode(str(name))) <= max_bytes:
         allowed = f"a plain file name of 1 to {max_bytes} bytes: no slash, no leading dot, no control characters"
@@ -28,14 +28,14 @@ def check_name(what: str, name: object, max_bytes: int = MAX_NAME_BYTES) -> str:
 
 
 def check_tag(tag: object) -> str:
-    """`tag`, if a checkpoint's folder may have that name."""
+    """Returns `tag` if a checkpoint's folder can have that name, or raises ValueError."""
     if tag == LATEST:
-        raise invalid_value("tag", tag, "any name but that of the file that says which checkpoint is the latest")
+        raise invalid_value("tag", tag, f"another name, because the file {LATEST!r} contains the tag of the latest one")
     return check_name("tag", tag)
 
 
 class DurableFile:
-    """A new file whose bytes are on the disk once its `with` block ends; its errors name it."""
+    """A new file whose bytes are on the disk when its `with` block ends. Errors contain its path."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,7 +46,7 @@ class DurableFile:
         return self
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append all of `data`; no copy is made."""
+        """Appends `data` without copying it."""
         rest = memoryview(data)
         with _naming(self.path):
             while len(rest):
@@ -63,7 +63,7 @@ class DurableFile:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Put `path` into an OSError: those of writes and syncs do not say which file it was."""
+    """Adds `path` to an OSError. Errors of writes and syncs do not contain it."""
     try:
         yield
     except OSError as error:
@@ -71,24 +71,24 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def write_durable(path: Path, data: bytes) -> None:
-    """Write `data` to the new file `path`, onto the disk."""
+    """Writes `data` to the new file `path` and syncs it to the disk."""
     with DurableFile(path) as file:
         file.write(data)
 
 
 def file_status(path: Path) -> os.stat_result:
-    """Of a plain file; a ValueError where there is none."""
+    """The status of a regular file. ValueError if it does not exist or is not a regular file."""
     try:
         status = os.stat(path)
     except FileNotFoundError as error:
-        raise ValueError(f"{path} is missing; use another checkpoint, or bring the file back") from error
+        raise ValueError(f"{path} is missing. Restore the file, or use another checkpoint.") from error
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path} is not a plain file")
+        raise ValueError(f"{path} is not a regular file, but must be one. Restore the file, or use another checkpoint.")
     return status
 
 
 def counting(on_progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
-    """Takes counts of bytes as they come; tells `on_progress` how many there were, of how many."""
+    """A function that adds up numbers of bytes and calls `on_progress` with the sum and the total."""
     done = 0
 
     def on_bytes(count: int) -> None:
@@ -101,7 +101,7 @@ def counting(on_progress: Callable[[int, int], None] | None, total: int) -> Call
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable."""
+    """Makes the names in `folder` durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with _naming(folder):
@@ -111,7 +111,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a folder; what cannot be deleted stays for the next save to clear away."""
+    """Deletes a file or a folder. The next save removes the rest if this fails."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -120,17 +120,18 @@ def remove(path: Path) -> None:
 
 
 def read_latest(root: Path) -> str | None:
-    """The tag in the file `latest`; None where there is no such file."""
+    """The tag in the file `latest`. None if there is no such file."""
     path = root / LATEST
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
         return None
     except IsADirectoryError as error:
-        raise ValueError(f"{path} is a folder; it should be a file holding a tag. Move it away") from error
+        raise ValueError(f"{path} is a folder, but must be a file with a tag. Move the folder away.") from error
     try:
         return check_tag(raw.decode("utf-8").strip())
     except ValueError as error:
         raise ValueError(
-            f"{path} does not hold a tag ({error}); write the tag of a checkpoint into it, or open one by its tag"
+            f"{path} does not contain a tag. Write the tag of a checkpoint to it, or open a checkpoint by its tag. "
+            f"The reason: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""Weights alone, for others to load: one safetensors file, or shards with an index as Hugging Face has them."""
+"""Exports weights to one safetensors file, or to shards with an index in the format of Hugging Face."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ SHARD_BYTES: Final = 5_000_000_000
 
 
 def export_weights(entries: Iterable[Entry], path: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write `entries` to the safetensors file `path`, in place of one that is there.
+    """Writes `entries` to the safetensors file `path` and replaces an existing file.
 
-    More than `shard_bytes` become shards `<stem>-00001-of-0000N.safetensors` beside `path`, with the index
-    `<path>.index.json`. Either is written beside its place and renamed once all of it is on the disk, with one tensor
-    in memory at a time. A crash between the renames of shards leaves no index, rather than one of old and new shards.
+    More than `shard_bytes` are split into shards `<stem>-00001-of-0000N.safetensors` next to `path`, with the index
+    `<path>.index.json`. All files are written under temporary names and renamed when all of them are on the disk. One
+    tensor is in memory at a time. After a crash between the renames of shards there is no index. An index never refers
+    to a mix of old and new shards.
     """
     path = Path(path)
     if path.suffix != ".safetensors":
         raise invalid_value("path", str(path), "a file name that ends in .safetensors")
-    check_name("the stem of path", path.stem)
+    check_name("The stem of path", path.stem)
     parts = plan_parts({path.stem: list(entries)}, shard_bytes)
-    assert all(entry.part is None for part in parts for entry in part.entries), "others know whole tensors only"
+    assert all(entry.part is None for part in parts for entry in part.entries), (
+        "other libraries read whole tensors only"
+    )
     index = path.with_name(f"{path.name}.index.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     partials = {side_path(path.parent, part.name, "partial"): path.with_name(part.name) for part in parts}
@@ -41,7 +44,7 @@ def export_weights(entries: Iterable[Entry], path: Path, *, shard_bytes: int = S
                 write_tensors(partial, part.entries, part.raw_header, part.header)
         if len(parts) > 1:
             write_durable(index_partial, _encode_index(parts))
-            path.unlink(missing_ok=True)  # loaders take a single file before an index
+            path.unlink(missing_ok=True)  # Loaders prefer a single file to an index.
             index.unlink(missing_ok=True)
             sync_folder(path.parent)
         for partial, final in partials.items():
@@ -49,7 +52,7 @@ def export_weights(entries: Iterable[Entry], path: Path, *, shard_bytes: int = S
         if len(parts) > 1:
             os.replace(index_partial, index)
         else:
-            index.unlink(missing_ok=True)  # of an earlier export in shards
+            index.unlink(missing_ok=True)  # An earlier export may have written shards.
         sync_folder(path.parent)
     except Exception:
         for partial in (*partials, index_partial):

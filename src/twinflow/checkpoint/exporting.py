@@ -1,4 +1,5 @@
-"""A checkpoint's weights as a model folder that other libraries load: safetensors, an index, a config.json."""
+"""Exports the weights of a checkpoint as a model folder for other libraries: safetensors, an index and a
+config.json."""
 
 from __future__ import annotations
 
@@ -24,19 +25,19 @@ from twinflow.errors import invalid_value
 from twinflow.rules.formats import rounds_to
 
 CONFIG: Final = "config.json"
-CHUNK_NUMEL: Final = 4 << 20  # of a weight and of its master in memory, beside the tensor that is written
+CHUNK_NUMEL: Final = 4 << 20  # elements of a weight and of its master in memory, besides the tensor that is written
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WRITTEN: Final = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json", CONFIG)
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written where."""
+    """The result of an export."""
 
     path: Path
     source: Path
     num_tensors: int
-    num_masters: int  # of these, tensors that came from an fp32 master
+    num_masters: int  # number of these tensors that came from an fp32 master
     num_bytes: int
     notes: tuple[str, ...]
 
@@ -52,16 +53,16 @@ def export_checkpoint(
     replace: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Exported:
-    """Write the model folder `out` from the checkpoint `source`: a folder of tags, or one tag's folder.
+    """Writes the model folder `out` from the checkpoint `source`, which is a folder of tags or the folder of one tag.
 
-    A parameter comes from its fp32 master where it has one, as far as the master still is what the weight was rounded
-    from. Everything is written beside `out` and renamed, with one tensor in memory at a time.
+    A parameter comes from its fp32 master if it has one and if the weight is still the rounded master. The folder is
+    written under a temporary name and renamed. One tensor is in memory at a time.
     """
     if dtype not in DTYPES:
         raise invalid_value("dtype", dtype, DTYPES)
     found = find_checkpoint(Path(source), tag)
     out = Path(os.path.abspath(out))
-    check_name("the folder's name", out.name)
+    check_name("The name of the output folder", out.name)
     _check_out(out, replace)
     raw_config = _read_config(config)
     masters = masters_of(found)
@@ -86,46 +87,55 @@ def export_checkpoint(
 
 
 def find_checkpoint(source: Path, tag: str | None) -> Checkpoint:
-    """The checkpoint at `source`, or the one of `tag` or the latest under it; ValueError where there is none."""
+    """The checkpoint in the folder `source`, or the one of `tag` or the latest under it. ValueError if there is
+    none."""
     if tag is None and (source / MANIFEST).is_file():
         folder = source.resolve()
         source, tag = folder.parent, folder.name
     found = open_checkpoint(source, tag)
     if found is None:
-        what = "an empty folder" if source.is_dir() else "nothing"
-        raise invalid_value("the checkpoint", str(source), "a folder written by save_checkpoint", f"There is {what}.")
+        remedy = "This is an empty folder." if source.is_dir() else "This folder does not exist."
+        raise invalid_value("The checkpoint", str(source), "a folder that save_checkpoint wrote to", remedy)
     if "model" not in found.files():
-        raise ValueError(f"{found.path} has no file of weights called 'model'; it holds {', '.join(found.files())}")
+        raise ValueError(
+            f"{found.path} has no weights: the file 'model' is missing. It contains {', '.join(found.files())}. "
+            "Use a checkpoint of an engine."
+        )
     return found
 
 
 def _check_out(out: Path, replace: bool) -> None:
-    """Refuse a place that is taken; with `replace`, unless an earlier export took it."""
+    """Raises ValueError if `out` exists. With `replace`, only if it contains files that no export wrote."""
     if not os.path.lexists(out):
         return
     if not out.is_dir() or out.is_symlink():
-        raise ValueError(f"{out} exists and is not a folder; choose another name")
+        raise ValueError(f"{out} exists and is not a folder. Choose another name.")
     names = sorted(path.name for path in out.iterdir())
     if names and not replace:
-        raise ValueError(f"{out} is not empty (it holds {names[0]}); choose another folder, or --force to replace it")
+        raise ValueError(
+            f"{out} is not empty: it contains {names[0]}. Choose another folder, or --force to replace it."
+        )
     others = [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in WRITTEN)]
-    if others:  # to replace the folder would delete them
-        raise ValueError(f"{out} holds {others[0]}, which no export wrote; move it away, or choose another folder")
+    if others:  # Replacing the folder would delete them.
+        raise ValueError(
+            f"{out} contains {others[0]}, which no export wrote. Move that file away, or choose another folder."
+        )
 
 
 def _read_config(path: Path | None) -> bytes | None:
     if path is None:
         return None
     if not path.is_file():
-        raise invalid_value("config", str(path), "a file that is there")
+        raise invalid_value("config", str(path), "an existing file")
     raw = path.read_bytes()
     if not isinstance(parse_json(raw, path), dict):
-        raise ValueError(f"{path} does not hold a JSON object, as a model's {CONFIG} does")
+        raise ValueError(f"{path} must contain a JSON object, as the {CONFIG} of a model does. Give another file.")
     return raw
 
 
 def masters_of(found: Checkpoint) -> dict[str, str]:
-    """The weights that have an fp32 master in the checkpoint, and its name in the optimizer's file."""
+    """The names of weights with an fp32 master in the checkpoint, and the names of the masters in the optimizer's
+    file."""
     if "optimizer" not in found.files():
         return {}
     stored, names = found.meta.get("optimizer_state") or {}, set(found.names("model"))
@@ -135,20 +145,23 @@ def masters_of(found: Checkpoint) -> dict[str, str]:
 
 
 def make_entry(found: Checkpoint, name: str, master: str | None, dtype: torch.dtype) -> Entry:
-    """One weight of the checkpoint in a dtype, from its master where it has one; read when it is asked for."""
+    """An entry for one weight of the checkpoint with a dtype. It is read from its master if it has one, and only when
+    it is written.
+    """
     own = found.dtype("model", name)
     shape = found.shape("model", name)
-    if not own.is_floating_point:  # a mask, a counter
+    if not own.is_floating_point:  # such as a mask or a counter
         return Entry(name, own, shape, lambda: found.tensor("model", name))
     if master is not None and found.shape("optimizer", master) != shape:
         raise ValueError(
-            f"{found.path}: the master of {name} has shape {found.shape('optimizer', master)}, not {shape}"
+            f"{found.path}: The master of {name} has the shape {found.shape('optimizer', master)}, but the weight has "
+            f"{shape}. The checkpoint is damaged."
         )
     return Entry(name, dtype, shape, lambda: _read(found, name, master, dtype))
 
 
 def _read(found: Checkpoint, name: str, master: str | None, dtype: torch.dtype) -> Tensor:
-    """One tensor as it is exported, filled chunk by chunk: of what it is made from no more is in memory."""
+    """One exported tensor. Its source is in memory only in chunks."""
     made = torch.empty(found.shape("model", name), dtype=dtype)
     flat, start = made.view(-1), 0
     for value in _values(found, name, master):
@@ -163,10 +176,10 @@ def _values(found: Checkpoint, name: str, master: str | None) -> Iterator[Tensor
         return weights
     masters = found.chunks("optimizer", master, CHUNK_NUMEL)
     if (found.meta.get("optimizer") or {}).get("has_unsent"):
-        return masters  # a delayed update is under way: the masters are ahead of the weights on purpose
+        return masters  # With a delayed update in progress, the masters are newer than the weights.
     if found.dtype("model", name) == torch.float32:
         return weights
-    # Somebody may have written to a weight since: then the weight is the truth, as it is for load_checkpoint.
+    # The user may have changed a weight after the update. Then the weight is right, as in load_checkpoint.
     pairs = zip(weights, masters, strict=True)
     return (torch.where(rounds_to(wide, weight), wide, weight.float()) for weight, wide in pairs)
 
@@ -174,7 +187,9 @@ def _values(found: Checkpoint, name: str, master: str | None) -> Iterator[Tensor
 def _narrow(value: Tensor, dtype: torch.dtype, name: str, path: Path) -> Tensor:
     narrow = value.to(dtype)
     if dtype == torch.float16 and bool((narrow.isinf() & value.isfinite()).any()):
-        raise ValueError(f"{path}: values of {name} do not fit fp16, whose largest is 65504; export as bf16 or fp32")
+        raise ValueError(
+            f"{path}: Values of {name} exceed 65504, the largest value of fp16. Export with --dtype bf16 or fp32."
+        )
     return narrow
 
 
@@ -188,7 +203,7 @@ def _counted(entry: Entry, on_bytes: Callable[[int], None]) -> Entry:
 
 
 def _clear_leftovers(out: Path) -> None:
-    """Delete what a dead process left half written beside `out`; put back what it had set aside."""
+    """Deletes incomplete folders of processes that have ended, and restores a folder that they had renamed."""
     for path in sorted(out.parent.iterdir()):
         side = parse_side(path.name)
         if side is None or side.tag != out.name or not is_abandoned(path, side):
@@ -203,5 +218,7 @@ def _notes(found: Checkpoint) -> tuple[str, ...]:
     aliases, excluded = found.meta.get("aliases") or {}, found.meta.get("excluded") or []
     notes = [f"{name} is tied to {first} and stored once, as {first}" for name, first in aliases.items()]
     if excluded:
-        notes.append(f"{len(excluded)} frozen tensors are not in the checkpoint, {excluded[0]} for one; add them")
+        notes.append(
+            f"{len(excluded)} frozen tensors, such as {excluded[0]}, are not in the checkpoint and must be added"
+        )
     return tuple(notes)

@@ -1,4 +1,4 @@
-"""A DeepSpeed checkpoint as one of ours: weights, masters, states, steps, counters, schedule and loss scale."""
+"""Converts a DeepSpeed checkpoint: weights, masters, states, steps, counters, schedule and loss scale."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ _COUNT_KEYS: Final = (
 )
 _OTHER_KEYS: Final = ("shared_params", "sparse_tensor_module_names", "csr_tensor_module_names")
 _NEW_KEYS: Final = ("checkpoint_parallel_dimensions", "universal_checkpoint_info")
-# All else in a model file is what the user handed to save_checkpoint as client_state.
+# All other keys of a model file are the client_state that the user passed to save_checkpoint.
 OWN_KEYS: Final = frozenset((*_MODEL_KEYS, *_RUN_KEYS, *_COUNT_KEYS, *_OTHER_KEYS, *_NEW_KEYS))
 OPTIONS: Final = ("initial_lr", *(option.name for rule in RULES.values() for option in rule.options))
-UNLIKE: Final = {"amsgrad": False, "maximize": False, "bias_correction": True}  # what our rules always have
-# The first rule that keeps these states, where no file names one: AdamW before Adam.
+UNLIKE: Final = {"amsgrad": False, "maximize": False, "bias_correction": True}  # fixed options of twinflow's rules
+# The rule for a set of state names if no file names the rule. AdamW comes before Adam.
 BY_STATES: Final = {tuple(sorted(name for name in rule.states if name)): rule.name for rule in reversed(RULES.values())}
-MAX_PLAIN: Final = 1_000_000  # values of a client state; more is a trap of nested references
+MAX_PLAIN: Final = 1_000_000  # largest number of values in a client state: nested references can expand without limit
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What was written, and what was not and why."""
+    """The result of an import. `notes` describe what was left out."""
 
     path: Path
     stage: int
     num_ranks: int
-    num_params: int  # with optimizer state
+    num_params: int  # number of parameters with optimizer state
     rule: str | None
     global_steps: int
     notes: tuple[str, ...]
@@ -68,21 +68,22 @@ def import_deepspeed(
     replace: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Imported:
-    """Write `root/<tag>` from the DeepSpeed checkpoint `source`, whose `latest` names the tag if it is not given.
+    """Writes `root/<tag>` from the DeepSpeed checkpoint `source`. Without `tag`, its file `latest` determines the tag.
 
-    `rule` is the update rule where the files leave it open: `Adam` and `AdamW` keep the same states. One parameter is
-    in memory at a time. Nothing that is pickled in the files is run; see `restricted`.
+    `rule` is the update rule if the files do not determine it: `Adam` and `AdamW` have the same states. One parameter
+    is in memory at a time. No code in the pickles is run, see `restricted`.
     """
     files = find_files(Path(source), tag)
     check_tag(files.tag)
     if (Path(root) / files.tag).exists() and not replace:
-        raise ValueError(f"{Path(root) / files.tag} exists; choose another folder, or --force to replace it")
+        raise ValueError(f"{Path(root) / files.tag} exists. Choose another folder, or --force to replace it.")
     try:
         converted = _convert(read_saved(files, weights_only), rule, weights_only)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
         if isinstance(error, ValueError) and str(files.folder) in str(error):
             raise
-        raise ValueError(f"{files.folder}: its files do not have DeepSpeed's layout ({error})") from error
+        message = f"{files.folder}: The files do not have the layout of a DeepSpeed checkpoint: {error}"
+        raise ValueError(message) from error
     meta = converted.meta
     path = save(Path(root), files.tag, converted.contents, meta, on_progress=on_progress)
     num_params = len(meta.get("optimizer_state", {}))
@@ -93,7 +94,7 @@ def import_deepspeed(
 
 @dataclass(frozen=True)
 class _Converted:
-    """A checkpoint of ours, still to be written."""
+    """A twinflow checkpoint that is not written yet."""
 
     stage: int
     rule: str | None
@@ -112,7 +113,7 @@ def _convert(saved: Saved, rule: str | None, weights_only: bool) -> _Converted:
         meta["optimizer"] = _head(saved, chosen, meta["global_steps"])
         meta["optimizer_state"], leaves = _states(saved, chosen)
     elif not weights_only:
-        notes.append("there is no optimizer state: the optimizer starts anew")
+        notes.append("There is no optimizer state. The optimizer starts from zero.")
     rest = _rest(saved, meta, notes)
     meta |= {"aliases": dict(saved.aliases), "excluded": []}
     model = [Entry(name, values.dtype, values.shape, values.read) for name, values in saved.weights.items()]
@@ -125,7 +126,7 @@ def _counters(saved: Saved) -> dict[str, Any]:
     for key in ("global_steps", "global_samples"):
         value = saved.model.get(key, 0)
         if type(value) is not int or value < 0:
-            raise invalid_value(f"{saved.files.model[0]}: {key}", value, "a count")
+            raise invalid_value(f"{saved.files.model[0]}: {key}", value, "a whole number >= 0")
         found[key] = value
     config = saved.model.get("ds_config")
     parts = config.get("gradient_accumulation_steps", 1) if isinstance(config, dict) else 1
@@ -133,31 +134,30 @@ def _counters(saved: Saved) -> dict[str, Any]:
 
 
 def _choose_rule(given: str | None, saved: Saved) -> str:
-    """The update rule: as asked, as the saved config names it, or as the states suggest."""
+    """The update rule: `given`, or the one in the saved config, or the one that has these states."""
     names = tuple(sorted(key for key in next(iter(saved.states.values())) if key != "step"))
     config = saved.model.get("ds_config")
     section = config.get("optimizer") if isinstance(config, dict) else None
     kind = str(section.get("type", "")).lower() if isinstance(section, dict) else ""
     params = section.get("params") if isinstance(section, dict) else None
     if kind == "adam" and not (isinstance(params, dict) and params.get("adam_w_mode") is False):
-        kind = "adamw"  # DeepSpeed's Adam decays weights as AdamW does unless told otherwise
+        kind = "adamw"  # DeepSpeed's Adam has decoupled weight decay by default, as AdamW.
     if kind not in RULES:
         torch_adam = any(group.options.get("decoupled_weight_decay") is False for group in saved.groups)
         kind = "adam" if torch_adam and len(names) == 2 else BY_STATES.get(names, "")
     chosen = given or kind
     if chosen not in RULES:
-        raise invalid_value(
-            "rule", chosen or None, RULES, f"The files hold the states {names}; --weights-only skips them."
-        )
+        remedy = f"The files contain the states {names}. Use --weights-only to skip them."
+        raise invalid_value("rule", chosen or None, RULES, remedy)
     wanted = tuple(sorted(name for name in RULES[chosen].states if name))
     if names != wanted:
-        remedy = "Name the rule they are of (--rule), or import the weights alone (--weights-only)."
-        raise invalid_value(f"{saved.files.folder}: states", names, [wanted], remedy)
+        remedy = f"The update rule is {chosen!r}. Give the rule with these states (--rule), or use --weights-only."
+        raise invalid_value(f"{saved.files.folder}: The tuple of states", names, [wanted], remedy)
     return chosen
 
 
 def _head(saved: Saved, rule: str, global_steps: int) -> dict[str, Any]:
-    """What a TwinOptimizer saves beside the state of its parameters."""
+    """The state dict of a TwinOptimizer without the state of its parameters."""
     skipped = saved.model.get("skipped_steps", 0)
     groups = [{**_options(group, saved), "params": list(group.names)} for group in saved.groups]
     head = {
@@ -180,7 +180,8 @@ def _head(saved: Saved, rule: str, global_steps: int) -> dict[str, Any]:
 def _options(group: Group, saved: Saved) -> dict[str, Any]:
     for key, value in UNLIKE.items():
         if bool(group.options.get(key, value)) is not value:
-            raise invalid_value(f"{saved.files.folder}: option {key}", group.options[key], [value])
+            remedy = "Use --weights-only: twinflow's update rules do not have this option."
+            raise invalid_value(f"{saved.files.folder}: The option {key}", group.options[key], [value], remedy)
     found = {key: group.options[key] for key in OPTIONS if group.options.get(key) is not None}
     if "betas" in found:
         found["betas"] = tuple(float(beta) for beta in found["betas"])
@@ -188,7 +189,7 @@ def _options(group: Group, saved: Saved) -> dict[str, Any]:
 
 
 def _loss_scale(saved: Saved) -> loss_scale.LossScale:
-    """Where fp16's loss scale stands; 1 for bf16 and fp32."""
+    """The state of fp16's loss scale. The scale is 1 for bf16 and fp32."""
     scaler = saved.optimizer.get("loss_scaler")
     values: Mapping[Any, Any] = scaler.state if isinstance(scaler, Record) else saved.optimizer
     scale = float(values.get("cur_scale", 1.0))
@@ -209,11 +210,11 @@ def _loss_scale(saved: Saved) -> loss_scale.LossScale:
             hysteresis_left=int(values.get("cur_hysteresis", values.get("delayed_shift", 2))),
         )
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{saved.files.folder}: its loss scale cannot be taken over ({error})") from error
+        raise ValueError(f"{saved.files.folder}: The loss scale cannot be imported: {error}") from error
 
 
 def _states(saved: Saved, rule: str) -> tuple[dict[str, Any], list[Leaf]]:
-    """Each parameter's entry as a TwinOptimizer saves it, and the tensors of all."""
+    """The entry of each parameter in the format of TwinOptimizer, and the tensors of all entries."""
     wanted = [name for name in RULES[rule].states if name]
     found: dict[str, Any] = {}
     leaves: list[Leaf] = []
@@ -221,10 +222,16 @@ def _states(saved: Saved, rule: str) -> tuple[dict[str, Any], list[Leaf]]:
         master: Values = saved.masters.get(name) or saved.weights[name]
         tensors = {"master": master, **{key: entry[key] for key in wanted if key in entry}}
         if len(tensors) < 1 + len(wanted):
-            raise ValueError(f"{saved.files.folder}: {name} has the states {sorted(entry)}, needed are {wanted}")
+            raise ValueError(
+                f"{saved.files.folder}: {name} has the states {sorted(entry)}, but the rule {rule!r} needs {wanted}. "
+                "Give another --rule, or use --weights-only."
+            )
         for key, values in tensors.items():
             if values.shape != saved.weights[name].shape:
-                raise ValueError(f"{saved.files.folder}: {key} of {name} has shape {values.shape}, not the weight's")
+                raise ValueError(
+                    f"{saved.files.folder}: {key} of {name} has the shape {values.shape}, but the weight has "
+                    f"{saved.weights[name].shape}. The files do not belong to one checkpoint."
+                )
         wide = {key: Values(v.shape, torch.float32, v.spans) for key, v in tensors.items()}
         streams = {key: Leaf(f"{name}/{key}", v.dtype, v.shape, v.read) for key, v in wide.items()}
         found[name], made = take_apart({"step": _step(entry["step"], name, saved), **streams}, name)
@@ -233,23 +240,23 @@ def _states(saved: Saved, rule: str) -> tuple[dict[str, Any], list[Leaf]]:
 
 
 def _step(value: Any, name: str, saved: Saved) -> int:
-    """How many updates a parameter has had; where no file says, all steps that were not skipped."""
+    """The number of updates of a parameter. If no file contains it: all steps that were not skipped."""
     if isinstance(value, SavedTensor) and value.numel == 1:
         value = value.read().item()
     if value is None:
         value = int(saved.model.get("global_steps", 0)) - int(saved.model.get("skipped_steps", 0))
     if not isinstance(value, (int, float)) or value != int(value) or value < 0:
-        raise invalid_value(f"{saved.files.folder}: step of {name}", value, "a whole number >= 0")
+        raise invalid_value(f"{saved.files.folder}: The step of {name}", value, "a whole number >= 0")
     return int(value)
 
 
 def _rest(saved: Saved, meta: dict[str, Any], notes: list[str]) -> list[Leaf]:
-    """Schedule, client state and what modules add to their state dict, as far as they are plain."""
+    """The schedule, the client state and extra state of modules, as far as they consist of plain values."""
     client = {key: value for key, value in saved.model.items() if key not in OWN_KEYS}
     extra = {k: v for k, v in saved.model["module"].items() if not isinstance(v, SavedTensor) and v is not None}
     parts: dict[str, Any] = {
         "scheduler": _plain(saved.model.get("lr_scheduler"), "the scheduler's state", notes),
-        "loader": None,  # DeepSpeed does not save where the data stand
+        "loader": None,  # DeepSpeed does not save the position in the data.
         "random": _fresh_random(),
         "client_state": _plain_items(client, "client state", notes),
         "extra": _plain_items(extra, "extra state", notes),
@@ -267,13 +274,13 @@ def _plain_items(values: Mapping[Any, Any], what: str, notes: list[str]) -> dict
 
 
 def _plain(value: Any, what: str, notes: list[str]) -> Any:
-    """A copy of `value` with tensors that are read when they are saved; None, and a note, where it is not plain."""
+    """A copy of `value` with its tensors read. None, and a note, if it contains other than plain values."""
     left = [MAX_PLAIN]
 
     def copy(item: Any, depth: int) -> Any:
         left[0] -= 1
         if left[0] < 0 or depth > 32:
-            raise ValueError("is too large or too deep")
+            raise ValueError(f"it has more than {MAX_PLAIN} values, or more than 32 levels")
         if isinstance(item, SavedTensor):
             return item.read()
         if isinstance(item, dict):
@@ -293,7 +300,9 @@ def _plain(value: Any, what: str, notes: list[str]) -> Any:
 
 
 def _fresh_random() -> dict[str, Any]:
-    """Generators as a seed of 0 leaves them, since DeepSpeed saves none; the process's own are not touched."""
+    """Random states of generators with seed 0, because DeepSpeed does not save them. The generators of this process do
+    not change.
+    """
     kind, keys, *rest = np.random.RandomState(0).get_state()
     return {
         "python": random.Random(0).getstate(),
@@ -303,7 +312,7 @@ def _fresh_random() -> dict[str, Any]:
 
 
 def describe(imported: Imported) -> Sequence[str]:
-    """Lines for a person."""
+    """A summary of an import in lines for the user."""
     from_what = f"DeepSpeed ZeRO stage {imported.stage}, {imported.num_ranks} rank(s)"
     what = f"{imported.num_params} parameters with {imported.rule} state" if imported.rule else "weights only"
     return [f"{imported.path}: {from_what}, step {imported.global_steps}, {what}", *imported.notes]

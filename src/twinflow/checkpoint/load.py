@@ -1,7 +1,7 @@
-"""Open a checkpoint: the manifest, sizes and headers at once, the tensors one at a time and on demand.
+"""Opens a checkpoint. The manifest, sizes and headers are read at once. Tensors are read one at a time and on demand.
 
-However many ranks wrote it, it reads as if one had: a tensor that is there in parts, or in the shards of several tensor
-ranks, is put together from them.
+The number of ranks that wrote the checkpoint does not matter: a tensor that is stored in parts, or in the shards of
+several tensor ranks, is assembled.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from twinflow.checkpoint.tensors import (
 from twinflow.errors import invalid_value
 from twinflow.parallel.shard import TensorShard
 
-Sums = dict[tuple[Path, str], int]  # of what was read so far of each piece
+Sums = dict[tuple[Path, str], int]  # checksums of the values of each piece that were read so far
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Where the elements [start, stop) of a flattened tensor lie, and their checksum."""
+    """The place and the checksum of the elements [start, stop) of a flattened tensor."""
 
     path: Path
     header: Header
@@ -64,23 +64,22 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its values."""
         return self.info.stop - self.info.start
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor and where it lies: in one piece, or in several, in order."""
+    """A tensor and its pieces in order."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
     def fill(self, start: int, into: Tensor, sums: Sums | None = None) -> None:
-        """Fill the flat `into` with its elements from `start` on.
+        """Fills the flat tensor `into` with the elements from `start` on.
 
-        A piece that is read in one go is checked. To check those that take several calls, made in order, `sums` keeps
-        the sum of what was read of each so far.
+        A piece that is read in one call is checked against its checksum. For pieces that are read in several calls in
+        order, `sums` keeps the checksum of the values read so far.
         """
         for piece in self.pieces:
             first, stop = max(start, piece.start), min(start + into.numel(), piece.stop)
@@ -90,28 +89,25 @@ class Stored:
 
 @dataclass(frozen=True)
 class Sharded:
-    """A tensor that is stored as one for each tensor rank."""
+    """A tensor that is stored as one tensor for each tensor rank."""
 
     split: Split
     shards: tuple[Stored, ...]
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of every shard."""
         return self.shards[0].dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
         return self.split.shape
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """Of all shards."""
         return tuple(piece for shard in self.shards for piece in shard.pieces)
 
     def fill(self, start: int, into: Tensor, sums: Sums | None = None) -> None:
-        """Fill the flat `into` with the whole's elements from `start` on; `sums` as for a tensor in one."""
+        """Fills the flat tensor `into` with the elements of the whole from `start` on. `sums`: see `Stored.fill`."""
         every = ((0, self.shape[self.split.dim]),)
         selection = select(self.shape, self.split.dim, self.split.ranges, every)
         gather(selection, [partial(shard.fill, sums=sums) for shard in self.shards], start, into)
@@ -122,9 +118,9 @@ Files = Mapping[str, Mapping[str, AnyStored]]
 
 
 class Checkpoint:
-    """A checkpoint on the disk; `open_checkpoint` makes it. Tensors are read when they are asked for.
+    """A checkpoint on the disk. Use `open_checkpoint` to create it. Tensors are read on demand.
 
-    `path` is its folder, `tag` its name, `meta` what was saved beside the tensors.
+    `path` is its folder, `tag` its name, `meta` the JSON data that was saved with the tensors.
     """
 
     def __init__(self, path: Path, tag: str, meta: dict[str, Any], stored: Files) -> None:
@@ -134,11 +130,11 @@ class Checkpoint:
         self._stored = stored
 
     def files(self) -> list[str]:
-        """The files of tensors, by the names they were saved under."""
+        """The names of the files of tensors, as given to `save`."""
         return list(self._stored)
 
     def names(self, file: str) -> list[str]:
-        """The tensors of `file`, in the order they were saved in."""
+        """The names of the tensors in `file`, in the order in which they were saved."""
         return list(self._of(file))
 
     def shape(self, file: str, name: str) -> tuple[int, ...]:
@@ -150,21 +146,21 @@ class Checkpoint:
         return self._one(file, name).dtype
 
     def tensor(self, file: str, name: str) -> Tensor:
-        """One tensor, in memory of its own; a ValueError where it does not match its checksum."""
+        """One tensor in new memory. ValueError if it does not match its checksum."""
         one = self._one(file, name)
         made = torch.empty(one.shape, dtype=one.dtype)
         one.fill(0, made.view(-1), {})
         return made
 
     def tensors(self, file: str) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of `file` with their names, each read when it is its turn."""
+        """The names and tensors of `file`. A tensor is read when the iterator reaches it."""
         for name in self.names(file):
             yield name, self.tensor(file, name)
 
     def cut(self, file: str, name: str, start: int, numel: int) -> Tensor:
-        """Elements [start, start + numel) of one tensor, flat; no others are read.
+        """Elements [start, start + numel) of one tensor, flat. No other elements are read.
 
-        Where that is not all of what a rank has saved, there is no checksum for it: call `verify` before.
+        There is no checksum for a part of what a rank has saved. Call `verify` before.
         """
         one = self._one(file, name)
         made = _empty_cut(name, math.prod(one.shape), start, numel, one.dtype)
@@ -172,26 +168,27 @@ class Checkpoint:
         return made
 
     def cut_shard(self, file: str, name: str, shard: TensorShard, start: int, numel: int) -> Tensor:
-        """Elements [start, start + numel) of the part that `shard` is of one tensor, flat.
+        """Elements [start, start + numel) of the part `shard` of one tensor, flat.
 
-        Little else is read: rows of the stored shards that have some of them. As with `cut`, call `verify` before.
+        Only rows of the stored shards that contain such elements are read. As with `cut`, call `verify` before.
         """
         one = self._one(file, name)
         shape, dim = one.shape, shard.dim
         if dim >= len(shape) or shape[dim] != shard.full:
-            raise invalid_value(f"the shape of {name!r}", shape, f"{shard.full} elements along dim {dim}, which is cut")
+            expected = f"a shape with {shard.full} elements in dim {dim}, which is split over tensor ranks"
+            raise invalid_value(f"The shape of {name!r}", shape, expected, "Load it into the model that was saved.")
         if isinstance(one, Sharded) and one.split.dim == dim:
             fills, ranges = [source.fill for source in one.shards], one.split.ranges
-        else:  # a whole, or along this dim as good as one
+        else:  # The tensor is stored whole, or is whole in this dim.
             fills, ranges = [one.fill], (((0, shard.full),),)
         made = _empty_cut(name, math.prod(shape) // max(1, shard.full) * shard.size, start, numel, one.dtype)
         gather(select(shape, dim, ranges, shard.ranges), fills, start, made)
         return made
 
     def chunks(self, file: str, name: str, numel: int) -> Iterator[Tensor]:
-        """One tensor in flat chunks of `numel` elements, each read when it is its turn.
+        """One tensor in flat chunks of `numel` elements. A chunk is read when the iterator reaches it.
 
-        A checksum that does not match is found with the last chunk that it is for.
+        A checksum is compared after the last chunk of its values.
         """
         one = self._one(file, name)
         whole = math.prod(one.shape)
@@ -204,11 +201,13 @@ class Checkpoint:
     def verify(
         self, on_progress: Callable[[int, int], None] | None = None, *, share: tuple[int, int] | None = None
     ) -> None:
-        """Read everything and compare every checksum; `on_progress` is told the bytes read and all bytes to be read.
+        """Reads all values and compares all checksums. `on_progress` is called with the number of bytes read and the
+        total.
 
-        With the `share` (rank, world) only that rank's part of the bytes: all ranks' parts together are everything.
+        With `share` (rank, world), only this rank's share of the bytes is read. The shares of all ranks cover
+        everything.
         """
-        _, now = _read_folder(self.path)  # it may have been damaged since it was opened
+        _, now = _read_folder(self.path)  # The files may have changed since the checkpoint was opened.
         pieces = [piece for stored in now.values() for one in stored.values() for piece in one.pieces]
         if share is not None:
             pieces = _deal(pieces, *share)
@@ -218,33 +217,37 @@ class Checkpoint:
 
     def _of(self, file: str) -> Mapping[str, AnyStored]:
         if file not in self._stored:
-            raise invalid_value(f"a file of the checkpoint {self.path}", file, self._stored)
+            raise invalid_value(f"The file of the checkpoint {self.path}", file, self._stored)
         return self._stored[file]
 
     def _one(self, file: str, name: str) -> AnyStored:
         stored = self._of(file)
         if name not in stored:
-            allowed = f"one of its {len(stored)} tensors, see names({file!r})"
-            raise invalid_value(f"a tensor in {file!r} of the checkpoint {self.path}", name, allowed)
+            expected = f"one of its {len(stored)} tensors"
+            remedy = f"Call names({file!r}) for their names."
+            raise invalid_value(f"The tensor in {file!r} of the checkpoint {self.path}", name, expected, remedy)
         return stored[name]
 
 
 def cut_for(found: Checkpoint, file: str, name: str, shard: TensorShard | None, start: int, numel: int) -> Tensor:
-    """Elements [start, start + numel), flat, of what a rank has of one tensor: the part that `shard` is, or all."""
+    """Elements [start, start + numel), flat, of a rank's part of one tensor: the part `shard`, or the whole if it is
+    None.
+    """
     if shard is None:
         return found.cut(file, name, start, numel)
     return found.cut_shard(file, name, shard, start, numel)
 
 
 def _empty_cut(name: str, whole: int, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Memory for a cut that lies within a tensor of `whole` elements."""
+    """Memory for a range of a tensor of `whole` elements. ValueError if the range is not inside the tensor."""
     if not 0 <= start <= start + numel <= whole:
-        raise invalid_value(f"the cut of {name!r}", (start, numel), f"start and numel within its {whole} elements")
+        expected = f"(start, numel) of a range inside its {whole} elements"
+        raise invalid_value(f"The range of {name!r}", (start, numel), expected)
     return torch.empty(numel, dtype=dtype)
 
 
 def _fill_from(piece: Piece, start: int, into: Tensor, sums: Sums | None) -> None:
-    """Fill `into` with elements of one piece, and check it where that makes all of it known."""
+    """Fills `into` with elements of one piece, and checks the checksum if all values of the piece have been read."""
     key = piece.path, piece.info.name
     stop = start + into.numel()
     before = 0 if start == piece.start else (sums or {}).get(key)
@@ -258,7 +261,9 @@ def _fill_from(piece: Piece, start: int, into: Tensor, sums: Sums | None) -> Non
 
 
 def _deal(pieces: Sequence[Piece], rank: int, world: int) -> list[Piece]:
-    """One rank's pieces, with about as many bytes for each rank: the largest first, to whoever has the fewest."""
+    """The pieces of one rank. Ranks get about the same number of bytes: the largest pieces come first, each to the rank
+    with the fewest bytes.
+    """
     if not 0 <= rank < world:
         raise invalid_value("share", (rank, world), "(rank, world) with 0 <= rank < world")
     loads = [(0, other) for other in range(world)]
@@ -272,15 +277,16 @@ def _deal(pieces: Sequence[Piece], rank: int, world: int) -> list[Piece]:
 
 
 def open_checkpoint(root: Path, tag: str | None = None) -> Checkpoint | None:
-    """The checkpoint `tag` under `root`, or the one that the file `latest` names; None where there is none at all.
+    """Opens the checkpoint `tag` under `root`, or the one in the file `latest`. None if there is no checkpoint.
 
-    Sizes, headers and `meta` are checked here, each tensor when it is read; `verify` checks all of them. Nothing is
-    written: what a crash left set aside is read where it is. Should `latest` be lost, or name a folder that is gone,
-    then the newest checkpoint that was saved as the latest is opened; in the second case with a warning.
+    Sizes, headers and `meta` are checked here, and each tensor when it is read. `verify` checks all tensors. Nothing is
+    written: a folder that a crash left under a temporary name is read there. If the file `latest` is missing, or names
+    a folder that does not exist, the newest checkpoint that was saved as the latest is opened. The second case causes a
+    warning.
     """
     root = Path(root)
     if root.exists() and not root.is_dir():
-        raise ValueError(f"{root} is not a folder of checkpoints, but {describe(root)}")
+        raise ValueError(f"{root} must be a folder of checkpoints, but is {describe(root)}")
     if tag is None:
         tag = _default_tag(root) if root.is_dir() else None
         if tag is None:
@@ -288,15 +294,17 @@ def open_checkpoint(root: Path, tag: str | None = None) -> Checkpoint | None:
     check_tag(tag)
     folder = locate(root, tag)
     if folder is None:
-        there = [found.tag for found in find_all(root)[0]] if root.is_dir() else []
-        raise invalid_value(f"tag under {root}", tag, there or "none: there is no checkpoint")
+        tags = [found.tag for found in find_all(root)[0]] if root.is_dir() else []
+        if not tags:
+            raise ValueError(f"{root} has no checkpoint {tag!r}, and no other checkpoint. Give another folder.")
+        raise invalid_value(f"The tag under {root}", tag, tags)
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a checkpoint's folder, but {describe(folder)}")
+        raise ValueError(f"{folder} must be the folder of a checkpoint, but is {describe(folder)}")
     return Checkpoint(folder, tag, *_read_folder(folder))
 
 
 def _read_folder(folder: Path) -> tuple[dict[str, Any], Files]:
-    """What a checkpoint holds, after every check that does not need the tensors themselves."""
+    """The `meta` and the tensors of a checkpoint, after all checks that do not read tensors."""
     manifest = read_manifest(folder)
     check_files(folder, manifest)
     stored = {file: _open_parts(folder, file, parts) for file, parts in manifest.files.items()}
@@ -304,7 +312,10 @@ def _read_folder(folder: Path) -> tuple[dict[str, Any], Files]:
     splits = parse_splits(str(folder / META), meta.get("shards", {}))
     unknown = sorted(set(splits) - set(stored))
     if unknown:
-        raise ValueError(f"{folder / META}: shards of the file {unknown[0]!r}, which the checkpoint does not have")
+        raise ValueError(
+            f"{folder / META} describes shards of the file {unknown[0]!r}, but the checkpoint has no such file. "
+            "The checkpoint is damaged. Use another one."
+        )
     return meta, {file: _join_shards(folder, file, one, splits.get(file, {})) for file, one in stored.items()}
 
 
@@ -317,53 +328,71 @@ def _default_tag(root: Path) -> str | None:
     if resumable:
         if named is not None:
             warnings.warn(
-                f"{root / LATEST} names {named!r}, which is gone; opening {resumable[-1]!r}, the newest that is there",
+                f"{root / LATEST} names {named!r}, which does not exist. {resumable[-1]!r}, the newest checkpoint, is "
+                "opened instead.",
                 stacklevel=3,
             )
         return resumable[-1]
     if named is not None:
-        raise ValueError(f"{root / LATEST} names {named!r}, which is gone; delete the file to start anew")
+        raise ValueError(
+            f"{root / LATEST} names {named!r}, which does not exist. Delete the file to start a new run, or restore "
+            "the checkpoint."
+        )
     if damaged:
         raise damaged[-1]
     if found:
         tags = ", ".join(repr(one.tag) for one in found)
-        raise ValueError(f"{root} has no file {LATEST!r} and no checkpoint saved as that; name one of {tags}")
+        raise ValueError(
+            f"{root} has no file {LATEST!r}, and no checkpoint was saved as the latest one. "
+            f"Give one of the tags {tags}."
+        )
     _refuse_foreign(root)
     return None
 
 
 def _refuse_foreign(root: Path) -> None:
-    """A root that is a checkpoint itself, of whatever kind, was meant to be loaded: starting anew would hide that."""
+    """Raises ValueError if `root` itself is a checkpoint of any kind. The user meant to load it, and a new start would
+    hide the mistake.
+    """
     names = {path.name for path in root.iterdir()}
     if MANIFEST in names:
-        raise ValueError(f"{root} is a checkpoint itself: open {root.parent} with the tag {root.name!r}")
+        raise ValueError(f"{root} is a checkpoint itself. Open {root.parent} with the tag {root.name!r}.")
     weights = any(name.endswith(".safetensors") for name in names)
     if ("config.json" in names and weights) or any(name.endswith(PICKLED) for name in names):
-        raise ValueError(f"{root} holds no twinflow checkpoint. Found {describe(root)}")
+        raise ValueError(f"{root} contains no twinflow checkpoint. Found {describe(root)}")
 
 
 def _read_meta(folder: Path, manifest: Manifest) -> dict[str, Any]:
     path = folder / META
     raw = path.read_bytes()
     if zlib.crc32(raw) != manifest.meta_crc32:
-        raise ValueError(f"{path} does not match its checksum; it was changed or damaged. Use another checkpoint")
+        raise ValueError(f"{path} does not match its checksum: it was changed or damaged. Use another checkpoint.")
     return decode_meta(raw, path)
 
 
 def _open_parts(folder: Path, file: str, parts: tuple[PartRecord, ...]) -> dict[str, Stored]:
-    """The tensors of one file, after every check of the headers and of what they say about parts."""
+    """The tensors of one file, after all checks of the headers and of the parts."""
     found: dict[str, list[tuple[Piece, tuple[int, ...]]]] = {}
     for part in parts:
         path = folder / part.name
         header = read_header(path)
         if header.crc32 != part.header_crc32:
-            raise ValueError(f"{path}: its header does not match its checksum; the file was changed or damaged")
+            raise ValueError(
+                f"The header of {path} does not match its checksum: the file was changed or damaged. Use another "
+                "checkpoint."
+            )
         if {info.name for info in header.infos} != set(part.tensors) or not set(part.parts) <= set(part.tensors):
-            raise ValueError(f"{path} does not hold the tensors that {MANIFEST} lists; the file was changed or damaged")
+            raise ValueError(
+                f"{path} does not contain the tensors that {MANIFEST} lists: the file was changed or damaged. Use "
+                "another checkpoint."
+            )
         for info in header.infos:
             name, of = part.of(info.name)
             if of is not None and (len(info.shape) != 1 or not is_possible(of.shape, info.dtype)):
-                raise ValueError(f"{path}: {info.name!r} is no part of a tensor of shape {list(of.shape)}")
+                raise ValueError(
+                    f"{path}: {info.name!r} must be a flat part of a tensor of shape {list(of.shape)}, but has the "
+                    f"shape {list(info.shape)}. The file is damaged. Use another checkpoint."
+                )
             start, shape = (0, info.shape) if of is None else (of.start, of.shape)
             piece = Piece(path, header, info, part.tensors[info.name], start, start + math.prod(info.shape))
             found.setdefault(name, []).append((piece, shape))
@@ -383,7 +412,7 @@ def _join(what: str, found: Sequence[tuple[Piece, tuple[int, ...]]]) -> Stored:
 def _join_shards(
     folder: Path, file: str, stored: Mapping[str, Stored], splits: Mapping[str, Split]
 ) -> dict[str, AnyStored]:
-    """The tensors of one file, with wholes in the places of their first shards."""
+    """The tensors of one file. A sharded tensor takes the place of its first shard."""
     names = {stored_name(name, rank): name for name, split in splits.items() for rank in range(len(split.ranges))}
     joined: dict[str, AnyStored] = {}
     for key, one in stored.items():
@@ -391,14 +420,17 @@ def _join_shards(
         joined.setdefault(name, one if name == key else _join_one(folder, file, name, stored, splits[name]))
     lost = sorted(set(splits) - set(joined))
     if lost:
-        raise ValueError(f"{folder}: of tensor {lost[0]!r} of {file!r} there are no shards")
+        raise ValueError(
+            f"{folder}: The shards of tensor {lost[0]!r} of {file!r} are missing. The checkpoint is damaged. "
+            "Use another one."
+        )
     return joined
 
 
 def _join_one(folder: Path, file: str, name: str, stored: Mapping[str, Stored], split: Split) -> Sharded:
     what = f"{folder}: tensor {name!r} of {file!r}"
     if name in stored:
-        raise ValueError(f"{what} is there as a whole and in shards")
+        raise ValueError(f"{what} is stored both whole and in shards. The checkpoint is damaged. Use another one.")
     found = [stored.get(stored_name(name, rank)) for rank in range(len(split.ranges))]
     check_shards(what, split, [None if one is None else (one.dtype, one.shape) for one in found])
     return Sharded(split, tuple(one for one in found if one is not None))

@@ -1,7 +1,8 @@
-"""manifest.json: written last, it says what a checkpoint consists of, and by that that it is complete.
+"""manifest.json lists the files of a checkpoint. It is written last, so that its presence shows that the checkpoint is
+complete.
 
-It carries a checksum of itself, so that a changed byte is found even where it would still make sense. Version 1 of the
-format has whole tensors only.
+The manifest contains its own checksum, so that every changed byte is detected. Version 1 of the format has only whole
+tensors.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ META: Final = "meta.json"
 FORMAT: Final = "twinflow checkpoint"
 FORMAT_VERSION: Final = 2
 PICKLED: Final = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".distcp")
-NEVER: Final = "Pickled checkpoints are never loaded: they can run code"
+NEVER: Final = "Pickled checkpoints are never loaded, because they can run code"
 
 
 @dataclass(frozen=True)
 class PartRecord:
-    """One file of tensors: its name, its bytes, the checksums of its header and of each tensor.
+    """One file of tensors: its name, its size in bytes, and the checksums of its header and of each tensor.
 
-    `parts` says of those that are parts of a tensor what the whole is.
+    `parts` describes the whole tensor for each tensor that is a part.
     """
 
     name: str
@@ -41,14 +42,14 @@ class PartRecord:
     parts: dict[str, PartOf]
 
     def of(self, key: str) -> tuple[str, PartOf | None]:
-        """The tensor that the file calls `key` or that this is a part of, and which part it is."""
+        """The name of the tensor for the key of a file, and its part if the file contains only a part."""
         part = self.parts.get(key)
         return (key, None) if part is None else (key.removesuffix(part.key("")), part)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of; `latest` says whether it was saved to be the one that a run goes on from."""
+    """The contents of a checkpoint. `latest`: whether it was saved as the checkpoint from which a run resumes."""
 
     time_ns: int
     step: int | None
@@ -59,16 +60,17 @@ class Manifest:
 
     @property
     def age_key(self) -> tuple[int, int]:
-        """Orders checkpoints from old to new: by time, since a run that went back to an early step is newer."""
+        """The key that sorts checkpoints from old to new. The time comes first: a run that went back to an early step
+        is newer.
+        """
         return self.time_ns, -1 if self.step is None else self.step
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of every file but the manifest."""
+        """The sizes in bytes of all files except the manifest."""
         return {META: self.meta_size} | {part.name: part.size for parts in self.files.values() for part in parts}
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of manifest.json."""
     head = {"format": FORMAT, "format_version": FORMAT_VERSION, "twinflow_version": __version__}
     body = head | asdict(manifest)
     return json.dumps(body | {"crc32": _crc32_of(body)}, indent=1).encode()
@@ -79,7 +81,7 @@ def _crc32_of(body: dict[str, Any]) -> int:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint in `folder`; a ValueError says what is there instead."""
+    """The manifest of the checkpoint in `folder`. ValueError with a description of the folder if there is none."""
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(f"{folder} is not a twinflow checkpoint: it has no {MANIFEST}. Found {describe(folder)}")
@@ -89,23 +91,23 @@ def read_manifest(folder: Path) -> Manifest:
     version = body.get("format_version")
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise ValueError(
-            f"{path} has format version {version!r}; twinflow {__version__} reads up to {FORMAT_VERSION}. "
-            f"It was written by twinflow {body.get('twinflow_version')!r}: upgrade to that"
+            f"{path} has the format version {version!r}, but twinflow {__version__} reads versions up to "
+            f"{FORMAT_VERSION}. Upgrade to twinflow {body.get('twinflow_version')!r}, which wrote it."
         )
     try:
         if body.pop("crc32", None) != _crc32_of(body):
-            raise ValueError("it does not match its own checksum")
+            raise ValueError("its content does not match its checksum")
         return _parse(body)
     except (TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} was changed or damaged ({error}); use another checkpoint") from error
+        raise ValueError(f"{path} was changed or damaged ({error}). Use another checkpoint.") from error
 
 
 def parse_files(files: dict[str, Any], version: int = FORMAT_VERSION) -> dict[str, tuple[PartRecord, ...]]:
-    """Records from their JSON; a ValueError, or what else Python raises, where they are none."""
+    """Records from JSON. ValueError, KeyError, TypeError or AttributeError if the JSON is not valid."""
     return {
-        check_name("a file", file): tuple(
+        check_name("A key of files", file): tuple(
             PartRecord(
-                check_name("a file's name", part["name"], 2 * MAX_NAME_BYTES),
+                check_name("The name of a file", part["name"], 2 * MAX_NAME_BYTES),
                 _count(part["size"]),
                 _count(part["header_crc32"]),
                 {name: _count(crc32) for name, crc32 in part["tensors"].items()},
@@ -120,7 +122,7 @@ def parse_files(files: dict[str, Any], version: int = FORMAT_VERSION) -> dict[st
 def _parse_part(key: str, one: dict[str, Any]) -> PartOf:
     part = PartOf(tuple(_count(size) for size in one["shape"]), _count(one["start"]))
     if not key.endswith(part.key("")):
-        raise ValueError(f"{key!r} is not what a part from {part.start} on is called")
+        raise ValueError(f"the key {key!r} does not belong to a part that starts at {part.start}")
     return part
 
 
@@ -128,10 +130,10 @@ def _parse(body: dict[str, Any]) -> Manifest:
     files = parse_files(body["files"], body["format_version"])
     names = [part.name for parts in files.values() for part in parts]
     if len(set(names)) < len(names):
-        raise ValueError("a file is named twice")
+        raise ValueError("two files have the same name")
     step = body["step"]
     if step is not None and type(step) is not int:
-        raise ValueError(f"{step!r} is not a step")
+        raise ValueError(f"the step is {step!r}, but must be an integer or null")
     return Manifest(
         time_ns=_count(body["time_ns"]),
         step=step,
@@ -144,40 +146,44 @@ def _parse(body: dict[str, Any]) -> Manifest:
 
 def _count(value: object) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a count")
+        raise ValueError(f"{value!r} is not an integer >= 0")
     return value
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Refuse a checkpoint with a file that is missing or of another size than it was saved with."""
+    """Raises ValueError if a file of the checkpoint is missing or has another size than the saved one."""
     for name, size in manifest.sizes().items():
         path = folder / name
         status = file_status(path)
         if status.st_size != size:
             word = "cut off" if status.st_size < size else "changed"
-            raise ValueError(f"{path} is {word}: it has {status.st_size} bytes, it was saved with {size}")
+            raise ValueError(
+                f"{path} is {word}: it has {status.st_size} bytes, but was saved with {size}. Use another checkpoint."
+            )
 
 
 def describe(path: Path) -> str:
-    """What a file or folder without a manifest seems to be, for an error."""
+    """A description of a file or of a folder without a manifest, for error messages."""
     if path.is_file():
-        return f"a {'pickled' if path.suffix in PICKLED else 'plain'} file. {NEVER}"
+        return f"a {'pickled' if path.suffix in PICKLED else 'regular'} file. {NEVER}."
     if not path.is_dir():
-        return "neither a file nor a folder"
+        return "neither a file nor a folder."
     names = sorted(entry.name for entry in path.iterdir())
     pickled = next((name for name in names if name.endswith(PICKLED)), None)
     if pickled and "mp_rank" in pickled:
-        return f"a DeepSpeed checkpoint ({pickled}). {NEVER}; `twinflow import` makes one of ours of it"
+        return f"a DeepSpeed checkpoint ({pickled}). {NEVER}. Convert it with `twinflow import`."
     if pickled:
-        return f"a pickled checkpoint ({pickled}). {NEVER}; convert it to safetensors first"
+        return f"a pickled checkpoint ({pickled}). {NEVER}. Convert it to safetensors first."
     if "config.json" in names and any(name.endswith(".safetensors") for name in names):
-        return "a Hugging Face model folder: load it into the model with transformers, not as a checkpoint"
+        return "a Hugging Face model folder. Load it with transformers, not as a checkpoint."
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-    return f"{shown or 'an empty folder'}. {NEVER}"
+    return f"a folder with {shown}. {NEVER}." if shown else f"an empty folder. {NEVER}."
 
 
 def may_replace(folder: Path) -> bool:
-    """True where nothing is there, or a checkpoint of ours, be it damaged: other people's folders are left alone."""
+    """Whether a save may replace `folder`: it does not exist, or is empty, or is a twinflow checkpoint, which may be
+    damaged. Other folders are never deleted.
+    """
     path = folder / MANIFEST
     if path.is_file():
         return FORMAT.encode() in path.read_bytes()
@@ -186,7 +192,7 @@ def may_replace(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint on the disk: its folder may be one that a crash left set aside."""
+    """A checkpoint on the disk. After a crash, its folder may have a temporary name."""
 
     tag: str
     folder: Path
@@ -194,7 +200,7 @@ class Found:
 
 
 def find_asides(root: Path, tag: str) -> list[Found]:
-    """The complete checkpoints of `tag` that a crash left set aside, newest first."""
+    """The complete checkpoints of `tag` that a crash left under temporary names, newest first."""
     asides = []
     for folder in root.iterdir():
         side = parse_side(folder.name)
@@ -203,14 +209,14 @@ def find_asides(root: Path, tag: str) -> list[Found]:
         try:
             manifest = read_manifest(folder)
             check_files(folder, manifest)
-        except (ValueError, OSError):  # beyond help, or just now deleted
+        except (ValueError, OSError):  # The folder is damaged, or another process deletes it.
             continue
         asides.append(Found(tag, folder, manifest))
     return sorted(asides, key=lambda found: found.manifest.age_key, reverse=True)
 
 
 def locate(root: Path, tag: str) -> Path | None:
-    """The folder of `tag`: its own, or the one that a crash left set aside; None where there is none."""
+    """The folder of `tag`, or the one that a crash left under a temporary name. None if there is neither."""
     if os.path.lexists(root / tag):
         return root / tag
     asides = find_asides(root, tag) if root.is_dir() else []
@@ -218,7 +224,7 @@ def locate(root: Path, tag: str) -> Path | None:
 
 
 def find_all(root: Path) -> tuple[list[Found], list[ValueError]]:
-    """The complete checkpoints under `root`, oldest first, and what is wrong with those that are damaged."""
+    """The complete checkpoints under `root`, oldest first, and the errors of the damaged ones."""
     found: list[Found] = []
     damaged: list[ValueError] = []
     for folder in sorted(root.iterdir()):

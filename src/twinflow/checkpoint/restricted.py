@@ -1,11 +1,12 @@
-"""Read a file of torch.save without running anything in it.
+"""Reads a file of torch.save without running code in it.
 
-Why not a stricter Unpickler. A pickle is a program: it may name any function of any module, call it, and write to the
-attributes of what it finds. Here the few instructions that torch.save writes are carried out one by one on values of
-our own. A global is never imported: `_meanings` says what a name stands for, and every other name is refused. The
-only things ever called are the functions in this file, and an attribute is never set.
+Why a restricted Unpickler is not enough: a pickle is a program. It can name any function of any module, call it, and
+set attributes of the result. This module interprets the few instructions that torch.save writes. A global is never
+imported: `_meanings` maps names to values and functions of this module, and other names raise RefusedError. Only the
+functions in this file are called, and attributes are never set.
 
-Of DeepSpeed's own classes three are in every checkpoint. They are read as what they hold, and DeepSpeed is not needed.
+Every DeepSpeed checkpoint contains objects of three classes of DeepSpeed. They are read as records of their values,
+without DeepSpeed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 from twinflow.checkpoint.torch_files import SavedTensor, Storage, TorchFile
 
-MAX_EXPANDED: Final = 1 << 24  # values of a tensor that is larger than what is stored of it
+MAX_EXPANDED: Final = 1 << 24  # largest number of values of a tensor that is larger than its storage
 _FLOATS: Final = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64")
 _INTS: Final = ("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool")
 DTYPES: Final[Mapping[str, torch.dtype]] = {name: getattr(torch, name) for name in (*_FLOATS, *_INTS)}
@@ -45,24 +46,24 @@ RECORDS: Final = (
 
 
 class RefusedError(ValueError):
-    """A file that asks for more than tensors and plain values."""
+    """The file contains more than tensors and plain values."""
 
 
 @dataclass
 class Record:
-    """What an object of a known class held; the class itself is not there."""
+    """The attributes of an object of a known class."""
 
     name: str
     state: dict[Any, Any] = field(default_factory=dict)
 
 
 class PlainDict(dict[Any, Any]):
-    """An OrderedDict of the file; what was attached to it beside its items is dropped."""
+    """An OrderedDict of the file. Its attributes are dropped."""
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a call of a global gives, computed here."""
+    """A global of the file, and the function of this module that a call of it runs."""
 
     name: str
     call: Callable[..., Any]
@@ -70,28 +71,30 @@ class Meaning:
 
 @dataclass(frozen=True)
 class StorageKind:
-    """The class of a storage, which says the dtype of its values."""
+    """The class of a storage, which determines the dtype of its values."""
 
     dtype: torch.dtype
 
 
 def load_torch_file(path: Path) -> Any:
-    """What torch.save wrote to `path`, with a SavedTensor in the place of each tensor; RefusedError for all else."""
+    """The contents of a file of torch.save, with a SavedTensor for each tensor. RefusedError if it contains anything
+    but tensors and plain values, ValueError if it is damaged.
+    """
     file = TorchFile(path)
     try:
         return _Machine(file).run(file.pickle())
     except RefusedError:
         raise
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-        message = str(error) if str(path) in str(error) else f"{path} is damaged: its pickle cannot be read ({error})"
+        message = str(error) if str(path) in str(error) else f"{path} is damaged: its pickle cannot be read ({error})."
         raise ValueError(message) from error
 
 
 def _meanings() -> Mapping[tuple[str, str], Any]:
-    """What each global that is allowed stands for."""
+    """The allowed globals and their replacements."""
     found: dict[tuple[str, str], Any] = {("torch", name): dtype for name, dtype in DTYPES.items()}
     found |= {("torch", name): StorageKind(dtype) for name, dtype in STORAGES.items()}
-    # An untyped storage is counted in bytes; the rebuild function then names the dtype.
+    # The size of an untyped storage is in bytes. The rebuild function has the dtype.
     found[("torch.storage", "UntypedStorage")] = StorageKind(torch.uint8)
     calls: dict[tuple[str, str], Callable[..., Any]] = {
         ("collections", "OrderedDict"): lambda items=(): PlainDict(items),
@@ -117,61 +120,61 @@ def _meanings() -> Mapping[tuple[str, str], Any]:
 
 
 def _never(*_: Any) -> Any:
-    raise ValueError("a class of tensors is called, which torch.save never does")
+    raise ValueError("the pickle calls a tensor class, which torch.save never writes")
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
     sizes = tuple(value)
     if not all(type(size) is int and 0 <= size < 1 << 62 for size in sizes):
-        raise ValueError(f"{sizes!r} are not sizes")
+        raise ValueError(f"{sizes!r} is not a tuple of sizes")
     return sizes
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> SavedTensor:
-    """`_rebuild_tensor_v2`; what follows the stride (requires_grad, hooks, metadata) has no meaning here."""
+    """`_rebuild_tensor_v2`. The arguments after the stride (requires_grad, hooks, metadata) are ignored."""
     if not isinstance(storage, Storage):
-        raise ValueError("a tensor without a storage")
+        raise ValueError("a tensor has no storage")
     tensor = SavedTensor(storage, _sizes([offset])[0], _sizes(shape), _sizes(stride))
     if len(tensor.shape) != len(tensor.stride):
-        raise ValueError(f"shape {tensor.shape} and stride {tensor.stride} of a tensor do not fit")
+        raise ValueError(f"a tensor has the shape {tensor.shape}, which does not fit its stride {tensor.stride}")
     last = tensor.offset + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True))
     if tensor.numel and last >= storage.numel:
-        raise ValueError(f"a tensor of shape {tensor.shape} goes beyond its storage {storage.key!r}")
-    if tensor.numel > max(storage.numel, MAX_EXPANDED):  # strides of 0 make any size out of one value
+        raise ValueError(f"a tensor of shape {tensor.shape} exceeds its storage {storage.key!r}")
+    if tensor.numel > max(storage.numel, MAX_EXPANDED):  # A stride of 0 expands one value to any size.
         raise ValueError(f"a tensor of shape {tensor.shape} is larger than its storage {storage.key!r}")
     return tensor
 
 
 def _tensor_v3(storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *_: Any) -> Any:
-    """The same over an untyped storage, with the dtype named."""
+    """`_rebuild_tensor_v3`: a tensor with an untyped storage and a dtype."""
     if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
-        raise ValueError("a tensor without a storage or dtype")
+        raise ValueError("a tensor has no storage or no dtype")
     typed = Storage(storage.path, storage.key, dtype, storage.start, storage.numel // dtype.itemsize)
     return _tensor(typed, offset, shape, stride)
 
 
 def _same_tensor(tensor: Any, *_: Any) -> SavedTensor:
     if not isinstance(tensor, SavedTensor):
-        raise ValueError("a parameter that is not made of a tensor")
+        raise ValueError("a parameter is not made from a tensor")
     return tensor
 
 
 def _of_type(function: Any, kind: Any, arguments: Any, *_: Any) -> SavedTensor:
     """A tensor with attributes, which are dropped."""
     if not isinstance(function, Meaning) or not isinstance(kind, Meaning) or not isinstance(arguments, tuple):
-        raise ValueError("a tensor that is not made by a function of torch")
+        raise ValueError("a tensor is not made by a function of torch")
     return _same_tensor(function.call(*arguments))
 
 
 def _latin1(text: Any = "", encoding: Any = "latin1") -> bytes:
-    """How bytes are written by the protocol that torch uses."""
+    """Bytes, which torch's pickle protocol writes as latin1 text."""
     if not isinstance(text, str) or encoding != "latin1":
-        raise ValueError("bytes that are not written as latin1")
+        raise ValueError("bytes are not encoded as latin1")
     return text.encode("latin1")
 
 
 class _Machine:
-    """The stack, the marks on it and the memo of one pickle."""
+    """An interpreter with the stack, the marks and the memo of one pickle."""
 
     def __init__(self, file: TorchFile) -> None:
         self._file = file
@@ -181,7 +184,7 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self, raw: bytes) -> Any:
-        """The value that the pickle describes."""
+        """Interprets the pickle and returns its value."""
         steps = self._steps()
         for opcode, argument, _ in pickletools.genops(raw):
             name = opcode.name
@@ -192,8 +195,11 @@ class _Machine:
             elif name in steps:
                 steps[name](argument)
             else:
-                raise RefusedError(f"{self._file.path}: its pickle uses {name}, which torch.save never writes; refused")
-        raise ValueError("it has no end")
+                raise RefusedError(
+                    f"{self._file.path} is refused: its pickle uses the instruction {name}, which torch.save never "
+                    "writes. Save the file again with torch.save."
+                )
+        raise ValueError("the STOP instruction is missing")
 
     def _steps(self) -> dict[str, Callable[[Any], None]]:
         push = self._stack.append
@@ -232,7 +238,7 @@ class _Machine:
 
     def _take(self, count: int) -> list[Any]:
         if len(self._stack) < count:
-            raise ValueError("its stack is empty")
+            raise ValueError("the stack has too few values")
         taken = self._stack[-count:]
         del self._stack[-count:]
         return taken
@@ -245,17 +251,17 @@ class _Machine:
 
     def _append(self, values: list[Any]) -> None:
         if type(self._stack[-1]) is not list:
-            raise ValueError("it appends to what is not a list")
+            raise ValueError("the target of an append is not a list")
         self._stack[-1].extend(values)
 
     def _add(self, values: list[Any]) -> None:
         if type(self._stack[-1]) is not set:
-            raise ValueError("it adds to what is not a set")
+            raise ValueError("the target of an add is not a set")
         self._stack[-1].update(values)
 
     def _set(self, values: list[Any]) -> None:
         if not isinstance(self._stack[-1], dict):
-            raise ValueError("it sets an item of what is not a dict")
+            raise ValueError("the target of a set item is not a dict")
         self._stack[-1].update(zip(values[::2], values[1::2], strict=True))
 
     def _global(self, module: Any, name: Any) -> Any:
@@ -264,13 +270,16 @@ class _Machine:
         if (module, name) in RECORDS:
             return Meaning(f"{module}.{name}", lambda *_: Record(name))
         raise RefusedError(
-            f"{self._file.path}: its pickle asks for {module}.{name}; refused, and nothing of it was run. Allowed are "
-            "tensors, numbers, strings and plain containers of them. Remove such an object from what was saved"
+            f"{self._file.path} is refused: its pickle contains {module}.{name}. No code of the file was run. Only "
+            "tensors, numbers, strings and containers of them are allowed. Save the file again without this object."
         )
 
     def _call(self, function: Any, arguments: Any) -> Any:
         if not isinstance(function, Meaning) or type(arguments) is not tuple:
-            raise RefusedError(f"{self._file.path}: its pickle calls a {type(function).__name__}; refused")
+            raise RefusedError(
+                f"{self._file.path} is refused: its pickle calls a {type(function).__name__}, which torch.save never "
+                "writes. No code of the file was run."
+            )
         return function.call(*arguments)
 
     def _build(self, state: Any) -> None:
@@ -278,7 +287,10 @@ class _Machine:
         if isinstance(target, Record):
             target.state.update(state)
         elif not isinstance(target, (PlainDict, SavedTensor)):
-            raise RefusedError(f"{self._file.path}: its pickle sets attributes of a {type(target).__name__}; refused")
+            raise RefusedError(
+                f"{self._file.path} is refused: its pickle sets attributes of a {type(target).__name__}, which "
+                "torch.save never writes. No code of the file was run."
+            )
 
     def _persistent(self, key: Any) -> Storage:
         kind, storage, name, _, numel = key
@@ -289,7 +301,7 @@ class _Machine:
         return self._file.storage(name, storage.dtype, numel)
 
 
-# Instructions that push what they carry, or something new and empty.
+# Instructions that push their argument, or a new empty container.
 _FRESH: Final[Mapping[str, Callable[[], Any]]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
 _CARRY: Final = ("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE")
 _BYTES: Final = ("BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "UNICODE", "INT", "LONG", "FLOAT")

@@ -1,8 +1,10 @@
-"""Write a checkpoint: everything beside its place and onto the disk, then in with one rename; `sides` says why.
+"""Writes a checkpoint: all files go to a folder with a temporary name, which is renamed when they are on the disk. The
+docstring of `sides` explains crashes.
 
-Several ranks write one together. Rank 0 makes the folder, every rank writes its own files into it, and rank 0 finishes
-it once all have said that theirs are on the disk. After each of these steps all ranks tell each other how it went, so
-that they go on, or fail, together; whatever fails or dies before the rename leaves a folder that nobody loads.
+Several ranks can write one checkpoint together. Rank 0 creates the folder. Every rank writes its own files to it. Rank
+0 completes the folder when all ranks have reported that their files are on the disk. After each step all ranks exchange
+their results, so that all of them continue or all of them fail. A failure or crash before the rename leaves an
+incomplete folder that is never loaded.
 """
 
 from __future__ import annotations
@@ -56,15 +58,15 @@ from twinflow.checkpoint.together import Alone, Together, agree
 from twinflow.errors import invalid_value
 
 PART_BYTES: Final = 4 << 30
-SEEN_S: Final = 10.0  # in which a folder made by one machine can be seen by all, on a file system that they share
-SHARED: Final = "save_dir must be on a file system that all ranks share"
+SEEN_S: Final = 10.0  # limit for a new folder to become visible to all machines of a shared file system
+SHARED: Final = "Use a save_dir on a file system that all ranks share"
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Part:
-    """One file to be written: its tensors, the bytes in front of them, and what these say."""
+    """One file to be written: its tensors and its header, encoded and decoded."""
 
     file: str
     name: str
@@ -75,7 +77,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank saves, after every check that one rank can make; `raw_meta` is rank 0's."""
+    """The part of a checkpoint that one rank saves, after the checks of this rank. Only `raw_meta` of rank 0 is
+    used."""
 
     root: Path
     tag: str
@@ -98,19 +101,19 @@ def save(
     part_bytes: int = PART_BYTES,
     together: Together | None = None,
 ) -> Path:
-    """Write the checkpoint `root/<tag>` in place of one of that tag, and return its folder.
+    """Writes the checkpoint `root/<tag>`, replaces an existing one of that tag, and returns its folder.
 
-    `files` are written as safetensors, each in parts of at most `part_bytes`, with one tensor in memory at a time.
-    `meta` is JSON; the floats nan and inf are kept, tuples come back as lists. `save_latest` makes it the checkpoint
-    that is opened by default. `keep_last` deletes the oldest checkpoints beyond that number, but never the latest one.
-    `on_progress` is told the bytes written and all bytes to be written.
+    `files` are written as safetensors, each in parts of at most `part_bytes`. One tensor is in memory at a time. `meta`
+    is JSON in which nan and inf are allowed and tuples become lists. With `save_latest`, it becomes the checkpoint that
+    is opened by default. `keep_last` deletes the oldest checkpoints beyond that number, but never the latest one.
+    `on_progress` is called with the number of bytes written and the total.
 
-    Ranks that save `together` all call this, each with its own tensors and parts of tensors in `files`; every element
-    must be with exactly one of them. `meta`, `save_latest` and `keep_last` are rank 0's. `on_progress` counts the
-    rank's own bytes.
+    With `together`, all ranks call this function, each with its own tensors and parts of tensors in `files`. Every
+    element must be in the files of exactly one rank. `meta`, `save_latest` and `keep_last` of rank 0 are used.
+    `on_progress` counts the bytes of this rank.
 
-    On an error, which all ranks raise, and on a crash of any rank at any point, the checkpoints that were there still
-    are. One save at a time may go on under a root.
+    All ranks raise an error if one rank has an error. After an error, and after a crash of any rank at any time, the
+    previous checkpoints are intact. Only one save at a time may run under a root.
     """
     together = together or Alone()
     root = Path(root)
@@ -119,7 +122,7 @@ def save(
     def prepare() -> tuple[Job, JSON]:
         check_tag(tag)
         if keep_last is not None and keep_last < 1:
-            raise invalid_value("keep_last", keep_last, "None or at least 1")
+            raise invalid_value("keep_last", keep_last, "None or a number >= 1")
         raw_meta = encode_meta(meta)
         step = meta.get("step")
         step = step if isinstance(step, int) and not isinstance(step, bool) else None
@@ -141,38 +144,37 @@ def save(
 def _check_place(final: Path) -> None:
     if not may_replace(final):
         raise ValueError(
-            f"{final} exists and is not a twinflow checkpoint, so it is not replaced; found {describe(final)}. "
-            "Choose another tag or folder"
+            f"{final} exists and is not a twinflow checkpoint, so it is not replaced. Choose another tag or folder. "
+            f"Found {describe(final)}"
         )
 
 
 def plan_parts(files: Mapping[str, Sequence[Entry]], part_bytes: int, rank: int | None = None) -> list[Part]:
-    """The files to be written, with `rank` in their names if there is one.
-
-    A ValueError where a name or a dtype does not go into one.
+    """The files to be written. `rank`, if given, becomes a part of their names. ValueError for a name or dtype that
+    cannot be saved.
     """
     if part_bytes < 1:
-        raise invalid_value("part_bytes", part_bytes, "at least 1")
+        raise invalid_value("part_bytes", part_bytes, "a number >= 1")
     parts = []
     for file, entries in files.items():
-        check_name("a key of files", file)
+        check_name("A key of files", file)
         entries = [entry for entry in entries if not entry.is_nothing]
         check_entries(entries, f"files[{file!r}]")
         runs = split_entries(entries, part_bytes)
         if rank is not None:
-            runs = [run for run in runs if run]  # of all ranks' files, many would be empty
+            runs = [run for run in runs if run]  # With many ranks, most files would be empty.
         stem = file if rank is None else f"{file}-r{rank:05}"
         for name, run in zip(part_names(stem, len(runs)), runs, strict=True):
             parts.append(Part(file, name, tuple(run), *encode_header(run, {"format": "pt"})))
     if len({part.name for part in parts}) < len(parts):
         raise ValueError(
-            f"of the keys of files, {', '.join(files)}, two need files of the same name; rename one of them"
+            f"Two of the keys of files, {', '.join(files)}, need files of the same name. Rename one of them."
         )
     return parts
 
 
 def _spans(files: Mapping[str, Sequence[Entry]]) -> JSON:
-    """What a rank is going to write, for the others."""
+    """The elements that this rank writes, for the other ranks."""
     spans: list[JSON] = []
     for file, entries in files.items():
         for entry in entries:
@@ -182,11 +184,13 @@ def _spans(files: Mapping[str, Sequence[Entry]]) -> JSON:
 
 
 def _check_plans(plans: Sequence[Any]) -> None:
-    """Refuse ranks that do not write one checkpoint; each rank comes to the same answer, and nothing is written yet."""
+    """Checks that the plans of all ranks make one checkpoint. Every rank gets the same result, and nothing is written
+    yet.
+    """
     tags = [plan["tag"] for plan in plans]
     if len(set(tags)) > 1:
         other = next(rank for rank, tag in enumerate(tags) if tag != tags[0])
-        raise invalid_value(f"tag on rank {other}", tags[other], [tags[0]], "All ranks must give the tag of rank 0.")
+        raise invalid_value(f"The tag on rank {other}", tags[other], [tags[0]], "Give the same tag on all ranks.")
     spans: dict[tuple[str, str], list[Span]] = {}
     for rank, plan in enumerate(plans):
         for file, name, dtype, shape, start, numel in plan["spans"]:
@@ -196,7 +200,7 @@ def _check_plans(plans: Sequence[Any]) -> None:
 
 
 def _save_first(job: Job, together: Together, files: Sequence[str], keep_last: int | None) -> None:
-    """Rank 0's way, and that of a process alone."""
+    """The save of rank 0, or of a single process."""
     partial = side_path(job.root, job.tag, "partial", fresh=together.world > 1)
     pointer = side_path(job.root, LATEST, "partial")
 
@@ -215,17 +219,17 @@ def _save_first(job: Job, together: Together, files: Sequence[str], keep_last: i
     try:
         with kept_alive(partial):
             agree(together, make)
-            agree(together, _nothing)  # the others look whether they see it
+            agree(together, _nothing)  # The other ranks wait until they see the folder.
             _, written = agree(together, lambda: (None, _write_parts(partial, job)))
             agree(together, finish)
-    except Exception:  # not BaseException: whoever stops the process does not wait for gigabytes to be deleted
+    except Exception:  # Not BaseException: a process that is stopped should not delete gigabytes first.
         remove(partial)
         remove(pointer)
         raise
 
 
 def _save_beside(job: Job, together: Together) -> None:
-    """The way of the other ranks, step by step with rank 0's."""
+    """The save of the other ranks, in the same steps as rank 0."""
     _, said = agree(together, _nothing)
     partial = job.root / said[0]
     agree(together, lambda: _wait_until_seen(partial))
@@ -238,19 +242,19 @@ def _nothing() -> tuple[None, JSON]:
 
 
 def _wait_until_seen(partial: Path) -> tuple[None, JSON]:
-    """Network file systems may show a new folder to other machines a little later."""
+    """Waits for the folder of rank 0. Network file systems may show a new folder to other machines with a delay."""
     end = time.monotonic() + SEEN_S
     while not partial.is_dir():
         if time.monotonic() > end:
-            raise ValueError(f"{partial} is not there, but rank 0 has made it; {SHARED}")
+            raise ValueError(f"{partial} does not exist on this rank, but rank 0 has created it. {SHARED}.")
         with suppress(OSError):
-            os.listdir(partial.parent)  # so that it is asked for anew
+            os.listdir(partial.parent)  # Refreshes the client's cache of the file system.
         time.sleep(0.05)
     return None, None
 
 
 def _write_parts(folder: Path, job: Job) -> JSON:
-    """Write this rank's files onto the disk; returns the records of them."""
+    """Writes the files of this rank to the disk and returns their records."""
     on_bytes = counting(job.on_progress, sum(entry.num_bytes for part in job.parts for entry in part.entries))
     records: dict[str, list[JSON]] = {}
     for part in job.parts:
@@ -263,7 +267,7 @@ def _write_parts(folder: Path, job: Job) -> JSON:
 
 
 def _merge(files: Sequence[str], written: Sequence[Any]) -> dict[str, tuple[PartRecord, ...]]:
-    """All ranks' records, by rank; a file without tensors stays one."""
+    """The records of all ranks by file. A file without tensors is kept."""
     merged: dict[str, tuple[PartRecord, ...]] = dict.fromkeys(files, ())
     for records in written:
         for file, found in parse_files(records).items():
@@ -272,16 +276,16 @@ def _merge(files: Sequence[str], written: Sequence[Any]) -> dict[str, tuple[Part
 
 
 def _finish(job: Job, partial: Path, pointer: Path, records: dict[str, tuple[PartRecord, ...]]) -> None:
-    """Give the folder, in which all ranks' files are, what makes it a checkpoint, and its place."""
+    """Completes the folder with the files of all ranks and gives it its final name."""
     write_durable(partial / META, job.raw_meta)
     manifest = Manifest(time.time_ns(), job.step, job.is_latest, len(job.raw_meta), zlib.crc32(job.raw_meta), records)
     try:
         check_files(partial, manifest)
     except ValueError as error:
-        raise ValueError(f"what a rank has written is not there ({error}); {SHARED}") from error
-    write_durable(partial / MANIFEST, encode_manifest(manifest))  # last: it says that the rest is there
+        raise ValueError(f"Rank 0 does not see a file that another rank has written: {error} {SHARED}.") from error
+    write_durable(partial / MANIFEST, encode_manifest(manifest))  # Last, because it marks the folder as complete.
     sync_folder(partial)
-    if job.is_latest:  # written while a full disk can still be backed out of
+    if job.is_latest:  # Before the rename, so that a full disk does not affect the previous checkpoint.
         write_durable(pointer, f"{job.tag}\n".encode())
     swap_in(partial, job.root / job.tag)
     if job.is_latest:
@@ -290,7 +294,7 @@ def _finish(job: Job, partial: Path, pointer: Path, records: dict[str, tuple[Par
 
 
 def clear_leftovers(root: Path) -> None:
-    """Delete what dead processes left half written or half deleted; put back what they had set aside."""
+    """Deletes incomplete folders of processes that have ended, and restores folders that they had renamed."""
     for path in sorted(root.iterdir()):
         side = parse_side(path.name)
         if side is None or not is_abandoned(path, side):

@@ -1,8 +1,8 @@
-"""A whole tensor that tensor ranks have in parts: which elements are whose, and how any of them are read again.
+"""Tensors that tensor ranks store in parts: which elements each rank has, and how to read any elements of the whole.
 
-A part is not a run of the flattened whole: it is some indices of one dim. With the whole seen as [outer, dim, inner],
-every outer row holds a run of each part. Parts are stored as they are, one tensor for each tensor rank, and whoever
-reads names indices of the dim: all of them for the whole, those of another rank's part for another layout.
+A part is not a contiguous range of the flattened whole. It contains some indices of one dim. If the whole is seen as
+[outer, dim, inner], every outer row contains a range of each part. Each part is stored as one tensor for its tensor
+rank. A reader selects indices of the dim: all indices for the whole, or those of another part for another layout.
 """
 
 from __future__ import annotations
@@ -20,35 +20,37 @@ from twinflow.checkpoint.plain import JSON
 from twinflow.checkpoint.tensors import is_possible
 from twinflow.parallel.shard import TensorShard
 
-BLOCK_NUMEL: Final = 4 << 20  # of a stored part in memory, beside what is filled from it
-Ranges = tuple[tuple[int, int], ...]  # [start, stop) each: these indices of a dim, one range after the other
-Fill = Callable[[int, Tensor], None]  # fills a flat tensor with the elements of a flattened one, from a start on
+BLOCK_NUMEL: Final = 4 << 20  # elements of a stored part in memory, besides the tensor that is filled
+Ranges = tuple[tuple[int, int], ...]  # indices of a dim, as ranges [start, stop) in order
+Fill = Callable[[int, Tensor], None]  # fill(start, into): fills `into` with elements from `start` of a flattened tensor
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a whole of `shape` is cut along `dim`: `ranges` of each tensor rank."""
+    """The split of a whole tensor of `shape` along `dim`. `ranges`: the indices of each tensor rank."""
 
     shape: tuple[int, ...]
     dim: int
     ranges: tuple[Ranges, ...]
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of one rank's tensor."""
+        """The shape of one rank's part."""
         return _with_size(self.shape, self.dim, _size(self.ranges[rank]))
 
     def to_json(self) -> JSON:
-        """What `parse_split` reads."""
+        """The JSON that `parse_split` reads."""
         return {"shape": self.shape, "dim": self.dim, "ranges": self.ranges}
 
 
 def stored_name(name: str, rank: int) -> str:
-    """What a tensor rank's part of the tensor `name` is stored as."""
+    """The name under which the part of a tensor rank is stored."""
     return f"{name}@{rank}"
 
 
 def local_shape(shard: TensorShard | None, shape: Sequence[int]) -> tuple[int, ...]:
-    """Of this rank's part of a whole; a shape that is not such a whole's stays, so that whoever compares it sees it."""
+    """The shape of this rank's part of a whole tensor. A shape that does not fit the shard is returned unchanged, so
+    that the caller's comparison fails.
+    """
     if shard is None or shard.dim >= len(shape) or shape[shard.dim] != shard.full:
         return tuple(shape)
     return _with_size(shape, shard.dim, shard.size)
@@ -67,7 +69,8 @@ def _size(ranges: Ranges) -> int:
 
 @dataclass(frozen=True)
 class Move:
-    """Indices of a dim that lie in a row of source number `source` from `start` on, and go to `target` of our row."""
+    """Indices of a dim: they start at `start` in a row of source `source` and go to `target` in the row of the
+    result."""
 
     source: int
     start: int
@@ -76,7 +79,7 @@ class Move:
 
 
 def find_moves(sources: Sequence[Ranges], wanted: Ranges) -> tuple[Move, ...]:
-    """Where the `wanted` indices lie in sources that have these ranges; in the order of the targets."""
+    """The places of the `wanted` indices in sources with these ranges, in the order of the targets."""
     moves = []
     target = 0
     for first, last in wanted:
@@ -93,7 +96,7 @@ def find_moves(sources: Sequence[Ranges], wanted: Ranges) -> tuple[Move, ...]:
 
 @dataclass(frozen=True)
 class Selection:
-    """Tensors [outer, size, inner] made of the sources' rows: `sizes` are those of the sources along the dim."""
+    """A tensor [outer, size, inner] made from rows of the sources. `sizes`: the sizes of the sources along the dim."""
 
     size: int
     inner: int
@@ -102,11 +105,12 @@ class Selection:
 
     @property
     def row_numel(self) -> int:
-        """Elements of one outer row."""
         return self.size * self.inner
 
     def runs(self, row: int, first: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Elements [first, stop) of an outer row: of which source, from where on there, to where here, how many."""
+        """For elements [first, stop) of an outer row: source, start in the source, start in the result, number of
+        elements.
+        """
         for move in self.moves:
             at = move.target * self.inner
             low, high = max(first, at), min(stop, at + move.size * self.inner)
@@ -116,17 +120,19 @@ class Selection:
 
 
 def select(shape: Sequence[int], dim: int, sources: Sequence[Ranges], wanted: Ranges) -> Selection:
-    """The `wanted` indices along `dim` of a whole of `shape` that `sources` have together."""
+    """The selection of the `wanted` indices along `dim` from a whole tensor of `shape` that the `sources` have
+    together.
+    """
     inner = math.prod(shape[dim + 1 :])
     return Selection(_size(wanted), inner, tuple(map(_size, sources)), find_moves(sources, wanted))
 
 
 def gather(selection: Selection, fills: Sequence[Fill], start: int, into: Tensor) -> None:
-    """Fill the flat `into` with the elements from `start` on of what is selected, flattened.
+    """Fills the flat tensor `into` with the elements of the flattened selection from `start` on.
 
-    A part of a row is read run by run, and nothing else. Many short rows are read as blocks of the sources that have
-    some of them: a read for each run of each row would cost more than the elements beside it. Whoever reads all of a
-    whole from its start to its end reads each source from its start to its end.
+    Parts of a row are read range by range. Many short rows are read in blocks of the sources that contain them, because
+    one read for each range would cost more than reading the elements in between. A caller that reads the whole from
+    start to end reads each source from start to end.
     """
     at, row_numel = start, selection.row_numel
     stop = start + into.numel()
@@ -146,7 +152,7 @@ def gather(selection: Selection, fills: Sequence[Fill], start: int, into: Tensor
 
 
 def _gather_rows(selection: Selection, fills: Sequence[Fill], row: int, into: Tensor) -> None:
-    """Fill `into`, some whole rows from `row` on, with one source's rows after the other's in memory."""
+    """Fills whole rows from `row` on. One block of rows of one source is in memory at a time."""
     for source, size in enumerate(selection.sizes):
         moves = [move for move in selection.moves if move.source == source]
         if not moves:
@@ -161,7 +167,7 @@ def _gather_rows(selection: Selection, fills: Sequence[Fill], row: int, into: Te
 
 
 def to_mark(shard: TensorShard, shape: Sequence[int]) -> JSON:
-    """What a rank says of its part, whose shape this is."""
+    """The description of this rank's part, whose shape is `shape`."""
     return {
         "shape": shard.whole_shape(shape),
         "dim": shard.dim,
@@ -172,9 +178,9 @@ def to_mark(shard: TensorShard, shape: Sequence[int]) -> JSON:
 
 
 def join_marks(said: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, JSON]]:
-    """By file and tensor, how it is cut: from the marks, by file and tensor, of the parts that each rank stores.
+    """The split of each tensor by file and name, from the marks of the parts that each rank stores.
 
-    A ValueError where they are not parts of one whole, all of it. Every rank comes to the same answer.
+    ValueError if the parts do not make one whole tensor. Every rank gets the same result.
     """
     found: dict[tuple[str, str], list[Any]] = {}
     for files in said:
@@ -191,19 +197,25 @@ def _join(what: str, marks: Sequence[Mapping[str, Any]]) -> Split:
     first = marks[0]
     for mark in marks:
         if any(mark[key] != first[key] for key in ("shape", "dim", "world")):
-            raise ValueError(f"{what}: tensor ranks {first['rank']} and {mark['rank']} have parts of different wholes")
+            raise ValueError(
+                f"{what}: Tensor ranks {first['rank']} and {mark['rank']} have parts of different tensors. Shape, dim "
+                "and number of tensor ranks must be equal on all ranks."
+            )
     ranges = {mark["rank"]: mark["ranges"] for mark in marks}
     if set(ranges) != set(range(first["world"])):
         missing = sorted(set(range(first["world"])) - set(ranges))
-        raise ValueError(f"{what}: tensor ranks {missing} of {first['world']} do not store their parts")
+        raise ValueError(
+            f"{what}: The parts of tensor ranks {missing} of {first['world']} are missing. "
+            "All ranks must save together."
+        )
     every = [ranges[rank] for rank in range(first["world"])]
     return parse_split(what, {"shape": list(first["shape"]), "dim": first["dim"], "ranges": every})
 
 
 def parse_splits(where: str, value: object) -> dict[str, dict[str, Split]]:
-    """By file and tensor, from JSON that anybody may have written; a ValueError names the tensor that is wrong."""
+    """Splits by file and tensor from untrusted JSON. ValueError with the name of a tensor whose split is invalid."""
     if not isinstance(value, dict) or not all(isinstance(entries, dict) for entries in value.values()):
-        raise ValueError(f"{where}: shards are not given by file and tensor")
+        raise ValueError(f"{where}: The key 'shards' must map files to tensors to splits. The file is damaged.")
     what = f"{where}: shards of tensor"
     return {
         file: {name: parse_split(f"{what} {name!r} of {file!r}", entry) for name, entry in entries.items()}
@@ -212,18 +224,24 @@ def parse_splits(where: str, value: object) -> dict[str, dict[str, Split]]:
 
 
 def parse_split(what: str, entry: object) -> Split:
-    """From JSON; a ValueError about `what` unless every index of the dim is in exactly one rank's ranges, in order."""
+    """A split from JSON. ValueError about `what` unless each index of the dim is in exactly one rank's ranges, in
+    order.
+    """
     if not isinstance(entry, dict) or set(entry) != {"shape", "dim", "ranges"}:
-        raise ValueError(f"{what} are not described by shape, dim and ranges")
+        raise ValueError(f"{what} must be described by shape, dim and ranges. The file is damaged.")
     shape, dim, ranges = entry["shape"], entry["dim"], entry["ranges"]
     if not _are_counts(shape) or not _are_counts([dim]) or dim >= len(shape):
-        raise ValueError(f"{what}: {shape!r} is no shape with a dim {dim!r}")
+        raise ValueError(f"{what}: {shape!r} is not a shape with a dim {dim!r}. The file is damaged.")
     if not isinstance(ranges, list | tuple) or not ranges or not all(_are_ranges(one) for one in ranges):
-        raise ValueError(f"{what}: {ranges!r} is not a list of rising ranges for each tensor rank")
+        raise ValueError(
+            f"{what}: {ranges!r} is not a list of ascending ranges for each tensor rank. The file is damaged."
+        )
     every = sorted((start, stop) for one in ranges for start, stop in one if start < stop)
     edges = [(0, 0), *every, (shape[dim], shape[dim])]
     if any(before[1] != after[0] for before, after in pairwise(edges)):
-        raise ValueError(f"{what}: the ranges {ranges!r} do not have each of the {shape[dim]} indices of the dim once")
+        raise ValueError(
+            f"{what}: The ranges {ranges!r} must contain each of the {shape[dim]} indices of the dim exactly once."
+        )
     split = tuple(tuple((start, stop) for start, stop in one) for one in ranges)
     return Split(tuple(shape), dim, split)
 
@@ -233,7 +251,7 @@ def _are_counts(value: object) -> bool:
 
 
 def _are_ranges(value: object) -> bool:
-    """Whether these are ranges, each after the one before: the order in which a part is read beside the whole."""
+    """Whether these are ascending ranges. Reading a part in order then reads the whole in order."""
     if not isinstance(value, list | tuple) or not all(_are_counts(one) and len(one) == 2 for one in value):
         return False
     flat = [end for one in value for end in one]
@@ -241,13 +259,15 @@ def _are_ranges(value: object) -> bool:
 
 
 def check_shards(what: str, split: Split, found: Sequence[tuple[torch.dtype, tuple[int, ...]] | None]) -> None:
-    """Refuse what was found for each tensor rank, dtype and shape, unless these are the shards of one tensor `what`."""
+    """Raises ValueError unless `found` (dtype and shape for each tensor rank) are the shards of one tensor `what`."""
     dtypes = set()
     for rank, one in enumerate(found):
         wanted = split.local_shape(rank)
         if one is None or one[1] != wanted:
-            given = "not there" if one is None else f"of shape {list(one[1])}"
-            raise ValueError(f"{what}: shard {rank} is {given}; it should be of shape {list(wanted)}")
+            state = "is missing" if one is None else f"has the shape {list(one[1])}"
+            raise ValueError(f"{what}: shard {rank} {state}, but must have the shape {list(wanted)}.")
         dtypes.add(one[0])
     if len(dtypes) > 1 or not all(is_possible(split.shape, dtype) for dtype in dtypes):
-        raise ValueError(f"{what}: its shards do not make one tensor of shape {list(split.shape)}")
+        raise ValueError(
+            f"{what}: its shards do not make one tensor of shape {list(split.shape)}. All shards must have one dtype."
+        )

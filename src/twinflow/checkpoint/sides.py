@@ -1,18 +1,19 @@
-"""The folders beside the checkpoints: half written, set aside, half deleted.
+"""Temporary folders next to the checkpoints: incomplete ones, replaced ones and partly deleted ones.
 
-Why a crash at any point leaves a checkpoint. A new one grows in `.<tag>.partial-<owner>`, which nobody loads. Once all
-of it is on the disk, an old folder of the tag is renamed to `.<tag>.old-<owner>` and the new one takes its place.
-Between the two renames the tag has no folder, and a reader takes the one set aside. What is to be deleted is first
-renamed to `.<tag>.removed-<owner>`, so that half a folder never carries a name that somebody loads. `latest` is a file
-replaced in one step, last of all. The next save clears away what was left behind.
+Crashes. A new checkpoint is written to `.<tag>.partial-<owner>`, which is never loaded. When all of it is on the disk,
+an existing folder of the tag is renamed to `.<tag>.old-<owner>`, and the new folder gets its name. Between the two
+renames the tag has no folder, and a reader uses the old folder. A folder that is to be deleted is first renamed to
+`.<tag>.removed-<owner>`, so that a partly deleted folder never has a name that is loaded. `latest` is a file that is
+replaced atomically, after all else. The next save removes folders that a crash left behind. Therefore a crash at any
+time leaves a checkpoint.
 
-What was left behind. The owner is the process that makes and renames the folder; of several ranks that write one
-checkpoint, rank 0. Without it nobody can finish the folder, whoever still writes to it. A process of this machine can
-be looked up; its start is in the name too, since process ids come again. One of another machine, or of another
-container, cannot be: its folder is left alone until nothing in it has changed for `LEASE_S`, by the clock of the file
-system. An owner at work touches it every `BEAT_S`, however long the ranks wait for each other.
+Ownership. The owner is the process that creates and renames the folder. If several ranks write one checkpoint, it is
+rank 0. Without the owner, the folder cannot be completed. A process of this machine can be looked up. The name also
+contains its start time, because process ids are reused. A process of another machine or container cannot be looked up.
+Its folder is kept until nothing in it has changed for `LEASE_S`, by the clock of the file system. A thread of the owner
+touches the folder every `BEAT_S`, however long the ranks wait for each other.
 
-One save at a time may go on under a root; any number of processes may read.
+Only one save at a time may run under a root. Any number of processes may read.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ from twinflow.checkpoint.disk import remove, sync_folder
 
 LEASE_S: Final = 900.0
 BEAT_S: Final = 60.0
-MAX_PID: Final = 1 << 22  # Linux gives no higher ones
+MAX_PID: Final = 1 << 22  # the largest process id of Linux
 
 Kind = Literal["partial", "old", "removed"]
 
 
 @dataclass(frozen=True)
 class Side:
-    """What a name says: the tag it belongs to, its kind, and its owner. Older versions gave the process id alone."""
+    """The parts of a temporary name: tag, kind and owner. Names of older versions contain only the process id of the
+    owner.
+    """
 
     tag: str
     kind: str
@@ -50,9 +53,9 @@ class Side:
 
 
 def side_path(root: Path, tag: str, kind: Kind, *, fresh: bool = False) -> Path:
-    """Where this process puts a folder of `tag` that is not, or no longer, a checkpoint.
+    """The path of a temporary folder of `tag` for this process.
 
-    With `fresh` the name was never there before, so that no other machine can remember another folder by it.
+    With `fresh`, the name is new, so that no other machine has another folder of this name in its cache.
     """
     token = f"-{secrets.token_hex(8)}" if fresh else ""
     pid = os.getpid()
@@ -60,14 +63,14 @@ def side_path(root: Path, tag: str, kind: Kind, *, fresh: bool = False) -> Path:
 
 
 def parse_side(name: str) -> Side | None:
-    """What the name made by `side_path` says; None for any other name."""
+    """The parts of a name that `side_path` made. None for other names."""
     owner = r"([0-9]{1,10})(?:-([0-9a-f]{16})-([0-9]{1,20})(?:-[0-9a-f]{16})?)?"
     match = re.fullmatch(rf"\.(.+)\.(partial|old|removed)-{owner}", name)
     return Side(match[1], match[2], int(match[3]), match[4] or "", int(match[5] or 0)) if match else None
 
 
 def is_abandoned(path: Path, side: Side) -> bool:
-    """True where nobody can be at work on `path`, whose name says `side`, or where it is this process's own."""
+    """Whether no process can be working on `path`, whose name is `side`, or whether this process owns it."""
     if side.pid > MAX_PID:
         return True
     if side.machine == _machine():
@@ -76,7 +79,7 @@ def is_abandoned(path: Path, side: Side) -> bool:
 
 
 def _machine() -> str:
-    """Names what a process id is unique in: this boot of this machine, and this container's processes and clock."""
+    """A hash of the machine, its boot and the namespaces of this container. Process ids are unique within it."""
     words = [platform.node()]
     with suppress(OSError):
         words.append(Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -87,12 +90,12 @@ def _machine() -> str:
 
 
 def _look_up(pid: int) -> tuple[str, int]:
-    """The state of a process of this machine and when it began; zero where the system does not say."""
+    """The state and the start time of a process of this machine. ("", 0) if they are unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return "", 0
-    fields = stat[stat.rindex(")") + 1 :].split()  # before that comes the program's name, with any character in it
+    fields = stat[stat.rindex(")") + 1 :].split()  # The program's name in parentheses may contain any character.
     return fields[0], int(fields[19])
 
 
@@ -101,14 +104,14 @@ def _is_running(side: Side) -> bool:
         os.kill(side.pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # The process belongs to another user.
         return True
     state, born = _look_up(side.pid)
     return state not in ("Z", "X") and born == side.born
 
 
 def _idle_s(path: Path) -> float:
-    """Seconds since anything in `path` changed, by the clock of its file system: machines' own clocks differ."""
+    """Seconds since the last change in `path`, by the clock of its file system, because clocks of machines differ."""
     probe = side_path(path.parent, "clock", "partial", fresh=True)
     try:
         probe.touch()
@@ -116,23 +119,23 @@ def _idle_s(path: Path) -> float:
     finally:
         remove(probe)
     changed = 0.0
-    with suppress(FileNotFoundError):  # it is being renamed or deleted just now: by its owner
+    with suppress(FileNotFoundError):  # Its owner is renaming or deleting it.
         for one in (path, *(path.iterdir() if path.is_dir() else ())):
             status = one.lstat()
-            changed = max(changed, status.st_mtime, status.st_ctime)  # a rename changes only the second
+            changed = max(changed, status.st_mtime, status.st_ctime)  # A rename changes only the ctime.
         return now - changed
     return 0.0
 
 
 @contextmanager
 def kept_alive(*paths: Path) -> Iterator[None]:
-    """Tell other machines, for as long as the block takes, that somebody is at work on `paths`."""
+    """A context in which a thread touches `paths` regularly, so that other machines see that they are in use."""
     is_over = threading.Event()
 
     def beat() -> None:
         while not is_over.wait(BEAT_S):
             for path in paths:
-                with suppress(OSError):  # not made yet, or renamed already
+                with suppress(OSError):  # The path may not exist yet, or may be renamed already.
                     os.utime(path)
 
     thread = threading.Thread(target=beat, name="keep-alive", daemon=True)
@@ -145,18 +148,18 @@ def kept_alive(*paths: Path) -> Iterator[None]:
 
 
 def discard(folder: Path, tag: str) -> None:
-    """Delete the checkpoint of `tag` in `folder`, so that a crash on the way leaves no half of it under its name."""
+    """Deletes the checkpoint of `tag` in `folder`. After a crash no partly deleted folder has its name."""
     removed = side_path(folder.parent, tag, "removed")
     remove(removed)
     try:
         os.rename(folder, removed)
     except OSError:
-        return  # it stays whole
+        return  # The checkpoint stays complete.
     remove(removed)
 
 
 def swap_in(new: Path, final: Path) -> None:
-    """Rename the finished folder `new` to `final`, in place of what is there."""
+    """Renames the complete folder `new` to `final` and replaces an existing one."""
     old = side_path(final.parent, final.name, "old")
     replaces = os.path.lexists(final)
     if replaces:

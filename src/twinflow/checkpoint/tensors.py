@@ -1,9 +1,9 @@
-"""The safetensors format, streamed: a header length, a JSON header, then the bytes of one tensor after another.
+"""The safetensors format with streaming: a header length, a JSON header, then the bytes of one tensor after another.
 
-Written here rather than with the `safetensors` package because that wants every tensor of a file in memory at once.
-Tensors of wide dtypes come first in a file, so that each begins at a multiple of its item size; the header keeps the
-order in which they were given. A part of a tensor is stored as a flat tensor called `<name>@<start>`; `manifest` says
-which tensor of which shape it belongs to.
+The `safetensors` package is not used for writing, because it needs all tensors of a file in memory. Tensors of wide
+dtypes come first in a file, so that each one starts at a multiple of its item size. The header keeps the given order. A
+part of a tensor is stored as a flat tensor with the name `<name>@<start>`. The manifest contains the name and shape of
+the whole tensor.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from twinflow.checkpoint.plain import parse_json
 from twinflow.errors import invalid_value
 
 CHUNK_BYTES: Final = 16 << 20
-THREAD_BYTES: Final = 1 << 20  # below this a checksum costs less than handing it to a thread
-MAX_HEADER_BYTES: Final = 100_000_000  # the safetensors package refuses longer ones
+THREAD_BYTES: Final = 1 << 20  # For fewer bytes, a checksum costs less than a thread switch.
+MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors package
 METADATA: Final = "__metadata__"
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
@@ -58,21 +58,21 @@ DTYPE_NAMES: Final[Mapping[torch.dtype, str]] = {dtype: name for name, dtype in 
 
 @dataclass(frozen=True)
 class PartOf:
-    """Says of flat values that they are the elements from `start` on of a flattened tensor of `shape`."""
+    """Describes flat values as the elements from `start` on of a flattened tensor of `shape`."""
 
     shape: tuple[int, ...]
     start: int
 
     def key(self, name: str) -> str:
-        """What a file calls this part of the tensor `name`."""
+        """The key of this part of the tensor `name` in a file."""
         return f"{name}@{self.start}"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to be saved, or a part of one; `read` makes its values, and is called only when they are written.
+    """A tensor to be saved, or a part of one. `read` returns its values and is called when they are written.
 
-    `shape` is that of what `read` makes: flat for a part, whose whole is described by `part`.
+    `shape` is the shape of the values that `read` returns. A part is flat, and `part` describes the whole tensor.
     """
 
     name: str
@@ -83,28 +83,26 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """What the file calls it."""
+        """The key of the entry in a file."""
         return self.part.key(self.name) if self.part else self.name
 
     @property
     def numel(self) -> int:
-        """Number of its values."""
         return math.prod(self.shape)
 
     @property
     def is_nothing(self) -> bool:
-        """True for an empty part of a tensor that is not empty: there is nothing to keep of it."""
+        """Whether this is an empty part of a tensor that is not empty. Such a part is not saved."""
         return self.part is not None and not self.numel and math.prod(self.part.shape) > 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its values."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor in a file: `start` and `stop` are counted in bytes from the beginning of the file's data."""
+    """A tensor in a file. `start` and `stop` are byte offsets from the beginning of the file's data."""
 
     name: str
     dtype: torch.dtype
@@ -115,36 +113,40 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file of `size` bytes holds, in the header's order; its data begins at `data_start`."""
+    """The tensors of a file of `size` bytes in the header's order. The data starts at `data_start`."""
 
     infos: tuple[TensorInfo, ...]
     data_start: int
     size: int
-    crc32: int  # of everything before the data
+    crc32: int  # checksum of all bytes before the data
 
 
 def check_entries(entries: Sequence[Entry], where: str) -> None:
-    """Refuse names given twice and dtypes that a file cannot hold; `where` says in the error where they were given."""
+    """Raises ValueError for duplicate names, unsupported dtypes and invalid parts. `where` is the place of the entries,
+    for errors.
+    """
     seen = set()
     for entry in entries:
         if not isinstance(entry.name, str) or entry.name == METADATA:
-            raise invalid_value(f"the name of a tensor in {where}", entry.name, f"strings other than {METADATA!r}")
+            raise invalid_value(f"The name of a tensor in {where}", entry.name, f"a string other than {METADATA!r}")
         if entry.key in seen:
-            raise ValueError(f"{where} has two tensors called {entry.key!r}; give each its own name")
+            raise ValueError(f"{where} has two tensors called {entry.key!r}. Give each tensor its own name.")
         if entry.dtype not in DTYPE_NAMES:
-            raise invalid_value(f"the dtype of {entry.name!r} in {where}", entry.dtype, DTYPE_NAMES)
+            raise invalid_value(f"The dtype of {entry.name!r} in {where}", entry.dtype, DTYPE_NAMES)
         if entry.part is not None:
             whole = math.prod(entry.part.shape)
             if len(entry.shape) != 1 or not 0 <= entry.part.start <= whole - entry.numel:
                 given = f"{list(entry.shape)} from {entry.part.start} on"
                 raise invalid_value(
-                    f"the part of {entry.name!r} in {where}", given, f"flat, within its {whole} elements"
+                    f"The part of {entry.name!r} in {where}",
+                    given,
+                    f"flat and inside the {whole} elements of the tensor",
                 )
         seen.add(entry.key)
 
 
 def split_entries(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
-    """Consecutive runs of `entries` of at most `max_bytes` each; a larger tensor is alone in its run."""
+    """Splits `entries` into consecutive groups of at most `max_bytes`. A larger tensor has its own group."""
     parts: list[list[Entry]] = [[]]
     used = 0
     for entry in entries:
@@ -157,14 +159,14 @@ def split_entries(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]
 
 
 def part_names(stem: str, num_parts: int) -> list[str]:
-    """The file names of a file in that many parts."""
+    """The names of the files for `num_parts` parts."""
     if num_parts == 1:
         return [f"{stem}.safetensors"]
     return [f"{stem}-{part:05}-of-{num_parts:05}.safetensors" for part in range(1, num_parts + 1)]
 
 
 def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
-    """The bytes in front of the data of a file with `entries`, and what they say."""
+    """The bytes before the data of a file with `entries`, and the same header as a `Header`."""
     spans = {}
     stop = 0
     for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
@@ -176,27 +178,27 @@ def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tupl
         span = [info.start, info.stop]
         fields[info.name] = {"dtype": DTYPE_NAMES[info.dtype], "shape": list(info.shape), "data_offsets": span}
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # The data starts at a multiple of 8 bytes.
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(
             f"{len(infos)} tensors need a header of {len(text)} bytes, but at most {MAX_HEADER_BYTES} are allowed. "
-            "Spread them over more files, or use shorter names"
+            "Distribute the tensors over more files, or use shorter names."
         )
     raw = len(text).to_bytes(8, "little") + text
     return raw, Header(infos, len(raw), len(raw) + stop, zlib.crc32(raw))
 
 
 def read_header(path: Path) -> Header:
-    """What the file at `path` holds; a ValueError where its header is not sound."""
+    """The header of the file at `path`. ValueError if it is invalid."""
     status = file_status(path)
     with open(path, "rb") as file:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
-        # Before anything is read by that number: it may be any.
+        # The length is checked before it is used: in a damaged file it may be any number.
         if len(prefix) < 8 or length > min(status.st_size - 8, MAX_HEADER_BYTES):
             raise ValueError(
-                f"{path} is cut off or damaged: a header of {length} bytes in a file of {status.st_size}; "
-                f"allowed: what fits, up to {MAX_HEADER_BYTES}"
+                f"{path} is cut off or damaged: it has {status.st_size} bytes, and its header would have {length}. "
+                f"A header must fit into the file and have at most {MAX_HEADER_BYTES} bytes. Use another checkpoint."
             )
         text = file.read(length)
     infos = _parse_infos(text, status.st_size - 8 - length, path)
@@ -206,39 +208,44 @@ def read_header(path: Path) -> Header:
 def _parse_infos(text: bytes, data_bytes: int, path: Path) -> tuple[TensorInfo, ...]:
     fields = parse_json(text, path)
     if not isinstance(fields, dict):
-        raise ValueError(f"{path}: its header is a {type(fields).__name__}, not an object; the file is damaged")
+        raise ValueError(
+            f"The header of {path} is a {type(fields).__name__}, but must be an object. The file is damaged."
+        )
     fields.pop(METADATA, None)
     infos = tuple(_parse_info(name, field, path) for name, field in fields.items())
     end = 0
     for info in sorted(infos, key=lambda info: (info.start, info.stop)):
         if info.start != end:
-            word = "overlaps another tensor" if info.start < end else "leaves a gap in front of it"
-            raise ValueError(f"{path}: tensor {info.name!r} {word}; the file is damaged")
+            word = "overlaps another tensor" if info.start < end else "has a gap before it"
+            raise ValueError(f"{path}: tensor {info.name!r} {word}. The file is damaged.")
         end = info.stop
     if end != data_bytes:
-        raise ValueError(f"{path} is cut off or damaged: its tensors take {end} bytes, it has {data_bytes}")
+        raise ValueError(
+            f"{path} is cut off or damaged: its tensors need {end} bytes, but it has {data_bytes}. "
+            "Use another checkpoint."
+        )
     return infos
 
 
 def _parse_info(name: str, field: object, path: Path) -> TensorInfo:
     where = f"{path}: tensor {name!r}"
     if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{where} is not described by dtype, shape and data_offsets; the file is damaged")
+        raise ValueError(f"{where} must be described by dtype, shape and data_offsets. The file is damaged.")
     dtype = DTYPES.get(field["dtype"]) if isinstance(field["dtype"], str) else None
     if dtype is None:
-        raise invalid_value(f"{where}: its dtype", field["dtype"], DTYPES)
+        raise invalid_value(f"{where}: its dtype", field["dtype"], DTYPES, "The file is damaged.")
     shape, offsets = field["shape"], field["data_offsets"]
     if not _are_sizes(shape) or not is_possible(shape, dtype):
-        raise ValueError(f"{where} has the impossible shape {shape!r}; the file is damaged")
+        raise ValueError(f"{where} has the impossible shape {shape!r}. The file is damaged.")
     num_bytes = math.prod(shape) * dtype.itemsize
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes:
-        raise ValueError(f"{where} has data_offsets {offsets!r} for {num_bytes} bytes; the file is damaged")
+        raise ValueError(f"{where} has the data_offsets {offsets!r} for {num_bytes} bytes. The file is damaged.")
     return TensorInfo(name, dtype, tuple(shape), offsets[0], offsets[1])
 
 
 def is_possible(shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """True where torch can count the bytes of such a tensor."""
-    # Zeros count as one: such a shape has no bytes, but torch still multiplies the other sizes.
+    """Whether the number of bytes of such a tensor fits torch's 64-bit integers."""
+    # Zeros count as one: such a tensor has no bytes, but torch still multiplies the other sizes.
     return math.prod(max(size, 1) for size in shape) * dtype.itemsize < 1 << 63
 
 
@@ -247,9 +254,9 @@ def _are_sizes(value: object) -> bool:
 
 
 class Checksum:
-    """The crc32 of chunks of bytes, computed on a thread beside the reads or writes of the caller.
+    """The crc32 of chunks of bytes. A thread computes it while the caller reads or writes.
 
-    A chunk must stay as it is until the next `add` or `take`.
+    The caller must not change a chunk until the next `add` or `take`.
     """
 
     def __init__(self, crc32: int = 0) -> None:
@@ -264,7 +271,7 @@ class Checksum:
         self._pool.shutdown()
 
     def add(self, chunk: bytes | memoryview) -> None:
-        """Count `chunk` in."""
+        """Adds `chunk` to the checksum."""
         self._settle()
         if len(chunk) < THREAD_BYTES:
             self._crc32 = zlib.crc32(chunk, self._crc32)
@@ -272,7 +279,7 @@ class Checksum:
             self._pending = self._pool.submit(zlib.crc32, chunk, self._crc32)
 
     def take(self) -> int:
-        """The crc32 of all chunks since the last `take`."""
+        """Returns the crc32 of all chunks since the last `take`."""
         self._settle()
         value, self._crc32 = self._crc32, 0
         return value
@@ -285,22 +292,23 @@ class Checksum:
 def write_tensors(
     path: Path, entries: Iterable[Entry], raw: bytes, header: Header, on_bytes: Callable[[int], None] | None = None
 ) -> dict[str, int]:
-    """Write the new file `path` onto the disk and return the crc32 by key; one tensor is in memory at a time.
+    """Writes the new file `path`, syncs it to the disk and returns the crc32 of each tensor by key. One tensor is in
+    memory at a time.
 
-    `raw` and `header` are what `encode_header` made of `entries`. `on_bytes` is told of each chunk's bytes.
+    `raw` and `header` are the results of `encode_header(entries)`. `on_bytes` is called with the size of each chunk.
     """
     by_key = {entry.key: entry for entry in entries}
     crc32s = dict.fromkeys(by_key, 0)
     with DurableFile(path) as file, Checksum() as checksum:
         file.write(raw)
-        # A tensor without bytes may share its start with the next one: it comes first.
+        # An empty tensor may have the same start as the next one. It must come first.
         for info in sorted(header.infos, key=lambda info: (info.start, info.stop)):
             crc32s[info.name] = _write_one(file, checksum, by_key[info.name], on_bytes)
     return crc32s
 
 
 def _write_one(file: DurableFile, checksum: Checksum, entry: Entry, on_bytes: Callable[[int], None] | None) -> int:
-    """Write one tensor and return its crc32. No reference to its values outlives the call."""
+    """Writes one tensor and returns its crc32. No reference to its values is left after the call."""
     for chunk in _chunks(_bytes_of(_on_host(entry))):
         checksum.add(chunk)
         file.write(chunk)
@@ -313,14 +321,14 @@ def _on_host(entry: Entry) -> Tensor:
     tensor = entry.read()
     if tensor.dtype != entry.dtype or tuple(tensor.shape) != tuple(entry.shape):
         raise ValueError(
-            f"tensor {entry.name!r} was announced as {entry.dtype} {list(entry.shape)}, but read() made "
-            f"{tensor.dtype} {list(tensor.shape)}; announce what is saved"
+            f"The entry of tensor {entry.name!r} has {entry.dtype} {list(entry.shape)}, but read() returned "
+            f"{tensor.dtype} {list(tensor.shape)}. Give the entry the dtype and shape of the tensor."
         )
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # of one element or none, contiguous may be of any stride
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # A contiguous tensor of one element or none may have any stride.
     return flat.view(torch.uint8).numpy().data
 
 
@@ -330,7 +338,7 @@ def _chunks(view: memoryview) -> Iterator[memoryview]:
 
 
 def read_tensor(path: Path, header: Header, info: TensorInfo, crc32: int | None = None) -> Tensor:
-    """One tensor of a file in memory of its own; a ValueError where it does not match `crc32`."""
+    """One tensor of a file in new memory. ValueError if it does not match `crc32`."""
     tensor = torch.empty(info.shape, dtype=info.dtype)
     found = read_range(path, header, info, 0, tensor, None if crc32 is None else 0)
     if crc32 is not None and found is not None:
@@ -341,9 +349,10 @@ def read_tensor(path: Path, header: Header, info: TensorInfo, crc32: int | None 
 def read_range(
     path: Path, header: Header, info: TensorInfo, start: int, into: Tensor, crc32: int | None = None
 ) -> int | None:
-    """Fill `into` with the elements of one tensor of a file from `start` on.
+    """Fills `into` with the elements of one tensor of a file from `start` on.
 
-    `crc32` is that of the elements before; returned is what it is with these. Without it nothing is summed up.
+    `crc32` is the checksum of the elements before `start`. The result is the checksum including the elements read. If
+    it is None, no checksum is computed.
     """
     with _open_data(path, header, info, start) as file, Checksum(crc32 or 0) as checksum:
         for chunk in _chunks(_bytes_of(into)):
@@ -361,7 +370,7 @@ def read_range(
 def verify_tensor(
     path: Path, header: Header, info: TensorInfo, crc32: int, on_bytes: Callable[[int], None] | None = None
 ) -> None:
-    """Check one tensor's checksum with two chunks in memory; `on_bytes` is told of each chunk's bytes."""
+    """Checks the checksum of one tensor with two chunks in memory. `on_bytes` is called with the size of each chunk."""
     with _open_data(path, header, info) as file, Checksum() as checksum:
         rest = info.stop - info.start
         while rest:
@@ -383,17 +392,19 @@ def _open_data(path: Path, header: Header, info: TensorInfo, start: int = 0) -> 
             file.seek(header.data_start + info.start + start * info.dtype.itemsize)
             yield file
     except FileNotFoundError as error:
-        raise ValueError(f"{path} is missing; it was there when the checkpoint was opened") from error
+        raise ValueError(
+            f"{path} is missing, but existed when the checkpoint was opened. Open the checkpoint again."
+        ) from error
 
 
 def _cut_off(path: Path, info: TensorInfo) -> ValueError:
-    return ValueError(f"{path} is cut off: it ends within tensor {info.name!r}. Use another checkpoint")
+    return ValueError(f"{path} is cut off: it ends within tensor {info.name!r}. Use another checkpoint.")
 
 
 def check_crc32(path: Path, info: TensorInfo, expected: int, found: int) -> None:
-    """Refuse a tensor of a file that is not what was saved."""
+    """Raises ValueError if the checksum of a tensor is not the saved one."""
     if found != expected:
         raise ValueError(
-            f"{path}: tensor {info.name!r} does not match its checksum; the file was changed or damaged after it was "
-            "saved. Use another checkpoint"
+            f"{path}: tensor {info.name!r} does not match its checksum: the file was changed or damaged after it was "
+            "saved. Use another checkpoint."
         )

@@ -1,4 +1,4 @@
-"""What ranks that write one checkpoint need of each other: to know what all of them say, and to fail together."""
+"""Communication of ranks that write one checkpoint: they exchange values, and fail together."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ class Together(Protocol):
 
     @property
     def rank(self) -> int:
-        """Which one this is."""
+        """The rank of this process."""
         ...
 
     @property
     def world(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         ...
 
     def gather(self, value: Told) -> list[Told]:
-        """Every rank's value, on every rank, by rank; raises where a rank is gone."""
+        """The values of all ranks in the order of ranks, on every rank. Raises an exception if a rank is gone."""
         ...
 
 
 @dataclass(frozen=True)
 class Alone:
-    """One process that needs nobody."""
+    """A single process."""
 
     rank: int = 0
     world: int = 1
 
     def gather(self, value: Told) -> list[Told]:
-        """Its own value."""
         return [value]
 
 
 def agree(together: Together, act: Callable[[], tuple[Own, Told]]) -> tuple[Own, list[Any]]:
-    """Run `act` on every rank: its first result stays here, the second of every rank is told to all.
+    """Runs `act` on every rank. Returns its first result, and the second results of all ranks.
 
-    Where it raises on one rank, all ranks raise the same, with the rank's number: nobody waits for one that gave up.
+    If it raises an exception on one rank, all ranks raise the same error with the number of that rank. No rank waits
+    for a rank that failed.
     """
     own: list[Own] = []
     error: Exception | None = None
@@ -74,7 +74,9 @@ def _describe(error: Exception | None) -> JSON:
 
 
 def _as_error(failed: list[int], said: dict[str, Any]) -> Exception:
-    """The first failing rank's error, of a kind that callers tell apart: a full disk, a wrong value, all else."""
+    """The error of the first rank that failed. The type shows callers a full disk (OSError), a wrong value (ValueError)
+    or another error (RuntimeError).
+    """
     who = f"rank {failed[0]}" + (f" (and {len(failed) - 1} more)" if len(failed) > 1 else "")
     kind, text = said["kind"], said["text"]
     if kind == "OSError":

@@ -1,6 +1,6 @@
-"""The container that torch.save writes: a zip of one pickle and the bytes of each storage, none of it compressed.
+"""The file format of torch.save: an uncompressed zip archive with one pickle and the bytes of each storage.
 
-Nothing is unpickled here. A tensor is a place in the file, read when it is asked for, and only the part asked for.
+This module unpickles nothing. A tensor is a place in the file, of which only the requested part is read.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from twinflow.checkpoint.disk import file_status
 
-MAX_PICKLE_BYTES: Final = 1 << 30  # names and numbers only: far more than any model has
+MAX_PICKLE_BYTES: Final = 1 << 30  # A pickle has only names and numbers. No model needs this much.
 LOCAL_HEADER_BYTES: Final = 30
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Bytes of a file that hold values of one dtype; `start` is counted from the beginning of the file."""
+    """Bytes of a file that contain values of one dtype. `start` is the offset from the beginning of the file."""
 
     path: Path
     key: str
@@ -34,7 +34,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor in a file. Strides and offset are counted in elements, as torch does."""
+    """A tensor in a file. Stride and offset are in elements, as in torch."""
 
     storage: Storage
     offset: int
@@ -43,17 +43,15 @@ class SavedTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its values."""
         return self.storage.dtype
 
     @property
     def numel(self) -> int:
-        """Number of its values."""
         return math.prod(self.shape)
 
     @property
     def is_flat(self) -> bool:
-        """Whether its values lie one after another in the file."""
+        """Whether the values are contiguous in the file."""
         step = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != step:
@@ -62,7 +60,7 @@ class SavedTensor:
         return True
 
     def read(self) -> Tensor:
-        """All values, in memory of their own."""
+        """All values in new memory."""
         if self.numel == 0:
             return torch.empty(self.shape, dtype=self.dtype)
         if self.is_flat:
@@ -71,9 +69,9 @@ class SavedTensor:
         return self._load(self.offset, span).as_strided(self.shape, self.stride).contiguous()
 
     def read_range(self, start: int, numel: int) -> Tensor:
-        """Values `start` to `start + numel` of the tensor seen as one row."""
+        """Values `start` to `start + numel` of the flattened tensor."""
         assert start >= 0 and start + numel <= self.numel
-        if not self.is_flat:  # a weight kept transposed, say: all of it is needed to find its rows
+        if not self.is_flat:  # For example a transposed weight, whose rows are spread over the whole storage.
             return self.read().view(-1)[start : start + numel]
         return self._load(self.offset + start, numel)
 
@@ -86,13 +84,16 @@ class SavedTensor:
             while filled < len(view):
                 count = file.readinto(view[filled:])
                 if not count:
-                    raise ValueError(f"{self.storage.path} is cut off: it ends within storage {self.storage.key!r}")
+                    raise ValueError(
+                        f"{self.storage.path} is cut off: it ends within the storage {self.storage.key!r}. "
+                        "Copy it again."
+                    )
                 filled += count
         return tensor
 
 
 class TorchFile:
-    """The entries of a file of torch.save: its pickle as bytes, its storages as places."""
+    """The entries of a file of torch.save: the bytes of its pickle and the places of its storages."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -103,49 +104,61 @@ class TorchFile:
         except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, struct.error) as error:
             raise ValueError(
                 f"{path} is not a file of torch.save, or is cut off ({error}). Files of torch before 1.6 are not zip "
-                "archives: load and save them again with a newer torch"
+                "archives. Load and save them again with a newer torch."
             ) from error
         pickles = [name for name in self._entries if name.endswith("/data.pkl")]
         if len(pickles) != 1:
-            raise ValueError(f"{path} is not a file of torch.save: it has {len(pickles)} entries 'data.pkl', not 1")
+            raise ValueError(
+                f"{path} is not a file of torch.save: it has {len(pickles)} entries 'data.pkl', but must have one."
+            )
         self._prefix = pickles[0].removesuffix("data.pkl")
         order = f"{self._prefix}byteorder"
         if order in self._entries and self._bytes(order) != b"little":
-            raise ValueError(f"{path} has byte order {self._bytes(order)!r}, but must have b'little'.")
+            raise ValueError(
+                f"{path} has the byte order {self._bytes(order)!r}, but must have b'little'. Save it again on a "
+                "little-endian machine."
+            )
 
     def pickle(self) -> bytes:
-        """The bytes of the pickle."""
         return self._bytes(f"{self._prefix}data.pkl")
 
     def storage(self, key: str, dtype: torch.dtype, numel: int) -> Storage:
-        """Where the storage `key` lies."""
+        """The place of the storage `key`. ValueError if its size does not fit."""
         name = f"{self._prefix}data/{key}"
         if name not in self._entries:
-            raise ValueError(f"{self.path} has no entry {name!r}; the file is damaged")
+            raise ValueError(f"{self.path} has no entry {name!r}. The file is damaged.")
         start, size = self._place(name)
         if numel < 0 or size != numel * dtype.itemsize:
-            raise ValueError(f"{self.path}: {name!r} has {size} bytes for {numel} values of {dtype}; it is damaged")
+            raise ValueError(
+                f"{self.path}: {name!r} has {size} bytes for {numel} values of {dtype}. The file is damaged."
+            )
         return Storage(self.path, key, dtype, start, numel)
 
     def _bytes(self, name: str) -> bytes:
         start, size = self._place(name)
         if size > MAX_PICKLE_BYTES:
-            raise ValueError(f"{self.path}: {name!r} has {size} bytes, but may have at most {MAX_PICKLE_BYTES}.")
+            raise ValueError(
+                f"{self.path}: {name!r} has {size} bytes, but must have at most {MAX_PICKLE_BYTES}. "
+                "The file is damaged."
+            )
         with open(self.path, "rb") as file:
             file.seek(start)
             return file.read(size)
 
     def _place(self, name: str) -> tuple[int, int]:
-        """Where an entry's bytes begin in the file, and how many there are."""
+        """The offset and the size of an entry in the file."""
         info = self._entries[name]
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            raise ValueError(f"{self.path}: {name!r} is compressed or encrypted, which torch.save never does")
+            raise ValueError(
+                f"{self.path}: {name!r} is compressed or encrypted, but torch.save never writes such entries. "
+                "Save the file again with torch.save."
+            )
         with open(self.path, "rb") as file:
             file.seek(info.header_offset)
             head = file.read(LOCAL_HEADER_BYTES)
-        # The lengths of name and padding stand in front of the data; those in the zip's index may differ.
+        # The lengths of name and padding come from the local header. Those in the zip's index may differ.
         skip = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
         start = info.header_offset + LOCAL_HEADER_BYTES + skip
         if head[:4] != b"PK\3\4" or start + info.file_size > self._size:
-            raise ValueError(f"{self.path} is cut off or damaged: {name!r} does not lie within it")
+            raise ValueError(f"{self.path} is cut off or damaged: the entry {name!r} exceeds the file. Copy it again.")
         return start, info.file_size

@@ -1,7 +1,7 @@
-"""Nested values as JSON with their tensors set apart, and back: what a checkpoint keeps of options, counters and state.
+"""Converts nested values (options, counters, state) to JSON with their tensors separate, and back.
 
-A tensor becomes a marker that names it, a tuple another, so that what comes back has the types that went in. Anything
-that JSON has no word for is refused by its path: a file that needs unpickling is not written.
+A tensor becomes a marker with its name, and a tuple becomes another marker, so that decoding restores the types. A
+value that JSON cannot represent raises ValueError with its path. No file needs unpickling.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MARKS = (_TENSOR, _TUPLE, _FLOAT, _ITEMS)
 
 
 class Leaf(NamedTuple):
-    """A tensor, or a part of one, that was set apart: what an `Entry` is made of."""
+    """A tensor, or a part of one, that was separated from a value: the arguments of an `Entry`."""
 
     name: str
     dtype: torch.dtype
@@ -32,9 +32,9 @@ class Leaf(NamedTuple):
 
 
 def take_apart(value: Any, path: str) -> tuple[Any, list[Leaf]]:
-    """`value` as JSON, and the tensors in it; a tuple `name, dtype, shape, read` with these names counts as a tensor.
+    """`value` as JSON, and the tensors in it. A named tuple `name, dtype, shape, read` counts as a tensor.
 
-    A fifth item that is not None makes it a part of a tensor: a PartOf, or the plain tuple of what one is made of.
+    A fifth item that is not None makes it a part of a tensor. It is a PartOf or the tuple of its fields.
     """
     leaves: list[Leaf] = []
     return _strip(value, path, leaves), leaves
@@ -56,7 +56,7 @@ def _strip(value: Any, path: str, leaves: list[Leaf]) -> Any:
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, (str, int, float)):
-                raise invalid_value(f"{path}: key", key, "a string or a number", "A checkpoint is never pickled.")
+                raise invalid_value(f"A key of {path}", key, "a string or a number", "Checkpoints are never pickled.")
         if any(not isinstance(key, str) or key in _MARKS for key in value):
             return {_ITEMS: [[key, _strip(item, f"{path}/{key}", leaves)] for key, item in value.items()]}
         return {key: _strip(item, f"{path}/{key}", leaves) for key, item in value.items()}
@@ -67,11 +67,12 @@ def _strip(value: Any, path: str, leaves: list[Leaf]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     allowed = "None, bool, int, float, str, list, tuple, dict or a tensor"
-    raise invalid_value(path, f"a {type(value).__name__}", allowed, "A checkpoint is never pickled: convert it before.")
+    remedy = "Convert the value: checkpoints are never pickled."
+    raise invalid_value(path, f"a {type(value).__name__}", allowed, remedy)
 
 
 def put_together(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """What `take_apart` was given, with tensors by name."""
+    """The value that `take_apart` converted. `tensor` returns a tensor by its name."""
     if isinstance(value, list):
         return [put_together(item, tensor) for item in value]
     if not isinstance(value, dict):
@@ -88,5 +89,5 @@ def put_together(value: Any, tensor: Callable[[str], Tensor]) -> Any:
 
 
 def tensor_names(value: Any) -> dict[str, str]:
-    """The tensors among a stripped dict's own values: key to name."""
+    """The names of the tensors among the direct values of a converted dict, by key."""
     return {key: item[_TENSOR] for key, item in value.items() if isinstance(item, dict) and _TENSOR in item}

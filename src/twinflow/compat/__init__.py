@@ -1,6 +1,6 @@
-"""DeepSpeed's names over twinflow, for scripts that are written for DeepSpeed and shall not change.
+"""DeepSpeed's names for twinflow, for DeepSpeed scripts that should run unchanged.
 
-Nothing here is in anybody's way until `install()` is called, or a script is run with `python -m twinflow.compat`.
+Importing this package changes nothing. `install()` and `python -m twinflow.compat` make the names available.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ import sys
 
 from twinflow.compat.finder import NAME, CompatFinder, CompatModule
 from twinflow.compat.names import VERSION
+from twinflow.errors import wrong_state
 
 __all__ = ["VERSION", "install", "uninstall"]
 
 
 def install() -> None:
-    """Let `import deepspeed` find twinflow from now on, also where the real one is installed.
+    """Makes `import deepspeed` find twinflow from now on, even if DeepSpeed is installed.
 
-    Call it before anything that looks for DeepSpeed is imported: transformers and accelerate look once, when they are.
+    Call this function before transformers and accelerate are imported: they look for DeepSpeed once, at import.
     """
     there = sys.modules.get(NAME)
     if there is not None and not isinstance(there, CompatModule):
-        raise RuntimeError(
-            "deepspeed is imported already, and it is the real one. Call twinflow.compat.install() before, or run the "
-            "script with python -m twinflow.compat"
+        raise wrong_state(
+            "twinflow.compat.install() cannot replace deepspeed",
+            "DeepSpeed is imported already",
+            "Call install() before the first import of deepspeed, or run the script with python -m twinflow.compat.",
         )
     if not any(isinstance(finder, CompatFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, CompatFinder())
@@ -32,7 +34,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Forget what `install` did; what a script has imported stays with it."""
+    """Undoes `install`. Modules that a script has already imported keep working."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, CompatFinder)]
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == NAME and isinstance(module, CompatModule):

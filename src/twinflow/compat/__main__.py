@@ -1,4 +1,4 @@
-"""`python -m twinflow.compat script.py ...`: a script for DeepSpeed, run by twinflow; `-m module ...` likewise."""
+"""`python -m twinflow.compat SCRIPT ...` runs a DeepSpeed script with twinflow. `-m MODULE ...` runs a module."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ USAGE = "usage: python -m twinflow.compat [-m] SCRIPT [ARGUMENTS]"
 
 
 def main(words: list[str]) -> None:
-    """Run the script as `python SCRIPT ARGUMENTS` would, after `install()`."""
+    """Calls `install()` and runs the script as `python SCRIPT ARGUMENTS` does."""
     if not words or words[0] in ("-h", "--help"):
-        raise SystemExit(USAGE if words else f"{USAGE}\nerror: there is no script")
+        raise SystemExit(USAGE if words else f"{USAGE}\nerror: No script is given.")
     is_module, script = words[0] == "-m", Path(words[0])
     if is_module and len(words) < 2:
-        raise SystemExit(f"{USAGE}\nerror: there is no module after -m")
+        raise SystemExit(f"{USAGE}\nerror: No module is given after -m.")
     if not is_module and not script.is_file():
-        raise SystemExit(f"error: {invalid_value('script', words[0], 'a file that is there', 'For a module give -m.')}")
+        error = invalid_value("SCRIPT", words[0], "the path of a file", "Use -m to run a module.")
+        raise SystemExit(f"error: {error}")
     install()
     if rank_environment(os.environ) is None:
         os.environ.update(alone())
@@ -36,7 +37,7 @@ def main(words: list[str]) -> None:
 
 
 def alone() -> dict[str, str]:
-    """What a launcher tells the only process there is: scripts for DeepSpeed, and Accelerate, count on one."""
+    """The variables that a launcher sets, for a single process. DeepSpeed scripts and Accelerate need them."""
     with socket.socket() as made:
         made.bind((LOCAL_ADDRESS, 0))
         port = made.getsockname()[1]

@@ -1,4 +1,4 @@
-"""`deepspeed.accelerator.get_accelerator()`: the GPU, or the CPU where there is none."""
+"""`deepspeed.accelerator.get_accelerator()`: the GPU, or the CPU if there is no GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Accelerator:
-    """torch.cuda or torch.cpu under DeepSpeed's names; what they have themselves is found there."""
+    """torch.cuda or torch.cpu with the method names of DeepSpeed's accelerator.
+
+    A name that DeepSpeed shares with torch.cuda or torch.cpu, such as `synchronize`, is looked up in the torch module.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -27,110 +30,107 @@ class Accelerator:
         try:
             return getattr(self._torch, name)
         except AttributeError:
-            raise AttributeError(f"the accelerator {self._name} has no {name!r}, nor has torch.{self._name}") from None
+            message = f"The accelerator {self._name} has no attribute {name!r}, and torch.{self._name} has none either."
+            raise AttributeError(message) from None
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Like cuda:1."""
+        """The name of a device, such as "cuda:1"."""
         return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
 
     def current_device_name(self) -> str:
-        """The one in use."""
         return self.device_name(self.current_device() if self._name == "cuda" else None)
 
     def current_device(self) -> int:
-        """Its number."""
+        """The index of the current device. On a CPU: the local rank."""
         return torch.cuda.current_device() if self._name == "cuda" else int(os.environ.get("LOCAL_RANK", "0"))
 
     def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
-        """A context on another one."""
+        """A context in which the device with this index is the current one."""
         return torch.cuda.device(device_index) if self._name == "cuda" else nullcontext()
 
     def is_synchronized_device(self) -> bool:
-        """Whether nothing runs beside Python."""
+        """Whether operations finish before the call returns."""
         return self._name == "cpu"
 
     def on_accelerator(self, tensor: Tensor) -> bool:
-        """Whether a tensor is there."""
         return tensor.device.type == self._name
 
     def communication_backend_name(self) -> str:
-        """For the process group."""
+        """The backend for torch.distributed."""
         return "nccl" if self._name == "cuda" else "gloo"
 
     def is_bf16_supported(self) -> bool:
-        """Whether bf16 is computed in."""
         return torch.cuda.is_bf16_supported() if self._name == "cuda" else True
 
     def is_fp16_supported(self) -> bool:
-        """Whether fp16 is computed in."""
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Of weights."""
+        """Dtypes that weights can have."""
         return [torch.float32, torch.float16, torch.bfloat16]
 
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
-        """A page-locked copy, where there is a GPU to copy to."""
+        """A page-locked copy of the tensor. Without a GPU: the tensor itself."""
         return tensor.pin_memory() if self._name == "cuda" else tensor
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes in use; on a CPU, by this process."""
+        """Bytes in use on the GPU. On a CPU: resident memory of this process."""
         return torch.cuda.memory_allocated(device_index) if self._name == "cuda" else _resident_bytes("VmRSS")
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most so far."""
+        """Peak number of bytes in use on the GPU. On a CPU: peak resident memory of this process."""
         return torch.cuda.max_memory_allocated(device_index) if self._name == "cuda" else _resident_bytes("VmHWM")
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes there are."""
+        """Memory of the GPU or of the host in bytes."""
         if self._name == "cuda":
             return torch.cuda.get_device_properties(device_index or 0).total_memory
         return os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Count the most from here; Linux does not let a process do that for itself."""
+        """Resets the peak of the GPU. On a CPU this does nothing: a Linux process cannot reset its own peak."""
         if self._name == "cuda":
             torch.cuda.reset_peak_memory_stats(device_index)
 
     def empty_cache(self) -> None:
-        """Give memory that torch holds back to the system."""
+        """Returns cached GPU memory to the system."""
         if self._name == "cuda":
             torch.cuda.empty_cache()
 
     def manual_seed(self, seed: int) -> Any:
-        """Of the device's random numbers."""
+        """Seeds the generator of the current device."""
         return torch.cuda.manual_seed(seed) if self._name == "cuda" else torch.manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> Any:
-        """Of all devices."""
+        """Seeds the generators of all devices."""
         return torch.cuda.manual_seed_all(seed) if self._name == "cuda" else torch.manual_seed(seed)
 
     def random(self) -> Any:
-        """torch.random."""
+        """The module torch.random."""
         return torch.random
 
     def range_push(self, message: str) -> None:
-        """Begin a named range in a profile."""
+        """Begins a named NVTX range."""
         if self._name == "cuda":
             torch.cuda.nvtx.range_push(message)  # type: ignore[no-untyped-call]
 
     def range_pop(self) -> None:
-        """End it."""
+        """Ends the innermost NVTX range."""
         if self._name == "cuda":
             torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        """Call it: nothing is put off."""
+        """Calls `callback` at once."""
         return callback()
 
 
 def _resident_bytes(key: str) -> int:
-    """Of this process, as Linux tells; 0 elsewhere."""
+    """A memory figure of this process from /proc/self/status. 0 on systems without that file."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.is_file() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), 0)
 
 
 def get_accelerator() -> Accelerator:
-    """The GPU, or the CPU where there is none."""
+    """The accelerator of this process: the GPU, or the CPU if there is no GPU."""
     return Accelerator("cuda" if torch.cuda.is_available() else "cpu")

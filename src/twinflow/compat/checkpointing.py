@@ -1,4 +1,4 @@
-"""`deepspeed.checkpointing`: a function that keeps only its inputs, and runs again in backward."""
+"""`deepspeed.checkpointing`: activation checkpointing. A function keeps only its inputs and runs again in backward."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from torch.utils.checkpoint import checkpoint as run_again
 from twinflow.config import load_config
 from twinflow.errors import invalid_value
 
-_SECTION = "Set it in activation_checkpointing of the config: initialize() checkpoints the model's layers so."
+_SECTION = (
+    "Set it in the section activation_checkpointing of the config: initialize() applies it to the model's layers."
+)
 
 
 class _Configured:
-    """Whether `configure` was called, as scripts ask."""
+    """Records whether `configure` was called, for `is_configured`."""
 
     is_done = False
 
@@ -32,10 +34,11 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Check what is asked of `checkpoint`: where inputs are kept is for the config to say.
+    """Checks the options for `checkpoint`.
 
-    `contiguous_checkpointing`, `num_checkpoints`, `synchronize` and `profile` change nothing that is computed, in
-    DeepSpeed as here.
+    `partition_activations` and `checkpoint_in_cpu` work through the config only: ValueError if one of them is true.
+    `contiguous_checkpointing`, `num_checkpoints`, `synchronize` and `profile` have no effect on results, as in
+    DeepSpeed.
     """
     asked = {"partition_activations": partition_activations, "checkpoint_in_cpu": checkpoint_in_cpu}
     if deepspeed_config is not None:
@@ -49,16 +52,15 @@ def configure(
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called."""
     return _CONFIGURED.is_done
 
 
 def reset() -> None:
-    """Nothing is kept between steps."""
+    """Does nothing: no activations are kept between steps. DeepSpeed scripts call this function."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """The function's outputs; what it saves for backward are its inputs alone."""
+    """Calls `function` and saves only its inputs for backward."""
     return run_again(function, *args, use_reentrant=False)
 
 

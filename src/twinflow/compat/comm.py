@@ -1,4 +1,4 @@
-"""`deepspeed.comm`: torch.distributed, with answers for a process that has no group."""
+"""`deepspeed.comm`: torch.distributed, with answers for a process without a process group."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from twinflow.launch.environment import joined
 
 
 def is_initialized() -> bool:
-    """Whether there is a process group."""
+    """Whether this process has a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def get_rank(group: Any = None) -> int:
-    """This process among those of a group; 0 where there is none."""
+    """The rank of this process in a group. 0 without a process group."""
     return dist.get_rank(group) if is_initialized() else 0
 
 
 def get_world_size(group: Any = None) -> int:
-    """Processes of a group; 1 where there is none."""
+    """The number of processes in a group. 1 without a process group."""
     return dist.get_world_size(group) if is_initialized() else 1
 
 
 def get_local_rank() -> int:
-    """This process among those on its machine."""
+    """The rank of this process on its machine."""
     return joined().local_rank
 
 
@@ -35,5 +35,5 @@ def get_world_group() -> Any:
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """Among all, of a rank of a group."""
+    """The global rank of a rank of a group."""
     return dist.get_global_rank(group, group_rank) if group is not None else group_rank

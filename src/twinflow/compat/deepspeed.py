@@ -1,4 +1,4 @@
-"""`twinflow.compat.deepspeed` is the very module that `import deepspeed` gives after `twinflow.compat.install()`."""
+"""`twinflow.compat.deepspeed` is the module object that `import deepspeed` gives after `twinflow.compat.install()`."""
 
 from twinflow.compat.finder import make_top
 

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.config` and `deepspeed.runtime.zero.config`: a config as an object with their attributes."""
+"""`deepspeed.runtime.config` and `deepspeed.runtime.zero.config`: a config as an object with DeepSpeed's attributes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DeepSpeedConfigError = ValueError
 
 
 class ZeroStageEnum(IntEnum):
-    """What ranks share."""
+    """The stages of ZeRO. Each is named after the state that it is the first to partition."""
 
     disabled = 0
     optimizer_states = 1
@@ -26,7 +26,7 @@ class ZeroStageEnum(IntEnum):
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Where things can live."""
+    """Devices to which DeepSpeed can offload."""
 
     none = "none"
     cpu = "cpu"
@@ -34,21 +34,23 @@ class OffloadDeviceEnum(str, Enum):
 
 
 class DeepSpeedConfig:
-    """A config, checked, its batch sizes worked out; other attributes are those of twinflow's `Config`."""
+    """A checked config with its batch sizes resolved. Other attributes are those of twinflow's `Config`."""
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         for name, value in (("mpu", mpu), ("mesh_device", mesh_device)):
             if value is not None:
-                raise invalid_value(name, type(value).__name__, "None", "initialize() makes the groups of ranks.")
+                raise invalid_value(name, type(value).__name__, "None", "initialize() creates the process groups.")
         self._param_dict: Mapping[str, Any] = read_source(config)[1]
         self._config = parsed = load_config(config)
         batch = resolve_batch(parsed, get_world_size())
-        self.train_batch_size, self.train_micro_batch_size_per_gpu = batch.train_batch_size, batch.micro_batch_size
+        self.train_batch_size = batch.train_batch_size
+        self.train_micro_batch_size_per_gpu = batch.micro_batch_size
         self.gradient_accumulation_steps = batch.accumulation_steps
         self.zero_config = parsed.zero_optimization
         self.zero_optimization_stage = self.zero_config.stage
         self.zero_enabled = self.zero_optimization_stage > 0
-        self.float16_config, self.bfloat16_config = parsed.fp16, parsed.bf16
+        self.float16_config = parsed.fp16
+        self.bfloat16_config = parsed.bf16
         self.optimizer_name = parsed.optimizer.type.lower() if parsed.optimizer is not None else None
         self.optimizer_params = dict(parsed.optimizer.params) if parsed.optimizer is not None else None
         self.scheduler_name = parsed.scheduler.type if parsed.scheduler is not None else None
@@ -62,12 +64,12 @@ class DeepSpeedConfig:
         return getattr(self._config, name)
 
     def print_user_config(self) -> None:
-        """The config as it is, every default filled in."""
+        """Prints the config with all defaults filled in."""
         print(self._config.model_dump_json(indent=2))
 
     print = print_user_config
 
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> ZeroOptimization:
-    """The section of a whole config."""
+    """The section `zero_optimization` of a whole config, checked."""
     return load_config({"zero_optimization": param_dict.get("zero_optimization", {})}).zero_optimization

@@ -1,7 +1,7 @@
-"""Memory estimators: what weights, gradients and optimizer state take with twinflow, under DeepSpeed's names.
+"""Memory estimators with DeepSpeed's names: memory of weights, gradients and optimizer state with twinflow.
 
-bf16 weights and AdamW, as DeepSpeed's have it. Host numbers are of one machine, with all of its ranks;
-`additional_buffer_factor` is for whatever else the host keeps.
+The estimates assume bf16 weights and AdamW, as DeepSpeed's do. Host figures are for one machine with all of its ranks.
+`additional_buffer_factor` covers the other buffers of the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """Bytes on a host and on a GPU: every rank has all weights, and its part of the rest."""
+    """Bytes on a host and on a GPU with stage 2: each rank has all weights and a part of gradients and optimizer
+    state."""
     world, size = num_gpus_per_node * num_nodes, state_bytes("fp32")
     weights, gradients = _WIDTH * total_params, _WIDTH * total_params / world
     if cpu_offload:
@@ -40,12 +41,12 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """The same where weights are partitioned too; and the bytes of the layers that are gathered at a time.
+    """Bytes on a host and on a GPU with stage 3, and bytes of the layers that are gathered at a time.
 
-    `zero_init` makes no difference: a model that was made whole is partitioned when training starts.
+    `zero_init` has no effect: a model that was built whole is partitioned when training starts.
     """
     world, size = num_gpus_per_node * num_nodes, state_bytes("fp32")
-    gathered = 2 * _WIDTH * largest_layer_params  # this layer, and the next
+    gathered = 2 * _WIDTH * largest_layer_params  # the current layer and the next one
     part = total_params / world
     if not cpu_offload:
         return 0, int(gathered + (2 * _WIDTH + size.resident) * part), gathered
@@ -56,7 +57,7 @@ def estimate_zero3_model_states_mem_needs(
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the estimates for a model."""
+    """Prints the stage 2 estimates for a model."""
     estimate_zero2_model_states_mem_needs_all_cold(
         _count(model), num_gpus_per_node, num_nodes, additional_buffer_factor
     )
@@ -65,7 +66,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the estimates for so many parameters."""
+    """Prints the stage 2 estimates for a number of parameters."""
     rows = []
     for offload in (True, False):
         found = estimate_zero2_model_states_mem_needs(
@@ -78,7 +79,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the estimates for a model, partitioned."""
+    """Prints the stage 3 estimates for a model."""
     largest = max((sum(p.numel() for p in part.parameters(recurse=False)) for part in model.modules()), default=0)
     estimate_zero3_model_states_mem_needs_all_cold(
         _count(model), largest, num_gpus_per_node, num_nodes, additional_buffer_factor
@@ -92,7 +93,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print the estimates for so many parameters, partitioned."""
+    """Prints the stage 3 estimates for a number of parameters."""
     rows = []
     for offload, params in ((True, True), (True, False), (False, False)):
         found = estimate_zero3_model_states_mem_needs(
@@ -110,7 +111,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 
 
 def _count(model: nn.Module) -> int:
-    """Parameters, shared ones once."""
+    """Counts parameters. A shared parameter counts once."""
     return sum(param.numel() for param in set(model.parameters()))
 
 

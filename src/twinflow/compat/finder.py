@@ -1,7 +1,7 @@
-"""How `import deepspeed` finds the names of names.py: modules made of the table, a finder, and a distribution.
+"""How `import deepspeed` finds the names of names.py: modules made from the table, an import finder and a distribution.
 
-A name is looked up when it is first asked for. Every module counts as a package: only then does Python come back to the
-finder for `from deepspeed.x import y` where there is no y, and the reason can be told.
+A name is resolved at its first use. Every module is marked as a package. Python therefore asks the finder for `y` in
+`from deepspeed.x import y` if `x` has no `y`, and the finder can raise an error with a remedy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DOCS = "docs/compat.md lists all names"
 
 
 class CompatModule(ModuleType):
-    """One module of the table."""
+    """A module `deepspeed` or `deepspeed.x` whose attributes come from the table."""
 
     def __init__(self, path: str) -> None:
         super().__init__(f"{NAME}.{path}" if path else NAME, f"twinflow under the names of DeepSpeed {VERSION}.")
@@ -41,7 +41,7 @@ class CompatModule(ModuleType):
         return found[0]
 
     def _find(self, name: str) -> tuple[Any] | None:
-        """What a name stands for, in a tuple; None where it stands for nothing."""
+        """The object for a name, in a tuple. None if the name does not exist here."""
         entry = entries(self._path).get(name)
         below = join(self._path, name)
         if isinstance(entry, Ours):
@@ -60,12 +60,12 @@ class CompatModule(ModuleType):
 
 
 def entries(path: str) -> Mapping[str, Entry]:
-    """Of one module, by name."""
+    """The table's entries for one module, by name."""
     return TABLE.get(real_path(path), {})
 
 
 def real_path(path: str) -> str:
-    """Where the table has a module: some have two names."""
+    """The path under which the table lists a module. Some modules have two paths."""
     for alias, path_of_it in ALIASES.items():
         if path == alias or path.startswith(f"{alias}."):
             return path_of_it + path[len(alias) :]
@@ -73,36 +73,38 @@ def real_path(path: str) -> str:
 
 
 def is_module(path: str) -> bool:
-    """Whether there is such a module, or one below it."""
+    """Whether the table has a module at this path or below it."""
     real = real_path(path)
     return any(name == real or name.startswith(f"{real}.") for name in (*TABLE, *ALIASES))
 
 
 def children(path: str) -> list[str]:
-    """Names of the modules just below one."""
+    """The names of the modules directly below a module."""
     real = real_path(path)
     start = f"{real}." if real else ""
     return sorted({name[len(start) :].split(".")[0] for name in (*TABLE, *ALIASES) if name.startswith(start)} - {""})
 
 
 def join(path: str, name: str) -> str:
-    """The path of a module below another."""
+    """The path of a module below another one."""
     return f"{path}.{name}" if path else name
 
 
 def missing(path: str, name: str) -> str:
-    """Why a name is not there, and what to use."""
+    """The error message for a name that does not exist here."""
     whole, entry = f"{NAME}.{join(path, name)}", entries(path).get(name)
     if isinstance(entry, Refused):
-        return f"{whole} is not there in twinflow.compat; {entry.remedy}"
+        return f"{whole} is not available in twinflow.compat. {entry.remedy}."
     known = sorted({*(key for key, one in entries(path).items() if isinstance(one, Ours)), *children(path)})
     near = get_close_matches(name, {*known, *entries(path)}, 1)
-    hint = f"Did you mean {near[0]}?" if near else f"There is: {', '.join(known)}."
-    return f"{whole} is not there in twinflow.compat. {hint} {_DOCS}; for DeepSpeed itself, run without twinflow.compat"
+    hint = f"Did you mean {near[0]}?" if near else f"Available names: {', '.join(known)}."
+    return (
+        f"{whole} is not available in twinflow.compat. {hint} {_DOCS}. To use DeepSpeed, run without twinflow.compat."
+    )
 
 
 def module_at(path: str) -> CompatModule:
-    """The one module of a path: below the top, which is twinflow.compat.deepspeed."""
+    """The module object of a path. There is one object for each path. The top module is twinflow.compat.deepspeed."""
     if not path:
         top = importlib.import_module("twinflow.compat.deepspeed")
         assert isinstance(top, CompatModule)
@@ -119,10 +121,12 @@ def module_at(path: str) -> CompatModule:
 
 
 class CompatFinder(Loader):
-    """On sys.meta_path: answers for deepspeed and all below it, and for its version."""
+    """A finder for sys.meta_path that answers for `deepspeed`, for the modules below it and for its version."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        """A spec for a module that there is; for another below deepspeed an ImportError that says what to use."""
+        """The spec of a module. ModuleNotFoundError with a remedy for a module below `deepspeed` that does not exist
+        here.
+        """
         top, _, below = fullname.partition(".")
         if top != NAME:
             return None
@@ -132,11 +136,11 @@ class CompatFinder(Loader):
         raise ModuleNotFoundError(missing(*refused) if refused else missing(*_split(below)))
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module of the table; the same one under both of its names."""
+        """The module of the table. Both paths of an alias give the same module object."""
         return module_at(spec.name.partition(".")[2])
 
     def exec_module(self, module: ModuleType) -> None:
-        """There is nothing to run."""
+        """Does nothing: the attributes of the module are resolved at their first use."""
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
         """For importlib.metadata: libraries ask for DeepSpeed's version before they import it."""
@@ -144,11 +148,11 @@ class CompatFinder(Loader):
         return [CompatDistribution()] if name in (None, NAME) else []
 
     def invalidate_caches(self) -> None:
-        """Nothing is cached."""
+        """Does nothing: this finder has no cache."""
 
 
 def _refused_above(path: str) -> tuple[str, str] | None:
-    """The first part of a path that is refused by name: where, and what."""
+    """The first part of a path that the table refuses, as (parent path, name)."""
     parts = path.split(".")
     for i in range(len(parts)):
         above = ".".join(parts[:i])
@@ -163,28 +167,27 @@ def _split(path: str) -> tuple[str, str]:
 
 
 class CompatDistribution(importlib.metadata.Distribution):
-    """What importlib.metadata tells of `deepspeed`."""
+    """The metadata of `deepspeed` for importlib.metadata."""
 
     def read_text(self, filename: str | PathLike[str]) -> str | None:
-        """Name and version, as the file of an installed package has them."""
+        """The METADATA file with name and version. None for other files."""
         if str(filename) != "METADATA":
             return None
         return f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\nSummary: twinflow.compat, not DeepSpeed\n"
 
     def locate_file(self, path: str | PathLike[str]) -> Any:
-        """There are no files."""
         raise FileNotFoundError(str(path))
 
 
 def all_names() -> Iterator[tuple[str, Entry]]:
-    """Every name of the table with its full path, for docs and tests."""
+    """All names of the table with their full paths, for docs and tests."""
     for path, names in TABLE.items():
         for name, entry in names.items():
             yield f"{NAME}.{join(path, name)}", entry
 
 
 def make_top() -> CompatModule:
-    """The module `deepspeed`, for twinflow.compat.deepspeed to put in its own place."""
+    """Creates the module `deepspeed` and registers it as twinflow.compat.deepspeed."""
     top = CompatModule("")
     sys.modules["twinflow.compat.deepspeed"] = top
     return top

@@ -1,6 +1,6 @@
-"""`deepspeed.utils.safe_*`: a parameter's fp32 master, its optimizer state and its gradient, whole, read and written.
+"""`deepspeed.utils.safe_*`: reads and writes a parameter's fp32 master, optimizer state and gradient as whole tensors.
 
-Where ranks share the state, all of them have to call these functions, in the same order.
+If ranks partition the state, all ranks must call these functions in the same order.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from twinflow.compat.owners import OWNERS
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value, wrong_state
 from twinflow.offload.bucket import Bucket, Param
 from twinflow.offload.changes import check_changed, written
 from twinflow.optim.twin import TwinOptimizer
@@ -21,7 +21,7 @@ MASTER = "master"
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """The fp32 master of a parameter, every update in it that is due; None for a frozen one, which has none."""
+    """The fp32 master of a parameter after all pending updates. None for a frozen parameter."""
     if _is_frozen(param):
         return None
     optimizer, known = OWNERS.need(param)
@@ -29,9 +29,9 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """One of the optimizer's tensors for a parameter (exp_avg, exp_avg_sq, ...) in fp32.
+    """One tensor of a parameter's optimizer state (exp_avg, exp_avg_sq, ...) in fp32.
 
-    None before its first step, and for a frozen one.
+    None before the parameter's first step, and for a frozen parameter.
     """
     if _is_frozen(param):
         return None
@@ -41,23 +41,32 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """A parameter's gradient between the last backward of a step and `step()`, in fp32, without the loss scale.
+    """A parameter's gradient in fp32 and without the loss scale, between the last backward of a step and `step()`.
 
-    None at any other moment, and for a frozen one.
+    None at other times, and for a frozen parameter. ValueError if ranks or the host sum gradients, or if updates start
+    during backward.
     """
     if _is_frozen(param):
         return None
     optimizer, known = OWNERS.need(param)
     runtime = optimizer.runtime
     if runtime.sharing is not None or known.is_sharded or runtime.settings.sums_on_host:
-        remedy = "Gradients are summed over ranks, or on the host, and then used: log engine.get_global_grad_norm()."
-        raise invalid_value("safe_get_full_grad()", "where ranks or the host sum gradients", "one rank", remedy)
+        raise incompatible(
+            "safe_get_full_grad()",
+            "gradients that are summed over ranks or on the host",
+            "the sum is used and not kept",
+            "Use one rank without accumulation on the host, or log engine.get_global_grad_norm().",
+        )
     job = runtime.job
     if job is None:
         return None
     if not runtime.settings.limits.any:
-        remedy = "Updates have begun with it: set gradient_clipping, or bf16.check_grad_overflow."
-        raise invalid_value("safe_get_full_grad()", "without clipping", "a step that waits for the norm", remedy)
+        raise incompatible(
+            "safe_get_full_grad()",
+            "updates that start during backward",
+            "the gradient is already used",
+            "Set gradient_clipping or bf16.check_grad_overflow: updates then wait for the norm.",
+        )
     whole = torch.zeros(known.tensor.numel(), dtype=torch.float32)
     for bucket, i in _pieces(known):
         task = next((task for task in job.tasks if task.bucket is bucket), runtime.collector.task_of(bucket))
@@ -71,12 +80,16 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Another master, and the weight that follows from it."""
+    """Writes the master of a parameter, and its weight rounded from the master."""
     optimizer, known = OWNERS.need(param)
     _check_shape(known, value)
     if optimizer.offloads_params:
-        remedy = "Change weights before initialize(), or load a checkpoint."
-        raise invalid_value("safe_set_full_fp32_param() with zero_optimization.offload_param", "cpu", ["none"], remedy)
+        raise incompatible(
+            "safe_set_full_fp32_param()",
+            'zero_optimization.offload_param.device "cpu"',
+            "the weights live on the host",
+            "Change weights before initialize(), or load a checkpoint.",
+        )
     _settle(optimizer, known)
     flat = value.detach().reshape(-1)
     local = known.local
@@ -87,7 +100,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 
 @torch.no_grad()
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Another tensor in the place of one of the optimizer's."""
+    """Writes one tensor of a parameter's optimizer state."""
     optimizer, known = OWNERS.need(param)
     _check_shape(known, value)
     _check_key(optimizer, optim_state_key)
@@ -101,9 +114,11 @@ def _is_frozen(param: Tensor) -> bool:
 
 
 def _settle(optimizer: TwinOptimizer, param: Param) -> None:
-    """Nobody works on the state, and what somebody wrote into the weight is in its master."""
+    """Waits until no thread works on the state. A weight that the user changed is copied to its master."""
     if optimizer.runtime.job is not None:
-        raise RuntimeError("a parameter's state is read or written between backward() and step(). Call step() first")
+        raise wrong_state(
+            "The state of a parameter cannot be read or written", "backward() ran without step()", "Call step() first."
+        )
     optimizer.runtime.wait()
     optimizer.runtime.wait_for_copies()
     optimizer.runtime.wait_for_readers()
@@ -113,11 +128,12 @@ def _settle(optimizer: TwinOptimizer, param: Param) -> None:
 
 
 def _read(optimizer: TwinOptimizer, param: Param, key: str) -> Tensor | None:
-    """One tensor of a parameter, put together from this rank's slices and those of the others; None where no rank has
-    anything of it: states before the first step."""
+    """One tensor of a parameter, gathered from the slices of all ranks. None if no rank has a slice, as for states
+    before the first step.
+    """
     _settle(optimizer, param)
     gathered = torch.zeros(param.tensor.numel() + 1, dtype=torch.float32)
-    whole, num_found = gathered[:-1], gathered[-1:]  # of slices: a rank may have none
+    whole, num_found = gathered[:-1], gathered[-1:]  # The last element counts slices: a rank may have none.
     for bucket, i in _pieces(param):
         value = _read_piece(optimizer, bucket, i, key) if key == MASTER or bucket.steps[i] else None
         if value is not None:
@@ -132,14 +148,14 @@ def _read(optimizer: TwinOptimizer, param: Param, key: str) -> Tensor | None:
 
 def _read_piece(optimizer: TwinOptimizer, bucket: Bucket, index: int, key: str) -> Tensor | None:
     values = bucket.updater.read(bucket, index)
-    if optimizer.rule is None and key != MASTER:  # what an optimizer of the user's keeps
+    if optimizer.rule is None and key != MASTER:  # The state of a torch optimizer is in a dict of its own.
         values = dict_of(values, "state")
     found = values.get(key)
     return found if isinstance(found, Tensor) else None
 
 
 def _write(param: Param, key: str, whole: Tensor) -> None:
-    """This rank's slices of a tensor, beside what else they hold."""
+    """Writes this rank's slices of a tensor and keeps their other values."""
     for bucket, i in _pieces(param):
         piece = bucket.slices[i]
         values: dict[str, Any] = dict(bucket.updater.read(bucket, i))
@@ -150,7 +166,7 @@ def _write(param: Param, key: str, whole: Tensor) -> None:
             values["state"] = {**state, key: cut.view_as(state[key])}
         else:
             values[key] = cut
-            values.pop(f"{key}_scale", None)  # codes of 8 bits get a scale of their own
+            values.pop(f"{key}_scale", None)  # Writing int8 codes computes a new scale.
         bucket.updater.write(bucket, i, values)
 
 
@@ -160,7 +176,8 @@ def _pieces(param: Param) -> list[tuple[Bucket, int]]:
 
 def _check_shape(param: Param, value: Tensor) -> None:
     if value.shape != param.tensor.shape:
-        raise invalid_value(f"shape of the value for {param.name}", tuple(value.shape), [tuple(param.tensor.shape)])
+        name = f"The shape of the value for {param.name}"
+        raise invalid_value(name, tuple(value.shape), [tuple(param.tensor.shape)])
 
 
 def _check_key(optimizer: TwinOptimizer, key: str) -> None:

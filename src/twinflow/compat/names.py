@@ -1,7 +1,7 @@
-"""The table: every name of DeepSpeed that there is here, what it stands for, and what to use for those that are not.
+"""The table of DeepSpeed's names: the implementation of each available name, and a remedy for each unavailable one.
 
-A module is a key, with the names in it; a module that is refused is a name in the module above. docs/compat.md shows
-this table (`python -m twinflow.compat.table` prints it), and a test compares the two.
+The keys are modules, the values are the names in a module. An unavailable module is a name in its parent module.
+docs/compat.md shows this table (`python -m twinflow.compat.table` prints it), and a test compares the two.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ import importlib
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-VERSION: Final = "0.19.8"  # of DeepSpeed, whose names these are
+VERSION: Final = "0.19.8"  # The version of DeepSpeed whose names these are.
 
 
 class Ours(NamedTuple):
-    """A name that there is: `module:name` of what it stands for."""
+    """An available name. `target`: its implementation, as `module:name`."""
 
     target: str
     note: str = ""
 
     def resolve(self) -> Any:
-        """The thing itself."""
+        """Imports the implementation."""
         module, _, name = self.target.partition(":")
         found = importlib.import_module(module)
         return getattr(found, name) if name else found
 
 
 class Refused(NamedTuple):
-    """A name that is not there."""
+    """An unavailable name. `remedy`: a sentence without its full stop."""
 
     remedy: str
 
 
 class Through(NamedTuple):
-    """All other names are those of another module."""
+    """All other names of the module are those of another module."""
 
     module: str
 
@@ -42,23 +42,23 @@ Entry = Ours | Refused | Through
 
 
 def _ours(module: str, *names: str, note: str = "", **others: str) -> dict[str, Entry]:
-    """Names that are the same there, and some that are not."""
+    """Entries for `names`, which have the same name in `module`, and for `others`, which have another name there."""
     found = {name: name for name in names} | others
     return {name: Ours(f"{module}:{target}", note) for name, target in found.items()}
 
 
 _OF = "twinflow.compat."
-_NO_GROUPS = "initialize() makes the groups of ranks; engine.dp_rank, engine.world_size and deepspeed.comm tell of them"
-_NO_BUILD = "kernels come with twinflow, there is nothing to build: leave the builder out"
-_NO_INFERENCE = "twinflow trains; serve with a library made for it, from files that `twinflow export` writes"
-_NO_MOE = "there is no expert parallelism: leave it out, and experts train like any other layer"
-_NO_FUSED_LAYER = "use torch.nn.TransformerEncoderLayer, or layers of your own with scaled_dot_product_attention"
-_NO_SEQUENCE = "there is no sequence parallelism of DeepSpeed's kind; see tensor_parallel.sequence in docs/3d.md"
-_LOCAL = "ranks' parts are twinflow's own affair: use the function with full in its name"
-_NO_SET_GRAD = "the norm is taken as gradients pass by: change them in param.register_hook(), before initialize()"
-_PROFILE = "set flops_profiler in the config"
-_ONEBIT = "in the config: optimizer.type OneBitAdam, whose parameters are in docs/onebit.md"
-_UNIVERSAL = "checkpoints load with any number of ranks: leave the conversion out"
+_NO_GROUPS = "Use engine.dp_rank, engine.world_size and deepspeed.comm: initialize() creates the process groups"
+_NO_BUILD = "Leave the builder out: the kernels are part of twinflow"
+_NO_INFERENCE = "Use an inference library with the files that `twinflow export` writes: twinflow is for training only"
+_NO_MOE = "Leave expert parallelism out: experts train like other layers"
+_NO_FUSED_LAYER = "Use torch.nn.TransformerEncoderLayer, or your own layers with scaled_dot_product_attention"
+_NO_SEQUENCE = "Use tensor_parallel.sequence (docs/3d.md): DeepSpeed's sequence parallelism is not supported"
+_LOCAL = "Use the function with `full` in its name: the partition of the state is internal to twinflow"
+_NO_SET_GRAD = "Change gradients with param.register_hook() before initialize(): backward adds them to the norm at once"
+_PROFILE = "Set flops_profiler in the config"
+_ONEBIT = "optimizer.type OneBitAdam (docs/onebit.md)"
+_UNIVERSAL = "Leave the conversion out: checkpoints load with any number of ranks"
 
 _SAFE = _ours(
     _OF + "fragments",
@@ -67,7 +67,7 @@ _SAFE = _ours(
     "safe_set_full_fp32_param",
     "safe_set_full_optimizer_state",
 ) | {
-    "safe_get_full_grad": Ours(_OF + "fragments:safe_get_full_grad", "on one rank, after a step's last backward"),
+    "safe_get_full_grad": Ours(_OF + "fragments:safe_get_full_grad", "on one rank, after the last backward of a step"),
     "safe_set_full_grad": Refused(_NO_SET_GRAD),
     "safe_update_full_grad_vectorized": Refused(_NO_SET_GRAD),
     **{
@@ -80,10 +80,12 @@ _ZERO_NAMES = _ours(_OF + "zero", "GatheredParameters", "Init", "register_extern
 _STAGE_2 = ("estimate_zero2_model_states_mem_needs", "estimate_zero2_model_states_mem_needs_all_cold")
 _STAGE_3 = ("estimate_zero3_model_states_mem_needs", "estimate_zero3_model_states_mem_needs_all_cold")
 _PIPE_NAMES = _ours("twinflow.parallel.specs", "LayerSpec", "TiedLayerSpec") | {
-    "PipelineModule": Ours(_OF + "pipe:PipelineModule", "a layer of a spec is made from base_seed and its number")
+    "PipelineModule": Ours(_OF + "pipe:PipelineModule", "the seed of a LayerSpec's layer is base_seed plus its index")
 }
 _SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-_ENGINE: dict[str, Entry] = {"DeepSpeedEngine": Ours("twinflow.engine:Engine", "not an nn.Module: its module is")}
+_ENGINE: dict[str, Entry] = {
+    "DeepSpeedEngine": Ours("twinflow.engine:Engine", "not an nn.Module, but engine.module is one")
+}
 
 TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
     "": _ours(_OF + "start", "add_config_arguments", "init_distributed", "initialize", "tp_model_init")
@@ -104,22 +106,22 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
         "module_inject": Refused(_NO_INFERENCE),
         "moe": Refused(_NO_MOE),
         "sequence": Refused(_NO_SEQUENCE),
-        "compression": Refused("quantize or prune with a library made for it, such as torchao"),
-        "autotuning": Refused("`twinflow plan` says what fits and how fast it is before anything runs"),
-        "elasticity": Refused("set train_batch_size and train_micro_batch_size_per_gpu"),
-        "launcher": Refused("use `twinflow launch --compat`, which takes a hostfile and --include and --exclude"),
-        "linear": Refused("use PEFT for LoRA: initialize() trains what requires a gradient"),
-        "monitor": Refused("set tensorboard, csv_monitor or wandb in the config, and write with engine.monitor"),
-        "nebula": Refused("checkpoint.background writes checkpoints beside training"),
+        "compression": Refused("Quantize or prune with another library, such as torchao"),
+        "autotuning": Refused("Use `twinflow plan`, which predicts memory and speed before a run"),
+        "elasticity": Refused("Set train_batch_size and train_micro_batch_size_per_gpu"),
+        "launcher": Refused("Use `twinflow launch --compat`, which takes a hostfile, --include and --exclude"),
+        "linear": Refused("Use PEFT for LoRA: initialize() trains the parameters that require a gradient"),
+        "monitor": Refused("Set tensorboard, csv_monitor or wandb in the config, and write with engine.monitor"),
+        "nebula": Refused("Set checkpoint.background, which writes checkpoints during training"),
         "profiling": Refused(_PROFILE),
         "DeepSpeedTransformerLayer": Refused(_NO_FUSED_LAYER),
         "DeepSpeedTransformerConfig": Refused(_NO_FUSED_LAYER),
-        "DualPipeVModule": Refused('use twinflow.parallel.PipelineModule(schedule="zbv")'),
+        "DualPipeVModule": Refused('Use twinflow.parallel.PipelineModule(schedule="zbv")'),
     },
     "accelerator": _ours(_OF + "accelerator", "get_accelerator"),
     "checkpoint": {
         "ds_to_universal": Refused(_UNIVERSAL),
-        "DeepSpeedCheckpoint": Refused("`twinflow import` reads checkpoints of DeepSpeed's"),
+        "DeepSpeedCheckpoint": Refused("Use `twinflow import`, which reads DeepSpeed's checkpoints"),
     },
     "checkpoint.utils": _ours(_OF + "utils", "clone_tensors_for_torch_save"),
     "comm": _ours(
@@ -133,20 +135,20 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
     )
     | _ours(_OF + "start", "init_distributed")
     | {
-        "log_summary": Refused("engine.optimizer.team.groups count the bytes that they send"),
-        "configure": Refused("engine.optimizer.team.groups count the bytes that they send"),
+        "log_summary": Refused("Read the byte counters of engine.optimizer.team.groups"),
+        "configure": Refused("Read the byte counters of engine.optimizer.team.groups"),
         "*": Through("torch.distributed"),
     },
     "ops": {
         "op_builder": Refused(_NO_BUILD),
         "transformer": Refused(_NO_FUSED_LAYER),
-        "fp_quantizer": Refused('offload_optimizer.states "int8" is the compact state of twinflow'),
-        "lamb": Refused("there is no LAMB: use AdamW, or twinflow.optim.onebit.OneBitLamb in a loop of your own"),
-        "muon": Refused("pass a Muon of your own to initialize(): any torch optimizer runs on the host"),
-        "aio": Refused("nothing goes to NVMe: offload to the host's memory"),
+        "fp_quantizer": Refused('Set offload_optimizer.states "int8" for a compact optimizer state'),
+        "lamb": Refused("Use AdamW, or twinflow.optim.onebit.OneBitLamb in your own training loop"),
+        "muon": Refused("Pass your own Muon to initialize(): any torch optimizer runs on the host"),
+        "aio": Refused("Offload to host memory: twinflow does not use NVMe"),
     },
     "ops.adam": _ours(_OF + "optimizers", "DeepSpeedCPUAdam", "FusedAdam")
-    | {"ZenFlowCPUAdam": Refused("offload_optimizer with delayed_update also hides the whole update")},
+    | {"ZenFlowCPUAdam": Refused("Use offload_optimizer with delayed_update, which also hides the whole update")},
     "ops.adam.cpu_adam": _ours(_OF + "optimizers", "DeepSpeedCPUAdam"),
     "ops.adam.fused_adam": _ours(_OF + "optimizers", "FusedAdam"),
     "ops.adagrad": _ours(_OF + "optimizers", "DeepSpeedCPUAdagrad"),
@@ -168,28 +170,36 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
         "VariableSparsityConfig",
     )
     | {
-        "MatMul": Refused("use twinflow.attention.sparse_attention(q, k, v, layout), one kernel for all of it"),
-        "Softmax": Refused("use twinflow.attention.sparse_attention(q, k, v, layout), one kernel for all of it"),
+        "MatMul": Refused(
+            "Use twinflow.attention.sparse_attention(q, k, v, layout), one kernel for the whole attention"
+        ),
+        "Softmax": Refused(
+            "Use twinflow.attention.sparse_attention(q, k, v, layout), one kernel for the whole attention"
+        ),
     },
     "pipe": _PIPE_NAMES,
     "runtime": {
-        "domino": Refused("tensor_parallel.sequence overlaps what tensor ranks send; see docs/3d.md"),
-        "eigenvalue": Refused("quantize with a library made for it, such as torchao"),
+        "domino": Refused(
+            "Use tensor_parallel.sequence (docs/3d.md), which overlaps the communication of tensor ranks"
+        ),
+        "eigenvalue": Refused("Quantize with another library, such as torchao"),
         "hybrid_engine": Refused(_NO_INFERENCE),
         "sequence_parallel": Refused(_NO_SEQUENCE),
-        "fp16": Refused(f"fp16 is in the config; 1-bit optimizers, {_ONEBIT}"),
-        "swap_tensor": Refused("nothing goes to NVMe: offload to the host's memory"),
-        "zenflow": Refused("offload_optimizer with delayed_update also hides the whole update"),
-        "progressive_layer_drop": Refused("drop layers in the model's forward"),
-        "data_pipeline": Refused("choose and order the samples in your data loader"),
+        "fp16": Refused(f"Set fp16 in the config. For a 1-bit optimizer set {_ONEBIT}"),
+        "swap_tensor": Refused("Offload to host memory: twinflow does not use NVMe"),
+        "zenflow": Refused("Use offload_optimizer with delayed_update, which also hides the whole update"),
+        "progressive_layer_drop": Refused("Drop layers in the model's forward"),
+        "data_pipeline": Refused("Choose and order the samples in your data loader"),
     },
     "runtime.activation_checkpointing.checkpointing": _ours(
         _OF + "checkpointing", "checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"
     )
     | {
-        "get_cuda_rng_tracker": Refused("initialize() lets tensor ranks draw the same numbers"),
-        "model_parallel_cuda_manual_seed": Refused("initialize() lets tensor ranks draw the same numbers"),
-        "CheckpointFunction": Refused("call deepspeed.checkpointing.checkpoint(function, *args)"),
+        "get_cuda_rng_tracker": Refused("Leave the call out: initialize() gives tensor ranks the same random numbers"),
+        "model_parallel_cuda_manual_seed": Refused(
+            "Leave the call out: initialize() gives tensor ranks the same random numbers"
+        ),
+        "CheckpointFunction": Refused("Call deepspeed.checkpointing.checkpoint(function, *args)"),
     },
     "runtime.config": _ours(_OF + "ds_config", "DeepSpeedConfig", "DeepSpeedConfigError"),
     "runtime.dataloader": _ours(_OF + "utils", "RepeatingLoader")
@@ -197,7 +207,7 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
     "runtime.engine": _ENGINE,
     "runtime.lr_schedules": _ours("twinflow.optim.schedules", *_SCHEDULES)
     | _ours("twinflow.optim.schedules", VALID_LR_SCHEDULES="SCHEDULES")
-    | {"add_tuning_arguments": Refused("set scheduler in the config")},
+    | {"add_tuning_arguments": Refused("Set scheduler in the config")},
     "runtime.pipe": _PIPE_NAMES | _ours("twinflow.parallel.topology", "ProcessTopology"),
     "runtime.pipe.engine": _ours("twinflow.engine.pipeline", "PipelineEngine"),
     "runtime.pipe.module": _PIPE_NAMES,
@@ -219,7 +229,7 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
         "SendActivation",
         "SendGrad",
         "TrainSchedule",
-        note="to look at; the engine runs twinflow.parallel.schedules",
+        note="for inspection; the engine runs twinflow.parallel.schedules",
     ),
     "runtime.pipe.topology": _ours(
         "twinflow.parallel.topology", "PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"
@@ -233,13 +243,13 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
         "see_memory_usage",
         "set_random_seed",
     )
-    | {"clip_grad_norm_": Refused("set gradient_clipping in the config: the norm is taken as gradients pass by")},
+    | {"clip_grad_norm_": Refused("Set gradient_clipping in the config")},
     "runtime.zero": _ZERO_NAMES
     | _ours(_OF + "zero", "unwrap_model_for_generation")
     | {
-        "TiledLinear": Refused("use nn.Linear: weights are gathered block by block"),
-        "TiledLinearReturnBias": Refused("use nn.Linear: weights are gathered block by block"),
-        "MiCS_Init": Refused("stage 3 partitions over all ranks: use deepspeed.zero.Init, or no context"),
+        "TiledLinear": Refused("Use nn.Linear: weights are gathered block by block"),
+        "TiledLinearReturnBias": Refused("Use nn.Linear: weights are gathered block by block"),
+        "MiCS_Init": Refused("Use deepspeed.zero.Init, or no context: stage 3 partitions over all ranks"),
     },
     "runtime.zero.config": _ours(_OF + "ds_config", "ZeroStageEnum", "get_zero_config")
     | _ours("twinflow.config.zero", DeepSpeedZeroConfig="ZeroOptimization"),
@@ -251,10 +261,10 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
     ),
     "runtime.zero.partition_parameters": _ZERO_NAMES,
     "runtime.zero.stage3": _ours(
-        _OF + "estimates", *_STAGE_3, _STAGE_3[0] + "_all_live", note="twinflow's own numbers"
+        _OF + "estimates", *_STAGE_3, _STAGE_3[0] + "_all_live", note="estimates for twinflow, not for DeepSpeed"
     ),
     "runtime.zero.stage_1_and_2": _ours(
-        _OF + "estimates", *_STAGE_2, _STAGE_2[0] + "_all_live", note="twinflow's own numbers"
+        _OF + "estimates", *_STAGE_2, _STAGE_2[0] + "_all_live", note="estimates for twinflow, not for DeepSpeed"
     ),
     "utils": _SAFE
     | _ours(_OF + "utils", "OnDevice", "RepeatingLoader", "log_dist", "logger", "set_z3_leaf_modules")
@@ -266,11 +276,11 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
         "convert_zero_checkpoint_to_fp32_state_dict",
         "get_fp32_state_dict_from_zero_checkpoint",
         "load_state_dict_from_zero_checkpoint",
-        note="of checkpoints that this engine saved",
+        note="for checkpoints that the engine of twinflow saved",
     ),
 }
 
-# Modules with a second name; the table has them under the first.
+# Modules with two paths: alias -> path in the table.
 ALIASES: Final[Mapping[str, str]] = {
     "zero": "runtime.zero",
     "checkpointing": "runtime.activation_checkpointing.checkpointing",

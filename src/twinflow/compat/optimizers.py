@@ -1,4 +1,5 @@
-"""DeepSpeed's optimizers by name, for use alone; given to `initialize`, they only say which rule and options to use."""
+"""DeepSpeed's optimizers by name. They work alone. `initialize` takes only the update rule and the options from
+them."""
 
 from __future__ import annotations
 
@@ -16,21 +17,23 @@ _OPTIONS = {name for rule in RULES.values() for name in rule.defaults}
 
 
 class Named(Optimizer):
-    """An optimizer that says which of our rules it is."""
+    """An optimizer that names the twinflow rule with the same update."""
 
     _rule_name: str
 
     @property
     def rule_name(self) -> str | None:
-        """In a config; None where this very optimizer has to go on, with the state that it has."""
+        """The name of the rule in a config. None if `initialize` must use this optimizer itself: it has state, or its
+        state is not fp32.
+        """
         return None if self.state or getattr(self, "states", "fp32") != "fp32" else self._rule_name
 
     def options(self) -> dict[str, Any]:
-        """Its defaults, as `optimizer.params` has them."""
+        """The defaults of this optimizer as `optimizer.params` of a config."""
         return {name: value for name, value in self.defaults.items() if name in _OPTIONS}
 
     def groups(self) -> list[dict[str, Any]]:
-        """Its parameter groups, with the options that a rule has."""
+        """The parameter groups, with only the options that a rule has."""
         kept = ("params", "param_names", "initial_lr", *_OPTIONS)
         return [{name: value for name, value in group.items() if name in kept} for group in self.param_groups]
 
@@ -38,8 +41,8 @@ class Named(Optimizer):
 class DeepSpeedCPUAdam(Named, HostOptimizer):
     """AdamW, or Adam with `adamw_mode=False`, on CPU tensors.
 
-    Half-precision parameters get an fp32 master, which DeepSpeed's do not. Without `fp32_optimizer_states` moments are
-    bf16, the second one rounded stochastically.
+    Unlike DeepSpeed's, it keeps an fp32 master for half-precision parameters. With `fp32_optimizer_states=False` the
+    moments are bf16, and the second moment is rounded stochastically.
     """
 
     def __init__(
@@ -56,13 +59,14 @@ class DeepSpeedCPUAdam(Named, HostOptimizer):
     ) -> None:
         _refuse_modes(bias_correction, amsgrad)
         self.rule = ADAMW if adamw_mode else ADAM
-        self._rule_name, self.adam_w_mode = ("adamw" if adamw_mode else "adam"), adamw_mode
+        self._rule_name = "adamw" if adamw_mode else "adam"
+        self.adam_w_mode = adamw_mode
         HostOptimizer.__init__(
             self, model_params, lr, betas, eps, weight_decay, states="fp32" if fp32_optimizer_states else "bf16"
         )
 
     def options(self) -> dict[str, Any]:
-        """Its defaults; a config says with `adam_w_mode` what "adam" means."""
+        """The defaults with `adam_w_mode`, which selects AdamW or Adam in a config."""
         return {**super().options(), "adam_w_mode": self.adam_w_mode}
 
 
@@ -105,17 +109,17 @@ class DeepSpeedCPULion(Named, HostOptimizer):
 
 
 class Fused(Named):
-    """An optimizer that says once what `zero_grad` does with gradients."""
+    """An optimizer whose `zero_grad` has its default in `set_grad_none`."""
 
     set_grad_none: bool
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop gradients, or fill them with zeros where `set_grad_none` is false."""
+        """Drops gradients. Fills them with zeros if `set_grad_none` is false."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
 
 class FusedAdam(Fused, torch.optim.Adam):
-    """torch's Adam, decoupled weight decay unless `adam_w_mode` is false: fused on a GPU, and on a CPU."""
+    """torch's fused Adam. Weight decay is decoupled unless `adam_w_mode` is false."""
 
     def __init__(
         self,
@@ -131,18 +135,19 @@ class FusedAdam(Fused, torch.optim.Adam):
     ) -> None:
         _refuse_modes(bias_correction, amsgrad)
         self._rule_name = "adamw" if adam_w_mode else "adam"
-        self.adam_w_mode, self.set_grad_none = adam_w_mode, set_grad_none
+        self.adam_w_mode = adam_w_mode
+        self.set_grad_none = set_grad_none
         torch.optim.Adam.__init__(
             self, params, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=adam_w_mode
         )
 
     def options(self) -> dict[str, Any]:
-        """Its defaults; a config says with `adam_w_mode` what "adam" means."""
+        """The defaults with `adam_w_mode`, which selects AdamW or Adam in a config."""
         return {**super().options(), "adam_w_mode": self.adam_w_mode}
 
 
 class FusedLion(Fused):
-    """Lion in plain torch operations, wherever the parameters are."""
+    """Lion in torch operations, on the device of the parameters."""
 
     _rule_name = "lion"
 
@@ -159,7 +164,7 @@ class FusedLion(Fused):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient."""
+        """Updates every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -179,7 +184,7 @@ class FusedLion(Fused):
 
 def _refuse_modes(bias_correction: bool, amsgrad: bool) -> None:
     if not bias_correction:
-        raise invalid_value("bias_correction", bias_correction, [True], "Bias correction is always on.")
+        raise invalid_value("bias_correction", bias_correction, [True], "Bias correction cannot be switched off.")
     if amsgrad:
-        remedy = "DeepSpeed ignores it; build torch.optim.AdamW(..., amsgrad=True) to have it."
+        remedy = "DeepSpeed ignores amsgrad. Use torch.optim.AdamW(..., amsgrad=True) to have it."
         raise invalid_value("amsgrad", amsgrad, [False], remedy)

@@ -1,4 +1,4 @@
-"""Which optimizer a parameter belongs to: DeepSpeed's `safe_*` functions are given the parameter alone."""
+"""Finds the optimizer of a parameter: DeepSpeed's `safe_*` functions get only the parameter."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from twinflow.optim.twin import TwinOptimizer
 
 
 class Owners:
-    """Optimizers that `initialize` has built, by parameter; it keeps neither alive."""
+    """The optimizers that `initialize` has built, by parameter. Both are weak references."""
 
     def __init__(self) -> None:
         self._found: Any = WeakTensorKeyDictionary()
 
     def add(self, optimizer: TwinOptimizer) -> None:
-        """Know its parameters."""
+        """Registers the parameters of an optimizer."""
         for index, param in enumerate(optimizer.runtime.params):
             self._found[param.tensor] = (weakref.ref(optimizer), index)
 
     def find(self, tensor: Tensor) -> tuple[TwinOptimizer, Param] | None:
-        """The optimizer, and what it knows a parameter as; None for one that is not trained."""
+        """The optimizer and its record of a parameter. None for a parameter that is not trained."""
         found = self._found.get(tensor)
         optimizer = found[0]() if found is not None else None
         if optimizer is None or optimizer.runtime.is_closed:
@@ -33,14 +33,16 @@ class Owners:
         return optimizer, optimizer.runtime.params[found[1]]
 
     def need(self, tensor: Tensor) -> tuple[TwinOptimizer, Param]:
-        """The same; ValueError where there is none."""
+        """Like `find`, but ValueError if no optimizer has the parameter."""
         found = self.find(tensor)
         if found is None:
-            remedy = "Take it from engine.module.named_parameters()."
             raise invalid_value(
-                "param", f"of shape {tuple(tensor.shape)}", "a parameter that initialize() was to train", remedy
+                "param",
+                f"a tensor of shape {tuple(tensor.shape)}",
+                "a parameter that initialize() was given to train",
+                "Take the parameter from engine.module.named_parameters().",
             )
         return found
 
 
-OWNERS = Owners()  # the one of this process, as torch's default process group is
+OWNERS = Owners()  # One for each process, as the functions of DeepSpeed get no engine.

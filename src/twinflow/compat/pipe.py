@@ -14,9 +14,9 @@ from twinflow.parallel.topology import ProcessTopology
 
 
 class PipelineModule(pipeline.PipelineModule):
-    """twinflow's, for scripts that give DeepSpeed's arguments by place or by name.
+    """twinflow's PipelineModule with the positional and keyword arguments of DeepSpeed's.
 
-    `dynamic_shape` is always so: stages tell each other the shapes that come.
+    `dynamic_shape` has no effect: stages always send the shapes of their tensors.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class PipelineModule(pipeline.PipelineModule):
         dynamic_shape: bool = False,
     ) -> None:
         if activation_checkpoint_func not in (checkpoint, torch_checkpoint):
-            remedy = "Layers run again in backward by torch.utils.checkpoint."
+            remedy = "twinflow always uses torch.utils.checkpoint to run layers again in backward."
             given = getattr(activation_checkpoint_func, "__name__", "a function")
             raise invalid_value("activation_checkpoint_func", given, "deepspeed.checkpointing.checkpoint", remedy)
         super().__init__(

@@ -1,8 +1,8 @@
-"""`deepspeed.runtime.pipe.schedule`: what a stage does, as lists of instructions, made of twinflow's schedules.
+"""`deepspeed.runtime.pipe.schedule`: the instructions of a pipeline stage, made from twinflow's schedules.
 
-For looking at: the engine runs its own lists (`twinflow.parallel.schedules`). The order of forwards and backwards is
-that of 1F1B, as DeepSpeed's is; a step here is one of them with what has to be sent and received, where DeepSpeed's
-steps are moments that all stages share.
+These classes are for inspection. The engine runs the schedules of `twinflow.parallel.schedules`. The order of forwards
+and backwards is 1F1B, as in DeepSpeed. A step here is one forward or one backward with its sends and receives.
+DeepSpeed's steps differ: they are time slots that all stages share.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from twinflow.parallel.schedules import one_f_one_b
 
 
 class PipeInstruction:
-    """One thing that a stage does."""
+    """One instruction of a stage. Its keyword arguments become attributes."""
 
     def __init__(self, **kwargs: Any) -> None:
-        self.name, self.kwargs = type(self).__name__, kwargs
+        self.name = type(self).__name__
+        self.kwargs = kwargs
         for key, value in kwargs.items():
             setattr(self, key, value)
 
@@ -26,74 +27,76 @@ class PipeInstruction:
 
 
 class OptimizerStep(PipeInstruction):
-    """The update."""
+    """Updates the weights."""
 
 
 class ReduceGrads(PipeInstruction):
-    """Gradients, summed over replicas."""
+    """Sums gradients over data-parallel replicas."""
 
 
 class ReduceTiedGrads(PipeInstruction):
-    """Gradients of parameters that several stages hold, summed."""
+    """Sums gradients of parameters that several stages share."""
 
 
 class BufferOpInstruction(PipeInstruction):
-    """What a micro-batch needs, in one of the stage's buffers."""
+    """An instruction for one micro-batch. `buffer_id` is the buffer of the stage that holds the micro-batch."""
 
     def __init__(self, buffer_id: int, **kwargs: Any) -> None:
         super().__init__(buffer_id=buffer_id, **kwargs)
 
 
 class LoadMicroBatch(BufferOpInstruction):
-    """Inputs for the first stage, targets for the last."""
+    """Loads inputs on the first stage and targets on the last stage."""
 
 
 class ForwardPass(BufferOpInstruction):
-    """Of the stage."""
+    """Runs the forward of the stage."""
 
 
 class BackwardPass(BufferOpInstruction):
-    """Of the stage."""
+    """Runs the backward of the stage."""
 
 
 class SendActivation(BufferOpInstruction):
-    """To the stage after."""
+    """Sends outputs to the next stage."""
 
 
 class RecvActivation(BufferOpInstruction):
-    """From the stage before."""
+    """Receives inputs from the previous stage."""
 
 
 class SendGrad(BufferOpInstruction):
-    """To the stage before."""
+    """Sends gradients of the inputs to the previous stage."""
 
 
 class RecvGrad(BufferOpInstruction):
-    """From the stage after."""
+    """Receives gradients of the outputs from the next stage."""
 
 
 class PipeSchedule:
-    """The instructions of one stage; iterate, or call `steps`."""
+    """The instructions of one stage. Iterate over the object, or call `steps`."""
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
-        self.micro_batches, self.stages, self.stage_id = micro_batches, stages, stage_id
+        self.micro_batches = micro_batches
+        self.stages = stages
+        self.stage_id = stage_id
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Instruction by instruction, in lists."""
+        """Yields one list of instructions for each step."""
         raise NotImplementedError
 
     def num_pipe_buffers(self) -> int:
-        """Micro-batches that a stage holds at once."""
+        """The number of micro-batches that a stage holds at once."""
         return self.micro_batches
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether inputs are loaded here."""
+        """Whether this stage loads the inputs."""
         return self.stage_id == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the loss is here."""
+        """Whether this stage computes the loss."""
         return self.stage_id == self.stages - 1
 
     def _forward(self, buffer: int) -> list[PipeInstruction]:
@@ -115,14 +118,13 @@ class PipeSchedule:
 
 
 class TrainSchedule(PipeSchedule):
-    """1F1B, then the update."""
+    """1F1B, followed by the update."""
 
     def num_pipe_buffers(self) -> int:
-        """As many as there are stages from this one on, and two at least."""
+        """The number of stages from this one to the last, but at least two."""
         return min(max(2, self.stages - self.stage_id), self.micro_batches)
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Forwards and backwards in turn."""
         num = self.num_pipe_buffers()
         for action in one_f_one_b(self.stages, self.micro_batches).actions[self.stage_id]:
             buffer = action.micro_batch % num
@@ -131,27 +133,25 @@ class TrainSchedule(PipeSchedule):
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forwards alone."""
+    """The forwards of all micro-batches without backwards."""
 
     def num_pipe_buffers(self) -> int:
-        """One that is computed, one that is sent."""
+        """Two: the stage computes one micro-batch while it sends another."""
         return min(2, self.micro_batches)
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """One micro-batch after the other."""
         for i in range(self.micro_batches):
             yield self._forward(i % self.num_pipe_buffers())
 
 
 class DataParallelSchedule(PipeSchedule):
-    """No pipeline: each micro-batch forward and backward at once."""
+    """A schedule without a pipeline: the backward of a micro-batch follows its forward."""
 
     def num_pipe_buffers(self) -> int:
-        """One."""
         return 1
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """The last one comes with the update."""
+        """Yields one step for each micro-batch. The last step includes the update."""
         for i in range(self.micro_batches):
             step: list[PipeInstruction] = [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0)]
             yield [*step, ReduceGrads(), OptimizerStep()] if i == self.micro_batches - 1 else step

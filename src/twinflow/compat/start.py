@@ -1,4 +1,4 @@
-"""`deepspeed.initialize` and what comes before it: the process group, and the options of a script."""
+"""`deepspeed.initialize`, the set-up of the process group and the command line options of a script."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from twinflow.compat.optimizers import Named
 from twinflow.compat.owners import OWNERS
 from twinflow.config.read import read_source
 from twinflow.engine import Engine
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value
 from twinflow.launch.environment import init_distributed as join_group
 
 _TIMEOUT_S = 1800.0
@@ -24,9 +24,10 @@ _AUTO_PARALLEL = "tensor_parallel.autotp_size"
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Engine, Any, Any, Any]:
-    """twinflow.initialize, after making a process group; an optimizer with one of DeepSpeed's names becomes our own.
+    """Creates a process group and calls twinflow.initialize. An optimizer with one of DeepSpeed's names becomes the
+    twinflow optimizer with the same update rule.
 
-    Takes what `deepspeed.initialize` takes, by place or by name.
+    The arguments are those of `deepspeed.initialize`, positional or by name.
     """
     given = inspect.signature(build.initialize).bind(*args, **kwargs).arguments
     if given.get("dist_init_required") is not False:
@@ -39,18 +40,20 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Engine, Any, Any, Any]:
     if engine.optimizer is not None:
         OWNERS.add(engine.optimizer)
         if isinstance(optimizer, Named):
-            optimizer.param_groups = engine.optimizer.param_groups  # a scheduler that was built over it writes there
+            # A scheduler that was built with the DeepSpeed optimizer writes to its param_groups.
+            optimizer.param_groups = engine.optimizer.param_groups
             vars(optimizer)["_opt_called"] = True
     return found
 
 
 def _by_name(optimizer: Named, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that ask for the same update rule with the same options, as a config and parameter groups do."""
+    """Arguments for `build.initialize` with the same update rule and options in a config and parameter groups."""
     sources = ("config", "config_params")
     name = next((name for name in sources if given.get(name) is not None), None)
     source = given[name] if name is not None else getattr(given.get("args"), "deepspeed_config", None)
     if source is None:
-        raise invalid_value("the config", None, "config, config_params or args.deepspeed_config")
+        remedy = "Give it as config, config_params or args.deepspeed_config."
+        raise invalid_value("config", None, "a dict or the path of a JSON file", remedy)
     section = {"type": optimizer.rule_name, "params": optimizer.options()}
     changed: dict[str, Any] = dict.fromkeys(("args", *sources), None)
     changed["config"] = {**read_source(source)[1], "optimizer": section}
@@ -69,9 +72,10 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """torch's process group as the launcher says; a process without a launcher gets a group of one.
+    """Creates torch's process group from the launcher's variables. Without a launcher, the group has one process.
 
-    MPI is found by its variables, without mpi4py; where rank 0 listens is the launcher's to say.
+    MPI launchers are recognised by their variables, without mpi4py. `distributed_port` has no effect: the launcher sets
+    the address of rank 0.
     """
     if dist.is_initialized() or dist_init_required is False:
         return
@@ -83,20 +87,22 @@ def init_distributed(
     if not dist.is_initialized():
         if world_size > 1:
             remedy = "Start the script with `twinflow launch` or torchrun, or give init_method."
-            raise invalid_value("world_size without a launcher", world_size, [-1, 1], remedy)
+            raise incompatible(f"world_size={world_size}", "a process without a launcher", "it has one rank", remedy)
         dist.init_process_group(backend, store=HashStore(), timeout=timeout, rank=0, world_size=1)
 
 
 def add_config_arguments(parser: Any) -> Any:
-    """Give an argparse parser DeepSpeed's options: `--deepspeed` and `--deepspeed_config`."""
+    """Adds DeepSpeed's options `--deepspeed` and `--deepspeed_config` to an argparse parser."""
     return build.add_config_arguments(parser)
 
 
 def tp_model_init(model: Any, tp_size: int, dtype: Any, config: Any = None, **kwargs: Any) -> Any:
-    """The model as it is: `initialize` splits it, where the config says so."""
+    """Returns the model unchanged: `initialize` splits it, as `tensor_parallel.autotp_size` of the config says."""
     section = read_source(config)[1].get("tensor_parallel", {}) if config is not None else {}
-    if section.get("autotp_size") != tp_size or kwargs:
-        given = sorted(kwargs)[0] if kwargs else _AUTO_PARALLEL
-        value = kwargs[given] if kwargs else section.get("autotp_size")
-        raise invalid_value(given, value, f"{_AUTO_PARALLEL} {tp_size} in the config", "initialize() splits the model.")
+    if kwargs:
+        name = sorted(kwargs)[0]
+        raise invalid_value(name, kwargs[name], "left out", "initialize() splits the model, as the config says.")
+    if section.get("autotp_size") != tp_size:
+        remedy = "Set the same size in the config: initialize() splits the model."
+        raise invalid_value(_AUTO_PARALLEL, section.get("autotp_size"), [tp_size], remedy)
     return model

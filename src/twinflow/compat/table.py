@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from twinflow.compat.finder import NAME
 from twinflow.compat.names import ALIASES, TABLE, Ours, Refused, Through
 
-HEAD = ("| module | names that there are | what they are |", "|---|---|---|")
-REFUSED_HEAD = ("| not there | use instead |", "|---|---|")
+HEAD = ("| module | available names | implementation |", "|---|---|---|")
+REFUSED_HEAD = ("| not available | use instead |", "|---|---|")
 
 
 def named() -> Iterator[str]:
-    """A row for the names of a module that stand for names of one module of ours."""
+    """One row for each group of names that come from one module of twinflow."""
     yield from HEAD
     for path, entries in TABLE.items():
         rows: dict[tuple[str, str], list[str]] = {}
@@ -20,17 +20,17 @@ def named() -> Iterator[str]:
             if isinstance(entry, Ours):
                 rows.setdefault((entry.target.partition(":")[0], entry.note), []).append(name)
             elif isinstance(entry, Through):
-                rows.setdefault((entry.module, ""), []).append("all else")
+                rows.setdefault((entry.module, ""), []).append("all other names")
         for (home, note), names in rows.items():
             said = f"`{home}`" + (f"; {note}" if note else "")
-            shown = ", ".join(name if name == "all else" else f"`{name}`" for name in names)
+            shown = ", ".join(name if name == "all other names" else f"`{name}`" for name in names)
             yield f"| `{_full(path)}` | {shown} | {said} |"
     for alias, path in ALIASES.items():
         yield f"| `{_full(alias)}` | all of `{_full(path)}` | the same module |"
 
 
 def refused() -> Iterator[str]:
-    """A row for each remedy."""
+    """One row for each remedy, with the names that it is for."""
     yield from REFUSED_HEAD
     rows: dict[str, list[str]] = {}
     for path, entries in TABLE.items():
@@ -46,7 +46,6 @@ def _full(path: str) -> str:
 
 
 def markdown() -> str:
-    """Both tables."""
     return "\n".join([*named(), "", *refused()])
 
 

@@ -1,4 +1,4 @@
-"""`deepspeed.utils`, `deepspeed.runtime.utils` and the data loader that never ends."""
+"""`deepspeed.utils`, `deepspeed.runtime.utils` and `RepeatingLoader`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ logger = logging.getLogger("twinflow")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """A log line from these ranks alone; from all with none, or with -1 among them."""
+    """Logs a message on the given ranks. All ranks log if `ranks` is empty or contains -1."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, f"[rank {rank}] {message}")
 
 
 class RepeatingLoader:
-    """Batches of a loader, again from the start when it ends."""
+    """Batches of a loader without end: the loader starts again after its last batch."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -50,10 +50,14 @@ class RepeatingLoader:
 
 
 class OnDevice:
-    """A context in which modules are made in a dtype, on a device; `meta`: without memory, for `initialize` to fill."""
+    """A context in which modules are created with a dtype on a device. With `meta`, they have no memory until
+    `initialize` fills them.
+    """
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
-        self._dtype, self._device, self._enabled = dtype, device, enabled
+        self._dtype = dtype
+        self._device = device
+        self._enabled = enabled
         self._exit = ExitStack()
 
     def __enter__(self) -> OnDevice:
@@ -70,7 +74,9 @@ class OnDevice:
 
 
 def clone_tensors_for_torch_save(item: Any, device: str | torch.device = "cpu") -> Any:
-    """Tensors as copies that hold no more memory than they show, within dicts, lists and tuples."""
+    """Copies of the tensors in nested dicts, lists and tuples. A copy holds only the memory of its own elements, unlike
+    a view.
+    """
     if isinstance(item, Tensor):
         return item.detach().clone().to(device)
     if isinstance(item, Mapping):
@@ -81,14 +87,16 @@ def clone_tensors_for_torch_save(item: Any, device: str | torch.device = "cpu") 
 
 
 def set_random_seed(seed: int) -> None:
-    """Of Python, numpy and torch."""
+    """Seeds the generators of Python, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 (scripts draw from numpy's global generator)
     torch.manual_seed(seed)
 
 
 def move_to_device(item: Any, device: str | torch.device, criterion_func: Any = None) -> Any:
-    """All tensors in nested dicts, lists and tuples, on a device; those for which `criterion_func` is true."""
+    """Moves the tensors in nested dicts, lists and tuples to a device. With `criterion_func`: only tensors for which it
+    is true.
+    """
     if isinstance(item, Tensor):
         return item.to(device) if criterion_func is None or criterion_func(item) else item
     if criterion_func is None:
@@ -101,17 +109,17 @@ def move_to_device(item: Any, device: str | torch.device, criterion_func: Any = 
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Bounds of parts with as many items each."""
+    """Bounds of parts that have the same number of items."""
     return list(partition.partition_uniform(num_items, num_parts))
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Bounds of the parts whose largest sum of weights is the least."""
+    """Bounds of parts such that the largest sum of weights is as small as possible."""
     return list(partition.partition_balanced(weights, num_parts))
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Memory of the device in a log line, where it is forced: DeepSpeed's own rule."""
+    """Logs the memory of the device if `force` is true, as in DeepSpeed."""
     if force:
         device, gb = get_accelerator(), 1e9
         now, most = device.memory_allocated() / gb, device.max_memory_allocated() / gb
@@ -119,10 +127,13 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def set_z3_leaf_modules(model: Any, leaf_module_classes: Sequence[Any], raise_if_not_found: bool = True) -> list[Any]:
-    """The modules of these classes. Blocks are gathered whole, with all that is in them: there is nothing to mark."""
+    """Returns the modules of these classes and marks nothing: twinflow always gathers blocks whole."""
     names = tuple(kind for kind in leaf_module_classes if isinstance(kind, str))
     kinds = tuple(kind for kind in leaf_module_classes if isinstance(kind, type))
     found = [part for part in model.modules() if isinstance(part, kinds) or type(part).__name__ in names]
     if not found and raise_if_not_found:
-        raise ValueError(f"the model has no module of the classes {list(leaf_module_classes)}")
+        raise ValueError(
+            f"The model has no module of the classes {list(leaf_module_classes)}. Give classes, or class names, of "
+            "modules of the model, or set raise_if_not_found=False."
+        )
     return found

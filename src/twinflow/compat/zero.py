@@ -1,4 +1,4 @@
-"""`deepspeed.zero`: models that are made, read or changed where ranks may have only parts of them."""
+"""`deepspeed.zero`: contexts for creating, reading and changing models that ranks partition."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from twinflow.compat.owners import OWNERS
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value
 
 _WHOLE = (
-    "Read it with deepspeed.utils.safe_get_full_fp32_param(param), or change it before initialize(). "
-    "engine.save_checkpoint() and `twinflow export` write whole weights"
+    "Read a weight with deepspeed.utils.safe_get_full_fp32_param(param), or change it before initialize(). "
+    "engine.save_checkpoint() and `twinflow export` write whole weights."
 )
 
 
 class Init:
-    """A context in which models are made as always: `initialize` gives each rank its part.
+    """A context without effect: models are created as usual, and `initialize` partitions them.
 
-    DeepSpeed partitions while the model is made. For a model that does not fit one host, give `initialize` a function
-    that makes it, or make it under `torch.device("meta")`.
+    DeepSpeed partitions a model during its creation. For a model that does not fit into one host, give `initialize` a
+    function that creates it, or create it under `torch.device("meta")`.
     """
 
     def __init__(
@@ -42,13 +42,14 @@ class Init:
         mpu: Any = None,
     ) -> None:
         if remote_device not in (None, "none", "cpu"):
-            raise invalid_value("remote_device", remote_device, (None, "none", "cpu"), "Nothing goes to NVMe.")
+            remedy = "twinflow does not offload to NVMe."
+            raise invalid_value("remote_device", remote_device, (None, "none", "cpu"), remedy)
         if dtype not in (None, torch.get_default_dtype()):
             remedy = "Set bf16 or fp16 in the config: initialize() casts the model."
             raise invalid_value("dtype", dtype, [None, torch.get_default_dtype()], remedy)
         for name, value in (("data_parallel_group", data_parallel_group), ("mpu", mpu)):
             if value is not None:
-                raise invalid_value(name, type(value).__name__, "None", "initialize() makes the groups of ranks.")
+                raise invalid_value(name, type(value).__name__, "None", "initialize() creates the process groups.")
 
     def __enter__(self) -> Init:
         return self
@@ -60,9 +61,10 @@ class Init:
 
 
 class GatheredParameters:
-    """A context in which parameters are whole, on ranks that have all of them: updates that are due are in them.
+    """A context in which parameters are whole and all pending updates are in them.
 
-    What `modifier_rank` writes to them there, all ranks have afterwards.
+    With `modifier_rank`, the values of that rank are sent to all ranks at the end. ValueError for weights that are
+    partitioned (stage 3) or live on the host.
     """
 
     def __init__(
@@ -80,10 +82,8 @@ class GatheredParameters:
         for param in self._params:
             found = OWNERS.find(param)
             if isinstance(param, DTensor) or (found is not None and found[0].offloads_params):
-                what = (
-                    "of which this rank has rows (stage 3)" if isinstance(param, DTensor) else "that live on the host"
-                )
-                raise invalid_value("params", f"weights {what}", "weights that are whole on this rank", _WHOLE)
+                kind = "that are partitioned (stage 3)" if isinstance(param, DTensor) else "that live on the host"
+                raise invalid_value("params", f"weights {kind}", "weights that are whole on this rank", _WHOLE)
             if found is not None and found[0].runtime.job is None:
                 found[0].wait()
 
@@ -95,20 +95,25 @@ class GatheredParameters:
         for param in self._params:
             if dist.is_initialized() and dist.get_world_size() > 1:
                 dist.broadcast(param.data, self._modifier)
-            # Writes to `.data` are not counted: so every rank's masters follow, where they do not round to it already.
+            # torch does not count writes to `.data`. A new version makes the optimizer compare the weight with its
+            # master, and copy it there if it is not the rounded master.
             torch.autograd.graph.increment_version(param)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing to do where ranks have whole weights. Where they may not, a weight cannot be used outside its module."""
+    """Does nothing with one rank. ValueError with several: with stage 3 a weight cannot be used outside its module."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        remedy = "Use zero_optimization.stage 2, or use the weight in the forward of the module that owns it."
-        raise invalid_value("ranks with register_external_parameter()", dist.get_world_size(), [1], remedy)
+        raise incompatible(
+            "register_external_parameter()",
+            f"{dist.get_world_size()} ranks",
+            "a partitioned weight is gathered only for the module that owns it",
+            "Use zero_optimization.stage 2 without this call, or use the weight in the forward of its own module.",
+        )
 
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
-    """The engine's module, its weights whole."""
+    """A context with the engine's module, whose weights are whole."""
     module: nn.Module = model.module
     with GatheredParameters(module):
         yield module

@@ -1,4 +1,4 @@
-"""`deepspeed.utils.zero_to_fp32`: fp32 weights out of a checkpoint that the engine saved."""
+"""`deepspeed.utils.zero_to_fp32`: reads fp32 weights from a checkpoint that the engine saved."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Tensor]:
-    """The weights of a checkpoint in fp32, on the host: from masters where there are some, whatever ranks saved it."""
+    """The fp32 weights of a checkpoint, on the host. They come from the fp32 masters if the checkpoint has masters. The
+    number of ranks that saved it does not matter.
+    """
     _refuse_exclusion(exclude_frozen_parameters)
     if lazy_mode:
-        remedy = "convert_zero_checkpoint_to_fp32_state_dict() writes files with one tensor in memory at a time."
+        remedy = "Use convert_zero_checkpoint_to_fp32_state_dict(), which has one tensor in memory at a time."
         raise invalid_value("lazy_mode", True, [False], remedy)
     found = find_checkpoint(Path(checkpoint_dir), tag)
     masters = exporting.masters_of(found)
@@ -38,7 +40,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """The same as safetensors files in a folder, as `twinflow export` writes them; nothing is pickled."""
+    """Writes the fp32 weights as safetensors files to a folder, as `twinflow export` does. `safe_serialization` has no
+    effect: no pickles are written.
+    """
     _refuse_exclusion(exclude_frozen_parameters)
     export_checkpoint(Path(checkpoint_dir), Path(output_dir), tag, shard_bytes=_bytes(max_shard_size))
 
@@ -46,16 +50,18 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """A model on the host with a checkpoint's weights; parameters that the checkpoint does not have stay."""
+    """Moves a model to the host and loads a checkpoint's weights. Parameters that the checkpoint does not have keep
+    their values.
+    """
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
 
 
 def _refuse_exclusion(is_asked_for: bool) -> None:
-    """A checkpoint does not tell frozen parameters from buffers, which have to stay."""
+    """Raises ValueError: a checkpoint does not distinguish frozen parameters from buffers, and buffers must stay."""
     if is_asked_for:
-        remedy = "Leave them out when saving: engine.save_checkpoint(..., exclude_frozen_parameters=True)."
+        remedy = "Leave them out at saving: engine.save_checkpoint(..., exclude_frozen_parameters=True)."
         raise invalid_value("exclude_frozen_parameters", True, [False], remedy)
 
 
@@ -64,5 +70,5 @@ def _bytes(size: str | int) -> int:
         return size
     number, unit = size[:-2], size[-2:].upper()
     if unit not in _UNITS or not number.isdigit():
-        raise invalid_value("max_shard_size", size, "bytes, or a number with KB, MB, GB or TB, like 5GB")
+        raise invalid_value("max_shard_size", size, "a number of bytes, or a number with KB, MB, GB or TB, such as 5GB")
     return int(number) * _UNITS[unit]

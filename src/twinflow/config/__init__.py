@@ -1,4 +1,4 @@
-"""DeepSpeed's config in, a typed and frozen `Config` out."""
+"""Reads a DeepSpeed config and returns a typed, frozen `Config`."""
 
 from twinflow.config.deepspeed import load_config
 from twinflow.config.registry import json_schema

@@ -1,4 +1,4 @@
-"""load_config: DeepSpeed's JSON, HJSON, dict or base64 in; a checked `Config` out, or a ValueError saying why not."""
+"""load_config: reads a DeepSpeed config from JSON, HJSON, a dict or base64, checks it and returns a `Config`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from twinflow.config.params import CLIPPING, FORMATS, arguments, optimizer_kind,
 from twinflow.config.read import plain, read_source
 from twinflow.config.renames import Renamed, modernised, other_names
 from twinflow.config.schema import Config, Optimizer, Scheduler
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value
 from twinflow.rules import RULES
 
 _Model = TypeVar("_Model", bound=Section)
 
 
 def load_config(source: Config | Mapping[str, Any] | str | PathLike[str]) -> Config:
-    """The config in a dict, in a JSON or HJSON file, or in urlsafe-base64 of JSON text.
+    """Reads a config from a dict, from a JSON or HJSON file, or from urlsafe-base64 of JSON text.
 
-    Raises ValueError for anything wrong: a key that does not exist (with the nearest that does), a value that is not
-    allowed, a feature that twinflow does not have.
+    Raises ValueError for an unknown key (with the nearest known key), for a value that is not allowed and for a feature
+    that twinflow does not have.
     """
     if isinstance(source, Config):
         return source
@@ -33,7 +33,8 @@ def load_config(source: Config | Mapping[str, Any] | str | PathLike[str]) -> Con
     try:
         return _checked(plain(given))
     except RecursionError:
-        raise ValueError(f"{where or 'config'}: nested too deeply, or within itself") from None
+        message = f"{where or 'config'}: The config is nested too deeply, or contains itself. Remove the nesting."
+        raise ValueError(message) from None
     except ValueError as error:
         if not where:
             raise
@@ -58,12 +59,10 @@ def _checked(given: dict[str, Any]) -> Config:
 
 
 def _check_written(params: Mapping[str, Any], name: str) -> None:
-    """Ranks compare their configs, and checkpoints keep them: options must be what JSON can hold."""
+    """Checks that options can be written as JSON: ranks compare their configs, and checkpoints contain them."""
     for key, value in params.items():
         if not _is_json(value):
-            raise invalid_value(
-                f"{name}.params.{key}", Shown(value), "what JSON has: numbers, words, lists and objects"
-            )
+            raise invalid_value(f"{name}.params.{key}", Shown(value), "a JSON value (number, string, list or object)")
 
 
 def _is_json(value: Any) -> bool:
@@ -75,12 +74,12 @@ def _is_json(value: Any) -> bool:
 
 
 def _names_one(section: object) -> bool:
-    """Whether `optimizer` or `scheduler` asks for anything once every "auto" is gone."""
+    """Whether the section `optimizer` or `scheduler` has a value other than "auto"."""
     return section is not None and not (isinstance(section, dict) and not any(map(is_given, section.values())))
 
 
 def _validated(model: type[_Model], given: dict[str, Any], at: Path, renamed: Renamed) -> _Model:
-    """`given`, which stands at `at`, as a model; all mistakes of one kind in one error."""
+    """Validates the section `given` at the path `at`. One error contains all mistakes of a kind."""
 
     def name_of(path: Path) -> str:
         return renamed.shown((*at, *path))
@@ -92,8 +91,8 @@ def _validated(model: type[_Model], given: dict[str, Any], at: Path, renamed: Re
         mistakes = list(wrong_values(error, model, given, name_of))
     else:
         mistakes = [
-            str(invalid_value(name_of(path), Shown(value), "only off here", f"Instead: {rule.text}"))
-            for path, value, rule in _refusals(found, ())
+            str(invalid_value(name_of(path), Shown(value), allowed, rule.text[0].upper() + rule.text[1:]))
+            for path, value, allowed, rule in _refusals(found, ())
         ]
     _raise(mistakes)
     return found
@@ -102,7 +101,9 @@ def _validated(model: type[_Model], given: dict[str, Any], at: Path, renamed: Re
 def _raise(mistakes: Iterable[str]) -> None:
     found = list(mistakes)
     if found:
-        raise ValueError(found[0] if len(found) == 1 else "\n- ".join([f"{len(found)} mistakes:", *found]))
+        raise ValueError(
+            found[0] if len(found) == 1 else "\n- ".join([f"The config has {len(found)} mistakes:", *found])
+        )
 
 
 def _unknown_keys(model: type[Section], given: Mapping[str, Any], at: Path, renamed: Renamed) -> Iterator[str]:
@@ -116,9 +117,9 @@ def _unknown_keys(model: type[Section], given: Mapping[str, Any], at: Path, rena
 
 
 def _elsewhere(key: str) -> str:
-    """Where else in the config a key of this name is, as a sentence."""
+    """A sentence with the other sections of the config that have a key of this name."""
     places = [dotted(path) for path in _paths(Config, ()) if path[-1] == key]
-    return f"It belongs elsewhere: {', '.join(places)}" if places else ""
+    return f"Keys of this name: {', '.join(places)}." if places else ""
 
 
 def _paths(model: type[Section], at: Path) -> Iterator[Path]:
@@ -129,8 +130,8 @@ def _paths(model: type[Section], at: Path) -> Iterator[Path]:
             yield from _paths(inner, (*at, name))
 
 
-def _refusals(section: Section, at: Path) -> Iterator[tuple[Path, object, Rule]]:
-    """Refused keys that are on."""
+def _refusals(section: Section, at: Path) -> Iterator[tuple[Path, object, str | list[object], Rule]]:
+    """The refused keys of a section that are not off, with the values that are allowed."""
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)
         rule = rule_of(info)
@@ -140,51 +141,58 @@ def _refusals(section: Section, at: Path) -> Iterator[tuple[Path, object, Rule]]
             below = switch_of(value) or ()
             for part in below:
                 value = value[part]
-            yield (*at, name, *below), value, rule
+            allowed = [info.default, *rule.off] if rule.switch is None else "False" if below else "left out"
+            yield (*at, name, *below), value, allowed, rule
 
 
 def _checked_params(kind: type[Any], chosen: Optimizer | Scheduler, name: str) -> dict[str, Any]:
-    """The options of an optimizer or schedule, of the right types; those of torch's classes by name only."""
+    """Checks the options of an optimizer or schedule. For torch's classes, only the names of the options are
+    checked."""
     at, params = (name, "params"), dict(chosen.params)
     try:
         if issubclass(kind, Section):
             found = _validated(kind, params, at, Renamed())
             return {key: getattr(found, key) for key in params}
         if name == "optimizer" and "max_grad_norm" in params:
-            raise invalid_value("optimizer.params.max_grad_norm", Shown(params["max_grad_norm"]), "null", CLIPPING)
+            remedy = CLIPPING[0].upper() + CLIPPING[1:]
+            raise invalid_value("optimizer.params.max_grad_norm", Shown(params["max_grad_norm"]), "null", remedy)
         allowed = list(arguments(kind))
         _raise(unknown(dotted(at), key, value, allowed) for key, value in params.items() if key not in allowed)
     except ValueError as error:
-        raise ValueError(f"{error} ({name}.type is {chosen.type!r})") from None
+        raise ValueError(f"{error} The value of {name}.type is {chosen.type!r}.") from None
     return params
 
 
 def _check_together(config: Config) -> None:
-    """Keys that are right alone and wrong together."""
+    """Checks for conflicts between keys."""
     if config.fp16.enabled and config.bf16.enabled:
-        raise invalid_value("fp16.enabled", True, "false where bf16.enabled is true", "Turn one of the two off.")
+        reason = "a model is trained in one of the two formats"
+        raise incompatible("fp16.enabled", "bf16.enabled", reason, "Set one of them to false.")
     fp16 = config.fp16
     if 2.0**fp16.initial_scale_power < fp16.min_loss_scale:
-        allowed = f"at least min_loss_scale, which is {fp16.min_loss_scale:g}, as a power of 2"
-        raise invalid_value("fp16.initial_scale_power", fp16.initial_scale_power, allowed)
+        raise incompatible(
+            f"fp16.initial_scale_power={fp16.initial_scale_power}",
+            f"fp16.min_loss_scale={fp16.min_loss_scale:g}",
+            f"the first scale is 2**{fp16.initial_scale_power}, which is below the lowest scale",
+            "Increase initial_scale_power or reduce min_loss_scale.",
+        )
     autocast = type(config.torch_autocast).model_fields["dtype"]
     if config.torch_autocast.enabled and config.torch_autocast.dtype is None:
-        raise invalid_value(
-            "torch_autocast.dtype", None, in_words(autocast.annotation), "It must be given where enabled."
-        )
+        remedy = "torch_autocast.enabled needs a dtype."
+        raise invalid_value("torch_autocast.dtype", None, in_words(autocast.annotation), remedy)
     if config.optimizer is not None:
         _check_optimizer(config)
 
 
 def _check_optimizer(config: Config) -> None:
-    """The format of its state, and options that exclude each other."""
+    """Checks the format of the optimizer state and the options of the update rule."""
     assert config.optimizer is not None
     kind, params = config.optimizer.type.lower(), config.optimizer.params
     offload = config.zero_optimization.offload_optimizer
     states = offload.states if offload is not None else "fp32"
     allowed = FORMATS.get(kind, ("fp32",))
     if states not in allowed:
-        remedy = f"These are the formats for optimizer.type {config.optimizer.type!r}."
+        remedy = f"The optimizer is optimizer.type {config.optimizer.type!r}, which has no other formats of its state."
         raise invalid_value("zero_optimization.offload_optimizer.states", states, allowed, remedy)
     if kind in RULES:
         try:

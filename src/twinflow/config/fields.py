@@ -1,9 +1,9 @@
-"""What a key of the config is: its type, its default, and what twinflow does with it.
+"""Declarations of the config's keys: type, default and treatment by twinflow.
 
-Every key is declared once, as a field of a `Section`, with one of three functions: `honoured` (it does what it says),
-`unused` (accepted; no effect here, for a stated reason) or `refused` (only its "off" values pass, because ignoring the
-rest would change a result or the memory needed). The loader, the notes, the JSON Schema and the docs read these
-declarations and nothing else.
+Every key is declared once, as a field of a `Section`, with one of three functions. An `honoured` key has the documented
+effect. An `unused` key is accepted and has no effect, for a stated reason. A `refused` key must be off, because
+ignoring other values would change results or memory use. The loader, the notes, the JSON Schema and the docs are made
+from these declarations.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ REFUSED: Final = "refused"
 
 @dataclass(frozen=True)
 class Rule:
-    """What is done with a key."""
+    """How twinflow treats a key."""
 
     kind: str  # HONOURED, UNUSED or REFUSED
-    text: str  # what it does, why it does nothing, or what to use instead
-    off: tuple[object, ...] = ()  # REFUSED: values that pass beside the default; UNUSED: values that need no note
-    switch: Callable[[Any], bool] | None = None  # REFUSED: whether the value asks for the feature, where `off` is short
-    hints: Mapping[str, str] | None = None  # value -> what to use instead, for values that are not allowed
-    ours: bool = False  # a key that DeepSpeed does not have
-    for_host: bool = False  # no effect where no optimizer state is on the host
+    text: str  # HONOURED: the effect; UNUSED: why there is none; REFUSED: a sentence with a remedy
+    off: tuple[object, ...] = ()  # REFUSED: values that pass besides the default; UNUSED: values that need no note
+    switch: Callable[[Any], bool] | None = None  # REFUSED: whether the value requests the feature; replaces `off`
+    hints: Mapping[str, str] | None = None  # values that are not allowed, each with a remedy
+    ours: bool = False  # DeepSpeed does not have the key.
+    for_host: bool = False  # The key has no effect if no optimizer state is on the host.
 
     def __call__(self, schema: dict[str, Any]) -> None:
-        """Pydantic calls this with the key's JSON Schema."""
+        """Pydantic calls this method with the JSON Schema of the key."""
         schema["x-twinflow"] = self.kind
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """The values a type takes, in words."""
+    """The values of a type, in words."""
 
     text: str
 
 
 class Section(BaseModel):
-    """An object of the config: frozen, strictly typed, with no keys but its own."""
+    """An object of the config. It is frozen and strictly typed and accepts no unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
@@ -54,18 +54,20 @@ class Section(BaseModel):
 def honoured(
     default: Any, text: str, *, hints: Mapping[str, str] | None = None, ours: bool = False, for_host: bool = False
 ) -> Any:
-    """A key that does what it says."""
+    """Declares a key that has the effect `text`."""
     rule = Rule(HONOURED, text, hints=hints, ours=ours, for_host=for_host)
     return Field(default, description=text, json_schema_extra=rule)
 
 
 def needed(text: str) -> Any:
-    """An honoured key that its section cannot do without."""
+    """Declares an honoured key without a default."""
     return Field(description=text, json_schema_extra=Rule(HONOURED, text))
 
 
 def unused(default: Any, because: str, *, quiet: tuple[object, ...] = ()) -> Any:
-    """A key that is accepted and does nothing here; `quiet` values ask for what happens anyway."""
+    """Declares a key that is accepted and has no effect. Values in `quiet` cause no note, because they match what
+    twinflow does anyway.
+    """
     rule = Rule(UNUSED, because, quiet)
     return Field(default, description=f"No effect here: {because}", json_schema_extra=rule)
 
@@ -73,45 +75,47 @@ def unused(default: Any, because: str, *, quiet: tuple[object, ...] = ()) -> Any
 def refused(
     default: Any, instead: str, *, off: tuple[object, ...] = (), switch: Callable[[Any], bool] | None = None
 ) -> Any:
-    """A key that only passes while it is off; `instead` says what to use."""
+    """Declares a key that must be off. `instead`: a sentence with the alternative."""
     rule = Rule(REFUSED, instead, off, switch)
     return Field(default, description=f"Only off: {instead}", json_schema_extra=rule)
 
 
 def section(kind: type[Section], text: str) -> Any:
-    """An object with keys of its own, each with its own rule."""
+    """Declares a section with its own keys."""
     return Field(default_factory=kind, description=text)
 
 
 def maybe_section(text: str) -> Any:
-    """The same, where leaving it out is not the same as leaving it empty."""
+    """Declares a section whose absence differs from an empty section."""
     return Field(None, description=text)
 
 
 def rule_of(info: FieldInfo) -> Rule | None:
-    """The rule of a key; None for a section."""
+    """The rule of a key. None for a section."""
     return info.json_schema_extra if isinstance(info.json_schema_extra, Rule) else None
 
 
 def asks_for(rule: Rule, info: FieldInfo, value: object) -> bool:
-    """Whether a refused key is on."""
+    """Whether the value of a refused key requests the feature."""
     if rule.switch is not None:
         return rule.switch(value)
     return value != info.default and value not in rule.off
 
 
 def is_given(value: object) -> bool:
-    """Whether anything is there at all."""
+    """Whether a value is neither null nor an empty object."""
     return value is not None and value != {}
 
 
 def is_on(section: object) -> bool:
-    """Whether a section that is not looked into asks for its feature."""
+    """Whether a section with unchecked keys requests its feature."""
     return switch_of(section) is not None
 
 
 def switch_of(section: object) -> tuple[str, ...] | None:
-    """The key in it that does: its own `enabled` decides, else that of any part of it."""
+    """The path of the key that requests the feature of a section. `enabled` of the section decides, or else `enabled`
+    of one of its parts.
+    """
     if not isinstance(section, Mapping):
         return None
     if "enabled" in section:
@@ -124,24 +128,24 @@ def switch_of(section: object) -> tuple[str, ...] | None:
 
 
 def _whole(value: object) -> object:
-    """5e8 is how people write 500000000: a float with a whole value stands for it."""
+    """Converts a float with a whole value to an int: configs contain 5e8 for 500000000."""
     if isinstance(value, float) and math.isfinite(value) and value == int(value):
         return int(value)
     return value
 
 
 def _never(value: object) -> object:
-    """`steps_per_print: Infinity`, as Accelerate writes it, means never."""
+    """Converts Infinity to None: Accelerate writes `steps_per_print: Infinity` for never."""
     return None if value == math.inf else _whole(value)
 
 
 def _sequence(value: object) -> object:
-    """JSON has lists, Python has tuples: either will do."""
+    """Converts a list to a tuple: JSON has only lists, and Python callers may give tuples."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def _dtype(value: object) -> object:
-    """One name for each dtype; what is no name of one is left for the type to refuse."""
+    """The short name of a dtype. Other values are unchanged, and the type rejects them."""
     name = value.lower().removeprefix("torch.") if isinstance(value, str) else ""
     for short, names in (("fp32", ("float32", "float")), ("bf16", ("bfloat16",)), ("fp16", ("float16", "half"))):
         if name in (short, *names):
@@ -150,7 +154,7 @@ def _dtype(value: object) -> object:
 
 
 def _torch_dtype(value: object) -> object:
-    """The same with torch's names."""
+    """The torch name of a half-precision dtype. Other values are unchanged."""
     short = _dtype(value)
     return {"bf16": "bfloat16", "fp16": "float16"}.get(short, value) if isinstance(short, str) else value
 
@@ -193,8 +197,8 @@ AutocastDtype = Annotated[
     Literal["bfloat16", "float16"],
     BeforeValidator(_torch_dtype),
     WithJsonSchema({"enum": ["bfloat16", "float16", "bf16", "fp16", "half", "torch.bfloat16", "torch.float16"]}),
-    Allowed("'bfloat16', 'float16', or short 'bf16', 'fp16'"),
+    Allowed("'bfloat16', 'float16', or the short names 'bf16', 'fp16'"),
 ]
-Side = Literal["auto", "device", "host"]  # where something is kept
+Side = Literal["auto", "device", "host"]  # a place for tensors
 Tags = Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capital), Allowed("'Ignore', 'Warn', 'Fail'")]
-Free = Mapping[str, Any]  # a section whose keys are not looked into
+Free = Mapping[str, Any]  # a section whose keys are not checked

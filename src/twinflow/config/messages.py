@@ -1,4 +1,4 @@
-"""Sentences about keys: where they stand, what they take, and which one was meant."""
+"""Parts of error messages: paths of keys, allowed values in words, the nearest known key."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from twinflow.errors import invalid_value
 
 _MISSING = object()
 Path = tuple[str, ...]
-_LONGEST = 120  # characters of a value that are printed
+_LONGEST = 120  # Longer values are cut in messages.
 
 
 def dotted(path: Sequence[str]) -> str:
-    """A key with all sections it stands in."""
+    """The path of a key, such as "zero_optimization.stage"."""
     return ".".join(path)
 
 
 class Shown:
-    """A value as it is printed in an error: never longer than a line."""
+    """A value whose repr is cut to one line, for error messages."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -32,13 +32,13 @@ class Shown:
     def __repr__(self) -> str:
         try:
             text = repr(self.value)
-        except (ValueError, RecursionError):  # an int of thousands of digits has no repr
+        except (ValueError, RecursionError):  # Python has no repr for an int of thousands of digits.
             text = f"<{type(self.value).__name__}>"
         return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section an annotation stands for, alone or beside None."""
+    """The section class in an annotation `Section` or `Section | None`. None for other annotations."""
     for part in (annotation, *get_args(annotation)):
         if isinstance(part, type) and issubclass(part, Section):
             return part
@@ -46,7 +46,7 @@ def section_of(annotation: Any) -> type[Section] | None:
 
 
 def in_words(annotation: Any, metadata: Sequence[object] = ()) -> str:
-    """The values that an annotation takes."""
+    """The values that an annotation allows, in words."""
     for item in metadata:
         if isinstance(item, Allowed):
             return item.text
@@ -65,14 +65,14 @@ def in_words(annotation: Any, metadata: Sequence[object] = ()) -> str:
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """Which name was probably meant, as a sentence; nothing if none is near."""
+    """A sentence with the name that was probably meant. Empty if no name is near."""
     near = get_close_matches(name, names, 1)
     return f"Did you mean {near[0]!r}?" if near else ""
 
 
 def unknown(place: str, key: str, value: object, names: Sequence[str], remedy: str = "") -> str:
-    """The error for a key that its section does not have; at the top there is no section to name."""
-    remedy = remedy or nearest(key, names) or f"Keys here: {', '.join(sorted(names))}"
+    """The error message for an unknown key. `place` is the section, and empty for the top of the config."""
+    remedy = remedy or nearest(key, names) or f"The keys are: {', '.join(sorted(names))}."
     name = f"{place}.{key}" if place else key
     return f"{name} is not a key of {place or 'the config'} (its value is {Shown(value)!r}). {remedy}"
 
@@ -80,7 +80,7 @@ def unknown(place: str, key: str, value: object, names: Sequence[str], remedy: s
 def wrong_values(
     error: ValidationError, model: type[Section], given: Mapping[str, Any], name_of: Callable[[Path], str]
 ) -> Iterator[str]:
-    """Pydantic's complaints about `given` as errors of ours, one for each key."""
+    """Converts pydantic's errors about `given` to messages, one for each key."""
     seen: set[Path] = set()
     for complaint in error.errors(include_url=False, include_context=False, include_input=False):
         path, info = _field_at(model, complaint["loc"])
@@ -94,13 +94,13 @@ def wrong_values(
         hint = rule.hints.get(value, "") if rule and rule.hints and isinstance(value, str) else ""
         allowed = in_words(info.annotation, info.metadata)
         if value is _MISSING:
-            yield f"{name_of(path)} is missing, but must be {allowed}"
+            yield f"{name_of(path)} is missing, but must be {allowed}."
         else:
             yield str(invalid_value(name_of(path), Shown(value), allowed, hint))
 
 
 def _field_at(model: type[Section], loc: Sequence[str | int]) -> tuple[Path, FieldInfo]:
-    """The field that a complaint is about, which may be about a part of its value."""
+    """The field of a pydantic error. The error may concern a part of the field's value."""
     path: list[str] = []
     section: type[Section] | None = model
     info: FieldInfo | None = None

@@ -1,7 +1,8 @@
 """`optimizer.params` and `scheduler.params`: the options of each optimizer and schedule, with DeepSpeed's defaults.
 
-The section of an update rule follows from its record in `twinflow.rules`; DeepSpeed's schedules are sections like any
-other. Classes of torch.optim and torch.optim.lr_scheduler are asked for their signatures; torch is imported only then.
+The section of an update rule is made from its record in `twinflow.rules`. DeepSpeed's schedules are ordinary sections.
+The options of classes of torch.optim and torch.optim.lr_scheduler come from their signatures. torch is imported only
+for these classes.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from twinflow.rules import ADAM, ADAMW, RULES
 from twinflow.rules.rule import Rule, Values
 
 CLIPPING = "use gradient_clipping, at the top of the config"
-_WIRE = "torch.distributed carries everything, over NCCL or gloo"
-_FLAVOUR = "how torch loops over parameters; the host kernel has one way"
+_WIRE = "all communication uses torch.distributed with NCCL or gloo"
+_FLAVOUR = "it selects torch's loop over parameters, and the host kernel has one implementation"
 
 
 class Common(Section):
-    """Keys of every update rule that are no options of it."""
+    """Keys that every update rule accepts besides its options."""
 
     foreach: bool | None = unused(None, _FLAVOUR)
     fused: bool | None = unused(None, _FLAVOUR)
@@ -46,16 +47,18 @@ class Common(Section):
 
 
 class AdamParams(Common):
-    """Keys of adam and adamw that are no options of the rule: the first two choose between rules and defaults."""
+    """Keys that adam and adamw accept besides their options. The first two choose the rule and its defaults."""
 
-    adam_w_mode: bool = honoured(True, "type adam means AdamW; false: L2 weight decay")
-    torch_adam: bool = honoured(False, "no other arithmetic; weight_decay of AdamW defaults to 0.01, as torch has it")
-    bias_correction: bool = refused(True, "bias correction is always on: leave it true")
-    amsgrad: bool = refused(False, "build torch.optim.AdamW(..., amsgrad=True) yourself and pass it as the optimizer")
+    adam_w_mode: bool = honoured(True, "true: type adam means AdamW; false: L2 weight decay")
+    torch_adam: bool = honoured(
+        False, "weight_decay of AdamW defaults to 0.01, as in torch; the arithmetic is unchanged"
+    )
+    bias_correction: bool = refused(True, "leave it true: bias correction is always on")
+    amsgrad: bool = refused(False, "build torch.optim.AdamW(..., amsgrad=True) and pass it as the optimizer")
     set_grad_none: bool = unused(True, "gradients are always dropped")
     fp32_optimizer_states: bool = refused(True, 'use offload_optimizer.states "bf16" or "int8"')
     capturable: bool = unused(False, _FLAVOUR)
-    differentiable: bool = refused(False, "an update cannot be differentiated")
+    differentiable: bool = refused(False, "leave it false: an update cannot be differentiated")
 
 
 _TYPES: Final[Mapping[Values, object]] = {
@@ -85,14 +88,20 @@ class OneBitAdamParams(Common):
     betas: Betas = honoured((0.9, 0.999), "decay of the two moments")
     eps: Amount = honoured(1e-8, "added to the divisor")
     weight_decay: Amount = honoured(0.0, "weight decay")
-    freeze_step: Positive | None = honoured(None, "last step of plain AdamW; null: when the second moment has settled")
-    freeze_threshold: Settled = honoured(0.96, "it has, when its sum changes by no more than this over a window")
-    freeze_window: Positive | None = honoured(None, "steps; null: as many as the second moment remembers")
-    code: Literal["1bit", "int4", "int8"] = honoured("1bit", "bits that momenta and weights travel in")
-    maximize: bool = refused(False, "1-bit Adam descends")
-    bias_correction: bool = refused(True, "bias correction is always on: leave it true")
-    eps_inside_sqrt: bool = refused(False, "eps is added to the root: leave it false")
-    amsgrad: bool = refused(False, "the second moment is frozen: leave it false")
+    freeze_step: Positive | None = honoured(
+        None, "last step of uncompressed AdamW; null: the step at which the second moment is stable"
+    )
+    freeze_threshold: Settled = honoured(
+        0.96, "the second moment is stable if its sum and its sum one window before have at least this ratio"
+    )
+    freeze_window: Positive | None = honoured(
+        None, "length of the window in steps; null: from the decay of the second moment"
+    )
+    code: Literal["1bit", "int4", "int8"] = honoured("1bit", "code in which momenta and weights are sent")
+    maximize: bool = refused(False, "leave it false: 1-bit Adam only minimizes")
+    bias_correction: bool = refused(True, "leave it true: bias correction is always on")
+    eps_inside_sqrt: bool = refused(False, "leave it false: eps is added to the root")
+    amsgrad: bool = refused(False, "leave it false: the second moment is frozen")
     cuda_aware: bool = unused(False, _WIRE)
     comm_backend_name: str = unused("nccl", _WIRE)
     set_grad_none: bool = unused(True, "gradients are always dropped")
@@ -104,8 +113,8 @@ class LRRangeTestParams(Section):
     lr_range_test_min_lr: Rates = honoured(1e-3, "first learning rate")
     lr_range_test_step_size: Positive = honoured(2000, "steps between two learning rates")
     lr_range_test_step_rate: Amount = honoured(1.0, "growth of the learning rate")
-    lr_range_test_staircase: bool = honoured(False, "grow in stairs")
-    last_batch_iteration: Iteration = honoured(-1, "steps done before")
+    lr_range_test_staircase: bool = honoured(False, "increase the learning rate in steps instead of continuously")
+    last_batch_iteration: Iteration = honoured(-1, "index of the last step that was done before; -1: none")
 
 
 class OneCycleParams(Section):
@@ -113,52 +122,57 @@ class OneCycleParams(Section):
 
     cycle_min_lr: Rates | None = honoured(None, "lowest learning rate; must be given")
     cycle_max_lr: Rates | None = honoured(None, "highest learning rate; must be given")
-    decay_lr_rate: Amount = honoured(0.0, "decay after the cycle")
-    cycle_first_step_size: Above = honoured(2000, "steps up")
-    cycle_second_step_size: Above | None = honoured(None, "steps down; null: as many as up")
-    cycle_first_stair_count: Whole = honoured(0, "stairs up")
-    cycle_second_stair_count: Whole | None = honoured(None, "stairs down; null: as many as up")
-    decay_step_size: Amount = honoured(0, "steps of the decay; 0: none")
-    cycle_momentum: bool = honoured(True, "momentum runs against the learning rate")
+    decay_lr_rate: Amount = honoured(0.0, "decay of the learning rate after the cycle")
+    cycle_first_step_size: Above = honoured(2000, "number of steps with a rising learning rate")
+    cycle_second_step_size: Above | None = honoured(
+        None, "number of steps with a falling learning rate; null: cycle_first_step_size"
+    )
+    cycle_first_stair_count: Whole = honoured(0, "number of stairs of the rise; 0: continuous")
+    cycle_second_stair_count: Whole | None = honoured(
+        None, "number of stairs of the fall; null: cycle_first_stair_count"
+    )
+    decay_step_size: Amount = honoured(0, "length of a decay step; 0: no decay")
+    cycle_momentum: bool = honoured(True, "momentum falls while the learning rate rises, and rises while it falls")
     cycle_min_mom: Rates = honoured(0.8, "lowest momentum")
     cycle_max_mom: Rates = honoured(0.9, "highest momentum")
     decay_mom_rate: Amount = honoured(0.0, "growth of the momentum after the cycle")
-    last_batch_iteration: Iteration = honoured(-1, "steps done before")
+    last_batch_iteration: Iteration = honoured(-1, "index of the last step that was done before; -1: none")
 
 
 class WarmupLRParams(Section):
     """`scheduler.params` of WarmupLR."""
 
-    warmup_min_lr: Rates = honoured(0.0, "first learning rate")
-    warmup_max_lr: Rates | None = honoured(None, "last learning rate; null: the optimizer's")
-    warmup_num_steps: Positive = honoured(1000, "steps up")
-    warmup_type: Literal["log", "linear"] = honoured("log", "how it grows")
-    last_batch_iteration: Iteration = honoured(-1, "steps done before")
+    warmup_min_lr: Rates = honoured(0.0, "learning rate at the start of the warm-up")
+    warmup_max_lr: Rates | None = honoured(None, "learning rate after the warm-up; null: the optimizer's")
+    warmup_num_steps: Positive = honoured(1000, "number of warm-up steps")
+    warmup_type: Literal["log", "linear"] = honoured("log", "shape of the warm-up")
+    last_batch_iteration: Iteration = honoured(-1, "index of the last step that was done before; -1: none")
 
 
 class WarmupDecayLRParams(WarmupLRParams):
     """`scheduler.params` of WarmupDecayLR."""
 
-    warmup_max_lr: Rates | None = honoured(0.001, "highest learning rate; null: the optimizer's")
-    total_num_steps: Positive | None = honoured(None, "steps of the whole training; must be given")
+    warmup_max_lr: Rates | None = honoured(0.001, "learning rate after the warm-up; null: the optimizer's")
+    total_num_steps: Positive | None = honoured(None, "number of steps of the whole training; must be given")
 
 
 class WarmupCosineLRParams(Section):
     """`scheduler.params` of WarmupCosineLR."""
 
-    total_num_steps: Positive | None = honoured(None, "steps of the whole training; must be given")
-    warmup_min_ratio: Amount = honoured(0.0, "first learning rate, as a share of the optimizer's")
-    warmup_num_steps: Positive = honoured(1000, "steps up")
-    cos_min_ratio: Amount = honoured(0.0001, "last learning rate, as a share of the optimizer's")
-    warmup_type: Literal["log", "linear"] = honoured("log", "how it grows")
-    last_batch_iteration: Iteration = honoured(-1, "steps done before")
+    total_num_steps: Positive | None = honoured(None, "number of steps of the whole training; must be given")
+    warmup_min_ratio: Amount = honoured(0.0, "first learning rate, as a fraction of the optimizer's")
+    warmup_num_steps: Positive = honoured(1000, "number of warm-up steps")
+    cos_min_ratio: Amount = honoured(0.0001, "last learning rate, as a fraction of the optimizer's")
+    warmup_type: Literal["log", "linear"] = honoured("log", "shape of the warm-up")
+    last_batch_iteration: Iteration = honoured(-1, "index of the last step that was done before; -1: none")
 
 
 OPTIMIZERS: Final[Mapping[str, type[Common]]] = {
     **{name: params_of(rule, AdamParams if rule in (ADAM, ADAMW) else Common) for name, rule in RULES.items()},
     "onebitadam": OneBitAdamParams,
 }
-FORMATS: Final[Mapping[str, tuple[str, ...]]] = {  # of the state of each; torch's classes keep fp32
+# Formats of the optimizer state. The state of torch's classes is always fp32.
+FORMATS: Final[Mapping[str, tuple[str, ...]]] = {
     **{name: rule.formats for name, rule in RULES.items()},
     "onebitadam": ("fp32", "bf16"),
 }
@@ -169,15 +183,17 @@ SCHEDULES: Final[Mapping[str, type[Section]]] = {
     "WarmupDecayLR": WarmupDecayLRParams,
     "WarmupCosineLR": WarmupCosineLRParams,
 }
-_ONEBIT = '{}. Use "OneBitAdam", or twinflow.optim.onebit.{} in a loop of your own'
+_ONEBIT = '{}. Use "OneBitAdam", or twinflow.optim.onebit.{} in your own training loop'
 REFUSED_OPTIMIZERS: Final[Mapping[str, str]] = {
-    "lamb": 'LAMB is not supported: use "AdamW"',
-    "muon": 'Muon of the config splits the parameters: use "AdamW", or pass an optimizer of your own',
-    "onebitlamb": _ONEBIT.format("Steps go by norms of whole parameters, of which ranks here own parts", "OneBitLamb"),
-    "zerooneadam": _ONEBIT.format("Local steps give ranks different weights; here all have the same", "ZeroOneAdam"),
-    "muadam": "Build it with the mup library and pass it as the optimizer",
-    "muadamw": "Build it with the mup library and pass it as the optimizer",
-    "musgd": "Build it with the mup library and pass it as the optimizer",
+    "lamb": 'LAMB is not supported. Use "AdamW"',
+    "muon": 'Muon is not supported in the config. Use "AdamW", or pass your own optimizer to initialize()',
+    "onebitlamb": _ONEBIT.format(
+        "1-bit LAMB needs norms of whole parameters, and ranks own parts of them", "OneBitLamb"
+    ),
+    "zerooneadam": _ONEBIT.format("0/1 Adam needs ranks with different weights during local steps", "ZeroOneAdam"),
+    "muadam": "Build the optimizer with the mup library and pass it to initialize()",
+    "muadamw": "Build the optimizer with the mup library and pass it to initialize()",
+    "musgd": "Build the optimizer with the mup library and pass it to initialize()",
 }
 
 
@@ -199,24 +215,26 @@ def torch_schedules() -> dict[str, type[Any]]:
 
 
 def arguments(kind: type[Any]) -> dict[str, bool]:
-    """The arguments of a torch class beside the first, what it works on; True: it has no default."""
+    """The arguments of a torch class after the first, and whether each has no default."""
     names = list(inspect.signature(kind).parameters.values())[1:]
     return {p.name: p.default is p.empty for p in names if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
 def optimizer_kind(name: str) -> type[Any]:
-    """The section of ours, or the torch class, that `optimizer.type` names."""
+    """The section or the torch class for a value of `optimizer.type`. ValueError for an unknown one."""
     lower = name.lower()
     if lower in OPTIMIZERS:
         return OPTIMIZERS[lower]
     allowed = [*OPTIMIZERS, "a class of torch.optim by its exact name"]
     if lower in REFUSED_OPTIMIZERS:
-        raise invalid_value("optimizer.type", name, ", ".join(allowed), REFUSED_OPTIMIZERS[lower])
+        raise invalid_value("optimizer.type", name, f"one of {', '.join(allowed)}", REFUSED_OPTIMIZERS[lower])
     return _torch_kind("optimizer.type", name, torch_optimizers(), allowed)
 
 
 def schedule_kind(name: str) -> type[Any]:
-    """The section of ours, or the torch class, that `scheduler.type` names; upper and lower case are the same."""
+    """The section or the torch class for a value of `scheduler.type`, in upper or lower case. ValueError for an unknown
+    one.
+    """
     for own, section in SCHEDULES.items():
         if own.lower() == name.lower():
             return section
@@ -236,4 +254,4 @@ def _torch_kind(
     names = {other.lower(): other for other in (*found, *more)}
     near = get_close_matches(name.lower(), names, 1)
     remedy = f"Did you mean {names[near[0]]!r}?" if near else ""
-    raise invalid_value(key, name, ", ".join(allowed), remedy)
+    raise invalid_value(key, name, f"one of {', '.join(allowed)}", remedy)

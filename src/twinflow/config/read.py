@@ -1,4 +1,4 @@
-"""From a dict, a file or base64 to plain nested dicts: JSON or HJSON by content, no key twice."""
+"""Reads a config from a dict, a file or base64 into nested dicts. Text is JSON or HJSON. Duplicate keys are errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SOURCES = "a dict, the path of a JSON or HJSON file, or urlsafe-base64 of JSON"
 
 
 def read_source(source: object) -> tuple[str, Mapping[Any, Any]]:
-    """The file it came from, or nothing, and what is in it."""
+    """The path of the config's file, or an empty string, and the contents."""
     if isinstance(source, Mapping):
         return "", source
     if not isinstance(source, (str, os.PathLike)):
@@ -29,16 +29,15 @@ def read_source(source: object) -> tuple[str, Mapping[Any, Any]]:
         try:
             text = Path(name).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{name}: not a text file in UTF-8 that can be read ({error})") from error
+            raise ValueError(f"{name}: The config file must be readable and in UTF-8, but: {error}.") from error
         return str(name), parse(text, f"{name}: ")
-    return "", parse(_decoded(source), f"config {Shown(source)!r} is not a file; read as base64: ")
+    return "", parse(_decoded(source), f"config {Shown(source)!r} is not a file and was read as base64: ")
 
 
 def _decoded(source: str | os.PathLike[str]) -> str:
-    """The text behind base64."""
-    remedy = "There is no such file."
+    remedy = "There is no such file, and the text is not base64."
     if isinstance(source, str) and source.lstrip().startswith("{"):
-        remedy = "This looks like JSON itself: pass json.loads(text)."
+        remedy = "The text looks like JSON. Pass json.loads(text)."
     try:
         if not isinstance(source, str):
             raise ValueError
@@ -48,9 +47,11 @@ def _decoded(source: str | os.PathLike[str]) -> str:
 
 
 def parse(text: str, where: str) -> Mapping[Any, Any]:
-    """JSON, and HJSON where it is not JSON: comments, commas too many or too few, no outer braces."""
+    """Parses JSON. Text that is not JSON is parsed as HJSON: it may have comments, missing or extra commas, and no
+    outer braces.
+    """
     if not text.strip():
-        raise ValueError(f"{where}it is empty. A config without any key is {{}}")
+        raise ValueError(f"{where}The config is empty. Write {{}} for a config without keys.")
     try:
         try:
             found = json.loads(text, object_pairs_hook=_once)
@@ -59,32 +60,33 @@ def parse(text: str, where: str) -> Mapping[Any, Any]:
     except (ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{where}{error or type(error).__name__}") from error
     if not isinstance(found, Mapping):
-        raise ValueError(f"{where}{invalid_value('config', Shown(found), 'an object: {...}')}")
+        raise ValueError(f"{where}{invalid_value('config', Shown(found), 'a JSON object: {...}')}")
     return found
 
 
 def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """An object, unless it has a key twice: one of the two would be lost."""
+    """A dict of key-value pairs. ValueError for a duplicate key, whose first value would be lost."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
             raise ValueError(
-                f"{key} is given twice in one object, as {Shown(found[key])!r} and as {Shown(value)!r}. Remove one."
+                f"The key {key} is given twice in one object, with the values {Shown(found[key])!r} and "
+                f"{Shown(value)!r}. Remove one of them."
             )
         found[key] = value
     return found
 
 
-# Keys whose "auto" is a value of its own.
+# Keys for which "auto" is a value. For all other keys, "auto" means "not given".
 _OWN_AUTO: Final = {("zero_optimization", "offload_optimizer", "ratio")}
 
 
 def plain(given: Mapping[Any, Any], at: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A copy in plain dicts, without the keys whose value is "auto": that means "not given"."""
+    """A copy in nested dicts, without keys whose value is "auto", which means "not given"."""
     found: dict[str, Any] = {}
     for key, value in given.items():
         if not isinstance(key, str):
-            raise invalid_value(f"a key of {dotted(at) or 'the config'}", Shown(key), "a string")
+            raise invalid_value(f"A key of {dotted(at) or 'the config'}", Shown(key), "a string")
         if isinstance(value, str) and value == "auto" and (*at, key) not in _OWN_AUTO:
             continue
         found[key] = plain(value, (*at, key)) if isinstance(value, Mapping) else value

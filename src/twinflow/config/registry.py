@@ -1,4 +1,4 @@
-"""Every key of the config and what twinflow does with it, read off the declarations: for docs, editors and tests."""
+"""All keys of the config with their rules, from the declarations, for docs, editors and tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AUTO = ({"const": "auto"},)
 
 @dataclass(frozen=True)
 class Key:
-    """A key of the config."""
+    """A key of the config with its declaration."""
 
     path: Path
     rule: Rule
@@ -30,7 +30,7 @@ class Key:
 
 
 def keys(model: type[Section] = Config, at: Path = ()) -> Iterator[Key]:
-    """Every key below a section, in the order of declaration."""
+    """All keys below a section, in the order of declaration."""
     for name, info in model.model_fields.items():
         inner, rule = section_of(info.annotation), rule_of(info)
         if inner is not None:
@@ -44,7 +44,7 @@ def _default(info: FieldInfo) -> Any:
 
 
 def json_schema() -> dict[str, Any]:
-    """A JSON Schema of the config, for editors: types, defaults, and for each key what is done with it."""
+    """A JSON Schema of the config for editors, with types, defaults and the treatment of each key."""
     schema = Config.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "twinflow config"
@@ -56,7 +56,7 @@ def json_schema() -> dict[str, Any]:
     for section in (schema, *schema["$defs"].values()):
         section["properties"] = {name: _or_auto(key) for name, key in section["properties"].items()}
     for rename in RENAMES:
-        text = f"Another spelling of {dotted(rename.new)}"
+        text = f"Alternative name of {dotted(rename.new)}"
         sections[rename.old[:-1]]["properties"][rename.old[-1]] = {"description": text, "deprecated": True}
     for name, options in (("Optimizer", OPTIMIZERS), ("Scheduler", SCHEDULES)):
         schema["$defs"][name]["properties"]["params"]["properties"] = _options(options)
@@ -64,16 +64,18 @@ def json_schema() -> dict[str, Any]:
 
 
 def _or_auto(key: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a key that may also be "auto"."""
+    """The schema of a key, extended by the value "auto"."""
     about = {name: value for name, value in key.items() if name in ("title", "description", "default", "x-twinflow")}
     values = {name: value for name, value in key.items() if name not in about}
-    if not values:  # anything goes
+    if not values:  # The key allows any value.
         return key
     return {**about, "anyOf": [*values["anyOf"], *_AUTO] if list(values) == ["anyOf"] else [values, *_AUTO]}
 
 
 def _options(sections: Mapping[str, type[Section]]) -> dict[str, Any]:
-    """The options of all types together: which of them a type takes is the loader's to say."""
+    """The options of all types together. The schema does not say which options belong to which type, but the loader
+    checks it.
+    """
     found: dict[str, Any] = {}
     for section in sections.values():
         for name, info in section.model_fields.items():
@@ -82,16 +84,16 @@ def _options(sections: Mapping[str, type[Section]]) -> dict[str, Any]:
 
 
 def key_tables() -> str:
-    """The tables of docs/config.md, one for each kind."""
+    """The tables of docs/config.md, one for each kind of rule."""
     found = list(keys())
-    lines = ["### Honoured", "", "| key | default | values | what it does |", "|---|---|---|---|"]
+    lines = ["### Honoured", "", "| key | default | values | effect |", "|---|---|---|---|"]
     lines += [
         f"| `{dotted(key.path)}`{' (ours)' if key.rule.ours else ''} | {_shown(key)} | {_cell(key.allowed)} "
         f"| {_cell(key.rule.text)} |"
         for key in found
         if key.rule.kind == HONOURED
     ]
-    lines += ["", "### Accepted, without effect", "", "| keys | because |", "|---|---|"]
+    lines += ["", "### Accepted, without effect", "", "| keys | reason |", "|---|---|"]
     groups: dict[tuple[str, str], list[Key]] = {}
     for key in found:
         if key.rule.kind == UNUSED:
@@ -100,7 +102,7 @@ def key_tables() -> str:
         f"| {', '.join(f'`{dotted(key.path)}`' for key in group)} | {_cell(text)} |"
         for (_, text), group in groups.items()
     ]
-    lines += ["", "### Refused unless off", "", "| key | passes | otherwise |", "|---|---|---|"]
+    lines += ["", "### Refused unless off", "", "| key | allowed values | alternative |", "|---|---|---|"]
     lines += [
         f"| `{dotted(key.path)}` | {_off(key)} | {_cell(key.rule.text)} |" for key in found if key.rule.kind == REFUSED
     ]
@@ -108,7 +110,7 @@ def key_tables() -> str:
 
 
 def option_tables() -> str:
-    """The table of docs/config.md: `optimizer.params` and `scheduler.params` of what is no update rule."""
+    """The table of docs/config.md with `optimizer.params` and `scheduler.params`, except those of update rules."""
     lines = ["| type | params (defaults) |", "|---|---|"]
     others = {name: section for name, section in OPTIMIZERS.items() if name not in RULES}
     for name, section in (*others.items(), *SCHEDULES.items()):
@@ -118,7 +120,9 @@ def option_tables() -> str:
 
 
 def rule_table() -> str:
-    """The table of docs/rules.md: each update rule, its options, and its defaults elsewhere."""
+    """The table of docs/rules.md with each update rule, its options and its defaults in a config and in `twinflow
+    train`.
+    """
     lines = ["| rule | on CPU tensors | options (defaults) | in a config | `twinflow train` | states |"]
     lines.append("|---|---|---|---|---|---|")
     for name, rule in RULES.items():
@@ -134,7 +138,7 @@ def _listed(options: Mapping[str, Any]) -> str:
 
 
 def spelling_table() -> str:
-    """The table of old and other spellings in docs/config.md."""
+    """The table of docs/config.md with alternative names of keys."""
     lines = [
         "| spelling | taken as |",
         "|---|---|",
@@ -145,7 +149,7 @@ def spelling_table() -> str:
 
 
 def _shown(key: Key) -> str:
-    """A default, as it is written in JSON."""
+    """The default of a key, as JSON."""
     return key.default if key.default == "must be given" else json.dumps(key.default)
 
 

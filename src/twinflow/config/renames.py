@@ -1,4 +1,4 @@
-"""Old and other spellings of keys, brought to today's."""
+"""Alternative and old names of keys, and their conversion to the current names."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from twinflow.errors import invalid_value
 
 @dataclass(frozen=True)
 class Rename:
-    """A key that stands for another."""
+    """A key with another current name."""
 
     old: Path
     new: Path
-    note: bool = True  # whether the user should hear of it: not for mere aliases
-    convert: Callable[[Path, Any], Any] | None = None  # to the new value; None means none is set
+    note: bool = True  # Whether `notes` reports the renaming. Plain aliases are not reported.
+    convert: Callable[[Path, Any], Any] | None = None  # Makes the new value. The key is not set if it returns None.
 
 
 @dataclass(frozen=True)
 class Renamed:
-    """What was done."""
+    """The renamings that were applied to a config."""
 
     notes: list[str] = field(default_factory=list)
-    origins: dict[Path, Path] = field(default_factory=dict)  # where a key of today came from
+    origins: dict[Path, Path] = field(default_factory=dict)  # current path -> path in the user's config
 
     def shown(self, path: Path) -> str:
-        """A key as the user wrote it."""
+        """The path of a key as the user wrote it."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
                 return dotted(self.origins[path[:length]] + path[length:])
@@ -37,7 +37,7 @@ class Renamed:
 
 def _offload(path: Path, value: Any) -> Any:
     if not isinstance(value, bool):
-        raise invalid_value(dotted(path), value, "true, false")
+        raise invalid_value(dotted(path), value, "true or false")
     return {"device": "cpu"} if value else None
 
 
@@ -68,17 +68,17 @@ RENAMES: Final = (
 
 
 def other_names(section: Path) -> list[str]:
-    """Spellings that a section takes beside its own keys."""
+    """Names that a section accepts besides its own keys."""
     return [rename.old[-1] for rename in RENAMES if rename.old[:-1] == section]
 
 
 def modernised(given: dict[str, Any]) -> Renamed:
-    """Bring the spellings in `given` to today's, in place."""
+    """Converts old names in `given` to current ones, in place."""
     done = Renamed()
     if isinstance(given.get(_ZERO), bool):
         stage = int(given[_ZERO])
         given[_ZERO] = {"stage": stage}
-        done.notes.append(f"{_ZERO}: a boolean is an old spelling; taken as stage {stage}")
+        done.notes.append(f"{_ZERO}: a boolean is an old spelling and means stage {stage}")
         done.origins[(_ZERO, "stage")] = (_ZERO,)
     for rename in RENAMES:
         _apply(rename, given, done)
@@ -91,10 +91,11 @@ def _apply(rename: Rename, given: dict[str, Any], done: Renamed) -> None:
         return
     target = given if len(rename.new) == 1 else given.setdefault(rename.new[0], {})
     if not isinstance(target, dict):
-        return  # no section at all: that is the error to report
+        return  # The target is not a section, and validation reports that error.
     if rename.new[-1] in target:
         raise ValueError(
-            f"{dotted(rename.old)} and {dotted(rename.new)} are both given, and mean the same. Remove the first."
+            f"{dotted(rename.old)} and {dotted(rename.new)} are two names of one key, and both are given. "
+            f"Remove {dotted(rename.old)}."
         )
     value = source.pop(rename.old[-1])
     if rename.convert is not None:
@@ -103,4 +104,4 @@ def _apply(rename: Rename, given: dict[str, Any], done: Renamed) -> None:
         target[rename.new[-1]] = value
         done.origins[rename.new] = rename.old
     if rename.note:
-        done.notes.append(f"{dotted(rename.old)}: an old spelling or place; taken as {dotted(rename.new)}")
+        done.notes.append(f"{dotted(rename.old)}: an old name of {dotted(rename.new)}")

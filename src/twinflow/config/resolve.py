@@ -1,4 +1,4 @@
-"""What follows from a config: the batch, the optimizer with its options, and notes on keys without effect."""
+"""Values that follow from a config: batch sizes, the optimizer with its options, and notes on keys without effect."""
 
 from __future__ import annotations
 
@@ -10,54 +10,58 @@ from twinflow.config.fields import UNUSED, Section, rule_of
 from twinflow.config.messages import Path, dotted
 from twinflow.config.params import AdamParams, Common, OneBitAdamParams, optimizer_kind, schedule_kind
 from twinflow.config.schema import Config
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value
 from twinflow.rules import RULES
 
 
 @dataclass(frozen=True)
 class Batch:
-    """How many samples make a step."""
+    """The batch sizes of a step."""
 
-    train_batch_size: int  # samples a step, over all processes
-    micro_batch_size: int  # samples a forward, in one process
-    accumulation_steps: int  # forwards a step, in one process
+    train_batch_size: int  # samples in a step, over all processes
+    micro_batch_size: int  # samples in a forward of one process
+    accumulation_steps: int  # forwards in a step of one process
 
 
 @dataclass(frozen=True)
 class Axes:
-    """Ranks that a model is spread over, beside those that have replicas of it."""
+    """The degrees of pipeline and tensor parallelism."""
 
     pipe: int
     model: int
 
 
 def resolve_axes(config: Config, own_stages: int | None = None) -> Axes:
-    """Pipeline and tensor ranks; `own_stages`: of a PipelineModule, which has said it already."""
+    """The degrees of pipeline and tensor parallelism of a config. `own_stages`: the number of stages of a
+    PipelineModule.
+    """
     asked = config.pipeline.stages
     if asked is not None and asked < 0:
         raise invalid_value("pipeline.stages", asked, "a whole number >= 0")
     if own_stages is not None and asked not in (None, 0, own_stages):
-        remedy = "Leave it out: the PipelineModule was made for so many."
+        remedy = f"The PipelineModule has {own_stages} stages. Leave pipeline.stages out."
         raise invalid_value("pipeline.stages", asked, [own_stages], remedy)
     sizes = {size for size in (config.tensor_parallel.autotp_size, config.tensor_parallel.tp.tp_size) if size > 1}
     if len(sizes) > 1:
-        given = config.tensor_parallel.autotp_size
-        raise invalid_value(
-            "tensor_parallel.autotp_size", given, [config.tensor_parallel.tp.tp_size], "Set one of the two."
+        raise incompatible(
+            f"tensor_parallel.autotp_size={config.tensor_parallel.autotp_size}",
+            f"tensor_parallel.tp.tp_size={config.tensor_parallel.tp.tp_size}",
+            "both set the number of tensor-parallel ranks",
+            "Set only one of them.",
         )
     return Axes(own_stages or asked or 1, sizes.pop() if sizes else 1)
 
 
 def resolve_batch(config: Config, world_size: int) -> Batch:
-    """The three batch sizes from those that are given, as DeepSpeed derives them.
+    """Computes the three batch sizes from those that are given, as DeepSpeed does.
 
-    train_batch_size = micro batch size * accumulation steps * world size. Two give the third; one of the first two
-    alone means one accumulation step.
+    train_batch_size = micro batch size * accumulation steps * world size. Two of them determine the third. If only the
+    train batch size or the micro batch size is given, there is one accumulation step.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise invalid_value("world_size", world_size, "a whole number >= 1")
     if config.data_parallel_size not in (None, world_size):
-        remedy = "Leave it out, or start so many processes."
+        remedy = "Leave data_parallel_size out, or start a number of processes that fits."
         raise invalid_value("data_parallel_size", config.data_parallel_size, [world_size], remedy)
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     steps = config.gradient_accumulation_steps
@@ -67,7 +71,7 @@ def resolve_batch(config: Config, world_size: int) -> Batch:
     )
     if train is None and micro is None:
         raise ValueError(
-            f"batch sizes are missing: {given}. Set train_batch_size or train_micro_batch_size_per_gpu in the config."
+            f"The config has no batch size: {given}. Set train_batch_size or train_micro_batch_size_per_gpu."
         )
     if micro is None:
         assert train is not None
@@ -77,9 +81,9 @@ def resolve_batch(config: Config, world_size: int) -> Batch:
         steps = 1 if train is None else train // (micro * world_size)
     total = micro * steps * world_size
     if total < 1 or (train is not None and train != total):
-        needed = "train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * world size"
         raise ValueError(
-            f"batch sizes do not fit: {given}. Needed, in whole numbers: {needed}. Change one, or leave one out."
+            f"The batch sizes do not fit: {given}. train_batch_size must be train_micro_batch_size_per_gpu * "
+            "gradient_accumulation_steps * world size, all whole numbers. Change one of them, or leave one out."
         )
     return Batch(total, micro, steps)
 
@@ -88,12 +92,13 @@ COMPRESSION_KEYS = ("code", "freeze_step", "freeze_threshold", "freeze_window")
 
 
 def optimizer_choice(config: Config) -> tuple[str, dict[str, Any]]:
-    """The name of one of our update rules or of a torch.optim class, and the options to build it with.
+    """The name of an update rule of twinflow or of a torch.optim class, and the options to build it with.
 
-    Options of our rules come complete, with DeepSpeed's defaults, which are not always torch's.
+    Options of an update rule are complete. Their defaults are DeepSpeed's, which differ from torch's in places.
     """
     if config.optimizer is None:
-        raise invalid_value("optimizer", None, "a section with type and params", "Name one, or pass an optimizer.")
+        remedy = "Add the section optimizer to the config, or pass an optimizer."
+        raise invalid_value("optimizer", None, "a section with type and params", remedy)
     kind = optimizer_kind(config.optimizer.type)
     given = dict(config.optimizer.params)
     if not issubclass(kind, Common):
@@ -105,13 +110,13 @@ def optimizer_choice(config: Config) -> tuple[str, dict[str, Any]]:
     if isinstance(params, AdamParams):
         name = "adamw" if name == "adamw" or params.adam_w_mode else "adam"
         if params.torch_adam and name == "adamw" and "weight_decay" not in given:
-            # torch.optim.AdamW's own default, where DeepSpeed takes that class.
+            # With torch_adam, DeepSpeed builds torch.optim.AdamW, whose default applies.
             options["weight_decay"] = RULES[name].defaults["weight_decay"]
     return name, options
 
 
 def compression_choice(config: Config) -> dict[str, Any] | None:
-    """What `optimizer` says of compressed communication; None where nothing is to be compressed."""
+    """The options of compressed communication in `optimizer.params`. None for optimizers without compression."""
     if config.optimizer is None or optimizer_kind(config.optimizer.type) is not OneBitAdamParams:
         return None
     params = OneBitAdamParams.model_validate(dict(config.optimizer.params))
@@ -119,7 +124,7 @@ def compression_choice(config: Config) -> dict[str, Any] | None:
 
 
 def notes(config: Config) -> list[str]:
-    """A line for each key that is given and has no effect, and for each old spelling."""
+    """A line for each given key without effect, and for each old name of a key."""
     lines = [*config._renamed, *_without_effect(config, ())]
     for name, kind_of in (("optimizer", optimizer_kind), ("scheduler", schedule_kind)):
         chosen = getattr(config, name)
@@ -128,7 +133,7 @@ def notes(config: Config) -> list[str]:
             lines.extend(_without_effect(kind.model_validate(dict(chosen.params)), (name, "params")))
     offload = config.zero_optimization.offload_optimizer
     if offload is not None and offload.device == "none":
-        because = "no effect here, because device is none: all state is on the GPU"
+        because = "no effect here, because device is none and all state is on the GPU"
         for name in sorted(offload.model_fields_set):
             rule = rule_of(type(offload).model_fields[name])
             if rule is not None and rule.for_host:
@@ -136,7 +141,7 @@ def notes(config: Config) -> list[str]:
     if compression_choice(config) is not None and config.zero_optimization.stage in (0, 2):
         stage = config.zero_optimization.stage
         lines.append(
-            f"zero_optimization.stage {stage}: OneBitAdam works as with stage 1, ranks own a part of each bucket"
+            f"zero_optimization.stage {stage}: OneBitAdam works as with stage 1, where ranks own a part of each bucket"
         )
     return lines
 

@@ -1,1 +1,1 @@
-"""Ranks that work together: groups, the collectives that buckets need, and what all have to agree on."""
+"""Groups of ranks, the collectives for buckets, and the exchange of small values between ranks."""

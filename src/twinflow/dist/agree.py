@@ -1,4 +1,4 @@
-"""What all ranks have to know of each other, as JSON: over a group on the host, and never pickled."""
+"""Exchanges small values between ranks as JSON, over a group on the host. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from twinflow.dist.group import Group
 
 
 def gather_json(group: Group, value: Any) -> list[Any]:
-    """Every rank's value, in the order of the ranks."""
+    """The values of all ranks, in the order of the ranks."""
     raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = group.gather_rows(torch.tensor([raw.numel()], dtype=torch.int64))[:, 0].tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -21,6 +21,6 @@ def gather_json(group: Group, value: Any) -> list[Any]:
 
 
 def first_failure(group: Group, error: BaseException | None) -> str | None:
-    """What went wrong on the first rank on which something did; None where nothing did."""
+    """The error of the first rank that has one, as text. None if no rank has an error."""
     said = gather_json(group, None if error is None else f"{type(error).__name__}: {error}")
     return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None), None)

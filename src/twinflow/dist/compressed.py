@@ -1,13 +1,13 @@
-"""Means over all ranks that travel in few bits, with error feedback.
+"""Means over ranks with compressed communication and error feedback.
 
-What a code cannot say is not lost: it stays with the rank that sent it, as its error, and goes into what it sends next.
-Over time the mean of the results is the mean of what was given.
+The rank that sends a value keeps the quantization error and adds it to its next value. Over time, the mean of the
+results is the mean of the inputs.
 
-A bucket has as many parts as there are ranks, and each part an owner. All ranks send their version of a part to its
-owner, packed (`compressed_reduce_scatter`). The owner's mean then goes to all, packed again, with an error of the
-owner's own (`compressed_all_reduce`); or the owner does something else with it, and tells the others how far its part
-of a tensor has moved from what they have (`publish`). All ranks decode the same bytes, the owner too: what they have is
-the same to the last bit.
+A bucket has one part for each rank, which owns the part. All ranks send their encoded version of a part to its owner
+(`compressed_reduce_scatter`). The owner encodes the mean again, with its own error, and sends it to all ranks
+(`compressed_all_reduce`). Or the owner uses the mean otherwise, and sends the encoded difference between its part of a
+tensor and the published version of that part (`publish`). All ranks, including the owner, decode the same bytes. Their
+results are therefore bitwise equal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from twinflow.native import packing as on_host
 
 
 def packing_for(device: torch.device) -> ModuleType:
-    """The passes `encode`, `mean` and `decode` for tensors there."""
+    """The module with `encode`, `mean` and `decode` for tensors on this device."""
     if device.type == "cpu":
         return on_host
     return on_gpu if device.type == "cuda" and on_gpu.is_usable(device) else reference
@@ -34,36 +34,36 @@ def packing_for(device: torch.device) -> ModuleType:
 
 @dataclass(frozen=True)
 class Coding:
-    """A code, and how elements are brought to one size before they share a scale (codes/reference.py)."""
+    """A code, and the scaling of elements before they share a scale (codes/reference.py)."""
 
     code: Code
-    exponents: Tensor | None = None  # of a whole bucket
-    factor: float = 1.0  # of what is given
-    has_feedback: bool = True  # without it errors are dropped: to see what they are for
+    exponents: Tensor | None = None  # scaling exponents of a whole bucket
+    factor: float = 1.0  # factor of the input
+    has_feedback: bool = True  # False drops the errors, to measure the effect of the feedback.
 
     def part(self, group: Group) -> Tensor | None:
-        """The exponents of this rank's part."""
+        """The exponents of the part that this rank owns."""
         return None if self.exponents is None else own_part(group, self.exponents)
 
 
 @dataclass(frozen=True)
 class Errors:
-    """What a rank has not said yet: of everything it sends to owners, and of the part that it owns."""
+    """Quantization errors of a rank: of the values that it sends to owners, and of the part that it owns."""
 
     worker: Tensor
     server: Tensor | None
-    said: Tensor | None = None  # where the rows that owners get are kept, for one who may have to take them back
+    said: Tensor | None = None  # buffer that keeps the encoded rows, for `take_back`
 
     @classmethod
     def zeros(cls, numel: int, world: int, device: torch.device, has_server: bool = True) -> Errors:
-        """Of a bucket of `numel` elements, a multiple of the number of ranks."""
+        """Zero errors for a bucket of `numel` elements, which is a multiple of the number of ranks."""
         assert numel % world == 0, (numel, world)
         server = torch.zeros(numel // world, device=device) if has_server else None
         return cls(torch.zeros(numel, device=device), server)
 
 
 def own_part(group: Group, whole: Tensor) -> Tensor:
-    """This rank's part of a flat tensor."""
+    """The part of a flat tensor that this rank owns."""
     size = whole.numel() // group.world
     return whole[group.rank * size : (group.rank + 1) * size]
 
@@ -91,7 +91,9 @@ def compressed_all_reduce(
     base: Tensor | None = None,
     base_factor: float = 0.0,
 ) -> None:
-    """`out`, which may be an input = the mean of factor * whole + base_factor * base: the same bits on all ranks."""
+    """`out` = the mean of factor * whole + base_factor * base over all ranks, bitwise equal on all ranks. `out` may be
+    an input.
+    """
     packing, code = packing_for(whole.device), coding.code
     rows = _to_owners(group, whole, coding, errors, base, base_factor)
     assert errors.server is not None
@@ -107,9 +109,9 @@ def compressed_all_reduce(
 
 
 def publish(group: Group, published: Tensor, own: Tensor, coding: Coding) -> None:
-    """Bring `published`, which all ranks have alike, nearer to what the owners have: this rank owns `own`.
+    """Moves `published`, which is equal on all ranks, towards the values of the owners. `own` is the part of this rank.
 
-    What is left of the difference is in the next one: it needs no error of its own.
+    The rest of the difference is part of the next difference. Therefore no error tensor is needed.
     """
     packing, code = packing_for(own.device), coding.code
     packed = torch.empty(group.world, code.row_bytes(own.numel()), dtype=torch.uint8, device=own.device)
@@ -121,8 +123,9 @@ def publish(group: Group, published: Tensor, own: Tensor, coding: Coding) -> Non
 
 
 def take_back(code: Code, error: Tensor, said: Tensor, exponents: Tensor, wheres: Iterable[slice]) -> None:
-    """`error` in these places as if `said`, the rows that made it what it is, had not been sent. Blocks that held
-    what is not finite have left it as it was."""
+    """Undoes the effect of sending `said` on `error` in these slices. Blocks with values that were not finite did not
+    change the error.
+    """
     scales = said[:, : code.scale_bytes(error.numel() // said.shape[0])].view(torch.float32)
     scales.nan_to_num_(0.0)
     told = torch.empty_like(error)
@@ -134,7 +137,7 @@ def take_back(code: Code, error: Tensor, said: Tensor, exponents: Tensor, wheres
 def _to_owners(
     group: Group, whole: Tensor, coding: Coding, errors: Errors, base: Tensor | None, base_factor: float
 ) -> Tensor:
-    """All ranks' versions of this rank's part, packed."""
+    """The encoded versions of this rank's part from all ranks."""
     size = whole.numel() // group.world
     assert size * group.world == whole.numel()
     packed = errors.said

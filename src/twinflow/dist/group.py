@@ -1,8 +1,9 @@
-"""A group of ranks, and the collectives that buckets need, with the bytes they send.
+"""A group of ranks with the collectives for buckets, and counters of sent bytes.
 
-NCCL works on the GPU's memory, beside other streams. gloo works on the host: tensors of a GPU pass through it, and the
-calling thread waits. gloo's own reduce-scatter sends as much as an all-reduce and sums bf16 in bf16. Ours is an
-exchange of parts, summed by their owner in fp32 in the order of the ranks: fewer bytes, and the same bits every time.
+NCCL works on GPU memory, concurrently with other streams. gloo works on the host: tensors of a GPU are copied to the
+host, and the calling thread waits. gloo's reduce-scatter sends as much as an all-reduce and sums bf16 in bf16. The
+reduce-scatter here exchanges parts, and the owner of a part sums it in fp32 in the order of the ranks. It sends fewer
+bytes and gives the same bits every time.
 """
 
 from __future__ import annotations
@@ -17,27 +18,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from twinflow.errors import wrong_state
+
 TIMEOUT = timedelta(minutes=10)
-_PATIENCE = timedelta(seconds=0.5)  # between two looks whether anybody still wants what is waited for
+_PATIENCE = timedelta(seconds=0.5)  # interval between two checks whether to give up waiting
 
 
 class Group:
-    """Ranks that call the same collectives in the same order. One thread at a time may use it."""
+    """Ranks that call the same collectives in the same order. Only one thread at a time may use a group."""
 
     def __init__(self, handle: Any, ranks: Sequence[int], is_on_host: bool) -> None:
-        self.handle, self.ranks = handle, tuple(ranks)
+        self.handle = handle
+        self.ranks = tuple(ranks)
         self.world = len(self.ranks)
         self.rank = self.ranks.index(dist.get_rank()) if handle is not None else 0
-        self.is_on_host = is_on_host  # gloo
-        self.sent_bytes = 0  # by this rank, as the collectives are defined: what a backend adds is not in it
+        self.is_on_host = is_on_host  # True for gloo.
+        self.sent_bytes = 0  # bytes that this rank sent, without the overhead of the backend
         self._gives_up: Callable[[], bool] | None = None
 
     def give_up_when(self, gives_up: Callable[[], bool]) -> None:
-        """gloo: a thread that waits for other ranks goes on without them when this says so. They may never come."""
+        """With gloo, a thread stops waiting for other ranks when this function returns true. Other ranks may never
+        arrive.
+        """
         self._gives_up = gives_up
 
     def reduce_scatter(self, out: Tensor, whole: Tensor, dtype: torch.dtype) -> None:
-        """The sum over all ranks of this rank's part of `whole`, sent as `dtype`."""
+        """`out` = the sum over all ranks of this rank's part of `whole`, sent as `dtype`."""
         assert whole.numel() == out.numel() * self.world
         self._count(whole.numel() * dtype.itemsize)
         if self.world == 1:
@@ -51,7 +57,7 @@ class Group:
                 out.copy_(part)
 
     def _exchange_and_sum(self, whole: Tensor, dtype: torch.dtype) -> Tensor:
-        """Every rank gets the others' versions of its part, and adds them up in fp32."""
+        """Gets the versions of this rank's part from all ranks and sums them in fp32."""
         given = whole.to(dtype).cpu() if whole.is_cuda else whole.to(dtype)
         parts = self._exchange(given.view(torch.uint8)).view(dtype).view(self.world, -1)
         total = parts[0].to(torch.promote_types(dtype, torch.float32))
@@ -60,7 +66,9 @@ class Group:
         return total
 
     def exchange(self, rows: Tensor) -> Tensor:
-        """Row i to rank i, of bytes; what all ranks have sent to this one, in their order."""
+        """Sends row i to rank i, as bytes. Returns the rows that all ranks sent to this rank, in the order of the
+        ranks.
+        """
         assert rows.dtype == torch.uint8 and rows.shape[0] == self.world and rows.is_contiguous()
         self._count(rows.numel())
         if self.world == 1:
@@ -76,7 +84,7 @@ class Group:
         return taken
 
     def all_reduce(self, out: Tensor, whole: Tensor, dtype: torch.dtype) -> None:
-        """The sum over all ranks of `whole`, sent as `dtype`: the same bits on every rank."""
+        """`out` = the sum over all ranks of `whole`, sent as `dtype` and bitwise equal on all ranks."""
         if self.world == 1:
             out.copy_(whole)
         elif not self.is_on_host:
@@ -91,14 +99,14 @@ class Group:
                 padded = torch.zeros(size * self.world, dtype=whole.dtype)
                 padded[: whole.numel()] = whole
             self._count(padded.numel() * dtype.itemsize)
-            # The sum travels no wider than it was sent, nor than it is kept.
+            # The sum is sent in the narrower one of the two dtypes.
             total = torch.empty(padded.numel(), dtype=min(dtype, whole.dtype, key=lambda one: one.itemsize))
             total[self.rank * size : (self.rank + 1) * size] = self._exchange_and_sum(padded, dtype)
             self.all_gather(total)
             out.copy_(total[: whole.numel()])
 
     def all_gather(self, whole: Tensor) -> None:
-        """Every rank's part of `whole`, in place: this rank's is there."""
+        """Gathers the parts of all ranks in place. This rank's part of `whole` is the input."""
         self._count(whole.numel() * whole.element_size())
         if self.world == 1:
             return
@@ -114,13 +122,13 @@ class Group:
             whole.copy_(host)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """The first rank's values, everywhere."""
+        """Copies the tensor of the first rank to all ranks."""
         if self.world == 1 or not tensor.numel():
             return
         if self.rank == 0:
             self.sent_bytes += tensor.numel() * tensor.element_size()
         flat = tensor.detach().reshape(-1)
-        if self.is_on_host != (flat.device.type == "cpu"):  # a buffer on the host beside a model on the GPU, or so
+        if self.is_on_host != (flat.device.type == "cpu"):  # A model on the GPU may have a buffer on the host.
             flat = flat.to("cpu" if self.is_on_host else "cuda")
         flat = flat.contiguous()
         work = dist.broadcast(flat.view(torch.uint8), src=self.ranks[0], group=self.handle, async_op=self.is_on_host)
@@ -130,7 +138,7 @@ class Group:
             tensor.detach().copy_(flat.view(tensor.shape))
 
     def gather_rows(self, row: Tensor) -> Tensor:
-        """One row of each rank, in the order of the ranks; on the host."""
+        """The rows of all ranks in the order of the ranks, on the host."""
         rows = torch.empty(self.world, row.numel(), dtype=row.dtype)
         if self.world == 1:
             rows[0] = row
@@ -140,23 +148,30 @@ class Group:
         return rows
 
     def _wait(self, work: Any) -> None:
-        """Until all ranks have come."""
+        """Waits until all ranks have arrived. RuntimeError if the caller gives up."""
         while not work.is_completed():
             if self._gives_up is not None and self._gives_up():
-                # torch waits for a group's work where it destroys the group, at the interpreter's end at the latest.
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.handle))  # so this one stays
-                raise RuntimeError("other ranks are no longer waited for: the optimizer is closed, or has failed")
-            with suppress(RuntimeError):  # they have not come yet; what went wrong is raised below
+                # torch waits for pending work when it destroys a group, also at interpreter exit. The extra
+                # reference keeps this group alive.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.handle))
+                raise wrong_state(
+                    "A collective was abandoned before all ranks arrived",
+                    "the optimizer is closed or has failed",
+                    "See the first error of this rank and of the others.",
+                )
+            with suppress(
+                RuntimeError
+            ):  # A timeout: the ranks have not arrived yet. The last wait raises other errors.
                 work.wait(_PATIENCE)
         work.wait()
 
     def _count(self, whole_bytes: int) -> None:
-        """Of a whole, each rank sends all but its own part."""
+        """Adds the bytes that a rank sends in a collective: all parts except its own."""
         self.sent_bytes += whole_bytes * (self.world - 1) // self.world
 
 
 def _all_gather(whole: Tensor, part: Tensor, handle: Any, is_async: bool = False) -> Any:
-    """torch 2.13 has given the call another name."""
+    """Calls torch's all-gather into one tensor, which has another name since torch 2.13."""
     call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return call(whole, part, group=handle, async_op=is_async)
 
@@ -167,22 +182,23 @@ def _reduce_scatter(part: Tensor, whole: Tensor, handle: Any) -> None:
 
 
 def alone() -> Group:
-    """A process that knows of no others."""
+    """A group of one process."""
     return Group(None, (0,), is_on_host=True)
 
 
 def new_group(backend: str, ranks: Sequence[int] | None = None, timeout: timedelta = TIMEOUT) -> Group:
-    """A group of its own; all its ranks (None: of the world) have to ask for it, in the same order, and have to have
-    made as many groups before: torch names it after that."""
+    """Creates a process group. All its ranks (None: all ranks of the world) must call this function in the same order,
+    and must have created the same number of groups before: torch names a group by that number.
+    """
     members = list(ranks) if ranks is not None else list(range(dist.get_world_size()))
     if ranks is not None and len(members) == 1:
         return Group(None, (0,), is_on_host=True)
-    is_some = ranks is not None  # then others do not come
+    is_some = ranks is not None  # Ranks outside the group do not make this call.
     handle = dist.new_group(members, backend=backend, timeout=timeout, use_local_synchronization=is_some)
     return Group(handle, members, is_on_host=backend == "gloo")
 
 
 def backend_for(device: torch.device) -> str:
-    """NCCL between GPUs, where the process group was made for it; else gloo."""
+    """The backend for tensors on this device: NCCL for GPUs if the process group has it, else gloo."""
     given = dist.get_backend()
     return "nccl" if device.type == "cuda" and "nccl" in given else "gloo"

@@ -1,1 +1,1 @@
-"""Many processes as one run: `twinflow launch` starts them, `init_distributed` lets each find its rank."""
+"""Runs of several processes: `twinflow launch` starts the ranks, and `init_distributed` joins their process group."""

@@ -1,4 +1,4 @@
-"""From options to the command of each node: torchrun here, and over ssh on the other machines."""
+"""Makes the command of each node from the options of `twinflow launch`: torchrun on this machine, ssh to the others."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from twinflow.errors import invalid_value
 from twinflow.launch.hosts import Host
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1"})
-# What a remote shell would not know. No tokens and keys: a command line can be read by everybody on the machine.
+# Variables that ssh does not forward. Tokens and keys are left out: all users of a machine can read command lines.
 FORWARDED = frozenset({"PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"})
 FORWARDED_PREFIXES = ("NCCL_", "TWINFLOW_", "TORCH_")
 
 
 @dataclass(frozen=True)
 class Program:
-    """What every rank runs."""
+    """The program that every rank runs."""
 
     script: str
     arguments: tuple[str, ...] = ()
     module: bool = False
     python: str = "python"
     directory: str = "."
-    compat: bool = False  # written for DeepSpeed: `import deepspeed` is twinflow
-    tells_local_rank: bool = True  # ... and is given --local_rank=N
+    compat: bool = False  # a DeepSpeed script, in which `import deepspeed` imports twinflow
+    tells_local_rank: bool = True  # with `compat`: pass --local_rank=N to the script
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the nodes find each other, and how often they start again after a failure.
+    """The address at which the nodes meet, and the number of restarts after a failure.
 
-    On one node torchrun starts its ranks again. Over several the launcher starts all of them again: torchrun cannot
-    where the machine of its own rendezvous is the one that is gone.
+    On one node, torchrun restarts its ranks. With several nodes, the launcher restarts all of them: torchrun cannot
+    restart if the machine of its own rendezvous is down.
     """
 
     address: str
     port: int
     max_restarts: int = 0
-    attempt: int = 0  # how often the launcher has started all nodes again
+    attempt: int = 0  # number of restarts by the launcher so far
 
 
 @dataclass(frozen=True)
@@ -51,26 +51,25 @@ class NodeCommand:
     is_remote: bool = False  # over ssh
 
     def shell_line(self) -> str:
-        """The command as a shell reads it."""
+        """The command as one line for a shell."""
         return shlex.join(self.argv)
 
 
 def master_address(hosts: Sequence[Host], asked: str | None) -> str:
-    """Where rank 0 listens: the first host, by a name that the others can reach."""
+    """The address of rank 0: the first host. ValueError if the other hosts cannot reach it by its name."""
     if asked is not None:
         return asked
     first = hosts[0].name
     if first in LOOPBACK and len(hosts) > 1:
-        raise invalid_value(
-            "first host", first, "a name that the other hosts can reach", "Give that name as --master_addr."
-        )
+        expected = "a name that the other hosts can reach"
+        raise invalid_value("The first host", first, expected, "Give such a name as --master_addr.")
     return first if first not in LOOPBACK else "127.0.0.1"
 
 
 def node_commands(
     hosts: Sequence[Host], program: Program, meeting: Meeting, env: Mapping[str, str], local_names: Collection[str]
 ) -> list[NodeCommand]:
-    """One command a host; the host's place in the list is its node rank."""
+    """One command for each host. The index of a host in the list is its node rank."""
     commands = []
     for node_rank, host in enumerate(hosts):
         argv = _torchrun(host, node_rank, len(hosts), program, meeting)
@@ -79,7 +78,7 @@ def node_commands(
         else:
             variables = {**_forwarded(env), **_visible_devices(host, "")}
             remote = f"cd {shlex.quote(program.directory)} && exec {shlex.join([*_env(variables), *argv])}"
-            # With a terminal (-tt) the remote processes get a hang-up when this end of the connection goes away.
+            # With a terminal (-tt), the remote processes get SIGHUP when the connection closes.
             full = ["ssh", "-tt", "-o", "BatchMode=yes", host.name, remote]
         commands.append(NodeCommand(host.name, tuple(full), host.name not in local_names))
     return commands
@@ -102,12 +101,14 @@ def _torchrun(host: Host, node_rank: int, num_nodes: int, program: Program, meet
 
 
 def _visible_devices(host: Host, visible: str) -> dict[str, str]:
-    """Nothing for the first slots, which local ranks reach by their number; else the GPUs chosen."""
+    """CUDA_VISIBLE_DEVICES for the chosen slots. Empty if they are the first slots, which are the local ranks
+    already."""
     if host.slots == tuple(range(len(host.slots))):
         return {}
     here = visible.split(",") if visible else [str(slot) for slot in range(host.num_slots)]
     if len(here) < host.num_slots:
-        raise invalid_value("CUDA_VISIBLE_DEVICES", visible, f"the {host.num_slots} slots of {host.name}")
+        expected = f"a list of {host.num_slots} GPUs, one for each slot of {host.name}"
+        raise invalid_value("CUDA_VISIBLE_DEVICES", visible, expected, "Change it, or the slots of the hostfile.")
     return {"CUDA_VISIBLE_DEVICES": ",".join(here[slot] for slot in host.slots)}
 
 

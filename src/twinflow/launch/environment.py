@@ -1,7 +1,8 @@
-"""Which rank this process is: under torchrun, Open MPI, MPICH or Intel MPI, and Slurm; and torch's group from that.
+"""Finds the rank of this process and creates torch's process group. The rank comes from the variables of torchrun, Open
+MPI, MPICH, Intel MPI or Slurm.
 
-MPI comes before Slurm: inside a Slurm job mpirun starts its daemons with srun, and each rank then sees the daemon's
-SLURM_ variables as well. PMI_RANK alone does not count as MPI there, since srun sets it too.
+MPI is checked before Slurm: inside a Slurm job, mpirun starts its daemons with srun, and each rank also has the SLURM_
+variables of its daemon. PMI_RANK alone does not mean MPI there, because srun sets it too.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from twinflow.errors import invalid_value
 LOGGER = logging.getLogger("twinflow")
 LOCAL_ADDRESS = "127.0.0.1"
 DEFAULT_PORT = 29500
-# Of nobody (RFC 5737): the way to it is the way out of this machine.
+# No machine has this address (RFC 5737). The route to it uses the interface to the outside.
 OUTSIDE = "192.0.2.1"
 _SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """This process among all: its rank, its rank on this machine, and where rank 0 listens."""
+    """The rank of this process in the world and on its machine, and the address of rank 0."""
 
     rank: int
     local_rank: int
@@ -40,11 +41,13 @@ class RankEnvironment:
     master_port: int
 
 
-ALONE = RankEnvironment(0, 0, 1, 1, LOCAL_ADDRESS, DEFAULT_PORT)  # without a launcher
+ALONE = RankEnvironment(0, 0, 1, 1, LOCAL_ADDRESS, DEFAULT_PORT)  # a process without a launcher
 
 
 def rank_environment(env: Mapping[str, str]) -> RankEnvironment | None:
-    """What the launcher of this process said; None where there is none."""
+    """The rank of this process from its launcher's variables. None without a launcher. ValueError if some variables are
+    missing or wrong.
+    """
     if "RANK" in env or "LOCAL_RANK" in env:
         return _torchrun(env)
     if "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env:
@@ -62,7 +65,7 @@ def rank_environment(env: Mapping[str, str]) -> RankEnvironment | None:
 
 def _torchrun(env: Mapping[str, str]) -> RankEnvironment:
     local_size = "LOCAL_SIZE" if "LOCAL_SIZE" in env and "LOCAL_WORLD_SIZE" not in env else "LOCAL_WORLD_SIZE"
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", local_size)  # DeepSpeed's launcher says LOCAL_SIZE
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", local_size)  # DeepSpeed's launcher sets LOCAL_SIZE.
     _need(env, (*names, "MASTER_ADDR", "MASTER_PORT"), "Start the script with torchrun or `twinflow launch`.")
     return _checked(env, names, env["MASTER_ADDR"], _number(env, "MASTER_PORT"))
 
@@ -81,17 +84,16 @@ def _mpich(env: Mapping[str, str]) -> RankEnvironment:
 
 
 def _mpi_address(env: Mapping[str, str], size: str, local_size: str) -> str:
-    """MPI does not tell where rank 0 is; on one machine nobody has to."""
+    """The address of rank 0. MPI does not provide it, and on one machine it is not needed."""
     if "MASTER_ADDR" not in env and _number(env, size) != _number(env, local_size):
-        raise invalid_value(
-            "MASTER_ADDR", None, "the address of rank 0's machine", "Hand it on with mpirun -x MASTER_ADDR=HOST."
-        )
+        remedy = "Set it with mpirun -x MASTER_ADDR=HOST."
+        raise invalid_value("MASTER_ADDR", None, "the address of rank 0's machine", remedy)
     return env.get("MASTER_ADDR", LOCAL_ADDRESS)
 
 
 def _slurm(env: Mapping[str, str]) -> RankEnvironment | None:
     if "SLURM_STEP_NODELIST" not in env and env["SLURM_PROCID"] == "0" and env.get("SLURM_NTASKS", "1") == "1":
-        return None  # a batch script itself, with one task: it has a rank, but srun did not start it
+        return None  # A batch script with one task has a rank, but srun did not start it.
     _need(
         env,
         ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NODELIST"),
@@ -104,30 +106,30 @@ def _slurm(env: Mapping[str, str]) -> RankEnvironment | None:
     tasks = tasks_per_node(counts)
     node = _number(env, "SLURM_NODEID") if "SLURM_NODEID" in env else 0
     if node >= len(tasks):
-        raise invalid_value("SLURM_NODEID", node, f"0 to {len(tasks) - 1}, the nodes of {counts!r}")
+        raise invalid_value("SLURM_NODEID", node, f"0 to {len(tasks) - 1}, because {counts!r} has {len(tasks)} nodes")
     values = {**env, "tasks of this node": str(tasks[node])}
     names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "tasks of this node")
     address = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
-    # Two jobs on one node must not meet: the port comes from the job's number, below the ports the system hands out.
+    # Two jobs on one node need different ports. The port depends on the job ID and is below the ephemeral ports.
     job = _number(env, "SLURM_JOB_ID") if "SLURM_JOB_ID" in env else 0
     return _checked(values, names, address, _port(env, 20000 + job % 10000))
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of Slurm's list: rack1n05 for `rack[1-2]n[05-08,12],login`."""
+    """The first host of a Slurm node list: rack1n05 for `rack[1-2]n[05-08,12],login`."""
     match = re.match(r"(?:[^,\[\]]|\[[0-9][0-9,-]*\])+(?=,|$)", nodelist)
     if match is None:
-        raise invalid_value("SLURM_STEP_NODELIST", nodelist, "hosts as Slurm writes them, like node[01-04,07]")
+        raise invalid_value("SLURM_STEP_NODELIST", nodelist, "a node list of Slurm, such as node[01-04,07]")
     return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", match[0])
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Tasks of each node of Slurm's `4(x2),3`: 4, 4, 3."""
+    """The number of tasks of each node: [4, 4, 3] for Slurm's `4(x2),3`."""
     counts = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
         if match is None:
-            raise invalid_value("SLURM_STEP_TASKS_PER_NODE", text, "counts as Slurm writes them, like 4(x2),3")
+            raise invalid_value("SLURM_STEP_TASKS_PER_NODE", text, "a list of counts of Slurm, such as 4(x2),3")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -135,9 +137,11 @@ def tasks_per_node(text: str) -> list[int]:
 def _need(env: Mapping[str, str], names: Sequence[str], remedy: str) -> None:
     missing = [name for name in names if name not in env]
     if missing:
-        there = ", ".join(f"{name}={env[name]}" for name in names if name in env)
-        half = f"half of a launcher's variables: {there} without {', '.join(missing)}"
-        raise ValueError(f"{half}, but all of them or none must be set. {remedy}")
+        given = ", ".join(f"{name}={env[name]}" for name in names if name in env)
+        raise ValueError(
+            f"Only some variables of a launcher are set: {given} without {', '.join(missing)}. "
+            f"All of them or none must be set. {remedy}"
+        )
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
@@ -151,7 +155,9 @@ def _port(env: Mapping[str, str], default: int) -> int:
 
 
 def _checked(env: Mapping[str, str], names: Sequence[str], address: str, port: int) -> RankEnvironment:
-    """A rank below its world's size, on this machine and overall. names: rank, local rank, size, local size."""
+    """Checks that a rank is below its world size, on this machine and in total. `names`: rank, local rank, size, local
+    size.
+    """
     rank, local_rank, world_size, local_size = (_number(env, name) for name in names)
     for name, value, size_name, size in (
         (names[0], rank, names[2], world_size),
@@ -162,17 +168,18 @@ def _checked(env: Mapping[str, str], names: Sequence[str], address: str, port: i
     if local_size > world_size:
         raise invalid_value(names[3], local_size, f"at most {names[2]}, which is {world_size}")
     if not 1 <= port <= 65535:
-        raise invalid_value("MASTER_PORT", port, "1 to 65535")
+        raise invalid_value("MASTER_PORT", port, "a port from 1 to 65535")
     return RankEnvironment(rank, local_rank, world_size, local_size, address, port)
 
 
 def init_distributed(
     backend: str = "auto", timeout_s: float = 600.0, env: Mapping[str, str] = os.environ
 ) -> RankEnvironment:
-    """Join torch's process group as the launcher says; a process without a launcher is a world of one, with no group.
+    """Creates torch's process group from the launcher's variables and returns this process's rank. A process without a
+    launcher has world size 1 and no group.
 
-    backend: "nccl", "gloo" or "auto": nccl where each rank has a GPU of its own, else gloo. This process takes the GPU
-    of its local rank. Where a group is there already it stays as it is.
+    `backend`: "nccl", "gloo" or "auto". "auto" is nccl if each rank has its own GPU, else gloo. The GPU of the local
+    rank becomes the current device. An existing process group is kept.
     """
     import torch
     from torch import distributed
@@ -180,7 +187,7 @@ def init_distributed(
     if backend not in ("auto", "nccl", "gloo"):
         raise invalid_value("backend", backend, ("auto", "nccl", "gloo"))
     if timeout_s <= 0:
-        raise invalid_value("timeout_s", timeout_s, "seconds, above 0")
+        raise invalid_value("timeout_s", timeout_s, "a number of seconds above 0")
     if distributed.is_available() and distributed.is_initialized():
         return joined(env)
     found = rank_environment(env)
@@ -188,11 +195,11 @@ def init_distributed(
         return ALONE
     has_cuda = torch.cuda.is_available()
     if backend == "nccl" and not has_cuda:
-        raise invalid_value("backend", backend, ("auto", "gloo"), "There is no CUDA here.")
+        raise invalid_value("backend", backend, ("auto", "gloo"), "This machine has no CUDA device.")
     if has_cuda:
-        # Slurm may show each task its own GPU alone, as number 0.
+        # With Slurm, each task may see only its own GPU, with index 0.
         torch.cuda.set_device(found.local_rank % torch.cuda.device_count())
-    os.environ.update(_torchrun_variables(found))  # torch reads some of them, and so do other libraries
+    os.environ.update(_torchrun_variables(found))  # torch and other libraries read some of them.
     os.environ.update(gloo_variables(found, env))
     timeout = timedelta(seconds=timeout_s)
     store = _attempts_store(found, timeout)
@@ -205,11 +212,11 @@ def init_distributed(
 
 
 def shared_card(store: Any, rank: RankEnvironment, card: str, timeout: timedelta) -> str | None:
-    """A GPU that several ranks have, by its name; "" where a rank has none; None: each has one of its own.
+    """The UUID of a GPU that several ranks use, "" if a rank has no GPU, or None if each rank has its own GPU.
 
-    Every rank asks, with its own card. NCCL would find out in the first step, and not say it well.
+    Every rank calls this function with its own GPU. NCCL would fail only in the first step, with an unclear message.
     """
-    turn = store.add(f"cards of {rank.rank}", 1)  # a process may ask again, when it has left its group
+    turn = store.add(f"cards of {rank.rank}", 1)  # A process may call again after it has left its group.
     shared, everyone = f"{turn}: shared card", f"{turn}: all cards"
     if not card or store.add(f"{turn}: card {card}", 1) > 1:
         store.set(shared, card)
@@ -220,22 +227,23 @@ def shared_card(store: Any, rank: RankEnvironment, card: str, timeout: timedelta
 
 
 def choose_backend(asked: str, shared: str | None) -> str:
-    """What "auto" stands for; NCCL is refused where ranks share a card."""
+    """The backend for `asked`. ValueError for NCCL if ranks share a GPU."""
     if shared is None:
         return "nccl"
     if asked == "nccl":
-        why = f"Several ranks have the GPU {shared}: start fewer of them" if shared else "Give every rank a GPU"
+        why = f"Several ranks use the GPU {shared}: start fewer ranks" if shared else "Give every rank a GPU"
         raise invalid_value("backend", asked, ("auto", "gloo"), f"{why}, or use gloo.")
     if shared:
-        LOGGER.warning(f"several ranks share the GPU {shared}: they talk over gloo, through the host")
+        LOGGER.warning(f"Several ranks share the GPU {shared}: they communicate with gloo, through the host.")
     return "gloo"
 
 
 def gloo_variables(found: RankEnvironment, env: Mapping[str, str]) -> dict[str, str]:
-    """Over several machines, the interface for gloo; nothing where the user names one.
+    """GLOO_SOCKET_IFNAME for runs on several machines. Empty if the user has set it.
 
-    gloo by itself takes the address to which this machine's name resolves. Often that is none, or loopback, which the
-    other machines cannot reach. Groups of NCCL need it too: what they agree on goes over gloo.
+    By default, gloo uses the address to which the host name resolves. Often there is none, or it is a loopback address
+    that other machines cannot reach. Runs with NCCL need the variable too, because ranks exchange small values with
+    gloo.
     """
     if found.world_size == found.local_world_size or "GLOO_SOCKET_IFNAME" in env:
         return {}
@@ -247,18 +255,18 @@ def gloo_variables(found: RankEnvironment, env: Mapping[str, str]) -> dict[str, 
 
 
 def interface_towards(address: str) -> str | None:
-    """The network interface on the way to an address, or that has it; None for loopback, and where that is unknown."""
+    """The network interface of the route to an address. None for loopback, and if it is unknown."""
     if sys.platform != "linux":
         return None
     import fcntl
 
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing: it chooses the way
+        probe.connect((address, 9))  # Selects the route without sending anything.
         own = socket.inet_aton(probe.getsockname()[0])
         if own[0] == 127:
             return None
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # one without an address
+            with suppress(OSError):  # An interface may have no address.
                 asked = struct.pack("256s", name.encode()[:15])
                 if fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)[20:24] == own:
                     return name
@@ -266,14 +274,15 @@ def interface_towards(address: str) -> str | None:
 
 
 def attempt() -> int:
-    """How often torchrun has started the run again."""
+    """The number of restarts of this run."""
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(count) if re.fullmatch("[0-9]+", count) else 0
 
 
 def _attempts_store(found: RankEnvironment, timeout: timedelta) -> Any:
-    """torchrun keeps one store over all its restarts, and gloo would find the addresses of processes that are gone:
-    each attempt gets keys of its own. Without torchrun's store rank 0 has one."""
+    """A store with a prefix for this attempt. torchrun keeps one store for all restarts, and gloo would find the
+    addresses of processes that have ended. Without torchrun's store, rank 0 creates one.
+    """
     from torch._C._distributed_c10d import PrefixStore, TCPStore
     from torch.distributed.rendezvous import rendezvous
 
@@ -285,7 +294,7 @@ def _attempts_store(found: RankEnvironment, timeout: timedelta) -> Any:
 
 
 def joined(env: Mapping[str, str] = os.environ) -> RankEnvironment:
-    """This process in the group that the script has made; without one, a world of one."""
+    """The rank of this process in an existing process group. World size 1 without a group."""
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -294,7 +303,7 @@ def joined(env: Mapping[str, str] = os.environ) -> RankEnvironment:
     found = rank_environment(env)
     if found is not None and (found.rank, found.world_size) == (rank, world_size):
         return found
-    # The script made it without a launcher, or inside one rank of a launcher: all of it counts as on this machine.
+    # The script created the group without a launcher, or inside one rank of a launcher. All ranks count as local.
     return RankEnvironment(rank, rank, world_size, world_size, LOCAL_ADDRESS, DEFAULT_PORT)
 
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other of themselves each second, and whom that makes the one that hangs."""
+"""The heartbeat of a rank, and the rule that finds the rank that hangs."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ RUNNING, PAUSED, CLOSED, LEFT = "running", "paused", "closed", "left"
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds. Together they keep the end of a run within 30 s of a death that nobody noticed otherwise."""
+    """Intervals of the watch in seconds. With the defaults, a run ends within 30 s of the death of a rank."""
 
-    poll_s: float = 1.0  # between two looks at the store
-    dead_after_s: float = 20.0  # a rank without a pulse for so long is dead
-    suspect_after_s: float = 6.0  # the same, once some rank has lost its connection to another
-    grace_s: float = 3.0  # for the main thread to end by itself
-    hold_s: float = 5.0  # for which rank 0 keeps the store for others
+    poll_s: float = 1.0  # interval between two reads of the store
+    dead_after_s: float = 20.0  # A rank without a heartbeat for this time is dead.
+    suspect_after_s: float = 6.0  # Replaces dead_after_s after a rank has lost its connection to another one.
+    grace_s: float = 3.0  # time for the main thread to end by itself
+    hold_s: float = 5.0  # time for which rank 0 keeps the store for the others
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why the run ends: the first failure."""
+    """The first failure, for which the run ends."""
 
     rank: int
     step: int
@@ -39,35 +39,37 @@ class Cause:
         return f"rank {self.rank} {how}: {self.error}"
 
     def failure(self) -> Failure:
-        """The same for `twinflow launch`, which reads it from the output."""
+        """The cause as a `Failure`, which `twinflow launch` reads from the output."""
         how = "hung" if self.kind == "hang" else f"in step {self.step}"
         return Failure(self.rank, self.time_s, 1, self.attempt, f"{how}: {self.error}")
 
 
 @dataclass(frozen=True)
 class Pulse:
-    """Where a rank is, as it tells the others each second."""
+    """The state of a rank, which it publishes each second."""
 
     rank: int
-    life: int  # grows with each pulse
-    beats: int  # grows with each sign of progress
+    life: int  # number of heartbeats
+    beats: int  # number of signs of progress
     step: int
     doing: str
-    stalled_s: float  # since the last sign of progress
-    limit_s: float  # how long that may be; 0: for ever
+    stalled_s: float  # time since the last sign of progress
+    limit_s: float  # limit of stalled_s; 0: no limit
     state: str
 
     @property
     def is_over(self) -> bool:
-        """Whether it stands still for longer than it may. Nothing is timed before the first beat."""
+        """Whether the rank has made no progress for longer than its limit. There is no limit before the first beat."""
         return self.beats > 0 and 0 < self.limit_s <= self.stalled_s
 
 
 def hung_rank(me: Pulse, others: Sequence[Pulse]) -> Pulse | None:
-    """Whom to blame when this rank stands still for too long; None while it may be waiting for one that is at work.
+    """The rank that hangs, called when this rank has made no progress for too long. None if this rank may be waiting
+    for a rank that works.
 
-    At work is a rank in a pause, and one that is not ahead and has moved lately. To blame is the rank in the lowest
-    step, and among equals the one that stands still for longest: the others came further and wait for it.
+    A rank works if it is in a pause, or if it is not ahead of this rank and made progress recently. The rank in the
+    lowest step hangs. Among several in that step, the rank with the longest stall hangs: the others went further and
+    wait for it.
     """
     for other in others:
         waiting_for = other.state == RUNNING and other.beats > 0 and other.step <= me.step
@@ -80,14 +82,16 @@ def hung_rank(me: Pulse, others: Sequence[Pulse]) -> Pulse | None:
 
 
 class AwakeClock:
-    """Seconds in which this process ran. A stop (SIGSTOP, a debugger, a machine asleep) hardly counts."""
+    """Counts the seconds in which this process runs. Time in which it is stopped (SIGSTOP, a debugger, a suspended
+    machine) counts for at most `LONGEST_TICK_S`.
+    """
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self._last_s = time.monotonic()
 
     def tick(self) -> None:
-        """Go on; called several times a second."""
+        """Advances the clock. The judge calls this method several times a second."""
         now_s = time.monotonic()
         self.now_s += min(now_s - self._last_s, LONGEST_TICK_S)
         self._last_s = now_s

@@ -1,4 +1,8 @@
-"""Start the nodes, show their output, and end all of them with the first that fails."""
+"""Starts the nodes, copies their output, and ends all of them when the first one fails.
+
+Two threads for each node copy its stdout and stderr and collect the failures in them. The main thread waits for the
+nodes, and reads the failures after it has joined these threads.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +22,24 @@ from twinflow.launch.commands import NodeCommand
 from twinflow.launch.failure import Failure, first_failure, read_failure
 from twinflow.launch.worker import end_with_parent
 
-TERMINATE_GRACE_S = 12.0  # longer than a worker's own grace, so that nodes end in order
+TERMINATE_GRACE_S = 12.0  # longer than the grace period of a worker, so that workers end first
 DRAIN_S = 2.0
-SETTLE_S = TERMINATE_GRACE_S  # in which ranks end whose connection is gone: nobody tells that they have
-SSH_LOST = 255  # ssh's exit code where it is the connection that failed
+SETTLE_S = TERMINATE_GRACE_S  # Ranks behind a lost connection end within this time. The launcher cannot see their end.
+SSH_LOST = 255  # exit code of ssh after a failure of the connection
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a launch ended: what to exit with, and why where it failed."""
+    """The result of a launch: the exit code, and the reason of a failure."""
 
     exit_code: int
     message: str = ""
-    is_final: bool = True  # no use to start again
-    settle_s: float = 0.0  # before all ranks are surely gone
+    is_final: bool = True  # A restart would not help.
+    settle_s: float = 0.0  # time until all ranks have certainly ended
 
 
 class Stopped(Exception):
-    """A signal told the launcher to end."""
+    """The launcher received a signal to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -43,7 +47,7 @@ class Stopped(Exception):
 
 
 class Node:
-    """A running node and the threads that show its output."""
+    """A running node and the threads that copy its output."""
 
     def __init__(self, command: NodeCommand, process: subprocess.Popen[bytes]) -> None:
         self.command = command
@@ -52,7 +56,7 @@ class Node:
         self._threads: list[threading.Thread] = []
 
     def stream(self, prefix: str) -> None:
-        """Copy stdout to stdout and stderr to stderr, line by line, from threads."""
+        """Copies stdout to stdout and stderr to stderr line by line, in two threads."""
         assert self.process.stdout is not None
         assert self.process.stderr is not None
         for pipe, out in ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr)):
@@ -61,28 +65,28 @@ class Node:
             self._threads.append(thread)
 
     def _copy(self, pipe: IO[bytes], out: TextIO, prefix: str) -> None:
-        # newline="" keeps the \r of progress bars as ends of lines of their own.
+        # With newline="", the \r of a progress bar ends a line and is kept.
         for line in io.TextIOWrapper(pipe, encoding="utf-8", errors="replace", newline=""):
-            failure = read_failure(line)  # over ssh -tt what a node writes to stderr arrives on stdout
+            failure = read_failure(line)  # With ssh -tt, the stderr of a node arrives on stdout.
             if failure is not None:
                 self.failures.append(failure)
-            with suppress(OSError, ValueError):  # output that nobody reads any more must not stop the nodes
-                out.write(f"{prefix}{line}")  # one write, so that lines of two nodes do not mix
+            with suppress(OSError, ValueError):  # A closed output of the launcher must not stop the nodes.
+                out.write(f"{prefix}{line}")  # One write for a line, so that lines of two nodes do not mix.
                 out.flush()
 
     def finish(self) -> None:
-        """Wait for the rest of the output; not for ever, where something left behind holds the pipe."""
+        """Waits for the rest of the output. The wait has a limit, because a leftover process may hold the pipe open."""
         for thread in self._threads:
             thread.join(DRAIN_S)
 
     def signal(self, number: int) -> None:
-        """Signal the node's whole process group."""
+        """Sends a signal to the process group of the node."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
 
 def run_and_restart(commands_of: Callable[[int], Sequence[NodeCommand]], max_restarts: int) -> Outcome:
-    """Run all nodes; after a failure all of them again, by the commands of the next attempt."""
+    """Runs all nodes. After a failure, restarts all of them with the commands of the next attempt."""
     attempt = 0
     while True:
         outcome = run_nodes(commands_of(attempt))
@@ -98,13 +102,13 @@ def run_and_restart(commands_of: Callable[[int], Sequence[NodeCommand]], max_res
 
 
 def run_nodes(commands: Sequence[NodeCommand]) -> Outcome:
-    """Run all nodes to their end, or to the end of the first that fails."""
+    """Runs all nodes until all have ended or one has failed. Then ends the others."""
     nodes: list[Node] = []
     with _signals_raise():
         try:
             for command in commands:
-                nodes += [Node(command, _start(command))]  # those that started are known where a later one cannot
-            for node in nodes:  # after the last fork: threads and forks do not mix
+                nodes += [Node(command, _start(command))]  # If a later node cannot start, the earlier ones are ended.
+            for node in nodes:  # Threads start after the last fork: forking with threads is not safe.
                 node.stream(f"[{node.command.host}] " if len(nodes) > 1 else "")
             failed = _wait_for_first_failure(nodes)
             lost = [node for node in nodes if node.process.poll() in (None, SSH_LOST)]
@@ -129,7 +133,7 @@ def _start(command: NodeCommand) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C reaches the launcher alone, which then ends every node in the same way
+        start_new_session=True,  # Only the launcher gets Ctrl-C. It ends all nodes in the same way.
         preexec_fn=end_with_parent(signal.SIGTERM),  # noqa: PLW1509 (no thread is running yet)
     )
 
@@ -146,7 +150,7 @@ def _wait_for_first_failure(nodes: Sequence[Node]) -> Node | None:
 
 
 def _end(nodes: Sequence[Node]) -> None:
-    """SIGTERM, some seconds, SIGKILL; then the rest of the output."""
+    """Sends SIGTERM, and SIGKILL after a grace period. Then reads the rest of the output."""
     running = [node for node in nodes if node.process.poll() is None]
     for node in running:
         node.signal(signal.SIGTERM)
@@ -176,13 +180,15 @@ def _failure(failed: Node, nodes: Sequence[Node]) -> Outcome:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Inside, the first SIGINT, SIGTERM or SIGHUP raises Stopped; later ones must not break off the ending."""
-    if threading.current_thread() is not threading.main_thread():  # where no handler can be set
+    """In this context, the first SIGINT, SIGTERM or SIGHUP raises Stopped. Later signals are ignored, so that they do
+    not interrupt the shutdown.
+    """
+    if threading.current_thread() is not threading.main_thread():  # Only the main thread can set handlers.
         yield
         return
 
     wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    numbers = [number for number in wanted if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores one
+    numbers = [number for number in wanted if signal.getsignal(number) != signal.SIG_IGN]  # as SIGHUP with nohup
 
     def stop(number: int, frame: object) -> None:
         for other in numbers:

@@ -1,4 +1,4 @@
-"""Keys in the store of torch's process group, of which each attempt and each user has its own."""
+"""Keys in the store of torch's process group, with a prefix for each attempt and each use."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from twinflow.launch.environment import attempt
 
 
 def group_store() -> Store:
-    """The store of torch's process group; one of this process alone where there is no group."""
+    """The store of torch's process group. Without a group: a store of this process."""
     if not distributed.is_initialized():
         return HashStore()
     return distributed.distributed_c10d._get_default_store()
 
 
 def own_keys(store: Store, kind: str, rank: int) -> Store:
-    """Keys that neither an earlier attempt nor an earlier call on this rank has used, over a connection of their own
-    where there can be one."""
-    clone = getattr(store, "clone", None)  # torch's types do not know it, and of torch 2.8 not all stores have it
+    """A store with new keys: no earlier attempt and no earlier call on this rank has used them. It has its own
+    connection if the store can be cloned.
+    """
+    clone = getattr(store, "clone", None)  # torch's type stubs lack it, and not all stores of torch 2.8 have it.
     own = cast(Store, clone()) if clone is not None else store
     prefix = f"twinflow/{kind}/{attempt()}"
-    count = own.add(f"{prefix}/count/{rank}", 1)  # every rank makes as many of them
+    count = own.add(f"{prefix}/count/{rank}", 1)  # All ranks make the same number of calls.
     return PrefixStore(f"{prefix}/{count}", own)
 
 
 def wait_for(keys: Store, names: list[str], timeout_s: float) -> list[str]:
-    """Wait until all are there; those that are not in time."""
+    """Waits until all keys exist. Returns the keys that do not exist in time."""
     end_s = time.monotonic() + timeout_s
     while names and not keys.check(names):
         if time.monotonic() > end_s:

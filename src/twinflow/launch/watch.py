@@ -1,16 +1,23 @@
-"""A watch on every rank, inside the training process: no rank waits for ever for one that failed, died or hangs.
+"""A watch inside each training process: no rank waits forever for a rank that failed, died or hangs.
 
-How it works. Ranks talk through a store of torch.distributed, each over a connection of its own. The poller thread is
-alone on that connection: it writes this rank's pulse, reads whether a cause of failure is known, and looks at the
-pulse of the next rank in the ring. The judge thread never touches the store: it keeps the time, finds that the store
-itself is gone (a read from a machine without power never returns), and ends the process. The main thread may sit in a
-collective that nobody can interrupt, so the end is os._exit, some seconds after the cause was told.
+Ranks communicate through a store of torch.distributed, each with its own connection. The threads of a rank:
 
-The first cause wins (compare_set). "Connection closed" is not a first cause: such a rank lost another one, so it waits
-until the ring has found the dead one, and tells its own error only when nobody did.
+  thread    owns                        does
+  poller    the connection to the store writes the pulse of this rank, reads the cause of a failure, checks the pulse
+                                        of the next rank in the ring
+  judge     the clock                   measures stalls, detects a store that does not answer, ends the process
+  main      `_place`                    records progress in `beat`
 
-Rank 0 may keep the store in its process. So it leaves last: it waits, some seconds at most, until every other rank has
-read what it has to know.
+The judge never uses the store, because a read from a machine without power does not return. The main thread may be in a
+collective that cannot be interrupted. Therefore the judge ends the process with os._exit, some seconds after the cause
+is known. `_known` is set when the cause is known, `_released` when the poller has finished with the store, and
+`_closed` when this rank has finished in order.
+
+The first cause wins (compare_set). "Connection closed" is not a first cause: such a rank lost another one. It waits
+until the ring has found the dead rank, and publishes its own error only if no rank did.
+
+The store may be in the process of rank 0. Rank 0 therefore ends last: it waits, for a limited time, until all other
+ranks have read the result.
 """
 
 from __future__ import annotations
@@ -38,8 +45,8 @@ from twinflow.launch.store import own_keys, wait_for
 from twinflow.launch.worker import write_all
 
 TICK_S = 0.2
-PUBLISH_S = 5.0  # for the poller to tell of this rank's failure
-PAUSE_TIMES = 6.0  # how much longer than a step a pause may take
+PUBLISH_S = 5.0  # time for the poller to publish the failure of this rank
+PAUSE_TIMES = 6.0  # limit of a pause, as a multiple of the limit of a step
 STDERR = 2
 
 
@@ -53,10 +60,10 @@ class _Place:
 
 
 class Watch:
-    """Ends this rank when another one fails, and the others when this one does. See the note at the top.
+    """Ends this rank when another rank fails, and the other ranks when this rank fails. See the module docstring.
 
-    Create it on every rank, `beat` in each step, `close` at the end. `store` may be the process group's
-    (`group_store`). `on_failure` is called once with the cause, from a thread, before the process ends.
+    Create a Watch on every rank, call `beat` in each step and `close` at the end. `store` may be that of the process
+    group (`group_store`). `on_failure` is called once with the cause, in a thread, before the process ends.
     """
 
     def __init__(
@@ -69,26 +76,27 @@ class Watch:
         timing: Timing | None = None,
     ) -> None:
         if not 0 <= hang_timeout_s < float("inf"):
-            raise invalid_value("hang_timeout_s", hang_timeout_s, "seconds, 0 for no limit")
+            raise invalid_value("hang_timeout_s", hang_timeout_s, "a number of seconds, or 0 for no limit")
         if not 0 <= rank < world_size:
-            raise invalid_value("rank", rank, f"0 to {world_size - 1}")
-        self.rank, self.world_size = rank, world_size
+            raise invalid_value("rank", rank, f"a number from 0 to {world_size - 1}")
+        self.rank = rank
+        self.world_size = world_size
         self.cause: Cause | None = None
         self._timing = timing or Timing()
         self._on_failure = on_failure
-        self._store = store  # a clone alone does not keep rank 0's server alive
+        self._store = store  # A clone does not keep the server of rank 0 alive.
         self._attempt = attempt()
         self._keys = own_keys(store, "watch", rank)
         self._pid = os.getpid()
         self._clock = AwakeClock()
         self._place = _Place(0, "start", 0, float(hang_timeout_s))
         self._num_aside = 0
-        self._moved = (0, 0.0)  # beats, and when the judge saw them
+        self._moved = (0, 0.0)  # number of beats, and the time at which the judge saw it
         self._life = 0
         self._contact_s = self._next_age_s = self._looked_s = self._hang_look_s = 0.0
         self._next_life: tuple[int, int] | None = None
-        self._gone: dict[int, Pulse] = {}  # ranks seen to have ended in order
-        self._draft: Cause | None = None  # what this rank has to tell
+        self._gone: dict[int, Pulse] = {}  # last pulses of ranks that have ended in order
+        self._draft: Cause | None = None  # the cause that this rank publishes next
         self._has_lost_peer = self._is_alone = self._has_said = False
         self._lock = threading.Lock()
         self._wake, self._known, self._released, self._closed = (threading.Event() for _ in range(4))
@@ -98,22 +106,25 @@ class Watch:
         self._poller.start()
         self._judge.start()
 
-    # What the training loop calls.
+    # Methods for the training loop.
 
     def beat(self, step: int, doing: str = "step") -> None:
-        """This rank makes progress: it begins to do this, in this step. Only a note; the poller tells the others."""
+        """Records progress: this rank begins `doing` in `step`. The poller publishes it."""
         self._place = replace(self._place, step=step, doing=doing, beats=self._place.beats + 1)
 
     def go_on(self) -> None:
-        """Work beside the steps gets on, a checkpoint in the background say: steps that wait for it do not hang."""
+        """Records progress of background work, such as a checkpoint. Steps that wait for this work do not count as
+        hanging.
+        """
         self._num_aside += 1
 
     @contextmanager
     def pause(self, doing: str = "pause", limit_s: float | None = None) -> Iterator[None]:
-        """Inside, no rank counts as hanging for `limit_s` (0: for ever; default: six times the limit for a step).
+        """A context in which no rank counts as hanging for `limit_s` (0: no limit; default: six times the limit of a
+        step).
 
-        For what takes long without a beat: checkpoints, evaluation, downloads. It is enough on the rank that works:
-        those that wait for it in a collective are covered.
+        Use it for long work without a beat: checkpoints, evaluation, downloads. Only the rank that works needs it. It
+        also covers ranks that wait for this rank in a collective.
         """
         before = self._place
         limit_s = PAUSE_TIMES * before.limit_s if limit_s is None else limit_s
@@ -126,7 +137,7 @@ class Watch:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """An exception that leaves the block is told to all ranks."""
+        """A context that reports an exception to all ranks."""
         try:
             yield
         except BaseException as error:
@@ -135,8 +146,10 @@ class Watch:
             raise
 
     def report(self, error: BaseException) -> None:
-        """This rank failed. Returns when the first cause is known, which may be another rank's, and was written."""
-        if os.getpid() != self._pid or self._closed.is_set():  # a forked child has the hooks, but no threads
+        """Reports a failure of this rank. Returns when the first cause is known and printed. The first cause may be
+        that of another rank.
+        """
+        if os.getpid() != self._pid or self._closed.is_set():  # A forked child has the hooks, but not the threads.
             return
         own = self._cause("error", _one_line(f"{type(error).__name__}: {error}"))
         if not self._released.is_set() and LOST_PEER.search(own.error):
@@ -150,14 +163,14 @@ class Watch:
         self._say()
 
     def close(self) -> None:
-        """This rank is done. Where an exception is on its way (in a `finally`), that is told instead."""
+        """Ends the watch of this rank. If an exception is being handled (in a `finally`), it is reported instead."""
         error = sys.exc_info()[1]
         if error is not None and _is_failure(error):
             self.report(error)
         if not self._known.is_set() and not self._closed.is_set():
             self._leave(CLOSED)
 
-    # The poller: alone on the connection to the store.
+    # Methods of the poller, which owns the connection to the store.
 
     def _poll(self) -> None:
         keys = self._keys
@@ -190,7 +203,7 @@ class Watch:
             return
         host = self._read(0)
         if host is not None and host.state in (CLOSED, LEFT):
-            keys.set(f"done/{self.rank}", "1")  # rank 0 may take the store with it
+            keys.set(f"done/{self.rank}", "1")  # The store may end with the process of rank 0.
         draft = self._look_at_next() or self._look_for_hang()
         if draft is not None:
             self._draft = draft
@@ -212,14 +225,16 @@ class Watch:
         return self._gone[rank]
 
     def _look_at_next(self) -> Cause | None:
-        """The next rank that has not ended in order: is it alive? Each rank has one that looks at it."""
+        """Checks whether the next rank in the ring that has not ended in order is alive. Each rank is checked by one
+        other rank.
+        """
         is_suspect = self._keys.check(["suspect"])
         for distance in range(1, self.world_size):
             pulse = self._read((self.rank + distance) % self.world_size)
             if pulse is None:
-                return None  # not there yet
+                return None  # The rank has not started yet.
             if pulse.state == LEFT and is_suspect:
-                return self._cause("death", "it ended before the others, without Watch.close()", pulse)
+                return self._cause("death", "the process ended before the others, without Watch.close()", pulse)
             if pulse.state not in (CLOSED, LEFT):
                 return self._age(pulse, is_suspect)
         return None
@@ -230,19 +245,19 @@ class Watch:
         if self._next_life != (pulse.rank, pulse.life):
             self._next_life, self._next_age_s = (pulse.rank, pulse.life), 0.0
             return None
-        # Only time between two looks counts: a store that answered late is no sign of a death.
+        # A late answer of the store must not count as a death. Therefore the time between two reads is limited.
         self._next_age_s += min(now_s - looked_s, 2 * self._timing.poll_s)
         limit_s = self._timing.suspect_after_s if is_suspect else self._timing.dead_after_s
         if self._next_age_s < limit_s:
             return None
-        text = f"no sign of life for {self._next_age_s:.0f} s: it was killed or stopped, or its machine is gone"
+        text = f"no heartbeat for {self._next_age_s:.0f} s: the process was killed or stopped, or its machine is down"
         return self._cause("death", text, pulse)
 
     def _look_for_hang(self) -> Cause | None:
         me = self._pulse()
         if not me.is_over or self._clock.now_s < self._hang_look_s:
             return None
-        self._hang_look_s = self._clock.now_s + me.limit_s / 20  # the look below reads from every rank
+        self._hang_look_s = self._clock.now_s + me.limit_s / 20  # The check below reads the pulses of all ranks.
         found = (self._read(rank) for rank in range(self.world_size) if rank != self.rank)
         return self._hang(hung_rank(me, [pulse for pulse in found if pulse is not None]))
 
@@ -252,7 +267,7 @@ class Watch:
         where = f"in step {pulse.step} ({pulse.doing})" + (", then it ended" if pulse.state == LEFT else "")
         return self._cause("hang", f"no step for {pulse.stalled_s:.0f} s, {where}", pulse)
 
-    # The judge: keeps the time, ends the process.
+    # Methods of the judge, which measures time and ends the process.
 
     def _keep_time(self) -> None:
         while not self._closed.is_set():
@@ -271,23 +286,23 @@ class Watch:
             return
         self._is_alone = 0 in self._gone
         if not self._is_alone:
-            text = _one_line(f"the store that it or its launcher keeps is gone ({why})")
+            text = _one_line(f"the store of rank 0 or of its launcher does not respond ({why})")
             self._learn(replace(self._cause("death", text), rank=0))
 
     def _end(self) -> None:
-        """Give the main thread some seconds to end by itself, then end the process."""
+        """Ends the process after a grace period in which the main thread may end by itself."""
         timing = self._timing
-        # From C, should the interpreter stop in its own end.
+        # A timer in C ends the process if the interpreter hangs in its own shutdown.
         faulthandler.dump_traceback_later(timing.grace_s + timing.hold_s + PUBLISH_S, exit=True, file=STDERR)
         self._say()
-        with suppress(RuntimeError):  # no new threads where the interpreter is about to end
+        with suppress(RuntimeError):  # The interpreter starts no threads during its shutdown.
             threading.Thread(target=self._tidy, daemon=True).start()
         time.sleep(timing.grace_s)
         self._released.wait(timing.hold_s)
         os._exit(1)
 
     def _tidy(self) -> None:
-        """In a thread of its own: the main thread may hold the lock of stdout."""
+        """Calls `on_failure` and flushes stdout, in its own thread: the main thread may hold the lock of stdout."""
         assert self.cause is not None
         try:
             if self._on_failure is not None:
@@ -296,7 +311,8 @@ class Watch:
             sys.stdout.flush()
 
     def _say(self) -> None:
-        """Write the cause, once; after a hang with the stacks. Only the failed rank's own line is for the launcher."""
+        """Prints the cause once, after a hang with all stacks. Only the failed rank prints the line for the
+        launcher."""
         with self._lock:
             if self._has_said:
                 return
@@ -315,11 +331,11 @@ class Watch:
                 faulthandler.dump_traceback(file, all_threads=True)
                 file.seek(0)
                 text += file.read().decode(errors="replace")
-        except OSError:  # no room for the file
+        except OSError:  # There is no space for the file.
             faulthandler.dump_traceback(STDERR, all_threads=True)
-        return "".join(f"[rank {self.rank}] {line}\n" for line in text.splitlines())  # ranks may share one stderr
+        return "".join(f"[rank {self.rank}] {line}\n" for line in text.splitlines())  # Ranks may share stderr.
 
-    # Small parts.
+    # Helpers.
 
     def _pulse(self) -> Pulse:
         place, (beats, moved_s) = self._place, self._moved
@@ -328,7 +344,7 @@ class Watch:
 
     def _cause(self, kind: str, text: str, of: Pulse | None = None) -> Cause:
         rank, step = (self.rank, self._place.step) if of is None else (of.rank, of.step)
-        if kind == "death":  # its last pulse is some steps old; this rank waits in the step in which it died
+        if kind == "death":  # The last pulse is old. This rank waits in the step in which the other one died.
             step = max(step, self._place.step)
         return Cause(rank, step, kind, text, time.time(), self._attempt)
 
@@ -355,7 +371,7 @@ class Watch:
 
     def _unhook(self) -> None:
         atexit.unregister(self._at_exit)
-        if sys.excepthook is self._hooks[0]:  # else somebody put one over it, which calls it still
+        if sys.excepthook is self._hooks[0]:  # Otherwise a later hook calls this one.
             sys.excepthook = self._old_hooks[0]
         if threading.excepthook is self._hooks[1]:
             threading.excepthook = self._old_hooks[1]

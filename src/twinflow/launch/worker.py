@@ -1,8 +1,9 @@
-"""What torchrun starts for each rank: the script as a child process, whose end is reported with its cause.
+"""The process that torchrun starts for each rank. It runs the script as a child process and reports its failure.
 
-It reads the rank's stderr on its way, so that an exception has a name, and sees a death by signal at once. Told to
-stop, it gives the script some seconds (torchrun signals the whole process group) and then kills it: a script with a
-handler for SIGTERM that waits in a collective would hold up the end of the run. No torch here: it stays small.
+A thread copies the stderr of the script and keeps its end, from which the failure gets its text. A death by signal is
+seen at once. After a signal to stop, the script has some seconds to end (torchrun signals the whole process group).
+Then it is killed: a script with a SIGTERM handler that waits in a collective would delay the end of the run. This
+module does not import torch, to stay small.
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(number: int) -> Callable[[], None]:
-    """A function that asks Linux to send this signal to the calling process when its parent dies."""
+    """Returns a function that makes Linux send this signal to the calling process when its parent dies."""
     if sys.platform != "linux":
         return lambda: None
-    libc = ctypes.CDLL(None)  # loaded here: after a fork only the call itself is safe
+    libc = ctypes.CDLL(None)  # Loaded before the fork: after it, only the call is safe.
     return lambda: libc.prctl(_PR_SET_PDEATHSIG, number)
 
 
 class Tail:
-    """Copies a pipe in whole lines, so that those of two ranks do not mix; keeps its end and its last traceback's time.
+    """Copies a pipe in whole lines, so that lines of two ranks do not mix. Keeps the end of the text and the time of
+    the last traceback.
 
-    A line without an end goes out as well when nothing follows for a moment.
+    An incomplete line is written too if nothing follows for a moment.
     """
 
     def __init__(self, pipe: IO[bytes], out: int) -> None:
@@ -50,7 +52,9 @@ class Tail:
         self._thread.start()
 
     def finish(self, timeout_s: float) -> None:
-        """Wait for the rest. Not for ever: a process that the script left behind may hold the pipe."""
+        """Waits for the rest of the output. The wait has a limit, because a leftover process of the script may hold the
+        pipe open.
+        """
         self._thread.join(timeout_s)
 
     def _copy(self) -> None:
@@ -73,26 +77,25 @@ class Tail:
 
 
 def write_all(out: int, data: bytes) -> None:
-    """Write to a file descriptor; where nobody listens any more the rank must not block on a full pipe."""
+    """Writes to a file descriptor. Errors are ignored: the rank must not stop because its output is closed."""
     with suppress(OSError):
         while data:
             data = data[os.write(out, data) :]
 
 
 class Stop:
-    """Set by a signal: when this process was told to end."""
+    """A signal handler that records when this process was told to end."""
 
     def __init__(self) -> None:
         self.since_s: float | None = None
 
     def __call__(self, number: int, frame: object) -> None:
-        """Handle the signal."""
         if self.since_s is None:
             self.since_s = time.monotonic()
 
 
 def run_rank(argv: Sequence[str], rank: int, attempt: int) -> int:
-    """Run a rank to its end; the exit code, 128 + n after signal n as in a shell."""
+    """Runs a rank until it ends. Returns the exit code, which is 128 + n after signal n as in a shell."""
     orphaned = end_with_parent(signal.SIGKILL)
     orphaned()
     stop = Stop()
@@ -112,7 +115,7 @@ def run_rank(argv: Sequence[str], rank: int, attempt: int) -> int:
     output.finish(1.0)
     tail.finish(1.0)
     exit_code = code if code >= 0 else 128 - code
-    if code != 0 and stop.since_s is None:  # told to stop, it is not the cause
+    if code != 0 and stop.since_s is None:  # A rank that was told to stop is not the cause.
         error = error_of(tail.text) if code > 0 else f"killed by {signal_name(-code)}"
         time_s = tail.traceback_s if code > 0 and tail.traceback_s is not None else ended_s
         write_all(2, Failure(rank, time_s, exit_code, attempt, error).line().encode())
@@ -128,7 +131,9 @@ def _wait(child: subprocess.Popen[bytes], stop: Stop) -> int:
 
 
 def rank_words(words: list[str], local_rank: str) -> list[str]:
-    """What Python is given: with --compat also `--local_rank=N`, which DeepSpeed's launcher gives to scripts."""
+    """The arguments of Python for a rank. With --compat, the script gets `--local_rank=N`, as from DeepSpeed's
+    launcher.
+    """
     words = list(words)
 
     def take(option: str) -> bool:
@@ -141,10 +146,11 @@ def rank_words(words: list[str], local_rank: str) -> list[str]:
 
 
 def main() -> None:
-    """`python -m twinflow.launch.worker [--attempt=N] [--compat [--no_local_rank]] [--module] script arguments`, by
-    torchrun."""
+    """`python -m twinflow.launch.worker [--attempt=N] [--compat [--no_local_rank]] [--module] script arguments`.
+    torchrun starts this command.
+    """
     words = sys.argv[1:]
-    if words[0].startswith("--attempt="):  # a torchrun that the launcher has started again counts from 0
+    if words[0].startswith("--attempt="):  # A torchrun that the launcher has restarted counts from 0.
         os.environ["TORCHELASTIC_RESTART_COUNT"] = words.pop(0).partition("=")[2]
     argv = [sys.executable, "-u", *rank_words(words, os.environ["LOCAL_RANK"])]
     sys.exit(run_rank(argv, int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))))
