@@ -8,7 +8,6 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
-import click
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
@@ -54,13 +53,10 @@ class Subcommands(TyperGroup):
         return _named(cmd_name, lambda: None, help=COMMANDS[cmd_name].help) if self._completes else load(cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            # typer makes suggestions only from commands that are registered, and ours are loaded when they are called.
-            if close := get_close_matches(args[0], COMMANDS, n=1):
-                error.message = f"{error.message.rstrip('.')}. Did you mean {close[0]!r}?"
-            raise
+        # typer suggests only commands that are registered, and these are loaded when they are called.
+        if not ctx.resilient_parsing and args[0] not in COMMANDS and (close := get_close_matches(args[0], COMMANDS)):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {close[0]!r}?")
+        return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         self._completes = True

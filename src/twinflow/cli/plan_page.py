@@ -114,7 +114,8 @@ def _stacks(name: str, cases: Sequence[Case], best: Case | None, side: str, limi
     )
     used = [kind for kind in kinds if any((c.used.gpu if side == "gpu" else c.used.host).get(kind) for c in cases)]
     keys = "".join(f'<span><i class="key area fill-{_COLORS[kind]}"></i>{kind}</span>' for kind in used)
-    head = f'<figcaption><h3>{name}</h3><p class="legend">{keys}<span>mark: {gb(limit)} GB available</span></p></figcaption>'
+    keys += f"<span>mark: {gb(limit)} GB available</span>"
+    head = f'<figcaption><h3>{name}</h3><p class="legend">{keys}</p></figcaption>'
     return f'<figure>{head}<div class="stacks">{rows}</div></figure>'
 
 
