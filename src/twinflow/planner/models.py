@@ -12,7 +12,7 @@ from twinflow.errors import invalid_value
 # H200 to two Llama shapes of transformers (alone, they would give 372 and 240) and to the GPT of `twinflow train`.
 HF_TRAFFIC: Final = 300.0
 GPT_TRAFFIC: Final = 52.0
-# Time to launch the kernels of a block's forward, the least time of a block: 57 and 70 ms for 26 blocks of Llama shapes.
+# Time to launch the kernels of a block's forward, its least time: 57 and 70 ms for 26 blocks of Llama shapes.
 HF_LAUNCH_S: Final = 2.2e-3
 GPT_LAUNCH_S: Final = 6e-4  # an estimate: the GPT has a third of the operations
 LOSS_CHUNK: Final = 2048  # tokens whose logits the GPT of `twinflow train` computes at a time
@@ -37,7 +37,7 @@ class Activations:
 
     stream_bytes: float  # input of a block, which checkpointing keeps
     block_bytes: float  # activations of a block without checkpointing
-    end_bytes: float  # outside of the blocks
+    end_bytes: float  # activations outside of the blocks
     loss_bytes: float  # all copies of the logits that the loss holds
     fixed_bytes: int = 0  # part of the loss that does not depend on the number of tokens
     chunk_tokens: int = 0  # tokens in a chunk, if the loss is computed in chunks
