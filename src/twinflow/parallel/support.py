@@ -96,7 +96,7 @@ LIMITS: tuple[Limit, ...] = (
         frozenset({MODEL}),
         lambda c: c.head_patterns,
         (False,),
-        "ranks have different heads, and all heads use one pattern",
+        "tensor ranks have different heads, but use the same pattern",
     ),
     Limit(
         "tensor_parallel.sequence=True with a Hugging Face model",
