@@ -327,12 +327,12 @@ def remedies(case: Case, available: Available) -> list[str]:
             changed = change[1](changed) if change is not None else changed
         words = [change[0] for change in chosen if change is not None]
         if words and has_room(changed, available):
-            found[kinds] = " with ".join(words)
+            found[kinds] = " and ".join(words)
             fewest = min(fewest, len(kinds))
         elif available.gpu_bytes is not None and len(kinds) < fewest:
             ratio = _near_ratio(changed, available)
             if ratio is not None:
-                found.setdefault((*kinds, -1), " with ".join([*words, f"--ratio {ratio:g}"]))
+                found.setdefault((*kinds, -1), " and ".join([*words, f"--ratio {ratio:g}"]))
                 fewest = min(fewest, len(kinds) + 1)
     best = [kinds for kinds in found if len(kinds) == fewest]
     return [found[kinds] for kinds in sorted(best, key=lambda kinds: (-1 in kinds, kinds))][:_MAX_REMEDIES]

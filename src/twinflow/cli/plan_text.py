@@ -121,7 +121,9 @@ def advice(best: Case | None, nearest: Case, cases: Sequence[Case]) -> str:
     """The recommendation, or the reason why nothing fits and what to change."""
     if best is None:
         case = f"{nearest.kind} with {nearest.run.states} states"
-        return f"Nothing fits. The closest is {case}, which lacks {lacks(nearest)}. {_remedy(nearest)}"
+        sides = (("GPU", nearest.missing.gpu_bytes), ("host", nearest.missing.host_bytes))
+        missing = " and ".join(f"{gb(amount)} GB of {side} memory" for side, amount in sides if amount)
+        return f"Nothing fits. The closest is {case}, which lacks {missing}. {_remedy(nearest)}"
     keys = f'"ratio": {best.ratio:.3g}, "states": "{best.run.states}"'
     gain = _gain(best, cases)
     bound = BOUND[best.prediction.bound_by]

@@ -133,9 +133,8 @@ def checked(layers: Iterable[Item], loss_fn: object) -> list[Item]:
             remedy = "Write LayerSpec(Class, ...) for a layer that is built later." if isinstance(item, type) else ""
             raise invalid_value(f"layer {i}", item, "an nn.Module, LayerSpec, TiedLayerSpec or function", remedy)
         if is_loss(item) and (i < len(items) - 1 or loss_fn is not None):
-            raise invalid_value(
-                f"layer {i}", "a loss", "another layer, unless it is the last layer and loss_fn is None"
-            )
+            remedy = "A part with is_loss=True must be the last layer, without another loss_fn."
+            raise invalid_value(f"layer {i}", "a loss", "a layer without a loss", remedy)
         if isinstance(item, TiedLayerSpec) and first.setdefault(item.key, item).typename is not item.typename:
             raise invalid_value(
                 f"the class of layer {i}, tied as {item.key!r},", item.type_name, [first[item.key].type_name]

@@ -239,7 +239,7 @@ def _nothing_fits(case: _Case, room: Room) -> MemoryError:
         size = state_bytes(other)
         resident = min(total, max(0, room.gpu_bytes) / size.resident)
         if (total - resident) * size.host <= room.host_bytes:
-            remedies.append(f'states "{other}" would fit.')
+            remedies.append(f'The states "{other}" would fit.')
             break
     if case.decision.clips:
         remedies.append("Without clipping, no gradients wait for the norm, and their memory is free for the state.")
