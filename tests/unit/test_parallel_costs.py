@@ -316,6 +316,6 @@ def test_cards_go_by_their_size_too() -> None:
 )
 def test_layouts_that_cannot_be(changes: dict[str, object], words: str) -> None:
     layout = replace(Layout(4, 2, 1, 8), **changes)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=" is .*, but must be ") as raised:
+    with pytest.raises(ValueError, match=r" is .*, but must be ") as raised:
         check_layout(layout, Shape(16, 4096, 32, 2048))
     assert words in str(raised.value)

@@ -130,7 +130,7 @@ def test_lists_that_are_not_whole_are_refused() -> None:
         ([*first[:-1], Action("X", 0, 1)], "F, B, I or W"),
         ([*first[:-1], Action("I", 0, 1)], "forward and one backward"),
     ):
-        with pytest.raises(ValueError, match=" is .*, but must be ") as raised:
+        with pytest.raises(ValueError, match=r" is .*, but must be ") as raised:
             check_schedule(replaced(good, 0, actions))
         assert words in str(raised.value)
 

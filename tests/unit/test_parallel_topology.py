@@ -122,7 +122,7 @@ def test_mistakes_are_named() -> None:
         (lambda: ProcessTopology(["a"], [0]), "size of axis a is 0"),
         (lambda: map_ranks(1, 1, 1, per_node=0), "the number of GPUs in a machine is 0"),
     ):
-        with pytest.raises(ValueError, match=" is .*, but must be ") as raised:
+        with pytest.raises(ValueError, match=r" is .*, but must be ") as raised:
             call()
         assert word in str(raised.value)
     with pytest.raises(AttributeError):

@@ -361,6 +361,14 @@ def test_version_and_help_name_what_there_is() -> None:
         assert command in shown
 
 
+@pytest.mark.parametrize(("typed", "meant"), [("trian", "train"), ("doktor", "doctor"), ("exprot", "export")])
+def test_a_misspelt_command_gets_a_suggestion(typed: str, meant: str) -> None:
+    result = CliRunner().invoke(app, [typed])
+    assert result.exit_code == 2
+    assert f"No such command {typed!r}. Did you mean {meant!r}?" in result.output
+    assert "Did you mean" not in CliRunner().invoke(app, ["zzz"]).output
+
+
 # Command lines and config files as Megatron's and DeepSpeed's tutorials have them.
 
 MEGATRON = (

@@ -165,9 +165,8 @@ def framed(grid: Shades, has_colours: bool) -> Text:
     """The drawing in a frame. Rows are queries and columns are keys, starting at the top left."""
     width = grid.shape[0]
     lines = shaded(grid) if has_colours else [Text(line) for line in text_lines(grid)]
-    text = Text().append(
-        "┌" + "─" * width + "┐\n", style="dim"
-    )  # only the frame is dim: a style of the whole text would also dim the shades
+    # Only the frame is dim: a style of the whole text would also dim the shades.
+    text = Text().append("┌" + "─" * width + "┐\n", style="dim")
     for line in lines:
         text.append_text(Text.assemble(("│", "dim"), line, ("│\n", "dim")))
     return text.append("└" + "─" * width + "┘", style="dim")

@@ -52,9 +52,8 @@ class Case:
     formats: tuple[str, ...]  # state formats of the update rule
     only_clips: bool  # clipping is the only reason why gradients wait for the norm
     is_told: bool = False  # the config file, not the free memory, determines where gradients wait
-    num_copies: int = (
-        1  # copies of the optimizer state: with ZeRO stage 0 each replica has one, and `run` describes one replica
-    )
+    # Copies of the optimizer state. With ZeRO stage 0 each replica has one, and `run` describes one replica.
+    num_copies: int = 1
     kept: float = 1.0  # activations of a rank, relative to one forward of the whole model
 
     @property

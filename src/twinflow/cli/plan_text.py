@@ -43,13 +43,11 @@ def print_plan(
 
 
 def title(run: Run) -> str:
-    """One line on the model."""
     model = run.model
     return f"{model.name}: {count(model.numel)} parameters, {len(model.blocks)} blocks of width {model.hidden}"
 
 
 def how(run: Run) -> str:
-    """One line on the run."""
     parts = [f"micro-batches of {run.batch} x {run.tokens} tokens"]
     parts += [f"{run.micro_batches} micro-batches in a step"] if run.micro_batches > 1 else []
     parts += [f"{run.weights} weights", "clipping" if run.clips else "no clipping"]

@@ -101,10 +101,8 @@ class Ranks:
         if error is not None and not isinstance(error, USER_ERRORS):
             raise error  # a bug, shown with its traceback
         if failed:
-            rank, text = next(iter(failed.items()))
-            raise SharedError(
-                text if rank == 0 else f"rank {rank}: {text}"
-            ) from error  # all ranks raise the error of the first failed rank
+            rank, text = next(iter(failed.items()))  # all ranks raise the error of the first failed rank
+            raise SharedError(text if rank == 0 else f"rank {rank}: {text}") from error
 
     def in_turns(self, act: Callable[[], Any]) -> Any:
         """Call `act` on the first rank of each machine, then on the other ranks, which find the files that the first

@@ -76,9 +76,8 @@ def run_step(engine: Engine, batches: Iterator[Batch], clock: Clock, tell: Tell 
         loss = engine(*batch).loss
         middle = clock.now()
         if tell is not None:
-            late.append(
-                LateScalar(loss)
-            )  # copied to the host here, so that reading the loss waits only for the forward
+            # The copy to the host starts here, so that reading the loss waits only for the forward.
+            late.append(LateScalar(loss))
         engine.backward(loss)
         marks.append((start, middle, clock.now()))
         losses.append(loss.detach())

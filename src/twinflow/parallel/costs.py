@@ -244,7 +244,6 @@ def _update_exposed(shape: Shape, layout: Layout, cluster: Cluster, window_s: fl
 
 
 def estimate(shape: Shape, layout: Layout, cluster: Cluster, plays: bool = True) -> Estimate:
-    """Estimate a layout."""
     check_layout(layout, shape)
     memory = cluster.memory(cluster.machine.num_gpus)
     fullest = fullest_rank(shape, layout)

@@ -33,7 +33,6 @@ class Grid:
 
     @property
     def num_pipe(self) -> int:
-        """Number of pipeline ranks."""
         return self.topology.get_dim(PIPE)
 
     @property
@@ -43,7 +42,6 @@ class Grid:
 
     @property
     def num_model(self) -> int:
-        """Number of tensor ranks."""
         return self.topology.get_dim(MODEL)
 
     def ranks_along(self, axis: str) -> list[int]:

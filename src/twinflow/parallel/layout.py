@@ -31,7 +31,6 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """Number of GPUs."""
         return self.num_pp * self.num_tp * self.num_dp
 
     @property

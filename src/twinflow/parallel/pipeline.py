@@ -223,7 +223,6 @@ class PipelineModule(nn.Module):
 
 
 def _num_ranks(num_stages: int | None, topology: ProcessTopology | None) -> int:
-    """Number of pipeline ranks."""
     if topology is None:
         if num_stages is None:
             raise invalid_value("num_stages", None, "a whole number >= 1", "Pass num_stages or a topology.")

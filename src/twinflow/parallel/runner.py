@@ -20,9 +20,8 @@ from twinflow.parallel.deferral import Batch, Deferral
 from twinflow.parallel.schedules import Action, Schedule
 from twinflow.parallel.wire import Value, Wire, incoming, made, needed
 
-MicroBatch = tuple[
-    Any, Any
-]  # inputs of the first stage and target of the last; only used on the ranks with these stages
+# Inputs of the first stage and target of the last stage. They are used only on the ranks with these stages.
+MicroBatch = tuple[Any, Any]
 
 
 def forward_only(schedule: Schedule, num_micro_batches: int) -> Schedule:

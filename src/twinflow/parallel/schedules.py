@@ -51,7 +51,6 @@ class Schedule:
         return self.num_ranks * self.num_chunks
 
     def rank_of(self, stage: int) -> int:
-        """The rank of a stage."""
         return rank_of(stage, self.num_ranks, self.placement)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

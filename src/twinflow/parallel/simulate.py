@@ -100,10 +100,8 @@ def _play(schedule: Schedule, times: Sequence[StageTime], send_s: float) -> tupl
     half = num_stages * m
     ranks = [schedule.rank_of(stage) for stage in range(num_stages)]
     seconds = [{kind: time.seconds(kind) for kind in KINDS} for time in times]
-    arrives, waiting = (
-        [-1.0] * (2 * half),
-        [-1] * (2 * half),
-    )  # time at which a result arrives, and the rank that waits for it
+    arrives = [-1.0] * (2 * half)  # time at which a result arrives at the rank that needs it
+    waiting = [-1] * (2 * half)  # rank that waits for a result
     # Time to send an output to the next stage and a gradient to the previous stage.
     sends = [
         [send_s if 0 <= other < num_stages and ranks[other] != rank else 0.0 for other in (stage + 1, stage - 1)]

@@ -32,7 +32,6 @@ class LayerSpec:
         return self.typename.__name__
 
     def build(self) -> nn.Module:
-        """Build the layer."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:

@@ -42,13 +42,8 @@ from twinflow.parallel.shard import TensorShard, even_shard, mark, shard_of
 from twinflow.parallel.vocab import vocab_parallel_cross_entropy
 
 _SUMMED = "_twinflow_summed"  # attribute of a parameter whose gradient is summed over the ranks
-_SIZES = (
-    "in_features",
-    "out_features",
-    "nx",
-    "nf",
-    "num_embeddings",
-)  # attributes of layers that are set to the sizes of the rank's part
+# Attributes of layers that are set to the sizes of the rank's part.
+_SIZES = ("in_features", "out_features", "nx", "nf", "num_embeddings")
 
 
 def parallelize(

@@ -285,7 +285,7 @@ class Wire:
         try:
             message = self._links.receive(sender, keys[0])
         except RuntimeError as error:
-            raise RuntimeError(f"No more message comes from pipeline rank {sender}: {error}") from error
+            raise RuntimeError(f"No more messages come from pipeline rank {sender}: {error}") from error
         with self._changed:
             self._mailbox[keys.popleft()] = message
             self._changed.notify_all()
@@ -348,9 +348,8 @@ class _Links:
         """The tensor on the device, ready for the stream of the computing thread."""
         there = tensor.to(self._device)
         if there.is_cuda:
-            there.record_stream(
-                torch.cuda.current_stream()
-            )  # it may have been allocated on the stream of another thread
+            # The tensor may have been allocated on the stream of another thread.
+            there.record_stream(torch.cuda.current_stream())
         return there
 
     @contextmanager

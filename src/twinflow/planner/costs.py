@@ -117,9 +117,8 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
         "staging": staging,
     }
     slot = bucket_numel(run) * width
-    slots = (
-        NUM_SLOTS * slot * (1 + (run.weights == "fp16"))
-    )  # bf16 and fp32 weights are copied to the GPU directly from the state
+    # Only fp16 weights need slots for the way back: bf16 and fp32 weights are copied directly from the state.
+    slots = NUM_SLOTS * slot * (1 + (run.weights == "fp16"))
     host = {
         "state": int(placed.host * size.host + placed.streamed * size.streamed),
         "gradients": grads.host_bytes,

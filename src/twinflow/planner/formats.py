@@ -9,11 +9,8 @@ from twinflow.errors import invalid_value
 
 STATES: Final = ("fp32", "bf16", "int8")
 WEIGHT_BYTES: Final = {"bf16": 2, "fp16": 2, "fp32": 4}
-MOMENT_BYTES: Final = {
-    "fp32": 8.0,
-    "bf16": 4.0,
-    "int8": 2.0 + 8.0 / 128.0,
-}  # two moments; int8 has an fp32 scale for 128 codes
+# Bytes of two moments. int8 has a scale of 4 bytes for 128 codes.
+MOMENT_BYTES: Final = {"fp32": 8.0, "bf16": 4.0, "int8": 2.0 + 8.0 / 128.0}
 HOST_BYTES_MOVED: Final = {"fp32": 26.0, "bf16": 18.0, "int8": 14.125}  # DRAM traffic of an update on the host
 
 

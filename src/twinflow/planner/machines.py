@@ -65,11 +65,8 @@ GPUS: Final = {
     "rtx4090": Gpu("RTX 4090 24 GB", int(25.2 * GB), 140, 0.8e12, 4),
     "rtx3090": Gpu("RTX 3090 24 GB", int(25.2 * GB), 58, 0.75e12, 4),
 }
-_WITH_SIZE: Final = {
-    "h100-80": "h100",
-    "h200-141": "h200",
-    "b200-192": "b200",
-}  # other names, with the memory size as for the A100
+# Other names, with the memory size as for the A100.
+_WITH_SIZE: Final = {"h100-80": "h100", "h200-141": "h200", "b200-192": "b200"}
 # Bytes/s: to the host, to the device, in each direction when both run.
 _PCIE: Final = {5: (55e9, 55e9, 50e9), 4: (26e9, 26e9, 23e9), 3: (12.8e9, 12.8e9, 11e9)}
 # Bandwidth of an update kernel relative to plain reads and writes. Alone it is 0.92 to 0.97; this fits training steps.
@@ -120,6 +117,5 @@ def rates_of(machine: Machine) -> Rates:
 
 def link_rate(machine: Machine) -> float:
     """Bytes/s in each direction between the GPUs of a machine."""
-    return (
-        machine.gpu.link_rate or _PCIE[machine.gpu.pcie][2] / 2.0
-    )  # halved over PCIe, because a GPU sends and receives at the same time
+    # Over PCIe the rate is halved, because a GPU sends and receives at the same time.
+    return machine.gpu.link_rate or _PCIE[machine.gpu.pcie][2] / 2.0

@@ -64,7 +64,6 @@ class ModelCost:
 
     @property
     def numel(self) -> int:
-        """Number of parameters."""
         return sum(self.blocks) + self.embedding_numel + self.head_numel
 
     def with_layers(self, num_layers: int) -> ModelCost:
