@@ -115,7 +115,7 @@ def test_a_layout_trains_what_one_process_does_and_another_goes_on(
     assert all(r.step_s > 0.0 and r.tflops > 0.0 for r in records)
     out = from_the_middle(tmp_path / "run", tmp_path / "resumed")
     texts = finish(goes_on, out, "--data", text, "--resume")
-    assert "resuming from" in texts[0]
+    assert "Resuming from" in texts[0]
     assert_same_run(out, one)
     assert saved_steps(out) == STEPS
 
@@ -164,11 +164,17 @@ def test_a_signal_to_one_stage_stops_all_after_the_same_step(text: Path, tmp_pat
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--pipeline-parallel-size", 3), "error: --pipeline-parallel-size x --model-parallel-size is '3 x 1'; "),
-        (("--model-parallel-size", 2, "--num-attention-heads", 1), "error: --num-attention-heads is 1; "),
-        (("--pipeline-parallel-size", 2, "--num-layers", 1), "error: --num-layers is 1; "),
-        (("--model-parallel-size", 2, "--vocab-size", 257), "error: vocabulary is 257; "),
-        (("--pipeline-parallel-size", 2, "--delayed-update"), "delayed_update with pipeline ranks is True; "),
+        (
+            ("--pipeline-parallel-size", 3),
+            "error: --pipeline-parallel-size x --model-parallel-size is '3 x 1', but must be ",
+        ),
+        (("--model-parallel-size", 2, "--num-attention-heads", 1), "error: --num-attention-heads is 1, but must be "),
+        (("--pipeline-parallel-size", 2, "--num-layers", 1), "error: --num-layers is 1, but must be "),
+        (("--model-parallel-size", 2, "--vocab-size", 257), "error: vocabulary is 257, but must be "),
+        (
+            ("--pipeline-parallel-size", 2, "--delayed-update"),
+            "delayed_update=True cannot be used with pipeline ranks, because ",
+        ),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
 )

@@ -141,7 +141,7 @@ def test_one_process_goes_on_with_what_two_ranks_began(one: Path, two: Path, tex
         (*RUN, "--batch-size", 2, "--accumulation", 4, "--data", text, "--resume", "--out", out), tmp_path / "logs", 1
     )
     assert ranks.wait() == [0], ranks.texts()
-    assert "resuming from" in ranks.texts()[0]
+    assert "Resuming from" in ranks.texts()[0]
     assert_same_run(out, one)
     assert saved_steps(out) == STEPS
 
@@ -167,7 +167,8 @@ def test_another_global_batch_is_not_resumed(one: Path, text: Path, tmp_path: Pa
     before = {path: path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
     ranks = TrainRanks((*RUN, *batch(1), "--data", text, "--resume", "--out", out), tmp_path / "logs", 2)
     assert ranks.wait() == [1, 1]
-    assert ranks.texts()[0].startswith("error: sequences of a step (--batch-size x --accumulation x ranks) is 16; ")
+    named = "error: number of sequences in a step (--batch-size x --accumulation x replicas) is 16, but must be "
+    assert ranks.texts()[0].startswith(named)
     assert ranks.texts()[0].count("\n") == 1
     assert ranks.texts()[1] == ""
     assert {path: path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()} == before
@@ -205,7 +206,7 @@ def test_a_disk_that_is_full_on_one_rank_costs_checkpoints_but_not_the_run(
     options = (*RUN, *batch(2), "--data", text, "--out", out)
     ranks = TrainRanks(options, tmp_path / "logs", fault="full disk")
     assert ranks.wait() == [0, 0], ranks.texts()
-    assert f"warning: could not save a checkpoint after {STEPS} steps" in ranks.texts()[0]
+    assert f"warning: The checkpoint after {STEPS} steps could not be saved: " in ranks.texts()[0]
     assert "No space left" in (out / "report.html").read_text()
     assert saved_steps(out) == HALF
     assert_same_run(out, one)
@@ -216,7 +217,7 @@ def test_ranks_with_other_data_are_refused(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     ranks = TrainRanks((*RUN, *batch(2), "--data", text, "--out", out), tmp_path / "logs", fault="other data")
     assert ranks.wait() == [1, 1]
-    assert ranks.texts()[0].startswith("error: fingerprint of --data on rank 1 is 'another'; ")
+    assert ranks.texts()[0].startswith("error: fingerprint of --data on rank 1 is 'another', but must be ")
     assert not out.exists()
 
 

@@ -111,7 +111,7 @@ def test_heads_that_differ_are_drawn_apart() -> None:
 
 def test_many_blocks_become_shades() -> None:
     result = show("--pattern", "fixed", "--causal", "--seq", "16384", "--block", "16")
-    assert "a cell stands for up to 16 x 16 blocks" in result.output
+    assert "A cell stands for up to 16 x 16 blocks" in result.output
     assert "▒" in result.output
     layout = att.FixedSparsityConfig(1, 16).layout(16384)
     grid = shades(layout, 0, 50)
@@ -159,9 +159,9 @@ def test_a_picture_of_two_heads_is_twice_as_wide() -> None:
     ("options", "words"),
     [
         (["--block", "17"], ["block is 17", "16, 32, 64, 128"]),
-        (["--pattern", "dense", "--window", "3"], ["--window is 3", "--pattern dense"]),
-        (["--pattern", "window", "--random", "3"], ["--random is 3", "--window"]),
-        (["--pattern", "dense", "--causal"], ["--causal"]),
+        (["--pattern", "dense", "--window", "3"], ["--window 3 cannot be used with --pattern dense"]),
+        (["--pattern", "window", "--random", "3"], ["--random 3 cannot be used with --pattern window", "--window"]),
+        (["--pattern", "dense", "--causal"], ["--causal cannot be used with --pattern dense"]),
         (["--window", "3", "--global", "2"], ["num_global_blocks is 2", "divisor"]),
         (["--png", "/nowhere/at/all.png"], ["--png", "/nowhere/at/all.png"]),
         (["--pattern", "star"], ["star", "bigbird"]),

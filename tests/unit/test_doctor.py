@@ -172,7 +172,7 @@ def test_smaller_findings() -> None:
 
 def test_the_report_names_everything() -> None:
     text = report(GOOD)
-    for words in ("Some CPU", "32 logical", "avx2: the best of avx2, baseline", "16: affinity mask", "ABI fits"):
+    for words in ("Some CPU", "32 logical", "avx2: the best of avx2, baseline", "16: affinity mask", "compatible ABI"):
         assert words in text, words
     for words in ("Some GPU, 80.0 GiB", "580.65", "works; RLIMIT_MEMLOCK: no limit", "pip install lightning"):
         assert words in text, words

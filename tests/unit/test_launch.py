@@ -97,10 +97,10 @@ def test_processes_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "message"),
     [
         (("--nonsense", "x.py"), "No such option: --nonsense"),
-        (("no-such-script.py",), "script is 'no-such-script.py', but must be a file that is there"),
+        (("no-such-script.py",), "script is 'no-such-script.py', but must be an existing file"),
         (("--hostfile", "no-such-file", "--module", "m"), "--hostfile is 'no-such-file'"),
         (("--num_gpus", "0", "--module", "m"), "--num_gpus is 0"),
-        (("--num_gpus", "1", "--num_procs", "1", "--module", "m"), "nothing beside --num_gpus"),
+        (("--num_gpus", "1", "--num_procs", "1", "--module", "m"), "--num_procs 1 cannot be used with --num_gpus 1"),
         (("--num_nodes", "2", "--module", "m"), "List more hosts in a --hostfile"),
         (("--master_port", "70000", "--module", "m"), "--master_port is 70000"),
         (("--max_restarts", "-1", "--module", "m"), "--max_restarts is -1"),

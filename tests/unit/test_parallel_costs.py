@@ -307,15 +307,15 @@ def test_cards_go_by_their_size_too() -> None:
         ({"num_pp": 0}, "num_pp is 0"),
         ({"zero": 4}, "zero is 4"),
         ({"num_tp": 3}, "a divisor of the 32 attention heads"),
-        ({"num_pp": 17}, "at most the 16 layers. Use fewer stages or chunks"),
+        ({"num_pp": 17}, "at most 16, the layers. Use fewer stages or chunks"),
         ({"schedule": "zbv"}, "num_chunks is 1, but must be 2 with zbv"),
-        ({"num_chunks": 2}, "1 with 1f1b"),
+        ({"num_chunks": 2}, "num_chunks is 2, but must be 1 with 1f1b"),
         ({"schedule": "dfs"}, "schedule is 'dfs'"),
-        ({"schedule": "interleaved", "num_chunks": 2, "num_micro_batches": 9}, "a multiple of 2 rounds"),
+        ({"schedule": "interleaved", "num_chunks": 2, "num_micro_batches": 9}, "a multiple of 2, the number of rounds"),
     ],
 )
 def test_layouts_that_cannot_be(changes: dict[str, object], words: str) -> None:
     layout = replace(Layout(4, 2, 1, 8), **changes)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="allowed") as raised:
+    with pytest.raises(ValueError, match=r" is .*, but must be ") as raised:
         check_layout(layout, Shape(16, 4096, 32, 2048))
     assert words in str(raised.value)

@@ -361,15 +361,15 @@ TIED = TiedLayerSpec("a", nn.Linear, 2, 2)
         refused("at least one layer", [], 1),
         refused("Write LayerSpec", [nn.Linear], 1),
         refused("layer 1 is 3", [LINEAR, 3], 1),
-        refused("Give num_stages, or a topology", [LINEAR]),
+        refused("Pass num_stages or a topology", [LINEAR]),
         refused("with init_distributed", [LINEAR] * 2, 2),
-        refused("index is 2, but must be 0 to 1", [LINEAR] * 2, 2, index=2),
+        refused("index is 2, but must be a number from 0 to 1", [LINEAR] * 2, 2, index=2),
         refused("at most 1, the number of layers", [LINEAR], 2, index=0),
         refused("at most 3, the number of layers", [LINEAR] * 3, 2, index=0, schedule="zbv"),
         refused("schedule is 'best'", [LINEAR], 1, schedule="best"),
         refused("num_chunks is 2, but must be 1", [LINEAR], 1, num_chunks=2),
-        refused("The topology says it", [LINEAR] * 2, 2, ProcessTopology(["pipe"], [1])),
-        refused("one with an axis 'pipe'", [LINEAR], None, ProcessTopology(["data"], [1])),
+        refused("That is the size in the topology", [LINEAR] * 2, 2, ProcessTopology(["pipe"], [1])),
+        refused("a topology with an axis 'pipe'", [LINEAR], None, ProcessTopology(["data"], [1])),
         refused("activation_checkpoint_interval is -1", [LINEAR], 1, activation_checkpoint_interval=-1),
         refused("loss_fn is 3", [LINEAR], 1, loss_fn=3),
         refused("layer_seconds is '2 numbers'", [LINEAR], 1, layer_seconds=[1, 2]),
@@ -408,7 +408,7 @@ def test_a_layer_that_cannot_be_counted() -> None:
             super().__init__()
             self.scale = torch.ones(1).item()
 
-    with pytest.raises(ValueError, match="It cannot be made on the meta device"):
+    with pytest.raises(ValueError, match="it cannot be built on the meta device"):
         PipelineModule([LayerSpec(Stubborn)], 1)
     assert PipelineModule([LayerSpec(Stubborn)], 1, partition_method="uniform").num_stages == 1
 

@@ -124,13 +124,13 @@ def test_lists_that_are_not_whole_are_refused() -> None:
     first = list(good.actions[0])
     for actions, words in (
         (first[:-1], "forward and one backward of stage 0, micro-batch 1"),
-        ([*first, first[0]], "each micro-batch once"),
-        ([first[2], *first[:2], first[3]], "comes after 0F0"),
+        ([*first, first[0]], "listed once, for a micro-batch of the step"),
+        ([first[2], *first[:2], first[3]], "listed after 0F0"),
         ([*first[:-1], Action("B", 1, 1)], "of a stage of rank 0"),
         ([*first[:-1], Action("X", 0, 1)], "F, B, I or W"),
         ([*first[:-1], Action("I", 0, 1)], "forward and one backward"),
     ):
-        with pytest.raises(ValueError, match="allowed") as raised:
+        with pytest.raises(ValueError, match=r" is .*, but must be ") as raised:
             check_schedule(replaced(good, 0, actions))
         assert words in str(raised.value)
 
@@ -138,10 +138,13 @@ def test_lists_that_are_not_whole_are_refused() -> None:
 def test_mistakes_are_named() -> None:
     for call, words in (
         (lambda: make_schedule("dfs", 2, 2), "'gpipe', '1f1b', 'interleaved', 'zbv'"),
-        (lambda: interleaved(4, 9, 2), "a multiple of 2 rounds. A multiple of the 4 ranks works always"),
-        (lambda: interleaved(4, 8, 0), "chunks of a rank is 0"),
-        (lambda: gpipe(0, 8), "pipeline stages is 0"),
-        (lambda: zbv(2, 0), "micro-batches is 0"),
+        (
+            lambda: interleaved(4, 9, 2),
+            "a multiple of 2, the number of rounds. A multiple of 4, the number of ranks, is always valid",
+        ),
+        (lambda: interleaved(4, 8, 0), "the number of chunks of a rank is 0"),
+        (lambda: gpipe(0, 8), "the number of pipeline stages is 0"),
+        (lambda: zbv(2, 0), "the number of micro-batches is 0"),
     ):
         with pytest.raises(ValueError, match="is") as raised:
             call()

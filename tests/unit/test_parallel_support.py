@@ -10,19 +10,21 @@ from twinflow.parallel.support import LIMITS, Combination, broken, check, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "3d.md"
 REFUSED = {
-    "zero_optimization.stage with tensor": Combination(model=2, stage=3),
-    "offload_param.device cpu with pipeline": Combination(pipe=2, stage=3, offload_param=True),
-    "delayed_update with pipeline": Combination(pipe=2, delayed_update=True),
-    "ratio auto with pipeline": Combination(pipe=2, ratio="auto"),
-    "sums with pipeline": Combination(pipe=2, sums="host"),
-    "cpu_checkpointing with pipeline": Combination(pipe=2, cpu_checkpointing=True),
-    "different_layout_per_head with tensor": Combination(model=2, head_patterns=True),
-    "with a Hugging Face model with pipeline": Combination(pipe=2, model=2, sequence=True, foreign=True),
-    "partition_activations, with tensor_parallel.sequence with tensor": Combination(
+    "zero_optimization.stage=3 cannot be used with tensor": Combination(model=2, stage=3),
+    "offload_param.device='cpu' cannot be used with pipeline": Combination(pipe=2, stage=3, offload_param=True),
+    "delayed_update=True cannot be used with pipeline": Combination(pipe=2, delayed_update=True),
+    "ratio='auto' cannot be used with pipeline": Combination(pipe=2, ratio="auto"),
+    "sums='host' cannot be used with pipeline": Combination(pipe=2, sums="host"),
+    "cpu_checkpointing=True cannot be used with pipeline": Combination(pipe=2, cpu_checkpointing=True),
+    "different_layout_per_head=True cannot be used with tensor": Combination(model=2, head_patterns=True),
+    "with a Hugging Face model cannot be used with pipeline": Combination(pipe=2, model=2, sequence=True, foreign=True),
+    "partition_activations=True with tensor_parallel.sequence=True cannot be used with tensor": Combination(
         model=2, partition_activations=True, sequence=True
     ),
-    "an optimizer with pipeline": Combination(pipe=2, has_optimizer=False),
-    "TwinOptimizer that was built before) with tensor": Combination(model=2, own_optimizer=True),
+    "an engine without an optimizer cannot be used with pipeline": Combination(pipe=2, has_optimizer=False),
+    "TwinOptimizer that was built before initialize cannot be used with tensor": Combination(
+        model=2, own_optimizer=True
+    ),
 }
 
 

@@ -37,9 +37,9 @@ def test_table_bars_and_recommendation() -> None:
     for word in ("no offload", "full offload", "best ratio", "fp32", "bf16", "int8", "tokens/s", "bound by"):
         assert word in result.stdout
     assert "█" in result.stdout
-    assert re.search(r'use "ratio": [\d.]+, "states": "fp32"', result.stdout)
-    assert "largest of this shape" in result.stdout
-    assert "by data sheet, not measured" in result.stdout
+    assert re.search(r'Use "ratio": [\d.]+, "states": "fp32"', result.stdout)
+    assert "largest model of this shape that fits" in result.stdout
+    assert "from a data sheet, not measured" in result.stdout
 
 
 def test_json_has_everything_and_adds_up() -> None:
@@ -115,7 +115,7 @@ def test_more_gpus_share_the_state() -> None:
 def test_what_cannot_fit_says_how_much_is_missing() -> None:
     result = plan("--params", "30b", "--gpu", "rtx4090", "--ram", "64GB")
     assert result.exit_code == 1
-    assert "nothing fits" in result.stdout
+    assert "Nothing fits." in result.stdout
     assert "GPU +" in result.stdout
     assert "Try a smaller --batch-size" in result.stdout
 
@@ -165,7 +165,7 @@ def test_a_module_is_counted_by_block() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ((), ["the model is 'not named'", "--preset, --model, --params", "gpt2-13b"]),
+        ((), ["No model is named", "one of --preset, --model, --params", "gpt2-13b"]),
         (("--preset", "gpt2-1.5b", "--params", "13b"), ["--preset and --params"]),
         (("--preset", "gpt5", "--gpu", "h200"), ["--preset is 'gpt5'", "'gpt2-10b'"]),
         (("--params", "many", "--gpu", "h200"), ["--params is 'many'", "13b"]),
@@ -179,7 +179,7 @@ def test_a_module_is_counted_by_block() -> None:
         ((*H200, "--batch-size", "0"), ["--batch-size is 0", ">= 1"]),
         ((*H200, "--seq-length", "0"), ["--seq-length is 0"]),
         ((*H200, "--grad-clip", "-1"), ["--grad-clip is -1"]),
-        ((*H200, "--config", "nowhere.json"), ["--config is 'nowhere.json'", "a file that is there"]),
+        ((*H200, "--config", "nowhere.json"), ["--config is 'nowhere.json'", "an existing file"]),
     ],
 )
 def test_mistakes_are_named(options: tuple[str, ...], words: list[str]) -> None:
@@ -193,8 +193,8 @@ def test_without_a_gpu_here_one_must_be_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = plan("--preset", "tiny")
     assert result.exit_code == 1
-    assert "--gpu is None, but must be 'b200'" in result.output
-    assert "name the one to plan for" in result.output
+    assert "--gpu is None, but must be one of 'b200'" in result.output
+    assert "name the GPU to plan for" in result.output
 
 
 def test_help_names_the_cards() -> None:

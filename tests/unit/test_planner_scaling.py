@@ -259,7 +259,7 @@ def test_other_machines_scale_too() -> None:
 
 
 def test_what_is_not_simulated_is_refused() -> None:
-    with pytest.raises(ValueError, match="delayed_update is True"):
+    with pytest.raises(ValueError, match="delayed_update: true cannot be used with --scaling"):
         scaling(replace(RUN, delayed=True), CLUSTER, [2], Ask(512))
     with pytest.raises(ValueError, match="--scaling is 0"):
         doubling(0)
@@ -291,8 +291,8 @@ def test_the_command_prints_a_table(beside: list[Row]) -> None:
     result = plan(*FLAGS, "--scaling", "128")
     assert result.exit_code == 0, result.output
     assert "16 x V100 32 GB" in result.stdout
-    assert "80 GB/s from machine to machine" in result.stdout
-    assert "ahead up to 16 GPUs; from 32 on ZeRO-2" in result.stdout
+    assert "80 GB/s between machines" in result.stdout
+    assert "faster up to 16 GPUs. From 32 GPUs on ZeRO-2" in result.stdout
     assert result.stdout.count("does not fit") == 4
     last = at(beside, 128).offload
     assert last is not None
@@ -315,7 +315,7 @@ def test_the_command_as_json(beside: list[Row]) -> None:
     [
         (["--scaling", "0"], "--scaling is 0"),
         (["--scaling", "2", "--total-batch", "0"], "--total-batch is 0"),
-        (["--scaling", "2", "--html", "x.html"], "no --html beside it"),
+        (["--scaling", "2", "--html", "x.html"], "--scaling 2 cannot be used with --html"),
         (["--scaling", "2", "--network", "fast"], "--network"),
     ],
 )
@@ -328,4 +328,4 @@ def test_mistakes_are_named(options: list[str], message: str) -> None:
 def test_nothing_fits_says_so() -> None:
     result = plan(*["--params", "40b", "--gpu", "v100-16", "--gpus", "8", "--scaling", "8"])
     assert result.exit_code == 1
-    assert "nothing fits on any number of GPUs" in result.output
+    assert "Nothing fits on any number of GPUs." in result.output

@@ -94,6 +94,7 @@ def test_the_loss_falls_and_everything_is_written(tmp_path: Path, text: Path) ->
     assert sum(losses[-5:]) / 5 < losses[0] - 1.5
     assert valids[-1].loss < valids[0].loss - 1.5
     assert f"{losses[0]:.4f}" in result.output
+    assert result.output.replace("\n", "").endswith(f"Next: twinflow export {out}/checkpoints {out}/weights")
 
     settings = json.loads((out / "settings.json").read_text())
     assert (settings["rule"], settings["model"]["context"], settings["warmup"]) == ("adamw", 32, 2)
@@ -230,7 +231,7 @@ def test_a_move_of_state_is_said_once(tmp_path: Path, text: Path, monkeypatch: p
     result = train(*SMALL, "--data", text, "--ratio", "auto", "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     assert [r.host_share for r in steps_of(tmp_path / "run")] == [1.0, 1.0, 0.25, 0.25]
-    assert result.output.count("ratio 0.25 from here on") == 1
+    assert result.output.count("From this step on the ratio is 0.25") == 1
     assert "with ratio auto at 0.25." in result.output
     page = (tmp_path / "run" / "report.html").read_text()
     assert "auto, 0.25 at the end" in page
@@ -256,7 +257,7 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_built(
     result = train("--preset", "gpt2-1.5b", "--data", text, "--context", "16", "--out", tmp_path / "run")
     assert result.exit_code == 1
     (line,) = result.stderr.splitlines()
-    for word in ("host memory is '4.0 GB available'", "GB of int8 state", "GB are missing"):
+    for word in ("Not enough host memory", "4.0 GB are available", "GB of int8 state", "GB are missing"):
         assert word in line, line
     assert not (tmp_path / "run").exists()
 
@@ -358,6 +359,14 @@ def test_version_and_help_name_what_there_is() -> None:
     shown = CliRunner().invoke(app, ["--help"]).output
     for command in ("train", "doctor", "bench"):
         assert command in shown
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("trian", "train"), ("doktor", "doctor"), ("exprot", "export")])
+def test_a_misspelt_command_gets_a_suggestion(typed: str, meant: str) -> None:
+    result = CliRunner().invoke(app, [typed])
+    assert result.exit_code == 2
+    assert f"No such command {typed!r}. Did you mean {meant!r}?" in result.output
+    assert "Did you mean" not in CliRunner().invoke(app, ["zzz"]).output
 
 
 # Command lines and config files as Megatron's and DeepSpeed's tutorials have them.
@@ -701,12 +710,13 @@ def test_a_layout_is_dealt_to_replicas_and_described() -> None:
 
 
 def test_a_vocabulary_that_tensor_ranks_cannot_share_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"vocabulary is 257; .*--vocab-size 258 has symbols to spare"):
+    with pytest.raises(ValueError, match=r"vocabulary is 257, but .*Use --vocab-size 258"):
         axes.check_vocabulary(layout(1, 2), replace(SHAPE, vocab_size=257))
 
 
 @pytest.mark.parametrize(
-    ("offload", "word"), [({"ratio": "auto"}, "ratio auto with pipeline ranks"), ({"delayed_update": True}, "delayed")]
+    ("offload", "word"),
+    [({"ratio": "auto"}, "ratio='auto' cannot be used with pipeline ranks"), ({"delayed_update": True}, "delayed")],
 )
 def test_what_does_not_go_with_a_pipeline_is_refused(offload: dict[str, Any], word: str) -> None:
     config = {"zero_optimization": {"offload_optimizer": {"device": "cpu", **offload}}}
@@ -737,7 +747,7 @@ def test_a_run_goes_on_in_another_layout_with_the_same_sequences() -> None:
     ):
         check_same_run(saved, settings_of(world, size, config))
     check_same_run(saved, settings_of(4, 2, layout(2, 1, "zbv")))
-    with pytest.raises(ValueError, match=r"sequences of a step .* is 32, but must be 16"):
+    with pytest.raises(ValueError, match=r"number of sequences in a step .* is 32, but must be 16"):
         check_same_run(saved, settings_of(4, 2, {}))
 
 

@@ -86,7 +86,7 @@ def test_other_ranks_resume_the_same_sequences_only() -> None:
     for parts in ((1, 8, 2), (1, 4, 4), (4, 2, 2), (8, 2, 1)):
         world, size, accumulation = parts
         check_same_run(saved(began), settings(world=world, batch_size=size, accumulation=accumulation))
-    with pytest.raises(ValueError, match=r"sequences of a step .* is 8, but must be 16"):
+    with pytest.raises(ValueError, match=r"number of sequences in a step .* is 8, but must be 16"):
         check_same_run(saved(began), settings(world=1, batch_size=4, accumulation=2))
     with pytest.raises(ValueError, match="--batch-size is 8, but must be 4"):  # the same ranks: the same bits
         check_same_run(saved(began), replace(began, batch_size=8, accumulation=1))

@@ -302,7 +302,7 @@ def test_fewer_steps_than_were_done_is_nothing_to_do(finished: Path, text: Path)
 def test_resume_without_a_run_starts_one(text: Path, tmp_path: Path) -> None:
     result = train(*SHORT, "--steps", 2, "--data", text, "--resume", "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
-    assert "starting anew" in result.output
+    assert "Training starts from step 0." in result.output
     assert [record.step for record in steps_of(tmp_path / "run")] == [1, 2]
 
 
@@ -322,7 +322,7 @@ def test_a_full_disk_costs_checkpoints_but_not_the_run(
 
     def note(self: Any, text: str) -> None:
         nonlocal is_full
-        is_full = is_full or "checkpoint after 2 steps" in text
+        is_full = is_full or "Checkpoint after 2 steps" in text
         notes.append(text)
 
     notes: list[str] = []

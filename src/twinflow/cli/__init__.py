@@ -1,1 +1,1 @@
-"""The `twinflow` command."""
+"""Command line interface: the `twinflow` command and its subcommands."""

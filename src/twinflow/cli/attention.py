@@ -1,4 +1,4 @@
-"""`twinflow attention`: what a pattern of sparse attention looks like, and what it costs."""
+"""`twinflow attention`: draws a pattern of sparse attention and computes its cost."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from rich.text import Text
 from twinflow.attention.draw import Cost, Shades, cost_of, png_bytes, shades, text_lines
 from twinflow.attention.layout import Layout
 from twinflow.attention.patterns import SparsityConfig, pattern_from_config
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible
 
-attention_app = typer.Typer(no_args_is_help=True, help="Sparse attention: look at patterns.")
-PIPE_WIDTH = 100  # a pipe has no width of its own
-MAX_CELLS = 64  # a side, in a terminal
-MAX_DRAWN = 4  # patterns of heads
+attention_app = typer.Typer(no_args_is_help=True, help="Show patterns of sparse attention.")
+PIPE_WIDTH = 100  # for output into a pipe, which has no width
+MAX_CELLS = 64  # cells in a row of the drawing in a terminal
+MAX_DRAWN = 4  # patterns that are drawn, if heads have different ones
 PNG_CELLS = 1024
 _MODES = {"longformer": "bslongformer", "window": "local"}
 
 
 class Pattern(str, Enum):
-    """The patterns, by the names that papers use."""
+    """Patterns of sparse attention, by the names in the literature."""
 
     fixed = "fixed"
     variable = "variable"
@@ -39,31 +39,31 @@ class Pattern(str, Enum):
 
 @attention_app.callback()
 def attention() -> None:
-    """Sparse attention: look at patterns."""
+    """Show patterns of sparse attention."""
 
 
 @attention_app.command()
 def show(
-    pattern: Annotated[Pattern, typer.Option(help="Which blocks are kept.")] = Pattern.fixed,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens.")] = 4096,
-    block: Annotated[int, typer.Option(help="Tokens of a block: 16, 32, 64 or 128.")] = 64,
-    heads: Annotated[int, typer.Option(min=1, help="Heads; with random blocks each draws its own.")] = 1,
-    head_dim: Annotated[int, typer.Option(min=1, help="Width of a head, for the cost.")] = 64,
-    window: Annotated[int | None, typer.Option(help="Blocks of the window.")] = None,
+    pattern: Annotated[Pattern, typer.Option(help="Pattern: which blocks are computed.")] = Pattern.fixed,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
+    block: Annotated[int, typer.Option(help="Tokens in a block: 16, 32, 64 or 128.")] = 64,
+    heads: Annotated[int, typer.Option(min=1, help="Heads. With random blocks every head has its own pattern.")] = 1,
+    head_dim: Annotated[int, typer.Option(min=1, help="Width of a head, for the cost estimate.")] = 64,
+    window: Annotated[int | None, typer.Option(help="Blocks in the window.")] = None,
     num_global: Annotated[int | None, typer.Option("--global", help="Global blocks.")] = None,
-    random: Annotated[int | None, typer.Option(help="Random blocks of each row.")] = None,
-    causal: Annotated[bool, typer.Option("--causal", help="No token sees a later one.")] = False,
-    png: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    random: Annotated[int | None, typer.Option(help="Random blocks in each row.")] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="A token does not attend to later tokens.")] = False,
+    png: Annotated[Path | None, typer.Option(help="Write a PNG image to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the drawing.")] = False,
 ) -> None:
-    """Draw a pattern, and say what it keeps and what that costs beside dense attention."""
+    """Draw a pattern and compare its cost with dense attention."""
     counts = {"--window": window, "--global": num_global, "--random": random}
     try:
         config = pattern_from_config(section(pattern.value, block, heads, counts, causal), heads)
         layout = config.layout(seq)
         cost = cost_of(layout, head_dim)
     except ValueError as error:
-        typer.echo(str(error), err=True)
+        typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     if png is not None:
         write_png(png, layout)
@@ -73,11 +73,12 @@ def show(
     console = Console()
     print_layout(console if console.is_terminal else Console(width=PIPE_WIDTH), config, layout, seq, cost)
     if png is not None:
-        typer.echo(f"picture: {png}")
+        typer.echo(f"image: {png}")
 
 
 def section(pattern: str, block: int, heads: int, counts: dict[str, int | None], causal: bool) -> dict[str, Any]:
-    """The pattern as a config's `sparse_attention` has it; an option that it has no use for is refused."""
+    """The pattern as the config section `sparse_attention`. Raises a ValueError for an option that the pattern does not
+    have."""
     names = {
         "fixed": {"--window": "num_local_blocks", "--global": "num_global_blocks"},
         "variable": {
@@ -99,8 +100,8 @@ def section(pattern: str, block: int, heads: int, counts: dict[str, int | None],
         if count is None:
             continue
         if option not in names:
-            allowed = f"left out with --pattern {pattern}"
-            raise invalid_value(option, count, allowed, f"It takes {', '.join(names)}." if names else "")
+            takes = f"Its options are {', '.join(names)}." if names else "Leave the option out."
+            raise incompatible(f"{option} {count}", f"--pattern {pattern}", "the pattern has no such blocks", takes)
         name = names[option]
         lists = {"local_window_blocks": [count], "global_block_indices": list(range(count))}
         found[name] = lists.get(name, count)
@@ -111,12 +112,12 @@ def section(pattern: str, block: int, heads: int, counts: dict[str, int | None],
     if pattern != "dense":
         found["attention"] = "unidirectional" if causal else "bidirectional"
     elif causal:
-        raise invalid_value("--causal", True, "left out with --pattern dense, which keeps everything")
+        reason = "the dense pattern keeps all blocks"
+        raise incompatible("--causal", "--pattern dense", reason, "Choose another pattern, or leave --causal out.")
     return found
 
 
 def to_dict(config: SparsityConfig, layout: Layout, seq: int, cost: Cost) -> dict[str, Any]:
-    """Everything for JSON."""
     return {
         "pattern": type(config).__name__,
         "seq": seq,
@@ -130,17 +131,17 @@ def to_dict(config: SparsityConfig, layout: Layout, seq: int, cost: Cost) -> dic
 
 
 def write_png(path: Path, layout: Layout) -> None:
-    """The picture: one square a pattern, a few at most."""
+    """Write an image with one square for each pattern, at most `MAX_DRAWN`."""
     grids = [shades(layout, pattern, PNG_CELLS) for pattern in range(min(layout.num_patterns, MAX_DRAWN))]
     try:
         path.write_bytes(png_bytes(grids))
     except OSError as error:
-        typer.echo(f"--png is {str(path)!r}, but must be a file that can be written ({error}).", err=True)
+        typer.echo(f"error: The image {str(path)!r} cannot be written: {error}. Choose another --png.", err=True)
         raise typer.Exit(2) from None
 
 
 def print_layout(console: Console, config: SparsityConfig, layout: Layout, seq: int, cost: Cost) -> None:
-    """A drawing a pattern, and the numbers."""
+    """Print a drawing of each pattern and a table of costs."""
     console.print(Text(f"{type(config).__name__}, {seq} tokens in blocks of {layout.block}", style="bold"))
     cells = min(MAX_CELLS, console.width - 4)
     for pattern in range(min(layout.num_patterns, MAX_DRAWN)):
@@ -155,23 +156,24 @@ def print_layout(console: Console, config: SparsityConfig, layout: Layout, seq: 
         console.print(Text(f"and {layout.num_patterns - MAX_DRAWN} more patterns", style="dim"))
     if layout.num_rows > cells:
         each = -(-layout.num_rows // cells)
-        note = f"a cell stands for up to {each} x {each} blocks, and is the fuller, the more of them are kept"
+        note = f"A cell stands for up to {each} x {each} blocks. Its shade shows the share of blocks that are kept."
         console.print(Text(note, style="dim"))
     console.print(table(layout, cost))
 
 
 def framed(grid: Shades, has_colours: bool) -> Text:
-    """Rows are queries and columns keys, from the top left."""
+    """The drawing in a frame. Rows are queries and columns are keys, starting at the top left."""
     width = grid.shape[0]
     lines = shaded(grid) if has_colours else [Text(line) for line in text_lines(grid)]
-    text = Text().append("┌" + "─" * width + "┐\n", style="dim")  # a style of the whole would dim the shades
+    # Only the frame is dim: a style of the whole text would also dim the shades.
+    text = Text().append("┌" + "─" * width + "┐\n", style="dim")
     for line in lines:
         text.append_text(Text.assemble(("│", "dim"), line, ("│\n", "dim")))
     return text.append("└" + "─" * width + "┘", style="dim")
 
 
 def shaded(grid: Shades) -> list[Text]:
-    """Half blocks in shades: the more of a cell is kept, the brighter."""
+    """Two rows of cells in each line of half blocks. A cell is brighter if more of its blocks are kept."""
     rows = [*grid.sqrt().tolist(), [0.0] * grid.shape[1]]
     lines = []
     for upper, lower in zip(rows[0::2], rows[1::2], strict=False):
@@ -189,7 +191,6 @@ def _colour(share: float) -> str:
 
 
 def table(layout: Layout, cost: Cost) -> Table:
-    """The numbers."""
     kind = "causal dense" if layout.is_causal else "dense"
     heads, patterns = layout.num_heads, layout.num_patterns
     fewer = f"{1 / cost.flops_share:,.1f} times fewer"

@@ -1,7 +1,7 @@
-"""Pipeline and tensor ranks of `twinflow train`: what its options and the config file ask for, and whether it can be.
+"""Pipeline and tensor parallelism of `twinflow train`: merges its options with the config file and checks the layout.
 
-They are kept where a config file has them, in its sections `pipeline` and `tensor_parallel`. Every rank of a replica
-sees the same tokens: batches are dealt to replicas.
+The options are stored in the sections `pipeline` and `tensor_parallel` of the config. All ranks of a replica get the
+same tokens, because batches are distributed over replicas.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from twinflow.build_parallel import axes_of as checked_axes
 from twinflow.config import Axes, load_config, resolve_axes
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value
 from twinflow.launch.environment import RankEnvironment
 from twinflow.models.gpt import GPT, GPTConfig
 
@@ -23,16 +23,16 @@ _STAGES, _TENSOR = "--pipeline-parallel-size", "--model-parallel-size"
 
 
 def only_one(name: str, value: Any, file_config: Mapping[str, Any], key: str) -> Any:
-    """An option of the command line that a config file may not name as well."""
+    """Return the value of a command line option. Raises a ValueError if the config file sets the same value."""
     if value is not None and key in file_config:
-        raise invalid_value(name, value, "nothing, where the config file has its own", f"Remove it or {key!r} there.")
+        raise incompatible(f"{name} {value}", f"{key!r} in the config file", "both set the same value", "Remove one.")
     return value
 
 
 def with_axes(
     file_config: Mapping[str, Any], stages: int | None, tensor: int | None, schedule: str | None
 ) -> dict[str, Any]:
-    """The file's config with what the command line says of pipeline and tensor ranks."""
+    """The config of the file with the pipeline and tensor ranks of the command line."""
     for name, value in ((_STAGES, stages), (_TENSOR, tensor)):
         if value is not None and value < 1:
             raise invalid_value(name, value, "a whole number >= 1")
@@ -49,26 +49,26 @@ def with_axes(
     }
     found = dict(file_config)
     for key, section in zip(SECTIONS, (pipeline, cut), strict=True):
-        said = {name: value for name, value in given[key].items() if value not in (None, 1)}  # 1: as without it
+        said = {name: value for name, value in given[key].items() if value not in (None, 1)}  # 1 is the default
         if section or said:
             found[key] = {**section, **said}
     return found
 
 
 def axes_of(config: Mapping[str, Any]) -> Axes:
-    """Pipeline and tensor ranks of a config."""
+    """Pipeline and tensor ranks in a config."""
     asked = {key: config[key] for key in SECTIONS if config.get(key)}
     return resolve_axes(load_config(asked)) if asked else Axes(1, 1)
 
 
 def num_replicas(config: Mapping[str, Any], world: int) -> int:
-    """Copies of the model, each of which takes its part of a batch."""
+    """Copies of the model. Each takes a part of every batch."""
     axes = axes_of(config)
     return max(1, world // (axes.pipe * axes.model))
 
 
 def describe(config: Mapping[str, Any], world: int) -> str:
-    """The layout in words; nothing where every rank has the whole model."""
+    """The layout as text. Empty if every rank has the whole model."""
     axes, (schedule, _) = axes_of(config), _schedule(config)
     named = [(f"pipeline {axes.pipe} ({schedule})", axes.pipe), (f"tensor {axes.model}", axes.model)]
     parts = [text for text, size in named if size > 1]
@@ -76,11 +76,11 @@ def describe(config: Mapping[str, Any], world: int) -> str:
 
 
 def check_layout(config: Mapping[str, Any], shape: GPTConfig, world: int) -> int:
-    """Refuse ranks, heads and layers that do not come out even, by the options that name them; else the replicas."""
+    """Return the number of replicas. Raises a ValueError if ranks, heads or layers are not divisible by the layout."""
     axes, (schedule, num_chunks) = axes_of(config), _schedule(config)
     parts = axes.pipe * axes.model
     if parts > 1 and world % parts:
-        remedy = f"Start a multiple of {parts} processes (twinflow launch --num_gpus {parts}), or ask for fewer."
+        remedy = f"Start a multiple of {parts} processes (twinflow launch --num_gpus {parts}), or use fewer stages."
         allowed = f"a divisor of {world}, the number of ranks"
         raise invalid_value(f"{_STAGES} x {_TENSOR}", f"{axes.pipe} x {axes.model}", allowed, remedy)
     if shape.num_heads % axes.model and not (config.get("tensor_parallel") or {}).get("plan"):
@@ -89,28 +89,29 @@ def check_layout(config: Mapping[str, Any], shape: GPTConfig, world: int) -> int
     if axes.pipe > 1 and shape.num_layers < num_stages:
         each = f" ({schedule}: {num_chunks} on each of {axes.pipe} ranks)" if num_chunks > 1 else ""
         allowed = f"at least {num_stages}, the stages of the pipeline{each}"
-        raise invalid_value("--num-layers", shape.num_layers, allowed, "A stage has at least one layer.")
+        raise invalid_value("--num-layers", shape.num_layers, allowed, "Every stage needs at least one layer.")
     return world // parts
 
 
 def check_vocabulary(file_config: Mapping[str, Any], shape: GPTConfig) -> None:
-    """Refuse one that tensor ranks cannot share."""
+    """Raise a ValueError if the vocabulary is not divisible by the number of tensor ranks."""
     axes = axes_of(file_config)
     if shape.vocab_size % axes.model and not (file_config.get("tensor_parallel") or {}).get("plan"):
         padded = -(-shape.vocab_size // axes.model) * axes.model
-        remedy = f"--vocab-size {padded} has symbols to spare."
+        remedy = f"Use --vocab-size {padded}, which leaves some symbols unused."
         raise invalid_value("vocabulary", shape.vocab_size, f"a multiple of {_TENSOR}, which is {axes.model}", remedy)
 
 
 def check_combination(config: Mapping[str, Any], shape: GPTConfig, here: RankEnvironment) -> None:
-    """Refuse what does not go with pipeline and tensor ranks, as `initialize` would later on."""
+    """Raise the error of `initialize` for options that conflict with pipeline or tensor ranks, before the model is
+    built."""
     axes = axes_of(config)
     if axes.pipe * axes.model > 1:
         checked_axes(load_config(config), _on_meta(shape), here, None)
 
 
 def _schedule(config: Mapping[str, Any]) -> tuple[str, int]:
-    """Its name, and stages of a rank."""
+    """Name of the pipeline schedule and stages of each rank."""
     section = config.get("pipeline") or {}
     name = section.get("schedule") or "1f1b"
     return name, (section.get("chunks") or 2) if name == "interleaved" else 2 if name == "zbv" else 1

@@ -1,4 +1,5 @@
-"""`twinflow bench`: measure this machine. Machine, versions, tables, and one JSON object as the last line."""
+"""`twinflow bench`: measures the host kernels of this machine and prints tables. `--json` writes all numbers to a
+file."""
 
 from __future__ import annotations
 
@@ -16,21 +17,21 @@ from twinflow import native
 from twinflow.bench import check
 from twinflow.bench.host import Figure, Report, Result, choose_settings, measure, speedup, to_dict
 from twinflow.bench.machine import Machine, describe, read_machine, read_versions
-from twinflow.errors import invalid_value
+from twinflow.errors import wrong_state
 
-bench_app = typer.Typer(no_args_is_help=True, help="Measure this machine.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure the speed of the host kernels.")
 
 KERNEL_HEADERS = ("kernel", "B/param", "G param/s", "GB/s", "ceiling before - after", "of ceiling", "ours is")
 FIGURE_HEADERS = ("figure", "wanted", "measured")
-STATE_BYTES = 12  # a parameter, fp32
+STATE_BYTES = 12  # for each parameter, in fp32
 Row = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Page:
-    """What a finished run has to say, for a terminal or for a file."""
+    """Results of a finished run, for a terminal or a file."""
 
-    lines: Sequence[str]  # machine, versions, what was run, and what to beware of
+    lines: Sequence[str]  # machine, versions, settings, and notes on the results
     kernels: Sequence[Row]
     figures: Sequence[Row]
     isa: str
@@ -39,69 +40,90 @@ class Page:
 
 @bench_app.callback()
 def bench() -> None:
-    """Measure this machine."""
+    """Measure the speed of the host kernels."""
 
 
 @bench_app.command()
 def host(
     numel: Annotated[
-        int | None, typer.Option(help="Parameters. Default: 2**27, less where half the memory is not enough.")
+        int | None,
+        typer.Option(
+            help="Number of parameters. Default: 2**27, or fewer if they would need more than half of the memory."
+        ),
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads for everybody. Default: the kernels' own.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of every contender. Default: as many as the kernels use.")
+    ] = None,
     repeats: Annotated[int | None, typer.Option(help="Timed calls of each contender. Default: 7.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A smaller run: 2**24 parameters, 3 repeats.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the JSON object to this file.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure less: 2**24 parameters, 3 repeats.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all numbers to this file as a JSON object.")
+    ] = None,
 ) -> None:
-    """Measure the host kernels against the memory's ceiling, torch and, where installed, DeepSpeed."""
-    page = run_host(Console(), numel, threads, repeats, quick)
+    """Measure the host kernels against the memory bandwidth, torch and, if installed, DeepSpeed."""
+    page = run_host(Console(), numel, threads, repeats, quick, json_file)
     if json_file is not None:
         json_file.write_text(page.json_line + "\n", encoding="utf-8")
+        typer.echo(f"All numbers as JSON: {json_file}")
 
 
-def run_host(console: Console, numel: int | None, threads: int | None, repeats: int | None, quick: bool) -> Page:
-    """Check, measure and print. Exits with 1, before any number is shown, when the kernels are absent or wrong."""
+def run_host(
+    console: Console,
+    numel: int | None,
+    threads: int | None,
+    repeats: int | None,
+    quick: bool,
+    json_file: Path | None = None,
+) -> Page:
+    """Check the kernels, measure them and print the results.
+
+    Exits with code 1 before any number is shown if the native library is missing or a kernel computes wrong results.
+    For wrong results `json_file` gets an object with `"correct": false`.
+    """
     machine = read_machine()
     try:
         settings = choose_settings(numel, threads, repeats, quick, machine.available_bytes)
         if not native.available():
             problem = native.library.load().problem
-            raise invalid_value("native library", problem, "one that loads", "`twinflow doctor` says what is missing")
-    except ValueError as error:
+            reason = f"the native library cannot be loaded ({problem})"
+            raise wrong_state("The host kernels cannot be measured", reason, "Run `twinflow doctor` for the remedy.")
+    except (ValueError, RuntimeError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
-    # Notes on progress go to stderr: stdout is the report.
+    # Progress goes to stderr, because stdout is the report.
     with Console(stderr=True).status("checking the kernels against their references") as status:
-        refuse_if_wrong(check.disagreements())
+        refuse_if_wrong(check.disagreements(), json_file)
         report = measure(settings, lambda job: status.update(f"measuring: {job}"))
     page = make_page(machine, report)
     print_page(console, page)
     return page
 
 
-def refuse_if_wrong(disagreements: Sequence[str]) -> None:
-    """No speed of a kernel that computes something else."""
+def refuse_if_wrong(disagreements: Sequence[str], json_file: Path | None = None) -> None:
+    """Exit with code 1 if a kernel disagrees with its reference: the speed of a wrong kernel means nothing."""
     if not disagreements:
         return
-    typer.echo("error: the kernels disagree with their references, so no speed is reported:", err=True)
+    typer.echo("error: These kernels compute other results than their references, so no speed is reported:", err=True)
     for line in disagreements:
         typer.echo(f"  {line}", err=True)
-    typer.echo(json.dumps({"benchmark": "host", "correct": False, "disagreements": list(disagreements)}))
+    if json_file is not None:
+        result = {"benchmark": "host", "correct": False, "disagreements": list(disagreements)}
+        json_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
     raise typer.Exit(1)
 
 
 def make_page(machine: Machine, report: Report) -> Page:
-    """Everything as text."""
     versions, settings = read_versions(), report.settings
     extra: dict[str, Any] = {"machine": asdict(machine), "versions": versions}
     named = {**versions, "deepspeed": report.deepspeed}
     lines = [
         describe(machine),
         ", ".join(f"{name} {version or 'not installed'}" for name, version in named.items()),
-        f"{settings.numel:,} parameters, {settings.threads} threads for everybody, kernels {report.isa}, median of "
-        f"{settings.repeats} calls, contenders in turn; the kernels agree bit for bit with their references",
+        f"{settings.numel:,} parameters, {settings.threads} threads for every contender, kernels {report.isa}, "
+        f"median of {settings.repeats} calls; the results of the kernels equal their references bit for bit",
     ]
     if STATE_BYTES * settings.numel < 4 * machine.cache_bytes:
-        lines.append("note: so few parameters partly stay in the caches: these are not the memory's rates")
+        lines.append("note: so few parameters partly fit into the CPU caches, so the rates exceed those of the memory")
     return Page(
         lines=lines,
         kernels=[kernel_row(result, report.results) for result in report.results],
@@ -112,7 +134,7 @@ def make_page(machine: Machine, report: Report) -> Page:
 
 
 def kernel_row(result: Result, results: Sequence[Result]) -> Row:
-    """A kernel of ours with its bytes, or below it a rival and how much faster ours is."""
+    """Row of a twinflow kernel, or the row of a rival below it with the speedup of the twinflow kernel."""
 
     def cell(value: float | None, format: str, unit: float = 1.0) -> str:
         return f"{value / unit:{format}}" if value is not None else ""
@@ -130,7 +152,7 @@ def kernel_row(result: Result, results: Sequence[Result]) -> Row:
 
 
 def figure_row(figure: Figure) -> Row:
-    """A figure, met or not."""
+    """Row of a target figure and whether the measurement meets it."""
     wanted = f">= {figure.wanted:.2f}{figure.unit}"
     if figure.measured is None:
         return (figure.name, wanted, "not measured")
@@ -138,9 +160,9 @@ def figure_row(figure: Figure) -> Row:
 
 
 def print_page(console: Console, page: Page) -> None:
-    """The report on a terminal or in a pipe; the JSON object is the last line, unbroken."""
+    """Print the tables on a terminal or into a pipe."""
     if not console.is_terminal:
-        console = Console(file=console.file, width=140)  # a pipe has no width: do not fold the table
+        console = Console(file=console.file, width=140)  # a pipe has no width, and this one keeps the table unfolded
     for line in page.lines:
         console.out(line, highlight=False)
     for headers, rows in ((KERNEL_HEADERS, page.kernels), (FIGURE_HEADERS, page.figures)):
@@ -150,4 +172,3 @@ def print_page(console: Console, page: Page) -> None:
         for row in rows:
             table.add_row(*row)
         console.print(table)
-    console.out(page.json_line, highlight=False)

@@ -1,4 +1,4 @@
-"""`twinflow doctor`: what this machine offers, what is missing, and how to get it."""
+"""`twinflow doctor`: reports the hardware and software of this machine, what is missing, and how to get it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from twinflow.bench.machine import Machine, describe_memory
 from twinflow.cli.facts import Cuda, Facts, Finding, Kernels, Pinned, findings, gather, is_usable
 
 STYLES = {"broken": "bold red", "warning": "yellow", "note": "cyan"}
-PIPE_WIDTH = 120  # a pipe has no width of its own
+PIPE_WIDTH = 120  # for output into a pipe, which has no width
 Rows = list[tuple[str, str]]
 
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the report.")] = False,
 ) -> None:
-    """Look at this machine: what works, what is missing, and how to get it. Exit code 1 if twinflow cannot work."""
+    """Check this machine and say how to fix what is missing. The exit code is 1 if twinflow cannot work here."""
     facts = gather()
     found = findings(facts)
     if as_json:
@@ -35,12 +35,11 @@ def doctor(
 
 
 def to_dict(facts: Facts, found: Sequence[Finding]) -> dict[str, Any]:
-    """Everything for JSON."""
     return {"usable": is_usable(found), **asdict(facts), "findings": [asdict(finding) for finding in found]}
 
 
 def print_report(console: Console, facts: Facts, found: Sequence[Finding]) -> None:
-    """Sections of facts, then what to do about what was found."""
+    """Print sections of facts, then the findings and their remedies."""
     missing = [extra for extra in facts.extras if extra.version is None]
     sections: list[tuple[str, Rows]] = [
         ("machine", machine_rows(facts.machine)),
@@ -64,7 +63,7 @@ def print_report(console: Console, facts: Facts, found: Sequence[Finding]) -> No
 
 
 def grid(rows: Sequence[tuple[Text, Text]], name_width: int) -> Table:
-    """Names and values in two columns; long values fold in their own."""
+    """A table of names and values. Long values are folded within their column."""
     table = Table.grid(padding=(0, 2))
     table.add_column(width=name_width)
     table.add_column(overflow="fold")
@@ -74,7 +73,6 @@ def grid(rows: Sequence[tuple[Text, Text]], name_width: int) -> Table:
 
 
 def machine_rows(machine: Machine) -> Rows:
-    """Processors and memory."""
     quota = f"{machine.cgroup_cores} by the cgroup's quota" if machine.cgroup_cores is not None else "no cgroup quota"
     limit = machine.cgroup_memory_bytes
     capped = f", cgroup limit {describe_memory(limit)}" if limit is not None else ""
@@ -91,15 +89,14 @@ def machine_rows(machine: Machine) -> Rows:
 
 
 def kernel_rows(kernels: Kernels) -> Rows:
-    """The library, its variant and its threads."""
     if kernels.setting_error is not None:
-        return [("library", "not loaded, see the findings")]
+        return [("library", "not loaded; see the findings below")]
     if not kernels.abi_ok:
-        return [("library", f"none: {kernels.problem}"), ("kernels", "torch references, for host optimizers alone")]
+        return [("library", f"none: {kernels.problem}"), ("kernels", "torch implementations, only for host optimizers")]
     why = "forced by TWINFLOW_ISA" if kernels.isa_forced else "the best of " + ", ".join(kernels.isa_available)
-    agree = "WRONG, see the findings" if kernels.disagreements else "the references' bits"
+    agree = "WRONG; see the findings below" if kernels.disagreements else "equal to the references bit for bit"
     return [
-        ("library", f"{kernels.path}, ABI fits"),
+        ("library", f"{kernels.path}, compatible ABI"),
         ("variant", f"{kernels.isa}: {why}"),
         ("threads", f"{kernels.threads}: {kernels.threads_from}"),
         ("results", agree),
@@ -107,7 +104,6 @@ def kernel_rows(kernels: Kernels) -> Rows:
 
 
 def cuda_rows(cuda: Cuda, pinned: Pinned) -> Rows:
-    """GPUs, driver and pinned memory."""
     gpus = [
         (f"GPU {i}", f"{gpu.name}, {describe_memory(gpu.memory_bytes)}, compute capability {gpu.capability}")
         for i, gpu in enumerate(cuda.gpus)

@@ -1,4 +1,4 @@
-"""`twinflow export`: a checkpoint's weights as a model folder that other libraries load."""
+"""`twinflow export`: writes the weights of a checkpoint as a model folder that other libraries load."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from twinflow.checkpoint.exporting import export_checkpoint
 from twinflow.cli.settings import parse_bytes
 
-LINE_S: Final = 10.0  # without a terminal, a line at most this often
+LINE_S: Final = 10.0  # least interval of progress lines without a terminal
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of checkpoints, or the folder of one.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of checkpoints, or of one checkpoint.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
-    tag: Annotated[str | None, typer.Option(help="Which checkpoint. Default: the latest.")] = None,
-    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Largest file.")] = "5GB",
-    config: Annotated[Path | None, typer.Option(help="A config.json to put beside the weights.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
+    dtype: Annotated[str, typer.Option(help="Data type of the weights: fp32, bf16 or fp16.")] = "fp32",
+    tag: Annotated[str | None, typer.Option(help="Tag of the checkpoint. Default: the latest.")] = None,
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Largest size of a file.")] = "5GB",
+    config: Annotated[Path | None, typer.Option(help="A config.json to copy into the folder.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier export in the folder.")] = False,
 ) -> None:
-    """Write a checkpoint's weights as safetensors, fp32 masters where there are some."""
+    """Write the weights of a checkpoint as safetensors, from the fp32 masters if the checkpoint has them."""
     with told_errors(), progress("exporting") as on_progress:
         shard_bytes = parse_bytes("--max-shard-size", max_shard_size)
         assert shard_bytes is not None
@@ -49,7 +49,7 @@ def export(
 
 @contextmanager
 def told_errors() -> Iterator[None]:
-    """A mistake of the user's or a full disk is one line and exit code 1, not a traceback."""
+    """Print an error of the user or of the file system as one line, without a traceback, and exit with code 1."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -59,7 +59,7 @@ def told_errors() -> Iterator[None]:
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, else a line now and then; takes bytes done and bytes in all."""
+    """Yield a callback for (bytes done, bytes in total). It updates a bar on a terminal and prints lines otherwise."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _lines(what)

@@ -1,4 +1,4 @@
-"""What `twinflow doctor` looks at: facts gathered here, judged in `findings`, printed elsewhere."""
+"""Facts about this machine for `twinflow doctor`, and the findings that follow from them. `cli.doctor` prints both."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from twinflow.native.library import load
 
 OLDEST_TORCH: Final = (2, 8)
 PINNED_TRIAL_BYTES: Final = 1 << 24
-BUILD_HELP: Final = "Reinstall twinflow on a machine with a C++17 compiler"
-# What is used today where it is installed; a feature that brings another one adds it here.
+BUILD_HELP: Final = "Reinstall twinflow on a machine with a C++17 compiler."
+# Optional packages that twinflow uses if they are installed.
 EXTRAS: Final = {"deepspeed": "comparison in `twinflow bench host`"}
 
 Level = Literal["broken", "warning", "note"]
@@ -28,7 +28,7 @@ Level = Literal["broken", "warning", "note"]
 
 @dataclass(frozen=True)
 class Kernels:
-    """The native library and how it is set up; `setting_error` is a TWINFLOW_ variable that cannot work."""
+    """The native library and its settings. `setting_error`: message on an invalid TWINFLOW_ variable."""
 
     path: str | None
     problem: str | None
@@ -42,14 +42,12 @@ class Kernels:
 
     @property
     def abi_ok(self) -> bool:
-        """Loaded, and it speaks our ABI: the loader refuses any other."""
+        """Whether the library is loaded. The loader refuses a library with another ABI."""
         return self.problem is None and self.path is not None
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One CUDA device."""
-
     name: str
     memory_bytes: int
     capability: str
@@ -57,7 +55,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Cuda:
-    """What torch can reach. `built_for` is the CUDA version torch was built with."""
+    """The GPUs that torch can use. `built_for`: the CUDA version that torch was built with."""
 
     built_for: str | None
     driver: str | None
@@ -68,7 +66,7 @@ class Cuda:
 
 @dataclass(frozen=True)
 class Pinned:
-    """Page-locked memory: the limit, and whether a small allocation worked (None: not tried, there is no GPU)."""
+    """Page-locked memory: the limit, and whether a small allocation worked (None without a GPU)."""
 
     limit_bytes: int | None  # RLIMIT_MEMLOCK; None: unlimited
     works: bool | None
@@ -77,8 +75,6 @@ class Pinned:
 
 @dataclass(frozen=True)
 class Extra:
-    """An optional package."""
-
     name: str
     version: str | None
     purpose: str
@@ -86,7 +82,7 @@ class Extra:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something worth the user's attention. Only `broken` makes twinflow unusable."""
+    """A problem or a note for the user. Only the level `broken` makes twinflow unusable."""
 
     level: Level
     what: str
@@ -95,7 +91,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Facts:
-    """All of it."""
+    """All facts about a machine."""
 
     machine: Machine
     versions: Mapping[str, str | None]
@@ -106,7 +102,7 @@ class Facts:
 
 
 def gather() -> Facts:
-    """Look at this machine. Never raises for what it finds."""
+    """Read the facts of this machine. Problems become part of the facts and raise nothing."""
     machine, cuda = read_machine(), read_cuda()
     return Facts(
         machine=machine,
@@ -119,7 +115,7 @@ def gather() -> Facts:
 
 
 def read_kernels(machine: Machine, environ: Mapping[str, str]) -> Kernels:
-    """Load the library, and hold a small run of every kernel against its reference."""
+    """Load the library and compare a small run of every kernel with its reference."""
     try:
         loaded = load()
     except ValueError as error:  # from TWINFLOW_ISA or TWINFLOW_THREADS
@@ -137,7 +133,7 @@ def read_kernels(machine: Machine, environ: Mapping[str, str]) -> Kernels:
 
 
 def threads_source(environ: Mapping[str, str], machine: Machine) -> str:
-    """What the pool's size was taken from (`native.threads.default_threads`)."""
+    """The setting that determined the number of threads (see `native.threads.default_threads`)."""
     if environ.get("TWINFLOW_THREADS"):
         return "TWINFLOW_THREADS"
     if machine.cgroup_cores is not None and machine.cgroup_cores < machine.affinity_cores:
@@ -146,7 +142,7 @@ def threads_source(environ: Mapping[str, str], machine: Machine) -> str:
 
 
 def read_cuda(root: Path = Path("/")) -> Cuda:
-    """CUDA devices that torch sees, or why there are none."""
+    """The CUDA devices that torch sees, or the reason why there are none."""
     driver, driver_cuda = read_driver(root)
     gpus: list[Gpu] = []
     problem = None
@@ -154,11 +150,11 @@ def read_cuda(root: Path = Path("/")) -> Cuda:
         problem = "this torch is built without CUDA"
     else:
         try:
-            torch.cuda.current_device()  # starts CUDA, and says so when it cannot
+            torch.cuda.current_device()  # initializes CUDA and raises if that fails
             for i in range(torch.cuda.device_count()):
                 found = torch.cuda.get_device_properties(i)
                 gpus.append(Gpu(found.name, found.total_memory, f"{found.major}.{found.minor}"))
-        except Exception as error:  # a driver that is missing, too old or out of order: torch raises several kinds
+        except Exception as error:  # torch raises several types for a missing, old or broken driver
             problem = str(error).strip().splitlines()[0]
     if problem is None and not gpus:
         problem = "no CUDA device is visible"
@@ -166,7 +162,7 @@ def read_cuda(root: Path = Path("/")) -> Cuda:
 
 
 def read_driver(root: Path) -> tuple[str | None, str | None]:
-    """The NVIDIA driver's version, and the newest CUDA version it can run."""
+    """The version of the NVIDIA driver and the newest CUDA version that the driver supports."""
     driver = None
     try:
         words = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0].split()
@@ -182,7 +178,7 @@ def read_driver(root: Path) -> tuple[str | None, str | None]:
 
 
 def read_pinned(has_gpu: bool) -> Pinned:
-    """The limit, and a trial of 16 MiB where there is a GPU to pin for."""
+    """The limit of pinned memory. With a GPU, a trial allocation of 16 MiB."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = None if soft == resource.RLIM_INFINITY else soft
     if not has_gpu:
@@ -195,7 +191,7 @@ def read_pinned(has_gpu: bool) -> Pinned:
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """Everything that is broken, slow or worth knowing, worst first."""
+    """All problems and notes, the most severe first."""
     found = [*_judge_torch(facts.versions), *_judge_kernels(facts.kernels), *_judge_cuda(facts.cuda, facts.pinned)]
     found += _judge_machine(facts.machine)
     order: tuple[Level, ...] = ("broken", "warning", "note")
@@ -203,7 +199,7 @@ def findings(facts: Facts) -> list[Finding]:
 
 
 def is_usable(found: Sequence[Finding]) -> bool:
-    """Whether anything at all can be trained here."""
+    """Whether twinflow can train on this machine."""
     return all(finding.level != "broken" for finding in found)
 
 
@@ -212,19 +208,20 @@ def _judge_torch(versions: Mapping[str, str | None]) -> list[Finding]:
     numbers = tuple(int(part) for part in version.split(".")[:2])
     if numbers >= OLDEST_TORCH:
         return []
-    return [Finding("broken", f"torch {version} is older than {oldest}", f"pip install 'torch>={oldest}'")]
+    return [Finding("broken", f"torch {version} is older than {oldest}.", f"pip install 'torch>={oldest}'")]
 
 
 def _judge_kernels(kernels: Kernels) -> list[Finding]:
     if kernels.setting_error is not None:
-        return [Finding("broken", kernels.setting_error, "Unset the variable or give it an allowed value")]
+        return [Finding("broken", kernels.setting_error, "Unset the variable or set it to an allowed value.")]
     if kernels.disagreements:
-        what = f"the native kernels compute something else than their references: {', '.join(kernels.disagreements)}"
-        return [Finding("broken", what, f"{BUILD_HELP}; until then TWINFLOW_ISA can name another variant")]
+        wrong = ", ".join(kernels.disagreements)
+        what = f"These native kernels compute other results than their references: {wrong}."
+        return [Finding("broken", what, f"{BUILD_HELP} Until then set TWINFLOW_ISA to another variant.")]
     if not kernels.abi_ok:
         what = (
-            f"native library: {kernels.problem}; offloaded training, `twinflow train` included, needs it. Host "
-            "optimizers run without it, many times slower, with torch references"
+            f"The native library cannot be loaded: {kernels.problem}. It is required by `twinflow train` and all "
+            "offloaded training. Host optimizers run without it on torch operations, many times slower."
         )
         return [Finding("broken", what, BUILD_HELP)]
     return []
@@ -233,24 +230,31 @@ def _judge_kernels(kernels: Kernels) -> list[Finding]:
 def _judge_cuda(cuda: Cuda, pinned: Pinned) -> list[Finding]:
     if not cuda.gpus:
         driver = f" (driver {cuda.driver}, up to CUDA {cuda.driver_cuda or 'unknown'})" if cuda.driver else ""
-        what = f"no GPU: {cuda.problem}{driver}; host optimizers, `twinflow train` and `twinflow bench host` work"
-        remedy = "For a GPU install the NVIDIA driver and a torch built for a CUDA version it can run"
+        what = (
+            f"torch can use no GPU: {cuda.problem}{driver}. Host optimizers, `twinflow train` and `twinflow bench "
+            "host` work without one."
+        )
+        remedy = "To use a GPU, install the NVIDIA driver and a torch for a CUDA version that the driver supports."
         return [Finding("warning" if cuda.driver else "note", what, remedy)]
     if pinned.works is False:
-        what = f"pinned memory: {pinned.problem}; copies between host and GPU are several times slower without it"
-        return [Finding("warning", what, "Raise the limit (ulimit -l unlimited, or the container's memlock)")]
+        what = (
+            f"Pinned memory cannot be allocated: {pinned.problem}. Copies between host and GPU are several times "
+            "slower without it."
+        )
+        return [Finding("warning", what, "Raise the limit (ulimit -l unlimited, or the container's memlock).")]
     return []
 
 
 def _judge_machine(machine: Machine) -> list[Finding]:
     found = []
     if machine.system != "Linux":
-        found.append(Finding("warning", f"{machine.system} is not tested", "Use Linux"))
+        found.append(Finding("warning", f"twinflow is not tested on {machine.system}.", "Use Linux."))
     if machine.huge_pages == "never":
         remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
-        found.append(Finding("note", "huge pages are off; updates of large states run slower", remedy))
+        found.append(Finding("note", "Huge pages are off, so updates of large optimizer states are slower.", remedy))
     if machine.cgroup_memory_bytes is not None and machine.cgroup_memory_bytes < machine.memory_bytes:
-        what = f"a cgroup lets this process use {describe_memory(machine.cgroup_memory_bytes)} of the machine's memory"
-        remedy = "Raise the memory limit of the container, job or service to keep more optimizer state"
+        limit = describe_memory(machine.cgroup_memory_bytes)
+        what = f"A cgroup limits this process to {limit} of the machine's memory."
+        remedy = "Raise the memory limit of the container, job or service to hold more optimizer state."
         found.append(Finding("note", what, remedy))
     return found

@@ -1,4 +1,4 @@
-"""`twinflow import`: a DeepSpeed checkpoint as one of ours, without running what is pickled in it."""
+"""`twinflow import`: converts a DeepSpeed checkpoint without executing the pickled code in it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from twinflow.rules import RULES
 
 
 def import_(
-    source: Annotated[Path, typer.Argument(metavar="DIR", help="DeepSpeed's folder, or the folder of one tag.")],
-    out: Annotated[Path, typer.Argument(help="Folder for engine.load_checkpoint.")],
-    tag: Annotated[str | None, typer.Option(help="Which checkpoint. Default: the latest.")] = None,
-    rule: Annotated[str | None, typer.Option(help=f"{', '.join(RULES)}. Default: what config and states say.")] = None,
-    weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave the optimizer's state out.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace a checkpoint of that tag.")] = False,
+    source: Annotated[
+        Path, typer.Argument(metavar="DIR", help="DeepSpeed's checkpoint folder, or the folder of one tag.")
+    ],
+    out: Annotated[Path, typer.Argument(help="Folder to write, for engine.load_checkpoint.")],
+    tag: Annotated[str | None, typer.Option(help="Tag of the checkpoint. Default: the latest.")] = None,
+    rule: Annotated[
+        str | None, typer.Option(help=f"{', '.join(RULES)}. Default: determined from the config and the states.")
+    ] = None,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="Do not convert the optimizer state.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint with this tag.")] = False,
 ) -> None:
     """Convert a DeepSpeed checkpoint (ZeRO 0 to 3, any number of ranks) for engine.load_checkpoint."""
     with told_errors(), progress("importing") as on_progress:

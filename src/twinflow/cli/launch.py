@@ -1,4 +1,4 @@
-"""`twinflow launch`: a script as many processes, on this machine or on those of a hostfile."""
+"""`twinflow launch`: starts a script on several processes, on this machine or on the hosts of a hostfile."""
 
 from __future__ import annotations
 
@@ -13,63 +13,66 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value
 from twinflow.launch.commands import LOOPBACK, Meeting, NodeCommand, Program, master_address, node_commands
 from twinflow.launch.environment import DEFAULT_PORT
 from twinflow.launch.hosts import Host, choose_hosts, parse_hostfile
 from twinflow.launch.run import run_and_restart
 
-# Options end at the script: what follows is the script's own, whatever it looks like.
+# Everything after the script's name is passed to the script, even if it looks like an option of ours.
 CONTEXT = {"allow_interspersed_args": False}
 
 
 def _option(name: str, help: str) -> Any:
-    """DeepSpeed's spelling with underscores, and the usual one with dashes."""
+    """An option in DeepSpeed's spelling with underscores and in the usual spelling with dashes."""
     dashed = f"--{name.replace('_', '-')}"
     return typer.Option(*dict.fromkeys((f"--{name}", dashed)), help=help)
 
 
 def launch(
-    script: Annotated[str, typer.Argument(help="The Python script, or with --module the module.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own, handed on unchanged.")] = None,
+    script: Annotated[str, typer.Argument(help="The Python script, or the module with --module.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, passed on unchanged.")] = None,
     num_gpus: Annotated[
-        int | None, _option("num_gpus", "Processes on each machine. Default: its GPUs, or 1 without any.")
+        int | None, _option("num_gpus", "Processes on each machine. Default: one for each GPU, or 1 without GPUs.")
     ] = None,
     num_procs: Annotated[
-        int | None, _option("num_procs", "The same for CPU machines: any number, whatever GPUs there are.")
+        int | None, _option("num_procs", "Processes on this machine, independent of its GPUs.")
     ] = None,
-    num_nodes: Annotated[int | None, _option("num_nodes", "Only the first so many hosts.")] = None,
+    num_nodes: Annotated[int | None, _option("num_nodes", "Use only the first N hosts.")] = None,
     hostfile: Annotated[
-        Path | None, _option("hostfile", "The machines, a line each: HOST slots=N. Default: this one.")
+        Path | None, _option("hostfile", "File with one machine in each line: HOST slots=N. Default: this machine.")
     ] = None,
-    include: Annotated[str, _option("include", "Only these: HOST@HOST:SLOT,SLOT.")] = "",
-    exclude: Annotated[str, _option("exclude", "All but these: HOST@HOST:SLOT,SLOT.")] = "",
+    include: Annotated[str, _option("include", "Use only these hosts and slots: HOST@HOST:SLOT,SLOT.")] = "",
+    exclude: Annotated[str, _option("exclude", "Use all hosts and slots except these: HOST@HOST:SLOT,SLOT.")] = "",
     master_addr: Annotated[
-        str | None, _option("master_addr", "Where the others reach the first host. Default: its name.")
+        str | None, _option("master_addr", "Address of the first host for the other hosts. Default: its name.")
     ] = None,
     master_port: Annotated[
         int | None,
-        _option("master_port", f"The port there. Default: {DEFAULT_PORT}; a free one where all is on this machine."),
+        _option(
+            "master_port",
+            f"Port on the first host. Default: {DEFAULT_PORT}, or a free port if all ranks are on this machine.",
+        ),
     ] = None,
-    module: Annotated[bool, _option("module", "The script is a module, as in python -m.")] = False,
+    module: Annotated[bool, _option("module", "Run the script as a module, like python -m.")] = False,
     compat: Annotated[
-        bool, _option("compat", "The script is for DeepSpeed: `import deepspeed` gives it twinflow.")
+        bool, _option("compat", "Run a DeepSpeed script: its `import deepspeed` imports twinflow.")
     ] = False,
     no_local_rank: Annotated[
-        bool, _option("no_local_rank", "With --compat: without the --local_rank=N that DeepSpeed gives to scripts.")
+        bool, _option("no_local_rank", "With --compat: do not pass --local_rank=N to the script as DeepSpeed does.")
     ] = False,
-    max_restarts: Annotated[int, _option("max_restarts", "Start all ranks again after a failure, so many times.")] = 0,
-    dry_run: Annotated[bool, _option("dry_run", "Print the commands, one a line, and start nothing.")] = False,
+    max_restarts: Annotated[int, _option("max_restarts", "How often to restart all ranks after a failure.")] = 0,
+    dry_run: Annotated[bool, _option("dry_run", "Print the commands, one in each line, and start nothing.")] = False,
 ) -> None:
-    """Start a script as many processes with torchrun: one for each GPU, here or over ssh on the hosts of a file.
+    """Start a script on several processes with torchrun: one for each GPU, on this machine or over ssh on other hosts.
 
-    The first rank that fails ends all of them, is named, and gives the exit code.
+    The first rank that fails ends all ranks. The error names that rank, and its exit code is the exit code of this
+    command.
     """
     try:
         if no_local_rank and not compat:
-            raise invalid_value(
-                "--no_local_rank", True, "nothing without --compat", "Scripts are told by LOCAL_RANK alone."
-            )
+            reason = "only --compat passes --local_rank=N to the script"
+            raise incompatible("--no_local_rank", "a launch without --compat", reason, "Leave it out, or add --compat.")
         program = make_program(script, tuple(arguments or ()), module)
         program = replace(program, compat=compat, tells_local_rank=not no_local_rank)
         check_counts(num_gpus, num_procs, num_nodes, hostfile)
@@ -96,7 +99,7 @@ def launch(
 
 
 def run(commands_of: Callable[[int], list[NodeCommand]], max_restarts: int) -> None:
-    """Run the nodes, again where they may, and leave with the code of the first failure."""
+    """Run the commands of all nodes with restarts, and exit with the code of the first failure."""
     outcome = run_and_restart(commands_of, max_restarts)
     if outcome.message:
         typer.echo(f"error: {outcome.message}", err=True)
@@ -104,41 +107,42 @@ def run(commands_of: Callable[[int], list[NodeCommand]], max_restarts: int) -> N
 
 
 def make_program(script: str, arguments: tuple[str, ...], module: bool) -> Program:
-    """What every rank runs, in this directory."""
+    """The program that every rank runs in the current directory."""
     if not module and not Path(script).is_file():
-        raise invalid_value("script", script, "a file that is there", "For a module add --module before it.")
+        raise invalid_value("script", script, "an existing file", "To run a module, add --module before its name.")
     return Program(script, arguments, module, sys.executable, os.getcwd())
 
 
 def check_counts(num_gpus: int | None, num_procs: int | None, num_nodes: int | None, hostfile: Path | None) -> None:
-    """Counts that can be meant together."""
+    """Raise a ValueError for counts below 1 and for counts that conflict."""
     for option, count in (("--num_gpus", num_gpus), ("--num_procs", num_procs), ("--num_nodes", num_nodes)):
         if count is not None and count < 1:
             raise invalid_value(option, count, "a whole number >= 1")
     if num_procs is not None and num_gpus is not None:
-        raise invalid_value("--num_procs", num_procs, "nothing beside --num_gpus", "Give one of the two.")
+        reason = "both set the number of processes on a machine"
+        raise incompatible(f"--num_procs {num_procs}", f"--num_gpus {num_gpus}", reason, "Leave one of them out.")
     if num_procs is not None and hostfile is not None:
-        raise invalid_value("--num_procs", num_procs, "nothing beside --hostfile", "Its slots say how many.")
+        reason = "the slots in the hostfile set the number of processes on each host"
+        raise incompatible(f"--num_procs {num_procs}", f"--hostfile {hostfile}", reason, "Leave one of them out.")
 
 
 def local_pool(num_gpus: int | None, num_procs: int | None, gpus_here: int) -> Mapping[str, int]:
-    """This machine's slots: its GPUs; without any, as many as are asked for."""
+    """Slots of this machine: its GPUs. Without GPUs: the number of processes that the user asked for, or 1."""
     return {"localhost": num_procs or gpus_here or num_gpus or 1}
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """The hosts of a file."""
     if not path.is_file():
-        raise invalid_value("--hostfile", str(path), "a file that is there")
+        raise invalid_value("--hostfile", str(path), "an existing file")
     return parse_hostfile(path.read_text(), str(path))
 
 
 def make_meeting(hosts: list[Host], address: str | None, port: int | None, max_restarts: int) -> Meeting:
-    """Where the nodes meet. On one machine any free port will do, so that two runs do not collide."""
+    """Rendezvous address of the nodes. A run on one machine takes a free port, so that two runs do not collide."""
     if max_restarts < 0:
         raise invalid_value("--max_restarts", max_restarts, "a whole number >= 0")
     if port is not None and not 1 <= port <= 65535:
-        raise invalid_value("--master_port", port, "1 to 65535")
+        raise invalid_value("--master_port", port, "a port from 1 to 65535")
     here = len(hosts) == 1 and hosts[0].name in LOOPBACK
     if port is None:
         port = free_port() if here else DEFAULT_PORT
@@ -146,12 +150,12 @@ def make_meeting(hosts: list[Host], address: str | None, port: int | None, max_r
 
 
 def free_port() -> int:
-    """A port that nobody listens on right now."""
+    """A port on which no process listens now."""
     with socket.socket() as made:
         made.bind(("127.0.0.1", 0))
         return int(made.getsockname()[1])
 
 
 def local_names() -> set[str]:
-    """Names in a hostfile that need no ssh."""
+    """Host names in a hostfile that mean this machine and need no ssh."""
     return {*LOOPBACK, socket.gethostname(), socket.gethostname().split(".")[0]}

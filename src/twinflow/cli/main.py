@@ -1,8 +1,10 @@
-"""The `twinflow` command and its subcommands, each of which is loaded when it is called: torch takes seconds."""
+"""The `twinflow` command. A subcommand's module is imported only when the subcommand is called, because importing torch
+takes seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
@@ -14,42 +16,49 @@ from twinflow.version import __version__
 
 
 class Command(NamedTuple):
-    """Where a subcommand is, and its line in the help."""
+    """Location of a subcommand and its line in the help text."""
 
     module: str
-    name: str  # of a function, or of a typer app
+    name: str  # name of a function or of a typer app in `module`
     help: str
 
 
 COMMANDS = {
     "train": Command("train", "train", "Pretrain a GPT with the optimizer on the host, and write a report page."),
-    "plan": Command("plan", "plan", "Say what a model needs on GPU and host, and how long a step takes."),
-    "doctor": Command("doctor", "doctor", "Look at this machine: what works, what is missing, and how to get it."),
-    "launch": Command("launch", "launch", "Start a script as many processes, here or over ssh on other hosts."),
-    "export": Command("export", "export", "Write a checkpoint's weights as safetensors."),
-    "import": Command("importing", "import_", "Convert a DeepSpeed checkpoint."),
-    "bench": Command("bench", "bench_app", "Measure this machine."),
-    "attention": Command("attention", "attention_app", "Sparse attention: look at patterns."),
+    "plan": Command("plan", "plan", "Estimate the memory that a model needs and the time of a step."),
+    "doctor": Command("doctor", "doctor", "Check this machine and say how to fix what is missing."),
+    "launch": Command("launch", "launch", "Start a script on several processes, on this machine or over ssh."),
+    "export": Command("export", "export", "Write the weights of a checkpoint as safetensors."),
+    "import": Command("importing", "import_", "Convert a DeepSpeed checkpoint to a twinflow checkpoint."),
+    "bench": Command("bench", "bench_app", "Measure the speed of the host kernels."),
+    "attention": Command("attention", "attention_app", "Show patterns of sparse attention."),
 }
 
 
 class Subcommands(TyperGroup):
-    """Finds them by the table."""
+    """Command group that loads subcommands from the table `COMMANDS` and suggests a name for a misspelt one."""
 
     _completes = False
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Their names, in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """One of them; while a shell completes their names, one that only has a name and a line of help."""
+        """Return a subcommand, or None for an unknown name.
+
+        During shell completion only the name and the help line are needed, so the module is not imported.
+        """
         if cmd_name not in COMMANDS:
             return None
         return _named(cmd_name, lambda: None, help=COMMANDS[cmd_name].help) if self._completes else load(cmd_name)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        # typer suggests only commands that are registered, and these are loaded when they are called.
+        if not ctx.resilient_parsing and args[0] not in COMMANDS and (close := get_close_matches(args[0], COMMANDS)):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {close[0]!r}?")
+        return super().resolve_command(ctx, args)
+
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        """Names that go on so."""
         self._completes = True
         try:
             return super().shell_complete(ctx, incomplete)
@@ -57,13 +66,12 @@ class Subcommands(TyperGroup):
             self._completes = False
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Their lines of the help, without loading any."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, command.help) for name, command in COMMANDS.items()])
 
 
 def load(name: str) -> Any:
-    """A subcommand as click has it."""
+    """Import a subcommand's module and return its click command."""
     command = COMMANDS[name]
     module = import_module(f"twinflow.cli.{command.module}")
     found: typer.Typer | Callable[..., Any] = getattr(module, command.name)
@@ -84,8 +92,8 @@ def _named(name: str, function: Callable[..., Any], **more: Any) -> Any:
 def _new_app(**more: Any) -> typer.Typer:
     return typer.Typer(
         no_args_is_help=True,
-        rich_markup_mode=None,  # plain help wraps: the panels cut off long option names on a narrow terminal
-        # A traceback that prints every local variable of a training loop hides the one line that matters.
+        rich_markup_mode=None,  # rich's panels cut off long option names on a narrow terminal; plain help text wraps
+        # typer's traceback prints every local variable of the training loop and hides the error message.
         pretty_exceptions_enable=False,
         **more,
     )
@@ -95,7 +103,6 @@ app = _new_app(name="twinflow", cls=Subcommands)
 
 
 def print_version(wanted: bool) -> None:
-    """Answer --version and stop."""
     if wanted:
         typer.echo(f"twinflow {__version__}")
         raise typer.Exit
@@ -111,7 +118,7 @@ def twinflow(
 
 
 def main() -> None:
-    """Entry point of the installed script."""
+    """Entry point of the installed `twinflow` script."""
     app()
 
 

@@ -1,8 +1,9 @@
-"""How much memory a run of `twinflow train` will take, before it takes it: the planner's bytes against what there is.
+"""Checks the memory of a run of `twinflow train` before it is allocated, with the byte counts of the planner.
 
-Two questions are asked. What surely does not fit is refused: weights, optimizer state and gradients that wait, without
-anything that is an estimate. Room to spare, with activations, the process and a reserve, decides which state format
-`--states auto` takes, what a refusal proposes, and whether a run that starts is called tight.
+Two limits are compared with the available memory. The lower limit counts weights, optimizer state and waiting
+gradients, which are exact. A run that exceeds it is refused. The upper limit adds estimates: activations, the process
+and a reserve. It decides which format `--states auto` takes, what an error message proposes, and whether a run gets a
+warning that memory is tight.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Final
 from twinflow.cli.settings import RANKS_STAGE, TrainSettings, is_on
 from twinflow.config import Axes, Config, load_config, resolve_axes
 from twinflow.config.resolve import optimizer_choice
-from twinflow.errors import invalid_value
+from twinflow.errors import not_enough
 from twinflow.launch.environment import RankEnvironment
 from twinflow.models.gpt import GPTConfig, activation_bytes
 from twinflow.native.shares import share_of_memory
@@ -25,61 +26,62 @@ from twinflow.planner.formats import STATES, WEIGHT_BYTES
 from twinflow.planner.models import gpt_cost
 from twinflow.rules import RULES
 
-_HOST_SHARE: Final = 0.95  # of what is free: the rest of the machine lives too
-_CPU_PROCESS_BYTES: Final = 10**9  # interpreter and torch without CUDA: measured 0.4 GB
+_HOST_SHARE: Final = 0.95  # usable share of the free memory; the rest is left to other processes
+_CPU_PROCESS_BYTES: Final = 10**9  # interpreter and torch without CUDA, measured as 0.4 GB
 _NO_LIMIT: Final = 1 << 60
-_SURE: Final = ("weights", "state", "gradients")  # the rest is an estimate, or gives way
-_NUM_RATIOS: Final = 50  # that are tried
+_SURE: Final = ("weights", "state", "gradients")  # other kinds are estimates or can shrink
+_NUM_RATIOS: Final = 50  # ratios that are tried
 _MAX_REMEDIES: Final = 3
 
 
 @dataclass(frozen=True)
 class Available:
-    """What there is: on one GPU, and on the host for all ranks of the run."""
+    """Available memory: of one GPU, and of the host for all ranks of the run."""
 
-    gpu_bytes: int | None  # None: no GPU, the model is on the host
-    host_bytes: int  # 0: not known
+    gpu_bytes: int | None  # None: there is no GPU, and the model is on the host
+    host_bytes: int  # 0: unknown
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run, as far as memory goes."""
+    """The properties of a run that determine its memory."""
 
     run: Run
     shape: GPTConfig
     ratio: float | str  # share of the state on the host, or "auto"
-    formats: tuple[str, ...]  # that the rule comes in
-    only_clips: bool  # without clipping no gradient would wait for a norm
-    is_told: bool = False  # the config file says where gradients wait, not the memory
-    num_copies: int = 1  # of all the state: with stage 0 every replica has one, and `run` is one of them
-    kept: float = 1.0  # of the activations of one forward of the whole model, what a rank keeps
+    formats: tuple[str, ...]  # state formats of the update rule
+    only_clips: bool  # clipping is the only reason why gradients wait for the norm
+    is_told: bool = False  # the config file, not the free memory, determines where gradients wait
+    # Copies of the optimizer state. With ZeRO stage 0 each replica has one, and `run` describes one replica.
+    num_copies: int = 1
+    kept: float = 1.0  # activations of a rank, relative to one forward of the whole model
 
     @property
     def num_ranks(self) -> int:
-        """That share the host."""
+        """Ranks that share the host."""
         return self.run.world * self.num_copies
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The state format that was chosen, and the sum behind it."""
+    """The chosen state format and the memory that the run takes with it."""
 
     states: str
     used: Bytes
     available: Available
     why: str
-    tight: str = ""  # a warning where there is little room to spare
-    is_auto: bool = False  # state moves to the GPU after some steps
-    num_ranks: int = 1  # that share the host
+    tight: str = ""  # warning if memory is tight
+    is_auto: bool = False  # the ratio is "auto": state may move to the GPU after some steps
+    num_ranks: int = 1  # ranks that share the host
 
     @property
     def state_bytes(self) -> int:
-        """State on the host."""
+        """Bytes of optimizer state on the host."""
         return self.used.host["state"]
 
     @property
     def host_line(self) -> str:
-        """For the header."""
+        """Line on host memory for the header."""
         free = self.available.host_bytes
         of_free = f" of {free / 1e9:,.1f} GB" if free else ""
         first = " at first" if self.is_auto else ""
@@ -90,26 +92,28 @@ class MemoryPlan:
 
     @property
     def gpu_line(self) -> str:
-        """For the header."""
+        """Line on GPU memory for the header."""
         if self.available.gpu_bytes is None:
             return "no GPU"
         parts = [f"{_gb(self.used.gpu['weights'])} of weights"]
         parts += [f"{_gb(count)} of {self.states} state"] if (count := self.used.gpu["state"]) else []
         parts += [f"{_gb(self.used.gpu['gradients'])} of gradients"]
         parts += [f"about {_gb(self.used.gpu['activations'])} of activations"]
-        later = "; state may take what is left" if self.is_auto else ""
+        later = "; the rest may hold optimizer state" if self.is_auto else ""
         return f"{', '.join(parts)}, of {_gb(self.available.gpu_bytes)}{later}"
 
 
 def available_to(ranks: RankEnvironment, gpu_bytes: int | None, free_bytes: int) -> Available:
-    """What a run of these ranks has, by the host memory that is free here; other machines are taken for the same."""
+    """Memory available to a run, computed from the free host memory of this machine. Other machines are assumed to be
+    equal."""
     return Available(gpu_bytes, share_of_memory(free_bytes, ranks.local_world_size) * ranks.world_size)
 
 
 def case_of(settings: TrainSettings, config: Mapping[str, Any], num_ranks: int = 1) -> Case:
-    """The run by its settings and by the engine's config, where a file may have said more.
+    """The memory case of a run, from its settings and the config of the engine.
 
-    `num_ranks`, on all machines, share the optimizer state, unless stage 0 is named: then a replica's do.
+    The `num_ranks` ranks of all machines share the optimizer state. With ZeRO stage 0 only the ranks of one replica
+    share it.
     """
     shape, checked = settings.model, load_config(config)
     numbers = (shape.vocab_size, shape.context, shape.num_layers, shape.hidden, shape.num_heads, shape.tied)
@@ -120,7 +124,7 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any], num_ranks: int =
     named = "stage" in checked.zero_optimization.model_fields_set
     stage = (checked.zero_optimization.stage if named else RANKS_STAGE) if num_ranks > 1 else 0
     axes = resolve_axes(checked)
-    num_parts = axes.pipe * axes.model  # of the model
+    num_parts = axes.pipe * axes.model  # parts that the model is split into
     is_in_file = any(is_on(settings.file_config, name) for name in ("bf16", "bfloat16"))
     run = Run(
         model=gpt_cost(settings.preset, *numbers),
@@ -149,36 +153,43 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any], num_ranks: int =
 
 
 def _kept(axes: Axes, schedule: str | None, micro_batches: int) -> float:
-    """A stage's share of the layers, of as many micro-batches as are under way on the rank that has most."""
+    """Activations that the fullest rank keeps, relative to one forward of the whole model.
+
+    A rank has the layers of one stage, for as many micro-batches as are in flight.
+    """
     under_way = {"gpipe": float(micro_batches), "interleaved": 1.5 * axes.pipe}.get(schedule or "1f1b", axes.pipe)
     return min(under_way, micro_batches) / axes.pipe / axes.model
 
 
 def _rule(config: Config) -> tuple[tuple[str, ...], int]:
-    """State formats and moments of the update rule; an optimizer of torch's is taken for one with two, in fp32."""
+    """State formats and number of moments of the update rule. An optimizer of torch is assumed to have two moments in
+    fp32."""
     name, options = optimizer_choice(config)
     if name not in RULES:
         return ("fp32",), 2
     rule = RULES[name]
-    keeps = bool(float(options.get("momentum", 1.0)))  # SGD without momentum keeps nothing
+    keeps = bool(float(options.get("momentum", 1.0)))  # SGD without momentum has no moments
     return rule.formats, sum(state is not None for state in rule.states) if keeps else 0
 
 
 def plan_memory(case: Case, states: str, available: Available) -> MemoryPlan:
-    """The widest state format with as much room to spare as the narrowest has; ValueError where every one is surely too
-    large. `states` other than "auto" fixes the format."""
+    """Choose the state format of a run.
+
+    `states`: a format, or "auto" for the widest one that leaves as much room as the narrowest. Raises a MemoryError if
+    the weights, the state and the waiting gradients do not fit in any of the formats.
+    """
     formats = [name for name in STATES if name in case.formats] if states == "auto" else [states]
     cases = [replace(case, run=replace(case.run, states=name)) for name in formats]
     possible = [each for each in cases if not _is_short(_missing(each, available))]
     if not possible:
         raise _too_large(cases[-1], available)
-    # A narrower format is no remedy for activations that are too large: it must win on a side to be taken.
+    # A narrower format does not help if the activations are too large, so it is chosen only if it makes one side fit.
     most = _rooms(possible[-1], available)
     chosen = next(each for each in possible if _rooms(each, available) == most)
-    why = "as asked for"
+    why = "as requested"
     if states == "auto":
         skipped = [_would_need(each, available) for each in cases[: cases.index(chosen)]]
-        why = "; ".join(skipped) if skipped else "it fits"
+        why = "; ".join(skipped) if skipped else "this format fits"
     return MemoryPlan(
         states=chosen.run.states,
         used=bytes_at(chosen, start_ratio(chosen, available), available),
@@ -191,17 +202,17 @@ def plan_memory(case: Case, states: str, available: Available) -> MemoryPlan:
 
 
 def start_ratio(case: Case, available: Available) -> float:
-    """The share on the host that a run begins with."""
+    """The share of the state on the host at the first step."""
     if not isinstance(case.ratio, str):
         return case.ratio
     return first_ratio(int(case.run.own_numel * case.run.size.host), available.host_bytes // case.num_ranks)
 
 
 def bytes_at(case: Case, ratio: float, available: Available) -> Bytes:
-    """What the run takes with this share of its state on the host; without a GPU everything is there."""
+    """Memory of the run with this share of its state on the host. Without a GPU everything is on the host."""
     run, gpu_bytes = case.run, available.gpu_bytes
     placed = placed_at(run, ratio)
-    # What resident state leaves decides where gradients wait.
+    # Gradients wait on the GPU if there is room beside the resident state.
     left = _NO_LIMIT if gpu_bytes is None else gpu_bytes - int(placed.resident * run.size.resident)
     found = bytes_of(run, placed, Memory(left, available.host_bytes // case.num_copies))
     host = {kind: count * case.num_copies for kind, count in found.host.items()}
@@ -216,12 +227,12 @@ def bytes_at(case: Case, ratio: float, available: Available) -> Bytes:
 
 
 def has_room(case: Case, available: Available) -> bool:
-    """Whether all of it fits with something to spare."""
+    """Whether the run fits with the reserves on GPU and host."""
     return not _is_short(_missing(case, available)) and all(_rooms(case, available))
 
 
 def _rooms(case: Case, available: Available) -> tuple[bool, bool]:
-    """Whether there is room to spare on the GPU and on the host; with ratio "auto", at any ratio."""
+    """Whether the run fits with the reserves on the GPU and on the host. With ratio "auto": at any ratio."""
     if isinstance(case.ratio, str) and any(all(_rooms_at(case, ratio, available)) for ratio in _grid()):
         return True, True
     return _rooms_at(case, start_ratio(case, available), available)
@@ -229,7 +240,7 @@ def _rooms(case: Case, available: Available) -> tuple[bool, bool]:
 
 def _rooms_at(case: Case, ratio: float, available: Available) -> tuple[bool, bool]:
     used, gpu_bytes = bytes_at(case, ratio, available), available.gpu_bytes
-    host = used.host_total - used.host["shadows"]  # speculative stores take of what is free
+    host = used.host_total - used.host["shadows"]  # copies for speculative updates use only memory that is free
     return (
         gpu_bytes is None or used.gpu_total <= (1.0 - GPU_RESERVE) * gpu_bytes,
         not available.host_bytes or host <= _HOST_SHARE * available.host_bytes,
@@ -237,18 +248,18 @@ def _rooms_at(case: Case, ratio: float, available: Available) -> tuple[bool, boo
 
 
 def _missing(case: Case, available: Available) -> Memory:
-    """What surely lacks on either side; zeros where the run may fit."""
+    """Bytes that the lower limit exceeds on GPU and host. Zeros if the run may fit."""
     gpu_bytes = _NO_LIMIT if available.gpu_bytes is None else available.gpu_bytes
     return _sure(case, available).missing(Memory(gpu_bytes, available.host_bytes or _NO_LIMIT))
 
 
 def _sure(case: Case, available: Available) -> Bytes:
-    """What a run cannot do without, by kind."""
+    """The lower limit: bytes that the run cannot do without, by kind."""
     used = bytes_at(case, start_ratio(case, available), available)
     kinds = [kind for kind in _SURE if kind != "gradients" or not case.is_told]
     gpu, host = ({kind: side[kind] for kind in kinds if side.get(kind)} for side in (used.gpu, used.host))
     if available.gpu_bytes is not None and "gradients" in gpu:
-        # Buffers of gradients on their way out give way.
+        # Buffers of gradients that are copied to the host shrink if memory is short.
         free = max(0, available.gpu_bytes - gpu["weights"] - gpu.get("state", 0))
         gpu["gradients"] -= min(gpu["gradients"], FLAT_BYTES, free // 8)
     return Bytes(gpu, host)
@@ -259,75 +270,75 @@ def _is_short(missing: Memory) -> bool:
 
 
 def _would_need(case: Case, available: Available) -> str:
-    """Why a format was left out."""
+    """The reason why a state format was not chosen."""
     used = bytes_at(case, start_ratio(case, available), available)
     if _rooms(case, available)[1]:
         return f"{case.run.states} would need {_gb(used.gpu_total)} of the GPU"
     return f"{case.run.states} would need {_gb(used.host_total - used.host['shadows'])}"
 
 
-# What would fit.
+# Changes of the settings with which a run would fit.
 
-_Change = tuple[str, Callable[[Case], Case]]  # as it is typed, and what it does
+_Change = tuple[str, Callable[[Case], Case]]  # the option, and the case with this option
 
 
-def _too_large(case: Case, available: Available) -> ValueError:
-    """What is missing, and what would fit."""
+def _too_large(case: Case, available: Available) -> MemoryError:
+    """The error for a run that exceeds the lower limit: needed and available bytes, and options with which it fits."""
     sure, missing = _sure(case, available), _missing(case, available)
     is_gpu = missing.gpu_bytes > 0
     parts, lacks = (sure.gpu, missing.gpu_bytes) if is_gpu else (sure.host, missing.host_bytes)
     names = {"state": f"{case.run.states} state"}
     text = ", ".join(f"{_gb(count)} of {names.get(kind, kind)}" for kind, count in parts.items() if count)
     where = "" if is_gpu else _on_ranks(case.num_ranks)
-    both = f"; the host lacks {_gb(missing.host_bytes)} as well" if is_gpu and missing.host_bytes else ""
+    both = f" The host lacks {_gb(missing.host_bytes)} as well." if is_gpu and missing.host_bytes else ""
     if available.gpu_bytes is not None and sure.gpu["weights"] > available.gpu_bytes:
-        remedy = "The weights alone are too large for it: train a smaller model."
+        remedy = "The weights alone do not fit on the GPU. Train a smaller model."
     else:
         found = remedies(case, available)
-        remedy = f"What would fit: {', or '.join(found)}." if found else "Train a smaller model, or free some memory."
-    return invalid_value(
+        remedy = f"Use {', or '.join(found)}." if found else "Train a smaller model, or free some memory."
+    return not_enough(
         "GPU memory" if is_gpu else "host memory",
-        _gb(available.gpu_bytes or 0) if is_gpu else f"{_gb(available.host_bytes)} available",
-        f"at least {_gb(sum(parts.values()))} for {case.run.model.numel / 1e9:.2f} B parameters{where} ({text}); "
-        f"{_gb(lacks)} are missing{both}",
-        remedy,
+        f"a model of {case.run.model.numel / 1e9:.2f} B parameters{where}",
+        f"at least {_gb(sum(parts.values()))} ({text})",
+        _gb((available.gpu_bytes or 0) if is_gpu else available.host_bytes),
+        f"{_gb(lacks)} are missing.{both} {remedy}",
     )
 
 
 def _tight(case: Case, available: Available) -> str:
-    """A run that may start, with little room to spare."""
+    """The warning for a run that may start, but has little memory to spare."""
     found = remedies(case, available)
     room = f": {', or '.join(found)} would leave more room" if found else ""
-    return f"memory is tight, and the run may run out of it{room}"
+    return f"memory is tight, and the run may run out of memory{room}"
 
 
 def remedies(case: Case, available: Available) -> list[str]:
-    """The fewest changes with which there is room to spare, as they are typed; empty where nothing helps."""
+    """Options with which the run fits with the reserves, using as few changes as possible. Empty if nothing helps."""
     found: dict[tuple[int, ...], str] = {}
     fewest = _NO_LIMIT
     ways = [[None, *changes] for changes in _changes(case)]
     for chosen in sorted(product(*ways), key=lambda changes: sum(change is not None for change in changes)):
         kinds = tuple(i for i, change in enumerate(chosen) if change is not None)
-        if kinds in found or len(kinds) > fewest:  # of each kind the mildest change is enough
+        if kinds in found or len(kinds) > fewest:  # of each kind only the smallest change is of interest
             continue
         changed = case
         for change in chosen:
             changed = change[1](changed) if change is not None else changed
         words = [change[0] for change in chosen if change is not None]
         if words and has_room(changed, available):
-            found[kinds] = " with ".join(words)
+            found[kinds] = " and ".join(words)
             fewest = min(fewest, len(kinds))
         elif available.gpu_bytes is not None and len(kinds) < fewest:
             ratio = _near_ratio(changed, available)
             if ratio is not None:
-                found.setdefault((*kinds, -1), " with ".join([*words, f"--ratio {ratio:g}"]))
+                found.setdefault((*kinds, -1), " and ".join([*words, f"--ratio {ratio:g}"]))
                 fewest = min(fewest, len(kinds) + 1)
     best = [kinds for kinds in found if len(kinds) == fewest]
     return [found[kinds] for kinds in sorted(best, key=lambda kinds: (-1 in kinds, kinds))][:_MAX_REMEDIES]
 
 
 def _changes(case: Case) -> list[list[_Change]]:
-    """What could be asked for instead, by kind, the mildest first."""
+    """Options that reduce memory, by kind, the smallest change first."""
     run = case.run
     narrower = [name for name in STATES[STATES.index(run.states) + 1 :] if name in case.formats]
     smaller = [run.batch >> i for i in range(1, run.batch.bit_length())]
@@ -345,7 +356,7 @@ def _with_run(**changes: Any) -> Callable[[Case], Case]:
 
 
 def _near_ratio(case: Case, available: Available) -> float | None:
-    """The share closest to the one asked for with room to spare; None where there is none."""
+    """The ratio closest to the requested one with which the run fits with the reserves, or None."""
     start = start_ratio(case, available)
     fitting = [ratio for ratio in _grid() if has_room(replace(case, ratio=ratio), available)]
     return min(fitting, key=lambda ratio: abs(ratio - start), default=None)

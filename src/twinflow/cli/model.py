@@ -1,4 +1,4 @@
-"""The GPT of a run of `twinflow train`, and the engine around it."""
+"""Builds the GPT of a run of `twinflow train` and its engine."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.fl
 
 
 def build_engine(settings: TrainSettings, config: dict[str, Any], ranks: Ranks) -> Engine:
-    """The model, its weights drawn from the seed, and the engine around it, over all ranks.
+    """Build the model and the engine on all ranks. The seed determines the initial weights.
 
-    A model that ranks share parts of is made on the host: it need not fit on one GPU.
+    With pipeline or tensor parallelism the model is built on the host, because it need not fit on one GPU.
     """
     torch.manual_seed(settings.seed)
-    random.seed(settings.seed)  # checkpoints keep these two as well
+    random.seed(settings.seed)  # checkpoints also store the states of Python's and NumPy's generators
     np.random.seed(settings.seed)  # noqa: NPY002
     axes = axes_of(config)
     on_gpu = torch.cuda.is_available() and axes.pipe * axes.model == 1
@@ -42,7 +42,7 @@ def build_engine(settings: TrainSettings, config: dict[str, Any], ranks: Ranks) 
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Weight decay pulls on matrices only, never on norms and biases."""
+    """Parameter groups: weight decay applies to matrices, not to norms and biases."""
     params = list(model.parameters())
     return [
         {"params": [param for param in params if param.dim() >= 2]},
@@ -51,7 +51,10 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def set_rates(engine: Engine) -> None:
-    """The rates of the next step by the schedule of this command line: those in a checkpoint are by its own --steps."""
+    """Set the learning rates of the next step from this command line's schedule.
+
+    A checkpoint stores the rates of the schedule that it was saved with, which may have had another --steps.
+    """
     schedule, optimizer = engine.lr_scheduler, engine.optimizer
     if isinstance(schedule, LambdaLR) and optimizer is not None:
         for group, base, factor in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):

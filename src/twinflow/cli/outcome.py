@@ -1,4 +1,4 @@
-"""What `twinflow train` shows of a run: the header, the final numbers and the report."""
+"""Output of `twinflow train`: the header, the final numbers and the report."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from twinflow.monitor.report import Report
 from twinflow.native import isa
 from twinflow.version import __version__
 
-LAST_STEPS: Final = 10  # the last loss is a mean over this many steps: a single batch is noisy
+LAST_STEPS: Final = 10  # the final loss is a mean over this many steps, because the loss of one batch is noisy
 EXIT_CODES: Final = {"finished": 0, "stopped": 1, "interrupted": 130}
 
 
 def final_numbers(outcome: Outcome) -> list[tuple[str, str]]:
-    """What the run came to."""
+    """Rows of the final numbers: losses, speed, memory and time."""
     rows: list[tuple[str, str]] = []
     steps, losses = outcome.steps, [record.loss for record in outcome.steps]
     if losses:
@@ -53,11 +53,11 @@ def final_numbers(outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def make_report(run: Run, outcome: Outcome) -> Report:
-    """The page's content; also fills in the outcome's final numbers."""
+    """The content of the report page. Also sets `outcome.numbers`."""
     outcome.numbers = final_numbers(outcome)
     values = as_json(run.settings)
     if values["ratio"] == "auto" and outcome.steps and math.isfinite(outcome.steps[-1].host_share):
-        values["ratio"] = f"auto, {outcome.steps[-1].host_share:.2f} at the end"
+        values["ratio"] = f"auto, {outcome.steps[-1].host_share:.2f} after the last step"
     words = {None: "-", True: "yes", False: "no"}
     settings = [
         (option(name), words[value] if value is None or isinstance(value, bool) else str(value))
@@ -74,12 +74,12 @@ def make_report(run: Run, outcome: Outcome) -> Report:
         steps=outcome.steps,
         valids=outcome.valids,
         config=json.dumps(run.config, indent=2),
-        notes=[*([f"At the start: {tight}."] if (tight := run.memory.tight) else []), *outcome.notes],
+        notes=[*([f"At the start {tight}."] if (tight := run.memory.tight) else []), *outcome.notes],
     )
 
 
 def header_rows(run: Run) -> list[tuple[str, str]]:
-    """What is about to be trained, with what, on what."""
+    """Rows on the model, the optimizer, the memory, the data and the steps."""
     settings, memory = run.settings, run.memory
     shape = settings.model
     optimizer = run.config["optimizer"]
@@ -116,12 +116,12 @@ def header_rows(run: Run) -> list[tuple[str, str]]:
 
 
 def where() -> str:
-    """The model's device, in words."""
+    """Name of the model's device."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
 
 
 def machine_rows(threads: int) -> list[tuple[str, str]]:
-    """What the numbers were measured on."""
+    """Rows on the machine and the software versions."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return [
         ("system", f"{platform.system()} {platform.machine()}"),
@@ -136,12 +136,12 @@ def machine_rows(threads: int) -> list[tuple[str, str]]:
 
 
 def print_rows(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """A heading and aligned names and values; long values are left to the terminal to wrap."""
+    """Print a heading and aligned names and values. The terminal wraps long values."""
     width = max(len(name) for name, _ in rows)
     lines = [title, *(f"  {name:<{width}}  {value}" for name, value in rows)]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
 def number(value: float) -> str:
-    """A loss with four decimals."""
+    """A loss with four decimals, or "not finite"."""
     return f"{value:.4f}" if math.isfinite(value) else "not finite"

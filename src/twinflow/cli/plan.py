@@ -1,4 +1,4 @@
-"""`twinflow plan`: what a run needs and how fast it will be, before there is a GPU."""
+"""`twinflow plan`: predicts the memory and the speed of a run, without a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from twinflow.cli.plan_layouts import Flags, show_layouts, wants_layouts
 from twinflow.cli.plan_page import render_page
 from twinflow.cli.plan_scaling import TOTAL_BATCH, choose_cluster, show_scaling
 from twinflow.cli.plan_text import PIPE_WIDTH, print_plan
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible
 from twinflow.monitor.files import write_whole
 from twinflow.planner.cases import Case, all_cases, case_at, largest_layers, recommended
 from twinflow.planner.costs import Run
@@ -27,83 +27,98 @@ from twinflow.planner.machines import GPUS
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is shown."""
+    """All results of a plan."""
 
     run: Run
     place: Place
     cases: list[Case]
     best: Case | None
-    largest: dict[str, int]  # blocks, by state format
+    largest: dict[str, int]  # number of blocks of the largest model that fits, by state format
     config: dict[str, Any]
 
 
 def plan(
     preset: Annotated[
-        str | None, typer.Option(help="A GPT of `twinflow train`: gpt-350m, gpt2-1.5b, gpt2-10b, ...")
+        str | None, typer.Option(help="A preset of `twinflow train`: gpt-350m, gpt2-1.5b, gpt2-10b, ...")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="A Hugging Face config.json (or its folder), or module:function.")
+        str | None,
+        typer.Option(help="A Hugging Face config.json or its folder, or module:function that returns a module."),
     ] = None,
-    params: Annotated[str | None, typer.Option(help="A GPT-2 shape of this size, like 13b.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A DeepSpeed config: batch, states, clipping, ratio.")] = None,
+    params: Annotated[
+        str | None, typer.Option(help="A GPT-2 shape with this number of parameters, for example 13b.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A DeepSpeed config with batch sizes, states, clipping and ratio.")
+    ] = None,
     gpu: Annotated[
-        str | None, typer.Option(help=f"{', '.join(GPUS)}. Default: the one in this machine, measured.")
+        str | None, typer.Option(help=f"GPU: {', '.join(GPUS)}. Default: the GPU of this machine, measured.")
     ] = None,
     ram: Annotated[
-        str | None, typer.Option(help="Host memory.  [default: 128GB with --gpu, else what is free]")
+        str | None, typer.Option(help="Host memory.  [default: 128GB with --gpu, else the free memory]")
     ] = None,
-    cores: Annotated[int | None, typer.Option(help="Host cores.  [default: 16 with --gpu]")] = None,
+    cores: Annotated[int | None, typer.Option(help="CPU cores of the host.  [default: 16 with --gpu]")] = None,
     dram: Annotated[
-        str | None, typer.Option(help="What host memory moves in a second.  [default: 150GB/s with --gpu]")
+        str | None, typer.Option(help="Bandwidth of the host memory.  [default: 150GB/s with --gpu]")
     ] = None,
     gpus: Annotated[
-        int, typer.Option(help="GPUs that share the optimizer state; more than a machine has: see --per-node.")
+        int, typer.Option(help="Number of GPUs. They share the optimizer state. For several machines see --per-node.")
     ] = 1,
     batch_size: Annotated[
-        int | None, typer.Option("--batch-size", "--micro-batch-size", help="Sequences a forward, on each GPU.")
+        int | None, typer.Option("--batch-size", "--micro-batch-size", help="Sequences in a micro-batch of each GPU.")
     ] = None,
     seq_length: Annotated[
-        int | None, typer.Option("--seq-length", "--seq", help="Tokens a sequence. Default: the model's, up to 2048.")
+        int | None,
+        typer.Option("--seq-length", "--seq", help="Tokens in a sequence. Default: the model's, up to 2048."),
     ] = None,
-    accumulation: Annotated[int | None, typer.Option(help="Forwards and backwards that make a step.")] = None,
+    accumulation: Annotated[int | None, typer.Option(help="Micro-batches in a step.")] = None,
     checkpoint_activations: Annotated[
         bool | None,
         typer.Option(
             "--checkpoint-activations/--no-checkpoint-activations",
-            help="Compute activations again in backward. Default: from width 1600 on.",
+            help="Recompute activations in backward. Default: on for models of width 1600 and more.",
         ),
     ] = None,
-    states: Annotated[str | None, typer.Option(help="Only this state format: fp32, bf16 or int8.")] = None,
+    states: Annotated[str | None, typer.Option(help="Plan only this state format: fp32, bf16 or int8.")] = None,
     grad_clip: Annotated[
-        float | None, typer.Option(help="Largest gradient norm; 0: no clipping.  [default: 1]")
+        float | None, typer.Option(help="Largest gradient norm. 0 turns clipping off.  [default: 1]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the tables.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Write a page here as well.")] = None,
-    write_config: Annotated[Path | None, typer.Option(help="Write the recommended config here.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write an HTML page to this file.")] = None,
+    write_config: Annotated[Path | None, typer.Option(help="Write the recommended config to this file.")] = None,
     scaling: Annotated[
-        int | None, typer.Option(help="Instead: ZeRO-Offload and ZeRO-2 on 1 to so many GPUs, --gpus in a machine.")
+        int | None,
+        typer.Option(
+            help="Compare ZeRO-Offload and ZeRO-2 on 1, 2, 4, ... up to this many GPUs, --gpus in each machine."
+        ),
     ] = None,
     total_batch: Annotated[
         int | None,
         typer.Option(
-            "--total-batch", "--batch", help="Sequences of a step on all GPUs.  [default: 512 with --scaling, at most]"
+            "--total-batch", "--batch", help="Sequences in a step of all GPUs.  [default with --scaling: at most 512]"
         ),
     ] = None,
     network: Annotated[
-        str | None, typer.Option(help="What a machine sends to others in a second.  [default: as a DGX's]")
+        str | None, typer.Option(help="Network bandwidth of a machine.  [default: that of a DGX]")
     ] = None,
     per_node: Annotated[
         int | None,
-        typer.Option(help="GPUs of a machine.  [default: 8, 16 V100]  With more --gpus: layouts over machines."),
+        typer.Option(
+            help="GPUs in a machine. More --gpus: search layouts over machines.  [default: 8, or 16 for V100]"
+        ),
     ] = None,
-    tokens: Annotated[str | None, typer.Option(help="Over machines: tokens to train on, like 300b, for days.")] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="Tokens to train on, for example 300b. With several machines, shows the days of training."),
+    ] = None,
     layouts: Annotated[
-        int | None, typer.Option(help="Search pipeline x tensor x data layouts and show so many.  [default: 5]")
+        int | None, typer.Option(help="Search pipeline x tensor x data layouts and show this many.  [default: 5]")
     ] = None,
 ) -> None:
-    """Say what a model needs on GPU and host, how long a step takes and what bounds it, for each way to offload.
+    """Predict the memory of a model on GPU and host, the time of a step and its bottleneck, for several ways to
+    offload.
 
-    Exit code 1 where nothing fits.
+    The exit code is 1 if nothing fits.
     """
     try:
         flags = Flags(
@@ -137,7 +152,9 @@ def plan(
             others = {"--html": html, "--write-config": write_config, "--tokens": tokens, "--layouts": layouts}
             named = [name for name, value in {**others, "--per-node": per_node}.items() if value is not None]
             if named:
-                raise invalid_value("--scaling", scaling, f"no {' and no '.join(named)} beside it", "Use --json.")
+                reason = "it prints one table for all numbers of GPUs"
+                remedy = "Leave them out. To save the table, use --json."
+                raise incompatible(f"--scaling {scaling}", " and ".join(named), reason, remedy)
             raise typer.Exit(
                 show_scaling(run, cluster, scaling, TOTAL_BATCH if total_batch is None else total_batch, as_json)
             )
@@ -162,7 +179,7 @@ def plan(
 
 
 def make_plan(run: Run, place: Place, config: Mapping[str, Any], states: str | None) -> Plan:
-    """Every case, the best of them and the config that asks for it."""
+    """Compute all cases, the best of them and its config."""
     formats = STATES if states is None else (states,)
     cases = all_cases(run, place.setting, formats)
     ratio = ((config.get("zero_optimization") or {}).get("offload_optimizer") or {}).get("ratio")
@@ -174,7 +191,7 @@ def make_plan(run: Run, place: Place, config: Mapping[str, Any], states: str | N
 
 
 def config_of(case: Case, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config for the engine: the file's own words, with what the plan recommends."""
+    """A config for the engine: the config file with the values that the plan recommends."""
     made = deepcopy(dict(config))
     made.pop("train_batch_size", None)
     made["train_micro_batch_size_per_gpu"] = case.run.batch
@@ -184,7 +201,7 @@ def config_of(case: Case, config: Mapping[str, Any]) -> dict[str, Any]:
     if case.run.clips and case.run.weights != "fp16":
         made.setdefault("gradient_clipping", 1.0)
     elif case.run.weights == "bf16":
-        # Looking for numbers that are not finite would make every gradient wait, as clipping does.
+        # The check for overflow would delay every update until the last gradient, as clipping does.
         made["bf16"] = {**made["bf16"], "check_grad_overflow": False}
     zero = made["zero_optimization"] = dict(made.get("zero_optimization") or {})
     zero.setdefault("stage", case.run.stage if case.run.world > 1 else 2)
@@ -194,7 +211,6 @@ def config_of(case: Case, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_dict(made: Plan) -> dict[str, Any]:
-    """Everything for JSON."""
     run, model = made.run, made.run.model
     settings = asdict(run)
     settings.pop("model")
@@ -218,7 +234,6 @@ def to_dict(made: Plan) -> dict[str, Any]:
 
 
 def case_dict(case: Case) -> dict[str, Any]:
-    """One case for JSON."""
     return {
         "kind": case.kind,
         "states": case.run.states,

@@ -1,4 +1,4 @@
-"""What `twinflow plan` is asked about: the model, the machine and the run, from flags and files."""
+"""Input of `twinflow plan`: the model, the machine and the run, from flags and files."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from twinflow.planner.formats import STATES
 from twinflow.planner.machines import GPUS, Gpu, Host, Machine, gpu_named, link_rate, rates_of, recognise
 from twinflow.planner.models import ModelCost, from_counts, from_hf, gpt2_like, gpt_cost
 
-RAM, CORES, DRAM_RATE = 128 * 10**9, 16, 150e9  # where --gpu names a machine and the flags do not
+RAM, CORES, DRAM_RATE = 128 * 10**9, 16, 150e9  # defaults of a machine that --gpu names
 _UNITS: Final = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
 @dataclass(frozen=True)
 class Place:
-    """The machine, and a line that says what is known of it."""
+    """The machine and a line that describes it."""
 
     setting: Setting
     text: str
@@ -43,7 +43,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the flags say of the run; None: not named."""
+    """Flags on the run. None: not given."""
 
     batch_size: int | None = None
     seq_length: int | None = None
@@ -54,12 +54,13 @@ class Asked:
 
 
 def choose_model(preset: str | None, model: str | None, params: str | None) -> tuple[ModelCost, int]:
-    """The one model that is named, and sequences of a micro-batch where nobody says how many."""
+    """The model that the flags name, and its default number of sequences in a micro-batch."""
     given = {"--preset": preset, "--model": model, "--params": params}
     named = [name for name, value in given.items() if value is not None]
     if len(named) != 1:
-        remedy = f"Presets: {', '.join(PRESETS)}."
-        raise invalid_value("the model", " and ".join(named) or "not named", f"one of {', '.join(given)}", remedy)
+        options, presets = ", ".join(given), ", ".join(PRESETS)
+        happened = f"The model is named by {' and '.join(named)}" if named else "No model is named"
+        raise ValueError(f"{happened}. Use exactly one of {options}. The presets are {presets}.")
     if preset is not None:
         if preset not in PRESETS:
             raise invalid_value("--preset", preset, PRESETS)
@@ -73,7 +74,7 @@ def choose_model(preset: str | None, model: str | None, params: str | None) -> t
 
 
 def _named_model(model: str) -> ModelCost:
-    """A config.json of transformers', a folder with one, or `module:function`."""
+    """The model of a config.json of transformers, of a folder with one, or of `module:function`."""
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"
@@ -81,23 +82,24 @@ def _named_model(model: str) -> ModelCost:
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise invalid_value("--model", model, "a file with JSON in it", str(error)) from None
+            raise invalid_value("--model", model, "a JSON file", f"The JSON parser reports: {error}.") from None
         if not isinstance(config, dict):
-            raise invalid_value("--model", model, "a JSON object, as transformers' config.json is")
+            raise invalid_value("--model", model, "a file with a JSON object, like the config.json of transformers")
         return from_hf(config, path.parent.name if path.name == "config.json" else path.stem)
     if ":" not in model:
-        raise invalid_value("--model", model, "a config.json that is there, a folder with one, or module:function")
+        raise invalid_value("--model", model, "an existing config.json, a folder with one, or module:function")
     return _built_model(model)
 
 
 def _built_model(name: str) -> ModelCost:
-    """What a function returns, on the meta device: nothing is allocated."""
+    """The model that a function returns. It is built on the meta device, so no memory is allocated."""
     module_name, _, function_name = name.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
-        raise invalid_value("--model", name, "module:function that can be imported from here", str(error)) from None
+        remedy = f"Python reports: {error}."
+        raise invalid_value("--model", name, "module:function that can be imported from this folder", remedy) from None
     finally:
         sys.path.remove(os.getcwd())
     with torch.device("meta"):
@@ -108,7 +110,7 @@ def _built_model(name: str) -> ModelCost:
 
 
 def count_module(model: nn.Module, name: str) -> ModelCost:
-    """Elements of a module by block; embeddings tell vocabulary and width."""
+    """Count the parameters of a module by block. Its embeddings determine the vocabulary and the width."""
     blocks = find_blocks(model)
     numel = [0] * len(blocks)
     root = []
@@ -123,19 +125,19 @@ def count_module(model: nn.Module, name: str) -> ModelCost:
     embedding = sum(p.numel() for p in {id(m.weight): m.weight for m in tables}.values() if any(p is q for q in root))
     head = sum(p.numel() for p in root) - embedding
     if not any(numel):
-        remedy = "Blocks are the members of its ModuleLists and Sequentials."
+        remedy = "Blocks are the members of ModuleLists and Sequentials in the model."
         raise invalid_value("--model", name, "a model with blocks that have parameters", remedy)
     return from_counts(name, [n for n in numel if n], embedding, head, hidden, vocab)
 
 
 def _width(model: nn.Module) -> int:
-    """The commonest size of a one-dimensional parameter: norms and biases are as wide as the model."""
+    """The most frequent size of a one-dimensional parameter. Norms and biases are as wide as the model."""
     sizes = [p.numel() for p in model.parameters() if p.dim() == 1] or [1024]
     return max(set(sizes), key=sizes.count)
 
 
 def parse_count(name: str, text: str) -> float:
-    """A number of parameters as people write it: 13b, 350m, 1.3B."""
+    """Parse a number such as 13b, 350m or 1.3B."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmbgt]?)", text.strip().lower())
     if found is None or float(found[1]) <= 0:
         raise invalid_value(name, text, "a number like 13b, 350m or 1.3b")
@@ -143,7 +145,7 @@ def parse_count(name: str, text: str) -> float:
 
 
 def choose_place(gpu: str | None, ram: str | None, cores: int | None, dram: str | None, num_gpus: int) -> Place:
-    """The machine that is named, or this one."""
+    """The machine that the flags name, or this machine."""
     if num_gpus < 1:
         raise invalid_value("--gpus", num_gpus, "a whole number >= 1")
     if cores is not None and cores < 1:
@@ -154,7 +156,7 @@ def choose_place(gpu: str | None, ram: str | None, cores: int | None, dram: str 
         return _this_machine(ram_bytes, cores, dram_rate, num_gpus)
     card = gpu_named(gpu)
     host = Host(ram_bytes or RAM, cores or CORES, dram_rate or DRAM_RATE)
-    return _sheet(card, host, num_gpus, "by data sheet, not measured")
+    return _sheet(card, host, num_gpus, "from a data sheet, not measured")
 
 
 def _sheet(card: Gpu, host: Host, num_gpus: int, source: str) -> Place:
@@ -169,43 +171,41 @@ def _sheet(card: Gpu, host: Host, num_gpus: int, source: str) -> Place:
 
 def _this_machine(ram_bytes: int | None, cores: int | None, dram_rate: int | None, num_gpus: int) -> Place:
     if not torch.cuda.is_available():
-        raise invalid_value(
-            "--gpu", None, GPUS, "This machine has no GPU that torch can use: name the one to plan for."
-        )
+        remedy = "This machine has no GPU that torch can use, so name the GPU to plan for."
+        raise invalid_value("--gpu", None, GPUS, remedy)
     title = torch.cuda.get_device_name()
     free, _ = torch.cuda.mem_get_info()
     host_bytes = ram_bytes or free_host_bytes()
     card = recognise(title)
-    # Names of cores or memory ask about another host: nothing can be measured there.
+    # --cores, --dram and --gpus describe another machine, which cannot be measured.
     if cores is not None or dram_rate is not None or num_gpus > 1:
         if card is None:
-            raise invalid_value("--gpu", None, GPUS, f"There is no data sheet for {title}: name the closest.")
+            raise invalid_value("--gpu", None, GPUS, f"There is no data sheet for {title}. Name the most similar GPU.")
         host = Host(host_bytes, cores or os.cpu_count() or CORES, dram_rate or DRAM_RATE)
-        return _sheet(card, host, num_gpus, f"{title} by data sheet, not measured")
+        return _sheet(card, host, num_gpus, f"{title} from its data sheet, not measured")
     from twinflow.planner.probe import load_or_measure
 
     rates = load_or_measure(torch.device("cuda"))
     if not rates.flops and card is not None:
         rates = rates_of(Machine(card, Host(host_bytes, os.cpu_count() or CORES, DRAM_RATE)))
     if not rates.flops:
-        raise invalid_value(
-            "--gpu", None, GPUS, f"There was no room to measure {title}, and there is no data sheet for it."
-        )
+        reason = f"{title} has too little free memory for a measurement, and there is no data sheet for it."
+        raise invalid_value("--gpu", None, GPUS, f"{reason} Name the most similar GPU.")
     text = f"{title}, {free / 1e9:.0f} GB free, {host_bytes / 1e9:.0f} GB RAM free (measured here)"
     return Place(Setting(rates, Memory(free, host_bytes)), text, 1, "bf16")
 
 
 def read_plan_config(path: Path | None) -> dict[str, Any]:
-    """What a config file says, checked."""
+    """Read and validate a config file."""
     if path is None:
         return {}
     if not path.is_file():
-        raise invalid_value("--config", str(path), "a file that is there")
+        raise invalid_value("--config", str(path), "an existing file")
     return load_config(path).model_dump(mode="json", exclude_unset=True)
 
 
 def make_run(model: ModelCost, default_batch: int, asked: Asked, config: Mapping[str, Any], place: Place) -> Run:
-    """The run: flags first, then the config file, then what suits."""
+    """The run, from the flags, then the config file, then defaults."""
     offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
     micro, parts = _batch(asked, config, default_batch, place.num_gpus)
     states = asked.states or offload.get("states") or "fp32"
@@ -236,11 +236,11 @@ def make_run(model: ModelCost, default_batch: int, asked: Asked, config: Mapping
 
 
 def _batch(asked: Asked, config: Mapping[str, Any], default: int, num_gpus: int) -> tuple[int, int]:
-    """Sequences of a micro-batch and micro-batches of a step."""
+    """Sequences in a micro-batch and micro-batches in a step."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     named = {key: config[key] for key in keys if config.get(key) not in (None, "auto")}
     if asked.batch_size is not None or asked.accumulation is not None:
-        named.pop(keys[0], None)  # a flag asks about another batch than the file's
+        named.pop(keys[0], None)  # the flag replaces the batch size of the file
     named |= {keys[1]: asked.batch_size} if asked.batch_size is not None else {}
     named |= {keys[2]: asked.accumulation} if asked.accumulation is not None else {}
     if keys[0] not in named:

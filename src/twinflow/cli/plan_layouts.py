@@ -1,4 +1,5 @@
-"""`twinflow plan` for more GPUs than a machine has: layouts of pipeline, tensor and data parallelism, with reasons."""
+"""`twinflow plan` for several machines: layouts of pipeline, tensor and data parallelism, with the reasons for their
+speed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from twinflow.cli.plan_input import CORES, RAM, choose_model, parse_count
 from twinflow.cli.plan_scaling import cluster_text, parse_rate
 from twinflow.cli.plan_text import PIPE_WIDTH, count, gb, seconds
 from twinflow.cli.settings import parse_bytes
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value
 from twinflow.parallel.costs import Estimate
 from twinflow.parallel.search import MICRO_BATCHES, Found, LayoutAsk, reasons, search
 from twinflow.parallel.shapes import Shape, shape_like, shape_of
@@ -24,14 +25,14 @@ from twinflow.planner.machines import GPUS, Host, Machine, gpu_named
 from twinflow.planner.scaling import Cluster, default_network
 
 SHOWN: Final = 5
-LEAST_BATCH: Final = 512  # sequences of a step, where nobody says
+LEAST_BATCH: Final = 512  # sequences in a step without --total-batch
 SEQUENCE: Final = 2048
-_DRAM_RATE: Final = 300e9  # of a machine with two sockets, bytes a second
+_DRAM_RATE: Final = 300e9  # bytes/s of a machine with two sockets
 
 
 @dataclass(frozen=True)
 class Flags:
-    """What the flags say; None: not named."""
+    """The flags of the command line. None: not given."""
 
     preset: str | None
     model: str | None
@@ -52,7 +53,7 @@ class Flags:
 
 
 def wants_layouts(flags: Flags) -> bool:
-    """More GPUs than one machine has, or a flag that only makes sense here."""
+    """Whether to search layouts: there are more GPUs than in one machine, or a flag that only applies to layouts."""
     if flags.per_node is not None and flags.per_node < 1:
         raise invalid_value("--per-node", flags.per_node, "a whole number >= 1")
     if flags.tokens is not None or flags.layouts is not None or flags.batch is not None:
@@ -61,11 +62,18 @@ def wants_layouts(flags: Flags) -> bool:
 
 
 def show_layouts(flags: Flags, others: dict[str, object], as_json: bool) -> int:
-    """Print the table or the object; 1 where nothing fits, as an exit code. `others`: flags that have no part here."""
+    """Print the table or the JSON object, and return the exit code: 1 if nothing fits.
+
+    `others`: flags that must not be given.
+    """
     for name, value in others.items():
         if value is not None:
-            remedy = f"Leave it out, or plan one machine: at most --gpus {_per_node(flags)}, no --tokens or --layouts."
-            raise invalid_value(name, str(value), "nothing beside many GPUs", remedy)
+            reason = "the search over layouts does not use it"
+            remedy = (
+                f"Leave it out, or plan one machine with at most --gpus {_per_node(flags)} and without --tokens, "
+                "--layouts and --total-batch."
+            )
+            raise incompatible(f"{name} {value}", "a plan of parallel layouts", reason, remedy)
     cluster, shape = choose_machines(flags), choose_shape(flags)
     tokens = parse_count("--tokens", flags.tokens) if flags.tokens is not None else None
     batch = flags.batch if flags.batch is not None else -(-LEAST_BATCH // max(1, flags.gpus)) * flags.gpus
@@ -86,9 +94,9 @@ def show_layouts(flags: Flags, others: dict[str, object], as_json: bool) -> int:
 
 
 def choose_machines(flags: Flags) -> Cluster:
-    """Machines by data sheet: as a DGX with such cards, where the flags do not say otherwise."""
+    """The machines, from data sheets. Values that the flags do not give are those of a DGX with such GPUs."""
     if flags.gpu is None:
-        raise invalid_value("--gpu", None, GPUS, "Many GPUs are planned by data sheet: name the card.")
+        raise invalid_value("--gpu", None, GPUS, "Layouts are planned from data sheets, so name the GPU.")
     per_node = _per_node(flags)
     ram = parse_bytes("--ram", flags.ram) or RAM * per_node
     cores = _positive("--cores", flags.cores) if flags.cores is not None else CORES * per_node
@@ -98,7 +106,7 @@ def choose_machines(flags: Flags) -> Cluster:
 
 
 def choose_shape(flags: Flags) -> Shape:
-    """A shape of so many parameters as published ones are, or the model that is named."""
+    """The model that the flags name. With --params, a shape that is typical for published models of this size."""
     sequence = flags.seq_length if flags.seq_length is None else _positive("--seq-length", flags.seq_length)
     if flags.params is not None and flags.preset is None and flags.model is None:
         return shape_like(parse_count("--params", flags.params), sequence or SEQUENCE)
@@ -107,7 +115,7 @@ def choose_shape(flags: Flags) -> Shape:
 
 
 def _per_node(flags: Flags) -> int:
-    """GPUs of a machine: 16 V100 (DGX-2), 8 of any later card."""
+    """GPUs in a machine: 16 for V100 (DGX-2), 8 for later GPUs."""
     if flags.per_node is not None:
         return flags.per_node
     return 16 if flags.gpu is not None and gpu_named(flags.gpu).pcie == 3 else 8
@@ -120,13 +128,13 @@ def _positive(name: str, value: int) -> int:
 
 
 def print_layouts(ask: LayoutAsk, found: Found, tokens: float | None) -> None:
-    """The model, the machines, a table, and why."""
+    """Print the model, the machines, the table of layouts and the reasons."""
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(width=PIPE_WIDTH, highlight=False)
     shape = ask.shape
     title = f"{shape.name}: {count(shape.numel)} parameters, {shape.num_layers} layers, {shape.num_heads} heads"
     console.print(Text(title, style="bold"))
-    how = f"{ask.num_gpus:,} GPUs, {ask.batch:,} x {shape.sequence:,} tokens a step, Adam in mixed precision"
+    how = f"{ask.num_gpus:,} GPUs, {ask.batch:,} x {shape.sequence:,} tokens in a step, Adam in mixed precision"
     console.print(Text(f"{cluster_text(ask.cluster)}\n{how}\n", style="dim"))
     if not found.best:
         assert found.nearest is not None
@@ -141,7 +149,6 @@ def print_layouts(ask: LayoutAsk, found: Found, tokens: float | None) -> None:
 
 
 def layout_table(best: Sequence[Estimate], tokens: float | None) -> Table:
-    """A row a layout."""
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold", collapse_padding=True)
     for name in ("", "pp", "tp", "dp", "ZeRO"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -162,22 +169,22 @@ def layout_table(best: Sequence[Estimate], tokens: float | None) -> Table:
 
 
 def verdict(found: Found) -> str:
-    """How many there were, and what the numbers are."""
-    tried = f"{found.num_tried:,} layouts tried, {found.num_fitting:,} fit"
-    return f"{tried}. A simulation by data sheet: trust the order more than the seconds."
+    """How many layouts were tried, and how accurate the numbers are."""
+    tried = f"{found.num_fitting:,} of {found.num_tried:,} layouts fit."
+    return f"{tried} The times are simulated from data sheets: their order is more reliable than their values."
 
 
 def missing_text(nearest: Estimate, num_tried: int) -> str:
-    """What the closest lacks."""
+    """The memory that the closest layout lacks, and what to change."""
     lacks = [f"{gb(nearest.missing_bytes)} GB on the GPU"] if nearest.missing_bytes else []
     over = nearest.host_bytes - nearest.host_limit
     lacks += [f"{gb(over)} GB of host memory"] if over > 0 else []
-    remedy = "Try more --gpus, a larger --gpu" + (" or more --ram." if over > 0 else ".")
-    return f"none of {num_tried:,} layouts fits: the closest ({nearest.layout}) lacks {' and '.join(lacks)}. {remedy}"
+    remedy = "Try more --gpus, a larger --gpu or more --ram." if over > 0 else "Try more --gpus or a larger --gpu."
+    closest = f"The closest one ({nearest.layout}) lacks {' and '.join(lacks)}."
+    return f"None of {num_tried:,} layouts fits. {closest} {remedy}"
 
 
 def to_dict(ask: LayoutAsk, found: Found, tokens: float | None) -> dict[str, Any]:
-    """Everything for JSON."""
     shape, machine = ask.shape, ask.cluster.machine
     return {
         "model": {**asdict(shape), "params": shape.numel},
@@ -197,7 +204,6 @@ def to_dict(ask: LayoutAsk, found: Found, tokens: float | None) -> dict[str, Any
 
 
 def layout_dict(one: Estimate, tokens: float | None) -> dict[str, Any]:
-    """One layout for JSON."""
     return {
         **asdict(one.layout),
         "fits": one.fits,

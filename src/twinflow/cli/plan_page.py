@@ -1,4 +1,4 @@
-"""A plan as a page: one HTML file that needs nothing else, in the style of the report."""
+"""A plan as an HTML page in the style of the training report. The page is a single file without external resources."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def render_page(
     largest: Mapping[str, int],
     config: Mapping[str, Any],
 ) -> str:
-    """The page as text."""
+    """The HTML text of the page."""
     shown = best or min(cases, key=lambda case: case.missing.gpu_bytes + case.missing.host_bytes)
     memory = place.setting.memory
     tiles = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in _tiles(run, shown, largest))
@@ -80,7 +80,7 @@ def render_page(
 {_stacks("Host memory", cases, best, "host", memory.host_bytes)}
 {_steps(cases, best)}
 <section class="notes"><h2>Cases</h2>{_table(cases, best)}</section>
-<section class="tables">{table("Largest of this shape", _largest(run, largest))}
+<section class="tables">{table("Largest model of this shape that fits", _largest(run, largest))}
 {table("Rates", _rates(place))}</section>
 {config_text(config_json)}
 </main>
@@ -93,18 +93,18 @@ def _tiles(run: Run, shown: Case, largest: Mapping[str, int]) -> list[tuple[str,
     deepest = max((run.model.with_layers(n).numel for n in largest.values() if n), default=0)
     return [
         ("step", f"{seconds(shown.prediction.step_s)} s"),
-        ("tokens a second", f"{shown.tokens_s:,.0f}"),
+        ("tokens/s", f"{shown.tokens_s:,.0f}"),
         ("bound by", BOUND[shown.prediction.bound_by]),
         ("ratio on the host", f"{shown.ratio:.2f}"),
         ("state format", shown.run.states),
         ("GPU memory", f"{gb(shown.used.gpu_total)} GB"),
         ("host memory", f"{gb(shown.used.host_total)} GB"),
-        ("largest that fits", count(deepest)),
+        ("largest model that fits", count(deepest)),
     ]
 
 
 def _stacks(name: str, cases: Sequence[Case], best: Case | None, side: str, limit: int) -> str:
-    """Bytes by kind of every case, stacked, with a mark where the memory ends."""
+    """Figure with the memory of every case by kind. A mark shows the available memory."""
     kinds = GPU_KINDS if side == "gpu" else HOST_KINDS
     totals = [sum((case.used.gpu if side == "gpu" else case.used.host).values()) for case in cases]
     scale = max([*totals, limit]) or 1
@@ -114,7 +114,8 @@ def _stacks(name: str, cases: Sequence[Case], best: Case | None, side: str, limi
     )
     used = [kind for kind in kinds if any((c.used.gpu if side == "gpu" else c.used.host).get(kind) for c in cases)]
     keys = "".join(f'<span><i class="key area fill-{_COLORS[kind]}"></i>{kind}</span>' for kind in used)
-    head = f'<figcaption><h3>{name}</h3><p class="legend">{keys}<span>the mark: {gb(limit)} GB</span></p></figcaption>'
+    keys += f"<span>mark: {gb(limit)} GB available</span>"
+    head = f'<figcaption><h3>{name}</h3><p class="legend">{keys}</p></figcaption>'
     return f'<figure>{head}<div class="stacks">{rows}</div></figure>'
 
 
@@ -136,7 +137,7 @@ def _stack(case: Case, used: Mapping[str, int], kinds: Sequence[str], limit: int
 
 
 def _steps(cases: Sequence[Case], best: Case | None) -> str:
-    """Seconds a step of what fits: the GPU's own time and what it waits."""
+    """Figure with the predicted time of a step: computing time and waiting time of the GPU."""
     fitting = [case for case in cases if case.fits]
     longest = max((case.prediction.step_s for case in fitting), default=1.0)
     rows = ""
@@ -151,10 +152,10 @@ def _steps(cases: Sequence[Case], best: Case | None) -> str:
         )
     keys = "".join(
         f'<span><i class="key area fill-{c}"></i>{t}</span>'
-        for c, t in (("c1", "GPU works"), ("c2", "GPU waits for weights"))
+        for c, t in (("c1", "GPU computes"), ("c2", "GPU waits for weights"))
     )
     head = f'<figcaption><h3>Predicted step</h3><p class="legend">{keys}</p></figcaption>'
-    return f'<figure>{head}<div class="stacks">{rows or "nothing fits"}</div></figure>'
+    return f'<figure>{head}<div class="stacks">{rows or "Nothing fits."}</div></figure>'
 
 
 def _table(cases: Sequence[Case], best: Case | None) -> str:
@@ -181,13 +182,16 @@ def _largest(run: Run, largest: Mapping[str, int]) -> list[tuple[str, str]]:
 
 def _rates(place: Place) -> list[tuple[str, str]]:
     rates = place.setting.rates
-    ways = f"{rates.out_bytes / 1e9:.0f} out, {rates.in_bytes / 1e9:.0f} back, {rates.duplex_bytes / 1e9:.0f} each way"
+    out, back, both = (rate / 1e9 for rate in (rates.out_bytes, rates.in_bytes, rates.duplex_bytes))
     hosts = ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in rates.host_params.items())
     busy = ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in rates.host_params_copying.items())
     return [
         ("matrix products", f"{rates.flops / 1e12:,.0f} TFLOPS"),
         ("GPU memory", f"{rates.device_bytes / 1e12:.2f} TB/s"),
-        ("PCIe", f"{ways} when both run, GB/s"),
+        (
+            "PCIe",
+            f"{out:.0f} GB/s to the host, {back:.0f} GB/s to the GPU, {both:.0f} GB/s each way at once",
+        ),
         ("host updates", f"{hosts} G parameters/s"),
-        ("beside copies", f"{busy} G parameters/s"),
+        ("host updates during copies", f"{busy} G parameters/s"),
     ]

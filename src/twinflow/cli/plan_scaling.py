@@ -1,4 +1,4 @@
-"""`twinflow plan --scaling`: a model on 1, 2, 4, ... GPUs in the terminal, with offload and without."""
+"""`twinflow plan --scaling`: a table of a model's speed on 1, 2, 4, ... GPUs, with offload and without."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from twinflow.planner.scaling import (
     scaling,
 )
 
-TOTAL_BATCH: Final = 512  # sequences, as papers on offload have it
+TOTAL_BATCH: Final = 512  # sequences, as in the papers on offload
 
 
 def choose_cluster(gpu: str | None, cores: int | None, dram: str | None, network: str | None, place: Place) -> Cluster:
-    """Machines like the one that the flags name; only data sheets know how many cards would do together."""
+    """The machines that the flags name, from data sheets."""
     if gpu is None:
-        raise invalid_value("--gpu", None, GPUS, "--scaling is for machines by data sheet: name the card.")
+        raise invalid_value("--gpu", None, GPUS, "--scaling is computed from data sheets, so name the GPU.")
     dram_rate = parse_rate("--dram", dram) or DRAM_RATE
     host = Host(place.setting.memory.host_bytes, cores or CORES, dram_rate)
     machine = Machine(gpu_named(gpu), host, place.num_gpus)
@@ -45,12 +45,12 @@ def choose_cluster(gpu: str | None, cores: int | None, dram: str | None, network
 
 
 def parse_rate(name: str, text: str | None) -> int | None:
-    """Bytes a second as people write them: 25GB/s."""
+    """Parse a rate such as 25GB/s to bytes per second."""
     return parse_bytes(name, text.lower().removesuffix("/s") if text is not None else None)
 
 
 def show_scaling(run: Run, cluster: Cluster, limit: int, total_batch: int, as_json: bool) -> int:
-    """Print the table or the object; 1 where nothing fits on any number of GPUs, as an exit code."""
+    """Print the table or the JSON object, and return the exit code: 1 if nothing fits on any number of GPUs."""
     if total_batch < 1:
         raise invalid_value("--total-batch", total_batch, "a whole number >= 1")
     rows = scaling(run, cluster, doubling(limit), Ask(total_batch))
@@ -67,25 +67,25 @@ def show_scaling(run: Run, cluster: Cluster, limit: int, total_batch: int, as_js
 
 
 def cluster_text(cluster: Cluster) -> str:
-    """The machines in a line."""
+    """Description of the machines."""
     gpu, host, num = cluster.machine.gpu, cluster.machine.host, cluster.machine.num_gpus
     links, network = (f"{rate / 1e9:.0f} GB/s" for rate in (link_rate(cluster.machine), cluster.network_rate))
     memory = f"{host.ram_bytes / 1e9:.0f} GB RAM at {host.dram_rate / 1e9:.0f} GB/s"
     machines = f"machines of {num} x {gpu.title}, {host.cores} cores, {memory}"
-    return f"{machines}; {links} between cards,\n{network} from machine to machine (by data sheet, not measured)"
+    return f"{machines}; {links} between GPUs,\n{network} between machines (from data sheets, not measured)"
 
 
 def how(run: Run, total_batch: int) -> str:
-    """The run in a line: batches are the table's."""
-    again = "activations computed again" if run.checkpointing else "activations kept"
-    return f"at most {total_batch} x {run.tokens} tokens a step, {run.weights} weights, {run.states} states, {again}"
+    """One line on the run. Batch sizes are in the table."""
+    again = "activations recomputed" if run.checkpointing else "activations kept"
+    return f"at most {total_batch} x {run.tokens} tokens in a step, {run.weights} weights, {run.states} states, {again}"
 
 
 def scaling_table(rows: Sequence[Row]) -> Table:
-    """Two lines for each number of GPUs."""
+    """A table with two rows for each number of GPUs: with offload and without."""
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold", collapse_padding=True)
     table.add_column("GPUs", justify="right", no_wrap=True)
-    table.add_column("way", no_wrap=True)
+    table.add_column("method", no_wrap=True)
     for name in ("batch", "GPU GB", "s/step", "TFLOPS/GPU", "total", "linear"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("bound by")
@@ -117,18 +117,18 @@ def _cells(point: Point | None, share: float | None) -> list[str]:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Where offload stops being ahead, in a line."""
+    """One sentence on the number of GPUs up to which offload is faster."""
     found = crossover(rows)
     if found is None:
         if not any(row.offload or row.plain for row in rows):
-            return "nothing fits on any number of GPUs"
-        return f"{OFFLOAD} is ahead " + ("on all of them" if rows[-1].ahead == OFFLOAD else "nowhere")
+            return "Nothing fits on any number of GPUs."
+        where = "on every" if rows[-1].ahead == OFFLOAD else "on no"
+        return f"{OFFLOAD} is faster {where} number of GPUs."
     last, following = found
-    return f"{OFFLOAD} is ahead up to {last} GPUs; from {following} on {PLAIN} has caught up"
+    return f"{OFFLOAD} is faster up to {last} GPUs. From {following} GPUs on {PLAIN} is as fast or faster."
 
 
 def to_dict(run: Run, cluster: Cluster, rows: Sequence[Row]) -> dict[str, Any]:
-    """Everything for JSON."""
     offload, plain = (efficiency(points) for points in _by_way(rows))
     return {
         "model": {"name": run.model.name, "params": run.model.numel},

@@ -1,4 +1,4 @@
-"""A plan in the terminal: a table of cases, bars of bytes, a recommendation."""
+"""Output of `twinflow plan` in a terminal: a table of cases, bars of memory, a recommendation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from twinflow.cli.plan_input import Place
 from twinflow.planner.cases import Case
 from twinflow.planner.costs import Run
 
-PIPE_WIDTH: Final = 100  # a pipe has no width of its own
+PIPE_WIDTH: Final = 100  # for output into a pipe, which has no width
 BOUND: Final = {"gpu": "GPU", "host": "host update", "copies": "PCIe", "gate": "clipping norm"}
 _BAR: Final = 34
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
@@ -27,7 +27,6 @@ def print_plan(
     best: Case | None,
     largest: Mapping[str, int],
 ) -> None:
-    """All of it."""
     console.print(Text(title(run), style="bold"))
     console.print(Text(f"{place.text}\n{how(run)}\n", style="dim"))
     console.print(case_table(cases, best))
@@ -38,29 +37,27 @@ def print_plan(
         total = f"{gb(sum(used.values()))} of {gb(limit)} GB"
         console.print(Text(f"\n{where}, {shown.kind}, {shown.run.states}: {total}", style="bold"))
         console.print(bars(used, limit))
-    console.print(Text("\nlargest of this shape", style="bold"))
+    console.print(Text("\nlargest model of this shape that fits", style="bold"))
     console.print(Text(f"{largest_text(run, largest)}\n"))
     console.print(Text(advice(best, shown, cases), style="bold green" if best is not None else "bold red"))
 
 
 def title(run: Run) -> str:
-    """The model in a line."""
     model = run.model
     return f"{model.name}: {count(model.numel)} parameters, {len(model.blocks)} blocks of width {model.hidden}"
 
 
 def how(run: Run) -> str:
-    """The run in a line."""
-    parts = [f"{run.batch} x {run.tokens} tokens a forward"]
-    parts += [f"{run.micro_batches} of them a step"] if run.micro_batches > 1 else []
+    parts = [f"micro-batches of {run.batch} x {run.tokens} tokens"]
+    parts += [f"{run.micro_batches} micro-batches in a step"] if run.micro_batches > 1 else []
     parts += [f"{run.weights} weights", "clipping" if run.clips else "no clipping"]
-    parts.append("activations computed again" if run.checkpointing else "activations kept")
-    parts += ["updates one step late"] if run.delayed else []
+    parts.append("activations recomputed" if run.checkpointing else "activations kept")
+    parts += ["updates delayed by one step"] if run.delayed else []
     return ", ".join(parts)
 
 
 def case_table(cases: Sequence[Case], best: Case | None) -> Table:
-    """A row a case; what does not fit says what is missing."""
+    """A table with a row for each case. The row of a case that does not fit shows how many GB are missing."""
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold", collapse_padding=True)
     table.add_column("offload", no_wrap=True)
     table.add_column("states", no_wrap=True)
@@ -82,13 +79,13 @@ def case_table(cases: Sequence[Case], best: Case | None) -> Table:
 
 
 def lacks(case: Case) -> str:
-    """What a case has too little of."""
+    """The memory that a case lacks on GPU and host."""
     missing = [("GPU", case.missing.gpu_bytes / 1e9), ("host", case.missing.host_bytes / 1e9)]
     return ", ".join(f"{where} +{amount:.{amount < 10:d}f}" for where, amount in missing if amount) + " GB"
 
 
 def bars(used: Mapping[str, int], limit: int) -> Table:
-    """Bytes by kind, each bar a part of what there is."""
+    """A table of bytes by kind, with bars relative to the available memory."""
     table = Table.grid(padding=(0, 2))
     table.add_column(width=13)
     table.add_column(justify="right", width=8)
@@ -100,7 +97,7 @@ def bars(used: Mapping[str, int], limit: int) -> Table:
 
 
 def bar(share: float) -> str:
-    """A bar of a given share, in eighths of a letter; one that is too long ends in an arrow."""
+    """A bar with a resolution of an eighth of a character. A bar longer than the limit ends in an arrow."""
     if share > 1.0:
         return "█" * (_BAR - 1) + "▶"
     eighths = max(1, round(share * _BAR * 8))
@@ -108,7 +105,7 @@ def bar(share: float) -> str:
 
 
 def largest_text(run: Run, largest: Mapping[str, int]) -> str:
-    """The deepest model that fits, by state format."""
+    """The deepest model that fits, for each state format."""
     found = [
         f"  {states}  {count(run.model.with_layers(layers).numel)}, {layers:,} blocks"
         if layers
@@ -119,26 +116,28 @@ def largest_text(run: Run, largest: Mapping[str, int]) -> str:
 
 
 def advice(best: Case | None, nearest: Case, cases: Sequence[Case]) -> str:
-    """One line that says what to do."""
+    """The recommendation, or the reason why nothing fits and what to change."""
     if best is None:
-        return (
-            f"nothing fits: the closest is {nearest.kind}, {nearest.run.states}, {lacks(nearest)}. {_remedy(nearest)}"
-        )
+        case = f"{nearest.kind} with {nearest.run.states} states"
+        sides = (("GPU", nearest.missing.gpu_bytes), ("host", nearest.missing.host_bytes))
+        missing = " and ".join(f"{gb(amount)} GB of {side} memory" for side, amount in sides if amount)
+        return f"Nothing fits. The closest is {case}, which lacks {missing}. {_remedy(nearest)}"
     keys = f'"ratio": {best.ratio:.3g}, "states": "{best.run.states}"'
     gain = _gain(best, cases)
-    return f"use {keys}: {seconds(best.prediction.step_s)} s a step, bound by {BOUND[best.prediction.bound_by]}{gain}"
+    bound = BOUND[best.prediction.bound_by]
+    return f"Use {keys}. A step takes {seconds(best.prediction.step_s)} s and is bound by {bound}{gain}."
 
 
 def _gain(best: Case, cases: Sequence[Case]) -> str:
-    """What the ratio is worth beside full offload in the same format."""
+    """The speedup over full offload in the same state format, as text."""
     full = [c for c in cases if c.kind == "full offload" and c.run.states == best.run.states and c.fits]
     if not full or best.kind == "full offload":
         return ""
-    return f", {full[0].prediction.step_s / best.prediction.step_s:.2f} times as fast as full offload"
+    return f". It is {full[0].prediction.step_s / best.prediction.step_s:.2f} times as fast as full offload"
 
 
 def _remedy(case: Case) -> str:
-    """What would take less."""
+    """Options that reduce memory, as a sentence."""
     found = []
     if case.missing.gpu_bytes:
         found.append("a smaller --batch-size")
@@ -147,19 +146,18 @@ def _remedy(case: Case) -> str:
     if case.run.clips and case.used.host["gradients"]:
         found.append("--grad-clip 0")
     found += ["more --ram"] if case.missing.host_bytes else []
-    return "Try " + ", ".join(found)
+    return f"Try {' or '.join(found)}."
 
 
 def gb(amount: float) -> str:
-    """Bytes in GB, short."""
     return f"{amount / 1e9:,.1f}"
 
 
 def seconds(value: float) -> str:
-    """Three digits that matter."""
+    """Seconds with three decimals below 10, else with one."""
     return f"{value:.3f}" if value < 10 else f"{value:,.1f}"
 
 
 def count(numel: int) -> str:
-    """A number of parameters."""
+    """A number of parameters in millions or billions."""
     return f"{numel / 1e9:.2f} B" if numel >= 10**9 else f"{numel / 1e6:.1f} M"

@@ -1,4 +1,4 @@
-"""A run of `twinflow train`: its parts, the loop around them, checkpoints, and how it may end."""
+"""A run of `twinflow train`: preparation, the loop with checkpoints and metrics, and the outcome."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TRACED_STEPS = 3
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is ready to start, or to go on."""
+    """A run that is ready to start or to be resumed."""
 
     settings: TrainSettings
     ranks: Ranks
@@ -44,28 +44,27 @@ class Run:
     engine: Engine
     config: dict[str, Any]
     memory: MemoryPlan
-    first_step: int  # steps that were done before
-    num_valid: int  # sequences of a validation
+    first_step: int  # steps done before this process started
+    num_valid: int  # sequences in a validation
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of its checkpoints."""
         return self.settings.out / CHECKPOINTS
 
     @property
     def stage(self) -> int:
-        """Of ZeRO."""
+        """ZeRO stage of the run."""
         return int(self.config["zero_optimization"].get("stage", 0))
 
     @property
     def rank_rows(self) -> list[tuple[str, str]]:
-        """Of the header and the page: its ranks and how they share the model; nothing for one process."""
+        """Rows on ranks and parallel layout for the header and the report. Empty for one process."""
         return self.ranks.rows_of_report(self.stage, axes.describe(self.config, self.ranks.world))
 
 
 @dataclass
 class Outcome:
-    """What happened, filled in while the run goes on so that an interrupted one can still be reported."""
+    """Result of a run. It is filled in during the run, so that an interrupted run can be reported as well."""
 
     status: Literal["finished", "interrupted", "stopped"] = "finished"
     message: str = ""
@@ -77,10 +76,13 @@ class Outcome:
 
 
 def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
-    """Check everything, read the data, build the parts. ValueError or OSError: the user's to mend."""
+    """Check the settings, read the data and build the engine.
+
+    Raises ValueError, MemoryError or OSError for problems that the user can fix.
+    """
     with ranks.together():
         check_settings(settings)
-        saved = _saved(settings) if ranks.is_first else {}  # its folder is the first rank's to look at
+        saved = _saved(settings) if ranks.is_first else {}  # only the first rank reads and writes the folder
         gpu_bytes = _cap_gpu(settings)
         set_threads(settings.threads)
         torch.set_num_threads(settings.threads)
@@ -110,15 +112,18 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
         with watched(engine):
             found, _ = engine.load_checkpoint(settings.out / CHECKPOINTS)
         set_rates(engine)
-        console.print(f"resuming from {found}" if found else "no checkpoint yet: starting anew", soft_wrap=True)
+        console.print(
+            f"Resuming from {found}" if found else "There is no checkpoint yet. Training starts from step 0.",
+            soft_wrap=True,
+        )
     return Run(settings, ranks, data, engine, config, plan, engine.global_steps, num_valid)
 
 
 def _saved(settings: TrainSettings) -> dict[str, Any]:
-    """The settings of the run that is to be resumed; nothing where there is none."""
+    """The settings of the run to resume. Empty for a new run."""
     if (settings.out / METRICS).exists() and not settings.resume:
-        remedy = "Name another one, remove it, or go on with --resume."
-        raise invalid_value("--out", str(settings.out), "a folder that holds no run yet", remedy)
+        remedy = "Choose another folder, remove this one, or continue its run with --resume."
+        raise invalid_value("--out", str(settings.out), "a folder without a run", remedy)
     path = settings.out / SETTINGS
     if not settings.resume or not path.exists():
         return {}
@@ -127,7 +132,7 @@ def _saved(settings: TrainSettings) -> dict[str, Any]:
 
 
 def _load(settings: TrainSettings, ranks: Ranks, console: Console) -> TokenData:
-    """The data, the same on all ranks."""
+    """Load the data on all ranks and check that it is identical."""
     data: TokenData = ranks.in_turns(
         lambda: load_data(
             settings.data,
@@ -139,8 +144,8 @@ def _load(settings: TrainSettings, ranks: Ranks, console: Console) -> TokenData:
         )
     )
     for rank, fingerprint in enumerate(prints := ranks.gather(data.fingerprint)):
-        if fingerprint != prints[0]:  # the standard library of another Python, a file of another day
-            remedy = "Put the same data on all machines."
+        if fingerprint != prints[0]:  # for example another version of Python's standard library
+            remedy = "That is the fingerprint on rank 0. Put the same data on all machines."
             raise SharedError(
                 str(invalid_value(f"fingerprint of --data on rank {rank}", fingerprint, prints[:1], remedy))
             )
@@ -148,18 +153,19 @@ def _load(settings: TrainSettings, ranks: Ranks, console: Console) -> TokenData:
 
 
 def _check_saved(saved: dict[str, Any], settings: TrainSettings, data: TokenData) -> None:
-    """A run that is resumed must be the same."""
+    """Raise a ValueError if the run to resume had other settings or data."""
     if not saved:
         return
     check_same_run(saved, settings)
     if (before := saved.get("fingerprint", data.fingerprint)) != data.fingerprint:
         now = f"{settings.data}, fingerprint {data.fingerprint}"
-        remedy = "Bring it back, or take another --out."
-        raise invalid_value("--data", now, f"what it was, fingerprint {before}", remedy)
+        remedy = "The data has changed since the run began. Restore it, or start a new run in another --out."
+        raise invalid_value("--data", now, f"the data with the fingerprint {before}", remedy)
 
 
 def _num_valid(started: dict[str, Any]) -> int:
-    """Sequences of a validation, by the settings that the run began with: other ranks measure the same."""
+    """Sequences in a validation, from the settings of the first start. Other numbers of ranks measure the same
+    sequences."""
     replicas = axes.num_replicas(started.get("file_config") or {}, int(started.get("world", 1)))
     return VALID_BATCHES * int(started["batch_size"]) * replicas
 
@@ -173,40 +179,41 @@ def _write_settings(settings: TrainSettings, chosen: dict[str, Any]) -> None:
 
 
 def _tokenizing(console: Console) -> Callable[[int, int], None]:
-    """Says every tenth of the way how far the tokenizer has come: a large text takes minutes, once."""
+    """Progress callback that prints a line for every tenth of the text: tokenizing a large text takes minutes."""
     shown = -1
 
     def show(done: int, total: int) -> None:
         nonlocal shown
         if total and (tenth := 10 * done // total) > shown:
             shown = tenth
-            console.print(f"tokenizing: {10 * tenth}% of {total / 1e6:,.0f} MB", highlight=False)
+            console.print(f"Tokenizing: {10 * tenth}% of {total / 1e6:,.0f} MB", highlight=False)
 
     return show
 
 
 def _cap_gpu(settings: TrainSettings) -> int | None:
-    """Bytes of the GPU that this run may use; None without one."""
+    """Bytes of the GPU that this run may use, or None without a GPU."""
     if not torch.cuda.is_available():
         return None
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     if settings.gpu_memory is None:
         return int(total)
     if settings.gpu_memory > total:
-        raise invalid_value("--gpu-memory", settings.gpu_memory, f"at most the {total / 1e9:.0f} GB there are")
+        raise invalid_value("--gpu-memory", settings.gpu_memory, f"at most {total}, the bytes of this GPU")
     torch.cuda.set_per_process_memory_fraction(settings.gpu_memory / total)
     return settings.gpu_memory
 
 
 def run_training(run: Run, console: Console) -> Outcome:
-    """The run itself. It always has an outcome: finished, interrupted by the user, or stopped by bad numbers."""
+    """Train. The outcome is finished, interrupted by the user, or stopped because a loss or a gradient is not
+    finite."""
     outcome, start = Outcome(), time.perf_counter()
     try:
         with watched(run.engine):
             _train(run, outcome, console)
     except KeyboardInterrupt:
         outcome.status = "interrupted"
-        outcome.notes.append("Interrupted twice: the steps since the last checkpoint are lost.")
+        outcome.notes.append("It was interrupted twice, so the steps since the last checkpoint are lost.")
     finally:
         run.engine.destroy()
     outcome.wall_s = time.perf_counter() - start
@@ -215,7 +222,7 @@ def run_training(run: Run, console: Console) -> Outcome:
 
 
 def _train(run: Run, outcome: Outcome, console: Console) -> None:
-    """All steps, and what comes after each of them."""
+    """Run all steps, and write metrics, progress and checkpoints."""
     settings, ranks = run.settings, run.ranks
     plain_every = max(1, settings.steps // 20)
     with (
@@ -223,7 +230,7 @@ def _train(run: Run, outcome: Outcome, console: Console) -> None:
         TrainProgress(console, settings.steps, plain_every, first_step=run.first_step + 1) as progress,
         _stop_signals(console, ONE_SIGNAL_S if ranks.world > 1 else 0.0) as stop,
     ):
-        earlier = read_metrics(settings.out / METRICS) if ranks.is_first else []  # of the run that is resumed
+        earlier = read_metrics(settings.out / METRICS) if ranks.is_first else []  # records of the run that is resumed
         outcome.steps += [record for record in earlier if isinstance(record, StepRecord)]
         outcome.valids += [record for record in earlier if isinstance(record, ValidRecord)]
         measured = ranks.first([record.step for record in outcome.valids])
@@ -234,7 +241,7 @@ def _train(run: Run, outcome: Outcome, console: Console) -> None:
                 write(record)
                 if isinstance(record, ValidRecord):
                     outcome.valids.append(record)
-                    progress.note(f"validation loss {record.loss:.4f} after {record.step} steps")
+                    progress.note(f"Validation loss after {record.step} steps: {record.loss:.4f}")
                     continue
                 progress.step(record)
                 _note_move(outcome, progress, record)
@@ -243,14 +250,14 @@ def _train(run: Run, outcome: Outcome, console: Console) -> None:
             if talk.should_stop():
                 outcome.status = "interrupted"
             _finish(run, outcome, progress)
-        except FloatingPointError as error:  # the loss scale of fp16 has reached its end, on all ranks
+        except FloatingPointError as error:  # the loss scale of fp16 has reached its minimum, on all ranks
             outcome.status = "stopped"
             outcome.notes.append(str(error))
 
 
 @contextmanager
 def _metrics(run: Run) -> Iterator[Callable[[Record], None]]:
-    """Writes a record; only the first rank does."""
+    """Yield a function that writes a record. It does nothing on other ranks than the first."""
     if not run.ranks.is_first:
         yield lambda record: None
         return
@@ -259,14 +266,16 @@ def _metrics(run: Run) -> Iterator[Callable[[Record], None]]:
 
 
 def _note_move(outcome: Outcome, progress: TrainProgress, record: StepRecord) -> None:
-    """Says so where the optimizer has moved state between GPU and host."""
+    """Print a note if the optimizer has moved state between GPU and host."""
     before = outcome.steps[-1].host_share if outcome.steps else math.nan
     if abs(record.host_share - before) > 1e-6:
-        progress.note(f"ratio {record.host_share:.2f} from here on: so much of the optimizer state is on the host")
+        progress.note(
+            f"From this step on the ratio is {record.host_share:.2f}: this share of the optimizer state is on the host"
+        )
 
 
 def _after_step(run: Run, outcome: Outcome, progress: TrainProgress, step: int) -> None:
-    """Checkpoints and the timeline, where they are due."""
+    """Save a checkpoint and record the timeline if they are due."""
     settings, optimizer = run.settings, run.engine.optimizer
     if settings.save_every and step % settings.save_every == 0 and step < settings.steps:
         _save(run, outcome, progress)
@@ -279,7 +288,7 @@ def _after_step(run: Run, outcome: Outcome, progress: TrainProgress, step: int) 
 
 
 def _write_trace(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
-    """The timeline, where one has been begun. A file that cannot be written does not cost the run."""
+    """Write the timeline if a recording is running. A file that cannot be written does not end the run."""
     path, optimizer = run.settings.trace, run.engine.optimizer
     if path is None or optimizer is None or not optimizer.trace.enabled:
         return
@@ -288,15 +297,16 @@ def _write_trace(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
     try:
         optimizer.export_trace(path)
     except (ValueError, OSError) as error:
-        outcome.notes.append(f"could not write the timeline: {error}")
+        outcome.notes.append(f"The timeline could not be written: {error}")
         progress.note(f"warning: {outcome.notes[-1]}")
         return
-    progress.note(f"timeline of some steps: {path}")
+    progress.note(f"Timeline of some steps: {path}")
 
 
 def _finish(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
-    """The last checkpoint; none after numbers that went bad, so that --resume has a good one to go back to."""
-    _write_trace(run, outcome, progress)  # of a run that ended before the last of the steps to record
+    """Save the last checkpoint. After a step with numbers that are not finite none is saved: --resume needs a good
+    one."""
+    _write_trace(run, outcome, progress)  # the run may end before the last step that was to be recorded
     last = outcome.steps[-1] if outcome.steps else None
     if last is not None and is_bad(last, run.settings.precision):
         outcome.status = "stopped"
@@ -305,26 +315,28 @@ def _finish(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
 
 
 def _save(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
-    """A checkpoint. A disk that is full costs the checkpoint, not the run."""
+    """Save a checkpoint. A full disk loses this checkpoint, but does not end the run."""
     if not run.settings.save:
         return
     start = time.perf_counter()
     try:
         run.engine.save_checkpoint(run.checkpoints)
     except OSError as error:
-        text = f"could not save a checkpoint after {run.engine.global_steps} steps: {error}. The one before is kept."
+        steps = run.engine.global_steps
+        text = f"The checkpoint after {steps} steps could not be saved: {error}. The previous checkpoint is kept."
         progress.note(f"warning: {text}")
         outcome.notes.append(text)
         return
     seconds = time.perf_counter() - start
-    progress.note(f"checkpoint after {run.engine.global_steps} steps: {run.checkpoints} ({duration(seconds)})")
+    progress.note(f"Checkpoint after {run.engine.global_steps} steps: {run.checkpoints} ({duration(seconds)})")
 
 
 @contextmanager
 def _stop_signals(console: Console, one_s: float) -> Iterator[list[float]]:
-    """Ctrl-C and SIGTERM end the run after the step under way, in which weights and state agree; twice: at once.
+    """Yield a list that gets an entry when Ctrl-C or SIGTERM arrives.
 
-    What comes within `one_s` seconds is one signal that came by two ways.
+    The first signal ends the run after the current step, when weights and state agree. A second signal ends it at once.
+    Signals within `one_s` seconds count as one, because a launcher and the terminal may both deliver it.
     """
     seen: list[float] = []
 
@@ -334,7 +346,7 @@ def _stop_signals(console: Console, one_s: float) -> Iterator[list[float]]:
         seen.append(time.monotonic())
         if len(seen) > 1:
             return
-        console.print("stopping after this step; once more ends at once", highlight=False)
+        console.print("Stopping after this step. Press Ctrl-C again to stop at once.", highlight=False)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -345,23 +357,24 @@ def _stop_signals(console: Console, one_s: float) -> Iterator[list[float]]:
 
 
 def describe(outcome: Outcome, run: Run) -> str:
-    """How the run ended, in a sentence, with advice where it went wrong."""
+    """How the run ended, in sentences, with advice if it went wrong."""
     settings, done = run.settings, run.engine.global_steps
     if outcome.status == "stopped":
         last = outcome.steps[-1] if outcome.steps else None
         what = "loss" if last is not None and not math.isfinite(last.loss) else "gradient norm"
         clip = "" if settings.grad_clip else ", or clip with --grad-clip 1.0"
         applied = ", so this step was not applied" if last is None or last.skipped else ""
-        first = " It was so from the first step: look at the data and the model first." if done == 1 else ""
+        first = " This happened in the first step, so check the data and the model first." if done == 1 else ""
         return (
             f"Stopped at step {done}: the {what} is not a finite number{applied}. "
-            f"Try a lower --lr (now {settings.lr:g}) or a longer --warmup (now {settings.warmup}){clip}.{first}"
+            f"Use a lower --lr (now {settings.lr:g}) or a longer --warmup (now {settings.warmup}){clip}.{first}"
         )
     if outcome.status == "interrupted":
-        go_on = f" --resume --out {settings.out} goes on from there." if run.checkpoints.exists() else ""
+        again = f" To continue, run the same command with --resume --out {settings.out}."
+        go_on = again if run.checkpoints.exists() else ""
         lost = " ".join(["", *outcome.notes]) if outcome.notes else ""
         return f"Interrupted after {done} of {settings.steps} steps.{lost}{go_on}"
-    here = f", {done - run.first_step} of them now," if run.first_step else ""
+    here = f", {done - run.first_step} of them after the resume," if run.first_step else ""
     share = outcome.steps[-1].host_share if outcome.steps else math.nan
     chosen = f", with ratio auto at {share:.2f}" if settings.ratio == "auto" and math.isfinite(share) else ""
     return f"Finished {done} steps{here} in {duration(outcome.wall_s)}{chosen}."

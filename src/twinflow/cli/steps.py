@@ -1,4 +1,4 @@
-"""One way to run a step, and to measure, for both kinds of engine: of a whole model, and of a pipeline's stages."""
+"""Runs and times one training step for both kinds of engine: a whole model, and the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from twinflow.engine.late import LateScalar
 from twinflow.engine.pipeline import PipelineEngine
 
 Batch = tuple[Tensor, Tensor]  # tokens and targets
-Tell = Callable[[float], None]  # the other ranks of a step's loss here
+Tell = Callable[[float], None]  # sends this rank's loss of a step to the other ranks
 
 
 class Clock:
-    """Moments on the device, read when a step is over: on a GPU reading one earlier would hold up the queue."""
+    """Timestamps on the device. They are read after the step, because reading a CUDA event earlier would stall the
+    queue."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
 
     def now(self) -> Any:
-        """This moment."""
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -33,7 +33,7 @@ class Clock:
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Between two moments; waits for the second."""
+        """Seconds between two timestamps. Waits until the device has reached the second one."""
         if not self._is_cuda:
             return float(end - start)
         end.synchronize()
@@ -42,18 +42,21 @@ class Clock:
 
 @dataclass(frozen=True)
 class Done:
-    """A step that the device may still be busy with."""
+    """Results of a step that the device may still be computing."""
 
     losses: Sequence[Tensor]
-    marks: Sequence[tuple[Any, Any, Any]]  # of each part: its start, the end of the forward, the end
-    is_mixed: bool = False  # forwards and backwards take turns: only their sum is known
+    marks: Sequence[tuple[Any, Any, Any]]  # of each micro-batch: start, end of the forward, end of the backward
+    is_mixed: bool = False  # forwards and backwards alternate, so only their sum is known
 
     def loss(self) -> float:
-        """The mean of its parts'."""
+        """Mean loss of the micro-batches."""
         return float(torch.stack(list(self.losses)).mean())
 
     def seconds(self, clock: Clock, wait_s: float) -> tuple[float, float]:
-        """Forward and backward without what forwards waited for new weights; of a mixed step all is the second."""
+        """Seconds of forward and backward, without the time that forwards waited for new weights.
+
+        A mixed step reports all its time as backward.
+        """
         forward_s = sum(clock.seconds(start, middle) for start, middle, _ in self.marks)
         backward_s = sum(clock.seconds(middle, end) for _, middle, end in self.marks)
         if self.is_mixed:
@@ -73,12 +76,13 @@ def run_step(engine: Engine, batches: Iterator[Batch], clock: Clock, tell: Tell 
         loss = engine(*batch).loss
         middle = clock.now()
         if tell is not None:
-            late.append(LateScalar(loss))  # copied out here, so that reading it waits for no more than the forward
+            # The copy to the host starts here, so that reading the loss waits only for the forward.
+            late.append(LateScalar(loss))
         engine.backward(loss)
         marks.append((start, middle, clock.now()))
         losses.append(loss.detach())
         engine.step()
-    if tell is not None:  # while the GPU is busy with the last backward
+    if tell is not None:  # the ranks exchange losses while the GPU computes the last backward
         tell(sum(one.get() for one in late) / len(late))
     return Done(losses, marks)
 
@@ -93,13 +97,13 @@ def _run_pipeline(engine: PipelineEngine, batches: Iterator[Batch], clock: Clock
 
 
 def batches_at_once(engine: Engine) -> int:
-    """Batches to measure in one call: a pipeline is busy on all ranks only with several."""
+    """Batches to evaluate in one call. A pipeline keeps all its ranks busy only with several micro-batches."""
     return engine.gradient_accumulation_steps() if isinstance(engine, PipelineEngine) else 1
 
 
 @torch.no_grad()
 def measure(engine: Engine, batches: Sequence[Batch]) -> list[float]:
-    """Losses of batches; nothing on ranks that do not know them, or that another one of their replica speaks for."""
+    """Losses of batches. Empty on ranks without the loss, and on all but the first tensor rank of a replica."""
     if isinstance(engine, PipelineEngine):
         found = engine.eval_batch(iter(batches), reduce_output=None, num_micro_batches=len(batches))
     else:

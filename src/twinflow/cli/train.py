@@ -1,7 +1,8 @@
-"""`twinflow train`: pretrain a GPT on this machine, its optimizer on the host, and leave a report."""
+"""`twinflow train`: pretrains a GPT on this machine with the optimizer on the host, and writes a report."""
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from twinflow.cli.axes import check_layout, only_one, with_axes
 from twinflow.cli.outcome import EXIT_CODES, header_rows, make_report, print_rows, where
-from twinflow.cli.ranks import Ranks, join
+from twinflow.cli.ranks import USER_ERRORS, Ranks, join
 from twinflow.cli.run import REPORT, Outcome, Run, prepare, run_training
 from twinflow.cli.settings import (
     BATCH_KEYS,
@@ -40,89 +41,107 @@ def _option(*names: str, help: str) -> Any:
 
 def train(
     preset: Annotated[
-        str | None, _option(help="tiny, small, gpt-350m, gpt2-1.5b, gpt2-10b or gpt2-13b.  [default: tiny]")
+        str | None, _option(help="Model: tiny, small, gpt-350m, gpt2-1.5b, gpt2-10b or gpt2-13b.  [default: tiny]")
     ] = None,
-    num_layers: Annotated[int | None, _option("--num-layers", help="Blocks.")] = None,
-    hidden: Annotated[int | None, _option("--hidden-size", help="Width.")] = None,
-    num_heads: Annotated[int | None, _option("--num-attention-heads", help="Heads.")] = None,
+    num_layers: Annotated[int | None, _option("--num-layers", help="Number of transformer blocks.")] = None,
+    hidden: Annotated[int | None, _option("--hidden-size", help="Width of the model.")] = None,
+    num_heads: Annotated[int | None, _option("--num-attention-heads", help="Number of attention heads.")] = None,
     vocab_size: Annotated[
-        int | None, _option("--vocab-size", help="Symbols. Default: what preset and tokenizer need.")
+        int | None,
+        _option("--vocab-size", help="Size of the vocabulary. Default: what the preset and the tokenizer need."),
     ] = None,
     context: Annotated[
-        int | None, _option("--seq-length", "--context", help="Tokens a sequence. Default: the preset's.")
+        int | None, _option("--seq-length", "--context", help="Tokens in a sequence. Default: the preset's.")
     ] = None,
     checkpoint_activations: Annotated[
         bool | None,
         _option(
             "--checkpoint-activations/--no-checkpoint-activations",
-            help="Keep only each block's input, compute the rest again in backward. Default: from width 1600 on.",
+            help="Keep only the input of each block and recompute the other activations in backward. "
+            "Default: on for models of width 1600 and more.",
         ),
     ] = None,
-    steps: Annotated[int, _option("--steps", "--train-iters", help="Training steps.")] = 800,
+    steps: Annotated[int, _option("--steps", "--train-iters", help="Number of training steps.")] = 800,
     batch_size: Annotated[
         int | None,
-        _option("--batch-size", "--micro-batch-size", help="Sequences a forward, a replica. Default: the preset's."),
+        _option(
+            "--batch-size", "--micro-batch-size", help="Sequences in a micro-batch of a replica. Default: the preset's."
+        ),
     ] = None,
     accumulation: Annotated[
-        int | None, _option("--accumulation", help="Forwards and backwards that make a step.  [default: 1]")
+        int | None, _option("--accumulation", help="Micro-batches in a step.  [default: 1]")
     ] = None,
-    lr: Annotated[float | None, _option(help="Peak learning rate. Default: one that suits rule and size.")] = None,
+    lr: Annotated[
+        float | None, _option(help="Peak learning rate. Default: depends on the rule and the model size.")
+    ] = None,
     warmup: Annotated[
-        int | None, _option("--warmup", "--lr-warmup-iters", help="Steps of linear warmup. Default: a twentieth.")
+        int | None, _option("--warmup", "--lr-warmup-iters", help="Steps of linear warmup. Default: 5% of the steps.")
     ] = None,
-    weight_decay: Annotated[float | None, _option(help="Weight decay. Default: one that suits the rule.")] = None,
+    weight_decay: Annotated[float | None, _option(help="Weight decay. Default: depends on the rule.")] = None,
     grad_clip: Annotated[
         float | None,
-        _option("--grad-clip", "--clip-grad", help="Largest gradient norm; 0 for no clipping.  [default: 1]"),
+        _option("--grad-clip", "--clip-grad", help="Largest gradient norm. 0 turns clipping off.  [default: 1]"),
     ] = None,
-    rule: Annotated[str | None, _option(help=f"{', '.join(RULES)}.  [default: adamw]")] = None,
+    rule: Annotated[str | None, _option(help=f"Update rule: {', '.join(RULES)}.  [default: adamw]")] = None,
     states: Annotated[
         str | None,
-        _option(help="Optimizer state: fp32, bf16, int8 (adamw and adam), or auto: what fits.  [default: auto]"),
+        _option(
+            help="Optimizer state: fp32, bf16, int8 (adamw and adam), or auto: the widest that fits.  [default: auto]"
+        ),
     ] = None,
     ratio: Annotated[
         str | None,
         _option(
-            "--ratio", help="Share of that state on the host, 0 to 1; auto: chosen after some steps.  [default: 1]"
+            "--ratio",
+            help="Share of the optimizer state on the host, 0 to 1, or auto: chosen after some steps.  [default: 1]",
         ),
     ] = None,
     placement: Annotated[
         str | None,
-        _option("--placement", help="The end of the model whose state stays on the GPU: auto, front or tail."),
+        _option("--placement", help="End of the model whose optimizer state stays on the GPU: auto, front or tail."),
     ] = None,
     delayed_update: Annotated[
-        bool, _option("--delayed-update", help="Apply each update one step later, so that it never holds up a step.")
+        bool, _option("--delayed-update", help="Apply each update one step later, so that no step waits for it.")
     ] = False,
     precision: Annotated[
         str | None,
-        _option("--precision", help="Of the weights: bf16, fp16 or fp32. Default: bf16 on a GPU, else fp32."),
+        _option("--precision", help="Data type of the weights: bf16, fp16 or fp32. Default: bf16 on a GPU, else fp32."),
     ] = None,
     data: Annotated[
-        str, _option("--data", "--data-path", help="stdlib, or a .txt, .jsonl, .bin, .npy file or a folder of text.")
+        str,
+        _option(
+            "--data",
+            "--data-path",
+            help="Training data: stdlib, a .txt, .jsonl, .bin or .npy file, or a folder of text files.",
+        ),
     ] = "stdlib",
-    json_key: Annotated[str, _option("--json-key", help="The field of a JSONL line that holds its text.")] = "text",
+    json_key: Annotated[str, _option("--json-key", help="Field of a JSONL line that holds the text.")] = "text",
     tokenizer: Annotated[str, _option(help="bytes, or a folder with a Hugging Face tokenizer.json.")] = "bytes",
-    seed: Annotated[int, _option(help="Of the weights and of the order of the data.")] = 0,
+    seed: Annotated[int, _option(help="Seed of the weights and of the order of the data.")] = 0,
     valid_every: Annotated[
         int,
-        _option("--valid-every", "--eval-interval", help="Steps between validations; 0: at start and end."),
+        _option(
+            "--valid-every",
+            "--eval-interval",
+            help="Steps between validations. 0: only before the first and after the last step.",
+        ),
     ] = 100,
-    save: Annotated[bool, _option("--save/--no-save", help="Whether to keep checkpoints at all.")] = True,
+    save: Annotated[bool, _option("--save/--no-save", help="Whether to save checkpoints.")] = True,
     save_every: Annotated[
         int,
-        _option("--save-every", "--save-interval", help="Steps between checkpoints; 0: one at the end."),
+        _option("--save-every", "--save-interval", help="Steps between checkpoints. 0: only one at the end."),
     ] = 0,
-    keep_last: Annotated[int | None, _option(help="Checkpoints to keep. Default: 2.")] = None,
-    resume: Annotated[bool, _option("--resume", help="Go on with the run in --out, from its last checkpoint.")] = False,
+    keep_last: Annotated[int | None, _option(help="How many checkpoints to keep. Default: 2.")] = None,
+    resume: Annotated[bool, _option("--resume", help="Continue the run in --out from its last checkpoint.")] = False,
     gpu_memory: Annotated[
-        str | None, _option("--gpu-memory", help="Use no more of the GPU than this, like 32GB.")
+        str | None, _option("--gpu-memory", help="Limit of the GPU memory, for example 32GB.")
     ] = None,
     threads: Annotated[
-        int | None, _option(help="CPU threads, of each rank. Default: all this process may use.")
+        int | None, _option(help="CPU threads of each rank. Default: all that this process may use.")
     ] = None,
-    out: Annotated[Path | None, _option(help="Folder of the run. Default: a new one in runs.")] = None,
+    out: Annotated[Path | None, _option(help="Folder of the run. Default: a new folder in runs.")] = None,
     trace: Annotated[
-        Path | None, _option("--trace", help="Write the timeline of some steps here, for Perfetto.")
+        Path | None, _option("--trace", help="Write a timeline of some steps to this file, for Perfetto.")
     ] = None,
     config: Annotated[
         Path | None,
@@ -130,26 +149,32 @@ def train(
     ] = None,
     of_megatron: Annotated[
         bool,
-        _option("--deepspeed", "--cpu-optimizer", "--no-pipeline-parallel", help="Of Megatron's: no effect."),
+        _option(
+            "--deepspeed",
+            "--cpu-optimizer",
+            "--no-pipeline-parallel",
+            help="Options of Megatron that have no effect here.",
+        ),
     ] = False,
     tensor_ranks: Annotated[
         int | None,
-        _option("--model-parallel-size", "--tensor-model-parallel-size", help="Ranks that share each tensor."),
+        _option("--model-parallel-size", "--tensor-model-parallel-size", help="Number of tensor-parallel ranks."),
     ] = None,
     stages: Annotated[
         int | None,
-        _option("--pipeline-parallel-size", "--pipeline-model-parallel-size", help="Ranks that share the layers."),
+        _option("--pipeline-parallel-size", "--pipeline-model-parallel-size", help="Number of pipeline stages."),
     ] = None,
     pipeline_schedule: Annotated[
-        str | None, _option("--pipeline-schedule", help="gpipe, 1f1b, interleaved or zbv.  [default: 1f1b]")
+        str | None,
+        _option("--pipeline-schedule", help="Pipeline schedule: gpipe, 1f1b, interleaved or zbv.  [default: 1f1b]"),
     ] = None,
-    max_positions: Annotated[int | None, _option("--max-position-embeddings", help="The same as --seq-length.")] = None,
-    fp16: Annotated[bool, _option("--fp16", help="--precision fp16.")] = False,
-    bf16: Annotated[bool, _option("--bf16", help="--precision bf16.")] = False,
+    max_positions: Annotated[int | None, _option("--max-position-embeddings", help="Same as --seq-length.")] = None,
+    fp16: Annotated[bool, _option("--fp16", help="Same as --precision fp16.")] = False,
+    bf16: Annotated[bool, _option("--bf16", help="Same as --precision bf16.")] = False,
 ) -> None:
-    """Pretrain a GPT with the optimizer on the host, on a GPU where there is one, and write a report page.
+    """Pretrain a GPT with the optimizer on the host, on a GPU if there is one, and write a report page.
 
-    Under `twinflow launch --module twinflow train`, torchrun or srun all ranks train it together.
+    Started with `twinflow launch --module twinflow train`, torchrun or srun, all ranks train one model together.
     """
     console, ranks = Console(), Ranks()
     try:
@@ -202,7 +227,7 @@ def train(
         title = f"twinflow {__version__}: training a GPT ({name}) on {where()}"
         print_rows(console, title, [*header_rows(run), *run.rank_rows])
         outcome = run_training(run, console)
-    except (ValueError, OSError) as error:  # later on: a token outside the vocabulary, a disk without room for a line
+    except USER_ERRORS as error:  # also during training: a token outside the vocabulary, a full disk
         if (text := ranks.message(error)) is not None:
             typer.echo(text, err=True)
         else:
@@ -215,31 +240,42 @@ def train(
 
 
 def show(run: Run, outcome: Outcome, console: Console) -> None:
-    """The page, and the last lines."""
+    """Write the report page and print the final numbers."""
     report = make_report(run, outcome)
     report = replace(report, settings=[*run.rank_rows, *report.settings])
     rows, path = outcome.numbers, run.settings.out / REPORT
     try:
         write_report(path, report)
         rows.append(("report", str(path)))
-    except OSError as error:  # a disk that is full
-        typer.echo(f"warning: no report: {error}", err=True)
+    except OSError as error:  # for example a full disk
+        typer.echo(f"warning: The report could not be written: {error}", err=True)
     print_rows(console, outcome.message, rows)
+    if outcome.status == "finished":
+        console.print(f"Next: {next_command(run)}", highlight=False, markup=False, soft_wrap=True)
     if outcome.status == "stopped" and run.ranks.world > 1:
-        typer.echo(f"error: {outcome.message}", err=True)  # what the launcher names as the cause
+        typer.echo(f"error: {outcome.message}", err=True)  # the launcher shows this line as the cause
+
+
+def next_command(run: Run) -> str:
+    """A command to try after a finished run: export the weights, or without a checkpoint plan a larger model."""
+    if run.checkpoints.exists():
+        return shlex.join(["twinflow", "export", str(run.checkpoints), str(run.settings.out / "weights")])
+    return shlex.join(
+        ["twinflow", "plan", "--preset", "gpt2-10b", *([] if torch.cuda.is_available() else ["--gpu", "h200"])]
+    )
 
 
 def read_config(path: Path | None) -> dict[str, Any]:
-    """What a config file says, checked, in today's spellings."""
+    """Read and validate a config file. Deprecated keys get their current names."""
     if path is None:
         return {}
     if not path.is_file():
-        raise invalid_value("--deepspeed_config", str(path), "a file that is there")
+        raise invalid_value("--deepspeed_config", str(path), "an existing file")
     return load_config(path).model_dump(mode="json", exclude_unset=True)
 
 
 def default_out(preset: str, rule: str) -> Path:
-    """A folder of its own for every run."""
+    """A new folder for each run, named by preset, rule and time."""
     return Path("runs") / f"{preset}-{rule}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
@@ -252,7 +288,7 @@ def _context(context: int | None, max_positions: int | None) -> int | None:
 def _offload(
     states: str | None, ratio: str | None, placement: str | None, delayed_update: bool, file_config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Settings of the optimizer's state, from the command line or from the file."""
+    """Settings of the optimizer state, from the command line or from the config file."""
     offload = (file_config.get("zero_optimization") or {}).get("offload_optimizer") or {}
     chosen_ratio, end = _ratio(ratio, placement, offload)
     delayed = only_one("--delayed-update", delayed_update or None, offload, "delayed_update")
@@ -265,10 +301,11 @@ def _offload(
 
 
 def _ratio(ratio: str | None, placement: str | None, offload: Mapping[str, Any]) -> tuple[float | str, str]:
-    """The share of the state on the host and the end that is not, from the command line or from the file."""
+    """The share of the state on the host and the end of the model that stays on the GPU, from the command line or the
+    config file."""
     asked = only_one("--ratio", parse_ratio(ratio), offload, "ratio")
     end = only_one("--placement", placement, offload, "placement")
-    if offload.get("device") == "none":  # all state is on the GPU, whatever else the file says
+    if offload.get("device") == "none":  # then all state is on the GPU
         return only_one("--ratio", asked, offload, "device") or 0.0, end or "auto"
     return offload.get("ratio", 1.0) if asked is None else asked, end or offload.get("placement", "auto")
 
@@ -276,19 +313,19 @@ def _ratio(ratio: str | None, placement: str | None, offload: Mapping[str, Any])
 def _batch(
     batch_size: int | None, accumulation: int | None, file_config: Mapping[str, Any], default: int, world: int
 ) -> tuple[int, int]:
-    """Sequences of a rank's micro-batch and micro-batches of a step, from the command line or from the file."""
+    """Sequences in a micro-batch of a rank and micro-batches in a step, from the command line or the config file."""
     keys = BATCH_KEYS
     named = {key: file_config[key] for key in keys if file_config.get(key) not in (None, "auto")}
     for option, value, key in (("--batch-size", batch_size, keys[1]), ("--accumulation", accumulation, keys[2])):
         if value is not None and value < 1:
             raise invalid_value(option, value, "a whole number >= 1")
         if value is not None and named.setdefault(key, value) != value:
-            raise invalid_value(option, value, [named[key]], f"The config file says so in {key!r}.")
+            raise invalid_value(option, value, [named[key]], f"The config file sets {key!r} to this value.")
     if keys[0] not in named:
         named.setdefault(keys[1], default)
         named.setdefault(keys[2], 1)
     elif len(named) == 1 and named[keys[0]] % (default * world) == 0:
-        named[keys[1]] = default  # a large batch is made of micro-batches that fit
+        named[keys[1]] = default  # a large batch is split into micro-batches of the default size
     batch = resolve_batch(load_config(named), world_size=world)
     return batch.micro_batch_size, batch.accumulation_steps
 
@@ -302,6 +339,8 @@ def _precision(precision: str | None, fp16: bool, bf16: bool, file_config: Mappi
     ]
     asked = {name for name, given in (("fp16", fp16), ("bf16", bf16), (precision, precision is not None)) if given}
     if len(asked | set(in_file)) > 1:
-        raise invalid_value("--precision", sorted(map(str, asked | set(in_file))), "one of them")
+        named = sorted(map(str, asked | set(in_file)))
+        remedy = "The options --precision, --fp16 and --bf16 and the config file must name the same type."
+        raise invalid_value("--precision", named, "a single type", remedy)
     found = next(iter(asked | set(in_file)), None)
     return found or ("bf16" if torch.cuda.is_available() else "fp32")

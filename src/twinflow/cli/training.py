@@ -1,4 +1,4 @@
-"""The training loop of `twinflow train`: an engine and data in, records out."""
+"""The training loop of `twinflow train` for one process. It takes an engine and data and yields records."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ VALID_BATCHES: Final = 16
 
 
 def is_bad(record: StepRecord, precision: str) -> bool:
-    """Whether to stop after a step. fp16 skips one now and then, and lowers its scale."""
+    """Whether training must stop after this step. With fp16 a skipped step is normal: the loss scale is lowered."""
     return not math.isfinite(record.loss) or (record.skipped and precision != "fp16")
 
 
 class Loop:
-    """Trains an engine's GPT from where it stands to the last step."""
+    """Trains the GPT of an engine from the engine's current step to the last step."""
 
     def __init__(self, settings: TrainSettings, engine: Engine, data: TokenData) -> None:
         self._settings, self._engine, self._data = settings, engine, data
@@ -34,17 +34,19 @@ class Loop:
         self._meter = LoadMeter(self._device)
         self._clock = Clock(self._device)
         self._tell: Tell | None = None
-        self._busy_s = self._waited_s = 0.0  # of the optimizer so far: host at work, forwards waiting
+        self._busy_s = self._waited_s = 0.0  # totals of the optimizer: busy time of the host, waiting time of forwards
         self._flops = flops_per_token(settings.model) * settings.tokens
 
     def records(
         self, should_stop: Callable[[], bool] = lambda: False, measured: Container[int] = ()
     ) -> Iterator[Record]:
-        """Each step and each validation as it happens; `should_stop` is asked between steps.
+        """Yield a record of each step and each validation as it happens. `should_stop` is called between steps.
 
-        A step whose loss or gradient is not finite is yielded without having changed the weights, and is the last one.
-        `measured`: steps after which the run that is resumed has validated. It may have died between a checkpoint and
-        the validation after the same step.
+        A step whose loss or gradient is not finite does not change the weights. Its record is yielded, and it is the
+        last one.
+
+        `measured`: steps after which the resumed run has already validated. A run can end between a checkpoint and the
+        validation after the same step.
         """
         settings, engine = self._settings, self._engine
         if engine.global_steps not in measured:
@@ -61,12 +63,13 @@ class Loop:
         return step in (0, self._settings.steps) or (every > 0 and step % every == 0)
 
     def _valid_records(self, should_stop: Callable[[], bool]) -> Iterator[ValidRecord]:
-        """A validation where one is due; none where it was stopped, for a resumed run makes up for it."""
+        """Validate if a validation is due. A validation that was interrupted yields no record: a resumed run repeats
+        it."""
         engine = self._engine
         if not self._validates_after(engine.global_steps):
             return
         if engine.global_steps == self._settings.steps and engine.optimizer is not None:
-            engine.optimizer.flush()  # a delayed update still to come belongs to the model that is measured last
+            engine.optimizer.flush()  # the last validation measures the model with its last delayed update
         loss = self.valid_loss(should_stop)
         if loss is not None:
             yield ValidRecord(engine.global_steps, loss)
@@ -74,15 +77,15 @@ class Loop:
     def step(self) -> StepRecord:
         """Forward, backward and update on the micro-batches of this step.
 
-        The update runs beside backward and the next forward. What is measured of it is what the loop waits for: new
-        weights in the forwards, and the norm after the last backward.
+        The update runs concurrently with backward and the next forward. The recorded update time is only the time that
+        the loop waits: for new weights in the forwards, and for the norm after the last backward.
         """
         settings, engine = self._settings, self._engine
         lr = engine.get_lr()[0]
         start = time.perf_counter()
         done = run_step(engine, self.train_batches(), self._clock, self._tell)
         assert engine.optimizer is not None
-        counts = engine.optimizer.metrics()  # waits for the norm: the device has come this far
+        counts = engine.optimizer.metrics()  # waits for the gradient norm, so the device has finished backward
         mean = done.loss()
         wall_s = time.perf_counter() - start
         wait_s, self._waited_s = counts["waited_s"] - self._waited_s, counts["waited_s"]
@@ -116,9 +119,9 @@ class Loop:
 
     @torch.no_grad()
     def valid_loss(self, should_stop: Callable[[], bool] = lambda: False) -> float | None:
-        """Mean loss over the same few batches each time, so that two measurements differ by the weights alone.
+        """Mean loss over the same batches each time, so that two measurements differ only by the weights.
 
-        None where `should_stop` said so in between.
+        Returns None if `should_stop` returned True during the validation.
         """
         module, losses = self._engine.module.eval(), []
         for index in range(VALID_BATCHES):
@@ -129,12 +132,12 @@ class Loop:
         return sum(losses) / len(losses) if len(losses) == VALID_BATCHES else None
 
     def train_batches(self) -> Iterator[Batch]:
-        """The micro-batches of the step under way, each made when it is asked for."""
+        """The micro-batches of the current step. Each is built when it is requested."""
         first = self._engine.micro_steps
         for part in range(self._settings.accumulation):
             yield self.batch("train", first + part)
 
     def batch(self, split: Split, index: int) -> Batch:
-        """The data's micro-batch of this number, where the model is."""
+        """Micro-batch number `index` of a split, on the model's device."""
         tokens, targets = self._data.batch(split, index, self._settings.batch_size, self._settings.context)
         return tokens.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)

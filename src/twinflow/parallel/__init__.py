@@ -1,4 +1,4 @@
-"""Pipeline, tensor and data parallelism: ranks and axes, schedules, and what a layout costs before there are GPUs."""
+"""Pipeline, tensor and data parallelism: ranks and axes, schedules, and the costs of a layout without GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from twinflow.parallel.split import split_model
     from twinflow.parallel.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
-# Loaded when first asked for: plans need neither torch nor a model.
+# Imported on first access, because `twinflow plan` needs neither torch nor a model.
 _HOMES = {
     "LayerSpec": "specs",
     "Part": "specs",

@@ -1,11 +1,11 @@
-"""Collectives between tensor ranks that autograd sees: each goes one way in forward and its transpose in backward.
+"""Differentiable collectives between tensor ranks: backward applies the transpose of the forward's collective.
 
-Two kinds of tensors pass here. A replicated one is the same on all ranks, and so is its gradient. A split one is this
-rank's part. `copy_in` and `reduce_out` stand around work that is split by features; `gather_sequence` and
-`scatter_sequence` stand there instead where the ranks share the sequence between such works. `split_*` and `join_*`
-lead from replicated to split and back.
+A replicated tensor is equal on all ranks, and so is its gradient. A split tensor is this rank's part. `copy_in` and
+`reduce_out` are used around layers that are split by features. `gather_sequence` and `scatter_sequence` replace them if
+the sequence is split between such layers. `split_*` and `join_*` convert between replicated and split tensors.
 
-Half precision is summed in fp32: gloo's sums are ours and are in fp32 whatever is sent, NCCL's are in what is sent.
+Half precision is summed in fp32. twinflow's reduction over gloo sums in fp32 independent of the dtype that is sent.
+NCCL sums in the dtype that is sent, so fp32 is sent.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from torch.autograd.function import Function, once_differentiable
 from twinflow.dist.group import Group
 from twinflow.errors import invalid_value
 
-SEQUENCE_DIM = 1  # of [batch, tokens, hidden]
+SEQUENCE_DIM = 1  # tokens in [batch, tokens, hidden]
 
 
 def copy_in(x: Tensor, group: Group) -> Tensor:
-    """A replicated tensor for work that is split: every rank's part of its gradient is summed in backward."""
+    """Pass a replicated tensor to a split layer. Backward sums the gradients of all ranks."""
     return x if group.world == 1 else _go(x, _same, partial(summed, group=group))
 
 
 def reduce_out(x: Tensor, group: Group) -> Tensor:
-    """The sum of what all ranks have made, replicated."""
+    """The sum of the tensors of all ranks, replicated."""
     return x if group.world == 1 else _go(x, partial(summed, group=group), _same)
 
 
 def gather_last(x: Tensor, group: Group) -> Tensor:
-    """All ranks' features, replicated."""
+    """The features of all ranks, replicated."""
     return join_sequence(x, group, -1)
 
 
 def split_sequence(x: Tensor, group: Group, dim: int = SEQUENCE_DIM) -> Tensor:
-    """This rank's part of a replicated tensor; the whole's gradient is gathered in backward."""
+    """This rank's part of a replicated tensor. Backward gathers the gradient of the whole tensor."""
     if group.world == 1:
         return x
     _check_divides(x, group, dim)
@@ -48,21 +48,21 @@ def split_sequence(x: Tensor, group: Group, dim: int = SEQUENCE_DIM) -> Tensor:
 
 
 def join_sequence(x: Tensor, group: Group, dim: int = SEQUENCE_DIM) -> Tensor:
-    """All ranks' parts, for work that every rank does: its gradient is replicated, and this rank's part is taken."""
+    """The parts of all ranks, for replicated work. The gradient is replicated, and backward takes this rank's part."""
     if group.world == 1:
         return x
     return _go(x, partial(joined, group=group, dim=dim), partial(own_part, group=group, dim=dim))
 
 
 def gather_sequence(x: Tensor, group: Group, dim: int = SEQUENCE_DIM) -> Tensor:
-    """All ranks' parts, for work that is split by features: the gradient's parts are summed by their owners."""
+    """The parts of all ranks, for a layer that is split by features. Backward reduce-scatters the gradient."""
     if group.world == 1:
         return x
     return _go(x, partial(joined, group=group, dim=dim), partial(summed_part, group=group, dim=dim))
 
 
 def scatter_sequence(x: Tensor, group: Group, dim: int = SEQUENCE_DIM) -> Tensor:
-    """This rank's part of the sum of what all ranks have made."""
+    """This rank's part of the sum of the tensors of all ranks."""
     if group.world == 1:
         return x
     _check_divides(x, group, dim)
@@ -70,7 +70,7 @@ def scatter_sequence(x: Tensor, group: Group, dim: int = SEQUENCE_DIM) -> Tensor
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
-    """The sum over the ranks, the same bits on each; not seen by autograd."""
+    """The sum over the ranks, with equal bits on each of them. Not differentiable."""
     flat = x.detach().reshape(-1)
     total = torch.empty_like(flat)
     group.all_reduce(total, flat, _sent_dtype(group, x.dtype))
@@ -78,7 +78,7 @@ def summed(x: Tensor, group: Group) -> Tensor:
 
 
 def joined(x: Tensor, group: Group, dim: int) -> Tensor:
-    """All ranks' parts along a dim; not seen by autograd."""
+    """The parts of all ranks along a dim. Not differentiable."""
     parts = x.new_empty((group.world, *x.shape))
     parts[group.rank] = x
     group.all_gather(parts.view(-1))
@@ -86,13 +86,13 @@ def joined(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def own_part(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's part along a dim, in memory of its own."""
+    """A copy of this rank's part along a dim."""
     return x.chunk(group.world, dim)[group.rank].clone(memory_format=torch.contiguous_format)
 
 
 def summed_part(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's part of the sum over the ranks; not seen by autograd."""
-    parts = torch.stack(x.detach().chunk(group.world, dim))  # the part of each rank in one piece
+    """This rank's part of the sum over the ranks. Not differentiable."""
+    parts = torch.stack(x.detach().chunk(group.world, dim))  # the part of each rank is contiguous
     out = torch.empty_like(parts[0])
     group.reduce_scatter(out.view(-1), parts.view(-1), _sent_dtype(group, x.dtype))
     return out
@@ -101,8 +101,8 @@ def summed_part(x: Tensor, group: Group, dim: int) -> Tensor:
 def _check_divides(x: Tensor, group: Group, dim: int) -> None:
     if x.shape[dim] % group.world:
         what = "number of features" if dim in (-1, x.dim() - 1) else "length of the sequence"
-        allowed = f"a multiple of the {group.world} tensor ranks, which share it"
-        raise invalid_value(what, x.shape[dim], allowed, "Pad it, or use fewer tensor ranks.")
+        allowed = f"a multiple of {group.world}, the number of tensor ranks that share it"
+        raise invalid_value(f"the {what}", x.shape[dim], allowed, "Pad it, or use fewer tensor ranks.")
 
 
 def _sent_dtype(group: Group, dtype: torch.dtype) -> torch.dtype:
@@ -119,7 +119,7 @@ def _go(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], T
 
 
 class _Crossing(Function):
-    """One function of the tensor in forward, another one of its gradient in backward."""
+    """Applies one function to the tensor in forward and another one to its gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:

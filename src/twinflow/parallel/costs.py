@@ -1,12 +1,14 @@
-"""Bytes and seconds of a layout on machines described by data sheets. A simulation: nothing here was measured at scale.
+"""Memory and time of a layout on machines that are described by data sheets.
 
-Memory of the fullest rank is memory.py's.
+This is a simulation. No number was measured at this scale. `memory.py` computes the memory of the fullest rank.
 
-Seconds: matrix products at the rate large ones reach, memory traffic beside them, all-reduces between tensor ranks in
-series with them, stages by playing the schedule, gradients and weights between data ranks hidden behind the last
-backward and the first forward, a tied embedding's gradient between the first and the last stage behind the last
-backward, the optimizer's update. Not counted: slower small products, dropped packets, stragglers,
-reading data, saving checkpoints, and links that two axes use at once.
+The time of a step includes: matrix products at the rate of large ones; memory traffic; all-reduces between tensor
+ranks, which compute waits for; the pipeline, by simulating the schedule; communication between data ranks, hidden
+behind the last backward and the first forward; the all-reduce of a tied embedding's gradient between the first and the
+last stage after the last backward; the update of the optimizer.
+
+Not included: the lower rate of small products, dropped packets, stragglers, reading data, saving checkpoints, and links
+that two axes use at the same time.
 """
 
 from __future__ import annotations
@@ -35,24 +37,24 @@ from twinflow.planner.models import GPT_LAUNCH_S, GPT_TRAFFIC
 from twinflow.planner.rates import Rates
 from twinflow.planner.scaling import Cluster, ring_bytes
 
-UPDATE_BYTES: Final = 30.0  # a parameter, that an update on the GPU reads and writes
+UPDATE_BYTES: Final = 30.0  # bytes that an update on the GPU reads and writes for each parameter
 DAY_S: Final = 86_400.0
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """A step, part by part."""
+    """Time of a step by part."""
 
-    pipeline_s: float  # all micro-batches through all stages, with tensor ranks' talk and bubble
-    work_s: float  # what a rank computes and talks of it, on average
-    tensor_s: float  # of the work: talk between tensor ranks
-    data_s: float  # talk between data ranks that nothing hides
-    update_s: float  # of the optimizer, not hidden
-    tied_s: float = 0.0  # talk between the first and the last stage about the embedding that both have
+    pipeline_s: float  # all micro-batches through all stages, with tensor-parallel communication and bubble
+    work_s: float  # mean of the ranks' compute and tensor-parallel communication
+    tensor_s: float  # tensor-parallel communication, part of work_s
+    data_s: float  # exposed communication between data ranks
+    update_s: float  # exposed time of the optimizer's update
+    tied_s: float = 0.0  # all-reduce of the tied embedding's gradient between the first and the last stage
 
     @property
     def step_s(self) -> float:
-        """All in all."""
+        """Time of the whole step."""
         return self.pipeline_s + self.tied_s + self.data_s + self.update_s
 
     @property
@@ -63,52 +65,52 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A layout with all that is known of it."""
+    """Memory, communication and time of a layout."""
 
     shape: Shape
     layout: Layout
     fullest: RankBytes
     gpu_limit: int
-    host_bytes: float  # of one machine
+    host_bytes: float  # host memory that one machine needs
     host_limit: int
     volume: Volume
     data_groups: Amplified
-    crosses: tuple[str, ...]  # axes that leave a machine
+    crosses: tuple[str, ...]  # axes whose groups span several machines
     seconds: Seconds
-    simulated: bool  # the schedule was played; else a formula stands in
+    simulated: bool  # the schedule was simulated; otherwise a formula was used
 
     @property
     def missing_bytes(self) -> float:
-        """GPU memory that is missing; 0 where it fits."""
+        """Bytes that the fullest GPU lacks. 0 if the layout fits."""
         return max(0.0, self.fullest.gpu_bytes - self.gpu_limit)
 
     @property
     def fits(self) -> bool:
-        """On the GPUs and in the hosts."""
+        """Whether the memory of GPUs and hosts is sufficient."""
         return self.missing_bytes == 0.0 and self.host_bytes <= self.host_limit
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step."""
+        """Tokens in a step."""
         return self.layout.batch * self.shape.sequence
 
     @property
     def tflops(self) -> float:
-        """The model's, on each GPU."""
+        """TFLOPS of the model on each GPU."""
         return self.shape.model_flops(self.step_tokens) / self.seconds.step_s / self.layout.world / 1e12
 
     def days(self, num_tokens: float) -> float:
-        """To train on so many tokens."""
+        """Days to train on `num_tokens` tokens."""
         return num_tokens / self.step_tokens * self.seconds.step_s / DAY_S
 
 
 def host_bytes(fullest: RankBytes, layout: Layout, cluster: Cluster) -> float:
-    """Of a machine whose GPUs are all as full as the fullest."""
+    """Host memory of a machine if all its GPUs need as much as the fullest one."""
     return fullest.state.host_states * min(cluster.machine.num_gpus, layout.world)
 
 
 def lacking_bytes(shape: Shape, layout: Layout, cluster: Cluster) -> float:
-    """What is missing on the fullest GPU and in a machine's host memory; 0 where it fits."""
+    """Bytes that the fullest GPU and the host memory of a machine lack. 0 if the layout fits."""
     memory, fullest = cluster.memory(cluster.machine.num_gpus), fullest_rank(shape, layout)
     over_host = host_bytes(fullest, layout, cluster) - memory.host_bytes
     return max(0.0, fullest.gpu_bytes - memory.gpu_bytes) + max(0.0, over_host)
@@ -121,14 +123,15 @@ def _rates(cluster: Cluster) -> Rates:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """One layer and micro-batch on a tensor rank, and the part of a forward that is talk."""
+    """Time of one layer and micro-batch on a tensor rank, and the communication in a forward."""
 
     time: StageTime
     talk_s: float
 
 
 def layer_time(shape: Shape, layout: Layout, cluster: Cluster) -> LayerTime:
-    """Matrix products, memory traffic and two all-reduces each in forward, backward and what runs again."""
+    """Time of a layer: matrix products, memory traffic, and two all-reduces each in forward, backward and
+    recomputation."""
     rates, tokens = _rates(cluster), shape.sequence * layout.micro_batch
     products, attention = (flops / layout.num_tp / rates.flops for flops in shape.layer_flops(tokens))
     traffic = GPT_TRAFFIC * shape.hidden * tokens / rates.device_bytes / layout.num_tp
@@ -143,7 +146,8 @@ def layer_time(shape: Shape, layout: Layout, cluster: Cluster) -> LayerTime:
 
 
 def stage_times(shape: Shape, layout: Layout, cluster: Cluster) -> tuple[StageTime, ...]:
-    """Every stage: its layers, the head on the last, and ZeRO-2's and 3's talk where it is longer than compute."""
+    """Time of every stage: its layers, the head on the last stage, and the communication of ZeRO-2 and 3 that compute
+    does not hide."""
     layer, rates = layer_time(shape, layout, cluster).time, _rates(cluster)
     tokens = shape.sequence * layout.micro_batch
     head = 2.0 * shape.end_numel * tokens / layout.num_tp / rates.flops
@@ -164,7 +168,11 @@ def stage_times(shape: Shape, layout: Layout, cluster: Cluster) -> tuple[StageTi
 
 
 def _with_zero_talk(time: StageTime, count: int, shape: Shape, layout: Layout, cluster: Cluster) -> StageTime:
-    """Stage 2 alone scatters gradients beside every backward, stage 3 gathers weights beside everything as well."""
+    """Add communication that compute does not hide.
+
+    Stage 2 without a pipeline scatters gradients during every backward. Stage 3 also gathers weights during forward and
+    backward.
+    """
     if layout.num_dp == 1 or not layout.reduces_each:
         return time
     ring = ring_bytes(WEIGHT * count * shape.layer_numel / layout.num_tp, layout.num_dp)
@@ -176,7 +184,7 @@ def _with_zero_talk(time: StageTime, count: int, shape: Shape, layout: Layout, c
 
 
 def seconds_of(shape: Shape, layout: Layout, cluster: Cluster, plays: bool = True) -> Seconds:
-    """A step. `plays`: the schedule's lists are simulated; else a formula stands in, to choose what to simulate."""
+    """Time of a step. `plays`: simulate the schedule; otherwise use a formula, to select the layouts to simulate."""
     times = stage_times(shape, layout, cluster)
     kept = activation_bytes(shape, layout) / layout.kept_by
     send_s = link_of(cluster, layout, PIPE).seconds(kept) if layout.num_pp > 1 else 0.0
@@ -194,7 +202,7 @@ def seconds_of(shape: Shape, layout: Layout, cluster: Cluster, plays: bool = Tru
 
 
 def rough_seconds(pipe: Pipeline) -> float:
-    """The makespan by formula: the slowest rank's work, and filling and emptying the pipeline."""
+    """The makespan by a formula: the work of the slowest rank, and the time to fill and drain the pipeline."""
     totals = rank_seconds(pipe)
     p, mean = pipe.num_ranks, sum(totals) / pipe.num_ranks
     if p == 1:
@@ -205,7 +213,7 @@ def rough_seconds(pipe: Pipeline) -> float:
 
 
 def largest_numel(shape: Shape, layout: Layout) -> float:
-    """Parameters of the rank that has most, with the embedding or its copy."""
+    """Parameters of the largest rank, with the embedding or its copy."""
     layers = rank_layers(shape, layout)
     ends = (0, rank_of(layout.num_stages - 1, layout.num_pp, layout.placement))
     numels = (n * shape.layer_numel + (rank in ends) * shape.end_numel for rank, n in enumerate(layers))
@@ -213,7 +221,10 @@ def largest_numel(shape: Shape, layout: Layout) -> float:
 
 
 def _data_exposed(shape: Shape, layout: Layout, cluster: Cluster, forward_s: float, backward_s: float) -> float:
-    """Scatter beside the last backward, gather beside the first forward, where that is not in the stages' times."""
+    """Exposed communication between data ranks that is not in the stage times.
+
+    The reduce-scatter runs during the last backward, and the all-gather during the first forward.
+    """
     if layout.num_dp == 1 or layout.zero == 3:
         return 0.0
     ring = ring_bytes(WEIGHT * largest_numel(shape, layout), layout.num_dp)
@@ -223,7 +234,7 @@ def _data_exposed(shape: Shape, layout: Layout, cluster: Cluster, forward_s: flo
 
 
 def _update_exposed(shape: Shape, layout: Layout, cluster: Cluster, window_s: float) -> float:
-    """On the GPU behind the last backward; on the host beside one micro-batch's forward and backward."""
+    """Exposed time of the update: on the GPU after the last backward, on the host during one micro-batch."""
     rates = _rates(cluster)
     own = largest_numel(shape, layout) / (layout.num_dp if layout.zero else 1)
     if not layout.offload:
@@ -233,7 +244,6 @@ def _update_exposed(shape: Shape, layout: Layout, cluster: Cluster, window_s: fl
 
 
 def estimate(shape: Shape, layout: Layout, cluster: Cluster, plays: bool = True) -> Estimate:
-    """All that is known of a layout."""
     check_layout(layout, shape)
     memory = cluster.memory(cluster.machine.num_gpus)
     fullest = fullest_rank(shape, layout)

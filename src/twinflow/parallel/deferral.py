@@ -1,10 +1,11 @@
-"""Weight gradients that are put off: the two halves I and W of a backward, for zero-bubble schedules.
+"""Deferred weight gradients: the two halves I and W of a backward, for zero-bubble schedules.
 
-A linear layer's backward gives its input's gradient at once. Where a `Deferral` collects, the weight's is only written
-down, as a function that keeps the input and the output's gradient; W calls it. Biases, norms and embeddings get theirs
-in I. So a checkpointed layer runs again once, in I, whatever the schedule: W works on tensors that I has left.
+The backward of a linear layer computes the gradient of its input at once (I). If a `Deferral` collects, the gradient of
+the weight is only recorded, as a function that keeps the input and the gradient of the output. W calls this function.
+Gradients of biases, norms and embeddings are computed in I. A checkpointed layer is recomputed once, in I, because W
+uses the tensors that I has kept.
 
-The products are those of plain autograd, in the same order, so that the same bits come out.
+The matrix products are those of plain autograd, in the same order, so the results have equal bits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _MARK = "_twinflow_deferral"
 
 
 class Batch:
-    """Weight gradients of one backward that are still to be made."""
+    """Deferred weight gradients of one backward."""
 
     def __init__(self) -> None:
         self._jobs: deque[tuple[Tensor, Callable[[], Tensor]]] = deque()
@@ -33,14 +34,15 @@ class Batch:
         return len(self._jobs)
 
     def add(self, weight: Tensor, make: Callable[[], Tensor]) -> None:
-        """`make` gives one addend of a weight's gradient; it may be called from any thread, and is called once."""
+        """Record `make`, which returns one addend of a weight's gradient. It is called once, possibly on another
+        thread."""
         self._jobs.append((weight, make))
 
     def run(self) -> None:
-        """W: make them all and hand them to autograd, so that hooks on the weights fire as ever, once for each.
+        """W: compute all gradients and pass them to autograd, so that hooks on the weights run once for each weight.
 
-        What a job keeps is freed before the next one. Views are what backward starts at: their gradients are new
-        tensors, which a weight without a gradient takes as they are instead of copying them.
+        The tensors of a job are freed before the next job. Backward starts at views of the weights: the gradient of a
+        view is a new tensor, which a weight without a gradient takes over without a copy.
         """
         sums: dict[int, tuple[Tensor, Tensor]] = {}
         with torch.no_grad():
@@ -58,9 +60,9 @@ class Batch:
 
 
 class Deferral:
-    """Whether weight gradients are made at once or put off: one object for all layers of a rank.
+    """Decides whether weight gradients are computed at once or deferred. All layers of a rank share one object.
 
-    Backward may run on threads of autograd's own, so what is set here holds for all threads.
+    Backward may run on threads of autograd, so the setting holds for all threads.
     """
 
     def __init__(self) -> None:
@@ -68,8 +70,8 @@ class Deferral:
 
     @contextmanager
     def collecting(self) -> Iterator[Batch]:
-        """I: put off what backward finds inside the block."""
-        assert self._batch is None, "a backward inside another one"
+        """I: defer the weight gradients of the backward inside the block."""
+        assert self._batch is None, "collecting() is called inside of another collecting()"
         self._batch = batch = Batch()
         try:
             yield batch
@@ -77,7 +79,8 @@ class Deferral:
             self._batch = None
 
     def add(self, weight: Tensor, make: Callable[[], Tensor]) -> None:
-        """For a layer's backward: put one addend of the weight's gradient off, or deliver it where nothing collects."""
+        """Called in the backward of a layer: defer an addend of the weight's gradient, or compute it if nothing
+        collects."""
         batch = self._batch if self._batch is not None else Batch()
         batch.add(weight, make)
         if self._batch is None:
@@ -85,10 +88,10 @@ class Deferral:
 
 
 def defer(module: nn.Module, deferral: Deferral) -> None:
-    """Make the linear layers of a module able to put off their weights' gradients.
+    """Enable the linear layers of a module to defer their weight gradients.
 
-    A forward of a subclass's own, or one that somebody has put on the instance, stays: it may call `linear`, else the
-    weight's gradient is made in I, which is right too.
+    A subclass's own forward, and a forward that was set on the instance, are kept. They may call `linear`. If they do
+    not, the weight gradient is computed in I, which is also correct.
     """
     for layer in module.modules():
         if not (isinstance(layer, nn.Linear) or is_conv1d(layer)):
@@ -100,14 +103,15 @@ def defer(module: nn.Module, deferral: Deferral) -> None:
 
 
 def linear(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-    """What a linear layer computes of `x`, with this bias; by the module's deferral, if it has one."""
+    """The output of a linear layer for `x` with this bias. The weight gradient is deferred if the module has a
+    deferral."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     deferral: Deferral | None = module.__dict__.get(_MARK)
     is_in_out = is_conv1d(module)
     dtype = _compute_dtype(x)
     is_trained = torch.is_grad_enabled() and weight.requires_grad
-    # A weight that is computed (a parametrization) has a graph behind it, which I would free. Where dtypes do not
-    # match, the plain call says so.
+    # A weight from a parametrization is not a leaf, and I would free its graph. For dtypes that do not match, the
+    # plain call raises the error.
     if deferral is None or not is_trained or not weight.is_leaf or (dtype is None and x.dtype != weight.dtype):
         return _product(x, weight, bias, is_in_out)
     if dtype is not None:
@@ -124,12 +128,13 @@ def _forward(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is Hugging Face's Conv1D: a linear layer with a weight of [in, out]; known without importing it."""
+    """Whether the module is Hugging Face's Conv1D: a linear layer with a weight of [in, out]. It need not be
+    imported."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast would compute a product of `x` in; None where it leaves it alone."""
+    """The dtype in which autocast would compute a product of `x`. None if autocast does not apply."""
     kind = x.device.type
     is_cast = x.is_floating_point() and x.dtype != torch.float64 and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if is_cast else None
@@ -144,7 +149,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, is_in_out: bool) ->
 
 
 class _Target(NamedTuple):
-    """Where a weight's gradient goes."""
+    """The weight that gets the gradient, and how to compute it."""
 
     weight: Tensor
     deferral: Deferral
@@ -152,18 +157,18 @@ class _Target(NamedTuple):
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer whose weight's gradient may come later. `x` and `bias` are in the dtype to compute in.
+    """A linear layer with a deferred weight gradient. `x` and `bias` have the dtype to compute in.
 
-    Autograd does not see the parameter here, only its values: it would call the parameter's hooks in I too, with no
-    gradient. An anchor, which never gets one either, makes backward come by where nothing else needs a gradient. The
-    weight is cast here, and again in backward: a copy for each micro-batch under way would take more memory.
+    Autograd gets the values of the parameter, not the parameter itself. Otherwise it would run the parameter's hooks in
+    I without a gradient. If no other input requires a gradient, an anchor makes autograd call backward. The anchor
+    never gets a gradient. The weight is cast in forward and again in backward, because a copy for each micro-batch in
+    flight would take more memory.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor | None, target: _Target
     ) -> Tensor:
-        """As without."""
         ctx.save_for_backward(x, weight)
         ctx.target = target
         return _product(x, weight.to(x.dtype), bias, target.is_in_out)
@@ -171,7 +176,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
-        """I, and W or a note for it."""
+        """Computes I, and computes or defers W."""
         x, weight = ctx.saved_tensors
         target: _Target = ctx.target
         rows, taken = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
@@ -186,5 +191,5 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_grad(x: Tensor, grad: Tensor, is_in_out: bool, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """A function of its own, so that nothing but these two tensors is kept."""
+    """A separate function, so that the closure keeps only these two tensors."""
     return lambda: (x.t().mm(grad) if is_in_out else grad.t().mm(x)).to(dtype)

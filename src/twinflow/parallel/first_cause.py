@@ -1,4 +1,8 @@
-"""Which rank of a pipeline failed first, and of what: told to all of them through the process group's store."""
+"""Finds the pipeline rank that failed first and its error, through the store of the process group.
+
+`_soon` runs each access to the store on a daemon thread with a time limit, because the process that hosts the store may
+already have ended.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,14 @@ from typing import Final, TypeVar
 from twinflow.launch.store import group_store, own_keys, wait_for
 
 T = TypeVar("T")
-HANG_UP_S: Final = 5.0  # more than threads need to come back when connections are closed
-_CAUSE_CHARS: Final = 500  # of an error's text, for other ranks
+HANG_UP_S: Final = 5.0  # longer than threads need to return after connections are closed
+_CAUSE_CHARS: Final = 500  # limit of an error's text for other ranks
 
 
 class FirstCause:
-    """What went wrong first, in the process group's store: every rank finds the same there.
+    """The first error of a pipeline, in the store of the process group. Every rank reads the same error.
 
-    The store may end with the process that keeps it, and is never waited for for long.
+    The store ends with the process that hosts it, so every access has a short time limit.
     """
 
     def __init__(self, ranks: Sequence[int], index: int) -> None:
@@ -27,13 +31,14 @@ class FirstCause:
         self._has_waited = False
 
     def after(self, error: BaseException) -> str:
-        """The first cause, which is this error unless a rank has told of another: its rank, and its text."""
+        """Report an error. Returns the rank and the text of the first reported error, which may be this one."""
         text = f"{type(error).__name__}: {error}"[:_CAUSE_CHARS].encode(errors="replace").decode()
         own = f"pipeline rank {self._index}: {text}"
         return _soon(lambda: self._tell(own)) or own
 
     def wait_until_known(self) -> None:
-        """Let the other ranks look: this one's process may be about to end, and the store with it. Waits once."""
+        """Wait until the other ranks have read the error, because the store may end with this process. Waits only
+        once."""
         keys, has_waited, self._has_waited = self._keys, self._has_waited, True
         if keys is not None and not has_waited:
             names = [f"known/{i}" for i in range(self._num_ranks)]
@@ -48,14 +53,14 @@ class FirstCause:
 
 
 def _soon(work: Callable[[], T]) -> T | None:
-    """What it returns; None where it fails, or does not come back in time."""
+    """The result of `work`. None if it fails or does not return in time."""
     results: list[T] = []
 
     def run() -> None:
         with suppress(Exception):
             results.append(work())
 
-    with suppress(RuntimeError):  # no more threads where the interpreter ends
+    with suppress(RuntimeError):  # a thread cannot be started while the interpreter shuts down
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         thread.join(HANG_UP_S)

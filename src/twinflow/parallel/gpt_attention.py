@@ -1,8 +1,8 @@
-"""Attention over some of the heads, with the numbers that one process would have.
+"""Attention over this rank's heads, with the dropout that one process would have.
 
-Dropout is drawn for all heads on every tensor rank, from generators in the same state, and this rank's part is taken.
-A fused kernel draws its own numbers, of the heads it is given: with dropout, attention is therefore written out here,
-as torch writes it on the CPU, and takes memory for the square of the sequence. Without dropout nothing is changed.
+Every tensor rank draws the dropout mask of all heads, from generators in the same state, and takes its part. A fused
+kernel draws a mask only for the heads that it gets. So with dropout the attention is computed here step by step, like
+torch does on the CPU, and takes memory for the square of the sequence. Without dropout nothing changes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from twinflow.dist.group import Group
 
-HEADS_DIM = 1  # of [batch, heads, queries, keys]
+HEADS_DIM = 1  # heads in [batch, heads, queries, keys]
 
 
 def gpt_attention(module: Any, x: Tensor) -> Tensor:
-    """The forward of our GPT's Attention, whose own takes its width from `x`: here from what the rank has of it."""
+    """The forward of the Attention of twinflow's GPT, with the width of this rank's heads instead of the width of
+    `x`."""
     q, k, v = (part.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for part in module.qkv(x).chunk(3, dim=-1))
     y = module.attend(q, k, v, module.dropout if module.training else 0.0)
     mixed: Tensor = module.out(y.transpose(1, 2).flatten(2))
@@ -31,20 +32,21 @@ def gpt_attention(module: Any, x: Tensor) -> Tensor:
 
 
 def dropout_part(x: Tensor, p: float, group: Group, dim: int) -> Tensor:
-    """Dropout of `x`, this rank's part of a whole along `dim`, with the whole's mask."""
+    """Dropout of `x`, this rank's part of a tensor along `dim`, with the mask of the whole tensor."""
     shape = list(x.shape)
     shape[dim] *= group.world
     mask = F.dropout(x.new_ones(shape), p)
-    return x * mask.chunk(group.world, dim)[group.rank].clone()  # the clone: backward is not to keep the whole's
+    return x * mask.chunk(group.world, dim)[group.rank].clone()  # the clone prevents that backward keeps the whole mask
 
 
 def dropping_heads(group: Group, is_training: bool) -> AbstractContextManager[object]:
-    """Around an attention over this rank's heads: what is dropped of [batch, heads, ...] is what one process drops."""
+    """Context for an attention over this rank's heads, in which dropout of [batch, heads, ...] equals that of one
+    process."""
     return _HeadsDropout(group) if is_training and group.world > 1 else nullcontext()
 
 
 class _HeadsDropout(TorchFunctionMode):
-    """Takes over dropout of probabilities, whoever asks for it: models of any make do so in functions of their own."""
+    """Replaces the dropout of attention probabilities in any function that a model calls."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -81,7 +83,7 @@ class _HeadsDropout(TorchFunctionMode):
 def probabilities(
     q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """What each query gives to each key, with the arguments of torch's attention."""
+    """The attention probabilities, with the arguments of torch's attention."""
     scores = q @ k.transpose(-2, -1) * (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

@@ -1,4 +1,4 @@
-"""This rank's place on the axes pipe, data and model, and the groups of ranks that it shares them with."""
+"""Position of this rank on the axes pipe, data and model, and the process groups along them."""
 
 from __future__ import annotations
 
@@ -14,52 +14,50 @@ from twinflow.parallel.topology import DATA, MODEL, PIPE, PipeModelDataParallelT
 
 @dataclass(frozen=True)
 class Grid:
-    """All ranks that train together; `model` is the group that this rank's tensors are shared with."""
+    """All ranks of a training run. `model`: the group of tensor ranks that this rank belongs to."""
 
     topology: PipeModelDataParallelTopology
     rank: int
     model: Group
-    everyone: Group  # on the host, for few words
+    everyone: Group  # all ranks; on the host, for small messages
 
     @property
     def pipe(self) -> int:
-        """Which of the pipeline's ranks this is."""
+        """Position of this rank in the pipeline."""
         return self.topology.get_coord(self.rank).pipe
 
     @property
     def data(self) -> int:
-        """Which replica of the model this rank is in."""
+        """Number of the model replica that this rank belongs to."""
         return self.topology.get_coord(self.rank).data
 
     @property
     def num_pipe(self) -> int:
-        """Ranks of a pipeline."""
         return self.topology.get_dim(PIPE)
 
     @property
     def num_data(self) -> int:
-        """Replicas of the model."""
+        """Number of model replicas."""
         return self.topology.get_dim(DATA)
 
     @property
     def num_model(self) -> int:
-        """Ranks that share each tensor."""
         return self.topology.get_dim(MODEL)
 
     def ranks_along(self, axis: str) -> list[int]:
-        """Ranks that differ from this one on an axis alone, in its order; this one too."""
+        """The ranks that differ from this one only on the given axis, in order. Includes this rank."""
         here = self.topology.get_coord(self.rank).to_dict()
         del here[axis]
         return self.topology.filter_match(**here)
 
     @property
     def replica_ranks(self) -> list[int]:
-        """Ranks that together have one copy of the model."""
+        """The ranks that together have one replica of the model."""
         return self.topology.filter_match(data=self.data)
 
 
 def make_grid(num_pipe: int, num_model: int, num_data: int, device: torch.device, timeout: timedelta = TIMEOUT) -> Grid:
-    """The grid over all ranks of torch.distributed's world; every rank has to ask for it."""
+    """Make the grid over all ranks of torch.distributed. A collective call: every rank has to make it."""
     world, rank = dist.get_world_size(), dist.get_rank()
     check_product(num_pipe, num_model, num_data, world)
     topology = PipeModelDataParallelTopology(num_pipe, num_model, num_data)

@@ -1,4 +1,4 @@
-"""One way to lay a training run over GPUs: sizes of three axes, ZeRO stage, micro-batches, schedule, checkpointing."""
+"""A layout of a training run on GPUs: sizes of the three axes, ZeRO stage, micro-batches, schedule, checkpointing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from twinflow.parallel.shapes import Shape
 
 @dataclass(frozen=True)
 class Layout:
-    """What every rank does. A step is `num_micro_batches` of `micro_batch` sequences on each data rank."""
+    """A layout. A step has `num_micro_batches` of `micro_batch` sequences on each data rank."""
 
     num_pp: int
     num_tp: int
@@ -23,48 +23,47 @@ class Layout:
     micro_batch: int = 1
     zero: int = 1
     schedule: str = "1f1b"
-    num_chunks: int = 1  # stages a rank
-    checkpointing: bool = True  # layers keep their input alone and run again in backward
-    partitions: bool = True  # tensor ranks share what is kept, and what stages send to each other
-    offload: bool = False  # optimizer state in host memory, updated there
-    published: bool = False  # memory by the arithmetic of published tables, not as our engine has it
+    num_chunks: int = 1  # stages of each rank
+    checkpointing: bool = True  # layers keep only their input and are recomputed in backward
+    partitions: bool = True  # tensor ranks split the kept activations and the messages between stages
+    offload: bool = False  # optimizer state is in host memory and is updated there
+    published: bool = False  # compute memory as in published tables, not as twinflow's engine does
 
     @property
     def world(self) -> int:
-        """GPUs."""
         return self.num_pp * self.num_tp * self.num_dp
 
     @property
     def batch(self) -> int:
-        """Sequences of a step on all GPUs."""
+        """Sequences in a step of all GPUs."""
         return self.micro_batch * self.num_micro_batches * self.num_dp
 
     @property
     def num_stages(self) -> int:
-        """Parts of the model."""
+        """Number of stages of the model."""
         return self.num_pp * self.num_chunks
 
     @property
     def placement(self) -> str:
-        """Which stages a rank has."""
+        """How stages are assigned to ranks."""
         return V if self.schedule == "zbv" else LOOP
 
     @property
     def kept_by(self) -> int:
-        """Tensor ranks that share an activation which each of them would have whole."""
+        """Tensor ranks that split an activation."""
         return self.num_tp if self.partitions else 1
 
     @property
     def reduces_each(self) -> bool:
-        """Whether gradients of every micro-batch go to the data ranks that own them; else their sums, once a step.
+        """Whether the gradients of every micro-batch are reduced. Otherwise their sums are reduced once in a step.
 
-        A pipeline has several micro-batches under way, and sums where gradients are made, with ZeRO-2 as well.
+        A pipeline has several micro-batches in flight, so every rank sums its gradients, also with ZeRO-2.
         """
         return self.zero == 3 or (self.zero == 2 and self.num_pp == 1)
 
     @property
     def ties_ranks(self) -> bool:
-        """Whether embedding and head, which share their weights, are on two ranks; the ends of a V are on one."""
+        """Whether the embedding and the tied head are on two ranks. In a V both are on the first rank."""
         return self.num_pp > 1 and self.placement != V
 
     def __str__(self) -> str:
@@ -79,7 +78,7 @@ class Layout:
 
 
 def check_layout(layout: Layout, shape: Shape) -> None:
-    """Refuse what cannot be, and say what can."""
+    """Raise a ValueError for a layout that is not possible."""
     for key in ("num_pp", "num_tp", "num_dp", "num_micro_batches", "micro_batch", "num_chunks"):
         if getattr(layout, key) < 1:
             raise invalid_value(key, getattr(layout, key), "a whole number >= 1")
@@ -90,20 +89,22 @@ def check_layout(layout: Layout, shape: Shape) -> None:
         raise invalid_value("num_chunks", layout.num_chunks, f"{expected} with {layout.schedule}")
     if layout.num_stages > shape.num_layers:
         remedy = "Use fewer stages or chunks."
-        raise invalid_value("stages", layout.num_stages, f"at most the {shape.num_layers} layers", remedy)
+        raise invalid_value(
+            "the number of stages", layout.num_stages, f"at most {shape.num_layers}, the layers", remedy
+        )
     if shape.num_heads % layout.num_tp:
         raise invalid_value("num_tp", layout.num_tp, f"a divisor of the {shape.num_heads} attention heads")
     if layout.schedule == "interleaved":
         round_size(layout.num_pp, layout.num_micro_batches)
     else:
-        make_schedule(layout.schedule, 1, 1)  # refuses a name that is none
+        make_schedule(layout.schedule, 1, 1)  # raises for an unknown name
 
 
 @lru_cache(maxsize=1024)
 def layers_of(num_layers: int, num_stages: int, end: float = 0.0) -> tuple[int, ...]:
-    """Layers of each stage as the engine spreads them: weights of the fullest are as few as can be.
+    """Layers of each stage as the engine assigns them: the largest number of weights in a stage is minimal.
 
-    `end`: what the embedding has, and the head again, in layers.
+    `end`: size of the embedding, and of the head, in units of a layer.
     """
     bounds = partition_balanced([end, *[1.0] * num_layers, end], num_stages)
     counts = [stop - start for start, stop in pairwise(bounds)]
@@ -113,12 +114,12 @@ def layers_of(num_layers: int, num_stages: int, end: float = 0.0) -> tuple[int, 
 
 
 def stage_layers(shape: Shape, layout: Layout) -> tuple[int, ...]:
-    """Layers of each stage, beside embedding and head."""
+    """Layers of each stage, without embedding and head."""
     return layers_of(shape.num_layers, layout.num_stages, shape.end_numel / shape.layer_numel)
 
 
 def rank_layers(shape: Shape, layout: Layout) -> tuple[int, ...]:
-    """Layers of each pipeline rank, over all of its chunks."""
+    """Layers of each pipeline rank, over all its chunks."""
     totals = [0] * layout.num_pp
     for stage, count in enumerate(stage_layers(shape, layout)):
         totals[rank_of(stage, layout.num_pp, layout.placement)] += count

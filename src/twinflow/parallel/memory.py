@@ -1,18 +1,18 @@
-"""Bytes of one rank of a layout: what our engine holds on a GPU, and the arithmetic of published tables beside it.
+"""Memory of one rank of a layout: as twinflow's engine allocates it, and as published tables compute it.
 
-The engine, for half precision weights (bf16) and Adam, a parameter:
+Bytes of the engine for each parameter, with bf16 weights and Adam:
 
     weights     2
-    sums        4   of several micro-batches in fp32, on every data rank of a pipeline; with ZeRO-3 of a rank's rows
-    gradients   2   that wait for the norm of all, of a rank's own part from ZeRO-1 on
-    state      10   beside the weight, which is the upper half of its master; of a rank's own part from ZeRO-1 on
+    sums        4   fp32 sums over micro-batches, on every data rank of a pipeline; with ZeRO-3 of the rank's rows
+    gradients   2   gradients that wait for the global norm; from ZeRO-1 on only of the rank's own part
+    state      10   without the weight, which is the upper half of its master; from ZeRO-1 on of the rank's own part
 
-With offload the state is on the host (12 bytes there). Published tables have 2 + 2 + 12 and share gradients from ZeRO-2
-on: `Layout.published` counts so.
+With offload the state is on the host and has 12 bytes there. Published tables count 2 + 2 + 12 bytes and shard the
+gradients from ZeRO-2 on. `Layout.published` selects this arithmetic.
 
-Beside that at once: activations of micro-batches under way, and the largest of four moments: the backward of a layer
-(which runs again before, with checkpointing), the loss, the embedding's gradient, and the sum of a tied embedding's
-gradients over the two stages that have it.
+Added to that are the activations of micro-batches in flight, and the largest of four temporary peaks: the backward of
+a layer (with checkpointing after its recomputation), the loss, the gradient of the embedding, and the sum of a tied
+embedding's gradients over the two stages that have it.
 """
 
 from __future__ import annotations
@@ -30,47 +30,48 @@ from twinflow.parallel.shapes import Shape
 from twinflow.parallel.traffic import activation_bytes
 from twinflow.planner.scaling import SCATTERS
 
-HALF, WIDE = 2.0, 4.0  # bytes of a number
-WEIGHT, GRADIENT, STATE = 2.0, 2.0, 12.0  # bytes a parameter, mixed precision and Adam, as published
-OWN_STATE: Final = 10.0  # ... that our engine keeps beside the weight; on the host 12
+HALF, WIDE = 2.0, 4.0  # bytes of a number in half precision and in fp32
+WEIGHT, GRADIENT, STATE = 2.0, 2.0, 12.0  # bytes for each parameter, mixed precision and Adam, as published
+OWN_STATE: Final = 10.0  # bytes for each parameter that the engine keeps without the weight; 12 on the host
 LOGIT_BYTES: Final = 6  # half precision, and fp32 for the loss
-WORKSPACE: Final = float(64 << 20)  # that libraries take for matrix products
+WORKSPACE: Final = float(64 << 20)  # memory that libraries allocate for matrix products
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """A rank's share of weights, gradients and optimizer state."""
+    """Weights, gradients and optimizer state of a rank."""
 
     weights: float
-    gradients: float  # sums too
+    gradients: float  # including sums over micro-batches
     states: float
     host_states: float = 0.0
 
     @property
     def gpu_bytes(self) -> float:
-        """On the GPU."""
+        """Bytes on the GPU."""
         return self.weights + self.gradients + self.states
 
 
 @dataclass(frozen=True)
 class RankBytes:
-    """What one rank has."""
+    """GPU memory of one rank by kind."""
 
     rank: int
     state: StateBytes
-    activations: float  # kept for backward
-    working: float  # at the largest moment: a layer at work, the loss, or gradients of the embedding
-    staging: float  # gradients and weights that are whole for a moment
+    activations: float  # activations kept for backward
+    working: float  # largest temporary peak: a layer's backward, the loss, or gradients of the embedding
+    staging: float  # unsharded gradients and weights
     workspace: float = 0.0
 
     @property
     def gpu_bytes(self) -> float:
-        """All of it."""
+        """Total bytes on the GPU."""
         return self.state.gpu_bytes + self.activations + self.working + self.staging + self.workspace
 
 
 def state_bytes(numel: float, zero: int, num_dp: int, offload: bool = False) -> StateBytes:
-    """As published, of `numel` parameters that a data group has: 1 shares state, 2 gradients too, 3 weights too."""
+    """Bytes of `numel` parameters of a data group as published: stage 1 shards the state, 2 also gradients, 3 also
+    weights."""
     weights = WEIGHT * numel / (num_dp if zero >= 3 else 1)
     gradients = GRADIENT * numel / (num_dp if zero >= 2 else 1)
     states = STATE * numel / (num_dp if zero >= 1 else 1)
@@ -78,12 +79,12 @@ def state_bytes(numel: float, zero: int, num_dp: int, offload: bool = False) -> 
 
 
 def held_bytes(numel: float, layout: Layout) -> StateBytes:
-    """As our engine has them."""
+    """Bytes of `numel` parameters as twinflow's engine allocates them."""
     part = numel / (layout.num_dp if layout.zero >= 1 else 1)
     whole = part if layout.zero == 3 else numel
     sums = host = 0.0
     if layout.num_micro_batches > 1:
-        # Without stages only one micro-batch is under way: its gradients can go to their owner, or to the host.
+        # Without a pipeline one micro-batch is in flight: its gradients can go to their owner or to the host.
         sums = WIDE * (part if layout.num_pp == 1 and layout.zero == 2 else whole)
         if layout.num_pp == 1 and layout.offload:
             sums, host = 0.0, WIDE * part
@@ -94,11 +95,12 @@ def held_bytes(numel: float, layout: Layout) -> StateBytes:
 
 
 def layer_bytes(shape: Shape, layout: Layout) -> float:
-    """What one layer keeps of a micro-batch for its backward, on a tensor rank, without checkpointing.
+    """Activations that one layer keeps of a micro-batch on a tensor rank, without checkpointing.
 
-    32 bytes a token and unit of width: inputs of both norms and of what follows them (8), which tensor ranks may share;
-    q, k, v, what attention gives, and both sides of the activation (24), which they always do. Statistics of norms and
-    heads; five a score where attention keeps those. As published: two bytes of dropout masks instead of statistics.
+    32 bytes for each token and unit of width: 8 for the inputs of both norms and of the layers after them, which tensor
+    ranks may split; 24 for q, k, v, the output of attention and both sides of the activation function, which they
+    always split. Added are statistics of norms and heads, and 5 bytes for each score if attention keeps its scores. As
+    published: 2 bytes of dropout masks instead of statistics.
     """
     tokens = shape.sequence * layout.micro_batch
     units = tokens * shape.hidden
@@ -110,24 +112,23 @@ def layer_bytes(shape: Shape, layout: Layout) -> float:
 
 
 def kept_bytes(shape: Shape, layout: Layout) -> float:
-    """What one layer keeps of a micro-batch: with checkpointing its input alone."""
+    """Activations that one layer keeps of a micro-batch. With checkpointing: only its input."""
     if layout.checkpointing:
         return activation_bytes(shape, layout) / layout.kept_by
     return layer_bytes(shape, layout)
 
 
 def put_off_bytes(shape: Shape, layout: Layout) -> float:
-    """What a layer leaves between the two halves of a backward: inputs and outputs' gradients of its products."""
+    """Bytes that a layer keeps between I and W: the inputs of its products and the gradients of their outputs."""
     units = shape.sequence * layout.micro_batch * shape.hidden
     return units * (8.0 / layout.kept_by + 24.0 / layout.num_tp)
 
 
 @lru_cache(maxsize=4096)
 def most_held(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[tuple[int, int], ...]:
-    """Of a ZBV rank: pairs of a stage and a micro-batch between F and I, and between I and W, at the moments that can
-    be the largest."""
+    """Possible peaks of a ZBV rank: the number of (stage, micro-batch) pairs between F and I, and between I and W."""
     kept = deferred = 0
-    most = dict[int, int]()  # deferred, by kept
+    most = dict[int, int]()  # most deferred pairs by the number of kept ones
     for action in _zbv(num_ranks, min(num_micro_batches, 2 * num_ranks + 1)).actions[rank]:
         kept += {"F": 1, "I": -1}.get(action.kind, 0)
         deferred += {"I": 1, "W": -1}.get(action.kind, 0)
@@ -141,12 +142,12 @@ def most_held(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[tuple[
 
 @lru_cache(maxsize=32)
 def _zbv(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Further micro-batches than these only repeat the middle."""
+    """A schedule that has all peaks. More micro-batches would only repeat its middle."""
     return make_schedule("zbv", num_ranks, num_micro_batches)
 
 
 def in_flight_bytes(shape: Shape, layout: Layout, rank: int, layers: int) -> float:
-    """Activations of all micro-batches under way, at the most; the rank's chunks are taken as equal."""
+    """Peak of the activations of all micro-batches in flight. The chunks of a rank are assumed to be equal."""
     p, m, v = layout.num_pp, layout.num_micro_batches, layout.num_chunks
     a_chunk = layers / v
     kept = a_chunk * kept_bytes(shape, layout)
@@ -157,13 +158,13 @@ def in_flight_bytes(shape: Shape, layout: Layout, rank: int, layers: int) -> flo
 
 
 def rank_bytes(shape: Shape, layout: Layout, rank: int) -> RankBytes:
-    """One pipeline rank: its layers, its end of the model, its micro-batches in flight."""
+    """Memory of one pipeline rank: its layers, its end of the model, its micro-batches in flight."""
     p = layout.num_pp
     stages = stages_of(rank, p, layout.num_chunks, layout.placement)
     counts = stage_layers(shape, layout)
     layers = sum(counts[stage] for stage in stages)
     is_first, is_last = 0 in stages, layout.num_stages - 1 in stages
-    end = (is_first or is_last) * shape.end_numel / layout.num_tp  # the head is a copy of it on another rank
+    end = (is_first or is_last) * shape.end_numel / layout.num_tp  # the head is a copy of the embedding on another rank
     numel = layers * shape.layer_numel / layout.num_tp + end
     activations = in_flight_bytes(shape, layout, rank, layers)
     if layout.published:
@@ -178,22 +179,27 @@ def rank_bytes(shape: Shape, layout: Layout, rank: int) -> RankBytes:
 
 @dataclass(frozen=True)
 class Ends:
-    """What a rank has of the model's ends."""
+    """The ends of the model that a rank has."""
 
     is_first: bool
     is_last: bool
-    numel: float  # of the embedding, or of its copy
-    is_tied: bool  # another rank has the copy
+    numel: float  # parameters of the embedding or of its copy
+    is_tied: bool  # another rank has the other copy
 
 
 def moments(shape: Shape, layout: Layout, layers: int, ends: Ends, activations: float) -> list[float]:
-    """Activations and what comes to them, at each moment that can be the largest. See the module's text.
+    """Activations plus temporary memory at each possible peak (see the module's docstring).
 
-    In the backward of a layer: the gradient that comes, that of the wide side of the activation, and a weight's. The
-    loss keeps the gradients of its input and of the head, the latter in fp32 and in backward in half precision beside
-    that; and some rows of logits and of the head's gradient. Of the embedding's gradient micro-batches are through that
-    have made it. The sum over stages has what this rank gives in half precision beside the sum over micro-batches, and
-    then without that its share, the sum of shares, and that to travel.
+    The backward of a layer has the gradient of its output, that of the wide side of the activation function, and that
+    of a weight.
+
+    The loss keeps the gradients of its input and of the head. The head's gradient is in fp32, and in backward also in
+    half precision. Added are some rows of logits and of the head's gradient.
+
+    At the gradient of the embedding, the activations of its micro-batch are already freed.
+
+    The sum over stages has this rank's gradient in half precision beside the sum over micro-batches. Later it has,
+    without that sum, this rank's share, the sum of the shares, and a send buffer.
     """
     tokens = shape.sequence * layout.micro_batch
     stream, tp = HALF * tokens * shape.hidden, layout.num_tp
@@ -204,7 +210,7 @@ def moments(shape: Shape, layout: Layout, layers: int, ends: Ends, activations: 
         at_once = min(tokens, LOSS_CHUNK)
         logits = (1 if tokens <= LOSS_CHUNK else 2) * LOGIT_BYTES * at_once * shape.vocab_size / tp
         rows = WIDE * min(PRODUCT_ROWS, shape.vocab_size / tp) * shape.hidden
-        kept = 2.0 * stream + WIDE * ends.numel  # the norm's output and its gradient
+        kept = 2.0 * stream + WIDE * ends.numel  # output of the norm and its gradient
         others = (layout.num_micro_batches - 1) * (kept + stream) if layout.schedule == "gpipe" else 0.0
         found += [activations + stream + others + kept + max(logits + rows, 3.0 * stream + HALF * ends.numel)]
     if ends.is_first:
@@ -216,9 +222,10 @@ def moments(shape: Shape, layout: Layout, layers: int, ends: Ends, activations: 
 
 
 def _staging(shape: Shape, layout: Layout, end: float, open_layers: float) -> float:
-    """Whole buckets of a layer and of the embedding on their way to other data ranks, and one that comes back.
+    """Unsharded buckets of a layer and of the embedding during their reduction, and one bucket of gathered weights.
 
-    With ZBV those of `open_layers` at once: they are begun in I, with the gradients of biases, and complete in W.
+    With ZBV the buckets of `open_layers` exist at once: they begin in I, with the gradients of biases, and are complete
+    in W.
     """
     if layout.num_dp == 1:
         return 0.0
@@ -232,22 +239,25 @@ def _staging(shape: Shape, layout: Layout, end: float, open_layers: float) -> fl
 
 
 def _gathered(shape: Shape, layout: Layout) -> float:
-    """Whole layers that ZeRO-2 and 3 have for a moment."""
+    """Unsharded layers that ZeRO-2 and 3 hold temporarily."""
     layer = shape.layer_numel / layout.num_tp
     staging = SCATTERS * layer * ((GRADIENT if layout.zero >= 2 else 0.0) + (WEIGHT if layout.zero >= 3 else 0.0))
     return staging if layout.num_dp > 1 else 0.0
 
 
 def _published_work(shape: Shape, layout: Layout, is_last: bool) -> float:
-    """One layer at work, or all logits."""
+    """The larger of the activations of one layer and all logits."""
     working = layer_bytes(shape, layout) * (2.0 if layout.checkpointing else 1.0)
     logits = LOGIT_BYTES * shape.sequence * layout.micro_batch * shape.vocab_size / layout.num_tp
     return max(working, logits) if is_last else working
 
 
 def fullest_rank(shape: Shape, layout: Layout) -> RankBytes:
-    """The first rank, the last, or one between: of those with as many layers the first has most in flight, and the last
-    has most of what ZBV puts off."""
+    """The rank with the most memory.
+
+    Candidates are the first and the last rank, and of the ranks between, for each number of layers, the first one (most
+    micro-batches in flight) and the last one (most deferred gradients with ZBV).
+    """
     inner = list(enumerate(rank_layers(shape, layout)))[1:-1]
     last = {count: rank for rank, count in inner}
     first = {count: rank for rank, count in reversed(inner)}

@@ -1,7 +1,7 @@
-"""This rank's layers of a model that is spread over a pipeline of ranks.
+"""The layers of one pipeline rank.
 
-Names and first values do not depend on the layout: layer i is "layers.{i}" on whichever rank it is, and is made from a
-seed of its own. So checkpoints of one layout load in another, and training does not change with the number of stages.
+Names and initial values do not depend on the layout: layer i is "layers.{i}" on any rank, and is built from its own
+seed. So checkpoints of one layout load in another one, and training does not depend on the number of stages.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from twinflow.parallel.specs import (
 )
 from twinflow.parallel.topology import PIPE, ProcessTopology
 
-LOSS: Final = -1  # in the place of a stage: the part that ends the model
+LOSS: Final = -1  # used as a stage number: the part with the loss
 Seed = Callable[[int], object]
 
 
 @dataclass(frozen=True, eq=False)
 class Tie:
-    """A parameter that several ranks of the pipeline hold: its gradient is the sum of theirs."""
+    """A parameter with copies on several pipeline ranks. Its gradient is the sum over the copies."""
 
-    name: str  # of its first use: the same on all ranks
-    local: str  # here
+    name: str  # name of its first use, equal on all ranks
+    local: str  # name on this rank
     param: nn.Parameter
-    ranks: tuple[int, ...]  # of the pipeline, in order
+    ranks: tuple[int, ...]  # pipeline ranks, in order
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One of this rank's layers; `call` takes one value, a tensor or a tuple, as DeepSpeed's layers do."""
+    """A layer of this rank. `call` takes one value, a tensor or a tuple, like the layers of DeepSpeed."""
 
     index: int
     call: Callable[[Any], Any]
@@ -58,22 +58,22 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Layers that are called one after the other, and again together in backward where `reruns`."""
+    """Consecutive layers. With `reruns` they are recomputed together in backward."""
 
     layers: tuple[Layer, ...]
     reruns: bool
 
 
 class PipelineModule(nn.Module):
-    """The layers of one rank, made in the constructor; `engine.train_batch` and `eval_batch` run them.
+    """The layers of one rank, built in the constructor. `engine.train_batch` and `eval_batch` run them.
 
-    `layers` are modules, specs, functions or parts of a model; each is called with what the one before gave, a tensor
-    or a tuple. `num_stages` is, as in DeepSpeed, the number of ranks that they are spread over; `topology` can say it
-    too. The attribute of that name counts all stages: with the schedules interleaved and zbv a rank has several.
+    `layers`: modules, specs, functions or parts of a model. Each is called with the output of the previous one, a
+    tensor or a tuple. `num_stages`: as in DeepSpeed, the number of pipeline ranks. It can also be given by `topology`.
+    The attribute `num_stages` counts all stages: with the schedules interleaved and zbv a rank has several.
 
-    Specs are always made from `base_seed` and their number. `seed_layers` seeds each layer before its forward in
-    training too, so that dropout does not depend on the layout either. `loss_fn(output, target)` is here on the rank of
-    the last stage and None on others, which have no use for it: a loss may have weights of its own.
+    Specs are always built from `base_seed` and their index. `seed_layers`: also seed each layer before its forward in
+    training, so that dropout does not depend on the layout. `loss_fn(output, target)` is kept only on the rank of the
+    last stage and is None on others, because a loss may have weights.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class PipelineModule(nn.Module):
             for name, module in owned.items() if rank == self.index else ():
                 _register(self, name, module)
         self._ties, self.aliases = _find_ties(made, ranks, self.index)
-        self.reused = _find_reused(made, ranks, self.index)  # names of parameters that several layers here use
+        self.reused = _find_reused(made, ranks, self.index)  # names of parameters that several layers of this rank use
         self._loss_part: Part | None = items[-1] if self.has_last and is_loss(items[-1]) else None
         self.loss = loss_fn if self.has_last else None
         self._runs = {
@@ -131,36 +131,37 @@ class PipelineModule(nn.Module):
 
     @property
     def has_first(self) -> bool:
-        """Whether inputs are needed here."""
+        """Whether this rank needs inputs."""
         return 0 in self.stages
 
     @property
     def has_last(self) -> bool:
-        """Whether targets are needed here."""
+        """Whether this rank needs targets."""
         return self.num_stages - 1 in self.stages
 
     @property
     def ties(self) -> tuple[Tie, ...]:
-        """Parameters here that other ranks hold too, in the same order on all of them.
+        """The parameters of this rank with copies on other ranks, in the same order on all ranks.
 
-        Looked up each time: ZeRO puts other parameters in the place of these.
+        They are looked up at each access, because ZeRO replaces parameters.
         """
         return tuple(Tie(name, local, self.get_parameter(local), ranks) for name, local, ranks in self._ties)
 
     @property
     def loss_fn(self) -> Callable[..., Any] | None:
-        """Of the last stage's output and a target; None where that stage is not."""
+        """The loss of the last stage's output and a target. None on ranks without the last stage."""
         return self.loss if self._loss_part is None else self._run_loss
 
     def forward(self, stage: int, *inputs: Any) -> Any:
-        """Run one of this rank's stages. What the last gives is for `loss_fn(output, target)`, or for `finish`."""
+        """Run one stage of this rank. The output of the last stage is the input of `loss_fn(output, target)` or
+        `finish`."""
         is_number = isinstance(stage, int)
         if is_number and stage == LOSS and self._loss_part is not None:
             return self._loss_part.call(*inputs)
         if not is_number or stage not in self._runs:
-            remedy = "A pipeline runs by engine.train_batch(data_iter) or engine.eval_batch(data_iter)."
+            remedy = "To run a pipeline, call engine.train_batch(data_iter) or engine.eval_batch(data_iter)."
             given = stage if is_number else type(stage).__name__
-            raise invalid_value("stage", given, f"one of this rank's, {list(self.stages)}", remedy)
+            raise invalid_value("stage", given, f"a stage of this rank, one of {list(self.stages)}", remedy)
         value: Any = single(inputs)
         seeds = self._seeds(stage)
         for run in self._runs[stage]:
@@ -171,16 +172,17 @@ class PipelineModule(nn.Module):
         return value
 
     def finish(self, output: Any) -> Any:
-        """From what the last stage gave to what the model gives without targets: logits, where its end is the loss."""
+        """The output of the model without targets, from the output of the last stage. Logits, if the model ends in the
+        loss."""
         return output if self._loss_part is None else self(LOSS, output, None)
 
     def calls(self) -> list[Callable[[Any], Any]]:
-        """This rank's layers, each of one value, in the order of the forward."""
+        """The layers of this rank as functions of one value, in the order of the forward."""
         calls = [layer.call for stage in self.stages for run in self._runs[stage] for layer in run.layers]
         return calls if self._loss_part is None else [*calls, self.finish]
 
     def describe(self) -> str:
-        """Stages, their ranks, layers and parameters, as a table."""
+        """A table of the stages with their ranks, layers and parameters."""
         shape = _shape(self.schedule, self.num_ranks, self.num_chunks)
         lines = [f"{'stage':>5}  {'rank':>4}  {'layers':>9}  {'parameters':>15}  types"]
         for stage in range(self.num_stages):
@@ -193,23 +195,24 @@ class PipelineModule(nn.Module):
         return "\n".join(lines)
 
     def _layers_of(self, stage: int) -> range:
-        """All but the loss, which runs when there is a target."""
+        """The layers of a stage without the loss, which needs a target."""
         stop = self.bounds[stage + 1]
         is_last = stage == self.num_stages - 1 and self._loss_part is not None
         return range(self.bounds[stage], stop - 1 if is_last else stop)
 
     def _run_loss(self, output: Any, target: Any = None) -> Any:
-        """Through this module's own call, as a stage runs: hooks that bring weights have to see it."""
+        """Runs the loss through `self(...)` like a stage, so that hooks that fetch weights are called."""
         return self(LOSS, output, target)
 
     def seed_from(self, num_micro_batches: int) -> None:
-        """So many micro-batches have gone before: with `seed_layers`, numbers go on from there."""
+        """Set the number of micro-batches that were already run. With `seed_layers` the seeds continue from it."""
         self._num_runs = dict.fromkeys(self.stages, num_micro_batches)
 
     def _seeds(self, stage: int) -> Seed | None:
-        """What seeds a layer, by its index: other numbers with every micro-batch, and other ones than it was made of.
+        """A function that seeds a layer by its index. Seeds differ between micro-batches and from those of the initial
+        values.
 
-        Every schedule takes a stage through its micro-batches in their order, so counting them is enough.
+        Every schedule runs the micro-batches of a stage in order, so it is sufficient to count them.
         """
         if not (self.seed_layers and self.training):
             return None
@@ -220,34 +223,35 @@ class PipelineModule(nn.Module):
 
 
 def _num_ranks(num_stages: int | None, topology: ProcessTopology | None) -> int:
-    """Ranks of the pipeline."""
     if topology is None:
         if num_stages is None:
-            raise invalid_value("num_stages", None, "a whole number >= 1", "Give num_stages, or a topology.")
+            raise invalid_value("num_stages", None, "a whole number >= 1", "Pass num_stages or a topology.")
         return num_stages
     found = topology.get_dim(PIPE)
     if found < 1:
-        raise invalid_value("topology", topology, f"one with an axis {PIPE!r}")
+        raise invalid_value("topology", topology, f"a topology with an axis {PIPE!r}")
     if num_stages not in (None, found):
-        raise invalid_value("num_stages", num_stages, [found], "The topology says it: leave num_stages out.")
+        raise invalid_value(
+            "num_stages", num_stages, [found], "That is the size in the topology. Leave num_stages out."
+        )
     return found
 
 
 def _index(index: int | None, num_ranks: int, topology: ProcessTopology | None) -> int:
-    """This rank's place in the pipeline. Without a topology, stages are furthest apart: ranks 0 to n have the first."""
+    """Position of this rank in the pipeline. Without a topology, consecutive ranks have the same stage."""
     if index is not None:
         if not 0 <= index < num_ranks:
-            raise invalid_value("index", index, f"0 to {num_ranks - 1}")
+            raise invalid_value("index", index, f"a number from 0 to {num_ranks - 1}")
         return index
     if not (dist.is_available() and dist.is_initialized()):
         if num_ranks == 1:
             return 0
-        remedy = "Start the process group first, with init_distributed(), or give index."
-        raise invalid_value("rank in the pipeline", None, f"0 to {num_ranks - 1}", remedy)
+        remedy = "Start the process group first with init_distributed(), or pass index."
+        raise invalid_value("the rank in the pipeline", None, f"a number from 0 to {num_ranks - 1}", remedy)
     rank, world = dist.get_rank(), dist.get_world_size()
     if topology is not None:
         if topology.world_size() != world:
-            raise invalid_value("topology", topology, f"one of {world} ranks")
+            raise invalid_value("topology", topology, f"a topology of {world} ranks")
         return topology.get_coord(rank).to_dict()[PIPE]
     if world % num_ranks:
         raise invalid_value("num_stages", num_ranks, f"a divisor of {world}, the number of ranks")
@@ -255,17 +259,19 @@ def _index(index: int | None, num_ranks: int, topology: ProcessTopology | None) 
 
 
 def _shape(name: str, num_ranks: int, num_chunks: int) -> Schedule:
-    """Which rank has which stage: a schedule of as many micro-batches as ranks, which all of them can do."""
+    """The assignment of stages to ranks, as a schedule with as many micro-batches as ranks, which is always valid."""
     shape = make_schedule(name, num_ranks, num_ranks, num_chunks)
     if num_chunks not in (1, shape.num_chunks):
-        raise invalid_value("num_chunks", num_chunks, [shape.num_chunks], f"The schedule {name} has no other.")
+        raise invalid_value(
+            "num_chunks", num_chunks, [shape.num_chunks], f"The schedule {name} has no other number of chunks."
+        )
     return shape
 
 
 def _facts(items: Sequence[Item], method: str, seconds: Sequence[float] | None) -> tuple[LayerFacts, ...]:
-    """What the partition goes by. Specs are counted only where that matters: some cannot be made without memory."""
+    """The facts for the partition. Specs are counted only if necessary, because some cannot be built without memory."""
     if seconds is not None and len(seconds) != len(items):
-        raise invalid_value("layer_seconds", f"{len(seconds)} numbers", f"{len(items)}, one a layer")
+        raise invalid_value("layer_seconds", f"{len(seconds)} numbers", f"{len(items)} numbers, one for each layer")
     counts = method.lower() == partition.PARAMETERS
     return tuple(
         LayerFacts(type_name(item), num_params(item, counts), None if seconds is None else seconds[i])
@@ -278,7 +284,8 @@ def _ranks_of_layers(bounds: Sequence[int], shape: Schedule) -> list[int]:
 
 
 def _register(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module where its name says. What has numbered members is a ModuleList, whose members are blocks."""
+    """Register a module under its name. A container with numbered members is a ModuleList, so that its members are
+    blocks."""
     *path, last = name.split(".")
     here = root
     for step, after in zip(path, name.split(".")[1:], strict=True):
@@ -289,15 +296,15 @@ def _register(root: nn.Module, name: str, module: nn.Module) -> None:
     if known is None:
         here.add_module(last, module)
     elif known is not module:
-        raise invalid_value("parts of a model", f"two modules named {name}", "one module a name")
+        raise invalid_value("the list of parts", f"a list with two modules named {name}", "a list with unique names")
 
 
 def _find_ties(
     made: Sequence[Mapping[str, nn.Module]], ranks: Sequence[int], here: int
 ) -> tuple[list[tuple[str, str, tuple[int, ...]]], dict[str, str]]:
-    """What is on other ranks too (its first use's name, the name here, ranks), and all names here that are not the
-    first use's."""
-    uses: dict[nn.Parameter, list[tuple[int, str]]] = {}  # rank and name
+    """The ties (name of the first use, name on this rank, ranks), and the names on this rank that are not the first
+    use's."""
+    uses: dict[nn.Parameter, list[tuple[int, str]]] = {}  # ranks and names of all uses
     for owned, rank in zip(made, ranks, strict=True):
         for name, module in owned.items():
             for inner, param in module.named_parameters(prefix=name, remove_duplicate=False):
@@ -313,7 +320,7 @@ def _find_ties(
 
 
 def _find_reused(made: Sequence[Mapping[str, nn.Module]], ranks: Sequence[int], here: int) -> frozenset[str]:
-    """Each use gives a gradient of its own, in every micro-batch."""
+    """Names of parameters that several layers of this rank use. Each use has a gradient in every micro-batch."""
     names: dict[nn.Parameter, list[str]] = {}
     for owned, rank in zip(made, ranks, strict=True):
         for name, module in owned.items() if rank == here else ():
@@ -335,7 +342,7 @@ def _layer(index: int, item: Item, owned: Mapping[str, nn.Module], reruns: Seque
 
 
 def _group(layers: Sequence[Layer], interval: int) -> tuple[Run, ...]:
-    """Neighbours that may run again, `interval` of them together; all others one by one."""
+    """Group layers into runs: up to `interval` consecutive layers that may be recomputed, and all others alone."""
     runs: list[Run] = []
     for layer in layers:
         reruns = interval > 0 and layer.may_rerun
@@ -347,7 +354,8 @@ def _group(layers: Sequence[Layer], interval: int) -> tuple[Run, ...]:
 
 
 def _call_all(layers: Sequence[Layer], seeds: Seed | None, value: Any) -> Any:
-    """One after the other. A tuple of one is its element, as it would be if a stage ended there."""
+    """Call layers one after the other. A tuple with one element is replaced by the element, as at the end of a
+    stage."""
     for layer in layers:
         if seeds is not None:
             seeds(layer.index)
@@ -358,7 +366,7 @@ def _call_all(layers: Sequence[Layer], seeds: Seed | None, value: Any) -> Any:
 
 
 def single(values: tuple[Any, ...]) -> Any:
-    """A tuple of one is its element."""
+    """The element of a tuple with one element, else the tuple."""
     return values[0] if len(values) == 1 else values
 
 
@@ -367,7 +375,8 @@ def _spread(call: Callable[..., Any], value: Any) -> Any:
 
 
 def _call_as(module: nn.Module, function: Callable[[nn.Module, Any], Any], value: Any) -> Any:
-    """`function(module, value)` as the module's own call: hooks that bring its weights fire for this use too."""
+    """Call `function(module, value)` through the module's `__call__`, so that hooks that fetch its weights are
+    called."""
     before = vars(module).get("forward")
 
     def restore() -> None:
@@ -376,7 +385,7 @@ def _call_as(module: nn.Module, function: Callable[[nn.Module, Any], Any], value
             vars(module)["forward"] = before
 
     def once(given: Any) -> Any:
-        restore()  # the function may call the module itself
+        restore()  # the function may call the module
         return function(module, given)
 
     vars(module)["forward"] = once

@@ -1,21 +1,21 @@
-"""Plans of tensor parallelism: what is done to each module of a model, by patterns on its name.
+"""Plans of tensor parallelism: the style of each module of a model, by patterns of module names.
 
-A plan maps patterns, as of a shell (`*` also matches dots), to styles; of several that match a module the first counts.
+A plan maps shell patterns (`*` also matches dots) to styles. If several patterns match a module, the first one counts.
 
-  column[:FUSED[:UNIT]]  a linear layer whose output features are split. Of FUSED pieces one behind the other (q, k and
-                         v in one layer have 3) each is split, and UNIT features, such as a head's, stay together
-  row                    a linear layer whose input features are split; its outputs are summed, then comes the bias
+  column[:FUSED[:UNIT]]  a linear layer whose output features are split. A layer with FUSED concatenated pieces (3 for
+                         q, k and v in one layer) has each piece split. UNIT features, such as a head, stay together
+  row                    a linear layer whose input features are split; its outputs are summed before the bias is added
   vocab                  an embedding whose rows are split
-  head                   an output projection whose symbols are split; gives all logits, or the loss of targets
-  heads[:NAME,...]       an attention over this rank's heads; the attributes named count heads or widths and are divided
-  attention[:NAME,...]   the same, for the attention of our GPT
-  region                 any module around column layers that read the same input: it is taken in once for all of them
-  dropout                an nn.Dropout of features that are split
-  sequence               where ranks share the sequence: a norm, or an nn.Dropout, that works on this rank's part
-  stream:enter           where ranks share the sequence: the layer that is given all of it, and takes this rank's part
-  stream:leave           and the layer whose result is put together again; stream:enter,leave for a layer that is both
+  head                   an output projection whose symbols are split; it returns all logits, or the loss of targets
+  heads[:NAME,...]       an attention over this rank's heads; the named attributes (head counts, widths) are divided
+  attention[:NAME,...]   like heads, for the attention of twinflow's GPT
+  region                 a module around column layers with the same input: the input is taken in once for all of them
+  dropout                an nn.Dropout of split features
+  sequence               with a split sequence: a norm or an nn.Dropout that works on this rank's part
+  stream:enter           with a split sequence: the layer that gets the whole sequence and takes this rank's part
+  stream:leave           with a split sequence: the layer whose output is joined; stream:enter,leave for a single layer
 
-A column layer that is in no `region`, `heads` or `attention` takes its input in itself.
+A column layer outside of any `region`, `heads` or `attention` takes its input in itself.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ REGIONS: Final = ("heads", "attention", "region")
 
 @dataclass(frozen=True)
 class Style:
-    """One style, taken apart."""
+    """A parsed style."""
 
     kind: str
     num_fused: int = 1
     unit: int = 1
-    names: tuple[str, ...] = ()  # attributes that are divided; for a stream, what happens
+    names: tuple[str, ...] = ()  # attributes to divide; for a stream: enter, leave or both
 
 
 def parse_style(text: str) -> Style:
-    """A style from a plan."""
+    """Parse a style of a plan. Raises a ValueError for an unknown one."""
     kind, *given = text.split(":")
     if kind == "column" and len(given) <= 2 and all(part.isdecimal() and int(part) > 0 for part in given):
         num_fused, unit = (int(part) for part in (*given, "1", "1")[:2])
@@ -61,12 +61,14 @@ def parse_style(text: str) -> Style:
         return Style(kind, names=names)
     if kind == "stream" and len(given) == 1 and set(names) <= set(STREAM):
         return Style(kind, names=names)
-    raise invalid_value("style in a plan of tensor parallelism", text, STYLES)
+    raise invalid_value("the style in a plan of tensor parallelism", text, STYLES)
 
 
 def match(names: Iterable[str], plan: Mapping[str, str], is_part: bool = False) -> dict[str, Style]:
-    """The style of each module that a pattern matches. A pattern for nothing is a mistake, unless these are the names
-    of `is_part` of a model only."""
+    """The style of each module that a pattern matches.
+
+    Raises a ValueError for a pattern without a match, unless `is_part`: the names are those of a part of the model.
+    """
     styles = {pattern: parse_style(text) for pattern, text in plan.items()}
     found: dict[str, Style] = {}
     unused = set(styles)
@@ -76,19 +78,20 @@ def match(names: Iterable[str], plan: Mapping[str, str], is_part: bool = False) 
         if matching:
             found[name] = styles[matching[0]]
     if unused and not is_part:
-        remedy = "Names are those of model.named_modules()."
-        raise invalid_value(
-            "pattern in a plan of tensor parallelism", min(unused), "patterns that match a module", remedy
-        )
+        remedy = "The names are those of model.named_modules()."
+        raise invalid_value("a pattern in a plan of tensor parallelism", min(unused), "the name of a module", remedy)
     return found
 
 
 def plan_for(model: nn.Module) -> dict[str, str]:
-    """The plan of a model that is known: our GPT, or one of transformers' (of READY), with or without a head."""
+    """The plan of a known model: twinflow's GPT, or a transformers model with a type of READY, with or without a head.
+
+    Raises a ValueError for other models.
+    """
     config: Any = getattr(model, "config", None)
     model_type = getattr(config, "model_type", "")
     if getattr(config, "add_cross_attention", False):
-        remedy = "Its keys are of another input than its queries: give a plan of your own."
+        remedy = "With cross attention, keys and queries have different inputs. Write your own plan for this model."
         raise invalid_value("config.add_cross_attention", True, [False], remedy)
     if model_type in READY:
         plan = READY[model_type](config)
@@ -96,14 +99,14 @@ def plan_for(model: nn.Module) -> dict[str, str]:
         plan = _gpt(config)
     else:
         allowed = f"twinflow's GPT, or a model of transformers of type {', '.join(READY)}"
-        remedy = "Give a plan of your own: a dict from patterns on module names to styles, as in parallel/plans.py."
-        raise invalid_value("model for tensor parallelism", model_type or type(model).__name__, allowed, remedy)
+        remedy = "For other models, write a plan: a dict from patterns of module names to styles (parallel/plans.py)."
+        raise invalid_value("the model for tensor parallelism", model_type or type(model).__name__, allowed, remedy)
     names = [name for name, _ in model.named_modules()]
     return {pattern: style for pattern, style in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
 
 
 def _stream(layers: str, num_layers: int) -> dict[str, str]:
-    """The first layer takes a part of the sequence, the last one's are put together."""
+    """The first layer takes a part of the sequence, and the output of the last layer is joined."""
     if num_layers == 1:
         return {f"{layers}.0": "stream:enter,leave"}
     return {f"{layers}.0": "stream:enter", f"{layers}.{num_layers - 1}": "stream:leave"}
@@ -130,7 +133,7 @@ def _head_width(config: Any) -> int:
 
 
 def _llama(config: Any) -> dict[str, str]:
-    whole_heads = f"column:1:{_head_width(config)}"  # of keys and values too, of which there may be fewer
+    whole_heads = f"column:1:{_head_width(config)}"  # also of keys and values, which may have fewer heads
     return {
         "*embed_tokens": "vocab",
         "*layers.*.self_attn": "heads",
@@ -170,7 +173,7 @@ def _bert(config: Any) -> dict[str, str]:
         "*layer.*.attention.self.key": f"column:1:{_head_width(config)}",
         "*layer.*.attention.self.value": f"column:1:{_head_width(config)}",
         "*layer.*.intermediate.dense": "column",
-        "*layer.*.output.dense": "row",  # of the attention, and of the other half
+        "*layer.*.output.dense": "row",  # output of the attention and of the MLP
         "*layer.*.output.LayerNorm": "sequence",
         "*layer.*.output.dropout": "sequence",
         "*cls.predictions.decoder": "head",
@@ -178,7 +181,7 @@ def _bert(config: Any) -> dict[str, str]:
     }
 
 
-# By `config.model_type` of transformers 5.
+# Plans by `config.model_type` of transformers 5.
 READY: Final[Mapping[str, Callable[[Any], dict[str, str]]]] = MappingProxyType(
     {"llama": _llama, "mistral": _llama, "qwen2": _llama, "gpt2": _gpt2, "bert": _bert}
 )

@@ -1,4 +1,4 @@
-"""How long a pipeline's layers take: what partition_method="profile" goes by."""
+"""Measures the layers of a pipeline for partition_method="profile"."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from twinflow.parallel.pipeline import PipelineModule, single
 
 @torch.no_grad()
 def profile_layers(module: PipelineModule, *inputs: Any, repeats: int = 3) -> tuple[float, ...]:
-    """Seconds of each layer's forward, the least of some: `layer_seconds` for partition_method="profile".
+    """Seconds of each layer's forward, the minimum of some runs: `layer_seconds` for partition_method="profile".
 
-    Of a module that has all layers: made with num_stages=1.
+    The module must have all layers, so build it with num_stages=1.
     """
     if module.num_ranks > 1:
-        raise invalid_value("ranks of the module", module.num_ranks, [1], "Make it with num_stages=1 to measure it.")
+        raise invalid_value(
+            "the number of ranks", module.num_ranks, [1], "To measure the module, build it with num_stages=1."
+        )
     value, found = single(inputs), []
     for call in module.calls():
         seconds, output = zip(*(_timed(call, value) for _ in range(repeats)), strict=True)

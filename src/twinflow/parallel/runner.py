@@ -1,4 +1,8 @@
-"""Runs one pipeline rank's list of actions: forwards and backwards of its stages, and what goes between ranks."""
+"""Runs the actions of one pipeline rank: forwards and backwards of its stages, and communication with other ranks.
+
+The calling thread runs all actions in the order of the schedule. The threads of `Wire` send and receive messages. An
+action waits only for the message that it needs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,8 @@ from twinflow.parallel.deferral import Batch, Deferral
 from twinflow.parallel.schedules import Action, Schedule
 from twinflow.parallel.wire import Value, Wire, incoming, made, needed
 
-MicroBatch = tuple[Any, Any]  # inputs of the first stage, target of the last; looked at only where those stages are
+# Inputs of the first stage and target of the last stage. They are used only on the ranks with these stages.
+MicroBatch = tuple[Any, Any]
 
 
 def forward_only(schedule: Schedule, num_micro_batches: int) -> Schedule:
@@ -29,7 +34,8 @@ def forward_only(schedule: Schedule, num_micro_batches: int) -> Schedule:
 
 
 class _Kept(NamedTuple):
-    """Of a stage's forward, for its backward. What it has made is not kept: an edge of the graph is enough to start."""
+    """Data of a stage's forward for its backward. Outputs are not kept, because backward starts at the edges of the
+    graph."""
 
     inputs: Value
     edges: tuple[GradientEdge | None, ...]
@@ -37,12 +43,12 @@ class _Kept(NamedTuple):
 
 @dataclass
 class _Step:
-    """Of one batch, by stage and micro-batch."""
+    """Data of one batch, by stage and micro-batch."""
 
     micro_batches: Sequence[MicroBatch]
     kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
     deferred: dict[tuple[int, int], Batch] = field(default_factory=dict)
-    results: dict[int, Any] = field(default_factory=dict)  # of the last stage, by micro-batch: losses or outputs
+    results: dict[int, Any] = field(default_factory=dict)  # losses or outputs of the last stage, by micro-batch
 
     def ordered(self) -> list[Any]:
         return [self.results[i] for i in range(len(self.micro_batches))]
@@ -51,9 +57,9 @@ class _Step:
 class Runner:
     """Trains with a schedule. `stages(stage, *inputs)` computes a stage of this rank, number `index` of the pipeline.
 
-    Between stages go a tensor, or several and None in a tuple. Gradients are those of the losses' mean times `scale()`;
-    they accumulate in the parameters as ever. Without `loss_fn(output, target)` the last stage's output is the loss.
-    Without a deferral I is the whole backward and W nothing. `after` is called after each action.
+    A value between stages is a tensor, or a tuple of tensors and None. Gradients are those of the mean loss times
+    `scale()`, and accumulate in the parameters as usual. Without `loss_fn(output, target)` the output of the last stage
+    is the loss. Without a deferral, I is the whole backward and W does nothing. `after` is called after each action.
     """
 
     def __init__(
@@ -74,13 +80,14 @@ class Runner:
         self._has_last = schedule.rank_of(self._last_stage) == index
 
     def train(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor] | None:
-        """Forwards and backwards of a batch; the losses, on the rank that has the last stage.
+        """Run forwards and backwards of a batch. Returns the losses on the rank with the last stage.
 
-        After an error the wire is of no more use: the other ranks have been made to fail too.
+        After an error the wire cannot be used again, and the other ranks fail too.
         """
         num = self.schedule.num_micro_batches
         if len(micro_batches) != num:
-            raise invalid_value("micro-batches", len(micro_batches), f"the schedule's {num}, on every pipeline rank")
+            expected = f"{num} on every pipeline rank, as in the schedule"
+            raise invalid_value("the number of micro-batches", len(micro_batches), expected)
         step = _Step(micro_batches)
         do = {"F": self._forward, "B": self._backward, "I": self._input_half, "W": self._weight_half}
         self._play(self.schedule, lambda action: do[action.kind](action, step))
@@ -88,7 +95,8 @@ class Runner:
         return step.ordered() if self._has_last else None
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], compute_loss: bool = True) -> list[Any] | None:
-        """Forwards alone, of any number of micro-batches: losses, or what the last stage makes, on its rank."""
+        """Run only forwards, for any number of micro-batches. Returns losses or outputs on the rank with the last
+        stage."""
         step = _Step(micro_batches)
         with torch.no_grad():
             self._play(
@@ -119,11 +127,11 @@ class Runner:
         self._send(action, outputs)
 
     def _backward(self, action: Action, step: _Step) -> None:
-        """Gradients of a stage's parameters, and of its inputs to the stage before."""
+        """Compute the gradients of a stage's parameters, and send the gradients of its inputs to the previous stage."""
         inputs, edges = step.kept.pop(action[1:])
         key = needed(self.schedule, action)
         grads = self._loss_grad(action, step) if key is None else self._wire.receive(key)
-        # Outputs that are not used get no gradient, and a stage that has nothing to train has no edges.
+        # Unused outputs get no gradient. A stage without trainable parameters has no edges.
         pairs = [(e, g) for e, g in zip(edges, grads, strict=True) if e is not None and g is not None]
         if pairs:
             with self._no_autocast():
@@ -144,7 +152,7 @@ class Runner:
                 step.deferred.pop(action[1:]).run()
 
     def _no_autocast(self) -> AbstractContextManager[Any]:
-        """Backward computes in what forward has computed in, also where the whole batch is run under autocast."""
+        """Backward computes in the dtypes of forward, even if the whole batch runs under autocast."""
         return torch.autocast(self._wire.device.type, enabled=False)
 
     def _infer(self, action: Action, step: _Step, compute_loss: bool) -> None:
@@ -162,11 +170,11 @@ class Runner:
         if self._loss_fn is not None:
             loss = self._loss_fn(output, step.micro_batches[action.micro_batch][1])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise invalid_value("loss", getattr(loss, "shape", type(loss).__name__), "a tensor of one number")
+            raise invalid_value("loss", getattr(loss, "shape", type(loss).__name__), "a tensor with one element")
         return loss
 
     def _loss_grad(self, action: Action, step: _Step) -> Value:
-        """Of the losses' mean, scaled."""
+        """Gradient of the scaled mean loss with respect to the loss of this micro-batch."""
         return (torch.full_like(step.results[action.micro_batch], self._scale() / len(step.micro_batches)),)
 
     def _send(self, action: Action, value: Value) -> None:
@@ -176,8 +184,10 @@ class Runner:
 
 
 class _Entry(torch.autograd.Function):
-    """A leaf's values, in its memory. Autograd lets nobody change a leaf in place, nor a view of one, but lets them
-    change this. The version is the leaf's too: who needs the values as they were is told."""
+    """An alias of a leaf's values that may be changed in place, unlike a leaf or a view of one.
+
+    It shares the version counter of the leaf, so autograd detects a change of values that backward needs.
+    """
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -189,7 +199,7 @@ class _Entry(torch.autograd.Function):
 
 
 def _changeable(one: Tensor | None) -> Tensor | None:
-    """An input as a stage gets it: its first layer may work in place, as after a layer of the same process."""
+    """The input of a stage. Its first layer may change it in place, as it may change the output of a local layer."""
     if one is None or not (one.requires_grad and one.is_leaf):
         return one
     entered: Tensor = _Entry.apply(one)  # type: ignore[no-untyped-call]

@@ -1,12 +1,13 @@
-"""Pipeline schedules as lists: what every rank computes, in which order. Pure; nothing runs here.
+"""Pipeline schedules as lists: the computations of every rank, in order. Nothing is run here.
 
-A rank has one stage or several chunks of the model: looped (rank, rank + p, ...) or in a V (rank, 2p - 1 - rank), where
-the last stage is on the first rank. Actions: F forward; B whole backward; I gradient of the input and W gradient of the
-weights, the two halves of B. Between I and W what the stage has saved stays in memory; only I is waited for by others.
+A rank has one stage or several chunks of the model. They are placed in a loop (rank, rank + p, ...) or in a V (rank, 2p
+- 1 - rank), in which the last stage is on the first rank. Actions: F is a forward, B a whole backward. I computes the
+gradient of the input and W the gradient of the weights; together they are B. Between I and W the saved tensors of the
+stage stay in memory. Other ranks wait only for I.
 
-GPipe: all forwards, then all backwards. 1F1B: as few forwards ahead as keep the last rank busy. Interleaved: the same
-with v chunks a rank, which makes filling and emptying v times as short. ZBV: a V of two chunks, with W moved to where a
-rank would wait, so that nearly no bubble is left at 1F1B's memory.
+GPipe: all forwards, then all backwards. 1F1B: only as many forwards in advance as keep the last rank busy. Interleaved:
+like 1F1B with v chunks on each rank, which makes the fill and drain phases v times shorter. ZBV: a V of two chunks. W
+runs when a rank would otherwise wait, so there is nearly no bubble, with the memory of 1F1B.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LOOP, V = "loop", "v"
 
 
 class Action(NamedTuple):
-    """One computation of a rank: `str` gives stage, kind and micro-batch, like 3F0."""
+    """One computation of a rank. `str` gives stage, kind and micro-batch, for example 3F0."""
 
     kind: str
     stage: int
@@ -35,38 +36,37 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The lists of all ranks."""
+    """The actions of all ranks."""
 
     name: str
     num_ranks: int
     num_micro_batches: int
-    num_chunks: int  # stages of a rank
+    num_chunks: int  # stages of each rank
     placement: str  # loop or v
     actions: tuple[tuple[Action, ...], ...]  # by rank
 
     @property
     def num_stages(self) -> int:
-        """Of all ranks."""
+        """Number of stages of all ranks."""
         return self.num_ranks * self.num_chunks
 
     def rank_of(self, stage: int) -> int:
-        """The rank that has a stage."""
         return rank_of(stage, self.num_ranks, self.placement)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Stages of a rank, in forward order."""
+        """The stages of a rank, in forward order."""
         return stages_of(rank, self.num_ranks, self.num_chunks, self.placement)
 
 
 def rank_of(stage: int, num_ranks: int, placement: str) -> int:
-    """The rank that has a stage: round and round, or there and back."""
+    """The rank of a stage, in a loop or in a V."""
     turn, offset = divmod(stage, num_ranks)
     return num_ranks - 1 - offset if placement == V and turn % 2 else offset
 
 
 def stages_of(rank: int, num_ranks: int, num_chunks: int, placement: str) -> tuple[int, ...]:
-    """Stages of a rank, in forward order."""
-    back = num_ranks - 1 - rank  # where a turn goes back, ranks come in the other order
+    """The stages of a rank, in forward order."""
+    back = num_ranks - 1 - rank  # in every second turn of a V the order of the ranks is reversed
     return tuple(turn * num_ranks + (back if placement == V and turn % 2 else rank) for turn in range(num_chunks))
 
 
@@ -82,19 +82,20 @@ def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """One forward, one backward in turn, after as many forwards as there are ranks behind."""
+    """Forwards and backwards alternate, after as many forwards as there are later ranks."""
     made = interleaved(num_ranks, num_micro_batches, 1)
     return Schedule("1f1b", num_ranks, num_micro_batches, 1, LOOP, made.actions)
 
 
 def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int = 2) -> Schedule:
-    """1F1B over `num_chunks` stages a rank, in rounds of about as many micro-batches as there are ranks.
+    """1F1B with `num_chunks` stages on each rank, in rounds of about as many micro-batches as ranks.
 
-    A round takes its micro-batches through the first chunk, then through the next; backward from the last chunk on.
+    A round runs its micro-batches through the first chunk, then through the next one. Backward starts with the last
+    chunk.
     """
     _check_sizes(num_ranks, num_micro_batches)
     if num_chunks < 1:
-        raise invalid_value("chunks of a rank", num_chunks, "a whole number >= 1")
+        raise invalid_value("the number of chunks of a rank", num_chunks, "a whole number >= 1")
     size = round_size(num_ranks, num_micro_batches) if num_chunks > 1 else num_micro_batches
     rounds = [range(start, start + size) for start in range(0, num_micro_batches, size)]
     lists = []
@@ -109,8 +110,8 @@ def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int = 2) -> 
 def zbv(num_ranks: int, num_micro_batches: int) -> Schedule:
     """Zero bubble on a V of two chunks.
 
-    Each phase is a pattern of (kind, chunk), numbered by how often it has come. The patterns need 2p - 1 micro-batches;
-    with fewer the surplus is left out.
+    Each phase is a pattern of (kind, chunk). The n-th occurrence of a step is micro-batch n. The patterns need 2p - 1
+    micro-batches. With fewer, the surplus steps are left out.
     """
     _check_sizes(num_ranks, num_micro_batches)
     p, n = num_ranks, max(2 * num_ranks - 1, num_micro_batches)
@@ -133,7 +134,7 @@ def zbv(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def make_schedule(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
-    """A schedule by name; `num_chunks` counts for `interleaved` alone."""
+    """A schedule by name. `num_chunks` is used only by `interleaved`."""
     makers: dict[str, Callable[[], Schedule]] = {
         "gpipe": lambda: gpipe(num_ranks, num_micro_batches),
         "1f1b": lambda: one_f_one_b(num_ranks, num_micro_batches),
@@ -146,16 +147,17 @@ def make_schedule(name: str, num_ranks: int, num_micro_batches: int, num_chunks:
 
 
 def round_size(num_ranks: int, num_micro_batches: int) -> int:
-    """Micro-batches that an interleaved rank takes through a chunk before the next chunk."""
+    """Micro-batches that an interleaved rank runs through a chunk before the next chunk."""
     num_rounds = max(1, num_micro_batches // num_ranks)
     if num_micro_batches % num_rounds:
-        remedy = f"A multiple of the {num_ranks} ranks works always."
-        raise invalid_value("micro-batches", num_micro_batches, f"a multiple of {num_rounds} rounds", remedy)
+        expected = f"a multiple of {num_rounds}, the number of rounds"
+        remedy = f"A multiple of {num_ranks}, the number of ranks, is always valid."
+        raise invalid_value("the number of micro-batches", num_micro_batches, expected, remedy)
     return num_micro_batches // num_rounds
 
 
 def warmup(rank: int, num_ranks: int, num_micro_batches: int, num_chunks: int) -> int:
-    """Forwards before the first backward: what the ranks behind need to have work, and whole rounds of the chunks."""
+    """Number of forwards before the first backward: enough for the later ranks, and whole rounds of the chunks."""
     behind = num_ranks - 1 - rank
     if num_chunks == 1:
         return min(num_micro_batches, behind)
@@ -164,9 +166,9 @@ def warmup(rank: int, num_ranks: int, num_micro_batches: int, num_chunks: int) -
 
 
 def peak_in_flight(name: str, rank: int, num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> int:
-    """The most (stage, micro-batch) pairs whose activations a rank holds, without making the lists.
+    """The most (stage, micro-batch) pairs whose activations a rank holds, without building the lists.
 
-    With ZBV and fewer than 2p - 1 micro-batches it is a bound: some ranks hold less.
+    For ZBV with fewer than 2p - 1 micro-batches this is an upper bound.
     """
     p, m = num_ranks, num_micro_batches
     if name == "gpipe":
@@ -177,7 +179,7 @@ def peak_in_flight(name: str, rank: int, num_ranks: int, num_micro_batches: int,
 
 
 def count_in_flight(actions: Sequence[Action]) -> int:
-    """The same, counted: from F to B or W."""
+    """The peak of `peak_in_flight`, counted in a list: pairs are held from F to B or W."""
     held = most = 0
     for action in actions:
         held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
@@ -186,30 +188,30 @@ def count_in_flight(actions: Sequence[Action]) -> int:
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Every stage's micro-batches once forward and once backward, each on its rank and in order."""
+    """Raise a ValueError unless every stage has one forward and one backward of each micro-batch, on its rank and in
+    order."""
     seen: Counter[tuple[str, int, int]] = Counter()
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
             kind, stage, micro_batch = action
             if kind not in KINDS or not 0 <= stage < schedule.num_stages or schedule.rank_of(stage) != rank:
-                raise invalid_value("action", str(action), f"F, B, I or W of a stage of rank {rank}")
+                raise invalid_value("an action", str(action), f"F, B, I or W of a stage of rank {rank}")
             if not 0 <= micro_batch < schedule.num_micro_batches or seen[action]:
-                raise invalid_value("action", str(action), "each micro-batch once")
+                raise invalid_value("an action", str(action), "listed once, for a micro-batch of the step")
             before = {"B": "F", "I": "F", "W": "I"}.get(kind)
             if before and not seen[(before, stage, micro_batch)]:
-                raise invalid_value("action", str(action), f"one that comes after {stage}{before}{micro_batch}")
+                raise invalid_value("an action", str(action), f"listed after {stage}{before}{micro_batch}")
             seen[action] += 1
     for stage in range(schedule.num_stages):
         for i in range(schedule.num_micro_batches):
             backward = seen[("B", stage, i)] + seen[("W", stage, i)]
             if not seen[("F", stage, i)] or backward != 1 or seen[("I", stage, i)] != seen[("W", stage, i)]:
-                raise invalid_value(
-                    "schedule", schedule.name, f"forward and one backward of stage {stage}, micro-batch {i}"
-                )
+                expected = f"a list with one forward and one backward of stage {stage}, micro-batch {i}"
+                raise invalid_value("schedule", schedule.name, expected)
 
 
 def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> tuple[Action, ...]:
-    """Some forwards ahead, then one of each, then the backwards that are left."""
+    """Some forwards in advance, then forwards and backwards in turn, then the remaining backwards."""
     made = list(forwards[:ahead])
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         made += [forward, backward]
@@ -221,7 +223,7 @@ def _repeat(pattern: str, times: int) -> list[str]:
 
 
 def _numbered(steps: Sequence[str], stages: Sequence[int], num_micro_batches: int) -> tuple[Action, ...]:
-    """Steps like F1 (kind and chunk) as actions: the n-th of a kind is micro-batch n."""
+    """Convert steps such as F1 (kind and chunk) to actions. The n-th occurrence of a step is micro-batch n."""
     times: Counter[str] = Counter()
     made = []
     for step in steps:
@@ -234,4 +236,4 @@ def _numbered(steps: Sequence[str], stages: Sequence[int], num_micro_batches: in
 def _check_sizes(num_ranks: int, num_micro_batches: int) -> None:
     for name, value in (("pipeline stages", num_ranks), ("micro-batches", num_micro_batches)):
         if value < 1:
-            raise invalid_value(name, value, "a whole number >= 1")
+            raise invalid_value(f"the number of {name}", value, "a whole number >= 1")

@@ -1,8 +1,9 @@
-"""The best layouts of a model on so many GPUs: all of them by formula, the best few by playing their schedules.
+"""Searches the best layouts of a model on many GPUs: all layouts by a formula, the best ones by simulating their
+schedules.
 
-GPipe is not tried: 1F1B takes as long and holds less. Nor are tensor groups larger than two machines, or micro-batches
-of more than 8 sequences. Of layouts that take the same time the simpler one is named: no offload, a lower ZeRO stage,
-fewer chunks.
+GPipe is not tried, because 1F1B takes equally long and needs less memory. Tensor groups over more than two machines and
+micro-batches of more than 8 sequences are not tried either. Of equally fast layouts the simplest one is chosen: no
+offload, a lower ZeRO stage, fewer chunks.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from twinflow.planner.scaling import Cluster
 
 MICRO_BATCHES: Final = (1, 2, 4, 8)
 CHUNKS: Final = (2, 4)
-PLAYED: Final = 3  # layouts played for each one that is shown
+PLAYED: Final = 3  # layouts to simulate for each layout in the result
 
 
 @dataclass(frozen=True)
 class LayoutAsk:
-    """What is to be laid out."""
+    """The model, the machines and the options of a search."""
 
     shape: Shape
     cluster: Cluster
     num_gpus: int
-    batch: int  # sequences of a step on all GPUs
+    batch: int  # sequences in a step of all GPUs
     micro_batches: tuple[int, ...] = MICRO_BATCHES
     zeros: tuple[int, ...] = (0, 1, 2, 3)
     checkpointing: tuple[bool, ...] = (False, True)
@@ -42,16 +43,16 @@ class LayoutAsk:
 
 @dataclass(frozen=True)
 class Found:
-    """The best, and how many there were."""
+    """The best layouts, and how many were tried."""
 
     best: tuple[Estimate, ...]  # one for each (pp, tp, dp), fastest first
     num_tried: int
     num_fitting: int
-    nearest: Estimate | None  # where none fits: the one that lacks least
+    nearest: Estimate | None  # if none fits: the layout that lacks the least memory
 
 
 def search(ask: LayoutAsk, count: int = 5) -> Found:
-    """The `count` best of different sizes of the three axes."""
+    """The `count` best layouts with different sizes of the three axes."""
     check_ask(ask, count)
     tried = [(lacking_bytes(ask.shape, layout, ask.cluster), layout) for layout in layouts(ask)]
     fitting = [estimate(ask.shape, layout, ask.cluster, plays=False) for lacks, layout in tried if not lacks]
@@ -59,7 +60,7 @@ def search(ask: LayoutAsk, count: int = 5) -> Found:
         allowed = (
             f"a multiple of a micro-batch ({', '.join(map(str, ask.micro_batches))}) and some number of data ranks"
         )
-        remedy = f"{ask.num_gpus * max(ask.micro_batches)} has layouts of every kind."
+        remedy = f"A batch of {ask.num_gpus * max(ask.micro_batches)} allows all layouts."
         raise invalid_value("--batch", ask.batch, allowed, remedy)
     if not fitting:
         nearest = min(tried, key=lambda pair: pair[0])[1]
@@ -71,18 +72,18 @@ def search(ask: LayoutAsk, count: int = 5) -> Found:
 
 
 def check_ask(ask: LayoutAsk, count: int) -> None:
-    """Refuse numbers that make no sense."""
+    """Raise a ValueError for numbers that are out of range."""
     for name, value in (("--gpus", ask.num_gpus), ("--batch", ask.batch), ("--layouts", count)):
         if value < 1:
             raise invalid_value(name, value, "a whole number >= 1")
     per_node = ask.cluster.machine.num_gpus
     if ask.num_gpus > per_node and ask.num_gpus % per_node:
         remedy = f"{ask.num_gpus // per_node * per_node} GPUs fill {ask.num_gpus // per_node} machines."
-        raise invalid_value("--gpus", ask.num_gpus, f"a multiple of the {per_node} of a machine", remedy)
+        raise invalid_value("--gpus", ask.num_gpus, f"a multiple of {per_node}, the GPUs in a machine", remedy)
 
 
 def layouts(ask: LayoutAsk) -> Iterator[Layout]:
-    """Every layout that divides: tensor ranks divide the heads, stages are no more than layers."""
+    """Every valid layout: tensor ranks divide the heads, and there are not more stages than layers."""
     shape, per_node = ask.shape, ask.cluster.machine.num_gpus
     for tp in _divisors(math.gcd(ask.num_gpus, shape.num_heads)):
         if tp > 2 * per_node or (tp < per_node and per_node % tp):
@@ -97,7 +98,7 @@ def layouts(ask: LayoutAsk) -> Iterator[Layout]:
 
 
 def _ways(ask: LayoutAsk, layout: Layout) -> Iterator[Layout]:
-    """One grid and micro-batch with every schedule, ZeRO stage, with and without checkpointing and offload."""
+    """One grid and micro-batch with every schedule and ZeRO stage, with and without checkpointing and offload."""
     zeros = [zero for zero in ask.zeros if _is_supported(layout, zero)]
     for schedule, chunks in _schedules(layout, ask.shape.num_layers):
         for zero in zeros if layout.num_dp > 1 else zeros[:1]:
@@ -114,7 +115,7 @@ def _ways(ask: LayoutAsk, layout: Layout) -> Iterator[Layout]:
 
 
 def _is_supported(layout: Layout, zero: int) -> bool:
-    """Whether the engine would take it."""
+    """Whether the engine supports the layout."""
     return not any(broken(Combination(layout.num_pp, layout.num_tp, zero)))
 
 
@@ -131,26 +132,30 @@ def _schedules(layout: Layout, num_layers: int) -> Iterator[tuple[str, int]]:
 
 
 def reasons(found: Estimate) -> list[str]:
-    """Why a layout is where it is, in a few words each."""
+    """Short phrases on the memory, the bubble and the communication of a layout."""
     layout, seconds, volume = found.layout, found.seconds, found.volume
     parts = [f"{found.fullest.gpu_bytes / 1e9:.1f} of {found.gpu_limit / 1e9:.1f} GB on the fullest GPU"]
     if layout.num_pp > 1:
-        parts.append(f"bubble {100 * seconds.bubble:.1f}%")
+        parts.append(f"pipeline bubble {100 * seconds.bubble:.1f}% of the time")
     if seconds.tied_s > 0.01 * seconds.step_s:
-        parts.append(f"the tied embedding's gradient between the first and the last stage, {seconds.tied_s:.2g} s")
+        parts.append(f"all-reduce of the tied embedding between the first and the last stage: {seconds.tied_s:.2g} s")
     if layout.num_tp > 1:
         where = "between machines" if MODEL in found.crosses else "inside a machine"
         share = 100 * seconds.tensor_s / seconds.step_s
-        parts.append(f"tensor ranks {where}, {volume.tensor_bytes / 1e9:,.0f} GB, {share:.0f}% of the step")
+        parts.append(f"tensor ranks {where}: {volume.tensor_bytes / 1e9:,.0f} GB, {share:.0f}% of the step")
     if layout.num_dp > 1:
         num = found.data_groups.num_groups
         groups = f"{num} data groups at once" if num > 1 else "one data group"
         if DATA in found.crosses:
-            groups += f" at {found.data_groups.times:.0f} x a machine's network"
+            groups += f" at {found.data_groups.times:.0f} x the network rate of a machine"
         else:
             groups += " inside machines"
-        hidden = "hidden" if seconds.data_s < 0.001 * seconds.step_s else f"{seconds.data_s:.2g} s not hidden"
-        parts.append(f"{groups}, {volume.data_bytes / 1e9:,.1f} GB, {hidden}")
+        hidden = (
+            "hidden by compute"
+            if seconds.data_s < 0.001 * seconds.step_s
+            else f"{seconds.data_s:.2g} s not hidden by compute"
+        )
+        parts.append(f"{groups}: {volume.data_bytes / 1e9:,.1f} GB, {hidden}")
     return parts
 
 
@@ -167,7 +172,7 @@ def _simplicity(layout: Layout) -> tuple[bool, int, int, bool, int]:
 
 
 def _best_of_each(found: Sequence[Estimate], key: Callable[[Estimate], tuple[object, ...]]) -> list[Estimate]:
-    """The best of every kind, fastest first: the simplest of those that take about as long as the fastest."""
+    """The best layout of every kind, the fastest first. Of nearly equally fast layouts the simplest is chosen."""
     fastest: dict[tuple[object, ...], float] = {}
     for one in found:
         fastest[key(one)] = min(one.seconds.step_s, fastest.get(key(one), math.inf))

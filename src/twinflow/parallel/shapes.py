@@ -1,4 +1,4 @@
-"""A transformer as the layout of many GPUs needs it: layers, width, heads, tokens, vocabulary."""
+"""The shape of a transformer for layouts on many GPUs: layers, width, heads, tokens, vocabulary."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from twinflow.errors import invalid_value
 from twinflow.planner.models import ModelCost
 
-# Widths of published GPT shapes by the number of parameters they start at, for models that need many machines.
+# Widths of published large GPT shapes, each with the least number of parameters.
 _WIDTHS: Final = (
     (0.0, 1024),
     (0.7e9, 1536),
@@ -23,21 +23,21 @@ _WIDTHS: Final = (
     (800e9, 25600),
 )
 _HEAD_WIDTH: Final = 128
-VOCAB_SIZE: Final = 51_200  # GPT-2's, up to a number that tensor ranks divide
+VOCAB_SIZE: Final = 51_200  # vocabulary of GPT-2, rounded up to a number that tensor ranks divide
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Equal layers between an embedding and a head that is tied to it."""
+    """Equal layers between an embedding and a head that is tied to the embedding."""
 
     num_layers: int
     hidden: int
     num_heads: int
-    sequence: int  # tokens
+    sequence: int  # tokens in a sequence
     vocab_size: int = VOCAB_SIZE
     name: str = "GPT shape"
-    layer_numel: int = 0  # 0: a GPT's, 12 h^2 + 13 h
-    keeps_scores: bool = False  # attention keeps its score matrices, as before fused kernels
+    layer_numel: int = 0  # 0: that of a GPT, 12 h^2 + 13 h
+    keeps_scores: bool = False  # attention keeps its score matrices, as without fused kernels
 
     def __post_init__(self) -> None:
         for key in ("num_layers", "hidden", "num_heads", "sequence", "vocab_size"):
@@ -48,26 +48,27 @@ class Shape:
 
     @property
     def numel(self) -> int:
-        """All parameters; the head is the embedding again."""
+        """Number of parameters. The tied head is not counted again."""
         return self.num_layers * self.layer_numel + self.end_numel
 
     @property
     def end_numel(self) -> int:
-        """Of the embedding."""
+        """Parameters of the embedding."""
         return self.vocab_size * self.hidden
 
     def layer_flops(self, num_tokens: int) -> tuple[float, float]:
-        """Of a layer's forward: matrix products with weights, and attention."""
+        """FLOPs of a layer's forward: matrix products with weights, and attention."""
         return 2.0 * self.layer_numel * num_tokens, 4.0 * self.sequence * self.hidden * num_tokens
 
     def model_flops(self, num_tokens: int) -> float:
-        """Of forward and backward of the whole model; what checkpointing computes again is left out."""
+        """FLOPs of forward and backward of the whole model, without recomputation."""
         products, attention = self.layer_flops(num_tokens)
         return 3.0 * (self.num_layers * (products + attention) + 2.0 * self.end_numel * num_tokens)
 
 
 def shape_like(numel: float, sequence: int = 2048) -> Shape:
-    """A GPT shape of about this many parameters: published widths, the depth to match, deep ones a multiple of 8."""
+    """A GPT shape with about `numel` parameters: a published width and the depth for it. The depth of deep models is a
+    multiple of 8."""
     hidden = max(pair for pair in _WIDTHS if numel >= pair[0])[1]
     layers = (numel - VOCAB_SIZE * hidden) / (12 * hidden**2 + 13 * hidden)
     step = 8 if layers >= 48 else 2
@@ -78,7 +79,8 @@ def shape_like(numel: float, sequence: int = 2048) -> Shape:
 
 
 def shape_of(model: ModelCost, sequence: int) -> Shape:
-    """A model of the planner's; blocks are taken as equal, heads as 128 wide (64 in a narrow model)."""
+    """The shape of a planner model. Blocks are assumed to be equal, and heads to have width 128 (64 in narrow
+    models)."""
     heads = max(1, model.attention_width // (_HEAD_WIDTH if model.attention_width >= 2048 else 64))
     num_layers = len(model.blocks)
     return Shape(

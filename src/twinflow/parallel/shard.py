@@ -1,4 +1,4 @@
-"""Which part of a whole parameter a tensor rank has: rows or columns of it, marked on the parameter itself."""
+"""The part of a parameter that a tensor rank has: rows or columns. The part is marked on the parameter itself."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ _MARK, _COPY = "_twinflow_shard", "_twinflow_copy"
 
 @dataclass(frozen=True)
 class TensorShard:
-    """Indices along one dim of the whole: `ranges` of it, one after the other, make up the local tensor.
+    """The indices of a local tensor in the whole one, along one dim: the concatenated `ranges`.
 
     A fused projection has several ranges: this rank's heads of q, then of k, then of v.
     """
 
     dim: int
-    full: int  # the whole's size along that dim
-    ranges: tuple[tuple[int, int], ...]  # [start, stop) each
-    rank: int  # which of the tensor ranks this is
+    full: int  # size of the whole tensor along the dim
+    ranges: tuple[tuple[int, int], ...]  # [start, stop) of each range
+    rank: int  # number of this tensor rank
     world: int
 
     @property
     def size(self) -> int:
-        """The local tensor's size along the dim."""
+        """Size of the local tensor along the dim."""
         return sum(stop - start for start, stop in self.ranges)
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The whole's shape, from the local one."""
+        """The shape of the whole tensor, from the local shape."""
         return (*shape[: self.dim], self.full, *shape[self.dim + 1 :])
 
     def cut(self, whole: Tensor) -> Tensor:
-        """This rank's part of the whole, in memory of its own."""
+        """A copy of this rank's part of the whole tensor."""
         parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
 
 def even_shard(dim: int, full: int, rank: int, world: int, num_fused: int = 1) -> TensorShard:
-    """Equal parts of each of `num_fused` equal pieces of the dim; they must divide it."""
+    """Equal parts of each of `num_fused` equal pieces of the dim. The dim must be divisible."""
     piece = full // num_fused
     part = piece // world
     assert part * world * num_fused == full
@@ -49,12 +49,12 @@ def even_shard(dim: int, full: int, rank: int, world: int, num_fused: int = 1) -
 
 
 def mark(param: Tensor, shard: TensorShard) -> None:
-    """Say that a parameter is a part of a whole."""
+    """Mark a parameter as a part of a whole one."""
     setattr(param, _MARK, shard)
 
 
 def mark_copy(param: Tensor) -> None:
-    """Say that another rank has this parameter too, and counts it: in norms, and in checkpoints."""
+    """Mark a parameter as a copy. Another rank has it too, and counts it in norms and checkpoints."""
     setattr(param, _COPY, True)
 
 
@@ -64,13 +64,13 @@ def is_copy(param: Tensor) -> bool:
 
 
 def keep_marks(old: Tensor, new: Tensor) -> None:
-    """A parameter takes another's place."""
+    """Copy the marks of a parameter to the one that replaces it."""
     for name in (_MARK, _COPY):
         if hasattr(old, name):
             setattr(new, name, getattr(old, name))
 
 
 def shard_of(param: Tensor) -> TensorShard | None:
-    """The mark; None for a parameter that every tensor rank has whole."""
+    """The shard of a parameter. None if every tensor rank has the whole parameter."""
     found: TensorShard | None = getattr(param, _MARK, None)
     return found

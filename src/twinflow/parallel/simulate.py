@@ -1,8 +1,8 @@
-"""A pipeline step played through: when every action of a schedule's lists starts and ends.
+"""Simulates a pipeline step: start and end of every action of a schedule.
 
-A rank computes one action at a time, in the order of its list. A forward waits for the stage before it, a backward (B
-or I) for the stage behind it, and for the time to send between two ranks; sending takes no rank's time. Links are not
-shared out: two sends at once do not slow each other.
+A rank computes one action at a time, in the order of its list. A forward waits for the previous stage. A backward (B or
+I) waits for the next stage. Both also wait for the transfer between two ranks. A transfer takes no time of a rank.
+Concurrent transfers do not slow each other down.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from twinflow.parallel.schedules import (
     rank_of,
 )
 
-STEADY_ROUNDS: Final = 3  # rounds of micro-batches after which one more adds always the same,
-STEADY_MICRO_BATCHES: Final = 32  # and in a short pipeline at least so many micro-batches
+STEADY_ROUNDS: Final = 3  # rounds of micro-batches after which every further round takes equally long
+STEADY_MICRO_BATCHES: Final = 32  # least number of micro-batches for the steady state, for short pipelines
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one stage and micro-batch."""
+    """Time of one stage for one micro-batch."""
 
     forward_s: float
     input_s: float  # gradient of the input
     weight_s: float  # gradient of the weights
-    recompute_s: float = 0.0  # forward again, before the gradient of the input: activation checkpointing
+    recompute_s: float = 0.0  # recomputation before the gradient of the input, with activation checkpointing
 
     def seconds(self, kind: str) -> float:
-        """Of one action."""
+        """Time of one action."""
         if kind == "F":
             return self.forward_s
         if kind == "W":
@@ -47,39 +47,39 @@ class StageTime:
 
     @property
     def total_s(self) -> float:
-        """Of all actions of a micro-batch."""
+        """Time of all actions of a micro-batch."""
         return self.forward_s + self.recompute_s + self.input_s + self.weight_s
 
 
 @dataclass(frozen=True)
 class Played:
-    """A step as it went."""
+    """Result of a simulated step."""
 
     makespan_s: float
     busy_s: tuple[float, ...]  # by rank
-    peak_in_flight: tuple[int, ...]  # by rank: stages' micro-batches whose activations are held at once
-    starts: tuple[tuple[float, ...], ...]  # of each rank's actions
+    peak_in_flight: tuple[int, ...]  # by rank: most pairs of stage and micro-batch whose activations are held at once
+    starts: tuple[tuple[float, ...], ...]  # start times of the actions of each rank
 
     @property
     def efficiency(self) -> float:
-        """Work beside what all ranks could do in that time: 1 has no bubble."""
+        """Busy time of all ranks relative to the makespan. 1 means no bubble."""
         return sum(self.busy_s) / (len(self.busy_s) * self.makespan_s) if self.makespan_s else 1.0
 
     @property
     def bubble(self) -> float:
-        """The share of the time that ranks wait, on average."""
+        """The share of the time in which ranks wait, on average."""
         return 1.0 - self.efficiency
 
 
 def simulate(schedule: Schedule, times: Sequence[StageTime], send_s: float = 0.0) -> Played:
-    """Play the lists. `times`: of every stage; `send_s`: from one rank to another, either way.
+    """Simulate the lists. `times`: of every stage. `send_s`: time of a transfer between two ranks.
 
-    Lists that wait for each other in a circle are refused.
+    Raises a ValueError for lists that deadlock.
     """
     if len(times) != schedule.num_stages:
-        raise invalid_value("stage times", len(times), f"one for each of {schedule.num_stages} stages")
+        raise invalid_value("the number of stage times", len(times), f"one for each of {schedule.num_stages} stages")
     if send_s < 0 or any(min(t.forward_s, t.input_s, t.weight_s, t.recompute_s) < 0 for t in times):
-        raise invalid_value("seconds", "below 0", "numbers >= 0")
+        raise invalid_value("a stage time or send_s", "negative", "a number >= 0")
     check_schedule(schedule)
     starts, makespan = _play(schedule, times, send_s)
     _check_done(schedule, starts)
@@ -90,17 +90,19 @@ def simulate(schedule: Schedule, times: Sequence[StageTime], send_s: float = 0.0
 
 
 def _play(schedule: Schedule, times: Sequence[StageTime], send_s: float) -> tuple[list[list[float]], float]:
-    """When each rank's actions start, and when the last one ends; a rank that waits for ever has fewer starts.
+    """Start times of the actions of each rank, and the end of the last action. A rank that waits forever has fewer
+    starts.
 
-    Results are numbered, forward before backward: what stage s made of micro-batch i is s * m + i, and as much further
-    on for the gradient. A rank that cannot go on is written down at what it waits for; nobody else needs the same.
+    Results are numbered: the output of stage s for micro-batch i has the number s * m + i. Its gradient has that number
+    plus the number of outputs. `waiting` has the rank that waits for a result. Only one rank needs each result.
     """
     num_stages, m = schedule.num_stages, schedule.num_micro_batches
     half = num_stages * m
     ranks = [schedule.rank_of(stage) for stage in range(num_stages)]
     seconds = [{kind: time.seconds(kind) for kind in KINDS} for time in times]
-    arrives, waiting = [-1.0] * (2 * half), [-1] * (2 * half)  # at the rank that needs it
-    # What is made goes to the next stage, a gradient to the one before: how long that takes.
+    arrives = [-1.0] * (2 * half)  # time at which a result arrives at the rank that needs it
+    waiting = [-1] * (2 * half)  # rank that waits for a result
+    # Time to send an output to the next stage and a gradient to the previous stage.
     sends = [
         [send_s if 0 <= other < num_stages and ranks[other] != rank else 0.0 for other in (stage + 1, stage - 1)]
         for stage, rank in enumerate(ranks)
@@ -115,9 +117,9 @@ def _play(schedule: Schedule, times: Sequence[StageTime], send_s: float) -> tupl
             kind, stage, i = actions[position]
             made = stage * m + i
             if kind == "F":
-                needed = made - m  # below 0: the first stage's input is at hand
+                needed = made - m  # negative: the first stage needs no input from another stage
             elif kind == "W":
-                needed, made = -1, -1  # its I is earlier in the same list
+                needed, made = -1, -1  # W only needs its I, which is earlier in the same list
             else:
                 needed, made = (made if stage == num_stages - 1 else half + made + m), half + made
             if needed >= 0:
@@ -142,28 +144,26 @@ def _check_done(schedule: Schedule, starts: Sequence[Sequence[float]]) -> None:
         if len(started) < len(actions)
     ]
     if stuck:
-        remedy = f"They wait for each other: {', '.join(stuck[:8])}."
-        raise invalid_value(
-            "schedule", schedule.name, "lists in which every action's input is made at some time", remedy
-        )
+        remedy = f"These ranks wait for each other: {', '.join(stuck[:8])}."
+        raise invalid_value("schedule", schedule.name, "a schedule without a deadlock", remedy)
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A schedule by name, with times: what `step_seconds` answers for."""
+    """A schedule by name with its times, the input of `step_seconds`."""
 
     name: str
     num_ranks: int
     num_micro_batches: int
     num_chunks: int
-    times: tuple[StageTime, ...]  # of every stage
+    times: tuple[StageTime, ...]  # for every stage
     send_s: float = 0.0
 
 
 def step_seconds(pipe: Pipeline) -> float:
-    """The makespan, where the middle of a long step is not played: there every round of micro-batches takes as long.
+    """The makespan. The middle of a long step is extrapolated, because every round of micro-batches takes equally long.
 
-    What a round adds is taken from two short steps, and is never less than the slowest rank's work.
+    The time of a round is the difference of two short steps, and at least the work of the slowest rank.
     """
     p, m = pipe.num_ranks, pipe.num_micro_batches
     if p == 1:
@@ -177,7 +177,7 @@ def step_seconds(pipe: Pipeline) -> float:
 
 
 def rank_seconds(pipe: Pipeline) -> list[float]:
-    """What each rank computes for one micro-batch, over all of its stages."""
+    """Compute time of each rank for one micro-batch, over all its stages."""
     placement = V if pipe.name == "zbv" else LOOP
     totals = [0.0] * pipe.num_ranks
     for stage, time in enumerate(pipe.times):

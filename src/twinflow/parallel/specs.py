@@ -1,7 +1,7 @@
-"""What a pipeline is made of: layers that are not made yet, layers that share weights, and parts of a made model.
+"""Layers of a pipeline: specs that are built later, layers that share weights, and parts of an existing model.
 
-A spec is a class and its arguments. Only the rank that has the layer makes it, so that no rank ever needs memory for
-the whole model.
+A spec is a class and its arguments. Only the rank that has the layer builds it, so no rank needs memory for the whole
+model.
 """
 
 from __future__ import annotations
@@ -13,27 +13,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value
 
-Item = Any  # of a list of layers: nn.Module, LayerSpec, TiedLayerSpec, Part, or a function
+Item = Any  # an element of a list of layers: nn.Module, LayerSpec, TiedLayerSpec, Part, or a function
 
 
 class LayerSpec:
-    """A layer that is made when its rank is known: `LayerSpec(nn.Linear, 4, 8, bias=False)`."""
+    """A layer that its rank builds: `LayerSpec(nn.Linear, 4, 8, bias=False)`."""
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not isinstance(typename, type) or not issubclass(typename, nn.Module):
-            remedy = "A function that needs no weights goes into the list of layers as it is."
+            remedy = "A function without weights can be put into the list of layers directly."
             raise invalid_value("typename of a LayerSpec", typename, "a subclass of torch.nn.Module", remedy)
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     @property
     def type_name(self) -> str:
-        """The class's name."""
         return self.typename.__name__
 
     def build(self) -> nn.Module:
-        """The layer itself."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:
@@ -43,11 +41,13 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that is used in several places: all uses of a `key` are one module, made of the first use's spec.
+    """A layer that is used at several positions. All uses of a `key` are one module, built from the spec of the first
+    use.
 
-    `forward_fn(module, x)` runs it in this place; without it, it is called. `tied_weight_attr` names what is shared, as
-    DeepSpeed wants it ("weight", or "embedding.weight", or a list), and has to be there. Gradients of all parameters of
-    the module are summed over its uses, named or not: otherwise training would depend on which ranks the uses are on.
+    `forward_fn(module, x)` is called at this position instead of the module. `tied_weight_attr` names the shared
+    parameters, as in DeepSpeed ("weight", "embedding.weight", or a list). They must exist. The gradients of all
+    parameters of the module are summed over its uses, not only of the named ones. Otherwise training would depend on
+    the ranks of the uses.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class TiedLayerSpec(LayerSpec):
         self.key, self.forward_fn, self.tied_weight_attr = key, forward_fn, names
 
     def check(self, module: nn.Module) -> None:
-        """The names that are said to be tied must be parameters of the module."""
+        """Raise a ValueError if `tied_weight_attr` names something that is not a parameter of the module."""
         own = set(module.parameters())
         for name in self.tied_weight_attr:
             found: Any = module
@@ -83,18 +83,19 @@ class TiedLayerSpec(LayerSpec):
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A layer that is cut out of a made model: `modules` keep the names they have there.
+    """A layer that is cut out of an existing model. `modules` keep the names that they have in the model.
 
-    `call(*values)` takes what the part before gave, a tuple as several arguments. Several parts may have a module in
-    common if it has no weights. It is a function that holds these modules alone, and by `functools.partial`, so that
-    what other ranks have can be let go, and a deep copy runs its own modules.
+    `call(*values)` gets the output of the previous part. A tuple is passed as several arguments. Several parts may
+    share a module without weights. `call` must reference only these modules, through `functools.partial`. Then modules
+    of other ranks can be freed, and a deep copy runs its own modules.
 
-    The part that ends a model `is_loss`: `call(x, target)` is the loss, `call(x, None)` the model's output.
+    The last part of a model has `is_loss`: `call(x, target)` returns the loss, and `call(x, None)` the output of the
+    model.
     """
 
     modules: Mapping[str, nn.Module]
     call: Callable[..., Any]
-    is_block: bool = False  # one of the model's many equal layers: it may run again in backward
+    is_block: bool = False  # one of the model's equal layers: it may be recomputed in backward
     is_loss: bool = False
 
     @property
@@ -104,54 +105,58 @@ class Part:
 
 
 def count_trainable(*modules: nn.Module) -> int:
-    """Numbers that are trained; those of a shared parameter once."""
+    """Number of trainable parameters. A shared parameter is counted once."""
     params = {param for module in modules for param in module.parameters() if param.requires_grad}
     return sum(param.numel() for param in params)
 
 
 def count_spec(spec: LayerSpec) -> int:
-    """The same of a layer that is not made: it is made without memory, and thrown away."""
+    """Number of trainable parameters of a spec. The layer is built on the meta device and discarded."""
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             return count_trainable(spec.build())
     except (NotImplementedError, RuntimeError) as error:
-        remedy = "It cannot be made on the meta device, which counting its parameters takes."
-        raise invalid_value(f"partition_method for {spec}", "parameters", ("uniform", "type:REGEX"), remedy) from error
+        reason = "counting its parameters fails, as it cannot be built on the meta device"
+        remedy = "Use partition_method='uniform' or 'type:REGEX'."
+        raise incompatible("partition_method='parameters'", str(spec), reason, remedy) from error
 
 
 def checked(layers: Iterable[Item], loss_fn: object) -> list[Item]:
-    """The layers as a list, each of a kind that can be run."""
+    """The layers as a list. Raises a ValueError for an item that cannot be run."""
     items = list(layers)
     if not items:
-        raise invalid_value("layers", items, "at least one layer")
+        raise invalid_value("layers", items, "a list with at least one layer")
     first: dict[str, TiedLayerSpec] = {}
     for i, item in enumerate(items):
         if isinstance(item, type) or not (callable(item) or isinstance(item, (LayerSpec, Part))):
-            remedy = "Write LayerSpec(Class, ...) for a layer that is made later." if isinstance(item, type) else ""
+            remedy = "Write LayerSpec(Class, ...) for a layer that is built later." if isinstance(item, type) else ""
             raise invalid_value(f"layer {i}", item, "an nn.Module, LayerSpec, TiedLayerSpec or function", remedy)
         if is_loss(item) and (i < len(items) - 1 or loss_fn is not None):
-            raise invalid_value(f"layer {i}", "a loss", "the last layer, without another loss_fn")
+            remedy = "A part with is_loss=True must be the last layer, without another loss_fn."
+            raise invalid_value(f"layer {i}", "a loss", "a layer without a loss", remedy)
         if isinstance(item, TiedLayerSpec) and first.setdefault(item.key, item).typename is not item.typename:
-            raise invalid_value(f"layer {i}, tied as {item.key!r}", item.type_name, [first[item.key].type_name])
+            raise invalid_value(
+                f"the class of layer {i}, tied as {item.key!r},", item.type_name, [first[item.key].type_name]
+            )
     if loss_fn is not None and not callable(loss_fn):
-        raise invalid_value("loss_fn", loss_fn, "a function of output and target")
+        raise invalid_value("loss_fn", loss_fn, "a function of the output and the target")
     return items
 
 
 def is_loss(item: Item) -> bool:
-    """Whether it ends the model and needs a target."""
+    """Whether the item is the part with the loss, which needs a target."""
     return isinstance(item, Part) and item.is_loss
 
 
 def type_name(item: Item) -> str:
-    """The class of a layer, or a function's name."""
+    """The name of a layer's class, or of a function."""
     if isinstance(item, (LayerSpec, Part)):
         return item.type_name
     return type(item).__name__ if isinstance(item, nn.Module) else getattr(item, "__name__", type(item).__name__)
 
 
 def num_params(item: Item, counts_specs: bool) -> int | None:
-    """Trainable parameters of a layer; None for a spec that nobody wants counted."""
+    """Number of trainable parameters of a layer. None for a spec that is not to be counted."""
     if isinstance(item, LayerSpec):
         return count_spec(item) if counts_specs else None
     if isinstance(item, Part):
@@ -160,7 +165,7 @@ def num_params(item: Item, counts_specs: bool) -> int | None:
 
 
 def seeded(spec: LayerSpec, seed: int, seed_fn: Callable[[int], object]) -> nn.Module:
-    """The layer, made from a seed; random numbers go on afterwards as if none had been drawn."""
+    """Build a layer from a seed, without a change of the random generators."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         seed_fn(seed)
@@ -170,9 +175,9 @@ def seeded(spec: LayerSpec, seed: int, seed_fn: Callable[[int], object]) -> nn.M
 def make_layers(
     items: Sequence[Item], is_here: Sequence[bool], build: Callable[[LayerSpec, int], nn.Module]
 ) -> list[dict[str, nn.Module]]:
-    """For every layer of the model its modules by name: of all ranks those that came made, and this rank's specs.
+    """The modules of every layer of the model by name: all existing modules, and the specs of this rank.
 
-    A module that is used again has the name of its first use, and is built as that one: `build(spec, index)`.
+    A module that is used again has the name of its first use and is built by `build(spec, index)` of that use.
     """
     homes = [_first_use(items, i) for i in range(len(items))]
     here = {home for home, is_own in zip(homes, is_here, strict=True) if is_own}
@@ -193,7 +198,7 @@ def make_layers(
 
 
 def _first_use(items: Sequence[Item], index: int) -> int:
-    """The first layer that is the same module: by its key, or because it is given twice."""
+    """The first layer with the same module: by its key, or because the module is listed twice."""
     item = items[index]
     if isinstance(item, TiedLayerSpec):
         return next(i for i, other in enumerate(items) if isinstance(other, TiedLayerSpec) and other.key == item.key)

@@ -1,9 +1,9 @@
-"""A made model as a pipeline: cut into parts that keep their names, of which each rank keeps its own.
+"""Splits an existing model into pipeline parts that keep their names. Each rank keeps its own parts.
 
-A model says by a method `pipeline_parts()` what its parts are; for some of Hugging Face's causal language models it is
-known here. They are found by the name of their class: nothing is imported for it. Their layers get what the model's own
-forward gives them: positions from 0 on, and the mask that goes with the attention in use. Inputs are token numbers
-without padding, targets are labels as the model takes them (it shifts them).
+A model defines its parts by a method `pipeline_parts()`. Adapters here define the parts of some causal language models
+of Hugging Face. They are found by the name of the class, so nothing is imported. Their layers get the same arguments as
+in the model's own forward: positions from 0 on, and the mask of the attention in use. Inputs are token numbers without
+padding. Targets are labels as for the model, which shifts them.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def split_model(
     activation_checkpoint_interval: int = 0,
     layer_seconds: Sequence[float] | None = None,
 ) -> PipelineModule:
-    """The layers of rank `index` of a pipeline of `num_ranks`, under the names that they have in `model`.
+    """The layers of rank `index` in a pipeline of `num_ranks`, with the names that they have in `model`.
 
-    The modules are those of the model, not copies, wherever they are (on the meta device too). Those of other ranks are
-    not held: their memory is free once the caller lets go of the model. The end of the model becomes the `loss_fn`.
+    The modules are those of the model, not copies, on any device (also on the meta device). Modules of other ranks are
+    not referenced: their memory is free once the caller releases the model. The end of the model becomes the `loss_fn`.
     """
     made = PipelineModule(
         parts_of(model),
@@ -51,21 +51,21 @@ def split_model(
         layer_seconds=layer_seconds,
     )
     if any(param.is_meta for param in made.parameters()) and hasattr(model, "_init_weights"):
-        # What materialize() fills it with. The method holds the whole model, which has no memory.
+        # materialize() calls this method. It references the whole model, which is on the meta device and has no memory.
         vars(made)["_init_weights"] = model._init_weights
     return made.train(model.training)
 
 
 def parts_of(model: nn.Module) -> list[Part]:
-    """What a model is made of, in the order of its forward."""
+    """The parts of a model in the order of its forward."""
     own: Callable[[], list[Part]] | None = getattr(model, "pipeline_parts", None)
     if own is not None:
         return own()
     for cls in type(model).__mro__:
         if cls.__name__ in ADAPTERS:
             return ADAPTERS[cls.__name__](model)
-    remedy = "Give its class a method pipeline_parts() that returns a list of twinflow.parallel.Part."
-    raise invalid_value("model to split", type(model).__name__, ADAPTERS, remedy)
+    remedy = "For another class, define a method pipeline_parts() that returns a list of twinflow.parallel.Part."
+    raise invalid_value("the class of the model to split", type(model).__name__, ADAPTERS, remedy)
 
 
 def _gpt2(model: Any) -> list[Part]:
@@ -94,7 +94,7 @@ def _gpt2_block(block: nn.Module, config: Any, make_mask: Callable[..., Any], x:
 
 
 def _decoder(model: Any) -> list[Part]:
-    """Llama and what is built like it: rotary positions, made anew in every layer, so that only `x` has to travel."""
+    """Llama and similar models. Every layer computes the rotary positions, so that only `x` is sent between stages."""
     base = model.model
     return [
         Part({"model.embed_tokens": base.embed_tokens}, base.embed_tokens),
@@ -125,7 +125,7 @@ def _run_decoder(block: nn.Module, rotary: nn.Module, config: Any, make_mask: Ca
 
 
 def _head(name: str, norm: nn.Module, model: Any) -> Part:
-    """Norm and head, with the model's own loss."""
+    """Norm and head with the model's own loss."""
     loss = partial(model.loss_function, vocab_size=model.config.vocab_size)
     return Part({name: norm, "lm_head": model.lm_head}, partial(_finish, norm, model.lm_head, loss), is_loss=True)
 
@@ -140,19 +140,20 @@ def _positions(x: Tensor) -> Tensor:
 
 
 def _maker_of(base: nn.Module, name: str) -> Callable[..., Any]:
-    """The function by which this model makes its masks: what its own source file calls by this name."""
+    """The function that makes the masks of this model: the one with this name in the model's source file."""
     for cls in type(base).__mro__:
         found: Callable[..., Any] | None = getattr(sys.modules.get(cls.__module__), name, None)
         if found is not None:
             return found
-    raise invalid_value("model to split", type(base).__name__, f"one that uses {name}", "transformers >= 5 is needed.")
+    expected = f"a class whose module defines {name}"
+    raise invalid_value("the class of the model to split", type(base).__name__, expected, "Use transformers >= 5.")
 
 
 def _mask(make: Callable[..., Any], config: Any, x: Tensor, positions: Tensor) -> Any:
     return make(config=config, inputs_embeds=x, attention_mask=None, past_key_values=None, position_ids=positions)
 
 
-# By class: a subclass is taken for what it inherits from.
+# Adapters by class. A subclass uses the adapter of its base class.
 ADAPTERS: Final[Mapping[str, Callable[[Any], list[Part]]]] = MappingProxyType(
     {
         "GPT2LMHeadModel": _gpt2,

@@ -1,4 +1,4 @@
-"""What goes with pipeline and tensor ranks and what does not: one list, for refusals and for the docs' table."""
+"""Features that conflict with pipeline or tensor parallelism: one list for errors and for the table in the docs."""
 
 from __future__ import annotations
 
@@ -6,38 +6,39 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible
 
 
 @dataclass(frozen=True)
 class Combination:
-    """What a run asks for together."""
+    """The features of a run that may conflict."""
 
-    pipe: int = 1  # ranks
-    model: int = 1
-    stage: int = 0  # of ZeRO
+    pipe: int = 1  # pipeline ranks
+    model: int = 1  # tensor ranks
+    stage: int = 0  # ZeRO stage
     offload_param: bool = False
     delayed_update: bool = False
     ratio: float | str = 1.0
     sums: str = "auto"
     cpu_checkpointing: bool = False
-    own_optimizer: bool = False  # a TwinOptimizer that was given
-    head_patterns: bool = False  # of sparse attention
-    sequence: bool = False  # tensor ranks share the sequence
-    foreign: bool = False  # a model of Hugging Face's
+    own_optimizer: bool = False  # a TwinOptimizer was passed to initialize
+    head_patterns: bool = False  # sparse attention with a pattern for each head
+    sequence: bool = False  # tensor ranks split the sequence
+    foreign: bool = False  # the model is from Hugging Face
     partition_activations: bool = False
     has_optimizer: bool = True
 
 
 @dataclass(frozen=True)
 class Limit:
-    """One thing that some axes do not go with."""
+    """A feature that conflicts with some axes."""
 
-    key: str  # of the config
-    axes: frozenset[str]  # pipe, model
+    key: str  # name of the option, with its value if `asked` returns a bool
+    axes: frozenset[str]  # PIPE, MODEL
     asked: Callable[[Combination], Any]
     allowed: tuple[Any, ...]
-    reason: str
+    reason: str  # continues "because"
+    remedy: str = ""
 
 
 PIPE, MODEL = "pipeline", "tensor"
@@ -49,90 +50,98 @@ LIMITS: tuple[Limit, ...] = (
         frozenset({MODEL}),
         lambda c: c.stage,
         (0, 1, 2),
-        "fully_shard would cut parts of tensors once more. Stage 2 partitions the optimizer's state as well.",
+        "fully_shard would split tensors that are already split",
+        "Use stage 2, which also partitions the optimizer state.",
     ),
     Limit(
-        f"{_ZERO}.offload_param.device cpu",
+        f"{_ZERO}.offload_param.device='cpu'",
         _BOTH,
         lambda c: c.offload_param,
         (False,),
-        "Weights are fetched in the order of one forward, and a pipeline runs several at once.",
+        "weights are fetched in the order of one forward, and a pipeline has several forwards in flight",
     ),
     Limit(
-        f"{_OFFLOAD}.delayed_update",
+        f"{_OFFLOAD}.delayed_update=True",
         frozenset({PIPE}),
         lambda c: c.delayed_update,
         (False,),
-        "Stages would be late by different numbers of steps.",
+        "the updates of different stages would be delayed by different numbers of steps",
     ),
     Limit(
-        f"{_OFFLOAD}.ratio auto",
+        f"{_OFFLOAD}.ratio='auto'",
         frozenset({PIPE}),
         lambda c: c.ratio == "auto",
         (False,),
-        "It is chosen from the times of one forward and one backward. Give a number.",
+        "it is chosen from the times of one forward and one backward",
+        "Set ratio to a number.",
     ),
     Limit(
         f"{_OFFLOAD}.sums",
         frozenset({PIPE}),
         lambda c: c.sums,
         ("auto", "device"),
-        "Several micro-batches are under way at once, and their gradients are summed where they are made.",
+        "several micro-batches are in flight, and their gradients are summed on the device",
+        "Set sums to 'auto' or 'device'.",
     ),
     Limit(
-        "activation_checkpointing.cpu_checkpointing",
+        "activation_checkpointing.cpu_checkpointing=True",
         frozenset({PIPE}),
         lambda c: c.cpu_checkpointing,
         (False,),
-        "Inputs come back from the host in the order of one backward. Checkpointing itself works.",
+        "inputs are fetched from the host in the order of one backward",
+        "Set it to false. Activation checkpointing without it works.",
     ),
     Limit(
-        "sparse_attention.different_layout_per_head",
+        "sparse_attention.different_layout_per_head=True",
         frozenset({MODEL}),
         lambda c: c.head_patterns,
         (False,),
-        "Ranks have different heads, and attend with one pattern.",
+        "tensor ranks have different heads, but use the same pattern",
     ),
     Limit(
-        "tensor_parallel.sequence, with a Hugging Face model",
+        "tensor_parallel.sequence=True with a Hugging Face model",
         frozenset({PIPE}),
         lambda c: c.sequence and c.foreign and c.model > 1,
         (False,),
-        "Its layers take positions from the length of what they get, which is a part of the sequence there.",
+        "its layers compute positions from the length of their input, which is only a part of the sequence",
     ),
     Limit(
-        "activation_checkpointing.partition_activations, with tensor_parallel.sequence",
+        "activation_checkpointing.partition_activations=True with tensor_parallel.sequence=True",
         frozenset({MODEL}),
         lambda c: c.partition_activations and c.sequence,
         (False,),
-        "Tensor ranks share the sequence: what layers keep is a part of it already.",
+        "tensor ranks split the sequence, so the activations are already partitioned",
     ),
     Limit(
-        "an optimizer",
+        "an engine without an optimizer",
         _BOTH,
         lambda c: c.has_optimizer,
         (True,),
-        "Checkpoints and mean losses go through its ranks: name one in the config, or give one.",
+        "checkpoints and mean losses use the ranks of the optimizer",
+        "Name an optimizer in the config, or pass one.",
     ),
     Limit(
-        "optimizer (a TwinOptimizer that was built before)",
+        "a TwinOptimizer that was built before initialize",
         _BOTH,
         lambda c: c.own_optimizer,
         (False,),
-        "It does not know the axes: name the optimizer in the config, or give a torch.optim class.",
+        "it does not know the axes",
+        "Name the optimizer in the config, or pass a torch.optim class.",
     ),
 )
 
 
 def check(asked: Combination) -> None:
-    """Refuse, with the reason, what does not go with the axes that are asked for."""
+    """Raise a ValueError if a feature conflicts with the axes of the run."""
     for limit in broken(asked):
         axes = " and ".join(sorted(limit.axes & _axes(asked)))
-        raise invalid_value(f"{limit.key} with {axes} ranks", limit.asked(asked), limit.allowed, limit.reason)
+        value = limit.asked(asked)
+        option = limit.key if isinstance(value, bool) else f"{limit.key}={value!r}"
+        raise incompatible(option, f"{axes} ranks", limit.reason, limit.remedy)
 
 
 def broken(asked: Combination) -> Iterator[Limit]:
-    """The limits that a combination does not keep to."""
+    """The limits that a combination violates."""
     axes = _axes(asked)
     return (limit for limit in LIMITS if limit.axes & axes and limit.asked(asked) not in limit.allowed)
 
@@ -142,7 +151,7 @@ def _axes(asked: Combination) -> frozenset[str]:
 
 
 def table() -> str:
-    """As Markdown: features by axes."""
+    """The table of the docs in Markdown: features by axes."""
     features: list[tuple[str, Combination]] = [
         *((f"ZeRO stage {stage}", Combination(stage=stage)) for stage in range(4)),
         ("`offload_optimizer`, with any number as `ratio`", Combination(ratio=0.5)),
@@ -162,6 +171,6 @@ def table() -> str:
     rows = [f"| | {' | '.join(layouts)} |", "|---" * (len(layouts) + 1) + "|"]
     for name, asked in features:
         found = [next(broken(replace(asked, pipe=p, model=m)), None) for p, m in layouts.values()]
-        cells = ["yes" if limit is None else f"no: {limit.reason}" for limit in found]
+        cells = ["yes" if limit is None else f"no, because {limit.reason}" for limit in found]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(rows)

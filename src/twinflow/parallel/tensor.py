@@ -1,12 +1,13 @@
-"""Tensor parallelism: each rank of a group has a part of the large layers, and together they compute what one would.
+"""Tensor parallelism: each rank of a group has a part of the large layers, and together they compute the whole model.
 
-Layers keep their classes and names. Their parameters become this rank's parts, marked as such, and their `forward` is
-replaced on the instance by one with collectives around it. All other parameters stay whole, and have the same values
-and gradients on all ranks, bit for bit: the same arithmetic on the same numbers, and sums that are the same everywhere.
+Layers keep their classes and names. Their parameters are replaced by this rank's parts, which are marked. Their
+`forward` is replaced on the instance by one with collectives. All other parameters stay whole. Their values and
+gradients have equal bits on all ranks, because all ranks do the same arithmetic on the same numbers, and all sums are
+equal on all ranks.
 
-With `sequence` the ranks also share the sequence between the split layers: norms and dropout there work on a part of
-it, and what those layers keep for backward is divided too. From the first layer's input to the last one's output, that
-is: embeddings, the last norm and the head see all of it.
+With `sequence` the ranks also split the sequence between the split layers. Norms and dropout work on a part of the
+sequence, and the activations that they keep for backward are split as well. This applies from the input of the first
+layer to the output of the last layer. Embeddings, the last norm and the head get the whole sequence.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twinflow.dist.group import Group
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value
 from twinflow.parallel.collectives import (
     SEQUENCE_DIM,
     copy_in,
@@ -40,26 +41,28 @@ from twinflow.parallel.plans import CUTTING, NAMING, REGIONS, Style, match
 from twinflow.parallel.shard import TensorShard, even_shard, mark, shard_of
 from twinflow.parallel.vocab import vocab_parallel_cross_entropy
 
-_SUMMED = "_twinflow_summed"  # on a parameter: its gradient is summed over the ranks
-_SIZES = ("in_features", "out_features", "nx", "nf", "num_embeddings")  # of layers; set to what the rank has
+_SUMMED = "_twinflow_summed"  # attribute of a parameter whose gradient is summed over the ranks
+# Attributes of layers that are set to the sizes of the rank's part.
+_SIZES = ("in_features", "out_features", "nx", "nf", "num_embeddings")
 
 
 def parallelize(
     model: nn.Module, plan: Mapping[str, str], group: Group, *, sequence: bool = False, is_part: bool = False
 ) -> None:
-    """Split a model over the ranks of a group, in place, as a plan says (`plan_for`, or the styles in plans.py).
+    """Split a model over the ranks of a group, in place. `plan`: from `plan_for`, or with the styles of `plans.py`.
 
-    Every rank gives the same whole model, or one on the meta device. What cannot be split is refused before anything
-    has changed. `sequence`: ranks share the sequence between split layers, where the plan has a stream. `is_part`: the
-    model is a stage of a larger one, so patterns of the plan may be for modules that are elsewhere.
+    Every rank passes the same whole model, or one on the meta device. Raises a ValueError before any change if the
+    model cannot be split. `sequence`: also split the sequence between the split layers, if the plan has a stream.
+    `is_part`: the model is a stage of a larger one, so patterns of the plan may match no module.
     """
     modules: dict[str, Any] = dict(model.named_modules())
     styles = match(modules, plan, is_part)
     cuts = plan_cuts(modules, styles, group.rank, group.world)
     _check_attributes(modules, styles, group.world)
     if sequence and not is_part and all(style.kind != "stream" for style in styles.values()):
-        remedy = "Say with stream:enter and stream:leave between which layers the sequence is shared."
-        raise invalid_value("sequence", True, "False for a plan without a stream", remedy)
+        reason = "the plan does not define between which layers the sequence is split"
+        remedy = "Give the first layer the style stream:enter and the last layer the style stream:leave."
+        raise incompatible("sequence=True", "a plan without a stream", reason, remedy)
     if group.world == 1:
         return
     _replace(modules.values(), cuts)
@@ -72,7 +75,7 @@ def parallelize(
 
 
 def same_randoms(group: Group, device: torch.device | None = None) -> None:
-    """Give all ranks the first one's generators, of the CPU and of a GPU: what they then draw alike stays alike."""
+    """Set the random generators of all ranks, on CPU and GPU, to the state of the first rank."""
     state = torch.get_rng_state()
     group.broadcast(state)
     torch.set_rng_state(state)
@@ -82,7 +85,7 @@ def same_randoms(group: Group, device: torch.device | None = None) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
-# What is cut.
+# Splitting of parameters.
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,14 @@ class Cut:
 
     param: nn.Parameter
     shard: TensorShard
-    owner: str  # the first module that has it
+    owner: str  # name of the first module with this parameter
 
 
 def plan_cuts(modules: Mapping[str, Any], styles: Mapping[str, Style], rank: int, world: int) -> dict[int, Cut]:
-    """Every parameter that is split, by its id: once, however many modules have it. Refuses what cannot be."""
+    """Every parameter to split, by its id. A shared parameter is listed once.
+
+    Raises a ValueError if a parameter cannot be split.
+    """
     cuts: dict[int, Cut] = {}
     for name, style in styles.items():
         if style.kind not in CUTTING:
@@ -105,12 +111,12 @@ def plan_cuts(modules: Mapping[str, Any], styles: Mapping[str, Style], rank: int
         for attribute, dim in _split_dims(module, style).items():
             param = getattr(module, attribute)
             if shard_of(param) is not None:
-                raise invalid_value(name, "split already", "layers that are whole", "Call parallelize once.")
+                raise invalid_value(f"layer {name}", "already split", "whole", "Call parallelize only once.")
             cut = Cut(param, _shard(f"{name}.{attribute}", param.shape[dim], dim, style, rank, world), name)
             known = cuts.setdefault(id(param), cut)
             if known.shard != cut.shard:
-                allowed = f"the same style as {known.owner}, whose {attribute} it shares"
-                raise invalid_value(name, style.kind, allowed)
+                allowed = f"the style of {known.owner}, because both share the parameter {attribute}"
+                raise invalid_value(f"the style of {name}", style.kind, allowed)
     _check_ties(modules, styles, cuts)
     return cuts
 
@@ -118,15 +124,15 @@ def plan_cuts(modules: Mapping[str, Any], styles: Mapping[str, Style], rank: int
 def _check_kind(name: str, module: Any, style: Style) -> None:
     if style.kind != "vocab":
         if not isinstance(module, nn.Linear) and not is_conv1d(module):
-            raise invalid_value(name, type(module).__name__, f"an nn.Linear for the style {style.kind!r}")
+            raise invalid_value(f"module {name}", type(module).__name__, f"an nn.Linear for the style {style.kind!r}")
     elif not isinstance(module, nn.Embedding):
-        raise invalid_value(name, type(module).__name__, "an nn.Embedding for the style 'vocab'")
+        raise invalid_value(f"module {name}", type(module).__name__, "an nn.Embedding for the style 'vocab'")
     elif module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-        raise invalid_value(name, module, "an embedding without max_norm, scale_grad_by_freq and sparse")
+        raise invalid_value(f"module {name}", module, "an embedding without max_norm, scale_grad_by_freq and sparse")
 
 
 def _split_dims(module: Any, style: Style) -> dict[str, int]:
-    """The dim along which each of the module's parameters is split."""
+    """The dim along which each parameter of the module is split."""
     if style.kind == "vocab":
         return {"weight": 0}
     is_row = style.kind == "row"
@@ -137,27 +143,27 @@ def _split_dims(module: Any, style: Style) -> dict[str, int]:
 def _shard(name: str, full: int, dim: int, style: Style, rank: int, world: int) -> TensorShard:
     num_units, rest = divmod(full, style.num_fused * style.unit)
     if rest:
-        remedy = f"The plan says {style.num_fused} pieces of whole heads of {style.unit}."
+        remedy = f"The plan splits it into {style.num_fused} pieces of whole heads of width {style.unit}."
         raise invalid_value(f"size of {name}", full, f"a multiple of {style.num_fused * style.unit}", remedy)
     if num_units % world:
         what = f"{num_units} heads of {style.unit}" if style.unit > 1 else num_units
         remedy = "Use fewer tensor ranks" + ("." if style.kind != "vocab" else ", or pad the vocabulary.")
         if style.unit > 1:
-            remedy = "A head, also of keys and values, is never on two ranks: use fewer tensor ranks."
+            remedy = "A head, also of keys and values, cannot be split across ranks. Use fewer tensor ranks."
         raise invalid_value(f"size of {name}", what, f"a multiple of the {world} tensor ranks", remedy)
     return even_shard(dim, full, rank, world, style.num_fused)
 
 
 def _check_ties(modules: Mapping[str, Any], styles: Mapping[str, Style], cuts: Mapping[int, Cut]) -> None:
-    """A layer that has somebody's split parameter and is not split itself would compute with a part of it."""
+    """Raise a ValueError for a layer that shares a split parameter but is not split: it would compute with a part."""
     for name, module in modules.items():
         is_split = name in styles and styles[name].kind in CUTTING
         if is_split or not (isinstance(module, (nn.Linear, nn.Embedding)) or is_conv1d(module)):
             continue
         owner = next((cuts[id(param)].owner for param in module.parameters(False) if id(param) in cuts), None)
         if owner is not None:
-            remedy = f"It shares a parameter with {owner}, which is split: give both a style."
-            raise invalid_value(f"style of {name}", None, CUTTING, remedy)
+            remedy = f"It shares a parameter with {owner}, which is split. Give both a style."
+            raise invalid_value(f"the style of {name}", None, CUTTING, remedy)
 
 
 def _check_attributes(modules: Mapping[str, Any], styles: Mapping[str, Style], world: int) -> None:
@@ -170,7 +176,7 @@ def _check_attributes(modules: Mapping[str, Any], styles: Mapping[str, Style], w
 
 
 def _replace(modules: Any, cuts: Mapping[int, Cut]) -> None:
-    """Put this rank's parts in the place of wholes, everywhere: what was one parameter stays one."""
+    """Replace whole parameters by this rank's parts in all modules. Shared parameters stay shared."""
     made = {key: _part(cut) for key, cut in cuts.items()}
     for module in modules:
         for name, param in module._parameters.items():
@@ -185,7 +191,7 @@ def _part(cut: Cut) -> nn.Parameter:
 
 
 def _set_sizes(module: Any, style: Style, world: int) -> None:
-    """Let attributes say what the rank has."""
+    """Set the attributes of a module to the sizes of this rank's part."""
     names = style.names if style.kind in NAMING else ()
     if style.kind in CUTTING:
         is_input = style.kind == "row"
@@ -194,34 +200,37 @@ def _set_sizes(module: Any, style: Style, world: int) -> None:
         setattr(module, name, getattr(module, name) // world)
 
 
-# What forwards become.
+# Forwards with collectives.
 
 
 @dataclass(frozen=True)
 class Split:
-    """How work that is split by features is entered and left."""
+    """How a tensor enters and leaves a layer that is split by features."""
 
     group: Group
     sequence: bool
 
     def take_in(self, x: Tensor) -> Tensor:
-        """All of what a split layer reads."""
+        """The whole input of a split layer."""
         return gather_sequence(x, self.group) if self.sequence else copy_in(x, self.group)
 
     def give_out(self, x: Tensor) -> Tensor:
-        """The sum of what the ranks have made; with `sequence` this rank's part of it."""
+        """The sum of the outputs of all ranks. With `sequence`: this rank's part of it."""
         return scatter_sequence(x, self.group) if self.sequence else reduce_out(x, self.group)
 
     def sum_gradient(self, param: Tensor | None) -> None:
-        """A whole parameter that is used on a part of the sequence has a part of its gradient: they are summed before
-        it is accumulated. Called in every forward, as a parameter may be replaced, or trained from then on."""
+        """Sum the gradient of a whole parameter over the ranks before it is accumulated.
+
+        A whole parameter that is applied to a part of the sequence has only a part of its gradient. This is called in
+        every forward, because a parameter may be replaced, or may start to require a gradient.
+        """
         if param is not None and self.sequence and param.requires_grad and not hasattr(param, _SUMMED):
             param.register_hook(partial(summed, group=self.group))  # type: ignore[no-untyped-call]
             setattr(param, _SUMMED, True)
 
 
 def _patch(module: Any, style: Style, split: Split, is_inside: bool) -> None:
-    """Replace a module's forward; `is_inside` a region, which has taken the input in."""
+    """Replace the forward of a module. `is_inside`: the module is in a region, which has already taken the input in."""
     forward = _forward(module, style, split, is_inside)
     if forward is not None:
         module.forward = forward
@@ -261,7 +270,7 @@ def _row(module: Any, split: Split, x: Tensor) -> Tensor:
 
 
 def _vocab(module: Any, group: Group, start: int, tokens: Tensor) -> Tensor:
-    """Rows that are here; those that are not are zero, and come from their owner in the sum."""
+    """The rows of this rank. Rows of other ranks are zero here, and the sum over the ranks adds them."""
     num_rows, padding = len(module.weight), module.padding_idx
     local = tokens - start
     is_elsewhere = (local < 0) | (local >= num_rows)
@@ -316,14 +325,14 @@ def _stream(
 
 
 def _first_name(forward: Callable[..., Any]) -> str:
-    """The name of a forward's first argument, which is what passes through the layer."""
+    """The name of the first argument of a forward: the activations that pass through the layer."""
     return next(iter(inspect.signature(forward).parameters))
 
 
 def _changed(
     change: Callable[[Tensor], Tensor], first: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with the first one changed, however it is given."""
+    """The arguments with the first one changed. It may be given by position or by name."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     return args, {**kwargs, first: change(kwargs[first])}

@@ -1,14 +1,13 @@
-"""Tied parameters whose copies are on several ranks of a pipeline: their gradients are summed before the update.
+"""Sums the gradients of tied parameters whose copies are on several pipeline ranks.
 
-A tie's gradients are taken away as backward makes them, before anybody else sees them, and added up in fp32. When the
-last micro-batch is through, the ranks that hold a copy sum what they have, and the sum comes to each of them as one
-gradient, with the hooks that a gradient has. Copies start equal, get equal gradients and equal updates: they stay equal
-to the last bit.
+A hook takes the gradient of each micro-batch away from the parameter before other hooks see it, and sums it in fp32.
+After the last micro-batch the ranks with a copy sum their gradients. Each of them gets the sum as one gradient, with
+the usual hooks. Copies start equal and get equal gradients and updates, so their bits stay equal.
 
-Stages are often far apart, and replicas of a stage near. So replicas sum first, each a part; parts are summed over the
-stages; and each replica's gradient is its part of that with zeros around it, which the reduction over replicas, that
-knows nothing of ties, puts together. What travels between stages is a replica's share, in the parameter's dtype or
-the one that sums were asked to travel in.
+Stages are often far apart, and replicas of a stage are near. So replicas are summed first, each a part. The parts are
+summed over the stages. The gradient of each replica is its part with zeros elsewhere. The usual reduction over
+replicas, which does not know about ties, adds the parts. So only the share of one replica is sent between stages, in
+the dtype of the parameter or in `dtype`.
 """
 
 from __future__ import annotations
@@ -25,20 +24,26 @@ from twinflow.offload.bucket import local_of
 
 
 class TiedGradients:
-    """One parameter's, on one of the ranks that hold it; all of them have to call `finish` after every step's last
-    backward, in the same order of ties. `replicas`: ranks that have the same part of the model, or this one alone.
-    `dtype`: that sums travel in; None: the parameter's."""
+    """The gradients of one tied parameter, on one of the ranks that hold a copy.
+
+    All of these ranks have to call `finish` after the last backward of every step, with the ties in the same order.
+    `replicas`: the ranks with the same part of the model, or this rank alone. `dtype`: the dtype in which sums are
+    sent. None: that of the parameter.
+    """
 
     def __init__(self, param: nn.Parameter, group: Group, replicas: Group, dtype: torch.dtype | None = None) -> None:
         self._param, self._group, self._replicas, self._dtype = param, group, replicas, dtype or param.dtype
         self._sum: Tensor | None = None
-        self._is_done = False  # the sum of all ranks comes now: let it pass
-        hooked: Any = param  # torch does not type this method
+        self._is_done = False  # the hook does not take the gradient, because it is the sum of all ranks
+        hooked: Any = param  # torch has no type for this method
         self._handle: RemovableHandle = hooked.register_post_accumulate_grad_hook(self._take)
 
     def start(self) -> None:
-        """All copies are the first holder's. Replicas meet too: what NCCL sets up when ranks first do would otherwise
-        come beside the first step's reductions."""
+        """Copy the parameter of the first holder to all holders.
+
+        This also makes NCCL set up the connections of the replicas. Otherwise that would happen during the reductions
+        of the first step.
+        """
         with torch.no_grad():
             self._replicas.broadcast(_local(self._param))
             self._group.broadcast(_local(self._param))
@@ -54,7 +59,7 @@ class TiedGradients:
         param.grad = None
 
     def finish(self) -> None:
-        """The sum over all holders, as a gradient; nothing where none of them had one."""
+        """Set the sum over all holders as the gradient. Does nothing if no holder has a gradient."""
         here = _local(self._param)
         size, own = -(-here.numel() // self._replicas.world), self._replicas.rank
         rows = self._take_rows(here, size)
@@ -74,19 +79,19 @@ class TiedGradients:
             self._is_done = False
 
     def _take_rows(self, here: Tensor, size: int) -> Tensor:
-        """What was taken, as it travels: a row for each replica, its last number one if there is any."""
+        """The summed gradient as one row for each replica. The last number of a row is 1 if there is a gradient."""
         taken, self._sum = self._sum, None
         rows = torch.zeros(self._replicas.world, size + 1, dtype=self._dtype, device=here.device)
         if taken is not None:
             for i, row in enumerate(rows):
-                piece = taken.view(-1)[i * size : (i + 1) * size]  # the last ones may be short, or empty
+                piece = taken.view(-1)[i * size : (i + 1) * size]  # the last pieces may be short or empty
                 row[: piece.numel()] = piece
             rows[:, -1] = 1.0
         return rows
 
     def _deliver(self, grad: Tensor) -> None:
         param = self._param
-        if isinstance(param, DTensor):  # rows of it
+        if isinstance(param, DTensor):  # its local rows
             grad = DTensor.from_local(
                 grad, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
             )
@@ -94,7 +99,7 @@ class TiedGradients:
             torch.autograd.backward([param.view_as(param)], [grad])
 
     def close(self) -> None:
-        """Gradients of the parameter are nobody's business any more."""
+        """Remove the hook."""
         self._handle.remove()
 
 

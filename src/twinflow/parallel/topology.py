@@ -1,8 +1,8 @@
-"""Ranks on named axes, and axes on machines: pure arithmetic, no process group is made here.
+"""Ranks on named axes, and their assignment to machines. This is arithmetic: no process group is made.
 
-Ranks are counted with the last axis fastest and fill machines one after the other. With the axes in the order pipe,
-data, model, the ranks of a tensor group are neighbours, those of a data group come next, and stages are furthest apart:
-so the groups that talk most share a machine, and the ones that talk least cross the network.
+The last axis varies fastest, and ranks fill one machine after the other. With the axes pipe, data, model, the ranks of
+a tensor group are neighbours, those of a data group come next, and stages are furthest apart. So the groups that
+communicate most are in one machine, and those that communicate least use the network.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PIPE, DATA, MODEL = "pipe", "data", "model"
 
 @dataclass(frozen=True)
 class Coord:
-    """Where a rank is on every axis: `coord.pipe`, or as a mapping with `coord.to_dict()`."""
+    """The position of a rank on every axis: `coord.pipe`, or as a mapping `coord.to_dict()`."""
 
     axes: tuple[str, ...]
     values: tuple[int, ...]
@@ -33,39 +33,38 @@ class Coord:
         return iter(self.values)
 
     def to_dict(self) -> dict[str, int]:
-        """Axis to index."""
+        """A mapping from axis to index."""
         return dict(zip(self.axes, self.values, strict=True))
 
 
 class ProcessTopology:
-    """A grid of ranks, the last axis fastest. The methods have the names that DeepSpeed's users know."""
+    """A grid of ranks. The last axis varies fastest. The methods have the names of DeepSpeed's class."""
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         if len(axes) != len(dims) or len(set(axes)) != len(axes):
-            raise invalid_value("axes", list(axes), f"different names, one for each of {list(dims)}")
+            raise invalid_value("axes", list(axes), f"a list of different names, one for each of {list(dims)}")
         for axis, dim in zip(axes, dims, strict=True):
             if dim < 1:
-                raise invalid_value(f"size of axis {axis}", dim, "a whole number >= 1")
+                raise invalid_value(f"the size of axis {axis}", dim, "a whole number >= 1")
         self.axes, self.dims = tuple(axes), tuple(dims)
 
     def world_size(self) -> int:
-        """Ranks of the whole grid."""
+        """Number of ranks in the grid."""
         return math.prod(self.dims)
 
     def get_axis_names(self) -> list[str]:
-        """Axes, slowest first."""
+        """The names of the axes, the slowest first."""
         return list(self.axes)
 
     def get_dim(self, axis: str) -> int:
-        """Ranks along an axis; 0 for one that is not here."""
+        """Number of ranks along an axis. 0 for an unknown axis."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_rank(self, **coords: int) -> int:
-        """The rank at a place; every axis must be named."""
+        """The rank at a position. All axes must be given."""
         if set(coords) != set(self.axes):
-            raise invalid_value(
-                "axes", sorted(coords), f"all of {list(self.axes)}", "Use filter_match for some of them."
-            )
+            remedy = "To give only some axes, use filter_match."
+            raise invalid_value("the list of axes", sorted(coords), f"all of {list(self.axes)}", remedy)
         self._check(coords)
         rank = 0
         for axis, dim in zip(self.axes, self.dims, strict=True):
@@ -73,9 +72,9 @@ class ProcessTopology:
         return rank
 
     def get_coord(self, rank: int) -> Coord:
-        """The place of a rank."""
+        """The position of a rank."""
         if not 0 <= rank < self.world_size():
-            raise invalid_value("rank", rank, f"0 to {self.world_size() - 1}")
+            raise invalid_value("rank", rank, f"a number from 0 to {self.world_size() - 1}")
         values = []
         for dim in reversed(self.dims):
             rank, value = divmod(rank, dim)
@@ -83,7 +82,7 @@ class ProcessTopology:
         return Coord(self.axes, tuple(reversed(values)))
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Groups of ranks that differ on this axis alone; none where there is no such axis."""
+        """The groups of ranks that differ only on this axis. Empty for an unknown axis."""
         if axis not in self.axes:
             return []
         others = [a for a in self.axes if a != axis]
@@ -98,7 +97,7 @@ class ProcessTopology:
         return self.filter_match(**{axis: idx})
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """Ranks at the places named, in order: `filter_match(pipe=0, data=1)`."""
+        """The ranks at the given indices, in order: `filter_match(pipe=0, data=1)`."""
         unknown = sorted(set(filter_kwargs) - set(self.axes))
         if unknown:
             raise invalid_value("axis", unknown[0], self.axes)
@@ -109,28 +108,28 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = (DATA, PIPE), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """A rank's place as text for file names, like `model_00`: axes that do not matter there are left out."""
+        """The position of a rank as text for file names, for example `model_00`, without `omit_axes`."""
         coord = self.get_coord(rank).to_dict()
         return outer_sep.join(f"{a}{inner_sep}{coord[a]:02d}" for a in self.axes if a not in omit_axes)
 
     def _check(self, coords: Mapping[str, int]) -> None:
         for axis, index in coords.items():
             if not 0 <= index < self.get_dim(axis):
-                raise invalid_value(axis, index, f"0 to {self.get_dim(axis) - 1}")
+                raise invalid_value(axis, index, f"a number from 0 to {self.get_dim(axis) - 1}")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({dict(zip(self.axes, self.dims, strict=True))})"
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Stages, each on several replicas."""
+    """Pipeline and data parallelism."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__((PIPE, DATA), (num_pp, num_dp))
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Stages, replicas and tensor ranks; tensor ranks are neighbours."""
+    """Pipeline, data and tensor parallelism. Tensor ranks are neighbours."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__((PIPE, DATA, MODEL), (num_pp, num_dp, num_mp))
@@ -138,7 +137,7 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 @dataclass(frozen=True)
 class RankPlace:
-    """One rank: its machine, the GPU there, and its coordinates."""
+    """The machine, the GPU and the coordinates of a rank."""
 
     rank: int
     node: int
@@ -150,21 +149,21 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that talk to each other along one axis."""
+    """Ranks that communicate along one axis."""
 
     axis: str
     ranks: tuple[int, ...]
-    nodes: tuple[int, ...]  # of the ranks, each once
+    nodes: tuple[int, ...]  # machines of the ranks
 
     @property
     def crosses(self) -> bool:
-        """Whether it needs the network between machines."""
+        """Whether the group spans several machines."""
         return len(self.nodes) > 1
 
 
 @dataclass(frozen=True)
 class Mapped:
-    """A grid on machines of `per_node` GPUs."""
+    """A grid on machines with `per_node` GPUs."""
 
     num_pp: int
     num_mp: int
@@ -174,21 +173,22 @@ class Mapped:
     groups: Mapping[str, tuple[Group, ...]]  # by axis
 
     def crosses(self, axis: str) -> bool:
-        """Whether any group of an axis leaves its machine."""
+        """Whether any group of an axis spans several machines."""
         return any(group.crosses for group in self.groups[axis])
 
     def num_crossing(self, axis: str) -> int:
-        """Groups of an axis that leave their machine."""
+        """Number of groups of an axis that span several machines."""
         return sum(group.crosses for group in self.groups[axis])
 
 
 def map_ranks(num_pp: int, num_mp: int, num_dp: int, per_node: int, world: int | None = None) -> Mapped:
-    """Every rank's machine and coordinates: tensor groups inside one, data groups where they fit, stages across.
+    """The machine and the coordinates of every rank.
 
-    `world`: the ranks there are; the three sizes must multiply to it.
+    Tensor groups are inside a machine, data groups are if they fit, and stages span machines. `world`: the number of
+    ranks, which must be the product of the three sizes.
     """
     if per_node < 1:
-        raise invalid_value("GPUs of a machine", per_node, "a whole number >= 1")
+        raise invalid_value("the number of GPUs in a machine", per_node, "a whole number >= 1")
     check_product(num_pp, num_mp, num_dp, num_pp * num_mp * num_dp if world is None else world)
     topology = PipeModelDataParallelTopology(num_pp, num_mp, num_dp)
     places = tuple(
@@ -206,10 +206,10 @@ def map_ranks(num_pp: int, num_mp: int, num_dp: int, per_node: int, world: int |
 
 
 def check_product(num_pp: int, num_mp: int, num_dp: int, world: int) -> None:
-    """Refuse sizes that do not make up the world."""
+    """Raise a ValueError if the product of the sizes is not the number of ranks."""
     for name, size in (("pipeline stages", num_pp), ("tensor ranks", num_mp), ("data ranks", num_dp)):
         if size < 1:
-            raise invalid_value(name, size, "a whole number >= 1")
+            raise invalid_value(f"the number of {name}", size, "a whole number >= 1")
     if num_pp * num_mp * num_dp == world:
         return
     given = f"{num_pp} x {num_mp} x {num_dp} = {num_pp * num_mp * num_dp}"
@@ -218,4 +218,4 @@ def check_product(num_pp: int, num_mp: int, num_dp: int, world: int) -> None:
         if world % (num_pp * num_mp) == 0
         else f"Choose pipeline stages and tensor ranks whose product divides {world}."
     )
-    raise invalid_value("pipe x model x data", given, f"a product of {world}, the number of ranks", remedy)
+    raise invalid_value("pipe x model x data", given, f"equal to {world}, the number of ranks", remedy)

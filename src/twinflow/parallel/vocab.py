@@ -1,8 +1,8 @@
-"""Cross entropy where each tensor rank has some rows of the head's weight, without all logits at once.
+"""Cross entropy with the rows of the head's weight split across tensor ranks, without all logits in memory.
 
-A rank makes logits of its own symbols, a chunk of tokens at a time. Of each token the ranks tell each other three
-numbers: the largest logit, the sum of exponentials below it, and the target's logit where it is theirs. From these all
-ranks have the same loss, in the same bits, and each has the gradient of its own logits.
+Each rank computes the logits of its own symbols, a chunk of tokens at a time. For each token the ranks exchange three
+numbers: the largest logit, the sum of exponentials relative to it, and the logit of the target if the rank has it. From
+these all ranks compute the loss with equal bits, and each rank computes the gradient of its own logits.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from twinflow.parallel.collectives import copy_in
 def vocab_parallel_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, group: Group, chunk: int = LOSS_CHUNK
 ) -> Tensor:
-    """Mean of `F.cross_entropy(hidden @ whole.T, targets)` in fp32 or wider, where `weight` is this rank's rows.
+    """Mean of `F.cross_entropy(hidden @ whole.T, targets)` in fp32 or wider, where `weight` has this rank's rows.
 
-    `hidden` is [tokens, hidden] and replicated, `weight` [vocab / world, hidden], `targets` [tokens]; -100 leaves a
-    token out. A target that is in nobody's rows makes the loss infinite. The gradient of `hidden` is replicated too:
-    each rank makes its share, and the shares are summed.
+    `hidden`: [tokens, hidden], replicated. `weight`: [vocab / world, hidden]. `targets`: [tokens]; a token with -100 is
+    ignored. A target that is outside of the vocabulary makes the loss infinite. The gradient of `hidden` is replicated:
+    each rank computes its share, and the shares are summed.
     """
     return chunked_cross_entropy(copy_in(hidden, group), weight, targets, chunk, SharedSoftmax(group))
 
 
 class SharedSoftmax:
-    """Over the symbols of all ranks, each of which has as many rows."""
+    """Softmax over the symbols of all ranks. All ranks have the same number of rows."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
 
     def find(self, targets: Tensor, num_rows: int) -> Targets:
-        """Those among this rank's symbols."""
+        """The rows of the targets on this rank."""
         return own_targets(targets, num_rows, self._group.rank)
 
     def losses_and_probs(self, logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-        """Losses as all ranks have them, and this rank's probabilities, in the place of the logits."""
+        """The losses, equal on all ranks, and the probabilities of this rank's symbols, in the memory of the logits."""
         group, largest = self._group, logits.amax(-1)
         chosen = logits.gather(-1, targets.rows).squeeze(-1).where(targets.is_here, -torch.inf)
         probs = logits.sub_(largest[:, None]).exp_()
@@ -53,7 +53,7 @@ class SharedSoftmax:
 
 
 def own_targets(targets: Tensor, num_rows: int, rank: int) -> Targets:
-    """Where this rank, with `num_rows` rows like all others, has the targets."""
+    """The rows of the targets on a rank. All ranks have `num_rows` rows."""
     is_counted = targets != IGNORE_INDEX
     local = targets - rank * num_rows
     is_here = is_counted & (local >= 0) & (local < num_rows)

@@ -1,16 +1,23 @@
-"""What pipeline ranks send each other: activations forward, gradients back.
+"""Messages between pipeline ranks: activations to the next stage, gradients to the previous stage.
 
-A header goes before each value, so shapes may differ from one micro-batch to the next. Sending never waits. One thread
-for each rank that sends to this one takes its messages as they come, in the order in which they are sent, which every
-rank knows from the schedule; so two ranks never wait for each other to receive.
+A header precedes each value, so shapes may differ between micro-batches. gloo carries the headers and host tensors.
+GPU tensors pass through the host if the process group uses gloo. With NCCL they are sent directly between GPUs. That
+path needs a GPU for each rank, and the tests do not run it.
 
-gloo carries headers, and tensors of the host; those of a GPU pass through the host where the process group is gloo's.
-Between GPUs with NCCL the tensors go directly. That path needs a GPU for each rank; tests do not run it.
+Threads of a rank:
 
-When something fails: gloo has no way to end a wait but one that runs out of time, which closes all connections of its
-group. So a rank that gives up lets such a wait run out: its threads come back, and ranks that wait for it learn of it.
-Before that it leaves word of what went wrong in the process group's store, where only the first to come does, and where
-the others look. A process that is killed leaves none: what is told then is that its connection is closed.
+- The computing thread calls `expect`, `send` and `receive`. Sending does not block.
+- One thread for each sending rank receives its messages in the order of the schedule, which every rank knows, and
+  puts them into `_mailbox`. So two ranks never wait for each other to receive. With NCCL each thread has its own stream
+  and synchronizes it before a message is put into the mailbox.
+- One thread waits for sends and keeps the sent memory alive until they are done.
+
+The condition `_changed` guards the mailbox, the expected messages and the error. It is notified on every change.
+
+Errors: gloo can end a wait only by a timeout, which closes all connections of its group. So a rank that fails lets a
+short wait time out. Then its threads return, and ranks that wait for it notice. Before that it writes the error to the
+store of the process group. Only the first error is kept there, and the other ranks read it. A killed process writes
+none. In that case the error is that its connection is closed.
 """
 
 from __future__ import annotations
@@ -30,13 +37,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from twinflow.dist.group import TIMEOUT, Group, backend_for, new_group
-from twinflow.errors import invalid_value
+from twinflow.errors import invalid_value, wrong_state
 from twinflow.parallel.first_cause import HANG_UP_S, FirstCause
 from twinflow.parallel.schedules import Action, Schedule
 
 Value = tuple[Tensor | None, ...]
 
-HEADER_NUMEL: Final = 512  # of int64, always as many: a receiver has to know
+HEADER_NUMEL: Final = 512  # int64 numbers in a header; constant, because the receiver has to know the size
 DTYPES: Final = tuple(
     getattr(torch, name)
     for name in (
@@ -45,22 +52,22 @@ DTYPES: Final = tuple(
     )
 )
 _KINDS: Final = ("F", "B")
-_PATIENCE_S: Final = 0.5  # between two looks at the clock
+_PATIENCE_S: Final = 0.5  # interval of the checks for a timeout
 _UNUSED_TAG: Final = 1  # messages have tag 0
 
 
 class Key(NamedTuple):
-    """A message: what a stage takes from the one before (F), or the gradient that it gets from the one behind (B)."""
+    """Identifies a message: the input of a stage from the previous one (F), or the gradient from the next stage (B)."""
 
     kind: str
-    stage: int  # that takes it
+    stage: int  # stage that gets the message
     micro_batch: int
-    sender: int  # pipeline ranks
+    sender: int  # pipeline rank, like receiver
     receiver: int
 
 
 class Spec(NamedTuple):
-    """A tensor as a header tells of it."""
+    """Description of a tensor in a header."""
 
     dtype: torch.dtype
     requires_grad: bool
@@ -68,14 +75,14 @@ class Spec(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A value that has come."""
+    """A received value."""
 
     tensors: Value
     requires_grad: tuple[bool, ...]
 
 
 def needed(schedule: Schedule, action: Action) -> Key | None:
-    """The message that an action waits for; None where it needs none from another stage."""
+    """The message that an action waits for. None if the action needs no message from another stage."""
     kind, stage, i = action
     if kind == "W" or (stage == 0 if kind == "F" else stage == schedule.num_stages - 1):
         return None
@@ -84,7 +91,7 @@ def needed(schedule: Schedule, action: Action) -> Key | None:
 
 
 def made(schedule: Schedule, action: Action) -> Key | None:
-    """The message that an action's result is."""
+    """The message with the result of an action. None if no other stage needs the result."""
     kind, stage, i = action
     if kind == "W" or (stage == schedule.num_stages - 1 if kind == "F" else stage == 0):
         return None
@@ -93,7 +100,7 @@ def made(schedule: Schedule, action: Action) -> Key | None:
 
 
 def incoming(schedule: Schedule, index: int) -> dict[int, tuple[Key, ...]]:
-    """What comes from which other rank, in the order in which that one makes it."""
+    """The messages from each other rank, in the order in which that rank sends them."""
     found = {}
     for sender, actions in enumerate(schedule.actions):
         keys = tuple(key for key in (made(schedule, action) for action in actions) if key and key.receiver == index)
@@ -103,26 +110,25 @@ def incoming(schedule: Schedule, index: int) -> dict[int, tuple[Key, ...]]:
 
 
 def encode(key: Key, value: Value) -> Tensor:
-    """The header of a message."""
+    """Encode the header of a message."""
     numbers = [_KINDS.index(key.kind), *key[1:], len(value)]
     for tensor in value:
         if tensor is None:
             numbers += [-1]
         elif tensor.dtype not in DTYPES:
-            raise invalid_value("dtype between stages", tensor.dtype, DTYPES)
+            raise invalid_value("the dtype of a tensor between stages", tensor.dtype, DTYPES)
         else:
             numbers += [DTYPES.index(tensor.dtype), int(tensor.requires_grad), tensor.dim(), *tensor.shape]
     if len(numbers) > HEADER_NUMEL:
-        raise invalid_value(
-            "tensors between stages", len(value), f"what a header of {HEADER_NUMEL} numbers can tell of"
-        )
+        expected = f"small enough for a header of {HEADER_NUMEL} numbers"
+        raise invalid_value("the number of tensors between stages", len(value), expected, "Send fewer tensors.")
     header = torch.zeros(HEADER_NUMEL, dtype=torch.int64)
     header[: len(numbers)] = torch.tensor(numbers)
     return header
 
 
 def decode(header: Tensor) -> tuple[Key, tuple[Spec | None, ...]]:
-    """What `encode` was given."""
+    """Decode a header: the key, and the description of each tensor."""
     numbers = iter(header.tolist())
     kind, stage, micro_batch, sender, receiver, num_tensors = (next(numbers) for _ in range(6))
     return Key(_KINDS[kind], stage, micro_batch, sender, receiver), tuple(_spec(numbers) for _ in range(num_tensors))
@@ -137,29 +143,30 @@ def _spec(numbers: Iterator[int]) -> Spec | None:
 
 
 class Wire:
-    """This rank's end. `ranks`: global ranks of the pipeline, in order; this is number `index`. One thread uses it.
+    """The connections of this rank. `ranks`: global ranks of the pipeline, in order. `index`: position of this rank.
 
-    Values are tuples of tensors and None. All ranks of the pipeline have to make theirs at the same time.
+    Values are tuples of tensors and None. All ranks of the pipeline have to build their `Wire` at the same time. Only
+    one thread may use it.
     """
 
     def __init__(self, ranks: Sequence[int], index: int, device: torch.device, timeout: timedelta = TIMEOUT) -> None:
-        self.sent_bytes = 0  # of tensors, to other ranks; headers are not in it
+        self.sent_bytes = 0  # bytes of tensors sent to other ranks, without headers
         self.device = device
         self._index, self._timeout_s = index, timeout.total_seconds()
         self._links = _Links(ranks, index, device, timeout)
         self._first = FirstCause(ranks, index)
         self._giving_up = threading.Lock()
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the attributes below up to _is_closed
         self._mailbox: dict[Key, Message] = {}
         self._expected: dict[int, deque[Key]] = {}  # by sender
-        self._error: BaseException | None = None  # of this rank
-        self._cause = ""  # of the rank that failed first
+        self._error: BaseException | None = None  # first error of this rank
+        self._cause = ""  # error of the rank that failed first
         self._is_closed = False
-        self._sent: queue.SimpleQueue[tuple[int, Any, Tensor] | None] = queue.SimpleQueue()  # with its receiver
+        self._sent: queue.SimpleQueue[tuple[int, Any, Tensor] | None] = queue.SimpleQueue()  # receiver, work and memory
         self._threads = [self._start(self._wait_sent)] if len(ranks) > 1 else []
 
     def expect(self, keys: Mapping[int, Sequence[Key]]) -> None:
-        """What comes next, from each sender in its order. Before this nothing is taken from them."""
+        """Announce the next messages, from each sender in its order. Messages are received only after this call."""
         with self._changed:
             self._check()
             for sender in keys.keys() - self._expected.keys():
@@ -170,7 +177,7 @@ class Wire:
             self._changed.notify_all()
 
     def send(self, key: Key, value: Value) -> None:
-        """Returns at once; the tensors may be freed then, but not changed."""
+        """Send a value. Returns at once. The caller may then free the tensors, but must not change them."""
         assert key.sender == self._index
         with self._changed:
             self._check()
@@ -188,13 +195,13 @@ class Wire:
             raise self._failure() from self._error
 
     def receive(self, key: Key) -> Value:
-        """Waits for a message. Tensors whose sender's needed a gradient are leaves that do too."""
+        """Wait for a message. A tensor is a leaf that requires a gradient if the sender's tensor required one."""
         deadline = time.monotonic() + self._timeout_s
         with self._changed:
             while key not in self._mailbox:
                 self._check()
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"{key} did not come within {self._timeout_s:.0f} s")
+                    raise RuntimeError(f"The message {key} did not come within {self._timeout_s:.0f} s.")
                 self._changed.wait(_PATIENCE_S)
             message = self._mailbox.pop(key)
         tensors = [None if one is None else self._links.arrived(one) for one in message.tensors]
@@ -204,12 +211,13 @@ class Wire:
         return tuple(tensors)
 
     def fail(self, error: BaseException) -> None:
-        """Give up: whoever waits for this rank fails too, and soon."""
+        """Report an error. Ranks that wait for this one fail soon."""
         self._give_up(error)
         self._first.wait_until_known()
 
     def close(self) -> None:
-        """After the last batch; in the middle of one it is as if this rank had failed."""
+        """Close the connections after the last batch. In the middle of a batch this counts as a failure of this
+        rank."""
         with self._changed:
             was_closed = self._is_closed
             has_failed = self._error is not None
@@ -221,33 +229,36 @@ class Wire:
         self._sent.put(None)
         if not is_done:
             if not has_failed:
-                self._first.after(RuntimeError("closed in the middle of a batch"))
+                self._first.after(RuntimeError("The pipeline was closed in the middle of a batch."))
             self._links.hang_up()
             self._first.wait_until_known()
-        for thread in self._threads:  # what is sent may still be on its way: others wait for it
+        for thread in self._threads:  # sends may still be running, and other ranks wait for them
             thread.join(self._timeout_s if is_done else HANG_UP_S)
 
     def _check(self) -> None:
         if self._error is not None:
             raise self._failure() from self._error
         if self._is_closed:
-            raise RuntimeError("this pipeline is closed")
+            raise wrong_state("The pipeline cannot send or receive", "it is closed", "Build a new engine.")
 
     def _failure(self) -> RuntimeError:
-        return RuntimeError(f"this pipeline has failed, first on {self._cause}")
+        return RuntimeError(f"The pipeline has failed, first on {self._cause}")
 
     def _give_up(self, error: BaseException) -> None:
-        """Only the first error counts. Any thread's call: other ranks need not wait until this one has computed."""
+        """Record the first error and close the connections.
+
+        Any thread may call this, so that other ranks need not wait until this rank has computed.
+        """
         with self._giving_up:
             if self._error is not None:
                 return
-            cause = self._first.after(error)  # before others can notice
+            cause = self._first.after(error)  # before other ranks notice the closed connections
             with self._changed:
                 self._error, self._cause = error, cause
                 self._changed.notify_all()
             self._links.hang_up()
 
-    # The threads.
+    # Functions of the threads.
 
     def _start(self, work: Callable[..., None], *args: Any) -> threading.Thread:
         thread = threading.Thread(target=self._watched, args=(work, *args), name=work.__name__, daemon=True)
@@ -267,11 +278,14 @@ class Wire:
             self._take(sender, keys)
 
     def _take(self, sender: int, keys: deque[Key]) -> None:
-        """Into the mailbox. A call of its own: what came must not live on in a thread that waits for the next."""
+        """Receive a message into the mailbox.
+
+        A separate function, so that the message is not referenced while the thread waits for the next one.
+        """
         try:
             message = self._links.receive(sender, keys[0])
         except RuntimeError as error:
-            raise RuntimeError(f"nothing more comes from pipeline rank {sender}: {error}") from error
+            raise RuntimeError(f"No more messages come from pipeline rank {sender}: {error}") from error
         with self._changed:
             self._mailbox[keys.popleft()] = message
             self._changed.notify_all()
@@ -282,7 +296,7 @@ class Wire:
             return not self._is_closed and self._error is None
 
     def _wait_sent(self) -> None:
-        """Keeps what is sent alive until it is gone: gloo's sends can be waited for, but not asked."""
+        """Keep sent memory alive until the send is done. A gloo send can be waited for, but not polled."""
         while (sent := self._sent.get()) is not None:
             try:
                 sent[1].wait()
@@ -292,10 +306,11 @@ class Wire:
 
 
 class _Links:
-    """Groups of ranks to send over: up, to ranks further on, and down.
+    """Process groups for messages: "up" to later ranks, and "down" to earlier ranks.
 
-    So each carries one direction only between two ranks: with NCCL two that send to each other over one communicator
-    would wait for each other. Kinds of messages do not tell them apart: a ring of two ranks sends both kinds both ways.
+    Each group carries only one direction between two ranks. Two ranks that send to each other over one NCCL
+    communicator would deadlock. The kind of a message does not determine its direction: a ring of two ranks sends both
+    kinds in both directions.
     """
 
     def __init__(self, ranks: Sequence[int], index: int, device: torch.device, timeout: timedelta) -> None:
@@ -305,7 +320,7 @@ class _Links:
         self._bodies = [new_group("nccl", ranks, timeout) for _ in ("down", "up")] if self._is_direct else self._headers
 
     def send(self, receiver: int, header: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Any, Tensor]]:
-        """Each part as it is under way, with the memory that it is sent from."""
+        """Start to send the header and the tensors. Yields the work and the memory of each part."""
         up, rank = receiver > self._index, self._ranks[receiver]
         yield _isend(header, rank, self._headers[up]), header
         for tensor in tensors:
@@ -313,13 +328,13 @@ class _Links:
             yield _isend(body, rank, self._bodies[up]), body
 
     def receive(self, sender: int, key: Key) -> Message:
-        """The next message of a rank, which has to be `key`. A thread's call: waits until all is there."""
+        """Receive the next message of a rank, which must be `key`. Blocks until the message is complete."""
         up, rank = sender < self._index, self._ranks[sender]
         header = torch.empty(HEADER_NUMEL, dtype=torch.int64)
         dist.recv(header, rank, group=self._headers[up].handle)
         found, specs = decode(header)
         if found != key:
-            raise RuntimeError(f"{found} came where {key} was expected: the ranks' schedules differ")
+            raise RuntimeError(f"{found} came, but {key} was expected. The schedules of the ranks differ.")
         device = self._device if self._is_direct else torch.device("cpu")
         tensors = tuple(spec and torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs)
         for tensor in tensors:
@@ -330,15 +345,16 @@ class _Links:
         return Message(tensors, tuple(spec is not None and spec.requires_grad for spec in specs))
 
     def arrived(self, tensor: Tensor) -> Tensor:
-        """For the thread that computes: a tensor on the device, ready for its stream."""
+        """The tensor on the device, ready for the stream of the computing thread."""
         there = tensor.to(self._device)
         if there.is_cuda:
-            there.record_stream(torch.cuda.current_stream())  # it may have been allocated on a thread's
+            # The tensor may have been allocated on the stream of another thread.
+            there.record_stream(torch.cuda.current_stream())
         return there
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """For a thread: a stream of its own, so that its waiting does not hold up what is computed."""
+        """Give a thread its own stream, so that its waits do not delay the computation."""
         if not self._is_direct:
             yield
             return
@@ -347,7 +363,7 @@ class _Links:
             yield
 
     def hang_up(self) -> None:
-        """Close the connections: see the module's text. Over one that is closed already nothing can be waited for."""
+        """Close the connections (see the module's docstring). A connection that is already closed is skipped."""
         for group, rank in product(self._headers, self._ranks):
             if rank != self._ranks[self._index]:
                 with suppress(RuntimeError):
@@ -357,7 +373,7 @@ class _Links:
 
 
 def _not_sent(receiver: int, error: RuntimeError) -> RuntimeError:
-    return RuntimeError(f"pipeline rank {receiver} can no longer be sent to: {error}")
+    return RuntimeError(f"A message to pipeline rank {receiver} could not be sent: {error}")
 
 
 def _isend(tensor: Tensor, rank: int, group: Group) -> Any:
@@ -365,5 +381,5 @@ def _isend(tensor: Tensor, rank: int, group: Group) -> Any:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Its memory, in order: gloo does not know all dtypes, and no backend strides."""
+    """The contiguous memory of a tensor as bytes. gloo does not support all dtypes, and no backend supports strides."""
     return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)

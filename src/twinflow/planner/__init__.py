@@ -1,1 +1,1 @@
-"""Bytes and seconds before a run: what a machine does in a second, what a step will take, which state lives where."""
+"""Predicts memory and time of a run: rates of the machine, time of a step, and placement of the optimizer state."""

@@ -1,4 +1,4 @@
-"""The ways a run could go, side by side: no offload, full offload, the best ratio, in each state format."""
+"""Compares ways to place the optimizer state: no offload, full offload, and the best ratio, in each state format."""
 
 from __future__ import annotations
 
@@ -27,43 +27,43 @@ from twinflow.planner.rates import Rates
 from twinflow.planner.simulate import Prediction, predict
 
 KINDS: Final = ("no offload", "full offload", "best ratio")
-WIDER: Final = 1.05  # a wider format is recommended where it takes at most this much longer
+WIDER: Final = 1.05  # a wider format is recommended if its step takes at most this factor longer
 _MAX_LAYERS: Final = 1 << 18
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A machine as a plan needs it."""
+    """The rates and the memory of a machine."""
 
-    rates: Rates  # of one GPU, with its share of the host
+    rates: Rates  # rates of one GPU with its share of the host
     memory: Memory
     link_rate: float = 0.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run, what it takes and how long."""
+    """One way to run, with its memory and its predicted step."""
 
     kind: str
     run: Run
-    ratio: float  # of the elements, on the host
+    ratio: float  # share of the elements whose state is on the host
     used: Bytes
     missing: Memory
     prediction: Prediction
 
     @property
     def fits(self) -> bool:
-        """Whether there is memory for it."""
+        """Whether the memory is sufficient."""
         return not (self.missing.gpu_bytes or self.missing.host_bytes)
 
     @property
     def tokens_s(self) -> float:
-        """Tokens a second on all GPUs."""
+        """Tokens per second on all GPUs."""
         return self.run.step_tokens / self.prediction.step_s
 
 
 def all_cases(run: Run, setting: Setting, states: Sequence[str] = STATES) -> list[Case]:
-    """Every kind in every format, kind by kind."""
+    """All kinds in all formats, grouped by kind."""
     runs = [replace(run, states=name) for name in states]
     none = [case_at("no offload", r, setting, 0.0) for r in runs]
     full = [case_at("full offload", r, setting, 1.0) for r in runs]
@@ -71,7 +71,7 @@ def all_cases(run: Run, setting: Setting, states: Sequence[str] = STATES) -> lis
 
 
 def case_at(kind: str, run: Run, setting: Setting, ratio: float) -> Case:
-    """A given share on the host."""
+    """The case with a given share on the host."""
     used = bytes_of(run, placed_at(run, ratio), setting.memory)
     timing = timing_of(run, setting.rates, setting.link_rate)
     items = at_ratio(items_of(run, timing), ratio)
@@ -80,7 +80,7 @@ def case_at(kind: str, run: Run, setting: Setting, ratio: float) -> Case:
 
 
 def best_case(run: Run, setting: Setting) -> Case:
-    """The share on the host with the least step that fits; where none does, the one that misses least."""
+    """The case with the fastest ratio that fits. If none fits, the one that lacks the least memory."""
     room, size = room_of(run, setting.memory), placing_size(run, setting.memory)
     if not fits(run, setting.memory):
         resident = min(1.0, max(0, room.gpu_bytes) / (size.resident * run.own_numel))
@@ -92,7 +92,11 @@ def best_case(run: Run, setting: Setting) -> Case:
 
 
 def recommended(cases: Sequence[Case]) -> Case | None:
-    """The fastest that fits; a wider state format where it is nearly as fast, and less on the GPU where it is equal."""
+    """The recommended case: the fastest that fits.
+
+    A wider state format is preferred if it is nearly as fast. Of equally fast cases the one with less GPU memory is
+    preferred.
+    """
     fitting = [case for case in cases if case.fits]
     if not fitting:
         return None
@@ -102,12 +106,12 @@ def recommended(cases: Sequence[Case]) -> Case | None:
     good = [case for case in good if STATES.index(case.run.states) == widest]
     least = min(case.prediction.step_s for case in good)
     close = [case for case in good if case.prediction.step_s <= 1.01 * least]
-    # Without any offload there is least that can go wrong: taken where it is as good.
+    # No offload is the simplest setup, so it is preferred if it is as fast.
     return min(close, key=lambda case: (case.kind != "no offload", case.used.gpu_total))
 
 
 def largest_layers(run: Run, memory: Memory) -> int:
-    """Blocks of the deepest model of this shape that fits; 0 where not even one does."""
+    """Number of blocks of the deepest model of this shape that fits. 0 if not even one block fits."""
 
     def is_small_enough(layers: int) -> bool:
         return fits(replace(run, model=run.model.with_layers(layers)), memory)

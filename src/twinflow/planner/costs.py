@@ -1,4 +1,4 @@
-"""Bytes and seconds of a run, from numbers alone: by kind on the GPU and on the host, and the items of a step."""
+"""Memory and time of a run, computed from numbers: bytes by kind on GPU and host, and the buckets of a step."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from twinflow.planner.placement import Room, at_ratio
 from twinflow.planner.rates import Rates
 from twinflow.planner.simulate import NUM_STAGES, PLACES, ClipDecision, Item, Timing, Ways
 
-BUCKET_NUMEL: Final = 1 << 26  # as the runtime's
+BUCKET_NUMEL: Final = 1 << 26  # elements of the runtime's buckets
 FLAT_BYTES: Final = 3 << 29
 NUM_SLOTS: Final = 4
-PROCESS_BYTES: Final = 3 * 10**9  # interpreter, torch, CUDA's host side: measured 2 to 5 GB
-_LOOSE_BYTES: Final = 6 * 10**8  # small things that grow with training: measured -0.7 to 2 GB
-GPU_RESERVE: Final = 0.02  # share that placing state leaves free: gaps between tensors
-HOST_RESERVE: Final = 0.03  # the rest of the machine lives too
-_FLATS_OUT: Final = 6  # device buffers in use where each gradient leaves at once
-BACKWARD: Final = 1.83  # backward takes so many forwards, measured 1.77 to 1.86; one more where all is computed again
+PROCESS_BYTES: Final = 3 * 10**9  # interpreter, torch and CUDA on the host, measured as 2 to 5 GB
+_LOOSE_BYTES: Final = 6 * 10**8  # small allocations that grow during training, measured as -0.7 to 2 GB
+GPU_RESERVE: Final = 0.02  # share of the GPU memory that is left free for gaps between tensors
+HOST_RESERVE: Final = 0.03  # share of the host memory that is left to other processes
+_FLATS_OUT: Final = 6  # device buffers in use if every gradient is copied to the host at once
+# Time of backward relative to forward, measured as 1.77 to 1.86. Activation checkpointing adds one more forward.
+BACKWARD: Final = 1.83
 GPU_KINDS: Final = ("weights", "gradients", "state", "activations", "staging")
 HOST_KINDS: Final = ("state", "gradients", "shadows", "rings", "process")
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What there is: on a card, and on the host that all cards of the machine share."""
+    """Available memory: of one GPU, and of the host that all GPUs of the machine share."""
 
     gpu_bytes: int
     host_bytes: int
@@ -35,46 +36,46 @@ class Memory:
 
 @dataclass(frozen=True)
 class Run:
-    """What is to be trained, and how."""
+    """A training run: the model, the batch and the settings."""
 
     model: ModelCost
-    batch: int  # sequences of a micro-batch, on each GPU
-    tokens: int  # of a sequence
+    batch: int  # sequences in a micro-batch of each GPU
+    tokens: int  # tokens in a sequence
     micro_batches: int = 1
     states: str = "fp32"
-    clips: bool = True  # a norm, or a loss scale, decides whether a step counts
+    clips: bool = True  # updates wait for the gradient norm (clipping, or a loss scale)
     delayed: bool = False
     checkpointing: bool = True
     weights: str = "bf16"
     world: int = 1  # GPUs that share the optimizer state, all in one machine
-    stage: int = 0  # of ZeRO: 1 and 2 share state, 3 the weights as well
-    tensor_parallel: int = 1  # GPUs that share every weight
-    num_moments: int = 2  # of the update rule: AdamW's
+    stage: int = 0  # ZeRO stage: 1 and 2 shard the state, 3 also the weights
+    tensor_parallel: int = 1  # GPUs that each weight is split across
+    num_moments: int = 2  # moments of the update rule, 2 for AdamW
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step, on all GPUs."""
+        """Tokens in a step, on all GPUs."""
         return self.batch * self.tokens * self.micro_batches * (self.world // self.tensor_parallel)
 
     @property
     def size(self) -> StateBytes:
-        """Bytes a parameter of state."""
+        """Bytes of optimizer state for each parameter."""
         return state_bytes(self.states, self.weights, self.delayed, self.num_moments)
 
     @property
     def numel(self) -> int:
-        """Elements whose weights a GPU works with."""
+        """Elements of the weights that one GPU computes with."""
         return -(-self.model.numel // self.tensor_parallel)
 
     @property
     def own_numel(self) -> int:
-        """Elements whose state one GPU answers for."""
+        """Elements whose optimizer state belongs to one GPU."""
         return -(-self.model.numel // self.world)
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Elements of state of one GPU by place."""
+    """Elements of the optimizer state of one GPU, by place."""
 
     host: int
     resident: int = 0
@@ -83,28 +84,26 @@ class Placed:
 
 @dataclass(frozen=True)
 class Bytes:
-    """On one GPU, and on the host for all of them, by kind."""
+    """Bytes by kind: on one GPU, and on the host for all GPUs."""
 
     gpu: Mapping[str, int]
     host: Mapping[str, int]
 
     @property
     def gpu_total(self) -> int:
-        """All kinds."""
         return sum(self.gpu.values())
 
     @property
     def host_total(self) -> int:
-        """All kinds."""
         return sum(self.host.values())
 
     def missing(self, memory: Memory) -> Memory:
-        """What there is too little of; zeros where the run fits."""
+        """Bytes that the run lacks. Zeros if the run fits."""
         return Memory(max(0, self.gpu_total - memory.gpu_bytes), max(0, self.host_total - memory.host_bytes))
 
 
 def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
-    """What the runtime allocates, with the choices it makes where memory is short."""
+    """Bytes that the runtime allocates, including its choices if memory is short."""
     width, size = WEIGHT_BYTES[run.weights], run.size
     weights = _weight_bytes(run)
     resident = int(placed.resident * size.resident)
@@ -118,7 +117,8 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
         "staging": staging,
     }
     slot = bucket_numel(run) * width
-    slots = NUM_SLOTS * slot * (1 + (run.weights == "fp16"))  # bf16 and fp32 weights go back from the state itself
+    # Only fp16 weights need slots for the way back: bf16 and fp32 weights are copied directly from the state.
+    slots = NUM_SLOTS * slot * (1 + (run.weights == "fp16"))
     host = {
         "state": int(placed.host * size.host + placed.streamed * size.streamed),
         "gradients": grads.host_bytes,
@@ -135,7 +135,7 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
 
 @dataclass(frozen=True)
 class GradientPlan:
-    """Where gradients wait."""
+    """Memory of waiting gradients, and whether they wait or are summed on the host."""
 
     gpu_bytes: int
     host_bytes: int
@@ -144,7 +144,7 @@ class GradientPlan:
 
 
 def gradient_plan(run: Run, placed: Placed, free_bytes: int) -> GradientPlan:
-    """Gradients on the GPU and on the host: on the GPU where they take at most half of what is free."""
+    """Where gradients wait: on the GPU if they take at most half of its free memory, else on the host."""
     width, own = WEIGHT_BYTES[run.weights], run.own_numel
     all_bytes, off = width * own, placed.host
     flat = min(FLAT_BYTES, free_bytes // 8, all_bytes)
@@ -161,7 +161,7 @@ def gradient_plan(run: Run, placed: Placed, free_bytes: int) -> GradientPlan:
 
 
 def _weight_bytes(run: Run) -> int:
-    """On one GPU; with stage 3 its share, and the blocks that are gathered at a time: this one and the next."""
+    """Bytes of weights on one GPU. With stage 3: its shard, and the two blocks that are gathered at a time."""
     width = WEIGHT_BYTES[run.weights]
     if run.stage < 3 or run.world == 1:
         return width * run.numel
@@ -170,20 +170,21 @@ def _weight_bytes(run: Run) -> int:
 
 
 def bucket_numel(run: Run) -> int:
-    """Elements of the largest bucket."""
+    """Number of elements in the largest bucket."""
     sizes = [*run.model.blocks[:1], run.model.embedding_numel + run.model.head_numel]
     return max((_even(-(-size // run.world)) for size in sizes if size), default=0)
 
 
 def _even(numel: int) -> int:
-    """Elements of a bucket where `numel` are cut into as few equal ones as there must be."""
+    """Elements of a bucket if `numel` elements are split into the least number of equal buckets."""
     return -(-numel // max(1, -(-numel // BUCKET_NUMEL)))
 
 
 def room_of(run: Run, memory: Memory) -> Room:
-    """What weights, activations, gradients, rings and the process leave to state; below zero where they do not fit.
+    """Memory left for optimizer state beside weights, activations, gradients, rings and the process.
 
-    Gradients are counted as if all state were on the host: with more of it on the GPU there are no more of them.
+    The numbers are negative if those do not fit. Gradients are counted as if all state were on the host, because state
+    on the GPU does not need more of them.
     """
     base = bytes_of(run, Placed(run.own_numel), memory)
     gpu = int(memory.gpu_bytes * (1.0 - GPU_RESERVE)) - base.gpu_total
@@ -192,9 +193,9 @@ def room_of(run: Run, memory: Memory) -> Room:
 
 
 def placing_size(run: Run, memory: Memory) -> StateBytes:
-    """Bytes a parameter that a place costs, against `room_of`.
+    """Bytes for each parameter that a place takes, to compare with `room_of`.
 
-    Resident state keeps its gradients on the GPU, also where those of the host's state wait in host memory.
+    The gradients of resident state stay on the GPU, even if the gradients of host state wait in host memory.
     """
     grads = gradient_plan(run, Placed(run.own_numel), max(0, memory.gpu_bytes - _weight_bytes(run)))
     beside = 4 if grads.sums_on_host else WEIGHT_BYTES[run.weights] if grads.holds_on_host else 0
@@ -202,33 +203,34 @@ def placing_size(run: Run, memory: Memory) -> StateBytes:
 
 
 def fits(run: Run, memory: Memory) -> bool:
-    """Whether there is any share on the host with which the run fits."""
+    """Whether the run fits with any share of the state on the host."""
     room, size = room_of(run, memory), placing_size(run, memory)
     resident = min(run.own_numel, room.gpu_bytes / size.resident)
     return room.gpu_bytes >= 0 and (run.own_numel - resident) * size.host <= room.host_bytes
 
 
 def clip_decision_of(run: Run, used: Bytes) -> ClipDecision:
-    """What may run ahead of the norm: as much as the speculative stores hold."""
+    """How many elements may be updated before the norm is known: as many as the speculative copies hold."""
     ahead = int(used.host["shadows"] / run.world / run.size.host) if used.host["shadows"] else 0
     return ClipDecision(run.clips, ahead)
 
 
 def ways_of(run: Run) -> Ways:
-    """What travels."""
+    """Bytes that are copied for each parameter."""
     width = float(WEIGHT_BYTES[run.weights])
     return Ways(grad_bytes=width, weight_bytes=width, num_slots=NUM_SLOTS, delayed=run.delayed)
 
 
 def timing_of(run: Run, rates: Rates, link_rate: float = 0.0) -> Timing:
-    """Forward and backward of a micro-batch: matrix products, memory traffic beside them, and talk between GPUs."""
+    """Time of forward and backward of a micro-batch: matrix products, memory traffic, and communication between
+    GPUs."""
     model, num_tokens, parts = run.model, run.batch * run.tokens, run.tensor_parallel
     products = num_tokens * model.forward_flops(run.tokens) / rates.flops
     traffic = num_tokens * model.traffic_bytes * len(model.blocks) / rates.device_bytes
     forward = max((products + traffic) / parts, len(model.blocks) * model.launch_s)
     backward = forward * (BACKWARD + (1.0 if run.checkpointing else 0.0))
     if run.world > 1 and link_rate:
-        # Weights are gathered in forward (stage 3: in backward too), gradients scattered in backward, beside compute.
+        # During compute, weights are gathered in forward (stage 3: and backward), gradients scattered in backward.
         share = WEIGHT_BYTES[run.weights] * run.numel * (run.world - 1) / run.world / link_rate
         forward = max(forward, share)
         backward = max(backward, share * (2 if run.stage == 3 else 1))
@@ -236,9 +238,10 @@ def timing_of(run: Run, rates: Rates, link_rate: float = 0.0) -> Timing:
 
 
 def items_of(run: Run, timing: Timing) -> list[Item]:
-    """The buckets of one GPU, all on the host: when gradients are complete and when weights are needed.
+    """The buckets of one GPU, all on the host, with the times when gradients are complete and weights are needed.
 
-    Within a block the parameters that come last have their gradients first; its weights are needed when it starts.
+    Within a block, the last parameters have their gradients first. All weights of a block are needed when the block
+    starts.
     """
     model, flops = run.model, run.model.block_flops(run.tokens)
     head = 2.0 * model.head_products
@@ -251,7 +254,7 @@ def items_of(run: Run, timing: Timing) -> list[Item]:
         length = timing.backward_s * cost / total
         own = -(-numel // run.world)
         count = max(1, -(-own // BUCKET_NUMEL))
-        # With checkpointing the first third of a block's backward computes it again and makes no gradient.
+        # With checkpointing, the first third of a block's backward recomputes the forward and produces no gradient.
         span = length * (0.65 if run.checkpointing else 1.0)
         items += [Item(_even(own), "host", end - span * k / count, need) for k in range(count)]
         before += cost
@@ -259,7 +262,8 @@ def items_of(run: Run, timing: Timing) -> list[Item]:
 
 
 def _root_items(run: Run, timing: Timing, head_share: float) -> list[Item]:
-    """Buckets of what is in no block: complete with the last of their parameters, needed before anything runs."""
+    """Buckets of the parameters outside of blocks. Their gradients are complete with the last parameter of the bucket,
+    and their weights are needed at the start of the forward."""
     model = run.model
     own = -(-(model.embedding_numel + model.head_numel) // run.world)
     if not own:
@@ -271,13 +275,13 @@ def _root_items(run: Run, timing: Timing, head_share: float) -> list[Item]:
 
 
 def placed_at(run: Run, ratio: float) -> Placed:
-    """A share of `ratio` on the host."""
+    """The placement with a share of `ratio` on the host."""
     host = round(run.own_numel * ratio)
     return Placed(host, run.own_numel - host)
 
 
 def placed_of(items: Sequence[Item], places: Sequence[str]) -> Placed:
-    """Elements by place."""
+    """Number of elements in each place."""
     numel = dict.fromkeys(PLACES, 0)
     for item, place in zip(items, places, strict=True):
         numel[place] += item.numel
@@ -290,5 +294,5 @@ def items_at(run: Run, timing: Timing, ratio: float) -> list[Item]:
 
 
 def with_states(run: Run, states: str) -> Run:
-    """The same run in another format."""
+    """The same run with another state format."""
     return replace(run, states=states)

@@ -1,9 +1,11 @@
-"""Machines that are not here: what their parts do in a second, from data sheets and from what was measured elsewhere.
+"""Rates of machines from data sheets and from measurements on other machines.
 
-Memory is what a process can allocate: the card's, less CUDA's own 0.6 GB. Matrix products and memory rates are what
-large kernels achieve, not peaks. Measured: the H200's PCIe, 55/55/50 GB/s. Fitted on its training steps: 740 TFLOPS of
-matrix products (plain ones reach 790) and 3.8 TB/s. Everything else is an estimate: 0.55 to 0.85 of the peak for matrix
-products, 0.8 for memory; PCIe 5 as measured, 4 and 3 a half and a quarter of it.
+Memory is what a process can allocate: the memory of the GPU without the 0.6 GB of CUDA. Rates of matrix products and
+memory are those of large kernels, not peaks.
+
+Measured: PCIe of the H200, 55/55/50 GB/s. Fitted to training steps on the H200: 740 TFLOPS of matrix products (separate
+ones reach 790) and 3.8 TB/s. All other numbers are estimates: 0.55 to 0.85 of the peak for matrix products, 0.8 of the
+peak for memory. PCIe 5 is as measured, PCIe 4 and 3 are a half and a quarter of it.
 """
 
 from __future__ import annotations
@@ -20,29 +22,27 @@ GB: Final = 10**9
 
 @dataclass(frozen=True)
 class Gpu:
-    """One card."""
-
     title: str
-    memory_bytes: int  # that a process can have
-    tflops: float  # of matrix products in half precision
-    memory_rate: float  # bytes a second
+    memory_bytes: int  # that a process can allocate
+    tflops: float  # matrix products in half precision
+    memory_rate: float  # bytes/s
     pcie: int  # generation, 16 lanes
-    link_rate: float = 0.0  # bytes a second each way to other cards; 0: over PCIe
-    weights: str = "bf16"  # fp16 where the card has no bf16
+    link_rate: float = 0.0  # bytes/s in each direction to other GPUs; 0: over PCIe
+    weights: str = "bf16"  # fp16 if the GPU does not support bf16
 
 
 @dataclass(frozen=True)
 class Host:
-    """What surrounds the cards."""
+    """Memory and cores of a machine."""
 
     ram_bytes: int
     cores: int
-    dram_rate: float  # bytes a second, read and written, that all cores together reach
+    dram_rate: float  # bytes/s read and written by all cores together
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Cards of one kind in one host."""
+    """A host with GPUs of one type."""
 
     gpu: Gpu
     host: Host
@@ -65,17 +65,18 @@ GPUS: Final = {
     "rtx4090": Gpu("RTX 4090 24 GB", int(25.2 * GB), 140, 0.8e12, 4),
     "rtx3090": Gpu("RTX 3090 24 GB", int(25.2 * GB), 58, 0.75e12, 4),
 }
-_WITH_SIZE: Final = {"h100-80": "h100", "h200-141": "h200", "b200-192": "b200"}  # named as the A100s are
-# Bytes a second: to the host, to the device, each way when both run.
+# Other names, with the memory size as for the A100.
+_WITH_SIZE: Final = {"h100-80": "h100", "h200-141": "h200", "b200-192": "b200"}
+# Bytes/s: to the host, to the device, in each direction when both run.
 _PCIE: Final = {5: (55e9, 55e9, 50e9), 4: (26e9, 26e9, 23e9), 3: (12.8e9, 12.8e9, 11e9)}
-# A kernel moves this share of what plain reads and writes reach: 0.92 to 0.97 alone; fitted on training steps.
+# Bandwidth of an update kernel relative to plain reads and writes. Alone it is 0.92 to 0.97; this fits training steps.
 _OF_DRAM: Final = 0.9
-# Updates a second and core where memory is no limit, AVX-512: int8 from 16 cores' 8.9e9, the others estimates.
+# Updates per second and core if memory is no limit (AVX-512). int8: measured 8.9e9 on 16 cores; others: estimates.
 _A_CORE: Final = {"fp32": 0.5e9, "bf16": 0.52e9, "int8": 0.56e9}
 
 
 def gpu_named(name: str, option: str = "--gpu") -> Gpu:
-    """A card by its short name."""
+    """The GPU with this short name. `option`: the option for the error message."""
     plain = _WITH_SIZE.get(name.lower(), name.lower())
     if plain not in GPUS:
         raise invalid_value(option, name, GPUS)
@@ -83,7 +84,7 @@ def gpu_named(name: str, option: str = "--gpu") -> Gpu:
 
 
 def recognise(title: str) -> Gpu | None:
-    """The card that a driver calls `title`, like "NVIDIA A100-SXM4-40GB"; None where no sheet is here."""
+    """The GPU that a driver calls `title`, for example "NVIDIA A100-SXM4-40GB". None without a data sheet."""
     plain = title.lower().replace(" ", "").replace("-", "")
     for name in sorted(GPUS, key=len, reverse=True):
         model, _, size = name.partition("-")
@@ -93,7 +94,7 @@ def recognise(title: str) -> Gpu | None:
 
 
 def rates_of(machine: Machine) -> Rates:
-    """What each card of a machine gets: the host's cores and memory are shared equally."""
+    """Rates of one GPU of a machine. The GPUs share the cores and the memory of the host equally."""
     gpu, host, n = machine.gpu, machine.host, machine.num_gpus
     out, back, duplex = _PCIE[gpu.pcie]
     dram = host.dram_rate / n
@@ -101,7 +102,7 @@ def rates_of(machine: Machine) -> Rates:
         states: min(_OF_DRAM * dram / moved, host.cores / n * _A_CORE[states])
         for states, moved in HOST_BYTES_MOVED.items()
     }
-    # Copies both ways use the same memory: 100 of 150 GB/s left 0.5 to 0.6 of a plain loop's updates.
+    # Copies use the same memory: copies of 100 GB/s, at 150 GB/s of memory, left 0.5 to 0.6 of the update rate.
     left = max(0.3, 1.0 - 0.6 * 2.0 * duplex / dram)
     return Rates(
         out_bytes=out,
@@ -115,5 +116,6 @@ def rates_of(machine: Machine) -> Rates:
 
 
 def link_rate(machine: Machine) -> float:
-    """Bytes a second each way between the cards."""
-    return machine.gpu.link_rate or _PCIE[machine.gpu.pcie][2] / 2.0  # over PCIe what comes also goes
+    """Bytes/s in each direction between the GPUs of a machine."""
+    # Over PCIe the rate is halved, because a GPU sends and receives at the same time.
+    return machine.gpu.link_rate or _PCIE[machine.gpu.pcie][2] / 2.0

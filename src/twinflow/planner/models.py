@@ -1,4 +1,4 @@
-"""What a model costs, from its numbers alone: elements of every block, FLOPs, activations. No module is built here."""
+"""Costs of a model, computed from its shape: elements of every block, FLOPs, activations. No module is built."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, Final
 
 from twinflow.errors import invalid_value
 
-# Memory traffic of everything that is no matrix product, bytes a hidden unit, token and block of a forward. Fitted on
-# an H200: two Llama shapes of transformers' (372 and 240 would fit one each), and the GPT of `twinflow train`.
+# Memory traffic of a forward without its matrix products: bytes for each hidden unit, token and block. Fitted on an
+# H200 to two Llama shapes of transformers (alone, they would give 372 and 240) and to the GPT of `twinflow train`.
 HF_TRAFFIC: Final = 300.0
 GPT_TRAFFIC: Final = 52.0
-# A block's forward cannot be shorter than starting its kernels takes: 57 and 70 ms for 26 blocks of a Llama shape.
+# Time to launch the kernels of a block's forward, its least time: 57 and 70 ms for 26 blocks of Llama shapes.
 HF_LAUNCH_S: Final = 2.2e-3
-GPT_LAUNCH_S: Final = 6e-4  # an estimate: a third of the operations
-LOSS_CHUNK: Final = 2048  # tokens whose logits the GPT of `twinflow train` has at a time
-# Widths of GPT-2 shapes by the number of parameters they start at, as papers on offload have them.
+GPT_LAUNCH_S: Final = 6e-4  # an estimate: the GPT has a third of the operations
+LOSS_CHUNK: Final = 2048  # tokens whose logits the GPT of `twinflow train` computes at a time
+# Widths of GPT-2 shapes in papers on offload, each with the least number of parameters.
 _WIDTHS: Final = (
     (0.0, 768),
     (0.3e9, 1024),
@@ -33,64 +33,63 @@ _WIDTHS: Final = (
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes a token of a forward, but for `fixed_bytes`. Weights in 2 bytes."""
+    """Bytes for each token of a forward, except `fixed_bytes`. Weights have 2 bytes."""
 
-    stream_bytes: float  # a block's input, which checkpointing keeps
-    block_bytes: float  # what a block keeps without checkpointing
-    end_bytes: float  # outside of the blocks
-    loss_bytes: float  # logits in every form the loss holds at once
-    fixed_bytes: int = 0  # the loss, whatever the number of tokens
-    chunk_tokens: int = 0  # a loss in chunks: tokens of one,
-    chunk_bytes: float = 0.0  # and bytes of each of its tokens
+    stream_bytes: float  # input of a block, which checkpointing keeps
+    block_bytes: float  # activations of a block without checkpointing
+    end_bytes: float  # activations outside of the blocks
+    loss_bytes: float  # all copies of the logits that the loss holds
+    fixed_bytes: int = 0  # part of the loss that does not depend on the number of tokens
+    chunk_tokens: int = 0  # tokens in a chunk, if the loss is computed in chunks
+    chunk_bytes: float = 0.0  # bytes for each token of a chunk
 
 
 @dataclass(frozen=True)
 class ModelCost:
-    """A stack of blocks between an embedding and a head."""
+    """Costs of a model: a stack of blocks between an embedding and a head."""
 
     name: str
-    blocks: tuple[int, ...]  # elements of each, in forward order
-    embedding_numel: int  # outside of the blocks, gradient complete last: embeddings, and a head tied to them
-    head_numel: int  # outside of the blocks, gradient complete first: final norm and head
-    block_products: tuple[int, ...]  # weights of each block that every token is multiplied with
+    blocks: tuple[int, ...]  # elements of each block, in forward order
+    embedding_numel: int  # elements outside of the blocks whose gradients are complete last: embeddings and a tied head
+    head_numel: int  # elements outside of the blocks whose gradients are complete first: final norm and head
+    block_products: tuple[int, ...]  # weights of each block in matrix products
     head_products: int
     hidden: int
-    attention_width: int  # heads times their width
+    attention_width: int  # number of heads times their width
     vocab_size: int
-    context: int  # tokens of a sequence, where the user names no number
+    context: int  # default number of tokens in a sequence
     activations: Activations
-    traffic_bytes: float  # a token and block, forward, beside matrix products
+    traffic_bytes: float  # memory traffic of a forward for each token and block, without matrix products
     launch_s: float
 
     @property
     def numel(self) -> int:
-        """All elements."""
         return sum(self.blocks) + self.embedding_numel + self.head_numel
 
     def with_layers(self, num_layers: int) -> ModelCost:
-        """The same shape, deeper or shallower."""
+        """The same shape with another number of blocks."""
         blocks = tuple(self.blocks[i % len(self.blocks)] for i in range(num_layers))
         products = tuple(self.block_products[i % len(self.block_products)] for i in range(num_layers))
         return replace(self, blocks=blocks, block_products=products)
 
     def block_flops(self, tokens: int) -> list[float]:
-        """Forward FLOPs a token of each block: matrix products and attention over sequences of `tokens`."""
+        """Forward FLOPs for each token in each block: matrix products, and attention over sequences of `tokens`."""
         attention = 4.0 * tokens * self.attention_width
         return [2.0 * products + attention for products in self.block_products]
 
     def forward_flops(self, tokens: int) -> float:
-        """FLOPs a token of a whole forward."""
+        """FLOPs of a forward for each token."""
         return sum(self.block_flops(tokens)) + 2.0 * self.head_products
 
     def model_flops(self, tokens: int) -> float:
-        """FLOPs a token of forward and backward, what checkpointing computes again left out."""
+        """FLOPs of forward and backward for each token, without recomputation."""
         return 3.0 * self.forward_flops(tokens)
 
 
 def activation_bytes(model: ModelCost, num_tokens: int, checkpointing: bool) -> int:
-    """The most that a step takes on the GPU beside weights, gradients and state, for `num_tokens` of a micro-batch.
+    """Peak memory of a micro-batch on the GPU beside weights, gradients and state.
 
-    What the blocks keep, and the larger of two moments: the loss with its logits, or the backward of one block.
+    The activations that the blocks keep, and the larger of the loss with its logits and the backward of one block.
     """
     a = model.activations
     kept = len(model.blocks) * (a.stream_bytes if checkpointing else a.block_bytes) + a.end_bytes
@@ -102,7 +101,7 @@ def activation_bytes(model: ModelCost, num_tokens: int, checkpointing: bool) -> 
 def gpt_cost(
     name: str, vocab_size: int, context: int, num_layers: int, hidden: int, num_heads: int, tied: bool = True
 ) -> ModelCost:
-    """The GPT of `twinflow train`: the arithmetic of `models/gpt.py`, whose tests hold both together."""
+    """Costs of the GPT of `twinflow train`. Tests check that they equal the arithmetic of `models/gpt.py`."""
     h, products = hidden, 12 * hidden * hidden
     head = 2 * h + (0 if tied else vocab_size * h)
     activations = Activations(
@@ -140,7 +139,7 @@ def from_counts(
     vocab_size: int,
     context: int = 1024,
 ) -> ModelCost:
-    """Any model, from the elements of its blocks: nearly all of them are taken for weights of matrix products."""
+    """Costs of any model from the elements of its blocks. All elements are assumed to be weights of matrix products."""
     products = tuple(blocks)
     head_products = vocab_size * hidden
     inner = max(4 * hidden, (max(blocks, default=0) - 4 * hidden * hidden) // max(1, 2 * hidden))
@@ -162,7 +161,8 @@ def from_counts(
 
 
 def gpt2_like(numel: float, vocab_size: int = 50_304, context: int = 1024) -> ModelCost:
-    """A GPT-2 shape of about this many parameters: widths as the papers on offload have them, depth to match."""
+    """A GPT-2 shape with about `numel` parameters. The width is as in papers on offload, and the depth follows from
+    it."""
     hidden = max((least, width) for least, width in _WIDTHS if numel >= least)[1]
     layer = 12 * hidden * hidden + 13 * hidden
     num_layers = max(1, round((numel - (vocab_size + context) * hidden) / layer))
@@ -171,20 +171,24 @@ def gpt2_like(numel: float, vocab_size: int = 50_304, context: int = 1024) -> Mo
 
 
 def from_hf(config: Mapping[str, Any], name: str = "") -> ModelCost:
-    """A model of transformers', with its language-model head, from its config.json."""
+    """Costs of a transformers model with its language-model head, from its config.json."""
     kind = config.get("model_type")
     if kind not in _FAMILIES:
-        remedy = "Name a function that builds the model instead: --model module:function."
+        remedy = "For other models, name a function that builds the model: --model module:function."
         raise invalid_value("model_type", kind, _FAMILIES, remedy)
     try:
         return _FAMILIES[str(kind)](config, name or str(kind))
     except KeyError as error:
-        raise invalid_value("config.json", f"without {error.args[0]!r}", f"a whole config of a {kind} model") from None
+        key = f"without {error.args[0]!r}"
+        raise invalid_value("config.json", key, f"a complete config of a {kind} model") from None
 
 
 def _hf_activations(h: int, inner: int, vocab_size: int, num_wide: int) -> Activations:
-    """What transformers' models keep. Measured with checkpointing on two Llama shapes (within 0.1%): blocks' inputs,
-    three fp32 copies of the logits, four times the hidden state. A block's own activations are an estimate."""
+    """Activations of transformers models.
+
+    Measured with checkpointing on two Llama shapes (within 0.1%): inputs of blocks, three fp32 copies of the logits,
+    four times the hidden state. The activations within a block are an estimate.
+    """
     return Activations(
         stream_bytes=2 * h,
         block_bytes=24 * h + 2 * (num_wide + 1) * inner,
@@ -195,22 +199,22 @@ def _hf_activations(h: int, inner: int, vocab_size: int, num_wide: int) -> Activ
 
 @dataclass(frozen=True)
 class _Parts:
-    """What differs from family to family."""
+    """Numbers of a model that each family computes in its own way."""
 
     hidden: int
     layers: int
     inner: int  # width of the MLP
     context: int
-    block: int  # elements of a block,
-    products: int  # and those in matrix products
+    block: int  # elements of a block
+    products: int  # elements of a block in matrix products
     embedding: int
     head: int
-    attention_width: int = 0  # 0: the hidden one
-    num_wide: int = 2  # activations of the MLP's width that a block keeps
+    attention_width: int = 0  # 0: the hidden width
+    num_wide: int = 2  # activations of MLP width that a block keeps
 
 
 def _hf(config: Mapping[str, Any], name: str, parts: _Parts) -> ModelCost:
-    """What all families have in common."""
+    """Costs from the numbers of a family."""
     vocab_size = int(config["vocab_size"])
     return ModelCost(
         name=name,
@@ -230,7 +234,7 @@ def _hf(config: Mapping[str, Any], name: str, parts: _Parts) -> ModelCost:
 
 
 def _llama(config: Mapping[str, Any], name: str) -> ModelCost:
-    """Llama, Mistral, Qwen2: rotary positions, gated MLP, RMS norms."""
+    """Llama, Mistral and Qwen2: rotary positions, gated MLP, RMS norms."""
     h, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     width = config.get("head_dim") or h // heads
@@ -298,7 +302,7 @@ def _gpt2(config: Mapping[str, Any], name: str) -> ModelCost:
 
 
 def _gpt_neox(config: Mapping[str, Any], name: str) -> ModelCost:
-    """GPT-NeoX, Pythia: rotary positions, a head of its own."""
+    """GPT-NeoX and Pythia: rotary positions, untied head."""
     h, inner = config["hidden_size"], config["intermediate_size"]
     products = 4 * h * h + 2 * h * inner
     embedding = config["vocab_size"] * h
@@ -316,7 +320,7 @@ def _gpt_neox(config: Mapping[str, Any], name: str) -> ModelCost:
 
 
 def _bert(config: Mapping[str, Any], name: str) -> ModelCost:
-    """BERT with its masked-language head, tied but for a bias."""
+    """BERT with its masked-language head, which is tied except for a bias."""
     h, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     positions, types = config["max_position_embeddings"], config.get("type_vocab_size", 2)
     products = 4 * h * h + 2 * h * inner

@@ -1,8 +1,10 @@
-"""Which bucket's state lives where: the least predicted step that fits.
+"""Chooses where the optimizer state of each bucket is placed: the placement that fits and has the shortest predicted
+step.
 
-What is needed first and complete last has no time for a way over the host: state becomes resident from the input side
-on. The more of it is resident, the less the host has to do; from the point where the GPU alone decides, more would
-only cost memory. Streamed buckets share the work between GPU and host, and are taken where they clearly win.
+Buckets whose weights are needed first and whose gradients are complete last have no time for an update on the host. So
+state becomes resident from the input side of the model on. More resident state means less work for the host. Once the
+GPU alone determines the time of a step, more resident state would only take memory. Streamed buckets divide the work
+between GPU and host. They are chosen only if they are clearly faster.
 """
 
 from __future__ import annotations
@@ -12,21 +14,21 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final
 
-from twinflow.errors import invalid_value
+from twinflow.errors import not_enough
 from twinflow.planner.formats import STATES, StateBytes, state_bytes
 from twinflow.planner.rates import Rates
 from twinflow.planner.simulate import NUM_STAGES, ClipDecision, Item, Prediction, Timing, Ways, predict
 
-CLOSE: Final = 1.005  # steps that differ by less are equally good: the one with less GPU memory is taken
-STREAM_WIN: Final = 1.02  # what streaming must win to be taken
-_SHARES: Final = (0.25, 0.5, 0.75, 1.0)  # of what is not resident, tried as streamed
+CLOSE: Final = 1.005  # steps within this factor are equally good, and the one with less GPU memory is chosen
+STREAM_WIN: Final = 1.02  # least speedup for which streaming is chosen
+_SHARES: Final = (0.25, 0.5, 0.75, 1.0)  # shares of the non-resident buckets that are tried as streamed
 _NUM_TRIES: Final = 16
 _NUM_RATIOS: Final = 8
 
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes left for optimizer state: beside weights, gradients and activations; beside rings and the process."""
+    """Free bytes for optimizer state, on the GPU and on the host."""
 
     gpu_bytes: int
     host_bytes: int
@@ -34,7 +36,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Choice:
-    """A place for every item, in the order they were given."""
+    """The place of every item, in the order of the items."""
 
     places: tuple[str, ...]
     prediction: Prediction
@@ -43,7 +45,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Best:
-    """The best share of elements whose state is not resident."""
+    """The best share of elements whose state is on the host."""
 
     ratio: float
     prediction: Prediction
@@ -51,7 +53,7 @@ class Best:
 
 @dataclass(frozen=True)
 class _Case:
-    """Everything a placement is judged by."""
+    """The inputs of a prediction."""
 
     items: Sequence[Item]
     timing: Timing
@@ -62,12 +64,12 @@ class _Case:
     ways: Ways
 
     def run(self, places: Sequence[str]) -> Prediction:
-        """What the step would take."""
+        """Predict the step with these places."""
         placed = [replace(item, place=place) for item, place in zip(self.items, places, strict=True)]
         return predict(placed, self.timing, self.rates, self.states, self.decision, self.ways)
 
     def used(self, places: Sequence[str]) -> Room:
-        """What the state would take."""
+        """Bytes of the state with these places."""
         numel = {p: sum(i.numel for i, q in zip(self.items, places, strict=True) if q == p) for p in set(places)}
         largest = max((i.numel for i, p in zip(self.items, places, strict=True) if p == "streamed"), default=0)
         gpu = numel.get("resident", 0) * self.size.resident + NUM_STAGES * largest * self.size.streamed
@@ -85,16 +87,16 @@ def choose(
     size: StateBytes | None = None,
     ways: Ways | None = None,
 ) -> Choice:
-    """The placement with the least predicted step; of those that come close, the one with the least GPU memory.
+    """The placement with the shortest predicted step. Of nearly equal ones, the one with the least GPU memory.
 
-    The items' own places are not looked at. ValueError where nothing fits.
+    The places of `items` are ignored. Raises a MemoryError if nothing fits.
     """
     case = _Case(items, timing, rates, states, decision, size or state_bytes(states), ways or Ways())
     order = input_side_first(items)
 
     @cache
     def tried(num_resident: int, share: float) -> tuple[tuple[str, ...], Prediction] | None:
-        """A placement and its step; None where it does not fit."""
+        """A placement and its prediction, or None if it does not fit."""
         places = place(len(items), order, num_resident, share)
         used = case.used(places)
         if used.gpu_bytes > room.gpu_bytes or used.host_bytes > room.host_bytes:
@@ -121,7 +123,10 @@ def best_ratio(
     size: StateBytes | None = None,
     ways: Ways | None = None,
 ) -> Best:
-    """The share of elements that should not be resident, without streaming, the boundary anywhere in a bucket."""
+    """The best share of elements on the host, without streaming. A bucket may be split.
+
+    Raises a MemoryError if nothing fits.
+    """
     size = size or state_bytes(states)
     total = max(1, sum(item.numel for item in items))
     least = max(0.0, 1.0 - room.gpu_bytes / (size.resident * total))
@@ -136,7 +141,7 @@ def best_ratio(
 
     grid = {least + (most - least) * i / _NUM_RATIOS for i in range(_NUM_RATIOS + 1)}
     goal = CLOSE * min(run(ratio).step_s for ratio in grid)
-    # The largest good ratio has the least GPU memory; it lies between the largest good one here and the next.
+    # The largest good ratio takes the least GPU memory. It is between the grid's largest good ratio and the next.
     low = max(ratio for ratio in grid if run(ratio).step_s <= goal)
     high = min((ratio for ratio in grid if ratio > low), default=low)
     for _ in range(5 if high > low else 0):
@@ -146,7 +151,7 @@ def best_ratio(
 
 
 def at_ratio(items: Sequence[Item], ratio: float) -> list[Item]:
-    """The items with a share of `ratio` on the host: from the output side, one item cut in two where need be."""
+    """The items with a share of `ratio` on the host, beginning at the output side. One item may be split in two."""
     left = round((1.0 - ratio) * sum(item.numel for item in items))
     placed: list[Item] = []
     for i in input_side_first(items):
@@ -161,12 +166,13 @@ def at_ratio(items: Sequence[Item], ratio: float) -> list[Item]:
 
 
 def input_side_first(items: Sequence[Item]) -> list[int]:
-    """Indices by need; of those needed at the same time, the one whose gradient comes last first."""
+    """Indices sorted by need. Items needed at the same time are sorted by their gradients, the last one first."""
     return sorted(range(len(items)), key=lambda i: (items[i].need, -items[i].ready))
 
 
 def place(num_items: int, order: Sequence[int], num_resident: int, share: float) -> tuple[str, ...]:
-    """The first of the order resident; of the others a share streamed, evenly spread; what is left on the host."""
+    """Places of items: the first of `order` are resident, a share of the others is streamed, the rest is on the
+    host."""
     places = ["host"] * num_items
     for i in order[:num_resident]:
         places[i] = "resident"
@@ -179,9 +185,9 @@ def place(num_items: int, order: Sequence[int], num_resident: int, share: float)
 def _fewest(
     tried: Callable[[int], tuple[tuple[str, ...], Prediction] | None], num_items: int
 ) -> tuple[tuple[str, ...], Prediction] | None:
-    """The best over the number of resident items, and of those close to it the one with fewest.
+    """The result with the fewest resident items among those close to the fastest.
 
-    Looks at some numbers across the range, then halves the gap below the fewest good one of them.
+    Tries some numbers across the range, then bisects the gap below the fewest good one.
     """
     grid = sorted({round(num_items * i / _NUM_TRIES) for i in range(_NUM_TRIES + 1)} | _edges(tried, num_items))
     results = {n: result for n in grid if (result := tried(n)) is not None}
@@ -202,7 +208,7 @@ def _fewest(
 
 
 def _edges(tried: Callable[[int], object | None], num_items: int) -> set[int]:
-    """The fewest and the most that fit: memory is monotone, so what fits is one run of numbers."""
+    """The fewest and the most resident items that fit. Memory is monotone, so the numbers that fit are contiguous."""
     fits = next((n for n in range(num_items + 1) if tried(n) is not None), None)
     if fits is None:
         return set()
@@ -214,7 +220,7 @@ def _edges(tried: Callable[[int], object | None], num_items: int) -> set[int]:
 
 
 def reason(places: Sequence[str], prediction: Prediction, timing: Timing) -> str:
-    """One line for a log."""
+    """The choice as one line for a log."""
     count = {name: places.count(name) for name in ("resident", "host", "streamed") if name in places}
     shares = ", ".join(f"{n} {name}" for name, n in count.items())
     over = 100.0 * (prediction.step_s / timing.gpu_s - 1.0) if timing.gpu_s else 0.0
@@ -223,26 +229,24 @@ def reason(places: Sequence[str], prediction: Prediction, timing: Timing) -> str
     )
 
 
-def _nothing_fits(case: _Case, room: Room) -> ValueError:
-    """What is missing, and what would fit."""
+def _nothing_fits(case: _Case, room: Room) -> MemoryError:
+    """The error with the needed, available and missing bytes, and changes that help."""
     total = sum(item.numel for item in case.items)
     most_resident = min(total, int(room.gpu_bytes / case.size.resident)) if room.gpu_bytes > 0 else 0
     missing = (total - most_resident) * case.size.host - room.host_bytes
-    needed = f"{_gb(total * case.size.host)} of {case.states} state in the host's and the GPU's free memory"
-    remedies = []
+    remedies = [f"{_gb(missing)} are missing."]
     for other in STATES[STATES.index(case.states) + 1 :]:
         size = state_bytes(other)
         resident = min(total, max(0, room.gpu_bytes) / size.resident)
         if (total - resident) * size.host <= room.host_bytes:
-            remedies.append(f'states "{other}" would fit')
+            remedies.append(f'The states "{other}" would fit.')
             break
     if case.decision.clips:
-        remedies.append("without clipping no gradient waits and leaves its memory to the state")
-    remedies.append("a smaller batch or activation checkpointing frees GPU memory")
-    have = f"{_gb(room.host_bytes)} on the host and {_gb(room.gpu_bytes)} on the GPU for state"
-    remedy = "; ".join(remedies)
-    allowed = f"{needed}; {_gb(missing)} are missing"
-    return invalid_value("free memory", have, allowed, remedy[0].upper() + remedy[1:])
+        remedies.append("Without clipping, no gradients wait for the norm, and their memory is free for the state.")
+    remedies.append("A smaller batch or activation checkpointing frees GPU memory.")
+    have = f"{_gb(room.host_bytes)} on the host and {_gb(room.gpu_bytes)} on the GPU"
+    state = f"the {case.states} optimizer state"
+    return not_enough("memory", state, _gb(total * case.size.host), have, " ".join(remedies))
 
 
 def _gb(count: float) -> str:

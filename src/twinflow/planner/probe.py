@@ -1,25 +1,30 @@
-"""What this machine does in a second, measured in about three.
+"""Measures the rates of this machine in about three seconds.
 
-What is measured
-----------------
-- Copies between page-locked host memory and the device, 128 MiB each: out alone, in alone, both at once on two streams
-  (the rate of each way while the other runs, until the slower is done). Without a GPU they are copies in memory.
-- AdamW updates on the host for each state format, with the native kernel and its pool as it is set up at that moment:
-  bf16 gradient and weight (page-locked, as in training), the master's lower halves and the states (on huge pages).
-  Calls of 8 M parameters walk over 64 M, far beyond any cache. Once alone, once while both copies run without a
-  pause: both then share the host's memory, and this is the rate that a training step sees.
+Measurements
+------------
+- Copies between page-locked host memory and the device, 128 MiB each: to the host alone, to the device alone, and both
+  at once on two streams (the rate of each direction until the slower one is done). Without a GPU: copies in memory.
+- AdamW updates on the host for each state format, with the native kernel and the current settings of its thread pool:
+  bf16 gradient and weight (page-locked, as in training), lower halves of the master and states (on huge pages).
+  Calls of 8 M parameters iterate over 64 M parameters, which is more than any cache holds. Updates are measured alone,
+  and while both directions copy continuously. The second rate is that of a training step, because updates and copies
+  share the bandwidth of the host memory.
 - Device memory: one elementwise operation from 256 MiB to another 256 MiB, bytes read and written.
-- Matrix products: the three of a linear layer's forward and backward, 4096 wide, in bf16 (without a GPU 512, fp32). On
-  random numbers: a GPU multiplies zeros faster than anything that is trained.
+- Matrix products: the three products of a linear layer in forward and backward, of width 4096 in bf16 (without a GPU:
+  512 in fp32). The inputs are random, because a GPU multiplies zeros faster.
 
-Every number gets the same share of the budget; a fifth of it goes into waking clocks and links, the rest into samples
-of some milliseconds, whose median counts. Making buffers, and each operation's first call, come on top.
+Every measurement gets the same share of the time budget. A fifth of the share is a warm-up of clocks and links. The
+rest is samples of some milliseconds, and the median is the result. Allocations and the first call of each operation
+are not part of the budget.
 
-Where memory is short all buffers of a stage are halved until they fit. A stage that has no room at all gets low
-numbers that are not measured; `flops` is then 0, which says so, and such rates are not kept.
+If memory is short, all buffers of a stage are halved until they fit. A stage without any room gets low default rates.
+`flops` is then 0, and such rates are not written to the cache.
 
-Everything is given back, the caching allocator's memory too. Only cuBLAS keeps its workspace for the calling thread:
-the first product of training would make it.
+All memory is released, including that of the caching allocator. Only cuBLAS keeps its workspace for the calling thread,
+which the first matrix product of training would allocate anyway.
+
+Threads: `_Copies.running` starts one thread for each copy direction. Each thread owns one stream and enqueues copies
+on it, at most `_MAX_IN_FLIGHT` ahead. The calling thread runs the updates, and stops the copies with an event.
 """
 
 from __future__ import annotations
@@ -54,14 +59,14 @@ from twinflow.rules.segment import Segment, Store, check_format, new_states
 FORMATS: Final = ("fp32", "bf16", "int8")
 _COPY_BYTES: Final = 128 << 20
 _HOST_NUMEL: Final = 1 << 26
-_CALL_NUMEL: Final = 1 << 23  # so much work that waking the pool does not count
-_TORCH_CALL_NUMEL: Final = 1 << 18  # without the native library updates are slow
+_CALL_NUMEL: Final = 1 << 23  # enough work to make the wake-up of the pool negligible
+_TORCH_CALL_NUMEL: Final = 1 << 18  # smaller, because updates without the native library are slow
 _MEMORY_NUMEL: Final = 1 << 26  # 256 MiB of fp32
 _WIDTH: Final = 4096
 _CPU_WIDTH: Final = 512
 _SMALLEST_PART: Final = 256
-_PEAK_BYTES: Final = 4 * _COPY_BYTES + 14 * _HOST_NUMEL  # host memory at its highest: without a GPU, with fp32 states
-_SAMPLE_S: Final = 0.004  # long beside the microseconds of a launch and a wait
+_PEAK_BYTES: Final = 4 * _COPY_BYTES + 14 * _HOST_NUMEL  # peak of host memory: without a GPU, with fp32 states
+_SAMPLE_S: Final = 0.004  # long compared with the microseconds of a launch and a wait
 _MIN_SAMPLES: Final = 3
 _MAX_IN_FLIGHT: Final = 2
 _UNMEASURED_BYTES: Final = 1e9
@@ -69,12 +74,12 @@ _UNMEASURED_PARAMS: Final = 1e8
 _OPTIONS: Final = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|ALLOC_FAILED", re.IGNORECASE)
 
-Work = Callable[[int], None]  # does something that many times, and waits for it
+Work = Callable[[int], None]  # runs an operation that many times and waits for it
 T = TypeVar("T")
 
 
 class Probed(NamedTuple):
-    """Rates, the seconds it took to have them, and whether they came from a file."""
+    """Rates, the seconds that it took to get them, and whether they are from the cache."""
 
     rates: Rates
     seconds: float
@@ -82,12 +87,12 @@ class Probed(NamedTuple):
 
 
 def load_or_measure(device: torch.device, *, folder: Path | None = None, refresh: bool = False) -> Rates:
-    """This machine's rates: from the cache, or measured and put there. `refresh` measures in any case."""
+    """The rates of this machine, from the cache or measured. `refresh`: measure in any case."""
     return probe(device, folder=folder, refresh=refresh).rates
 
 
 def probe(device: torch.device, *, folder: Path | None = None, refresh: bool = False) -> Probed:
-    """`load_or_measure` for those who tell how it went."""
+    """Like `load_or_measure`, with the time it took and whether the rates are from the cache."""
     start = time.perf_counter()
     facts = machine_facts(device)
     path = rates_file(facts, folder)
@@ -101,16 +106,16 @@ def probe(device: torch.device, *, folder: Path | None = None, refresh: bool = F
 
 
 def measure(device: torch.device, formats: Sequence[str] = FORMATS, budget_s: float = 3.0) -> Rates:
-    """Measure now, in `budget_s` seconds and the time it takes to make the buffers."""
+    """Measure the rates in `budget_s` seconds plus the time for allocations."""
     for format in formats:
         check_format(ADAMW, format)
     if not budget_s > 0:
         raise invalid_value("budget_s", budget_s, "a number > 0")
     share_s = budget_s / (5 + 2 * len(formats))
     is_cuda = device.type == "cuda"
-    host_part = _fitting_part(free_host_bytes() or 4 * _PEAK_BYTES)  # much where nothing is known
+    host_part = _fitting_part(free_host_bytes() or 4 * _PEAK_BYTES)  # unknown free memory counts as sufficient
     device_part = 1 if is_cuda else host_part
-    # Threads of ours write these tensors: in inference mode only the calling thread might.
+    # Other threads write these tensors. In inference mode only the calling thread could.
     with torch.cuda.device(device) if is_cuda else nullcontext(), torch.inference_mode(False), torch.no_grad():
         host = _halve_until_it_fits(partial(_measure_host, device, formats, share_s), host_part)
         memory = _halve_until_it_fits(partial(_measure_memory, device, share_s), device_part)
@@ -129,22 +134,22 @@ def measure(device: torch.device, formats: Sequence[str] = FORMATS, budget_s: fl
 
 
 def _halve_until_it_fits(work: Callable[[int], T], first_part: int) -> T | None:
-    """What work(part) gives with buffers of 1/part of their size; None where no size fits."""
+    """The result of work(part) with buffers of 1/part of their size. None if no size fits."""
     part = first_part
     while part <= _SMALLEST_PART:
         try:
             return work(part)
-        except (MemoryError, RuntimeError) as error:  # torch's own are RuntimeErrors, the host's have no class
+        except (MemoryError, RuntimeError) as error:  # torch raises a plain RuntimeError if host memory is short
             if not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
                 raise
         finally:
-            torch.cuda.empty_cache()  # by now all tensors of this try are gone; does nothing where there is no CUDA
+            torch.cuda.empty_cache()  # all tensors of this attempt are released; without CUDA this does nothing
         part *= 2
     return None
 
 
 def _fitting_part(free_bytes: int) -> int:
-    """The least power of two by which buffers must be divided to take at most a quarter of the host's free memory."""
+    """The least power of two by which buffers are divided to take at most a quarter of the free host memory."""
     part = 1
     while part < _SMALLEST_PART and free_bytes * part < 4 * _PEAK_BYTES:
         part *= 2
@@ -152,7 +157,7 @@ def _fitting_part(free_bytes: int) -> int:
 
 
 class _HostRates(NamedTuple):
-    """What goes through the host's memory."""
+    """Rates that depend on the host memory."""
 
     out_bytes: float
     in_bytes: float
@@ -167,7 +172,7 @@ class _HostRates(NamedTuple):
 
 
 def _measure_host(device: torch.device, formats: Sequence[str], share_s: float, part: int) -> _HostRates:
-    """Copies, updates, and both at once."""
+    """Measure copies, updates, and updates during copies."""
     streams = device_for(device)
     try:
         copies = _Copies(streams, device, _COPY_BYTES // part)
@@ -182,14 +187,14 @@ def _measure_host(device: torch.device, formats: Sequence[str], share_s: float, 
             alone[format] = call_numel / _seconds_each(work, share_s)
             with copies.running():
                 copying[format] = call_numel / _seconds_each(work, share_s)
-            del lower, store, work  # before the next format's are made
+            del lower, store, work  # release memory before the next format allocates
         return _HostRates(rates[0], rates[1], rates[2], alone, copying)
     finally:
         streams.close()
 
 
 def _random_pinned(streams: Device, numel: int, scale: float) -> Tensor:
-    """Normal numbers; a pattern repeated, because drawing them all would take longer than measuring."""
+    """Normal numbers. They repeat a pattern, because drawing all of them would take longer than the measurement."""
     pattern = torch.randn(min(numel, 1 << 18), generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     tensor = streams.pinned(numel, torch.bfloat16)
     tensor.view(-1, pattern.numel()).copy_(pattern * scale)
@@ -197,7 +202,7 @@ def _random_pinned(streams: Device, numel: int, scale: float) -> Tensor:
 
 
 def _updates(grad: Tensor, store: Store) -> tuple[int, Work]:
-    """Parameters in a call, and calls that walk over the store round and round."""
+    """Parameters of a call, and a function that runs calls which iterate over the store."""
     numel = grad.numel()
     call_numel = min(_CALL_NUMEL if native.available() else _TORCH_CALL_NUMEL, numel // 2)
     hyper, key = ADAMW.hyper(_OPTIONS, 10), rounding_key(10, 1)
@@ -216,30 +221,30 @@ def _updates(grad: Tensor, store: Store) -> tuple[int, Work]:
 
 
 class _Copies:
-    """Two buffers on either side and a stream each way, so that both ways run at once and share nothing."""
+    """Two buffers on host and device and a stream for each direction, so that both directions share nothing."""
 
     def __init__(self, streams: Device, device: torch.device, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._out, self._in = streams.stream("out"), streams.stream("in")
-        # Written before they are read: memory that nobody has written is one page of zeros, and quick to read.
+        # Buffers are written before they are read: unwritten memory maps to one page of zeros, which is fast to read.
         self._host = [streams.pinned(num_bytes, torch.uint8).zero_() for _ in range(2)]
         self._device = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        _wait(device)  # the copies' streams do not wait for the one that made the zeros
+        _wait(device)  # the streams of the copies are not ordered after the stream that wrote the zeros
 
     def out(self, count: int) -> None:
-        """Device to host."""
+        """Copy from device to host."""
         for _ in range(count):
             self._queue_out()
         self._out.synchronize()
 
     def back(self, count: int) -> None:
-        """Host to device."""
+        """Copy from host to device."""
         for _ in range(count):
             self._queue_in()
         self._in.synchronize()
 
     def both(self, count: int) -> None:
-        """Each way so many, until both are done."""
+        """Copy `count` times in each direction, and wait for both."""
         for _ in range(count):
             self._queue_out()
             self._queue_in()
@@ -248,7 +253,8 @@ class _Copies:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Both ways without a pause. A thread for each: the faster one must not wait for the slower."""
+        """Copy continuously in both directions. Each direction has a thread, so that the faster one does not wait for
+        the slower."""
         stop = threading.Event()
         with ThreadPoolExecutor(2) as executor:
             ways = ((self._out, self._queue_out), (self._in, self._queue_in))
@@ -273,12 +279,12 @@ def _keep_busy(stream: Stream, queue: Callable[[], None], stop: threading.Event)
         queue()
         events.append(stream.record())
         if len(events) > _MAX_IN_FLIGHT:
-            events.popleft().synchronize()  # asleep, so that the pool has this core
+            events.popleft().synchronize()  # sleeps, so that the update threads can use this core
     stream.synchronize()
 
 
 def _measure_memory(device: torch.device, share_s: float, part: int) -> float:
-    """Bytes a second that an elementwise operation reads and writes."""
+    """Bytes/s that an elementwise operation reads and writes."""
     numel = _MEMORY_NUMEL // part
     source, target = (torch.ones(numel, dtype=torch.float32, device=device) for _ in range(2))
 
@@ -291,10 +297,10 @@ def _measure_memory(device: torch.device, share_s: float, part: int) -> float:
 
 
 def _measure_products(device: torch.device, share_s: float, part: int) -> float:
-    """Operations a second of a linear layer: the products of its forward, its input's and its weight's gradient."""
+    """FLOPS of a linear layer: its forward, the gradient of its input and the gradient of its weight."""
     is_cuda = device.type == "cuda"
     width, dtype = max((_WIDTH if is_cuda else _CPU_WIDTH) // part, 64), torch.float32
-    if is_cuda:  # before Ampere there are no units for bf16, and training takes fp16
+    if is_cuda:  # GPUs before Ampere have no bf16 units and train in fp16
         dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     generator = torch.Generator(device).manual_seed(0)
     inputs, weight, grad = (
@@ -317,8 +323,8 @@ def _wait(device: torch.device) -> None:
 
 
 def _seconds_each(work: Work, share_s: float, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Median seconds of one time, in about `share_s`."""
-    work(1)  # the first call loads and allocates
+    """Median seconds of one operation, measured for about `share_s` seconds."""
+    work(1)  # the first call loads kernels and allocates memory
     begin = before = clock()
     while True:
         work(1)

@@ -1,4 +1,4 @@
-"""What one machine does in a second: measured (probe.py) or from a data sheet (machines.py)."""
+"""Rates of one machine: measured (`probe.py`) or from a data sheet (`machines.py`)."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rates:
-    """All in units a second. Updates are AdamW's, gradients and weights bf16; `states` formats are the keys."""
+    """Rates per second. Updates are those of AdamW with bf16 gradients and weights. The keys of mappings are state
+    formats."""
 
-    out_bytes: float  # device to page-locked host memory, alone
-    in_bytes: float  # the other way, alone
-    duplex_bytes: float  # each way, both at once
+    out_bytes: float  # copies from the device to page-locked host memory, alone
+    in_bytes: float  # copies from the host to the device, alone
+    duplex_bytes: float  # each direction while both copy
     host_params: Mapping[str, float]  # updates on the host, alone
-    host_params_copying: Mapping[str, float]  # the same while both copies run at full rate
-    device_bytes: float  # device memory read and written by the fused update
-    flops: float  # of matrix products in bf16, as a training step achieves them; 0: not known
+    host_params_copying: Mapping[str, float]  # updates on the host while both directions copy at full rate
+    device_bytes: float  # bytes of device memory that the fused update reads and writes
+    flops: float  # matrix products in bf16, as in a training step; 0: unknown
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, for JSON."""
         return asdict(self)
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Rates:
-        """What `to_dict` gave; KeyError or TypeError where it is something else."""
+        """The rates from the dictionary of `to_dict`. Raises KeyError or TypeError for other dictionaries."""
         return Rates(**values)

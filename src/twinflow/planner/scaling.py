@@ -1,17 +1,18 @@
-"""A step over many GPUs: ZeRO-Offload beside ZeRO-2 without offload, from one card to many machines.
+"""Predicts a step on many GPUs, with ZeRO-Offload and with ZeRO-2 without offload, from one GPU to many machines.
 
-Both share state and gradients (stage 2) and keep whole weights. Gradients are reduce-scattered block by block beside
-backward, weights all-gathered block by block beside the next forward; what of it no compute hides is a tail behind
-backward and a lead before forward. Between the two lies what the step simulation plays: with offload the way over the
-host, without it the update on the GPU. So one step is
+Both shard state and gradients (stage 2) and keep whole weights. Gradients are reduce-scattered block by block during
+backward. Weights are all-gathered block by block during the next forward. Communication that compute does not hide
+becomes a tail after backward and a lead before forward. The step simulation covers the part in between: the update on
+the host with offload, or on the GPU without it. So one step is
 
-    lead, forward, (more micro-batches), backward, tail, and what the GPU waits for weights in between.
+    lead, forward, (more micro-batches), backward, tail, and the time that the GPU waits for weights.
 
-Each way runs the largest micro-batch that its own memory leaves room for, up to a total batch: state on the GPU costs
-batch. Rates of machines are data sheets' (machines.py); a network counts 0.8 of its sheet's, as links do there.
+Each method uses the largest micro-batch that fits beside its own state, up to a total batch. State on the GPU reduces
+the batch. Rates of machines are from data sheets (`machines.py`). A network counts with 0.8 of its nominal rate, like
+the links in `machines.py`.
 
-Not counted: latency of a collective, matrix products that are slower in small batches, cores of the GPU that
-communication takes, and PCIe switches that several cards share.
+Not included: the latency of collectives, the lower efficiency of matrix products in small batches, GPU cores that
+communication occupies, and PCIe switches that several GPUs share.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value
 from twinflow.planner.costs import (
     GPU_RESERVE,
     Bytes,
@@ -40,89 +41,90 @@ from twinflow.planner.simulate import Item, Prediction, Timing, predict
 
 OFFLOAD, PLAIN = "ZeRO-Offload", "ZeRO-2"
 RATIOS: Final = {OFFLOAD: 1.0, PLAIN: 0.0}  # share of the state on the host
-SCATTERS: Final = 2  # blocks whose whole gradients are on a GPU: one is being made, one is being scattered
-# A GPU's share of its machine's network, bytes a second each way, by PCIe generation: 0.8 of 8 x 100 Gb/s for 16 cards
-# (DGX-2), of 8 x 200 Gb/s for 8 (DGX A100), of 8 x 400 Gb/s for 8 (DGX H100).
+SCATTERS: Final = 2  # blocks with unsharded gradients on a GPU: one is computed, one is scattered
+# Network rate of a machine for each of its GPUs in bytes/s, in each direction, by PCIe generation: 0.8 of
+# 8 x 100 Gb/s for 16 GPUs (DGX-2), of 8 x 200 Gb/s for 8 GPUs (DGX A100), of 8 x 400 Gb/s for 8 GPUs (DGX H100).
 _NETWORK: Final = {3: 5e9, 4: 20e9, 5: 40e9}
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal machines. `machine.num_gpus` is how many cards one of them has."""
+    """Equal machines. `machine.num_gpus`: GPUs in each of them."""
 
     machine: Machine
-    network_rate: float  # bytes a second that a machine sends to others, and receives from them at the same time
+    network_rate: float  # bytes/s that a machine sends, and receives at the same time
 
     def num_nodes(self, world: int) -> int:
-        """Machines that so many GPUs take, as few as can be."""
+        """The least number of machines with `world` GPUs."""
         return -(-world // self.machine.num_gpus)
 
     def local(self, world: int) -> Machine:
-        """One of those machines: its host serves only the cards in use."""
+        """One of the machines, with the GPUs that are used."""
         return replace(self.machine, num_gpus=-(-world // self.num_nodes(world)))
 
     def memory(self, world: int) -> Memory:
-        """Of a card, less what stays free for gaps; and of all hosts together."""
+        """Memory of one GPU without the reserve for gaps, and of all hosts together."""
         host_bytes = self.machine.host.ram_bytes * self.num_nodes(world)
         return Memory(int(self.machine.gpu.memory_bytes * (1.0 - GPU_RESERVE)), host_bytes)
 
     def ring_rate(self, world: int) -> float:
-        """Bytes a second round a ring of all GPUs: its slowest edge.
+        """Bytes/s around a ring of all GPUs: the rate of its slowest link.
 
-        Rings run side by side, one a network card, so that the edge between two machines has all of their network.
+        There is one ring for each network card, and all rings run concurrently. So the link between two machines has
+        their whole network rate.
         """
         links = link_rate(self.machine)
         return links if self.num_nodes(world) == 1 else min(links, self.network_rate)
 
 
 def default_network(machine: Machine) -> float:
-    """What a machine of these cards sends to others, where nobody says."""
+    """Default network rate of a machine with these GPUs."""
     return machine.num_gpus * _NETWORK[machine.gpu.pcie]
 
 
 def ring_bytes(num_bytes: float, world: int) -> float:
-    """What each GPU sends in a reduce-scatter or all-gather of so many bytes: all of it but its own part."""
+    """Bytes that each GPU sends in a reduce-scatter or all-gather of `num_bytes`."""
     return num_bytes * (world - 1) / world
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What both ways are asked to do."""
+    """Settings for both methods."""
 
-    total_batch: int  # sequences of a step on all GPUs, at most
-    gathers_first: bool = False  # all weights before forward begins, as the first ZeRO-Offload; else beside it
+    total_batch: int  # largest number of sequences in a step of all GPUs
+    gathers_first: bool = False  # gather all weights before forward, as the first ZeRO-Offload did; else during it
 
 
 @dataclass(frozen=True)
 class Talk:
-    """Communication of a step, in seconds."""
+    """Seconds of communication in a step."""
 
-    scatter_s: float  # all gradients of one micro-batch
-    gather_s: float  # all weights
-    tail_s: float  # of scattering, after the last backward
-    lead_s: float  # of gathering, before the next forward
+    scatter_s: float  # reduce-scatter of all gradients of one micro-batch
+    gather_s: float  # all-gather of all weights
+    tail_s: float  # part of the reduce-scatter after the last backward
+    lead_s: float  # part of the all-gather before the next forward
 
     @property
     def exposed_s(self) -> float:
-        """What compute does not hide."""
+        """Communication that compute does not hide."""
         return self.tail_s + self.lead_s
 
 
 @dataclass(frozen=True)
 class Point:
-    """One way to run on so many GPUs."""
+    """Prediction of one method on one number of GPUs."""
 
     kind: str
     run: Run
-    used: Bytes  # of one card, and of all hosts together
+    used: Bytes  # on one GPU, and on all hosts together
     talk: Talk
     compute_s: float  # forward and backward of all micro-batches
     step_s: float
-    last: Prediction  # of the step's last micro-batch, and its updates
+    last: Prediction  # last micro-batch of the step with the updates
 
     @property
     def bound_by(self) -> str:
-        """As the simulation has it, or "link": compute waits for communication more than for anything else."""
+        """The bottleneck as in `Prediction`, or "link" if compute waits mostly for communication."""
         idle_s = self.step_s - self.compute_s
         if idle_s < 0.03 * self.step_s:
             return "gpu"
@@ -130,19 +132,19 @@ class Point:
 
     @property
     def tflops(self) -> float:
-        """The model's on each GPU; what checkpointing computes again does not count."""
+        """TFLOPS of the model on each GPU, without recomputed activations."""
         run = self.run
         return run.model.model_flops(run.tokens) * run.step_tokens / self.step_s / run.world / 1e12
 
     @property
     def total_tflops(self) -> float:
-        """Of all GPUs."""
+        """TFLOPS of the model on all GPUs."""
         return self.tflops * self.run.world
 
 
 @dataclass(frozen=True)
 class Row:
-    """Both ways on so many GPUs; None where one does not fit."""
+    """Both methods on one number of GPUs. None: the method does not fit."""
 
     world: int
     offload: Point | None
@@ -150,45 +152,44 @@ class Row:
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast as ZeRO-2 offload is."""
+        """Speed of ZeRO-Offload relative to ZeRO-2, or None if one of them does not fit."""
         return self.offload.tflops / self.plain.tflops if self.offload and self.plain else None
 
     @property
     def ahead(self) -> str:
-        """Which of the two; "" where neither is by more than what counts as equal, or neither fits."""
+        """The faster method. Empty if both are equally fast or neither fits."""
         if self.gain is None:
             return OFFLOAD if self.offload else PLAIN if self.plain else ""
         return OFFLOAD if self.gain > CLOSE else PLAIN if self.gain * CLOSE < 1.0 else ""
 
 
 def doubling(limit: int) -> list[int]:
-    """1, 2, 4 and so on up to `limit`, which comes last whatever it is."""
+    """1, 2, 4, ... and `limit` as the last number."""
     if limit < 1:
         raise invalid_value("--scaling", limit, "a whole number >= 1")
     return sorted({*(1 << i for i in range(limit.bit_length())), limit})
 
 
 def scaling(run: Run, cluster: Cluster, worlds: Iterable[int], ask: Ask) -> list[Row]:
-    """Both ways on each number of GPUs; sequences and GPUs of `run` itself are not looked at."""
+    """Predict both methods on each number of GPUs. The batch and the GPUs of `run` are ignored."""
     return [Row(world, *(point(kind, run, cluster, world, ask) for kind in RATIOS)) for world in worlds]
 
 
 def point(kind: str, run: Run, cluster: Cluster, world: int, ask: Ask) -> Point | None:
-    """One way on `world` GPUs; None where not even one sequence fits, or the total batch has none for each GPU."""
+    """Prediction of one method on `world` GPUs. None if not even one sequence for each GPU fits."""
     if run.delayed:
-        raise invalid_value(
-            "delayed_update", True, "false where scaling is asked for", "Delay is planned on one machine."
-        )
-    assert run.tensor_parallel == 1, "weights that several GPUs share are not simulated over machines"
+        reason = "delayed updates are simulated only on one machine"
+        raise incompatible("delayed_update: true", "--scaling", reason, "Set delayed_update to false in the config.")
+    assert run.tensor_parallel == 1, "tensor parallelism is not simulated over machines"
     run = replace(run, world=world, stage=2 if world > 1 else 0)
     fitting = largest_batch(run, cluster, RATIOS[kind], ask.total_batch)
     return play(kind, fitting, cluster, ask.gathers_first) if fitting is not None else None
 
 
 def largest_batch(run: Run, cluster: Cluster, ratio: float, total_batch: int) -> Run | None:
-    """The largest micro-batch that fits, as many times as make up the total or a bit less.
+    """The run with the largest micro-batch that fits, and as many micro-batches as the total batch allows.
 
-    Sums over micro-batches take memory as well: where no micro-batch fits beside them, the largest one alone.
+    Sums over micro-batches also take memory. If no micro-batch fits beside them, the run has one micro-batch.
     """
     memory, most = cluster.memory(run.world), total_batch // run.world
     sizes = range(most, 0, -1)
@@ -202,7 +203,7 @@ def largest_batch(run: Run, cluster: Cluster, ratio: float, total_batch: int) ->
 
 
 def used_bytes(run: Run, ratio: float, memory: Memory) -> Bytes:
-    """What the runtime allocates, and whole gradients of blocks that wait to be scattered."""
+    """Bytes that the runtime allocates, with the unsharded gradients of blocks that wait for their reduce-scatter."""
     used = bytes_of(run, placed_at(run, ratio), memory)
     if run.world == 1:
         return used
@@ -211,14 +212,14 @@ def used_bytes(run: Run, ratio: float, memory: Memory) -> Bytes:
 
 
 def play(kind: str, run: Run, cluster: Cluster, gathers_first: bool = False) -> Point:
-    """The steady step: compute, communication and updates side by side.
+    """Predict a step in the steady state, with concurrent compute, communication and updates.
 
-    Micro-batches before the last one have no update in them. Their gradients are scattered as well, since no GPU has
-    room for whole ones: backward is never shorter than that.
+    Micro-batches before the last one have no updates. Their gradients are scattered too, because a GPU has no room for
+    all of them. So a backward takes at least as long as the reduce-scatter.
     """
     rates, memory = rates_of(cluster.local(run.world)), cluster.memory(run.world)
     used = used_bytes(run, RATIOS[kind], memory)
-    compute = timing_of(run, rates)  # no link: nobody talks
+    compute = timing_of(run, rates)  # without communication
     items, timing, talk = with_talk(run, compute, cluster.ring_rate(run.world), gathers_first)
     last = predict(at_ratio(items, RATIOS[kind]), timing, rates, run.states, clip_decision_of(run, used), ways_of(run))
     others_s = (run.micro_batches - 1) * (compute.forward_s + max(compute.backward_s, talk.scatter_s))
@@ -226,10 +227,11 @@ def play(kind: str, run: Run, cluster: Cluster, gathers_first: bool = False) -> 
 
 
 def with_talk(run: Run, compute: Timing, rate: float, gathers_first: bool) -> tuple[list[Item], Timing, Talk]:
-    """The buckets of one GPU in one micro-batch, with communication: gradients later, weights needed earlier.
+    """The buckets of one GPU in one micro-batch with communication: gradients are complete later, weights are needed
+    earlier.
 
-    One collective runs at a time, gradients in the order they are made. Weights are gathered as late as they may be:
-    whichever comes later than that holds up all that follow.
+    Collectives run one at a time. Gradients are scattered in the order of backward. Weights are gathered as late as
+    possible, and a late one delays all that follow.
     """
     timing = replace(compute, micro_batches=1)
     items = items_of(run, timing)
@@ -247,7 +249,7 @@ def with_talk(run: Run, compute: Timing, rate: float, gathers_first: bool) -> tu
 
 
 def _one_by_one(starts: Sequence[float], seconds: Sequence[float]) -> list[float]:
-    """When each is done, where each starts at its time or when the one before it is done."""
+    """End times of tasks that run one at a time, each at its start time or after the previous one."""
     done, now = [0.0] * len(starts), 0.0
     for i in sorted(range(len(starts)), key=lambda i: starts[i]):
         now = done[i] = max(now, starts[i]) + seconds[i]
@@ -255,7 +257,7 @@ def _one_by_one(starts: Sequence[float], seconds: Sequence[float]) -> list[float
 
 
 def _as_late_as_may_be(ends: Sequence[float], seconds: Sequence[float], order: Sequence[int]) -> list[float]:
-    """When each must start to be done at its end, where they run one at a time, in `order`."""
+    """Latest start times of tasks that run one at a time in `order` and must be done at `ends`."""
     starts, following = [0.0] * len(ends), float("inf")
     for i in reversed(order):
         following = starts[i] = min(following, ends[i]) - seconds[i]
@@ -263,15 +265,15 @@ def _as_late_as_may_be(ends: Sequence[float], seconds: Sequence[float], order: S
 
 
 def efficiency(points: Sequence[Point | None]) -> list[float | None]:
-    """Throughput of a GPU beside that on the fewest GPUs where it fits: 1 is linear."""
+    """Throughput of a GPU relative to that on the least number of GPUs that fits. 1 is linear scaling."""
     first = next((p for p in points if p is not None), None)
     return [p.tflops / first.tflops if p is not None and first is not None else None for p in points]
 
 
 def crossover(rows: Sequence[Row]) -> tuple[int, int] | None:
-    """The last number of GPUs where offload is ahead, and the next, from which on ZeRO-2 has caught up.
+    """The last number of GPUs on which ZeRO-Offload is faster, and the next number.
 
-    None where it is ahead nowhere, or still is at the end.
+    None if ZeRO-Offload is never faster, or is faster on the last number.
     """
     ahead = [row.ahead == OFFLOAD for row in rows]
     if not any(ahead) or ahead[-1]:

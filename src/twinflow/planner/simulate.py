@@ -1,9 +1,9 @@
-"""One training step, predicted: what the runtime does with every bucket, played through without doing it.
+"""Predicts the time of a training step by simulating what the runtime does with every bucket.
 
-Four things work at the same time: the GPU, a copy channel each way, and the host's worker. Between two events each of
-them has a constant rate, which depends on what the others do: copies slow each other and the host down. So time jumps
-from event to event, and a step of sixty buckets takes some milliseconds to play. Steps are played until one takes as
-long as the one before it: an update that runs into the next forward is then counted where it hurts.
+Four units work concurrently: the GPU, a copy channel in each direction, and the update worker of the host. Between two
+events each unit has a constant rate. The rate depends on the other units: copies slow down each other and the host. The
+simulation advances from event to event, so a step of sixty buckets takes some milliseconds. Steps are simulated until
+two consecutive ones take equally long. Then the time of an update that reaches into the next forward is included.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from typing import Final
 from twinflow.planner.rates import Rates
 
 PLACES: Final = ("resident", "host", "streamed")
-# Bytes a parameter for bf16 weights: what an update on the GPU reads and writes there, and what a streamed state is.
+# Bytes for each parameter with bf16 weights: traffic of an update on the GPU, and size of a streamed state.
 DEVICE_BYTES: Final = {"fp32": 26.0, "bf16": 18.0, "int8": 14.125}
 STREAMED_BYTES: Final = {"fp32": 10.0, "bf16": 6.0, "int8": 4.0625}
 
-NUM_STAGES: Final = 3  # streamed buckets on the GPU at a time: one comes, one is updated, one goes
-_HOST_TASK_S: Final = 3e-4  # between two updates: threads wake, a bucket is picked
-_COPY_TASK_S: Final = 2e-4  # between two copies: the mover looks for the next
+NUM_STAGES: Final = 3  # streamed buckets on the GPU at a time: one is loaded, one is updated, one is stored
+_HOST_TASK_S: Final = 3e-4  # overhead of an update: threads wake up, a bucket is selected
+_COPY_TASK_S: Final = 2e-4  # overhead of a copy
 _DECISION_S: Final = 1e-3  # from the end of backward until the host has read the norm
 _MAX_STEPS: Final = 6
-_SAME: Final = 2e-3  # steps that differ by less are the same
+_SAME: Final = 2e-3  # relative difference below which two steps count as equally long
 _EPS: Final = 1e-9
 
 
 @dataclass(frozen=True)
 class Item:
-    """A bucket: how large, where its state lives, when its gradient is complete and when its weights are needed."""
+    """A bucket: its size, the place of its state, and the times when its gradient is complete and its weights are
+    needed."""
 
     numel: int
     place: str
@@ -41,7 +42,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Timing:
-    """Forward and backward of one micro-batch, alone on the GPU."""
+    """Time of forward and backward of one micro-batch on the GPU alone."""
 
     forward_s: float
     backward_s: float
@@ -49,13 +50,13 @@ class Timing:
 
     @property
     def gpu_s(self) -> float:
-        """A step without any update."""
+        """Seconds of a step without updates."""
         return self.micro_batches * (self.forward_s + self.backward_s)
 
 
 @dataclass(frozen=True)
 class ClipDecision:
-    """Whether updates wait for the gradient norm, and how many elements may run ahead of it."""
+    """Whether updates wait for the gradient norm, and how many elements may be updated before it is known."""
 
     clips: bool
     ahead_numel: int = 0
@@ -63,31 +64,31 @@ class ClipDecision:
 
 @dataclass(frozen=True)
 class Ways:
-    """What travels, and how."""
+    """Bytes and limits of the copies between GPU and host."""
 
-    grad_bytes: float = 2.0  # a parameter, out
-    weight_bytes: float = 2.0  # a parameter, back
-    num_slots: int = 4  # gradients on the host at a time
+    grad_bytes: float = 2.0  # for each parameter, to the host
+    weight_bytes: float = 2.0  # for each parameter, to the GPU
+    num_slots: int = 4  # buckets of gradients on the host at a time
     delayed: bool = False  # an update may take a whole step
-    streams: bool = True  # whether state may pass through the GPU
+    streams: bool = True  # whether state may be streamed to the GPU for its update
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A steady step."""
+    """Time of a step in the steady state."""
 
     step_s: float
     bound_by: str  # "gpu", "host", "copies" or "gate"
     host_busy_s: float
     out_s: float
     in_s: float
-    waited_s: float  # the GPU, for weights
+    waited_s: float  # time that the GPU waits for weights
 
 
 def predict(
     items: Sequence[Item], timing: Timing, rates: Rates, states: str, decision: ClipDecision, ways: Ways | None = None
 ) -> Prediction:
-    """The steady step of a run whose buckets are `items`."""
+    """Predict a step in the steady state. `items`: the buckets of the run."""
     ways = ways or Ways()
     if ways.delayed:
         return _delayed(items, timing, rates, states, ways)
@@ -102,7 +103,7 @@ def predict(
 
 
 def _delayed(items: Sequence[Item], timing: Timing, rates: Rates, states: str, ways: Ways) -> Prediction:
-    """Everything has a whole step: the longest of what runs at the same time decides."""
+    """Prediction with delayed updates. All work has a whole step, so the slowest unit determines the time."""
     numel = {place: sum(i.numel for i in items if i.place == place) for place in PLACES}
     on_gpu = (numel["resident"] + numel["streamed"]) * DEVICE_BYTES[states] / rates.device_bytes
     stream = numel["streamed"] * STREAMED_BYTES[states]
@@ -116,7 +117,7 @@ def _delayed(items: Sequence[Item], timing: Timing, rates: Rates, states: str, w
 
 
 class Play:
-    """The machine and the executor, as `csrc/executor.h` moves tasks."""
+    """Simulation of the machine and of the executor (`csrc/executor.h`)."""
 
     def __init__(
         self, items: Sequence[Item], timing: Timing, rates: Rates, states: str, decision: ClipDecision, ways: Ways
@@ -125,29 +126,29 @@ class Play:
         self.device_s = [item.numel * DEVICE_BYTES[states] / rates.device_bytes for item in items]
         self.stream_bytes = STREAMED_BYTES[states]
         host, copying = rates.host_params[states], rates.host_params_copying[states]
-        self.host_rates = (host, 0.5 * (host + copying), copying)  # by the number of directions that copy
+        self.host_rates = (host, 0.5 * (host + copying), copying)  # indexed by the number of directions that copy
         self.program = self._program()
-        self.is_fresh = [True] * len(items)  # the weights on the GPU are those the next forward needs
+        self.is_fresh = [True] * len(items)  # whether the GPU has the weights that the next forward needs
         self.has_grad = [False] * len(items)
         self.is_staged = [False] * len(items)
         order = [i for i, item in enumerate(items) if item.place == "streamed"]
-        # State comes in the order in which it can be used: as gradients are made, or, after the norm, as needed.
+        # States are loaded in the order of use: that of the gradients, or with clipping that of the next forward.
         self.stream_order = sorted(order, key=lambda i: items[i].need if decision.clips else items[i].ready)
         self.next_stage, self.free_stages, self.free_slots = 0, NUM_STAGES, ways.num_slots
-        self.to_out: list[tuple[float, int]] = []  # heaps by need: gradients complete on the GPU,
+        self.to_out: list[tuple[float, int]] = []  # heaps ordered by need: gradients that are complete on the GPU,
         self.arrived: list[tuple[float, int]] = []  # gradients on the host,
-        self.to_send: list[tuple[float, int]] = []  # weights updated on the host
-        self.ahead: list[int] = []  # updated before the decision
-        self.to_store: list[int] = []  # streamed states to go back
-        self.out: tuple[str, int] | None = None  # what runs now, and how much of it is left
+        self.to_send: list[tuple[float, int]] = []  # weights that are updated on the host
+        self.ahead: list[int] = []  # buckets updated before the norm is known
+        self.to_store: list[int] = []  # streamed states to copy back to the host
+        self.out: tuple[str, int] | None = None  # current tasks; `*_left` is their remaining work
         self.back: tuple[str, int] | None = None
         self.update: int | None = None
         self.out_left = self.back_left = self.update_left = 0.0
         self.is_open, self.ahead_left, self.decision_in = True, 0, -1.0
-        self.debt_s = 0.0  # updates on the GPU that come before what it does next
+        self.debt_s = 0.0  # seconds of updates that the GPU does before its next work
 
     def _program(self) -> list[tuple[str, float]]:
-        """What the GPU does in a step, in order: work for some seconds, wait for weights, complete a gradient."""
+        """The program of the GPU for a step: compute for some seconds, wait for weights, complete a gradient."""
         timing, program = self.timing, [("begin", 0.0)]
         at = 0.0
         for i in sorted(range(len(self.items)), key=lambda i: self.items[i].need):
@@ -167,7 +168,7 @@ class Play:
         return [p for p in (*program, ("work", timing.backward_s - at), ("end", 0.0)) if p[0] != "work" or p[1] > 0]
 
     def step(self) -> Prediction:
-        """Play one more step, and say how long it took."""
+        """Simulate one more step and return its times."""
         self.now = self.host_s = self.out_s = self.in_s = self.waited_s = self.undecided_s = 0.0
         for what, value in self.program:
             if what == "work":
@@ -194,7 +195,7 @@ class Play:
         return "host" if self.host_s >= max(self.out_s, self.in_s) else "copies"
 
     def _run(self, seconds: float) -> None:
-        """The GPU works, and pays for updates of its own first."""
+        """The GPU computes for some seconds, after its pending updates."""
         while seconds > _EPS or self.debt_s > _EPS:
             is_paying = self.debt_s > _EPS
             taken = self._advance(self.debt_s if is_paying else seconds)
@@ -215,7 +216,7 @@ class Play:
             self._try_streamed(i)
 
     def _advance(self, limit: float | None) -> float:
-        """To the next event, at most `limit` seconds of the GPU's own work; how long that was."""
+        """Advance to the next event, at most by `limit` seconds of GPU work. Returns the seconds that passed."""
         self._start()
         rates = self.rates
         copies = (self.out is not None) + (self.back is not None)
@@ -231,7 +232,7 @@ class Play:
             seconds = min(seconds, self.update_left / host_rate)
         if self.decision_in > 0.0:
             seconds = min(seconds, self.decision_in)
-        assert seconds < float("inf"), "the step waits for weights that nobody makes"
+        assert seconds < float("inf"), "the step waits for weights that no task produces"
         self.now += seconds
         self.debt_s = max(0.0, self.debt_s - seconds)
         if self.decision_in > 0.0:
@@ -258,7 +259,7 @@ class Play:
         return seconds
 
     def _start(self) -> None:
-        """Give work to whoever has none."""
+        """Start the next task of every idle unit."""
         if self.update is None and self.arrived:
             self.update = heappop(self.arrived)[1]
             self.update_left = self.items[self.update].numel + _HOST_TASK_S * self.host_rates[0]
@@ -279,7 +280,10 @@ class Play:
         self.out_left = moved + _COPY_TASK_S * self.rates.out_bytes
 
     def _next_out(self) -> int | None:
-        """The gradient needed first of those that may be updated: before the decision, those that find a store."""
+        """The gradient that is needed first, among those that may be updated.
+
+        Before the norm is known, only buckets with room for a speculative copy may be updated.
+        """
         if self.is_open:
             return heappop(self.to_out)[1]
         found = next((e for e in sorted(self.to_out) if self.items[e[1]].numel <= self.ahead_left), None)
@@ -333,7 +337,7 @@ class Play:
             self.ahead.append(i)
 
     def _open(self) -> None:
-        """The norm is known: what ran ahead goes back, what waited may go on."""
+        """The norm is known: send the weights that were updated before, and continue with the waiting buckets."""
         self.is_open, self.decision_in = True, -1.0
         for i in self.ahead:
             heappush(self.to_send, (self.items[i].need, i))
@@ -342,7 +346,7 @@ class Play:
             self._try_streamed(i)
 
     def _try_streamed(self, i: int) -> None:
-        """Update a streamed bucket on the GPU, if its state and its gradient are there and the decision is made."""
+        """Update a streamed bucket on the GPU if its state and gradient are available and the norm is known."""
         if self.is_staged[i] and self.has_grad[i] and self.is_open:
             self.debt_s += self.device_s[i]
             self.has_grad[i], self.is_fresh[i] = False, True
