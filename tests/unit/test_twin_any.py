@@ -404,7 +404,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str]] = {
     "own groups": (lambda m: {"rule": optim.SGD(m.parameters()), "param_groups": m.parameters()}, "own groups"),
     "all parameters": (lambda m: {"rule": lambda params: optim.SGD(m.parameters())}, "it is given"),
     "no optimizer": (lambda m: {"rule": lambda params: None}, "torch.optim.Optimizer"),
-    "groups by number": (lambda m: {"rule": by_number}, "each parameter alone"),
+    "groups by number": (lambda m: {"rule": by_number}, "must depend on that parameter alone"),
     "format": (lambda m: {"rule": optim.RMSprop, "states": "bf16"}, "states is 'bf16'"),
     "no rule": (lambda m: {"rule": 3}, "rule is 3"),
 }
