@@ -218,7 +218,7 @@ def test_unknown_attributes_are_the_modules(make: Any) -> None:
     assert engine.config["train_micro_batch_size_per_gpu"] == 2
     assert engine.token_embedding is engine.module.token_embedding
     assert len(list(engine.parameters())) == len(list(engine.module.parameters()))
-    with pytest.raises(AttributeError, match="neither the engine nor its module has an attribute 'nothing'"):
+    with pytest.raises(AttributeError, match="Neither the engine nor its module has an attribute 'nothing'"):
         _ = engine.nothing
     assert not engine.eval().module.training
     assert engine.train().module.training

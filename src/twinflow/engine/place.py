@@ -1,4 +1,4 @@
-"""Where an engine is: among the ranks, and on which device."""
+"""Rank and device of an engine."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from twinflow.engine.settings import EngineSettings
 
 
 class Place:
-    """What follows from the settings and the module alone."""
+    """Properties of an engine that depend only on its settings and its module."""
 
     settings: EngineSettings
     module: nn.Module
 
     @property
     def global_rank(self) -> int:
-        """This process among all."""
+        """Index of this process among all processes."""
         return self.settings.ranks.rank
 
     @property
     def local_rank(self) -> int:
-        """This process among those on its machine."""
+        """Index of this process among those on its machine."""
         return self.settings.ranks.local_rank
 
     @property
     def world_size(self) -> int:
-        """Processes that train the model together."""
+        """Number of processes that train the model."""
         return self.settings.ranks.world_size
 
     @property
     def dp_world_size(self) -> int:
-        """Replicas of the model, each of which takes a part of a batch."""
+        """Number of model replicas (data parallelism)."""
         return self.settings.grid.num_data if self.settings.grid is not None else self.world_size
 
     @property
     def dp_rank(self) -> int:
-        """Which of them this process is in."""
+        """Index of the model replica that contains this process."""
         return self.settings.grid.data if self.settings.grid is not None else self.global_rank
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the module's first parameter; the CPU if it has none."""
         return next((p.device for p in self.module.parameters()), torch.device("cpu"))
 
     @property
     def config(self) -> Mapping[str, object]:
-        """The config as it was given."""
+        """The config as the user gave it."""
         return self.settings.config
