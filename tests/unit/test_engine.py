@@ -213,6 +213,20 @@ def test_the_batch_can_grow_between_steps(make: Any) -> None:
         engine.set_train_batch_size(2)
 
 
+def test_repr_shows_batch_stage_and_optimizer(make: Any) -> None:
+    engine = make()
+    lines = [line.strip() for line in repr(engine).splitlines()]
+    assert lines[0] == "Engine("
+    assert lines[1].startswith("module: GPT on cpu, ")
+    assert "rank: 0 of 1" in lines
+    assert f"zero_optimization.stage: {engine.zero_optimization_stage()}" in lines
+    assert any(line.startswith(f"batch: {engine.train_batch_size()} samples ") for line in lines)
+    assert "optimizer: TwinOptimizer(" in lines
+    for start in ("rule: ", "states: ", "ratio: ", "placement: ", "memory of the state: "):
+        assert any(line.startswith(start) for line in lines), start
+    assert lines[-1] == ")"
+
+
 def test_unknown_attributes_are_the_modules(make: Any) -> None:
     engine = make()
     assert engine.config["train_micro_batch_size_per_gpu"] == 2

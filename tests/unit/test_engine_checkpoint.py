@@ -206,7 +206,10 @@ def test_a_damaged_checkpoint_changes_nothing(damage: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": nn.Sequential(nn.Linear(2, 2))}, ["the checkpoint has no 0.bias, 0.weight;", "the model has no blocks.0."]),
+        (
+            {"model": nn.Sequential(nn.Linear(2, 2))},
+            ["the checkpoint has no 0.bias, 0.weight;", "the model has no blocks.0."],
+        ),
         ({"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}, ["rule", "adamw", "lion"]),
     ],
     ids=["model", "rule"],

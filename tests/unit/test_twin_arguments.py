@@ -16,7 +16,7 @@ import twinflow
 from twinflow.optim.loss_scale import static
 from twinflow.optim.twin import Tuning, TwinOptimizer
 
-NONE_TO_TRAIN = "there is no parameter to train: none requires a gradient"
+NONE_TO_TRAIN = "There is no parameter to train: none requires a gradient"
 
 
 def mlp() -> nn.Module:
@@ -148,7 +148,7 @@ def test_frozen_ones_among_parameters_are_left_out() -> None:
 @pytest.mark.parametrize("rule", ["adamw", torch.optim.NAdam])
 def test_parameters_without_memory_and_without_their_model(rule: Any) -> None:
     params = nn.Linear(2, 2, device="meta").parameters()
-    with pytest.raises(ValueError, match=r"params\[0\]\[0\] device is 'meta'.*Give the module as the first argument"):
+    with pytest.raises(ValueError, match=r"params\[0\]\[0\] device is 'meta'.*Pass the module as the first argument"):
         TwinOptimizer(params, rule)
 
 

@@ -103,6 +103,21 @@ class Engine(Answers):
             ) from None
         return found
 
+    def __repr__(self) -> str:
+        """Module, ranks, batch sizes, ZeRO stage and steps, then the optimizer with ratio, placement and memory."""
+        params = list(self.module.parameters())
+        numel, trained = sum(p.numel() for p in params), sum(p.numel() for p in params if p.requires_grad)
+        batch = f"{self.settings.micro_batch_size} x {self.gradient_accumulation_steps()} x {self.dp_world_size}"
+        lines = [
+            f"module: {type(self.module).__name__} on {self.device}, {numel} parameters, {trained} of them trainable",
+            f"rank: {self.global_rank} of {self.world_size}",
+            f"zero_optimization.stage: {self.settings.stage}",
+            f"batch: {self.train_batch_size()} samples (micro-batch size x micro-batches x replicas: {batch})",
+            f"steps: {self.global_steps}",
+            *f"optimizer: {self.optimizer!r}".splitlines(),
+        ]
+        return f"{type(self).__name__}(\n" + "".join(f"    {line}\n" for line in lines) + ")"
+
     # The loop.
 
     def __call__(self, *args: object, **kwargs: object) -> UserValue:

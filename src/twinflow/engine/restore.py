@@ -222,9 +222,7 @@ class _FileSource:
         entries: dict[str, StateDict] = found.meta.get("optimizer_state", {})
         names = {param.name: saved.find(param.name, entries) for param in optimizer.runtime.params}
         self._entries = {name: entries[there] for name, there in names.items() if there is not None}
-        self._entries |= {
-            name: entries[name] for name in saved.unclaimed(entries)
-        }  # its check reports them
+        self._entries |= {name: entries[name] for name in saved.unclaimed(entries)}  # its check reports them
         self._shards = {param.name: shard_of(param.tensor) for param in optimizer.runtime.params}
 
     def names(self) -> Iterable[str]:

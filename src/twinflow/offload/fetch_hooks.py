@@ -1,10 +1,10 @@
-"""Hooks on blocks whose weights are on the host. They fetch the weights before a block runs and release them
-afterwards.
+"""Hooks on blocks whose weights are on the host. They fetch weights before a block runs and release them afterwards.
 
 Forward: a hook before the block calls `before_block`, and a hook after it calls `after_block`. Recomputation inside a
 backward (activation checkpointing) runs these hooks too.
 
 Backward: three kinds of hooks act.
+
 - Saved-tensor hooks replace a weight that autograd saves by a `Place`. When autograd needs the weight, `unpack` fetches
   the block's weights first. This works for every part of a backward that reads the weights.
 - Hooks on the outputs of the block call `before_backward`, so that more blocks can be fetched ahead.

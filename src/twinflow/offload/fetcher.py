@@ -1,11 +1,12 @@
 """Fetches of weights from the host to the device, for `offload_param`. All fetches are in one queue and on one stream.
 
 The thread that runs the model asks for fetches, in the order of the blocks. Two implementations exist:
+
 - `NativeFetcher`, without sharing between ranks: the executor's native thread copies the weights of a block as soon as
   the update of the block is in the state.
 - `SharedFetcher`, if ranks share the weights: the thread "twinflow-fetcher" waits for the update, queues the copy of
-this
-  rank's part and the all-gather, and then sets `SharedFetch.event` under the lock `Executor.changed`.
+  this rank's part and the all-gather, and then sets `SharedFetch.event` under the lock `Executor.changed`.
+
 In both cases the event of a fetch orders the model's stream after the copy.
 """
 

@@ -1,8 +1,7 @@
 """Placement of state by a ratio: which elements have their state on the host, and which on the device.
 
 - `tail` is DeepSpeed's meaning of the ratio: the first part of the parameters has its state on the host, and the tail
-has
-  its state on the device.
+  has its state on the device.
 - `front` is the opposite: the first part has its state on the device.
 - `auto` is `front` in the order in which a forward needs the weights. It hides most of the update behind the model: the
   gradients of the first layers come last and their weights are needed first, so the host has least time for them.
