@@ -281,7 +281,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "WarmupLR",
         {"warmup_num_step": 9},
-        "scheduler.params.warmup_num_step is 9, but must be one of *'warmup_num_steps', *. Did you mean 'warmup_num_steps'?",
+        "scheduler.params.warmup_num_step is 9, but must be one of *'warmup_num_steps', *. "
+        "Did you mean 'warmup_num_steps'?",
     ),
     (
         "StepLR",
@@ -292,7 +293,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "WarmupDecayLR",
         {},
-        "scheduler.params is {}, but WarmupDecayLR needs total_num_steps. All parameters of WarmupDecayLR: total_num_steps, ",
+        "scheduler.params is {}, but WarmupDecayLR needs total_num_steps. "
+        "All parameters of WarmupDecayLR: total_num_steps, ",
     ),
     ("OneCycle", {}, "OneCycle needs cycle_min_lr, cycle_max_lr."),
     (

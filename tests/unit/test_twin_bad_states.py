@@ -125,7 +125,7 @@ def test_a_state_with_something_else(trained: Any, changes: State, message: str)
 def test_a_loss_scale_that_lacks_a_number(trained: Any) -> None:
     optimizer, saved = trained()
     del saved["loss_scale"]["window"]
-    refused(optimizer, saved, "keys of the loss scale in the checkpoint is")
+    refused(optimizer, saved, "The list of keys of the loss scale in the checkpoint is")
 
 
 @pytest.mark.parametrize(("name", "value"), [("lr", -1), ("lr", "0.1"), ("betas", (0.9, 2.0)), ("eps", None)])

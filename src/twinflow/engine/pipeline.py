@@ -294,7 +294,7 @@ def _evaluating(module: PipelineModule) -> Iterator[None]:
 
 
 def _again_and_again(loader: Iterable[object]) -> Iterator[object]:
-    """Batches of all epochs."""
+    """The batches of all epochs. Raises ValueError if an epoch has none."""
     while True:
         is_empty = True
         for batch in loader:

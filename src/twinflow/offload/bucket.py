@@ -36,7 +36,7 @@ class Param:
     hits: int = 0  # number of gradients taken since the last step
     was_hit: bool = False  # a gradient was taken in any backward of this step
     is_seen: bool = False  # a forward, or a reader, has waited for its weights since the last step
-    is_bypassed: bool = False  # compiled graphs use it without calling our hooks, so `step` waits for it
+    is_bypassed: bool = False  # compiled graphs use it without the runtime's hooks, so `step` waits for it
     version: int = 0  # the tensor's version after the runtime's last write; the user's writes make it larger
     aliases: list[tuple[Tensor, int]] = field(default_factory=list)  # `.data` tensors of the user, with their versions
     buckets: list[Bucket] = field(default_factory=list)

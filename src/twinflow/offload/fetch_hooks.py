@@ -74,7 +74,7 @@ class Keeper(Protocol):
 
 
 def check_transform() -> None:
-    """Raises an exception inside a transform of torch.func, because transforms save tensors without our hooks."""
+    """Raises an exception inside a transform of torch.func, because transforms save tensors without these hooks."""
     if torch._C._functorch.maybe_current_level() is not None:
         raise wrong_state(
             "The model cannot run inside a transform of torch.func (grad, vmap, ...)",

@@ -187,8 +187,10 @@ class TorchUpdater:
         return grads
 
     def read(self, bucket: Bucket, index: int) -> StateDict:
-        """One slice's flat master; under `state` what its optimizer keeps for it, as it is; under `group` what the
-        optimizer itself has written into its param group (counters, say)."""
+        """The flat master of one slice, the optimizer's `state` of it, and `group`.
+
+        `group` has the entries that the optimizer itself has changed in its param group, for example counters.
+        """
         inner = self._inners[bucket.plan.index]
         param = inner.params[index]
         state = dict(inner.optimizer.state.get(param, {}))

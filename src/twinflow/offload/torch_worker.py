@@ -19,7 +19,7 @@ _LOOK_S = 1.0  # how long the thread waits for an update before it checks whethe
 
 
 class TorchWorker:
-    """Owns the thread."""
+    """Starts and joins the thread."""
 
     def __init__(self, executor: Executor, optimizer: HostOptimizer) -> None:
         self.busy_s = 0.0  # total time of updates

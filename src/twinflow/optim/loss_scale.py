@@ -130,7 +130,9 @@ def from_dict(saved: Mapping[str, object]) -> LossScale:
     """The loss scale from a dict of `to_dict`. Raises ValueError if keys are missing or unknown."""
     names = [field.name for field in dataclasses.fields(LossScale)]
     if set(saved) != set(names):
-        raise invalid_value("keys of the loss scale in the checkpoint", sorted(map(str, saved)), [sorted(names)])
+        raise invalid_value(
+            "The list of keys of the loss scale in the checkpoint", sorted(map(str, saved)), [sorted(names)]
+        )
     made: Callable[..., LossScale] = LossScale  # `__post_init__` checks the values
     return made(**saved)
 
