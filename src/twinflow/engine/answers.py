@@ -8,8 +8,8 @@ from typing import Final, SupportsFloat
 import torch
 from torch import nn
 
-from twinflow.engine.place import Place
 from twinflow.engine.reports import Reports
+from twinflow.engine.settings import EngineSettings
 from twinflow.errors import incompatible
 from twinflow.optim.twin import TwinOptimizer
 
@@ -32,11 +32,50 @@ def instead(name: str) -> str:
     return f" {_INSTEAD[name]}" if name in _INSTEAD else ""
 
 
-class Answers(Place):
+class Answers:
     """The engine's getters. They do not change how the engine trains, except `load_module_state_dict`."""
 
+    settings: EngineSettings
+    module: nn.Module
     optimizer: TwinOptimizer | None
     reports: Reports
+
+    # Rank and device.
+
+    @property
+    def global_rank(self) -> int:
+        """Index of this process among all processes."""
+        return self.settings.ranks.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Index of this process among those on its machine."""
+        return self.settings.ranks.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes that train the model."""
+        return self.settings.ranks.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of model replicas (data parallelism)."""
+        return self.settings.grid.num_data if self.settings.grid is not None else self.world_size
+
+    @property
+    def dp_rank(self) -> int:
+        """Index of the model replica that contains this process."""
+        return self.settings.grid.data if self.settings.grid is not None else self.global_rank
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the module's first parameter; the CPU if it has none."""
+        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
+
+    @property
+    def config(self) -> Mapping[str, object]:
+        """The config as the user gave it."""
+        return self.settings.config
 
     # Weights.
 
