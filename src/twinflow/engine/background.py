@@ -24,7 +24,8 @@ class BackgroundSave:
     """A checkpoint that is being written."""
 
     def __init__(self, write: Callable[[], object], frozen: Frozen | None) -> None:
-        self._write, self._frozen = write, frozen
+        self._write = write
+        self._frozen = frozen
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="twinflow-save", daemon=False)
 

@@ -33,7 +33,8 @@ class ResumableLoader:
     ) -> None:
         if batch_size < 1:
             raise invalid_value("batch_size", batch_size, "a whole number >= 1")
-        self.dataset, self.batch_size = dataset, batch_size
+        self.dataset = dataset
+        self.batch_size = batch_size
         self.seed = torch.initial_seed() % (1 << 63) if seed is None else seed
         self.epoch = 0
         self.position = 0  # number of batches of this epoch that were handed out
@@ -41,7 +42,8 @@ class ResumableLoader:
         self._collate_fn = collate_fn
         self._num_workers = num_workers
         self._pin_memory = pin_memory
-        self._drop_last, self._shuffle = drop_last, shuffle
+        self._drop_last = drop_last
+        self._shuffle = shuffle
         self._rank, self._world = share
 
     def __len__(self) -> int:
@@ -127,7 +129,8 @@ class _Order(Sampler[int]):
     """All samples once, in a random order that depends on the seed."""
 
     def __init__(self, num_samples: int, seed: int) -> None:
-        self._num_samples, self._seed = num_samples, seed
+        self._num_samples = num_samples
+        self._seed = seed
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self._seed)
@@ -141,7 +144,10 @@ class _Turn(Sampler[int]):
     """The samples of one rank: every `world`-th of an order, repeated from its start if it is too short."""
 
     def __init__(self, order: Iterable[int], rank: int, world: int, num_samples: int) -> None:
-        self._order, self._rank, self._world, self._num_samples = order, rank, world, num_samples
+        self._order = order
+        self._rank = rank
+        self._world = world
+        self._num_samples = num_samples
 
     def __iter__(self) -> Iterator[int]:
         every = list(self._order)
@@ -155,7 +161,8 @@ class _From(Sampler[list[int]]):
     """The batches from number `first` on."""
 
     def __init__(self, batches: BatchSampler, first: int) -> None:
-        self._batches, self._first = batches, first
+        self._batches = batches
+        self._first = first
 
     def __iter__(self) -> Iterator[list[int]]:
         for number, batch in enumerate(self._batches):

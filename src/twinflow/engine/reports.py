@@ -55,7 +55,10 @@ class Reports:
         timers: Timers | None = None,
         profiler: Profiler | None = None,
     ) -> None:
-        self.every, self._writer, self._timers, self._profiler = steps_per_print, writer, timers, profiler
+        self.every = steps_per_print
+        self._writer = writer
+        self._timers = timers
+        self._profiler = profiler
         self._loss: Tensor | None = None  # sum over the micro-batches of this step
         self._late: deque[_Late] = deque()
         self._waited_s = 0.0  # total time that forwards have waited for weights

@@ -147,7 +147,8 @@ class _Own:
     """
 
     def __init__(self, engine: EngineParts, ranks: Ranks) -> None:
-        self._engine, self._ranks = engine, ranks
+        self._engine = engine
+        self._ranks = ranks
         self.meta: dict[str, JSON] = {name: getattr(engine, name) for name in COUNTERS}
         self.said: Said = {
             "extra": {},

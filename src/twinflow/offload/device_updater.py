@@ -46,13 +46,15 @@ class DeviceUpdater:
         keeps_weights: bool = False,
         max_programs: int | None = None,
     ) -> None:
-        self.rule, self.format = rule, format
+        self.rule = rule
+        self.format = format
         self.keeps_states = keeps_states  # False: SGD without momentum has no states
         self.keeps_weights = keeps_weights  # the state has its own buffers for weights
         self.max_programs = max_programs  # Triton programs of an update; None: as many as fill the device
         self._device = device
         self._hypers = Hypers(rule, format)
-        self._is_fused, self._has_run = gpu.is_available(), False
+        self._is_fused = gpu.is_available()
+        self._has_run = False
         self._fused: dict[int, tuple[list[int], FusedUpdate]] = {}  # by bucket: parameter addresses, kernel for them
 
     def is_aliased(self, plan: BucketPlan) -> bool:

@@ -32,7 +32,8 @@ class Recipe:
     def __init__(
         self, rule: Optimizer | Callable[..., Optimizer], given: Iterable[ParamEntry], options: Mapping[str, object]
     ) -> None:
-        self._rule, self._options = rule, dict(options)
+        self._rule = rule
+        self._options = dict(options)
         self._given, names = _normal(given)
         known = [param for entry in self._given for param in _params_in(entry)]
         if isinstance(rule, Optimizer):

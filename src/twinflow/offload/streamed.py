@@ -37,7 +37,8 @@ class StreamedUpdater:
 
     def __init__(self, rule: Rule, format: str, device: Device, where: torch.device, keeps_states: bool = True) -> None:
         self.rule = rule
-        self._device, self._where = device, where
+        self._device = device
+        self._where = where
         self._there = DeviceUpdater(rule, format, where, keeps_states)
         self._shapes = DeviceUpdater(rule, format, torch.device("meta"), keeps_states)
         self._raw: dict[int, Tensor] = {}  # by bucket: all of its state in one tensor, so that one copy moves it

@@ -31,7 +31,8 @@ class StreamedTorchUpdater:
     reads_decision = False
 
     def __init__(self, recipe: Recipe, device: Device, where: torch.device) -> None:
-        self._device, self._where = device, where
+        self._device = device
+        self._where = where
         self._host = TorchUpdater(recipe, device)
 
     def new_store(self, plan: BucketPlan) -> Store:

@@ -94,7 +94,8 @@ class TorchUpdater:
     def __init__(self, recipe: Recipe, device: Device, where: torch.device | None = None) -> None:
         self.recipe = recipe
         self.is_on_device = where is not None
-        self._device, self._where = device, where
+        self._device = device
+        self._where = where
         self._inners: dict[int, Inner] = {}
         self._grads = torch.empty(0)  # fp32 gradients of the bucket that is updated now; one worker thread uses it
 

@@ -60,7 +60,10 @@ class AutoPlacement:
         on_placed: Callable[[Runtime], None],
         team: Team | None = None,
     ) -> None:
-        self._runtime, self._states, self._state_bytes, self._rates = runtime, states, state_bytes, rates
+        self._runtime = runtime
+        self._states = states
+        self._state_bytes = state_bytes
+        self._rates = rates
         self._team = team  # ranks that must make the same choice
         if team is not None:
             self._rates = Rates.from_dict(gather_json(team.calls, asdict(rates))[0])

@@ -88,7 +88,8 @@ class Switch:
     """
 
     def __init__(self, optimizer: Compressible, compression: Compression) -> None:
-        self._optimizer, self._compression = optimizer, compression
+        self._optimizer = optimizer
+        self._compression = compression
         self._b1 = check_groups(optimizer.param_groups)
         window = compression.freeze_window or default_window(numbers(optimizer.param_groups[0], "betas")[1])
         self._every = max(1, window // LOOKS)

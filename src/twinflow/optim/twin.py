@@ -170,7 +170,8 @@ class TwinOptimizer(Outcomes):
         if isinstance(rule, str):
             if rule not in RULES:
                 raise invalid_value("rule", rule, RULES)
-            self.rule, self.rule_name = RULES[rule], rule
+            self.rule = RULES[rule]
+            self.rule_name = rule
             check_format(self.rule, states)
             defaults = self.rule.with_defaults(options)
             check_group(self.rule, defaults)
@@ -181,13 +182,16 @@ class TwinOptimizer(Outcomes):
         super().__init__(cast(ParamsT, groups), defaults)  # torch checks the groups
         check_groups(self.rule, self.param_groups)
         native.set_threads(host_threads if host_threads is not None else own_threads(default_threads(os.environ)))
-        self.states, self.tuning = states, tuning or Tuning()
+        self.states = states
+        self.tuning = tuning or Tuning()
         check_tuning(self.tuning, delayed_update)
         check_ratio(ratio, placement, self.model)
-        self.ratio, self.placement = ratio, placement
+        self.ratio = ratio
+        self.placement = placement
         self._auto: AutoPlacement | None = None
         self.trace = Trace()
-        self._loss_scale, self._scales_loss = loss_scale or static(1.0), loss_scale is not None
+        self._loss_scale = loss_scale or static(1.0)
+        self._scales_loss = loss_scale is not None
         self._is_stateless = False  # SGD without momentum
         skip = skip_nonfinite if skip_nonfinite is not None else max_grad_norm is not None or loss_scale is not None
         given = Settings(

@@ -78,7 +78,8 @@ class Exchanges:
     """Compressed exchanges of all buckets after the switch."""
 
     def __init__(self, code: Code, b1: float, of: Mapping[int, Exchange]) -> None:
-        self.code, self.b1 = code, b1
+        self.code = code
+        self.b1 = b1
         self.of = of  # by index of the bucket
 
     def reduce(self, group: Group, bucket: Bucket, part: Tensor, whole: Tensor, job: Job) -> None:

@@ -63,7 +63,9 @@ class CompressedOptimizer(Optimizer):
             raise invalid_value("wire_dtype", wire_dtype, (None, *FLOATS))
         if bucket_numel < 1:
             raise invalid_value("bucket_numel", bucket_numel, "a whole number >= 1")
-        self.max_grad_norm, self.code, self.has_feedback = max_grad_norm, code_named(code), has_feedback
+        self.max_grad_norm = max_grad_norm
+        self.code = code_named(code)
+        self.has_feedback = has_feedback
         self.wire_dtype = wire_dtype
         self.num_steps = self.num_skipped = 0
         self.grad_norm: float | None = None  # gradient norm of the last step before clipping

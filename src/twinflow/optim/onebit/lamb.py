@@ -64,8 +64,10 @@ class OneBitLamb(FreezingOptimizer):
             raise invalid_value("factor_threshold", factor_threshold, "a number above 0 and below 1")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, Compression(code, freeze_step, freeze_threshold, freeze_window), **shared)
-        self.coeffs, self.factors = (min_coeff, max_coeff), (factor_min, factor_max)
-        self.coeff_beta, self.factor_threshold = coeff_beta, factor_threshold
+        self.coeffs = (min_coeff, max_coeff)
+        self.factors = (factor_min, factor_max)
+        self.coeff_beta = coeff_beta
+        self.factor_threshold = factor_threshold
         sizes = [len(bucket.params) for bucket in self._buckets]
         self._mean_coeffs = [[0.0] * size for size in sizes]  # by bucket and parameter
         self._last_factors = [[1.0] * size for size in sizes]

@@ -81,8 +81,10 @@ class ZeroOneAdam(CompressedOptimizer):
                 raise invalid_value(name, count, "a whole number >= 1")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, code, **shared)
-        self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
-        self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
+        self.var_freeze_step = var_freeze_step
+        self.var_update_scaler = var_update_scaler
+        self.local_step_scaler = local_step_scaler
+        self.local_step_clipper = local_step_clipper
         self._variance = Rhythm()
         self._local = Rhythm()
         self._since = 0  # number of local steps since the last exchange
