@@ -90,13 +90,13 @@ def test_more_ranks_than_rows() -> None:
 
 def test_mistakes_are_named() -> None:
     expected = {
-        "scalar": "scale dimensions with zero_optimization.stage 3 is 0, but must be 1 or more",
-        "sharded": "Give the model as it was before fully_shard()",
-        "sharded, stage 2": "rows of it (DTensor)",
-        "whole, stage 3": "call twinflow.zero.partition(model, zero) before",
-        "no parameters": "there is no parameter to train",
-        "torch's": "optimizer with zero_optimization.stage 3 is 'AdamW', but must be 'adamw'",
-        "ddp": "wrapped in DistributedDataParallel",
+        "scalar": "scale, a parameter without dimensions, cannot be used with zero_optimization.stage 3",
+        "sharded": "Pass the model as it was before fully_shard()",
+        "sharded, stage 2": "is a DTensor, but must be a whole tensor without ZeRO stage 3",
+        "whole, stage 3": "Call twinflow.zero.partition(model, zero) before building the optimizer",
+        "no parameters": "There is no parameter to train",
+        "torch's": "rule=AdamW cannot be used with zero_optimization.stage 3, because ranks have only rows",
+        "ddp": "A model in DistributedDataParallel cannot be used with TwinOptimizer",
         "another stage": "zero_optimization.stage is 2, but must be 1",
         "world": "data_parallel_size is 3, but must be 2",
         "frozen": "frozen parameters of rank 1",
@@ -152,7 +152,7 @@ def test_a_tied_weight_is_saved_once_and_loaded_anywhere(
 
 def test_a_checkpoint_that_not_all_ranks_see_is_refused_by_all(tmp_path: Path) -> None:
     for said in run_ranks(2, load_elsewhere, str(tmp_path)):
-        assert "what rank 1 finds is None, but must be 'global_step1'" in said
+        assert "is None, but must be 'global_step1', as on rank 0" in said
 
 
 def test_weights_are_seen_that_come_between_two_looks() -> None:

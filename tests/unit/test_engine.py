@@ -213,12 +213,26 @@ def test_the_batch_can_grow_between_steps(make: Any) -> None:
         engine.set_train_batch_size(2)
 
 
+def test_repr_shows_batch_stage_and_optimizer(make: Any) -> None:
+    engine = make()
+    lines = [line.strip() for line in repr(engine).splitlines()]
+    assert lines[0] == "Engine("
+    assert lines[1].startswith("module: GPT on cpu, ")
+    assert "rank: 0 of 1" in lines
+    assert f"zero_optimization.stage: {engine.zero_optimization_stage()}" in lines
+    assert any(line.startswith(f"batch: {engine.train_batch_size()} samples ") for line in lines)
+    assert "optimizer: TwinOptimizer(" in lines
+    for start in ("rule: ", "states: ", "ratio: ", "placement: ", "memory of the state: "):
+        assert any(line.startswith(start) for line in lines), start
+    assert lines[-1] == ")"
+
+
 def test_unknown_attributes_are_the_modules(make: Any) -> None:
     engine = make()
     assert engine.config["train_micro_batch_size_per_gpu"] == 2
     assert engine.token_embedding is engine.module.token_embedding
     assert len(list(engine.parameters())) == len(list(engine.module.parameters()))
-    with pytest.raises(AttributeError, match="neither the engine nor its module has an attribute 'nothing'"):
+    with pytest.raises(AttributeError, match="Neither the engine nor its module has an attribute 'nothing'"):
         _ = engine.nothing
     assert not engine.eval().module.training
     assert engine.train().module.training

@@ -206,7 +206,10 @@ def test_a_damaged_checkpoint_changes_nothing(damage: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": nn.Sequential(nn.Linear(2, 2))}, ["missing", "not in the model"]),
+        (
+            {"model": nn.Sequential(nn.Linear(2, 2))},
+            ["the checkpoint has no 0.bias, 0.weight;", "the model has no blocks.0."],
+        ),
         ({"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}, ["rule", "adamw", "lion"]),
     ],
     ids=["model", "rule"],
@@ -413,7 +416,7 @@ def test_a_data_position_that_does_not_fit_leaves_the_schedule_alone(tmp_path: P
     two = build(scheduler=halve)
     two.training_dataloader = two.deepspeed_io(list(range(8)), batch_size=2)
     before = two.lr_scheduler.state_dict()["last_epoch"]
-    with pytest.raises(ValueError, match="batch size of the data position"):
+    with pytest.raises(ValueError, match=r"batch size of the data position is .* Resume with the same batch size"):
         two.load_checkpoint(tmp_path)
     assert two.lr_scheduler.state_dict()["last_epoch"] == before
     one.destroy()
@@ -423,6 +426,6 @@ def test_a_data_position_that_does_not_fit_leaves_the_schedule_alone(tmp_path: P
 def test_files_that_no_engine_wrote_are_refused_by_name(tmp_path: Path) -> None:
     save(tmp_path, "t", {"model": []}, {"something": 1})
     engine = build()
-    with pytest.raises(ValueError, match=r"not a checkpoint of an engine: meta.json has no global_steps"):
+    with pytest.raises(ValueError, match=r"is not a checkpoint of an engine: meta.json has no global_steps"):
         engine.load_checkpoint(tmp_path)
     engine.destroy()

@@ -345,7 +345,7 @@ def test_momentum_switched_on_later() -> None:
     [
         ({"lr": -1.0}, "lr is -1.0"),
         ({"betas": (0.9, 1.0)}, r"betas\[1\] is 1.0"),
-        ({"states": "fp8"}, "states is 'fp8', but must be 'fp32', 'bf16', 'int8'"),
+        ({"states": "fp8"}, "states is 'fp8', but must be one of 'fp32', 'bf16', 'int8'"),
         ({"eps": -1.0}, "eps is -1.0"),
     ],
 )

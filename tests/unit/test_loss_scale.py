@@ -168,7 +168,7 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan"), "8"])
 def test_a_bad_static_scale(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"scale is .*allowed: a finite number > 0"):
+    with pytest.raises(ValueError, match=r"scale is .*, but must be a finite number > 0"):
         static(value)
 
 

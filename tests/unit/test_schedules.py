@@ -274,28 +274,34 @@ def test_names() -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("WarmUpL", {}, "scheduler.type is 'WarmUpL', but must be *'OneCycle', *. Did you mean 'WarmupLR'?"),
+    ("WarmUpL", {}, "scheduler.type is 'WarmUpL', but must be one of *'OneCycle', *. Did you mean 'WarmupLR'?"),
     ("CosineAnealingLR", {}, "Did you mean 'CosineAnnealingLR'?"),
     ("LRScheduler", {}, "scheduler.type is 'LRScheduler', but must be "),
     ("?", {}, "scheduler.type is '?', but must be "),
     (
         "WarmupLR",
         {"warmup_num_step": 9},
-        "scheduler.params.warmup_num_step is 9, but must be *'warmup_num_steps', *. Did you mean 'warmup_num_steps'?",
+        "scheduler.params.warmup_num_step is 9, but must be one of *'warmup_num_steps', *. "
+        "Did you mean 'warmup_num_steps'?",
     ),
     (
         "StepLR",
         {"step_sise": 9},
-        "scheduler.params.step_sise is 9, but must be 'step_size', *Did you mean 'step_size'?",
+        "scheduler.params.step_sise is 9, but must be one of 'step_size', *Did you mean 'step_size'?",
     ),
-    ("WarmupLR", {"optimizer": 9}, "scheduler.params.optimizer is 9, but must be 'warmup_min_lr', "),
+    ("WarmupLR", {"optimizer": 9}, "scheduler.params.optimizer is 9, but must be one of 'warmup_min_lr', "),
     (
         "WarmupDecayLR",
         {},
-        "scheduler.params is {}, but must be 'total_num_steps', *. WarmupDecayLR needs total_num_steps.",
+        "scheduler.params is {}, but WarmupDecayLR needs total_num_steps. "
+        "All parameters of WarmupDecayLR: total_num_steps, ",
     ),
     ("OneCycle", {}, "OneCycle needs cycle_min_lr, cycle_max_lr."),
-    ("WarmupLR", {"warmup_type": "lin"}, "warmup_type is 'lin', but must be 'log', 'linear'. Did you mean 'linear'?"),
+    (
+        "WarmupLR",
+        {"warmup_type": "lin"},
+        "warmup_type is 'lin', but must be one of 'log', 'linear'. Did you mean 'linear'?",
+    ),
     ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps is 0, but must be an integer from 1 on"),
     ("WarmupLR", {"warmup_num_steps": 2.5}, "warmup_num_steps is 2.5, but must be an integer from 1 on"),
     ("WarmupLR", {"warmup_num_steps": True}, "warmup_num_steps is True, but must be an integer from 1 on"),
@@ -340,7 +346,7 @@ def test_a_saved_state_without_a_step_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", [WarmupDecayLR, WarmupCosineLR])
 def test_a_warmup_longer_than_the_training_is_told(kind: Any) -> None:
-    with pytest.warns(UserWarning, match="total_num_steps 9 is less than warmup_num_steps 10"):
+    with pytest.warns(UserWarning, match=r"total_num_steps \(9\) is less than warmup_num_steps \(10\)"):
         kind(optimizer_of(), 9, warmup_num_steps=10)
 
 

@@ -16,7 +16,7 @@ import twinflow
 from twinflow.optim.loss_scale import static
 from twinflow.optim.twin import Tuning, TwinOptimizer
 
-NONE_TO_TRAIN = "there is no parameter to train: none requires a gradient"
+NONE_TO_TRAIN = "There is no parameter to train: none requires a gradient"
 
 
 def mlp() -> nn.Module:
@@ -39,17 +39,17 @@ def loss_of(model: nn.Module) -> Tensor:
         ("accumulation_steps", "2", "a whole number >= 1"),
         ("accumulation_steps", 1.5, "a whole number >= 1"),
         ("accumulation_steps", True, "a whole number >= 1"),
-        ("early", "no", "True, False"),
-        ("skip_nonfinite", "x", "True, False"),
-        ("delayed_update", 1, "True, False"),
-        ("offload_params", "no", "True, False"),
+        ("early", "no", "one of True, False"),
+        ("skip_nonfinite", "x", "one of True, False"),
+        ("delayed_update", 1, "one of True, False"),
+        ("offload_params", "no", "one of True, False"),
         ("delayed_update_start", -1, "a whole number >= 0"),
         ("delayed_update_start", "x", "a whole number >= 0"),
         ("host_threads", 0, "a whole number from 1 to 1024"),
         ("lr", "1e-3", "a number"),
         ("lr", True, "a number"),
         ("lr", float("nan"), "a finite number >= 0"),
-        ("maximize", "no", "True, False"),
+        ("maximize", "no", "one of True, False"),
     ],
 )
 def test_an_argument_is_refused_by_name(name: str, value: Any, allowed: str) -> None:
@@ -148,7 +148,7 @@ def test_frozen_ones_among_parameters_are_left_out() -> None:
 @pytest.mark.parametrize("rule", ["adamw", torch.optim.NAdam])
 def test_parameters_without_memory_and_without_their_model(rule: Any) -> None:
     params = nn.Linear(2, 2, device="meta").parameters()
-    with pytest.raises(ValueError, match=r"params\[0\]\[0\] device is 'meta'.*Give the module as the first argument"):
+    with pytest.raises(ValueError, match=r"params\[0\]\[0\] device is 'meta'.*Pass the module as the first argument"):
         TwinOptimizer(params, rule)
 
 
@@ -181,7 +181,7 @@ def arguments(folder: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("options", [{"lr": 3.0}, {"param_groups": []}, {"stats": "bf16"}, {"loss_scale": static(8.0)}])
 def test_what_is_no_option_beside_a_trainers_arguments(huggingface: Any, options: Any, tmp_path: Any) -> None:
     (name,) = options
-    with pytest.raises(ValueError, match=rf"option in twin is '{name}', but must be 'states', 'ratio'"):
+    with pytest.raises(ValueError, match=rf"option in twin is '{name}', but must be one of 'states', 'ratio'"):
         huggingface.TwinTrainer(llama(), arguments(tmp_path), train_dataset=samples(2), twin=options)
 
 
@@ -189,7 +189,7 @@ def test_fp16_of_a_trainer_is_refused_without_a_gpu_too(huggingface: Any, tmp_pa
     state = importlib.import_module("accelerate").state.AcceleratorState
     try:
         trainer = huggingface.TwinTrainer(llama(), arguments(tmp_path, fp16=True), train_dataset=samples(2))
-        with pytest.raises(ValueError, match="mixed_precision is 'fp16', but must be 'no', 'bf16'"):
+        with pytest.raises(ValueError, match="mixed_precision is 'fp16', but must be one of 'no', 'bf16'"):
             trainer.train()
     finally:
         state._reset_state(reset_partial_state=True)  # it is the process's, and would stay

@@ -332,12 +332,14 @@ def test_without_a_gpu_all_state_is_on_the_host() -> None:
 
 
 def test_it_chooses_the_placement_itself() -> None:
-    with pytest.raises(ValueError, match="placement is 'tail'"):
+    with pytest.raises(ValueError, match="placement='tail' cannot be used with ratio=\"auto\""):
         twin(gpt(), ratio="auto", placement="tail")
 
 
 def test_it_needs_the_model() -> None:
-    with pytest.raises(ValueError, match=r"ratio is 'auto'.*Give the model"):
+    with pytest.raises(
+        ValueError, match=r"ratio=\"auto\" cannot be used with parameters as the first argument.*Pass the model"
+    ):
         TwinOptimizer(list(gpt().parameters()), ratio="auto")
 
 

@@ -109,7 +109,7 @@ def test_a_state_without_a_part(trained: Any, key: str) -> None:
     [
         ({"num_steps": "two"}, "num_steps is 'two', but must be a whole number >= 0"),
         ({"num_jobs": -1}, "num_jobs is -1"),
-        ({"has_unsent": "no"}, "has_unsent is 'no', but must be True, False"),
+        ({"has_unsent": "no"}, "has_unsent is 'no', but must be one of True, False"),
         ({"loss_scale": 8.0}, "loss_scale is 8.0, but must be a dict"),
         ({"param_groups": None}, "param_groups is None, but must be a list of dicts"),
         ({"param_groups": [{"lr": 1.0}]}, r"param_groups\[0\]\['params'\] is None, but must be a list of names"),
@@ -125,7 +125,7 @@ def test_a_state_with_something_else(trained: Any, changes: State, message: str)
 def test_a_loss_scale_that_lacks_a_number(trained: Any) -> None:
     optimizer, saved = trained()
     del saved["loss_scale"]["window"]
-    refused(optimizer, saved, "loss scale in the checkpoint: keys is")
+    refused(optimizer, saved, "The list of keys of the loss scale in the checkpoint is")
 
 
 @pytest.mark.parametrize(("name", "value"), [("lr", -1), ("lr", "0.1"), ("betas", (0.9, 2.0)), ("eps", None)])

@@ -611,7 +611,7 @@ def test_momentum_that_comes_later_is_refused() -> None:
         train(model, optimizer, [0])
         optimizer.param_groups[0]["momentum"] = 0.9
         loss_of(model, 1).backward()
-        with pytest.raises(ValueError, match=r"momentum is 0\.9, but must be 0\.0.*build a new one"):
+        with pytest.raises(ValueError, match=r"momentum is 0\.9, but must be 0\.0.*Build a new optimizer"):
             optimizer.step()
         optimizer.param_groups[0]["momentum"] = 0.0
         optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import closing
 from functools import cache, partial
@@ -497,9 +498,42 @@ def test_state_that_does_not_fit_is_refused_before_it_is_made(monkeypatch: pytes
 
     numel = sum(p.numel() for p in gpt().parameters())
     monkeypatch.setattr(module, "find_room", lambda params, team: Free(4 * numel, 10**12))
-    with pytest.raises(ValueError, match=r"ratio is 0.2, but must be at least 0.5.*takes.*more than it has"):
+    with pytest.raises(
+        ValueError, match=r"Not enough device memory with ratio=0.2: .* needs .* are free. Use ratio=0.5"
+    ):
         twin(gpt(), ratio=0.2)
     twin(gpt(), ratio=0.6).close()
     monkeypatch.setattr(module, "find_room", lambda params, team: Free(None, 4 * numel))
-    with pytest.raises(ValueError, match=r"host memory.*optimizer's state.*smaller format"):
+    with pytest.raises(
+        ValueError, match=r"Not enough host memory: the optimizer state needs .* are free. Use a smaller format"
+    ):
         twin(gpt())
+
+
+def test_repr_shows_ratio_states_placement_and_memory() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    with closing(twin(model, lr=1e-3, ratio=0.5, states="bf16", placement="front")) as optimizer:
+        shown = repr(optimizer)
+        lines = [line.strip() for line in shown.splitlines()]
+        assert lines[0] == "TwinOptimizer("
+        assert "rule: adamw" in lines
+        assert "states: bf16" in lines
+        assert "ratio: 0.5 (0.50 of the state is on the host)" in lines
+        assert "placement: front (buckets: 2 resident, 2 host)" in lines
+        on_host = sum(bucket.nbytes for bucket in optimizer.runtime.buckets if bucket.plan.place == HOST)
+        on_device = sum(bucket.nbytes for bucket in optimizer.runtime.buckets if bucket.plan.place == RESIDENT)
+        assert on_host == 2 * 64 * 64 * 8
+        assert (
+            f"memory of the state: {on_host / 1e3:.1f} kB on the host, {on_device / 1e3:.1f} kB on the device" in lines
+        )
+        assert any(line.startswith("memory of gradient slots on the host: ") for line in lines)
+        assert any(line.startswith("memory of speculative stores: ") for line in lines)
+        assert "Parameter Group 0" in lines
+        assert "lr: 0.001" in lines
+    assert repr(optimizer).startswith("TwinOptimizer(\n    rule: adamw\n")  # of a closed one too
+
+
+def test_help_explains_every_argument() -> None:
+    signature = inspect.signature(TwinOptimizer.__init__)
+    for name in [name for name in signature.parameters if name != "self"]:
+        assert f"`{name}`" in TwinOptimizer.__doc__ or f"`**{name}`" in TwinOptimizer.__doc__, name

@@ -1,4 +1,9 @@
-"""A checkpoint written beside training: what is written is frozen first, and a thread writes it."""
+"""Checkpoints that a thread writes while training continues.
+
+The thread "twinflow-save" writes the files. Before it starts, `Frozen.begin` freezes the state (offload/frozen.py):
+updates of a bucket then wait until its state has been read or copied. `Frozen.end` releases all buckets when the thread
+has written the files or has failed.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +17,25 @@ from twinflow.checkpoint.tree import Leaf
 from twinflow.offload.frozen import Frozen
 
 LOGGER = logging.getLogger("twinflow")
-Buckets = Callable[[Leaf], Sequence[int] | None]  # that a leaf's value depends on; None: it does not change
+Buckets = Callable[[Leaf], Sequence[int] | None]  # the buckets that a leaf depends on; None: its value does not change
 
 
 class BackgroundSave:
-    """One checkpoint under way."""
+    """A checkpoint that is being written."""
 
     def __init__(self, write: Callable[[], object], frozen: Frozen | None) -> None:
-        self._write, self._frozen = write, frozen
+        self._write = write
+        self._frozen = frozen
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="twinflow-save", daemon=False)
 
     def start(self) -> None:
-        """From here on it happens beside what the caller does."""
+        """Freezes the state and starts the thread."""
         if self._frozen is not None:
             self._frozen.begin()
         try:
             self._thread.start()
-        except RuntimeError:  # no more threads: nobody will read, so nothing may wait for it
+        except RuntimeError:  # no thread can be started, so updates must not wait for a reader
             if self._frozen is not None:
                 self._frozen.end()
             raise
@@ -39,24 +45,24 @@ class BackgroundSave:
             self._write()
         except BaseException as error:
             self._error = error
-            # A script may end without another call that would raise it.
-            LOGGER.error(f"a checkpoint in the background was not written: {error!r}")
+            # `wait` raises the error too, but a script may end without calling it.
+            LOGGER.error(f"The checkpoint in the background was not written: {error!r}")
         finally:
             if self._frozen is not None:
                 self._frozen.end()
 
     @property
     def is_done(self) -> bool:
-        """Whether it is written, or has failed."""
+        """Whether the checkpoint is written or has failed."""
         return not self._thread.is_alive()
 
     @property
     def peak_bytes(self) -> int:
-        """The most host memory that copies have taken."""
+        """The largest amount of host memory that copies of the state have used."""
         return self._frozen.peak_bytes if self._frozen is not None else 0
 
     def wait(self) -> None:
-        """Until it is written; raises what went wrong."""
+        """Waits until the checkpoint is written. Raises the exception of the thread if it has failed."""
         self._thread.join()
         if self._error is not None:
             error, self._error = self._error, None
@@ -64,8 +70,10 @@ class BackgroundSave:
 
 
 def freeze(files: Mapping[str, Sequence[Leaf]], frozen: Frozen, buckets: Buckets) -> dict[str, list[Leaf]]:
-    """The same leaves, with values as they are now whenever they are read. What may change, but with no bucket, is read
-    at once."""
+    """Replaces the `read` of each leaf by a function that returns its present value at any later time.
+
+    A leaf that may change and depends on no bucket is read at once.
+    """
     made: dict[str, list[Leaf]] = {}
     for file, leaves in files.items():
         made[file] = []
@@ -83,7 +91,7 @@ def _kept(value: Tensor) -> Callable[[], Tensor]:
 
 
 def num_bytes(leaf: Leaf) -> int:
-    """Of its value."""
+    """Bytes of the leaf's value."""
     numel = 1
     for size in leaf.shape:
         numel *= size

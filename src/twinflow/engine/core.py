@@ -1,8 +1,9 @@
-"""The engine's loop, with the calls that DeepSpeed users know: engine(batch), backward(loss), step().
+"""The engine: the training loop with DeepSpeed's calls, engine(batch), backward(loss) and step().
 
-A step that may be skipped (fp16 overflow, a gradient that is not finite) is known to be one only when its backward has
-ended on the device. `step` does not wait for that: the scheduler and the counters follow in `settle`, at the next
-moment where somebody looks at them or the next backward needs the loss scale. By then the next forward is queued.
+A step is skipped if a gradient is not finite (for example an fp16 overflow). This is known only when the backward has
+ended on the device, and `step` does not wait for it. `settle` waits and advances the scheduler if the step was applied.
+It runs when a caller reads the learning rate or a counter, and when the next backward needs the loss scale. By then the
+next forward is queued on the device.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from twinflow.engine.parts import Scheduler
 from twinflow.engine.reports import Reports
 from twinflow.engine.settings import EngineSettings
 from twinflow.engine.values import UserValue, cast_floats
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value, wrong_state
 from twinflow.launch.watch import Watch
 from twinflow.offload.blocks import find_blocks
 from twinflow.optim.twin import TwinOptimizer
@@ -39,7 +40,19 @@ from twinflow.state_dict import StateDict
 
 
 class Engine(Answers):
-    """One model, its optimizer and what belongs to them. Attributes it does not have are the module's."""
+    """Trains a module: forward, backward, step, checkpoints. `twinflow.initialize()` builds it from a config.
+
+    One step:
+
+        for inputs, targets in loader:
+            loss = loss_fn(engine(inputs), targets)
+            engine.backward(loss)
+            engine.step()
+
+    `step()` is called after every micro-batch. The optimizer steps after `gradient_accumulation_steps()` of them. An
+    attribute that the engine does not have is looked up in the module. `repr(engine)` shows batch sizes, ranks, the
+    ZeRO stage, and the optimizer with ratio, states, placement and memory.
+    """
 
     def __init__(
         self,
@@ -53,26 +66,26 @@ class Engine(Answers):
         watch: Watch | None = None,
         scales_plain_backwards: bool = True,
     ) -> None:
-        """`scales_plain_backwards`: gradients of a plain `loss.backward()` get the loss scale."""
+        """`scales_plain_backwards`: multiply gradients of a plain `loss.backward()` by the loss scale too."""
         self.module = module
         self.optimizer = optimizer
         self.lr_scheduler = scheduler
         self.training_dataloader: Iterable[UserValue] | None = loader
         self.settings = settings
         self.reports = reports
-        self.activations = activations  # checkpointed layers
-        self.watch = watch  # over the other ranks
+        self.activations = activations  # activation checkpointing
+        self.watch = watch  # detects ranks that have stopped
         self.background: BackgroundSave | None = None  # the checkpoint that is being written
-        self.global_steps = 0  # steps at an accumulation boundary, skipped ones included
+        self.global_steps = 0  # steps of the optimizer, including skipped ones
         self.micro_steps = 0
         self.global_samples = 0
-        self._is_pending = False  # the last step's outcome has not been looked at
+        self._is_pending = False  # `settle` has not yet handled the last step
         self._was_boundary = False
-        self.part = 0  # micro-batches of the step under way
-        self._is_scaled = False  # the loss of the backward under way has the loss scale in it
-        self._is_last: bool | None = None  # whether the caller has said that this one is the last of them
+        self.part = 0  # number of micro-batches of this step so far
+        self._is_scaled = False  # the loss of this backward contains the loss scale
+        self._is_last: bool | None = None  # set by set_gradient_accumulation_boundary()
         self._lr_kwargs: StateDict = {}
-        self._handles: list[RemovableHandle] = []  # of hooks that scale gradients
+        self._handles: list[RemovableHandle] = []  # hooks that scale gradients
         if optimizer is not None:
             me = weakref.ref(self)
             optimizer.runtime.call_before_update(lambda: _settle(me()))
@@ -86,18 +99,32 @@ class Engine(Answers):
             found = getattr(self.module, name)
         except AttributeError:
             raise AttributeError(
-                f"neither the engine nor its module has an attribute {name!r}{instead(name)}"
+                f"Neither the engine nor its module has an attribute {name!r}.{instead(name)}"
             ) from None
         return found
+
+    def __repr__(self) -> str:
+        """Module, ranks, batch sizes, ZeRO stage and steps, then the optimizer with ratio, placement and memory."""
+        params = list(self.module.parameters())
+        numel, trained = sum(p.numel() for p in params), sum(p.numel() for p in params if p.requires_grad)
+        batch = f"{self.settings.micro_batch_size} x {self.gradient_accumulation_steps()} x {self.dp_world_size}"
+        lines = [
+            f"module: {type(self.module).__name__} on {self.device}, {numel} parameters, {trained} of them trainable",
+            f"rank: {self.global_rank} of {self.world_size}",
+            f"zero_optimization.stage: {self.settings.stage}",
+            f"batch: {self.train_batch_size()} samples (micro-batch size x micro-batches x replicas: {batch})",
+            f"steps: {self.global_steps}",
+            *f"optimizer: {self.optimizer!r}".splitlines(),
+        ]
+        return f"{type(self).__name__}(\n" + "".join(f"    {line}\n" for line in lines) + ")"
 
     # The loop.
 
     def __call__(self, *args: object, **kwargs: object) -> UserValue:
-        """The module's forward."""
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: object, **kwargs: object) -> UserValue:
-        """The module's forward, under autocast and with inputs cast where the config says so."""
+        """Calls the module, under autocast and with inputs cast to half precision if the config says so."""
         self._beat("forward")
         self._is_scaled = False
         if self.settings.input_dtype is not None:
@@ -111,12 +138,13 @@ class Engine(Answers):
         return torch.autocast(self.device.type, dtype=self.settings.autocast)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Gradients of a micro-batch's loss, which counts for its share of the step; returns that share."""
+        """Computes gradients of a micro-batch's loss. Returns the loss divided by the number of micro-batches.
+
+        `scale_wrt_gas=False`: the caller has divided the loss already.
+        """
         optimizer = self._need_optimizer()
         if not isinstance(loss, Tensor):
-            raise invalid_value(
-                "loss", loss, "a tensor with a graph behind it, as the model or a loss function returns it"
-            )
+            raise invalid_value("loss", loss, "a tensor that requires a gradient, as a loss function returns it")
         self._beat("backward")
         self.settle()
         steps = self.gradient_accumulation_steps()
@@ -132,21 +160,21 @@ class Engine(Answers):
         return loss
 
     def leave_plain_backwards(self) -> None:
-        """From now on gradients of a plain `loss.backward()` do not get the loss scale: the caller scales losses."""
+        """Stops scaling gradients of a plain `loss.backward()`, because the caller scales losses."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def release_scheduler(self) -> None:
-        """From now on somebody else steps and saves the scheduler."""
+        """Removes the scheduler from the engine, because the caller steps and saves it."""
         self.lr_scheduler = None
 
     def count_from(self, global_steps: int) -> None:
-        """The number of steps so far, where somebody else counts them."""
+        """Sets the number of steps, for a caller that counts them itself."""
         self.global_steps = global_steps
 
     def scale(self, loss: Tensor) -> Tensor:
-        """What to call `.backward()` on, in place of `engine.backward(loss)`."""
+        """Returns the loss on which the caller calls `.backward()` instead of `engine.backward(loss)`."""
         self.settle()
         loss = loss / self.gradient_accumulation_steps()
         self.reports.add_loss(loss)
@@ -155,13 +183,16 @@ class Engine(Answers):
         return loss * optimizer.loss_scale
 
     def step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
-        """After every micro-batch: at the last of a step the optimizer steps, else this only counts."""
+        """Call it after every micro-batch. The optimizer steps after the last one of a step.
+
+        `lr_kwargs` are passed to the scheduler's step().
+        """
         lr = self._count_step(lr_kwargs)
         if self._was_boundary:
             self.reports.after_step(self, lr)
 
     def _count_step(self, lr_kwargs: Mapping[str, object] | None = None) -> float:
-        """The same without a word to anybody; the learning rate that it has used."""
+        """`step` without reports. Returns the learning rate of this step."""
         optimizer = self._need_optimizer()
         self._beat("step")
         self._was_boundary = self.is_gradient_accumulation_boundary()
@@ -181,7 +212,7 @@ class Engine(Answers):
         return lr
 
     def settle(self) -> None:
-        """The last step's outcome is needed now: a step that was applied moves the schedule."""
+        """Waits for the outcome of the last step and advances the scheduler if the step was applied."""
         if not self._is_pending:
             return
         self._is_pending = False
@@ -191,70 +222,86 @@ class Engine(Answers):
             self._check_rates()
 
     def _check_rates(self) -> None:
-        """Say whose fault it is, before the update rule refuses a learning rate."""
+        """Raises ValueError for a learning rate that the scheduler must not set. The update rule's error would not
+        name the scheduler."""
         optimizer = self.optimizer
         for group in optimizer.param_groups if optimizer is not None and optimizer.rule is not None else ():
             lr = float(group["lr"])
             if not (math.isfinite(lr) and lr >= 0.0):
-                raise invalid_value("lr as the scheduler has set it", lr, "a finite number >= 0")
+                raise invalid_value(
+                    "The learning rate that the scheduler has set", lr, "a finite number >= 0", "Check the scheduler."
+                )
 
     def _beat(self, doing: str) -> None:
-        """Other ranks know that this one goes on."""
+        """Reports to the watch of the other ranks that this rank makes progress."""
         if self.watch is not None:
             self.watch.beat(self.global_steps + 1, doing)
 
     def _pause(self, doing: str) -> AbstractContextManager[object]:
-        """Something that takes longer than a step."""
+        """Tells the watch that the next operation takes longer than a step."""
         return self.watch.pause(doing) if self.watch is not None else nullcontext()
 
     def _need_optimizer(self) -> TwinOptimizer:
         if self.optimizer is None:
-            raise RuntimeError("the engine has no optimizer: name one in the config, or give one to initialize()")
+            raise wrong_state(
+                "The engine cannot train",
+                "it has no optimizer",
+                "Name an optimizer in the config, or pass one to initialize().",
+            )
         return self.optimizer
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that no step has used; the next micro-batch is the first of a step."""
+        """Drops gradients that no step has used. The next micro-batch is then the first of a step."""
         self.part = 0
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)
 
     def train(self, mode: bool = True) -> Engine:
-        """Put the module into training mode."""
+        """Puts the module into training mode."""
         self.module.train(mode)
         return self
 
     def eval(self) -> Engine:
-        """Put the module into evaluation mode."""
+        """Puts the module into evaluation mode."""
         return self.train(False)
 
     def no_sync(self) -> AbstractContextManager[object]:
-        """Around backwards whose gradients stay on this rank until the step's last: with stages 0 and 1 they do so
-        anyway. With stage 2 no rank keeps a sum of its own."""
+        """A context for backwards whose gradients are not yet summed over ranks.
+
+        It has no effect with ZeRO stages 0 and 1: ranks sum gradients only after the last micro-batch of a step. It
+        raises ValueError with stages 2 and 3 on several replicas, where no rank keeps a sum of its own.
+        """
         if self.dp_world_size > 1 and self.settings.stage >= 2:
-            remedy = "Leave no_sync() out, or use stage 1."
-            raise invalid_value("no_sync() with zero_optimization.stage", self.settings.stage, (0, 1), remedy)
+            raise incompatible(
+                "no_sync()",
+                f"zero_optimization.stage {self.settings.stage}",
+                "ranks sum the gradients of every micro-batch there",
+                "Remove no_sync(), or use stage 1.",
+            )
         return nullcontext()
 
-    # What it knows.
+    # Properties.
 
     @property
     def basic_optimizer(self) -> TwinOptimizer | None:
-        """The optimizer: there is nothing wrapped around it."""
+        """The optimizer, under DeepSpeed's name for an optimizer without wrappers."""
         return self.optimizer
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that were not applied, because a gradient was not finite."""
+        """Number of steps that were not applied because a gradient was not finite."""
         self.settle()
         return self.optimizer.num_skipped if self.optimizer is not None else 0
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch under way is the last of its step."""
+        """Whether the present micro-batch is the last one of its step."""
         return self.part + 1 >= self.gradient_accumulation_steps() if self._is_last is None else self._is_last
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say whether the micro-batch under way is the last of its step, from now on until said otherwise; None: the
-        engine counts. A step may have fewer than the config's number of them, and not more."""
+        """Sets whether the present micro-batch is the last one of its step, until the next call of this method.
+
+        None: the engine counts micro-batches. A step may have fewer micro-batches than the config says, but not more.
+        """
         self._is_last = is_boundary
 
     def was_step_applied(self) -> bool:
@@ -263,45 +310,48 @@ class Engine(Answers):
         return self._was_boundary and self.optimizer is not None and self.optimizer.was_applied
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches that make a step."""
+        """Number of micro-batches in a step."""
         return self.optimizer.accumulation_steps if self.optimizer is not None else 1
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a micro-batch."""
+        """Number of samples in a micro-batch of one rank."""
         return self.settings.micro_batch_size
 
     def train_batch_size(self) -> int:
-        """Samples of a step, on all ranks."""
+        """Number of samples in a step, over all ranks."""
         return self.settings.micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples of a step, of a micro-batch, and micro-batches of a step."""
+        """The samples of a step, the samples of a micro-batch, and the micro-batches of a step."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Other steps from now on: the micro-batch stays, their number changes."""
+        """Changes the number of samples in a step by changing the number of micro-batches."""
         micro = self.settings.micro_batch_size * self.dp_world_size
         if train_batch_size < 1 or train_batch_size % micro:
-            raise invalid_value(
-                "train_batch_size", train_batch_size, f"a multiple of the micro-batches of all ranks, which is {micro}"
-            )
+            expected = f"a positive multiple of {micro}, the samples of one micro-batch on all ranks"
+            raise invalid_value("train_batch_size", train_batch_size, expected)
         if self.part:
-            raise RuntimeError("set_train_batch_size() in the middle of a step. Call it after a boundary's step()")
+            raise wrong_state(
+                "set_train_batch_size() cannot run in the middle of a step",
+                f"the step has {self.part} micro-batches already",
+                "Call it after the step() of the last micro-batch.",
+            )
         self._need_optimizer().set_accumulation_steps(train_batch_size // micro)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Micro-batches of another size from now on; a step has as many of them as before."""
+        """Changes the size of micro-batches. The number of micro-batches in a step stays."""
         if micro_batch_size < 1:
             raise invalid_value("micro_batch_size", micro_batch_size, "a whole number >= 1")
         self.settings = replace(self.settings, micro_batch_size=micro_batch_size)
 
     def get_lr(self) -> list[float]:
-        """Learning rate of each param group, for the next step."""
+        """The learning rate of each param group for the next step."""
         self.settle()
         return [float(group["lr"]) for group in self._need_optimizer().param_groups]
 
     def get_mom(self) -> list[float | tuple[float, float] | None]:
-        """Momentum, or betas, of each param group."""
+        """The betas or the momentum of each param group."""
         self.settle()
         return [group.get("betas", group.get("momentum")) for group in self._need_optimizer().param_groups]
 
@@ -316,10 +366,12 @@ class Engine(Answers):
         exclude_frozen_parameters: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> bool:
-        """Write everything needed to go on exactly as if nothing had happened, into `save_dir`/`tag`.
+        """Writes a checkpoint to `save_dir`/`tag`, from which training continues with the same results.
 
-        With `checkpoint.background` in the config it is written beside the steps that follow, after the one before;
-        what went wrong then is raised by the next call of this, of `wait_for_checkpoint` or of `destroy`.
+        `client_state` is returned by `load_checkpoint`. `on_progress(written, total)` is called with numbers of bytes.
+        With `checkpoint.background` in the config, a thread writes the checkpoint while training continues. If that
+        fails, the next call of this method, of `wait_for_checkpoint` or of `destroy` raises the exception. Raises
+        RuntimeError in the middle of a step.
         """
         self.wait_for_checkpoint()
         self.settle()
@@ -332,7 +384,7 @@ class Engine(Answers):
         return True
 
     def wait_for_checkpoint(self) -> None:
-        """Until the checkpoint that is being written in the background, if there is one, is complete."""
+        """Waits until the checkpoint in the background, if there is one, is complete."""
         background, self.background = self.background, None
         if background is not None:
             with self._pause("saving"):
@@ -348,9 +400,10 @@ class Engine(Answers):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., object] | None = None,
     ) -> tuple[str | None, dict[str, UserValue]]:
-        """Take over a checkpoint: its folder and client state; (None, {}) where `load_dir` has none.
+        """Loads a checkpoint. Returns its folder and its client state; (None, {}) if `load_dir` has no checkpoint.
 
-        All of it is checked before anything changes.
+        `tag=None` loads the latest one. The checkpoint is checked completely before the engine changes.
+        `custom_load_fn(src=weights, dst=module)` replaces the loading of weights.
         """
         self.wait_for_checkpoint()
         self.settle()
@@ -365,19 +418,19 @@ class Engine(Answers):
             found = restore.load(self, Path(load_dir), tag, what)
         grid = self.settings.grid
         if grid is not None and grid.num_model > 1:
-            same_randoms(grid.model, self.device)  # what tensor ranks draw has to be the same
+            same_randoms(grid.model, self.device)  # tensor ranks must draw the same random numbers
         return found
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the weights as they are on the device, as safetensors that other libraries read."""
-        remedy = "Save a checkpoint, and make files of it with `twinflow export`."
+        """Writes the weights in the dtype of the model to a safetensors file."""
+        reason, remedy = "each rank has only a part of the weights", "Save a checkpoint and use `twinflow export`."
         if self.settings.stage == 3 and self.world_size > 1:
-            raise invalid_value("save_16bit_model() with zero_optimization.stage", 3, (0, 1, 2), remedy)
+            raise incompatible("save_16bit_model()", "zero_optimization.stage 3 on several ranks", reason, remedy)
         grid = self.settings.grid
         if grid is not None and grid.num_pipe * grid.num_model > 1:
-            raise invalid_value("save_16bit_model() with", "pipeline or tensor ranks", "neither", remedy)
+            raise incompatible("save_16bit_model()", "pipeline or tensor parallelism", reason, remedy)
         if self.optimizer is not None:
             self.optimizer.wait()
         if self.global_rank > 0:
@@ -393,14 +446,14 @@ class Engine(Answers):
     # The rest.
 
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, object] | None = None) -> None:
-        """torch.compile each block by itself: the waits for its weights stay outside the graph."""
+        """Compiles each block separately with torch.compile, so that waits for weights stay outside the graphs."""
         compiled: Callable[..., Callable[..., object]] = torch.compile
         for block in find_blocks(self.module):
             module = block.module
             module.forward = compiled(module.forward, backend=backend, **(compile_kwargs or {}))
 
     def set_training_data(self, dataset: Dataset[object], collate_fn: Callable[..., object] | None) -> None:
-        """Make the engine's own loader of a dataset."""
+        """Builds the engine's data loader from a dataset."""
         self.training_dataloader = self.deepspeed_io(dataset, collate_fn=collate_fn)
 
     def deepspeed_io(
@@ -412,7 +465,7 @@ class Engine(Answers):
         collate_fn: Callable[..., object] | None = None,
         num_local_io_workers: int = 0,
     ) -> ResumableLoader:
-        """A data loader in the engine's batch size."""
+        """Builds a data loader with the engine's micro-batch size. `route="train"` shuffles."""
         batch_size = self.settings.micro_batch_size if batch_size is None else batch_size
         return ResumableLoader(
             dataset,
@@ -420,20 +473,20 @@ class Engine(Answers):
             collate_fn,
             self.settings.drop_last,
             num_local_io_workers,
-            seed=self._same_seed() if route == "train" else None,  # others have no order to agree on
+            seed=self._same_seed() if route == "train" else None,  # only shuffling needs one seed for all ranks
             pin_memory=pin_memory,
             shuffle=route == "train",
             share=(self.dp_rank, self.dp_world_size),
         )
 
     def _same_seed(self) -> int:
-        """All ranks draw from one order of the samples."""
+        """The seed of rank 0, so that all ranks shuffle in the same order."""
         seed = torch.initial_seed() % (1 << 63)
         team = self.optimizer.team if self.optimizer is not None else None
         return seed if team is None else int(gather_json(team.everyone, seed)[0])
 
     def destroy(self) -> None:
-        """Finish what has begun and give memory and threads back; the module stays usable."""
+        """Completes running updates and checkpoints, and releases memory and threads. The module stays usable."""
         with ExitStack() as last_first:
             if self.watch is not None:
                 last_first.callback(self.watch.close)
@@ -449,13 +502,13 @@ class Engine(Answers):
 
 
 def _settle(engine: Engine | None) -> None:
-    """An update is about to begin: it uses the learning rate that follows from the last step."""
+    """Called before an update, which needs the learning rate that the scheduler sets after the last step."""
     if engine is not None:
         engine.settle()
 
 
 def _scale_plain_backwards(optimizer: TwinOptimizer, engine: weakref.ref[Engine]) -> list[RemovableHandle]:
-    """With a loss scale all gradients of a step have to have it, those of a plain `loss.backward()` too."""
+    """Hooks that multiply gradients of a plain `loss.backward()` by the loss scale, which the update expects."""
 
     def scale(grad: Tensor) -> Tensor:
         it = engine()

@@ -1,4 +1,4 @@
-"""Numbers on their way from the device: reading one at once would wait for all work that is queued there."""
+"""Scalars that are copied from the device in the background. A direct read would wait for all queued work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class LateScalar:
-    """A scalar tensor's value, copied when the device gets there."""
+    """The value of a scalar tensor, copied to the host on the current stream."""
 
     def __init__(self, value: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -23,7 +23,7 @@ class LateScalar:
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def get(self) -> float:
-        """The value; waits for it alone."""
+        """The value. Waits only for its copy."""
         if self._event is not None:
             self._event.synchronize()
         return float(self._host)

@@ -1,4 +1,4 @@
-"""A data loader that knows where it is: saved in the middle of an epoch, it goes on with the next batch."""
+"""A data loader whose position can be saved. After loading, it continues with the next batch of the epoch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from twinflow.errors import invalid_value
 
 
 class ResumableLoader:
-    """Batches of a dataset, shuffled anew each epoch from a seed of its own: the order needs no other random state.
+    """Batches of a dataset. The order of an epoch depends only on `seed` and the number of the epoch.
 
-    `share`: this rank and the number of ranks. Of the order, which is the same for all, the first rank takes the first
-    sample, the second the second, and so on; what is left over is filled up from the start, or dropped. A stream of
-    samples (IterableDataset) is each rank's own.
+    `share`: this rank and the number of ranks. All ranks have the same order of samples, and rank r takes samples r,
+    r + world, r + 2 * world, and so on. If the number of samples is not divisible, samples from the start are repeated,
+    or with `drop_last` the rest is dropped. An IterableDataset is not divided: each rank reads its own.
     """
 
     def __init__(
@@ -33,32 +33,34 @@ class ResumableLoader:
     ) -> None:
         if batch_size < 1:
             raise invalid_value("batch_size", batch_size, "a whole number >= 1")
-        self.dataset, self.batch_size = dataset, batch_size
+        self.dataset = dataset
+        self.batch_size = batch_size
         self.seed = torch.initial_seed() % (1 << 63) if seed is None else seed
         self.epoch = 0
-        self.position = 0  # batches of this epoch that were handed out
+        self.position = 0  # number of batches of this epoch that were handed out
         self._is_stream = isinstance(dataset, IterableDataset)
         self._collate_fn = collate_fn
         self._num_workers = num_workers
         self._pin_memory = pin_memory
-        self._drop_last, self._shuffle = drop_last, shuffle
+        self._drop_last = drop_last
+        self._shuffle = shuffle
         self._rank, self._world = share
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Number of batches in an epoch on this rank."""
         num_samples = self._num_samples()
         return num_samples // self.batch_size if self._drop_last else -(-num_samples // self.batch_size)
 
     def __iter__(self) -> Iterator[UserValue]:
-        """The rest of this epoch; the next call goes on with the next one."""
+        """The rest of this epoch. The next call starts the next epoch."""
         batches = iter(self._stream() if self._is_stream else self._loader())
         for batch in batches:
-            self.position += 1  # before it is handed out: whoever saves has seen it
+            self.position += 1  # before `yield`, because a checkpoint that is saved then must count this batch
             yield batch
         self.epoch, self.position = self.epoch + 1, 0
 
     def _num_samples(self) -> int:
-        """Of this rank, in an epoch: as many as every other has."""
+        """Number of samples in an epoch on each rank."""
         total = len(self.dataset)  # type: ignore[arg-type]
         return total // self._world if self._drop_last else -(-total // self._world)
 
@@ -78,11 +80,11 @@ class ResumableLoader:
         )
 
     def _generator(self) -> torch.Generator:
-        """What workers draw their own seeds from: others each epoch, the same in a run that goes on."""
+        """The generator of the workers' seeds. They differ in each epoch and are the same after resuming."""
         return torch.Generator().manual_seed(self.seed + self.epoch)
 
     def _stream(self) -> Iterator[object]:
-        """An iterable dataset has no order to jump in: what was handed out before is read again and dropped."""
+        """Batches of an IterableDataset. It has no index, so batches before the position are read and dropped."""
         loader = DataLoader(
             self.dataset,
             batch_size=self.batch_size,
@@ -98,7 +100,7 @@ class ResumableLoader:
                 yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Where it is."""
+        """The position: seed, epoch and number of batches, with the batch size and the number of ranks."""
         return {
             "seed": self.seed,
             "epoch": self.epoch,
@@ -108,21 +110,27 @@ class ResumableLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there, with another number of ranks too; an iterator that is in use does not notice."""
+        """Continues from a saved position, also with another number of ranks. Iterators in use are not affected.
+
+        Raises ValueError if the position is not a whole number of batches with this batch size and number of ranks.
+        """
         if state["batch_size"] != self.batch_size and state.get("world", 1) == self._world:
-            raise invalid_value("batch size of the data position", state["batch_size"], [self.batch_size])
+            remedy = "Resume with the same batch size."
+            raise invalid_value("batch size of the data position", state["batch_size"], [self.batch_size], remedy)
         num_seen, each = state["position"] * state["batch_size"] * state.get("world", 1), self.batch_size * self._world
         if num_seen % each:
-            remedy = "Choose micro-batches so that batch size x ranks divides it."
-            raise invalid_value("samples of the epoch that were seen", num_seen, f"a multiple of {each}", remedy)
+            expected = f"a multiple of {each}, which is batch size x ranks"
+            remedy = f"Choose a micro-batch size so that batch size x ranks divides {num_seen}."
+            raise invalid_value("The number of samples of the epoch that were seen", num_seen, expected, remedy)
         self.seed, self.epoch, self.position = state["seed"], state["epoch"], num_seen // each
 
 
 class _Order(Sampler[int]):
-    """All samples once, in an order that follows from the seed."""
+    """All samples once, in a random order that depends on the seed."""
 
     def __init__(self, num_samples: int, seed: int) -> None:
-        self._num_samples, self._seed = num_samples, seed
+        self._num_samples = num_samples
+        self._seed = seed
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self._seed)
@@ -133,10 +141,13 @@ class _Order(Sampler[int]):
 
 
 class _Turn(Sampler[int]):
-    """Every so manieth sample of an order, filled up from its start."""
+    """The samples of one rank: every `world`-th of an order, repeated from its start if it is too short."""
 
     def __init__(self, order: Iterable[int], rank: int, world: int, num_samples: int) -> None:
-        self._order, self._rank, self._world, self._num_samples = order, rank, world, num_samples
+        self._order = order
+        self._rank = rank
+        self._world = world
+        self._num_samples = num_samples
 
     def __iter__(self) -> Iterator[int]:
         every = list(self._order)
@@ -147,10 +158,11 @@ class _Turn(Sampler[int]):
 
 
 class _From(Sampler[list[int]]):
-    """Batches from a position on."""
+    """The batches from number `first` on."""
 
     def __init__(self, batches: BatchSampler, first: int) -> None:
-        self._batches, self._first = batches, first
+        self._batches = batches
+        self._first = first
 
     def __iter__(self) -> Iterator[list[int]]:
         for number, batch in enumerate(self._batches):

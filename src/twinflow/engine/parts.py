@@ -1,6 +1,6 @@
-"""What an engine consists of, for the modules that save, load and report it.
+"""Protocol of the engine for the modules that save, load and report it.
 
-The engine imports these modules. They know it by this Protocol, so that imports make no cycle.
+The engine imports these modules. They use this Protocol instead of `Engine`, so that imports make no cycle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from twinflow.state_dict import StateDict
 
 
 class Scheduler(Protocol):
-    """A learning-rate schedule: one of torch's, ours, or the user's."""
+    """A learning-rate scheduler of torch, of twinflow or of the user."""
 
     @property
     def step(self) -> Callable[..., object]: ...
@@ -57,7 +57,7 @@ class EngineParts(Protocol):
 
     @property
     def part(self) -> int:
-        """Micro-batches of the step under way."""
+        """Number of micro-batches of the present step so far."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""The engine of a model whose layers are spread over ranks: `train_batch` runs all micro-batches of a step."""
+"""The engine for pipeline parallelism. `train_batch` runs all micro-batches of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from twinflow.engine.parts import Scheduler
 from twinflow.engine.reports import Reports
 from twinflow.engine.settings import EngineSettings
 from twinflow.engine.values import UserValue, cast_floats, to_device
-from twinflow.errors import invalid_value
+from twinflow.errors import invalid_value, wrong_state
 from twinflow.launch.watch import Watch
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel.deferral import Deferral
@@ -30,15 +30,15 @@ from twinflow.parallel.wire import Wire
 
 @dataclass(frozen=True)
 class Links:
-    """What a rank needs beside its layers."""
+    """The connections of a pipeline rank to other ranks."""
 
     wire: Wire
     ties: Sequence[TiedGradients] = ()
-    deferral: Deferral | None = None  # of weights' gradients, for zero-bubble schedules
+    deferral: Deferral | None = None  # defers weight gradients, for zero-bubble schedules
 
 
 class PipelineEngine(Engine):
-    """Attributes it does not have are the module's."""
+    """Trains a `PipelineModule` with `train_batch`. An attribute that it does not have is looked up in the module."""
 
     module: PipelineModule
 
@@ -54,7 +54,7 @@ class PipelineEngine(Engine):
         activations: Handle | None = None,
         watch: Watch | None = None,
     ) -> None:
-        # The runner scales losses.
+        # The runner scales losses, so plain backwards get no loss scale.
         super().__init__(
             module,
             optimizer,
@@ -69,17 +69,18 @@ class PipelineEngine(Engine):
         self._wire = links.wire
         self._ties = links.ties
         self._deferral = links.deferral
-        self._runners: dict[int, Runner] = {}  # by micro-batches
-        self._batches: Iterator[object] | None = None  # of the engine's own loader
-        self._batch_fn: Callable[[UserValue], object] | None = None  # from what it gives to (inputs, target)
+        self._runners: dict[int, Runner] = {}  # by number of micro-batches
+        self._batches: Iterator[object] | None = None  # iterator over the engine's loader
+        self._batch_fn: Callable[[UserValue], object] | None = None  # converts a batch to (inputs, target)
 
     # The loop.
 
     def train_batch(self, data_iter: Iterator[object] | None = None) -> Tensor:
-        """A whole step: its micro-batches, taken from `data_iter` as (inputs, target), and the update.
+        """Runs one step: all its micro-batches and the update.
 
-        Returns the mean loss over micro-batches and replicas, on every rank. Only the ranks of the first and the last
-        stage take anything from `data_iter`; without one, all of them go on in the engine's own loader.
+        `data_iter` yields a pair (inputs, target) for each micro-batch. Only ranks of the first and the last stage read
+        from it. Without `data_iter`, all ranks read from the engine's loader. Returns the mean loss over micro-batches
+        and replicas, on every rank.
         """
         self._need_optimizer()
         self._beat("train_batch")
@@ -108,7 +109,11 @@ class PipelineEngine(Engine):
         reduce_output: str | None = "avg",
         num_micro_batches: int | None = None,
     ) -> UserValue:
-        """Forwards alone: the mean loss, on every rank; without `compute_loss` outputs, on ranks of the last stage."""
+        """Runs forwards without gradients. Returns the mean loss, on every rank.
+
+        `compute_loss=False` returns the outputs on ranks of the last stage, and None on other ranks.
+        `reduce_output=None` returns the loss of each micro-batch there.
+        """
         if return_logits:
             raise invalid_value("return_logits", True, [False], "Call eval_batch(compute_loss=False) for the outputs.")
         if reduce_output not in ("avg", None):
@@ -125,7 +130,7 @@ class PipelineEngine(Engine):
         return self._mean(found)
 
     def _runner(self, num_micro_batches: int, is_trained: bool = True) -> Runner:
-        """Made when the number of micro-batches is new; any will do for evaluation."""
+        """The runner for a number of micro-batches. Evaluation can use any runner."""
         if not is_trained and self._runners:
             return next(iter(self._runners.values()))
         if not is_trained:
@@ -142,7 +147,7 @@ class PipelineEngine(Engine):
         return self.optimizer.loss_scale if self.optimizer is not None else 1.0
 
     def _take(self, data_iter: Iterator[object] | None, num: int) -> list[tuple[object, object]]:
-        """Micro-batches, on this rank's device; nothing where neither end of the pipeline is."""
+        """The micro-batches on this rank's device; (None, None) on ranks without the first and the last stage."""
         if data_iter is None:
             data_iter = self._own_batches()
         elif not (self.module.has_first or self.module.has_last):
@@ -150,15 +155,14 @@ class PipelineEngine(Engine):
         try:
             return [self._placed(next(data_iter)) for _ in range(num)]
         except BaseException as error:
-            self._wire.fail(error)  # other ranks wait for what is made of it
+            self._wire.fail(error)  # other ranks wait for the outputs of this rank
             raise
 
     def _own_batches(self) -> Iterator[object]:
         if self._batches is None:
             if self.training_dataloader is None:
-                raise invalid_value(
-                    "data_iter", None, "an iterator of (inputs, target), or training_data for initialize()"
-                )
+                remedy = "Pass data_iter, or pass training_data to initialize()."
+                raise invalid_value("data_iter", None, "an iterator of (inputs, target)", remedy)
             self._batches = _again_and_again(self.training_dataloader)
         return self._batches
 
@@ -166,16 +170,15 @@ class PipelineEngine(Engine):
         if self._batch_fn is not None:
             batch = self._batch_fn(batch)
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise invalid_value(
-                "a micro-batch", type(batch).__name__, "a pair: inputs (a tensor or a tuple), and target"
-            )
+            remedy = "Convert batches with set_batch_fn()."
+            raise invalid_value("A micro-batch", type(batch).__name__, "a pair (inputs, target)", remedy)
         inputs, target = (to_device(part, self.device) for part in batch)
         if self.settings.input_dtype is not None:
             inputs = cast_floats(inputs, self.settings.input_dtype)
         return inputs, target
 
     def _mean(self, losses: Sequence[Tensor] | None) -> Tensor:
-        """Over micro-batches and replicas: the last stage's ranks know it, all others are told."""
+        """The mean over micro-batches and replicas. Ranks of the last stage send their losses to all ranks."""
         own = torch.zeros(2, dtype=torch.float64)
         if losses is not None:
             own[0], own[1] = torch.stack([loss.detach().double() for loss in losses]).sum().cpu(), len(losses)
@@ -184,59 +187,59 @@ class PipelineEngine(Engine):
         return (total[0] / total[1]).float()
 
     def forward(self, *args: object, **kwargs: object) -> NoReturn:
-        """Not for a pipeline."""
+        """Raises RuntimeError. Use `train_batch` or `eval_batch`."""
         _refuse("forward")
 
     def backward(self, *args: object, **kwargs: object) -> NoReturn:
-        """Not for a pipeline."""
+        """Raises RuntimeError. Use `train_batch`."""
         _refuse("backward")
 
     def step(self, lr_kwargs: Mapping[str, object] | None = None) -> NoReturn:
-        """Not for a pipeline."""
+        """Raises RuntimeError. Use `train_batch`."""
         _refuse("step")
 
-    # Where batches come from.
+    # Sources of batches.
 
     def set_dataloader(self, loader: Iterable[object]) -> None:
-        """What `train_batch()` takes batches from, epoch after epoch, where it is given nothing."""
+        """Sets the loader of `train_batch()` without `data_iter`. It is read again in each epoch."""
         self.training_dataloader, self._batches = loader, None
 
     def set_dataiterator(self, iterator: Iterator[object]) -> None:
-        """The same for an iterator, until it ends."""
+        """Sets an iterator for `train_batch()` without `data_iter`. Its end raises StopIteration."""
         self._batches = iterator
 
     def set_batch_fn(self, fn: Callable[[UserValue], object] | None) -> None:
-        """What makes a pair of inputs and target of a batch; None: it is one."""
+        """Sets the function that converts a batch to (inputs, target); None: batches are such pairs."""
         self._batch_fn = fn
 
     def reset_activation_shape(self) -> None:
-        """Nothing to do: stages tell each other the shapes that come."""
+        """Does nothing, because stages send the shapes of activations with them. DeepSpeed has this method."""
 
-    # What it knows.
+    # Properties.
 
     def get_pipeline_parallel_rank(self) -> int:
-        """Which rank of the pipeline this is."""
+        """Index of this process among the ranks of the pipeline."""
         return self.module.index
 
     def is_first_stage(self) -> bool:
-        """Whether inputs are needed here."""
+        """Whether this rank has the first stage, which needs the inputs."""
         return self.module.has_first
 
     def is_last_stage(self) -> bool:
-        """Whether targets are needed here."""
+        """Whether this rank has the last stage, which needs the targets."""
         return self.module.has_last
 
     def is_pipe_parallel(self) -> bool:
-        """Whether there is more than one rank in the pipeline."""
+        """Whether the pipeline has more than one rank."""
         return self.module.num_ranks > 1
 
     @property
     def sent_bytes(self) -> int:
-        """Between stages, by this rank."""
+        """Bytes that this rank has sent to other stages."""
         return self._wire.sent_bytes
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Other steps from now on: the micro-batch stays, their number changes."""
+        """Changes the number of samples in a step by changing the number of micro-batches."""
         micro = self.settings.micro_batch_size * self.dp_world_size
         if train_batch_size > 0 and train_batch_size % micro == 0:
             check_micro_batches(self.module, train_batch_size // micro)
@@ -252,7 +255,7 @@ class PipelineEngine(Engine):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., object] | None = None,
     ) -> tuple[str | None, dict[str, UserValue]]:
-        """As an engine does; its own loader goes on from where the checkpoint's was."""
+        """See `Engine.load_checkpoint`. The engine's loader continues from the position in the checkpoint."""
         self._batches = None
         return super().load_checkpoint(
             load_dir,
@@ -265,7 +268,7 @@ class PipelineEngine(Engine):
         )
 
     def destroy(self) -> None:
-        """Finish what has begun and give memory and threads back."""
+        """Completes running updates and checkpoints, and releases memory, threads and connections."""
         with ExitStack() as last_first:
             last_first.callback(self._wire.close)
             for tie in self._ties:
@@ -274,13 +277,13 @@ class PipelineEngine(Engine):
 
 
 def check_micro_batches(module: PipelineModule, num_micro_batches: int) -> None:
-    """Refuse a number that the schedule cannot do."""
+    """Raises ValueError if the schedule does not support this number of micro-batches."""
     make_schedule(module.schedule, module.num_ranks, num_micro_batches, module.num_chunks)
 
 
 @contextmanager
 def _evaluating(module: PipelineModule) -> Iterator[None]:
-    """Every part of the module in evaluation mode, and then in the mode it had."""
+    """Puts all submodules into evaluation mode, and back into their former mode at the end."""
     modes = {part: part.training for part in module.modules()}
     module.eval()
     try:
@@ -291,17 +294,22 @@ def _evaluating(module: PipelineModule) -> Iterator[None]:
 
 
 def _again_and_again(loader: Iterable[object]) -> Iterator[object]:
-    """Epoch after epoch."""
+    """The batches of all epochs. Raises ValueError if an epoch has none."""
     while True:
         is_empty = True
         for batch in loader:
             is_empty = False
             yield batch
         if is_empty:
-            raise invalid_value("training_data", "no batch", "at least one a rank", "Is dataloader_drop_last set?")
+            raise ValueError(
+                "training_data gives no batch on this rank, but must give at least one. Use more data or a smaller "
+                "micro-batch, or set dataloader_drop_last to false."
+            )
 
 
 def _refuse(name: str) -> NoReturn:
-    raise RuntimeError(
-        f"{name}() runs one micro-batch, and a pipeline runs several at once: call train_batch(data_iter)"
+    raise wrong_state(
+        f"{name}() cannot be called on a PipelineEngine",
+        "a pipeline runs several micro-batches at once",
+        "Call train_batch(data_iter).",
     )

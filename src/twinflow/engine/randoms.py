@@ -1,4 +1,4 @@
-"""Every generator that training may draw from: their states, and back."""
+"""Reads and sets the states of all random generators that training may use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from twinflow.state_dict import StateDict, list_of, tensor_of, value_of
 
 
 def random_states() -> StateDict:
-    """Every generator that training may draw from."""
+    """States of the generators of Python, NumPy, torch and all GPUs."""
     kind, keys, *rest = np.random.get_state()  # noqa: NPY002
     states: StateDict = {
         "python": random.getstate(),
@@ -25,7 +25,7 @@ def random_states() -> StateDict:
 
 
 def set_random_states(states: Mapping[str, object]) -> None:
-    """Put them back. A GPU that was not there then keeps its own."""
+    """Sets states of `random_states`. A GPU that `states` does not contain keeps its state."""
     random.setstate(value_of(states, "python", tuple))
     kind, keys, position, has_gauss, gauss = list_of(states, "numpy")
     assert isinstance(keys, torch.Tensor)

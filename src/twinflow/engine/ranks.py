@@ -1,4 +1,4 @@
-"""The ranks that save and load together: who of them writes what several have, and what all of them say as one."""
+"""The ranks that save and load a checkpoint together: which rank writes which tensor, and the common `meta`."""
 
 from __future__ import annotations
 
@@ -18,45 +18,43 @@ from twinflow.state_dict import Kind, list_of, value_of
 
 @dataclass(frozen=True)
 class Ranks:
-    """Those that save and load together, and this one's place among them."""
+    """All ranks that save and load together, and the position of this rank."""
 
     group: Group
-    are_partitioned: bool  # each replica has its own part of the state; else all have all of it
-    replicas: Group | None = None  # those with the same stages and tensor shards as this one; None: all of them
-    stage: int = 0  # which of the pipeline's ranks this is
+    are_partitioned: bool  # each replica has its own part of the state; otherwise each has all of it
+    replicas: Group | None = None  # ranks with the same stages and tensor shards as this one; None: all ranks
+    stage: int = 0  # index of this rank in the pipeline
     tensor_rank: int = 0
     num_tensor: int = 1
-    # Names here of tied parameters to those that they have where the model uses them first, which are saved.
+    # By name of a tied parameter on this rank: its name in the first module that uses it, under which it is saved.
     aliases: Mapping[str, str] = field(default_factory=dict)
-    # The first stage that has a tensor, by every name that a tensor has on any rank; see `meet`.
+    # By every name of a tensor on any rank: the first stage that has this tensor. `meet` fills it.
     holders: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
-        """Which one this is."""
         return self.group.rank
 
     @property
     def world(self) -> int:
-        """How many there are."""
         return self.group.world
 
     @property
     def data(self) -> Group:
-        """Those that have the same weights as this one."""
+        """The ranks with the same weights as this one."""
         return self.group if self.replicas is None else self.replicas
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank says what all with its stages have in common."""
+        """Whether this rank reports the values that all ranks with its stages have in common."""
         return self.data.rank == 0 and self.tensor_rank == 0
 
     def gather(self, value: Kind) -> list[Kind]:
-        """Every rank's value, on every rank."""
+        """The values of all ranks, on every rank."""
         return gather_json(self.group, value)
 
     def meet(self, names: Iterable[str]) -> Ranks:
-        """The same, knowing which stage has what; `names` are those of this rank's tensors."""
+        """A copy with `holders`. All ranks call it, each with the `names` of its tensors."""
         own = list(names)
         spoken = [*own, *map(self.canonical, own)] if self.speaks else []
         holders: dict[str, int] = {}
@@ -66,22 +64,25 @@ class Ranks:
         return replace(self, holders=holders)
 
     def canonical(self, name: str) -> str:
-        """The name that a tensor is saved under."""
+        """The name under which a tensor is saved."""
         return self.aliases.get(name, name)
 
     def saves(self, name: str, is_sharded: bool = False) -> bool:
-        """Whether it is up to this rank, or to its replicas, to save a tensor: of equal copies the first is saved."""
+        """Whether this rank or one of its replicas saves a tensor.
+
+        Of equal copies on several ranks, the first is saved.
+        """
         is_first = self.holders.get(self.canonical(name), self.stage) == self.stage
         return is_first and (is_sharded or self.tensor_rank == 0)
 
 
 def only_one() -> Ranks:
-    """A process that saves and loads alone."""
+    """The `Ranks` of a process that saves and loads alone."""
     return Ranks(alone(), are_partitioned=False)
 
 
 def ranks_of(engine: EngineParts) -> Ranks | None:
-    """The ranks that train with this one; None where nobody has a part of anything."""
+    """The ranks that train with this one; None if there is no other rank with a part of the state."""
     team = engine.optimizer.team if engine.optimizer is not None else None
     if team is None or team.everyone.world == 1:
         return None
@@ -99,8 +100,11 @@ def ranks_of(engine: EngineParts) -> Ranks | None:
 
 
 def deal(leaves: Sequence[Leaf], ranks: Ranks) -> list[Leaf]:
-    """This rank's share of what its replicas have: the largest first, each to the rank that has least so far. What a
-    rank has a part of is its own."""
+    """Distributes leaves over the replicas and returns this rank's share.
+
+    Leaves are assigned from the largest on, each to the rank with the fewest bytes so far. A rank always saves its own
+    parts of partitioned tensors.
+    """
     if ranks.data.world == 1:
         return list(leaves)
     is_own = {id(leaf): leaf.part is not None and ranks.are_partitioned for leaf in leaves}
@@ -114,7 +118,7 @@ def deal(leaves: Sequence[Leaf], ranks: Ranks) -> list[Leaf]:
 
 
 class Said(TypedDict, total=False):
-    """What a rank says of its stage, shards and parts to all others; only plain values."""
+    """What a rank reports about its stage, shards and parts to all other ranks, as JSON values."""
 
     extra: dict[str, JSON]
     aliases: dict[str, str]
@@ -127,12 +131,12 @@ class Said(TypedDict, total=False):
 
 
 def unite(meta: Mapping[str, JSON], said: Sequence[Said]) -> dict[str, JSON]:
-    """A checkpoint's `meta`, from one rank's and what all ranks have said of their stages, shards and parts.
+    """The `meta` of a checkpoint, from the `meta` of one rank and the reports of all ranks. It is equal on every rank.
 
-    Every rank comes to the same. A ValueError where they do not fit together.
+    Raises ValueError if the reports contradict each other.
     """
     made = dict(meta)
-    first_last = list(reversed(said))  # of what several have, the first's stays
+    first_last = list(reversed(said))  # the first rank's value stays if several ranks report a name
     made["extra"] = {name: value for one in first_last for name, value in one["extra"].items()}
     made["aliases"] = {name: value for one in first_last for name, value in one["aliases"].items()}
     made["optimizer_state"] = {name: value for one in first_last for name, value in one["optimizer_state"].items()}
@@ -145,12 +149,16 @@ def unite(meta: Mapping[str, JSON], said: Sequence[Said]) -> dict[str, JSON]:
 
 
 def unite_groups(said: Sequence[Sequence[Mapping[str, JSON]]]) -> list[dict[str, JSON]]:
-    """Param groups with the names of all stages, each name once; their options must be the same everywhere."""
+    """Joins the param groups of all stages. Each name appears once.
+
+    Raises ValueError if the options of a group differ between stages.
+    """
     for groups in said:
         if [_options(group) for group in groups] != [_options(group) for group in said[0]]:
             raise ValueError(
-                "the stages of the pipeline have different param_groups. Give each the same number of groups with the "
-                "same options, in the same order, and each group a trainable parameter on every rank"
+                "The stages of the pipeline have different param_groups, but must have the same ones. Pass the same "
+                "number of groups with the same options in the same order on every rank. Each group needs a trainable "
+                "parameter on every rank."
             )
     names = [
         dict.fromkeys(str(name) for groups in said for name in list_of(groups[i], "params"))

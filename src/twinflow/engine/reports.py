@@ -1,4 +1,4 @@
-"""What an engine says while it trains: log lines, scalars for monitors, times, and a profile of one step."""
+"""Reports of an engine during training: log lines, scalars for monitors, times, and a profile of one step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from twinflow.engine.parts import EngineParts
 from twinflow.monitor.flops import FlopsProfile
 
 LOGGER = logging.getLogger("twinflow")
-_MOST_LATE = 64  # numbers that may be on their way before the oldest is waited for
+_MOST_LATE = 64  # number of scalars that may be in copy before the oldest is waited for
 
 
 class Writer(Protocol):
-    """Takes (tag, value, samples)."""
+    """A monitor. Events have the form (tag, value, number of samples so far)."""
 
     def write(self, events: Sequence[tuple[str, float, int]]) -> None: ...
 
@@ -28,7 +28,7 @@ class Writer(Protocol):
 
 
 class Timers(Protocol):
-    """Measures named stretches of a step."""
+    """Measures named parts of a step."""
 
     def measure(self, name: str) -> AbstractContextManager[object]: ...
 
@@ -46,7 +46,7 @@ class _Late:
 
 
 class Reports:
-    """Nothing here waits for the device but the lines that were asked for."""
+    """Writes the reports. Only log lines, every `steps_per_print` steps, wait for the device."""
 
     def __init__(
         self,
@@ -55,36 +55,39 @@ class Reports:
         timers: Timers | None = None,
         profiler: Profiler | None = None,
     ) -> None:
-        self.every, self._writer, self._timers, self._profiler = steps_per_print, writer, timers, profiler
-        self._loss: Tensor | None = None  # of the step under way
+        self.every = steps_per_print
+        self._writer = writer
+        self._timers = timers
+        self._profiler = profiler
+        self._loss: Tensor | None = None  # sum over the micro-batches of this step
         self._late: deque[_Late] = deque()
-        self._waited_s = 0.0  # by all forwards so far
+        self._waited_s = 0.0  # total time that forwards have waited for weights
 
     def forward(self, engine: EngineParts) -> AbstractContextManager[object]:
-        """Around a forward."""
+        """Context of a forward."""
         if self._profiler is not None:
             self._profiler.before_forward(engine)
         return self._measure("forward")
 
     def backward(self) -> AbstractContextManager[object]:
-        """Around a backward."""
+        """Context of a backward."""
         return self._measure("backward")
 
     def step(self) -> AbstractContextManager[object]:
-        """Around the optimizer's step."""
+        """Context of the optimizer's step."""
         return self._measure("step")
 
     def _measure(self, name: str) -> AbstractContextManager[object]:
         return self._timers.measure(name) if self._timers is not None else nullcontext()
 
     def add_loss(self, loss: Tensor) -> None:
-        """A micro-batch's share of the step's loss."""
+        """Adds a micro-batch's share to the loss of the step."""
         if self._writer is not None or self.every:
             loss = loss.detach().float()
             self._loss = loss if self._loss is None else self._loss + loss
 
     def after_step(self, engine: EngineParts, lr: float) -> None:
-        """A step with this learning rate is over: note its numbers, print what is due."""
+        """Writes the scalars of a step with learning rate `lr`, and a log line if one is due."""
         if self._timers is not None and engine.optimizer is not None:
             waited_s = engine.optimizer.runtime.waited_s
             self._timers.add("wait", waited_s - self._waited_s)
@@ -96,7 +99,7 @@ class Reports:
             return
         late = LateScalar(loss)
         if self._writer is not None:
-            # The scale is the one of this step; reading the next one would wait for the device.
+            # This is the loss scale of this step. Reading the next one would wait for the device.
             scale = engine.optimizer.current_loss_scale if engine.optimizer is not None else 1.0
             self._late.append(_Late(engine.global_samples, late, lr, scale))
             self._write(all_of_them=False)
@@ -120,24 +123,24 @@ class Reports:
 
     @property
     def writes(self) -> bool:
-        """Whether there is a monitor here."""
+        """Whether this rank has a monitor."""
         return self._writer is not None
 
     def write(self, events: Sequence[tuple[str, float, int]]) -> None:
-        """Numbers of the user's own, after those of the steps before."""
+        """Writes events of the user, after the scalars of all steps before."""
         if self._writer is not None:
             self._write(all_of_them=True)
             self._writer.write(events)
 
     def close(self) -> None:
-        """Write what is still on its way."""
+        """Writes the remaining scalars and closes the monitor."""
         if self._writer is not None:
             self._write(all_of_them=True)
             self._writer.close()
 
 
 class Profiler:
-    """Counts the operations of one step, the `profile_step`-th, and prints or writes the result."""
+    """Counts the operations of step number `profile_step` and prints or writes the result."""
 
     def __init__(
         self, profile_step: int, profile: Callable[[nn.Module], FlopsProfile], show: Callable[[FlopsProfile], None]
@@ -148,13 +151,13 @@ class Profiler:
         self._open: FlopsProfile | None = None
 
     def before_forward(self, engine: EngineParts) -> None:
-        """Begin with the first forward of that step."""
+        """Starts the profile before the first forward of the step."""
         if self._open is None and engine.part == 0 and engine.global_steps + 1 == self._step:
             self._open = self._profile(engine.module)
             self._open.__enter__()
 
     def after_step(self, engine: EngineParts) -> None:
-        """End with it."""
+        """Ends and shows the profile after the step."""
         if self._open is not None:
             opened, self._open = self._open, None
             opened.__exit__(None, None, None)

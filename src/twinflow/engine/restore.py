@@ -1,4 +1,4 @@
-"""A checkpoint into an engine: all that can be wrong is found, checksums included, before anything changes."""
+"""Loads a checkpoint into an engine. Everything is checked, checksums included, before the engine changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from twinflow.engine.state import (
     tensors_of,
 )
 from twinflow.engine.values import UserValue
-from twinflow.errors import invalid_value
+from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.bucket import local_of
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_build import first_of
@@ -41,9 +41,9 @@ from twinflow.state_dict import StateDict, dict_of, int_of, list_of, tensor_of
 
 @dataclass(frozen=True)
 class What:
-    """What to take over from a checkpoint."""
+    """The parts of a checkpoint that are loaded."""
 
-    strict: bool  # the names of the weights must be the model's
+    strict: bool  # the checkpoint must have exactly the weights of the model
     optimizer: bool
     scheduler: bool
     everything_else: bool  # counters, random states, data position
@@ -51,15 +51,20 @@ class What:
 
 
 def load(engine: EngineParts, root: Path, tag: str | None, what: What) -> tuple[str | None, dict[str, UserValue]]:
-    """Take over `root`/`tag`, or the latest; its path and the client state."""
+    """Loads `root`/`tag`, or the latest checkpoint. Returns its path and the client state."""
     if engine.optimizer is not None and engine.optimizer.runtime.job is not None:
-        raise RuntimeError("load_checkpoint() between backward() and step(). Call step() first")
+        raise wrong_state(
+            "load_checkpoint() cannot run between backward() and step()",
+            "updates of this step may have begun",
+            "Call step() first.",
+        )
     ranks = (ranks_of(engine) or only_one()).meet(names_of(engine))
     found, tags = agree(ranks, lambda: _open(root, tag))
     other = next((rank for rank, other in enumerate(tags) if other != tags[0]), None)
     if other is not None:
-        remedy = "load_dir must be on a file system that all ranks share."
-        raise invalid_value(f"{root}: what rank {other} finds", tags[other], [tags[0]], remedy)
+        remedy = "Use a load_dir on a file system that all ranks share."
+        expected = f"{tags[0]!r}, as on rank 0"
+        raise invalid_value(f"The checkpoint that rank {other} finds in {root}", tags[other], expected, remedy)
     if found is None:
         return None, {}
     checked, _ = agree(ranks, lambda: (_check(engine, found, what, ranks), None))
@@ -77,7 +82,7 @@ def load(engine: EngineParts, root: Path, tag: str | None, what: What) -> tuple[
                 assert isinstance(before, dict)
                 engine.lr_scheduler.load_state_dict(before)
             raise
-    engine.zero_grad()  # of micro-batches whose step will not come
+    engine.zero_grad()  # drops gradients of a step that was not completed
     _load_weights(engine, found, names, what, dict_of(others, "extra") if others["extra"] else {})
     if head is not None:
         assert engine.optimizer is not None
@@ -93,20 +98,23 @@ def load(engine: EngineParts, root: Path, tag: str | None, what: What) -> tuple[
 
 
 def _open(root: Path, tag: str | None) -> tuple[Checkpoint | None, str | None]:
-    """A checkpoint of an engine, if there is one, and its tag."""
+    """The checkpoint and its tag; None if there is no checkpoint."""
     found = open_checkpoint(root, tag)
     if found is None:
         return None, None
     missing = [name for name in (*COUNTERS, *PARTS, "aliases", "excluded") if name not in found.meta]
     if missing:
-        raise ValueError(f"{found.path}: not a checkpoint of an engine: meta.json has no {', '.join(missing)}")
+        raise ValueError(
+            f"{found.path} is not a checkpoint of an engine: meta.json has no {', '.join(missing)}. "
+            "Load a checkpoint that engine.save_checkpoint() has written."
+        )
     return found, found.path.name
 
 
 def _check(
     engine: EngineParts, found: Checkpoint, what: What, ranks: Ranks
 ) -> tuple[dict[str, str], _FileSource | None, StateDict | None, StateDict]:
-    """All that can be wrong, before anything changes: names of weights, the optimizer's entries and head, the rest."""
+    """Checks everything before the engine changes: names and shapes of weights, the optimizer's state, the rest."""
     found.verify(share=(ranks.rank, ranks.world))
     meta, rest = found.meta, _reader(found, "rest")
     saved = _SavedNames(meta["aliases"], ranks)
@@ -122,28 +130,30 @@ def _check(
 
 
 def _check_errors(found: Checkpoint) -> None:
-    """Those of compressed exchanges were once kept by piece, for one layout alone."""
+    """Raises ValueError for error-feedback state of an earlier version, which fits only one layout of ranks."""
     if any(one and "num_replicas" not in one for one in found.meta.get("errors", [])):
-        given, allowed = "by piece, as an earlier version had them", "by parameter and replica"
-        remedy = "Go on with the version that saved it, or pass load_optimizer_states=False."
-        raise invalid_value(f"{found.path}: errors of compressed exchanges", given, allowed, remedy)
+        raise ValueError(
+            f"{found.path}: errors of compressed exchanges are stored by piece, as in an earlier version, but must be "
+            "stored by parameter and replica. Continue with the version that saved the checkpoint, or pass "
+            "load_optimizer_states=False."
+        )
 
 
 @dataclass(frozen=True)
 class _SavedNames:
-    """From names in this rank's module to those in a checkpoint, which another layout may have saved."""
+    """Maps names in this rank's module to names in a checkpoint, which another layout of ranks may have saved."""
 
-    aliases: Mapping[str, str]  # the checkpoint's: names of tied tensors to those that they are stored under
+    aliases: Mapping[str, str]  # of the checkpoint: by name of a tied tensor, the name under which it is stored
     ranks: Ranks
 
     def find(self, name: str, there: Container[str]) -> str | None:
-        """What a tensor of this rank is called among the names that are `there`."""
+        """The name of a tensor of this rank among the names `there`; None if it is not among them."""
         first = self.ranks.canonical(name)
         names = (name, self.aliases.get(name), first, self.aliases.get(first))
         return next((one for one in names if one in there), None)
 
     def unclaimed(self, names: Iterable[str]) -> list[str]:
-        """Those that no rank has."""
+        """The names that no rank has."""
         known = set(self.ranks.holders)
         known |= {first for name, first in self.aliases.items() if name in known}
         return [name for name in names if name not in known]
@@ -152,7 +162,10 @@ class _SavedNames:
 def _own_groups(
     optimizer: TwinOptimizer, groups: Iterable[Mapping[str, object]], saved: _SavedNames
 ) -> list[StateDict]:
-    """Saved param groups with this rank's parameters alone; those that no rank has stay, to be found wrong."""
+    """The saved param groups with only this rank's parameters.
+
+    Names that no rank has stay in the groups, so that the optimizer's check reports them.
+    """
     made = []
     for index, group in enumerate(groups):
         names = [str(name) for name in list_of(group, "params")]
@@ -163,7 +176,7 @@ def _own_groups(
 
 
 def _own_random(found: Checkpoint, first: StateDict, ranks: Ranks) -> StateDict:
-    """This rank's random states; a rank that was not there then begins with the first one's, moved on by its number."""
+    """This rank's random states. A rank that the checkpoint does not have gets those of rank 0 with another seed."""
     saved, rank = found.meta.get("ranks"), ranks.rank
     if saved is None:
         return first
@@ -176,19 +189,20 @@ def _own_random(found: Checkpoint, first: StateDict, ranks: Ranks) -> StateDict:
 
 
 def _load_scheduler(scheduler: Scheduler, saved: StateDict, path: Path) -> None:
-    """A scheduler that cannot take the state keeps its own."""
+    """Loads the scheduler's state. A scheduler that raises an exception gets its former state again."""
     before = copy.copy(scheduler.state_dict())
     try:
         scheduler.load_state_dict(saved)
     except Exception as error:
         scheduler.load_state_dict(before)
-        kind = type(scheduler).__name__
-        remedy = "Use the same scheduler, or pass load_lr_scheduler_states=False."
-        raise invalid_value(f"{path}: scheduler", f"of another kind than {kind} ({error!r})", kind, remedy) from error
+        raise ValueError(
+            f"{path}: the saved scheduler state does not fit {type(scheduler).__name__} ({error!r}). Use the scheduler "
+            "that was saved, or pass load_lr_scheduler_states=False."
+        ) from error
 
 
 def _reader(found: Checkpoint, file: str, shard: TensorShard | None = None) -> Callable[[str], Tensor]:
-    """Reads tensors whole; those that are of the shape of a parameter with this `shard`, this rank's part of them."""
+    """A function that reads tensors by name: this rank's part if the tensor has the shape of a sharded parameter."""
 
     def read(name: str) -> Tensor:
         shape = found.shape(file, name)
@@ -201,14 +215,14 @@ def _reader(found: Checkpoint, file: str, shard: TensorShard | None = None) -> C
 
 
 class _FileSource:
-    """The optimizer's entries in a checkpoint, as this rank's parameters need them."""
+    """The optimizer's state in a checkpoint, cut for this rank's parameters."""
 
     def __init__(self, found: Checkpoint, optimizer: TwinOptimizer, saved: _SavedNames) -> None:
         self._found = found
         entries: dict[str, StateDict] = found.meta.get("optimizer_state", {})
         names = {param.name: saved.find(param.name, entries) for param in optimizer.runtime.params}
         self._entries = {name: entries[there] for name, there in names.items() if there is not None}
-        self._entries |= {name: entries[name] for name in saved.unclaimed(entries)}  # to be found wrong
+        self._entries |= {name: entries[name] for name in saved.unclaimed(entries)}  # its check reports them
         self._shards = {param.name: shard_of(param.tensor) for param in optimizer.runtime.params}
 
     def names(self) -> Iterable[str]:
@@ -229,7 +243,7 @@ class _FileSource:
         for key, path in tensors.items():
             if not key.endswith("_scale"):
                 cut[key] = cut_for(self._found, "optimizer", path, shard, start, numel)
-            elif shard is None:  # else blocks of the whole are not those of a part
+            elif shard is None:  # a shard's quantization blocks differ from those of the whole tensor
                 end = -(-(start + numel) // BLOCK)
                 cut[key] = self._found.cut("optimizer", path, start // BLOCK, end - start // BLOCK)
         others = {key: value for key, value in entry.items() if key not in tensors and isinstance(value, dict)}
@@ -237,7 +251,10 @@ class _FileSource:
 
 
 def _check_model(module: nn.Module, found: Checkpoint, what: What, saved: _SavedNames) -> dict[str, str]:
-    """This rank's tensors that the checkpoint has, and under which name; ValueError where they do not fit."""
+    """Names of this rank's tensors that the checkpoint has, with their names there.
+
+    Raises ValueError if names or shapes do not fit.
+    """
     own, there = tensors_of(module), dict.fromkeys(found.names("model"))
     every = {name: saved.find(name, there) for name in own}
     names = {name: path for name, path in every.items() if path is not None}
@@ -247,9 +264,10 @@ def _check_model(module: nn.Module, found: Checkpoint, what: What, saved: _Saved
         missing = set(own) - set(names) - set(found.meta["excluded"])
         unknown = set(saved.unclaimed([*there, *saved.aliases]))
         if missing or unknown:
+            differences = [*_some("the checkpoint has no", missing), *_some("the model has no", unknown)]
             raise ValueError(
-                f"{found.path}: its weights are not this model's: {_some('missing', missing)}"
-                f"{_some('not in the model', unknown)}. Build the same model, or pass load_module_strict=False"
+                f"{found.path}: the weights do not fit this model: {'; '.join(differences)}. "
+                "Build the same model, or pass load_module_strict=False."
             )
     shards = shards_of(module)
     for name, path in names.items():
@@ -257,15 +275,16 @@ def _check_model(module: nn.Module, found: Checkpoint, what: What, saved: _Saved
         if name in shards:
             wanted = shards[name].whole_shape(wanted)
         if shape != wanted:
-            raise invalid_value(f"{found.path}: shape of {name}", shape, [wanted])
+            remedy = "Build the same model."
+            raise invalid_value(f"{found.path}: the shape of {name}", shape, f"{wanted}, as in the model", remedy)
     return names
 
 
-def _some(what: str, names: set[str]) -> str:
+def _some(what: str, names: set[str]) -> list[str]:
     if not names:
-        return ""
+        return []
     shown = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f" {what} {shown};"
+    return [f"{what} {shown}"]
 
 
 @torch.no_grad()
@@ -275,7 +294,7 @@ def _load_weights(
     module = engine.module
     shards = shards_of(module)
     if engine.optimizer is not None:
-        engine.optimizer.flush()  # weights on their way, or still to come, would be written over what is loaded
+        engine.optimizer.flush()  # weights of running updates would overwrite the loaded ones
     if what.custom_load_fn is not None:
         everything = {name: _reader(found, "model", shards.get(name))(path) for name, path in names.items()}
         what.custom_load_fn(src=everything, dst=module)
@@ -298,7 +317,7 @@ def _load_weights(
         local = local_of(own[name])
         key = (local.data_ptr(), own[name].shape)
         if own[name].numel() and local.data_ptr() not in memory:
-            foreign[name] = found.tensor("model", path)  # made for the state dict alone: its module knows what it is
+            foreign[name] = found.tensor("model", path)  # a module made it for its state dict and must load it itself
         elif key not in written:  # a tied weight is written once
             written.add(key)
             if local is own[name]:

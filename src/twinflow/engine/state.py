@@ -1,6 +1,6 @@
-"""An engine as a checkpoint: weights, optimizer, schedule, counters, random states and data position; back: restore.py.
+"""Saves an engine as a checkpoint: weights, optimizer, scheduler, counters, random states and data position.
 
-Everything is streamed: one parameter's state is in memory at a time.
+State is streamed to the files, so that the state of only one parameter is in memory at a time. restore.py loads it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from twinflow.engine.background import BackgroundSave, freeze
 from twinflow.engine.parts import EngineParts
 from twinflow.engine.randoms import random_states
 from twinflow.engine.ranks import Ranks, Said, deal, only_one, ranks_of, unite
-from twinflow.errors import invalid_value
+from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.bucket import local_of
 from twinflow.offload.frozen import Frozen
 from twinflow.offload.param_offload import ParamOffload
@@ -31,7 +31,7 @@ from twinflow.parallel.shard import TensorShard, shard_of
 from twinflow.state_dict import StateDict, value_of
 
 COUNTERS = ("global_steps", "micro_steps", "global_samples")
-Progress = Callable[[int, int], None]  # told the bytes that are written, and all there are
+Progress = Callable[[int, int], None]  # called with the number of bytes written so far and the total
 PARTS = ("scheduler", "loader", "random", "client_state", "extra")
 
 
@@ -44,15 +44,16 @@ def save(
     exclude_frozen: bool,
     on_progress: Progress | None,
 ) -> BackgroundSave | None:
-    """Write `root`/`tag`; where the engine saves in the background, begin to."""
+    """Writes `root`/`tag`, or starts a thread that writes it if the engine saves in the background."""
     if engine.part:
-        raise RuntimeError(
-            f"save_checkpoint() after {engine.part} of {engine.gradient_accumulation_steps()} micro-batches of a step. "
-            "Call it after a boundary's step()"
+        raise wrong_state(
+            "save_checkpoint() cannot run in the middle of a step",
+            f"it is called after {engine.part} of {engine.gradient_accumulation_steps()} micro-batches",
+            "Call it after the step() of the last micro-batch.",
         )
     ranks = ranks_of(engine)
     if ranks is None and engine.global_rank > 0:
-        return None  # all ranks have the same, and no part of anything: the first saves it
+        return None  # all ranks have the same state, and rank 0 saves it
     together = (ranks or only_one()).meet(names_of(engine))
     own, said = agree(together, lambda: _collect(engine, client_state, exclude_frozen, together))
     meta, files = unite(own.meta, said), own.files
@@ -93,7 +94,7 @@ def save(
 
 
 def _telling(engine: EngineParts, on_progress: Progress | None) -> Progress:
-    """The watch is told too, however long a disk takes."""
+    """Calls the watch too, so that a slow disk does not look like a rank that has stopped."""
 
     def told(done: int, total: int) -> None:
         if engine.watch is not None:
@@ -105,30 +106,34 @@ def _telling(engine: EngineParts, on_progress: Progress | None) -> Progress:
 
 
 def _freeze(engine: EngineParts) -> Frozen | None:
-    """A moment at which nothing is under way."""
+    """Waits for running updates and copies, and makes the frozen state of this moment."""
     if engine.optimizer is None:
         return None
     runtime, limit = engine.optimizer.runtime, engine.settings.background_bytes
     assert limit is not None
-    if runtime.job is not None:  # updates of it may have begun, and would go on while it is written
-        raise RuntimeError("save_checkpoint() in the background between backward() and step(). Call step() first")
+    if runtime.job is not None:
+        raise wrong_state(
+            "save_checkpoint() in the background cannot run between backward() and step()",
+            "updates of this step may have begun and would continue while the state is written",
+            "Call step() first.",
+        )
     runtime.wait()
     runtime.wait_for_copies()
     return Frozen(runtime.frozen, runtime.device, limit)
 
 
 def _buckets_of(engine: EngineParts) -> Callable[[Leaf], Sequence[int] | None]:
-    """The buckets whose updates would change a leaf: those of its parameter, by the name of either."""
+    """A function that returns the buckets whose updates would change a leaf: those of its parameter."""
     assert engine.optimizer is not None
     params = engine.optimizer.runtime.params
     by_tensor = {param.tensor: [bucket.plan.index for bucket in param.buckets] for param in params}
     found: dict[str, list[int] | None] = {param.name: by_tensor[param.tensor] for param in params}
     for name, tensor in engine.module.named_parameters(remove_duplicate=False):
-        found[name] = by_tensor.get(tensor)  # a frozen one does not change
+        found[name] = by_tensor.get(tensor)  # None for a frozen parameter, which does not change
 
     def buckets(leaf: Leaf) -> Sequence[int] | None:
         name = leaf.name
-        while name not in found and "/" in name:  # parameter/key, with more keys below
+        while name not in found and "/" in name:  # the name has the form parameter/key/key
             name = name.rpartition("/")[0]
         return found.get(name, [])
 
@@ -136,13 +141,14 @@ def _buckets_of(engine: EngineParts) -> Callable[[Leaf], Sequence[int] | None]:
 
 
 class _Own:
-    """What this rank saves of an engine, and what it says of it to the other ranks.
+    """The leaves that this rank saves, and its report to the other ranks (`said`).
 
-    Leaves have the names that they have here; `names` are those that they are stored under where these are others.
+    Leaves have this rank's names. `names` maps them to the names in the files if these differ.
     """
 
     def __init__(self, engine: EngineParts, ranks: Ranks) -> None:
-        self._engine, self._ranks = engine, ranks
+        self._engine = engine
+        self._ranks = ranks
         self.meta: dict[str, JSON] = {name: getattr(engine, name) for name in COUNTERS}
         self.said: Said = {
             "extra": {},
@@ -156,7 +162,7 @@ class _Own:
         self.names: dict[str, dict[str, str]] = {"model": {}, "optimizer": {}, "rest": {}}
 
     def add_optimizer(self) -> None:
-        """Its options, which the first rank speaks for, and what it keeps for each parameter."""
+        """Adds the optimizer's options, which rank 0 saves, and its state of each parameter."""
         optimizer, ranks = self._engine.optimizer, self._ranks
         if optimizer is None:
             return
@@ -178,7 +184,7 @@ class _Own:
         self._add("optimizer", leaves if ranks.are_partitioned else deal(leaves, ranks), shards)
 
     def add_weights(self, exclude_frozen: bool) -> None:
-        """Parameters and buffers."""
+        """Adds parameters and buffers."""
         engine, ranks = self._engine, self._ranks
         leaves, aliases, excluded = weights(engine.module, exclude_frozen, param_offload_of(engine))
         shards = shards_of(engine.module)
@@ -192,7 +198,7 @@ class _Own:
         self._add("model", deal(kept, ranks), shards)
 
     def add_rest(self, client_state: StateDict) -> None:
-        """What belongs to the whole run, which the first rank speaks for; and what each stage and rank has."""
+        """Adds values of the whole run, which rank 0 saves, and values of each stage and rank."""
         engine, ranks = self._engine, self._ranks
         self._add_common("scheduler", state_of(engine.lr_scheduler))
         self._add_common("loader", state_of(engine.training_dataloader))
@@ -218,10 +224,10 @@ class _Own:
         return stripped
 
     def _add(self, file: str, leaves: list[Leaf], shards: Mapping[str, TensorShard]) -> None:
-        """Leaves that this rank writes; of those that are shards it says so."""
+        """Adds leaves that this rank writes, and reports those that are shards."""
         names, marks = self.names[file], self.said["shards"].setdefault(file, {})
         self.files[file] = leaves
-        for leaf in {leaf.name: leaf for leaf in leaves}.values():  # parts have one name
+        for leaf in {leaf.name: leaf for leaf in leaves}.values():  # parts of a tensor have the same name
             shard, name = shards.get(leaf.name), names.get(leaf.name, leaf.name)
             if shard is not None:
                 assert (shard.rank, shard.world) == (self._ranks.tensor_rank, self._ranks.num_tensor)
@@ -230,7 +236,7 @@ class _Own:
 
 
 def _collect(engine: EngineParts, client_state: StateDict, exclude_frozen: bool, ranks: Ranks) -> tuple[_Own, Said]:
-    """What this rank saves, and what it says to all."""
+    """The leaves that this rank saves, and its report to all ranks."""
     own = _Own(engine, ranks)
     own.add_optimizer()
     own.add_rest(client_state)
@@ -241,14 +247,21 @@ def _collect(engine: EngineParts, client_state: StateDict, exclude_frozen: bool,
 
 
 def sharded_leaves(leaves: Sequence[Leaf], param: Tensor) -> dict[str, TensorShard]:
-    """Those of an optimizer's tensors for a parameter that are cut as it is; single numbers all tensor ranks have."""
+    """The leaves of a parameter's optimizer state that are sharded like the parameter.
+
+    All tensor ranks have the same scalars. Raises ValueError for a leaf of another shape.
+    """
     shard, shape = shard_of(param), tuple(param.shape)
     if shard is None:
         return {}
     for leaf in leaves:
         if _whole_shape(leaf) != shape and math.prod(_whole_shape(leaf)) > 1:
-            remedy = "Tensor ranks have parts of the parameter; what belongs to all of it they cannot save."
-            raise invalid_value(f"shape of {leaf.name}", _whole_shape(leaf), [shape, ()], remedy)
+            expected = f"{shape}, the shape of the parameter, or ()"
+            remedy = (
+                "Tensor ranks have parts of the parameter and cannot save state of another shape. "
+                "Use an optimizer whose state has the shape of its parameter."
+            )
+            raise invalid_value(f"The shape of {leaf.name}", _whole_shape(leaf), expected, remedy)
     return {leaf.name: shard for leaf in leaves if _whole_shape(leaf) == shape}
 
 
@@ -257,33 +270,33 @@ def _whole_shape(leaf: Leaf) -> tuple[int, ...]:
 
 
 def names_of(engine: EngineParts) -> dict[str, None]:
-    """All that this rank has a name for: of the module's state, and of what is trained."""
+    """All names of this rank: those in the module's state dict, and those of trained parameters."""
     params = engine.optimizer.runtime.params if engine.optimizer is not None else []
     return dict.fromkeys([*engine.module.state_dict(), *(param.name for param in params)])
 
 
 def shards_of(module: nn.Module) -> dict[str, TensorShard]:
-    """Parameters that tensor ranks have parts of, by every name they have."""
+    """The shards of parameters that tensor ranks share, by every name of the parameter."""
     named = ((name, shard_of(param)) for name, param in module.named_parameters(remove_duplicate=False))
     return {name: shard for name, shard in named if shard is not None}
 
 
 def state_of(part: object) -> object:
-    """What a part that may not be there gives to be saved."""
+    """The state dict of an object; None if it has no `state_dict`."""
     if not hasattr(part, "state_dict"):
         return None
     return part.state_dict()
 
 
 def param_offload_of(engine: EngineParts) -> ParamOffload | None:
-    """Where weights live that are on the host."""
+    """The engine's `ParamOffload`; None if weights are on the device."""
     return engine.optimizer.runtime.param_offload if engine.optimizer is not None else None
 
 
 def weights(
     module: nn.Module, exclude_frozen: bool, param_offload: ParamOffload | None = None
 ) -> tuple[list[Leaf], dict[str, str], list[str]]:
-    """A model's tensors, each once; names of those that are the same tensor as another; names that were left out."""
+    """The leaves of a model, each tensor once; aliases of tensors with several names; names that were left out."""
     leaves: list[Leaf] = []
     seen: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
@@ -314,7 +327,7 @@ def weights(
 
 
 def offloaded_in(module: nn.Module, param_offload: ParamOffload | None) -> dict[str, nn.Parameter]:
-    """Parameters whose weights live on the host, by every name they have."""
+    """Parameters whose weights are on the host, by every name of the parameter."""
     if param_offload is None:
         return {}
     return {
@@ -323,10 +336,10 @@ def offloaded_in(module: nn.Module, param_offload: ParamOffload | None) -> dict[
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """A state dict without what is no tensor."""
+    """The tensors in a module's state dict."""
     return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
 
 
 def _extra(module: nn.Module) -> StateDict:
-    """What modules add to their state dict that is not a tensor."""
+    """The values in a module's state dict that are not tensors (`get_extra_state`)."""
     return {name: value for name, value in module.state_dict().items() if not isinstance(value, Tensor)}

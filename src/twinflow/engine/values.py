@@ -1,4 +1,4 @@
-"""Tensors inside nested tuples, lists and dicts: what goes into a model."""
+"""Conversion of tensors in nested tuples, lists and dicts, such as inputs of a model."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 from twinflow.state_dict import Kind
 
-# What belongs to the user's model or data, where it is handed to the user, who alone knows its type: a type checker has
-# to let the user's code use it. Inside the library such a value is an `object`.
+# Type of values that belong to the user's model or data, in signatures that return them to the user. Only the user
+# knows the type, and type checkers must accept any use of it. Inside the library such a value is an `object`.
 UserValue = Any
 
 
 def cast_floats(value: Kind, dtype: torch.dtype) -> Kind:
-    """Floating tensors, cast."""
+    """`value` with floating-point tensors cast to `dtype`."""
     return cast("Kind", _each(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor))
 
 
 def to_device(value: Kind, device: torch.device) -> Kind:
-    """All tensors, on a device."""
+    """`value` with all tensors copied to `device`."""
     return cast("Kind", _each(value, lambda tensor: tensor.to(device, non_blocking=True)))
 
 

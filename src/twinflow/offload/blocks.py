@@ -1,8 +1,9 @@
-"""Blocks: the modules a forward runs one after the other, each waiting for its own weights only.
+"""Blocks: modules that a forward runs one after the other. The forward of a block waits only for that block's weights.
 
-The members of the outermost ModuleLists and Sequentials are blocks: transformer layers, in practice. A parameter
-outside any block, or in two of them, belongs to the root, whose weights are waited for before anything runs. A block
-that the first forward did not call is no place to wait either (nn.MultiheadAttention never calls its out_proj).
+The members of the outermost ModuleLists and Sequentials are blocks. In practice these are transformer layers. A
+parameter that is in no block, or in two of them, belongs to the root (`ROOT`). The forward of the model waits for the
+weights of the root before it starts. If the first forward does not call a block, the weights of that block are waited
+for at the start too, because its hooks never run (nn.MultiheadAttention never calls its out_proj).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 
 @dataclass(frozen=True)
 class Block:
-    """A module whose forward waits for its own parameters."""
+    """A module whose forward waits for the weights of its own parameters."""
 
     index: int
     name: str
@@ -27,7 +28,7 @@ class Block:
 
 
 def find_blocks(model: nn.Module) -> list[Block]:
-    """Every block of the model that has trainable parameters, in registration order."""
+    """All blocks of the model that have trainable parameters, in registration order."""
     named = [(name, module) for name, module in _walk(model, "") if any(p.requires_grad for p in module.parameters())]
     seen: dict[int, str] = {}
     unique = [(name, module) for name, module in named if seen.setdefault(id(module), name) == name]
@@ -44,7 +45,7 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def owners(model: nn.Module, blocks: list[Block], frozen: bool = False) -> dict[nn.Parameter, int]:
-    """The block of each trainable parameter, or of each frozen one; ROOT where it has none or several."""
+    """The block of each trainable parameter (`frozen`: of each frozen one); ROOT if it is in no block or in several."""
     found: dict[nn.Parameter, set[int]] = {}
     for block in blocks:
         for param in block.module.parameters():

@@ -1,7 +1,7 @@
-"""Parameters and buckets, as Python sees them.
+"""Records of parameters and buckets on Python's side, and the protocols between a bucket, the executor and an updater.
 
-What the executor knows of a bucket (where its weights are, which store is its own) is asked from the executor: there is
-no second copy of it here.
+The executor owns two facts about a bucket: which store holds its state, and which job's weights are due. `Bucket` has
+no copy of them and asks the executor (`BucketKeeper`).
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from twinflow.rules.segment import Store
 
 @dataclass(eq=False, slots=True)
 class Param:
-    """A trainable parameter."""
+    """A trainable parameter: its tensor, its buckets, and the state of its gradient and weights in this step."""
 
     index: int
     name: str
     tensor: nn.Parameter
     group: int  # index of its param group
     is_late: bool = False  # its gradient is complete only when the outermost backward has ended
-    hits: int = 0  # gradients taken since the last step
-    was_hit: bool = False  # ... in any backward of this step
+    hits: int = 0  # number of gradients taken since the last step
+    was_hit: bool = False  # a gradient was taken in any backward of this step
     is_seen: bool = False  # a forward, or a reader, has waited for its weights since the last step
-    is_bypassed: bool = False  # compiled graphs use it past our hooks: `step` waits for it
-    version: int = 0  # of the tensor, after our last write: another number means that somebody else wrote
-    aliases: list[tuple[Tensor, int]] = field(default_factory=list)  # `.data` that somebody has, and their versions
+    is_bypassed: bool = False  # compiled graphs use it without the runtime's hooks, so `step` waits for it
+    version: int = 0  # the tensor's version after the runtime's last write; the user's writes make it larger
+    aliases: list[tuple[Tensor, int]] = field(default_factory=list)  # `.data` tensors of the user, with their versions
     buckets: list[Bucket] = field(default_factory=list)
     _places: list[Place] = field(default_factory=list)
-    first: int = 0  # where this rank's part starts in the whole, flattened; 0 where it has all of it
-    guard: threading.Lock = field(default_factory=threading.Lock)  # several streams write to it, each to a part
-    taken: TakenGradient | None = None  # what `.grad` holds when the gradient is taken
-    watched: Tensor | None = None  # a gradient that was not taken, behind such a stand-in
+    first: int = 0  # start of this rank's part in the flattened parameter; 0 if this rank has all of it
+    guard: threading.Lock = field(default_factory=threading.Lock)  # several streams write to parts of it
+    taken: TakenGradient | None = None  # the stand-in in `.grad` after the gradient was taken
+    watched: Tensor | None = None  # a gradient that was not taken and has such a stand-in in front of it
     is_sharded: bool = field(init=False)  # this rank has only a part of it
 
     def __post_init__(self) -> None:
@@ -52,38 +52,38 @@ class Param:
 
     @property
     def local(self) -> Tensor:
-        """What this rank has of it."""
+        """This rank's part of the parameter; the parameter itself if it is not sharded."""
         return local_of(self.tensor)
 
     @property
     def places(self) -> list[Place]:
-        """Where its gradient is gathered."""
+        """The buckets that collect its gradient, with its slices there."""
         if len(self._places) != len(self.buckets):
             self._places = [_place(self.index, bucket) for bucket in self.buckets]
         return self._places
 
     @property
     def is_written(self) -> bool:
-        """Whether somebody else has written to it since our last write."""
+        """Whether the user has written to it, or to one of its aliases, since the runtime's last write."""
         local = self.local if self.is_sharded else self.tensor
         if self.version != local._version:
             return True
         return bool(self.aliases) and any(alias._version != version for alias, version in self.aliases)
 
     def note_write(self) -> None:
-        """We have written to it."""
+        """Records a write by the runtime, so that `is_written` does not report it as the user's."""
         with self.guard:
             self.version = self.local._version
             if self.aliases:
                 self.aliases = [(alias, alias._version) for alias, _ in self.aliases]
 
     def note_alias(self, alias: Tensor) -> None:
-        """Somebody has a `.data` of it, and may write there."""
+        """Records a `.data` tensor that was handed to the user, who may write to the parameter by it."""
         self.aliases = [(known, version) for known, version in self.aliases if _is_kept(known, version)]
         self.aliases.append((alias, alias._version))
 
     def put_back(self, grad: Tensor) -> None:
-        """Give a gradient to `.grad`, unless somebody has put something else there, and to its stand-in."""
+        """Gives a gradient to the stand-in, and to `.grad` unless the user has assigned another tensor there."""
         taken, self.taken = self.taken, None
         if taken is not None:
             taken.held = grad
@@ -92,7 +92,10 @@ class Param:
 
 
 def note_step(params: Sequence[Param]) -> None:
-    """The values of these will change: a graph that needs the old ones must fail, as with torch."""
+    """Increments the versions of parameters that an update will change.
+
+    As with a torch optimizer, the backward of a graph that saved the old values then fails.
+    """
     own = [param.local if param.is_sharded else param.tensor for param in params]
     torch._C._increment_version(own)
     for param, local in zip(params, own, strict=True):
@@ -101,70 +104,70 @@ def note_step(params: Sequence[Param]) -> None:
 
 
 class Place(NamedTuple):
-    """Where a parameter lies in a bucket."""
+    """The slices of one parameter in one bucket."""
 
     bucket: Bucket
-    cuts: list[Slice]  # of what gradients are gathered in
-    own: list[int]  # which of this rank's slices are its
+    cuts: list[Slice]  # its slices in `Bucket.gathered`
+    own: list[int]  # indices of its slices in this rank's part of the bucket
 
 
 class BucketKeeper(Protocol):
-    """What a bucket asks of the executor, which knows where its weights and its state are."""
+    """The methods of the executor that a bucket calls."""
 
     def register(self, bucket: Bucket) -> None:
-        """The bucket is new, or its parameters or its state are elsewhere now."""
+        """Takes the addresses of a new bucket, or of one whose parameters or state have moved."""
         ...
 
     def set_deadline(self, bucket: Bucket, deadline: int) -> None:
-        """The order in which the next forward needs its weights."""
+        """Sets the position of the bucket in the order in which the next forward needs weights."""
         ...
 
     def store_of(self, bucket: Bucket) -> Store:
-        """Its state."""
+        """Returns the store that holds the bucket's state now."""
         ...
 
     def replace_store(self, bucket: Bucket, store: Store) -> None:
-        """Another state: it has moved to another place."""
+        """Gives the bucket another store, because its state moves to another place."""
         ...
 
     def due(self, bucket: Bucket) -> int:
-        """The last job whose weights the next forward has to see."""
+        """Returns the number of the last job whose weights the next forward must use."""
         ...
 
 
 @dataclass(eq=False)
 class Bucket:
-    """Slices that travel together, their state, and what updates it.
+    """Slices of parameters whose gradients and weights are copied together, with their optimizer state and its updater.
 
-    Where ranks share it, the plan is this rank's part, and `whole` is all of it.
+    If ranks share the bucket, `plan` is this rank's part, and `whole` is the plan of all parts.
     """
 
     plan: BucketPlan
-    params: list[Param]  # of each slice
+    params: list[Param]  # the parameter of each slice
     updater: Updater
-    first_store: Store  # the first one; updates ahead of the clipping decision swap stores
+    first_store: Store  # the store at the start; updates ahead of the clipping decision swap stores
     executor: BucketKeeper
-    offloads_params: bool = False  # its weights live in the state alone: blocks fetch them (param_offload.py)
+    offloads_params: bool = False  # its weights are in the state on the host only; blocks fetch them (param_offload.py)
     whole: BucketPlan | None = None
-    members: list[Param] = field(default_factory=list)  # parameters of the whole, each once
-    total: Tensor | None = None  # fp32 sum of this step's gradients, where they are summed as tasks
-    added: set[int] = field(default_factory=set)  # the slices that are in it, where it is on the device
-    stored: Event | None = None  # when streamed state is on the host again
-    targets: list[Tensor] = field(default_factory=list)  # each slice's place in its parameter
-    addresses: list[int] = field(default_factory=list)  # of the parameters, when the places were found
-    landing: Tensor | None = None  # where weights arrive whose parameters are not contiguous
+    members: list[Param] = field(default_factory=list)  # parameters of all parts, each once
+    total: Tensor | None = None  # fp32 sum of this step's gradients, if the runtime sums gradients of several backwards
+    added: set[int] = field(default_factory=set)  # slices that `total` contains, if `total` is on the device
+    stored: Event | None = None  # recorded when streamed state has been copied back to the host
+    targets: list[Tensor] = field(default_factory=list)  # the view of each slice in its parameter
+    addresses: list[int] = field(default_factory=list)  # addresses of the parameters when `targets` were made
+    landing: Tensor | None = None  # device buffer for new weights of parameters that are not contiguous
 
     def __post_init__(self) -> None:
         self.members = self.members or list(dict.fromkeys(self.params))
         self._deadline = 0
-        # Updates so far, of each slice. The native executor counts those on the host in this memory (`keep`),
-        # `DeviceWork` those on the device.
+        # The number of updates of each slice so far. The native executor counts updates on the host in this memory
+        # (`keep`). `DeviceWork` counts updates on the device.
         self.steps: ctypes.Array[ctypes.c_int64] = (ctypes.c_int64 * len(self.plan.slices))()
         self.find_targets()
 
     @property
     def deadline(self) -> int:
-        """The forward's order."""
+        """Position in the order in which the next forward needs weights; 0 is first."""
         return self._deadline
 
     @deadline.setter
@@ -174,12 +177,12 @@ class Bucket:
 
     @property
     def store(self) -> Store:
-        """Its state."""
+        """The buffers that hold the optimizer state now."""
         return self.executor.store_of(self)
 
     @property
     def due(self) -> int:
-        """The last job whose weights the next forward has to see."""
+        """Number of the last job whose weights the next forward must use."""
         return self.executor.due(self)
 
     @property
@@ -189,11 +192,11 @@ class Bucket:
 
     @property
     def gathered(self) -> BucketPlan:
-        """What gradients are gathered in."""
+        """The plan by which gradients are collected: that of all ranks' parts if ranks share the bucket."""
         return self.plan if self.whole is None else self.whole
 
     def find_targets(self) -> None:
-        """Views of the parameters as they are now; the executor writes there."""
+        """Makes `targets` from the present memory of the parameters and registers the bucket with the executor."""
         if not self.offloads_params:
             with plain():
                 self.targets = [target(p.local, piece) for p, piece in zip(self.params, self.slices, strict=True)]
@@ -207,7 +210,7 @@ class Bucket:
         self.executor.register(self)
 
     def move(self, plan: BucketPlan, updater: Updater, store: Store) -> None:
-        """Its state lives in another place from now on."""
+        """Replaces plan, updater and store, because the state has moved to another place."""
         self.executor.replace_store(self, store)
         self.plan = plan
         self.updater = updater
@@ -216,62 +219,65 @@ class Bucket:
 
     @property
     def slices(self) -> Sequence[Slice]:
-        """Where each slice lies."""
         return self.plan.slices
 
     @property
     def nbytes(self) -> int:
-        """Memory of its state."""
+        """Bytes of the optimizer state."""
         store = self.store
         tensors = (store.master, store.weight, *store.states, *store.scales)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None and not t.is_meta)
 
     @property
     def is_on_device(self) -> bool:
-        """Whether its gradients stay on the device."""
+        """Whether the update runs on the device, so that gradients are not copied to the host."""
         return self.updater.is_on_device
 
 
 class Updater(Protocol):
-    """Keeps the state of buckets: what every optimizer offers, wherever its state lives.
+    """Makes, reads and writes the state of buckets.
 
-    Who makes the update depends on the place: the executor for our rules on the host, `HostOptimizer.update` for a
-    user's optimizer there, `DeviceOptimizer.passage` on the device (job.py).
+    The update itself depends on the place of the state. The executor runs twinflow's rules on the host.
+    `HostOptimizer.update` runs a user's optimizer on the host. `DeviceOptimizer.passage` describes an update on the
+    device (job.py).
     """
 
     is_on_device: bool  # whether the update runs on a stream of the device
     is_all_in_store: bool  # whether a bucket's store, and its parameters, hold all of its state
 
     def new_store(self, plan: BucketPlan) -> Store:
-        """State for a bucket, its master not yet written."""
+        """Allocates the state of a bucket. The caller writes the master later."""
         ...
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
-        """Give fresh states the values the optimizer starts from."""
+        """Sets new states to the values from which the optimizer starts."""
         ...
 
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
-        """Whether new weights need a page-locked slot; else they can be sent from the state itself."""
+        """Whether new weights need a page-locked slot. Otherwise they are copied from the state to the device."""
         ...
 
     def read(self, bucket: Bucket, index: int) -> Mapping[str, object]:
-        """One slice's master and states as flat fp32 tensors, by name; of a user's optimizer also its options."""
+        """Returns master and states of one slice as flat fp32 tensors by name. A user's optimizer adds its options."""
         ...
 
     def write(self, bucket: Bucket, index: int, values: Mapping[str, object]) -> None:
-        """Take over what `read` gave."""
+        """Replaces the state of one slice by values that `read` has returned."""
         ...
 
     def clear(self, bucket: Bucket, index: int, options: Sequence[Options]) -> None:
-        """One slice's states as before the first update; the master stays."""
+        """Sets the states of one slice to their values before the first update. The master does not change."""
         ...
 
     def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
-        """A new master for one slice from its parameter's values; `keep` it where they are what it rounds to."""
+        """Sets the master of one slice to its parameter's values.
+
+        With `keep`, an element of the master does not change if it rounds to the given value.
+        """
         ...
 
     def forget(self, bucket: Bucket) -> None:
-        """The bucket moves to another place: drop all that was kept for it."""
+        """Releases everything that is held for a bucket that moves to another place."""
         ...
 
 
@@ -283,7 +289,7 @@ def new_bucket(
     offloads_params: bool,
     executor: BucketKeeper,
 ) -> Bucket:
-    """A bucket with empty state, known to its parameters; `whole`: with the other ranks' parts."""
+    """Makes a bucket with new state and adds it to its parameters. `whole`: the plan of all ranks' parts."""
     own = [params[piece.param] for piece in plan.slices]
     members = list(dict.fromkeys(params[piece.param] for piece in whole.slices)) if whole is not None else []
     bucket = Bucket(plan, own, updater, updater.new_store(plan), executor, offloads_params, whole, members)
@@ -298,12 +304,12 @@ def _place(index: int, bucket: Bucket) -> Place:
 
 
 def _is_kept(alias: Tensor, version: int) -> bool:
-    """Whether an alias has been written to, or still may be: somebody else holds it."""
+    """Whether an alias has been written to, or the user still holds it and may write to it."""
     return alias._version != version or sys.getrefcount(alias) > 4
 
 
 def set_deadlines(buckets: Sequence[Bucket], order: Sequence[int]) -> list[Bucket]:
-    """By the order of the blocks in a forward; those of blocks whose forward is never called are returned."""
+    """Sets deadlines by the order of the blocks in a forward. Returns buckets of blocks whose forward is not called."""
     first = {block: i + 1 for i, block in reversed(list(enumerate(order)))}
     for bucket in buckets:
         bucket.deadline = first.get(bucket.plan.block, 0)
@@ -311,13 +317,13 @@ def set_deadlines(buckets: Sequence[Bucket], order: Sequence[int]) -> list[Bucke
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """A rank's part of a tensor that ranks have in parts; any other as it is."""
+    """The local part of a DTensor; any other tensor as it is."""
     found: Tensor = getattr(tensor, "_local_tensor", tensor)
     return found
 
 
 def target(tensor: Tensor, piece: Slice) -> Tensor:
-    """Where a slice's weights go. A parameter that is not contiguous is one slice, in its own shape."""
+    """The view of a slice in its parameter. A parameter that is not contiguous is one slice and keeps its shape."""
     values = tensor.detach()
     if values.is_contiguous():
         return values.view(-1)[piece.start : piece.start + piece.numel]

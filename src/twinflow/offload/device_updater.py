@@ -1,9 +1,9 @@
-"""The same update on the device, for buckets whose state is resident there.
+"""Updates on the device for buckets whose state is resident there, by twinflow's rules.
 
-The parameters themselves are part of the state: a bf16 parameter is the upper half of its split master, an fp32 one is
-its own master. So a resident bucket keeps 10 bytes a parameter beside the weights with fp32 states, and nothing has to
-be copied when it is updated. With a delayed update the weights must stay as they are for a step: then the state has
-buffers of its own for them, and so it has for parameters that are not contiguous.
+The parameters are part of the state ("aliased"): a bf16 parameter is the upper half of its split master, and an fp32
+parameter is its own master. With fp32 states a resident bucket therefore needs 10 bytes for each bf16 parameter beside
+the weights, and its update copies no weights. With a delayed update the weights must not change for one more step. The
+state then has separate buffers for the weights. It also has them if a parameter is not contiguous.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from twinflow.rules.segment import Segment, Store, new_states
 
 
 class DeviceUpdater:
-    """One of our rules in one of our formats, on the device."""
+    """The `Updater` of resident buckets with one of twinflow's rules."""
 
     is_on_device = True
     is_all_in_store = True
@@ -46,21 +46,26 @@ class DeviceUpdater:
         keeps_weights: bool = False,
         max_programs: int | None = None,
     ) -> None:
-        self.rule, self.format = rule, format
-        self.keeps_states = keeps_states  # SGD without momentum keeps none
-        self.keeps_weights = keeps_weights  # apart from the parameters
-        self.max_programs = max_programs  # of an update; None: as many as fill the device
+        self.rule = rule
+        self.format = format
+        self.keeps_states = keeps_states  # False: SGD without momentum has no states
+        self.keeps_weights = keeps_weights  # the state has its own buffers for weights
+        self.max_programs = max_programs  # Triton programs of an update; None: as many as fill the device
         self._device = device
         self._hypers = Hypers(rule, format)
-        self._is_fused, self._has_run = gpu.is_available(), False
-        self._fused: dict[int, tuple[list[int], FusedUpdate]] = {}  # of each bucket, and the addresses it was made for
+        self._is_fused = gpu.is_available()
+        self._has_run = False
+        self._fused: dict[int, tuple[list[int], FusedUpdate]] = {}  # by bucket: parameter addresses, kernel for them
 
     def is_aliased(self, plan: BucketPlan) -> bool:
-        """Whether the parameters themselves hold the weights of the state."""
+        """Whether the parameters are part of the state."""
         return plan.can_alias and not self.keeps_weights
 
     def new_store(self, plan: BucketPlan) -> Store:
-        """Zeros on the device; where a parameter is its own master, a master without memory stands for it."""
+        """Allocates zeros on the device.
+
+        If the parameters are their own master, the store has a meta tensor as master.
+        """
         zeros = partial(torch.zeros, device=self._device)
         states = new_states(self.rule, self.format, plan.numel, zeros) if self.keeps_states else ((None, None),) * 2
         is_aliased, is_wide = self.is_aliased(plan), plan.dtype == torch.float32
@@ -72,29 +77,28 @@ class DeviceUpdater:
         return Store(self.format, master, weight, *states)
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
-        """Fresh states are zeros, unless the rule has an option for what they start from."""
+        """New states are zeros, unless the rule has an option for their first value."""
         if self.rule.start_option is not None:
             for i in range(len(bucket.slices)):
                 self.clear(bucket, i, options)
 
     def clear(self, bucket: Bucket, index: int, options: Sequence[Options]) -> None:
-        """States as before the first update."""
         slices.clear(self._slice(bucket, index), self.rule.start_value(options[bucket.params[index].group]))
 
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
-        """Nothing passes through the host."""
+        """False, because weights do not pass through the host."""
         return False
 
     # The update.
 
     def passage(self, task: Task, factor: float, decision: Tensor | None, stage: Stage | None) -> Passage:
-        """The kernel alone: all of the state is there."""
+        """The update without copies of state, because all of the state is on the device."""
         bucket = task.bucket
         weights = () if self.is_aliased(bucket.plan) else self._weights(bucket)
         return Passage(None, self.update_of(bucket.store, task, factor, decision), None, weights)
 
     def update_of(self, store: Store, task: Task, factor: float, decision: Tensor | None) -> Callable[[], None]:
-        """The update of state that lies in these buffers."""
+        """A function that updates the state in `store`."""
         grads = task.grads
         assert grads is not None
         if grads.device.type == "cuda" and self._is_fused:
@@ -103,23 +107,29 @@ class DeviceUpdater:
         return partial(self._update_plainly, task.bucket, store, grads, numbers, decision)
 
     def _update_fused(self, store: Store, task: Task, grads: Tensor, factor: float, decision: Tensor | None) -> None:
-        """By the bucket's kernel. Its tables are made here, on the stream that runs it: memory of another stream may
-        still be in use there. A GPU's stream calls this at once, so the numbers are those of now."""
+        """Updates with the bucket's Triton kernel.
+
+        The kernel's tables are allocated here, on the stream that runs the kernel, because memory of another stream may
+        still be in use there. A GPU stream calls this function at once, so the step counts are still those of the task.
+        """
         try:
             fused = self._fused_of(task.bucket)
             self._hypers.put(fused.rows, task, factor)
             fused.run(store, grads, decision)
-        except Exception as error:  # Triton compiles at the first launch, which needs more than Triton
+        except Exception as error:  # Triton compiles at the first launch, and needs a C compiler for that
             if self._has_run or isinstance(error, AssertionError):
                 raise
-            warnings.warn(f"the GPU's fused update cannot run, using slower torch kernels ({error})", stacklevel=2)
+            warnings.warn(
+                f"Triton cannot run the fused update on the GPU. Updates use slower torch kernels instead. ({error})",
+                stacklevel=2,
+            )
             self._is_fused = False
             numbers = {i: self._hypers.of(task, i, factor) for i in task.present}
             self._update_plainly(task.bucket, store, grads, numbers, decision)
         self._has_run = True
 
     def _fused_of(self, bucket: Bucket) -> FusedUpdate:
-        """The bucket's kernel and its tables, which are made anew when its parameters have moved."""
+        """The bucket's kernel with its tables. They are made again if the parameters have other addresses."""
         found = self._fused.get(bucket.plan.index)
         if found is None or found[0] != bucket.addresses:
             weights = zip(self._weights(bucket), bucket.slices, strict=True)
@@ -131,7 +141,7 @@ class DeviceUpdater:
     def _update_plainly(
         self, bucket: Bucket, store: Store, grads: Tensor, numbers: Mapping[int, Numbers], decision: Tensor | None
     ) -> None:
-        """By the host's kernels, or by the reference where there is no Triton."""
+        """Updates without Triton: by the native kernels on the CPU, by the torch reference on a GPU."""
         found = []
         if decision is not None:
             _, factor, skip = decision.tolist()
@@ -148,17 +158,17 @@ class DeviceUpdater:
         reference.update(found) if grads.device.type == "cuda" else native.update(found, check=False)
 
     def _weight(self, bucket: Bucket, index: int) -> Tensor:
-        """What the kernel writes as the slice's weight, or its master where that is the same."""
+        """The weight of a slice, or its master if the state has no separate weight."""
         store = self._slice(bucket, index)
         return store.master if store.weight is None else store.weight
 
     def publish(self, bucket: Bucket) -> Sequence[Tensor]:
-        """The weights of the state, where it keeps them."""
+        """The weights in the state, if they are not the parameters."""
         assert not self.is_aliased(bucket.plan)
         return self._weights(bucket)
 
     def _round(self, store: Store) -> None:
-        """Weights that are kept beside their fp32 master follow it."""
+        """Rounds the master into the weights that the state holds beside an fp32 master."""
         if store.weight is not None and not store.is_split:
             store.weight.copy_(store.master)
 
@@ -166,23 +176,25 @@ class DeviceUpdater:
         return [self._weight(bucket, i) for i in range(len(bucket.slices))]
 
     def forget(self, bucket: Bucket) -> None:
-        """Its kernel's tables."""
         self._fused.pop(bucket.plan.index, None)
 
-    # As numbers.
+    # State as numbers.
 
     def read(self, bucket: Bucket, index: int) -> dict[str, Tensor]:
-        """One slice as flat fp32 tensors on the host: master and states."""
+        """Master and states of one slice as flat fp32 tensors on the host."""
         return {key: value.cpu() for key, value in slices.read(self.rule, self._mended(bucket, index)).items()}
 
     def read_one(self, bucket: Bucket, index: int, key: str) -> Tensor | None:
-        """One of them; a bf16 state as it is."""
+        """The value that `read` has under `key`, but a bf16 state stays bf16."""
         found = slices.read_one(self.rule, self._mended(bucket, index), key)
         return found.cpu() if found is not None else None
 
     def write(self, bucket: Bucket, index: int, values: Mapping[str, object]) -> None:
-        """Take over what `read` gave, from any format. A parameter that is part of the state wins over the master,
-        where that is not what the parameter was rounded from."""
+        """Writes values of `read`.
+
+        If the parameter is part of the state, elements of the master that do not round to the parameter are set to the
+        parameter.
+        """
         store = self._slice(bucket, index)
         if not self.is_aliased(bucket.plan):
             slices.write(self.rule, store, values)
@@ -192,10 +204,11 @@ class DeviceUpdater:
         slices.write_master(store, own, keep=True)
 
     def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
-        """A new master from the parameter's values; with `keep`, only where the old one is not what they round from.
+        """Sets the master to the parameter's values. With `keep`, elements that round to these values do not change.
 
-        A parameter that is part of the master is never written to here, where a backward may need it. Nobody knows
-        what it was before somebody else wrote to it: the lower half of the master stays if it can belong to it.
+        A parameter that is part of the master does not change, because a backward may still need it. Its value before
+        the user's write is not known. With `keep`, the lower half of the master therefore stays where it is valid for
+        the new upper half.
         """
         store = self._slice(bucket, index)
         if not self.is_aliased(bucket.plan) or bucket.plan.dtype == torch.float16:
@@ -206,7 +219,7 @@ class DeviceUpdater:
             slices.mend_lower(store) if keep else store.master.zero_()
 
     def _mended(self, bucket: Bucket, index: int) -> Store:
-        """A slice whose halves belong together, even if somebody has written to the parameter since the last step."""
+        """The state of a slice. Lower halves that a write of the user has made invalid are zero."""
         store = self._slice(bucket, index)
         if store.is_split and self.is_aliased(bucket.plan):
             slices.mend_lower(store)

@@ -1,10 +1,16 @@
-"""What hangs on a block whose weights live on the host: fetched before it runs, given back when it has run.
+"""Hooks on blocks whose weights are on the host. They fetch weights before a block runs and release them afterwards.
 
-What autograd saves of a block's weights, it saves as a place: whoever needs it in a backward finds them fetched, by
-whatever way he came into the block. That a block's backward is near is told by hooks on what its forward gave, so that
-blocks can be fetched ahead; that it has ended, by hooks on what it was given: torch runs, of all nodes that are ready,
-the one that was made last, so that nothing of a block is left when the node before it runs. (A leaf has no node before
-it, and is no sign.) Recomputation inside a backward runs the forward's hooks too.
+Forward: a hook before the block calls `before_block`, and a hook after it calls `after_block`. Recomputation inside a
+backward (activation checkpointing) runs these hooks too.
+
+Backward: three kinds of hooks act.
+
+- Saved-tensor hooks replace a weight that autograd saves by a `Place`. When autograd needs the weight, `unpack` fetches
+  the block's weights first. This works for every part of a backward that reads the weights.
+- Hooks on the outputs of the block call `before_backward`, so that more blocks can be fetched ahead.
+- Hooks on the inputs of the block call `after_backward`. Of all nodes that are ready, autograd runs the one that was
+  created last. All nodes of a block have therefore run when the gradient of its input arrives. An input that is a leaf
+  has no node that was created before the block, so it gets no hook.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
+from twinflow.errors import wrong_state
 from twinflow.offload.blocks import Block
 from twinflow.offload.hooks import Hook, in_backward
 
@@ -27,68 +34,68 @@ _Unpack = Callable[[object], Tensor]
 
 
 class Keeper(Protocol):
-    """Who has the weights."""
+    """The methods of `ParamOffload` that the hooks call."""
 
     def before_block(self, block: int) -> None:
-        """It is about to run, forwards or again in a backward."""
+        """Makes the weights of a block available for a forward, or for a recomputation in a backward."""
         ...
 
     def after_block(self, block: int) -> None:
-        """It has run."""
+        """Releases the weights of a block whose forward has ended, unless its backward comes next."""
         ...
 
     def before_backward(self, block: int) -> None:
-        """A block's backward begins."""
+        """Makes the weights of a block available for its backward and asks for those of the next blocks."""
         ...
 
     def after_backward(self, block: int) -> None:
-        """The gradients of its inputs are there."""
+        """Releases the weights of a block, because the gradients of its inputs are complete."""
         ...
 
     def leave_others(self, block: int) -> None:
-        """Of all other blocks nothing is needed any more in this backward."""
+        """Releases the weights of all other blocks, because this backward does not need them any more."""
         ...
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the memory of a block's weights."""
+        """Whether a tensor uses the memory of a block's weights."""
         ...
 
     def edition(self, block: int) -> int:
-        """Another number with every step that changes the weights."""
+        """A number that changes with every step and every write that changes the weights of the block."""
         ...
 
     def copy_for_graph(self, view: Tensor) -> Tensor:
-        """The weights in `view` for a graph of gradients, which needs them after the block's backward."""
+        """Copies the weights in `view` for a graph with create_graph=True, which needs them after the backward."""
         ...
 
     def before_error(self) -> None:
-        """A backward is about to fail: leave a state that can be saved."""
+        """Brings the runtime into a state that can be saved, because a backward is about to raise an exception."""
         ...
 
 
 def check_transform() -> None:
-    """Transforms of torch.func save tensors in their own way, which knows nothing of weights that come and go."""
+    """Raises an exception inside a transform of torch.func, because transforms save tensors without these hooks."""
     if torch._C._functorch.maybe_current_level() is not None:
-        raise RuntimeError(
-            "The model runs inside a transform of torch.func (grad, vmap, ...), which has no place for weights "
-            "that live on "
-            "the host (offload_param). Leave offload_param out."
+        raise wrong_state(
+            "The model cannot run inside a transform of torch.func (grad, vmap, ...)",
+            "its weights are on the host (offload_param), and such a transform keeps weights after their block has run",
+            "Train without offload_param.",
         )
 
 
 class Place(NamedTuple):
-    """A tensor in the memory of a block's weights, which may be given back and taken again meanwhile."""
+    """A weight that autograd has saved: its view, whose memory may be released and fetched again until backward."""
 
     view: Tensor
     edition: int
 
 
 def put_hooks(param_offload: Keeper, block: Block) -> list[RemovableHandle]:
-    """Before a block's forward and after it."""
-    open_now: list[saved_tensors_hooks | None] = []  # what is around forwards that run
+    """Registers the hooks on a block."""
+    open_now: list[saved_tensors_hooks | None] = []  # saved-tensor hooks of forwards that run now; None without grad
 
     def before(caller: nn.Module, args: object, kwargs: object) -> None:
-        if caller is not block.module:  # a deep copy has the same hooks
+        if caller is not block.module:  # the module is a deep copy, which has the same hooks
             return
         check_transform()
         param_offload.before_block(block.index)
@@ -128,8 +135,8 @@ def put_hooks(param_offload: Keeper, block: Block) -> list[RemovableHandle]:
 
 
 def _saving(param_offload: Keeper, block: Block) -> saved_tensors_hooks:
-    """Around a forward: weights are saved as places; all else as whoever is around us wants it, checkpointing, say."""
-    # torch has no public name for the hooks that are around ours, and older ones have no name at all.
+    """Saved-tensor hooks that save weights as places. Other tensors go to the outer hooks, e.g. of checkpointing."""
+    # torch has no public name for the outer saved-tensor hooks. Older versions do not offer them at all.
     get_outer: Callable[[bool], tuple[_Pack, _Unpack] | None] = getattr(
         torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
     )
@@ -146,10 +153,10 @@ def _saving(param_offload: Keeper, block: Block) -> saved_tensors_hooks:
         param_offload.before_backward(block.index)
         if saved.edition != param_offload.edition(block.index):
             param_offload.before_error()
-            raise RuntimeError(
-                f"{block.name}: its weights, needed for gradient computation, have been modified by a step or a write "
-                f"since "
-                "the forward. Call backward() before step(), and write to weights after backward()"
+            raise wrong_state(
+                f"The gradients of {block.name} cannot be computed",
+                "its weights have been modified by a step or a write since the forward",
+                "Call backward() before step(), and write to weights after backward().",
             )
         return param_offload.copy_for_graph(saved.view) if torch.is_grad_enabled() else saved.view  # create_graph=True
 
@@ -162,7 +169,7 @@ def _same(value: object) -> Tensor:
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
-    """All tensors in containers and dataclasses."""
+    """All tensors in nested containers and dataclasses."""
     for leaf in tree_flatten(value)[0]:
         if isinstance(leaf, Tensor):
             yield leaf
@@ -172,7 +179,7 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 def _copied(value: object, is_weight: Callable[[Tensor], bool], name: str) -> object:
-    """The same with copies of what lies in the weights' memory, which is given back."""
+    """The output of a block with clones of tensors that use the memory of weights, because it is released."""
     if isinstance(value, Tensor):
         return value.clone() if is_weight(value) else value
     if type(value) is tuple:
@@ -182,8 +189,9 @@ def _copied(value: object, is_weight: Callable[[Tensor], bool], name: str) -> ob
     if type(value) is dict:
         return {key: _copied(item, is_weight, name) for key, item in value.items()}
     if any(is_weight(tensor) for tensor in _tensors(value)):
-        raise RuntimeError(
-            f"{name} returns a view of its weights in a {type(value).__name__}. They live on the host (offload_param) "
-            "and are there only while the block runs: return a clone()"
+        raise wrong_state(
+            f"{name} cannot return a view of its weights in a {type(value).__name__}",
+            "the weights are on the device only while the block runs (offload_param)",
+            "Return a clone() of the view.",
         )
     return value

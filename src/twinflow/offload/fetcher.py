@@ -1,7 +1,13 @@
-"""Weights that live on the host, on their way to the device: one queue, one stream, one order, that of the blocks.
+"""Fetches of weights from the host to the device, for `offload_param`. All fetches are in one queue and on one stream.
 
-Alone, a process asks the executor, whose native thread copies a block's weights as soon as its update is in the state.
-Where ranks share the weights, a thread copies this rank's part and the ranks gather the rest.
+The thread that runs the model asks for fetches, in the order of the blocks. Two implementations exist:
+
+- `NativeFetcher`, without sharing between ranks: the executor's native thread copies the weights of a block as soon as
+  the update of the block is in the state.
+- `SharedFetcher`, if ranks share the weights: the thread "twinflow-fetcher" waits for the update, queues the copy of
+  this rank's part and the all-gather, and then sets `SharedFetch.event` under the lock `Executor.changed`.
+
+In both cases the event of a fetch orders the model's stream after the copy.
 """
 
 from __future__ import annotations
@@ -22,78 +28,76 @@ from twinflow.offload.sync import FETCH_ROOM
 
 
 class Gather(Protocol):
-    """Ranks that have parts of the same weights."""
+    """The group of ranks that share the weights."""
 
     world: int
     rank: int
 
     def all_gather(self, whole: Tensor) -> None:
-        """Every rank's part, in place: this rank's is there."""
+        """Gathers the parts of all ranks in place. `whole` contains this rank's part already."""
         ...
 
 
 @dataclass(eq=False)
 class WeightBuffer:
-    """Weights that travel together."""
+    """Weights of one block that are copied together."""
 
-    host: Callable[[], Tensor]  # where they live: all of them, or this rank's part
-    flat: Tensor  # their memory on the device, while they have any
-    views: list[tuple[nn.Parameter, Tensor]]  # each parameter in it
-    bucket: Bucket | None  # whose state they are; None where nothing updates them
+    host: Callable[[], Tensor]  # returns the weights on the host: all of them, or this rank's part
+    flat: Tensor  # the device buffer; its storage is empty while the block does not run
+    views: list[tuple[nn.Parameter, Tensor]]  # the parameters and their views in `flat`
+    bucket: Bucket | None  # the bucket whose state contains the weights; None for frozen weights
 
 
 class Fetch(Protocol):
-    """One block's weights on their way."""
+    """A fetch of one block's weights that was asked for."""
 
     def wait(self) -> Event:
-        """Block until the copy is queued; when it will be there."""
+        """Blocks until the copy is queued. Returns the event that is recorded after the copy."""
         ...
 
 
 class Fetcher(Protocol):
-    """Brings blocks' weights to the device, in the order in which they are asked for."""
+    """Copies the weights of blocks to the device, in the order of the calls of `ask`."""
 
     def ask(self, buffers: Sequence[WeightBuffer], after: Event) -> Fetch:
-        """A fetch that will begin by itself, when the memory that it goes to is free."""
+        """Queues a fetch. The copy starts after the event `after`, when the device buffers are free."""
         ...
 
 
 class NativeFetch:
-    """A fetch of the executor's."""
+    """A fetch by the native executor."""
 
     def __init__(self, executor: Executor, handle: int, buffers: Sequence[WeightBuffer]) -> None:
         self._executor = executor
         self._handle = handle
-        self._buffers = buffers  # kept until the copy is queued
+        self._buffers = buffers  # holds references until the copy is queued
         self._event: Event | None = None
 
     def wait(self) -> Event:
-        """The executor copies in the order of the fetches."""
         if self._event is None:
             self._event = self._executor.wait_for_fetch(self._handle)
         return self._event
 
 
 class NativeFetcher:
-    """For one process alone."""
+    """Fetches by the native executor, if ranks do not share the weights."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
 
     @property
     def fetched_bytes(self) -> int:
-        """So far."""
+        """Bytes that were fetched so far."""
         return int(self._executor.counters.bytes_fetched)
 
     def ask(self, buffers: Sequence[WeightBuffer], after: Event) -> NativeFetch:
-        """One call for all buffers."""
         items = [(buffer.bucket, buffer.host(), buffer.flat) for buffer in buffers]
         return NativeFetch(self._executor, self._executor.fetch(items, after), buffers)
 
 
 @dataclass(eq=False)
 class SharedFetch:
-    """One block's weights, of all ranks."""
+    """A fetch by `SharedFetcher`."""
 
     buffers: Sequence[WeightBuffer]
     after: Event
@@ -101,7 +105,6 @@ class SharedFetch:
     event: Event | None = None
 
     def wait(self) -> Event:
-        """The thread below sets the event."""
         with self.executor.changed:
             while self.event is None:
                 self.executor.check()
@@ -110,7 +113,10 @@ class SharedFetch:
 
 
 class SharedFetcher:
-    """For ranks that have parts: a thread, since Python calls collectives. All ranks ask in the same order."""
+    """Fetches of weights that ranks share. It has a Python thread, because the native executor cannot call collectives.
+
+    All ranks ask for the same blocks in the same order.
+    """
 
     def __init__(self, executor: Executor, device: Device, gather: Gather) -> None:
         self.fetched_bytes = 0
@@ -122,13 +128,12 @@ class SharedFetcher:
         self._thread.start()
 
     def ask(self, buffers: Sequence[WeightBuffer], after: Event) -> SharedFetch:
-        """In the order of the blocks."""
         fetch = SharedFetch(buffers, after, self._executor)
         self._queue.put(fetch)
         return fetch
 
     def join(self) -> None:
-        """End the thread, after the executor was closed."""
+        """Ends the thread. The executor must be closed."""
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()

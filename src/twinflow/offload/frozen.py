@@ -1,8 +1,13 @@
-"""State as it was at one moment, while training goes on: what a checkpoint in the background reads.
+"""Frozen state: a checkpoint in the background reads the state of one moment while training goes on.
 
-A frozen bucket is not updated until everything that is to be read of it has been read, or copied aside. An update that
-finds its bucket frozen asks for copies; these take host memory, of which there is a limit. Beyond it the update waits
-for the reader: training is then as slow as the disk, and never out of memory.
+A frozen bucket is not updated until the checkpoint has read all of its state or a copy of it was made. An update that
+finds its bucket frozen asks for copies. Copies use at most `max_bytes` of host memory. Beyond that limit the update
+waits for the reader, so training is then as slow as the disk, but does not run out of memory.
+
+Threads: the reader (the thread that writes the checkpoint) and the copier ("twinflow-copier"). Each reading is taken by
+one of them, under the lock `Executor.changed`. A bucket is released when all its readings are read or copied
+(`_make_safe`). Updates on the device call `wait_until_read`. The native executor reports waiting host updates to the
+copier (`next_wanted`).
 """
 
 from __future__ import annotations
@@ -19,24 +24,24 @@ from twinflow.offload.bucket import Bucket
 from twinflow.offload.executor import Executor
 from twinflow.offload.weight_guard import plain
 
-_LOOK_S = 0.01  # how often the copier looks whether an update waits
+_LOOK_S = 0.01  # interval in which the copier checks whether an update waits
 
 
 class FrozenState:
-    """What somebody still reads of an executor's state as it was; nothing, most of the time."""
+    """The frozen state of an executor that is being read now, if any."""
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
         self.current: Frozen | None = None
 
     def wait_until_read(self, bucket: Bucket) -> None:
-        """Block until a bucket may be changed."""
+        """Blocks until a bucket may be changed."""
         current = self.current
         if current is not None:
             current.wait_until_read(bucket)
 
     def wait_until_over(self) -> None:
-        """Block until nobody reads any more."""
+        """Blocks until no frozen state is read any more."""
         with self.executor.changed:
             while self.current is not None:
                 self.executor.check()
@@ -45,41 +50,41 @@ class FrozenState:
 
 @dataclass(eq=False)
 class _Reading:
-    """Something to be read once."""
+    """A tensor that the checkpoint reads once."""
 
     read: Callable[[], Tensor]
-    buckets: frozenset[int]  # that it depends on
+    buckets: frozenset[int]  # indices of the buckets that it depends on
     nbytes: int
-    is_taken: bool = False  # a thread reads or copies it now, or has
+    is_taken: bool = False  # a thread reads or copies it now, or has done so
     copy: Tensor | None = None
-    is_safe: bool = False  # read, or copied: no update can change it any more
+    is_safe: bool = False  # it has been read or copied, so updates may change the state
 
 
 class Frozen:
-    """Made when nothing is under way (`Runtime.wait`, `wait_for_copies`). `begin` makes updates keep away."""
+    """The state of one moment. Make it after `Runtime.wait` and `wait_for_copies`; `begin` freezes the buckets."""
 
     def __init__(self, state: FrozenState, device: Device, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.num_bytes = 0  # of copies
+        self.num_bytes = 0  # bytes of copies that exist now
         self.peak_bytes = 0
         self._state = state
         self._executor = state.executor
         self._changed = state.executor.changed
         self._device = device
-        self._unread: dict[int, list[_Reading]] = {}  # by bucket
-        self._wanted: list[int] = []  # buckets whose updates wait
+        self._unread: dict[int, list[_Reading]] = {}  # by bucket: what is neither read nor copied
+        self._wanted: list[int] = []  # buckets whose updates wait for copies
         self._is_over = False
         self._copier = threading.Thread(target=self._copy_wanted, name="twinflow-copier", daemon=True)
 
     def add(self, read: Callable[[], Tensor], buckets: Iterable[int], nbytes: int) -> Callable[[], Tensor]:
-        """What to call in the place of `read`, once, at any time: the value as it is now, in memory of its own."""
+        """Registers `read`. Returns a function to be called once, later, which returns a copy of the present value."""
         reading = _Reading(read, frozenset(buckets), nbytes)
         for index in reading.buckets:
             self._unread.setdefault(index, []).append(reading)
         return lambda: self._read(reading)
 
     def begin(self) -> None:
-        """From now on updates keep away."""
+        """Freezes the buckets and starts the copier."""
         with self._changed:
             assert self._state.current is None
             self._state.current = self
@@ -88,7 +93,7 @@ class Frozen:
         self._copier.start()
 
     def end(self) -> None:
-        """Nobody will read any more."""
+        """Releases all buckets and ends the copier. The registered functions must not be called any more."""
         with self._changed:
             self._is_over = True
             for index in self._unread:
@@ -99,7 +104,7 @@ class Frozen:
         self._copier.join()
 
     def wait_until_read(self, bucket: Bucket) -> None:
-        """Ask for copies of all that is still to be read of a bucket, and block until there are."""
+        """Asks for copies of the unread state of a bucket and blocks until it is read or copied."""
         index = bucket.plan.index
         with self._changed:
             while self._unread.get(index):
@@ -112,7 +117,7 @@ class Frozen:
 
     def _read(self, reading: _Reading) -> Tensor:
         with self._changed:
-            while reading.is_taken and not reading.is_safe:  # being copied just now
+            while reading.is_taken and not reading.is_safe:  # the copier copies it now
                 self._changed.wait(1.0)
             if reading.copy is not None:
                 copy, reading.copy = reading.copy, None
@@ -124,7 +129,7 @@ class Frozen:
         self._make_safe(reading)
         return value
 
-    # The copier's.
+    # The copier's thread.
 
     def _copy_wanted(self) -> None:
         reading: _Reading | None = None
@@ -135,12 +140,12 @@ class Frozen:
         except BaseException as error:
             with self._changed:
                 if reading is not None:
-                    reading.is_taken = False  # the reader, which may be waiting for this copy, reads it itself
+                    reading.is_taken = False  # the reader may wait for this copy, and reads the value itself
                 self._changed.notify_all()
             self._executor.fail(error)
 
     def _next(self) -> _Reading | None:
-        """What to copy next; None when all is over."""
+        """The next reading to copy, for a bucket whose update waits; None after `end`."""
         while not self._is_over:
             index = self._executor.next_wanted(_LOOK_S)
             with self._changed:
@@ -154,11 +159,11 @@ class Frozen:
                             self.peak_bytes = max(self.peak_bytes, self.num_bytes)
                             return reading
                 if self._wanted:
-                    self._changed.wait(_LOOK_S)  # for memory
+                    self._changed.wait(_LOOK_S)  # until the reader has freed copies
         return None
 
     def _value(self, reading: _Reading) -> Tensor:
-        # Weights are read as they are: whoever waited for their update would wait for this very reading.
+        # `plain` reads weights without waiting for their update, because that update waits for this reading.
         with self._device.beside("save"), torch.no_grad(), plain():
             value = reading.read()
             return value.clone() if value.device.type == "cpu" else value.cpu()

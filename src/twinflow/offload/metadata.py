@@ -1,6 +1,6 @@
-"""Which torch functions only ask about a tensor's form, and never touch its values.
+"""The torch functions that read metadata of a tensor (shape, dtype, device) and never its values.
 
-Both stand-ins of the runtime (weight_guard.py, taken_gradient.py) let these pass: answering them needs no wait.
+Both stand-ins of the runtime (weight_guard.py, taken_gradient.py) run these functions without waiting for values.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PROPERTIES: Final = (
     "retains_grad",
     "shape",
 )
-# Not `dim` and `size`: torch.vmap asks for these alone before it reads the tensor in C++.
+# `dim` and `size` are left out: torch.vmap calls only these two before it reads the tensor in C++.
 _METHODS: Final = (
     "__hash__",
     "__len__",
@@ -83,6 +83,6 @@ def _found() -> frozenset[object]:
     return frozenset(found for found in [*getters, *setters, *methods, *functions] if found is not None)
 
 
-METADATA: Final = _found()  # what __torch_function__ is given for them
-# Access to a parameter's `.grad` is not a use of its values. torch types the descriptor as what it gives.
+METADATA: Final = _found()  # the function objects that __torch_function__ receives
+# Access to a parameter's `.grad` does not use its values. torch's stubs give the descriptor the type of its value.
 GRAD_ACCESS: Final = frozenset([Tensor.grad.__get__, Tensor.grad.__set__, Tensor.grad.__delete__])  # type: ignore[union-attr]

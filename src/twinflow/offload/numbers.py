@@ -1,4 +1,4 @@
-"""What an update takes besides buffers: the rule's numbers for a step, the factor, the key of the rounding."""
+"""Scalar arguments of an update on the device: the rule's hyperparameters, the gradient factor, the rounding key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from twinflow.rules import Rule
 from twinflow.rules.formats import rounding_key
 from twinflow.rules.rule import Hyper, Options
 
-# As rounding_key of rules/formats.py has them.
+# The constants of `rounding_key` in rules/formats.py.
 _OF_STEP = np.uint64(0x9E3779B97F4A7C15)
 _OF_PARAM = np.uint64(0xD1B54A32D192ED03)
 _START = np.uint64(0x8CB92BA72F3D8DD7)
@@ -24,31 +24,31 @@ Steps = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class _Slices(NamedTuple):
-    """What does not change from step to step, of each slice of a bucket."""
+    """Values of each slice of a bucket that are equal in all steps."""
 
-    has_one_group: bool  # which all of them are in
+    has_one_group: bool  # all slices are in one param group
     groups: np.ndarray[tuple[int], np.dtype[np.int64]]
-    keys: np.ndarray[tuple[int], np.dtype[np.uint64]]  # the part of the rounding key that the parameter makes
+    keys: np.ndarray[tuple[int], np.dtype[np.uint64]]  # the part of the rounding key that depends on the parameter
 
 
 class Hypers:
-    """A rule's numbers, worked out once for all slices of a job that share them."""
+    """Computes a rule's hyperparameters, once for all slices of a job with the same param group and step."""
 
     def __init__(self, rule: Rule, format: str) -> None:
         self._rule = rule
         self._has_keys = format != "fp32"  # fp32 states are not rounded
         self._slices: dict[Bucket, _Slices] = {}
-        self._options: Sequence[Options] = ()  # of the job that was asked for last
-        self._known: dict[tuple[int, int], Hyper] = {}  # by group and step, with these options
+        self._options: Sequence[Options] = ()  # options of the last job
+        self._known: dict[tuple[int, int], Hyper] = {}  # by group and step, for `_options`
 
     def of(self, task: Task, i: int, factor: float) -> Numbers:
-        """For one slice of a task."""
+        """The numbers of one slice of a task."""
         param, step = task.bucket.params[i], task.bucket.steps[i] + 1
         options = task.job.options[param.group]
         return Numbers(self._rule.hyper(options, step), _signed(factor, options), rounding_key(step, param.index))
 
     def put(self, rows: Rows, task: Task, factor: float) -> None:
-        """Those of all slices of a task into its rows, and which slices have a gradient."""
+        """Writes the numbers of all slices of a task into `rows`, and which slices have a gradient."""
         bucket = task.bucket
         static = self._slices.get(bucket) or self._add(bucket)
         rows.is_updated[:] = len(task.present) == len(bucket.slices)
@@ -80,7 +80,7 @@ class Hypers:
 
 
 def _put_keys(rows: Rows, steps: Steps, of_params: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
-    """`rounding_key` for all slices."""
+    """Computes `rounding_key` for all slices."""
     z = steps.astype(np.uint64) * _OF_STEP + of_params
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,15 +1,16 @@
-"""Weights that live on the host and come to the device block by block: `offload_param`.
+"""`offload_param`: weights are on the host and are copied to the device block by block.
 
-A block's trainable weights are what its buckets' state on the host holds anyway; its frozen ones lie beside them. On
-the device a block has a buffer for each bucket whose memory is there only while the block runs: the buffer's storage is
-given back and taken again, so that what autograd has saved of it is right again when the block's backward begins.
-Meanwhile the parameters themselves have no values (one NaN in their shape) and are guarded (weight_guard.py): whoever
-reads one outside its block gets a copy, and what he writes goes into the state.
+The state of the buckets on the host contains the trainable weights of a block. Frozen weights have page-locked buffers
+of their own. On the device a block has one buffer for each bucket. The storage of the buffer has memory only while the
+block runs: it is resized to 0 after the block and resized again before it. Views that autograd has saved are therefore
+valid again in the block's backward. Outside the block a parameter has no values (an expanded NaN) and is guarded
+(weight_guard.py): a reader gets a copy, and a write goes into the state.
 
-A fetch is asked for by the thread that runs the model, in the order of the blocks, some blocks ahead. It takes the
-memory at once, on the model's own stream. As soon as the block's update is in the state, the executor copies the
-weights on a stream of its own, after what the model's stream had to do before. Where ranks share the buckets, a thread
-(`SharedFetcher`) copies this rank's part, and the ranks gather the rest.
+Threads and order: the thread that runs the model asks for fetches, in the order of the blocks and `_AHEAD` blocks
+ahead. It resizes the storage at once, on the model's stream, and records an event there. The executor copies the
+weights on the stream "fetch", after that event and after the block's update is in the state. The model's stream waits
+for the event of the copy before the block runs. If ranks share the buckets, the thread of `SharedFetcher` copies this
+rank's part and gathers the other parts.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from twinflow.device import Device
+from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.blocks import Block
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.executor import Executor
@@ -38,43 +40,43 @@ BLOCKS_AHEAD = 2  # blocks that are fetched while one runs
 
 @dataclass(eq=False)
 class BlockWeights:
-    """A block's weights."""
+    """The weights of one block and whether they are on the device."""
 
     buffers: list[WeightBuffer] = field(default_factory=list)
-    is_here: bool = False  # it has memory on the device
-    fetch: Fetch | None = None  # on its way, and not yet waited for
-    due: int = 0  # the job whose weights are here
-    num_written: int = 0  # times that somebody else has written to them
+    is_here: bool = False  # the buffers have memory on the device
+    fetch: Fetch | None = None  # the fetch that was asked for and that the model does not wait for yet
+    due: int = 0  # sum of the buckets' job numbers (`_due`) when the weights were fetched
+    num_written: int = 0  # number of writes by the user
 
 
 class Loan(NamedTuple):
-    """A copy of a parameter that somebody has, and may write to."""
+    """A copy of a parameter that was handed to the user, who may write to it."""
 
     param: Tensor
     copied: Tensor
-    version: int  # of the copy, when it was handed out
-    is_counted: bool  # torch counts a write to it as one to the parameter
+    version: int  # version of the copy when it was handed out
+    is_counted: bool  # torch would count a write to it as a write to the parameter
 
 
 class Piece(NamedTuple):
-    """Elements [start, start + numel) of a parameter."""
+    """Elements [start, start + numel) of a parameter that this process has."""
 
     start: int
     numel: int
-    read: Callable[[], Tensor]  # as they are now, flat
+    read: Callable[[], Tensor]  # returns the present values, flat
     write: Callable[[Tensor], None]
 
 
 class _Engine(Protocol):
-    """What torch's autograd engine offers, which has no types."""
+    """The used part of torch's autograd engine, which has no types."""
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
-        """Call it when the outermost backward has ended."""
+        """Calls `callback` when the outermost backward has ended."""
         ...
 
 
 class ParamOffload:
-    """All blocks' weights. Everything here is called by the thread that runs the model, or its backward."""
+    """The weights of all blocks. All methods are called by the thread that runs the model or by autograd's thread."""
 
     def __init__(
         self,
@@ -93,16 +95,16 @@ class ParamOffload:
         self._blocks: dict[int, BlockWeights] = {}
         self._places: dict[Tensor, tuple[WeightBuffer, Tensor]] = {}
         self._nothing: dict[torch.dtype, Tensor] = {}
-        self._order: list[int] = []  # of the blocks, in a forward
-        self._trail: list[int] = []  # blocks whose backward is to come
-        self._begun: set[int] = set()  # ... or has
+        self._order: list[int] = []  # order of the blocks in a forward
+        self._trail: list[int] = []  # blocks that have run forward and whose backward has not begun
+        self._begun: set[int] = set()  # blocks whose backward has begun
         self._is_in_backward = False
         self._gathers = gather is not None
-        self._versions: dict[Tensor, int] = {}  # of parameters, when their block began to run
-        self._on_write = on_write  # somebody has written to a weight: calls `store` when nobody uses the state
-        self.before_error = before_error  # a backward is about to fail
+        self._versions: dict[Tensor, int] = {}  # versions of parameters when their block began to run
+        self._on_write = on_write  # called after the user's write to a weight; it calls `store` when the state is free
+        self.before_error = before_error  # called before a backward raises an exception
         self._loans: list[Loan] = []
-        # Storages of flat buffers, and copies of weights there that graphs of gradients have.
+        # Copies of weights in graphs made with create_graph=True, each with the storage of its flat buffer.
         self._in_graphs: list[tuple[int, Tensor]] = []
         self._storages: set[int] = set()
         for bucket in buckets:
@@ -128,7 +130,7 @@ class ParamOffload:
             self.threads.append(self.fetcher)
 
     def _add(self, block: int, buffer: WeightBuffer) -> None:
-        """To a block's weights; the memory it was made with is given back at once, as there is none for all of them."""
+        """Adds a buffer to a block and releases its device memory, because not all buffers fit at once."""
         self._blocks.setdefault(block, BlockWeights()).buffers.append(buffer)
         self._storages.add(buffer.flat.untyped_storage()._cdata)
         self._empty(buffer)
@@ -146,7 +148,7 @@ class ParamOffload:
         world: int,
         rank: int,
     ) -> WeightBuffer:
-        """Weights that nothing updates: this rank's part of them, page-locked."""
+        """Copies this rank's part of frozen weights into page-locked memory."""
         dtype, starts, used = params[0].dtype, [], 0
         for param in params:
             starts.append(used)
@@ -162,34 +164,37 @@ class ParamOffload:
             self._put(buffer, param, start)
         return buffer
 
-    # What the weights are.
+    # Values of the weights.
 
     def holds(self, param: Tensor) -> bool:
-        """Whether a parameter's weights live here."""
+        """Whether the weights of a parameter are offloaded."""
         return param in self._places
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All parameters whose weights live here."""
+        """All parameters whose weights are offloaded."""
         return list(self._places)
 
     def copy_of(self, param: Tensor) -> Tensor:
-        """A parameter's weights in memory of their own on the device, after the updates that are due."""
+        """A copy of a parameter's weights in separate device memory, after the updates that are due."""
         buffer, view = self._places[param]
         self._check_whole(buffer)
         return host_view(buffer, view).to(buffer.flat.device, copy=True)
 
     def store(self, param: Tensor, values: Tensor, is_running: bool = False, is_counted: bool = True) -> None:
-        """Other values for a parameter. Called when nobody reads or updates the state. `is_running`: by its own block,
-        whose graph has them already. `is_counted`: torch counts the write, so that graphs from before it must fail;
-        else their backward uses the new values, as with torch."""
+        """Replaces the values of a parameter. The caller ensures that no thread reads or updates the state.
+
+        `is_running`: the block wrote to its own weight, so its graph uses the new values already. `is_counted`: torch
+        counts the write, so the backward of older graphs must fail. Otherwise it uses the new values, as with torch.
+        """
         buffer, _ = self._places[param]
         self._check_whole(buffer)
         if values.shape != param.shape:
-            raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} whose weights live on the host (offload_param) cannot be "
-                f"given "
-                f"values of shape {tuple(values.shape)}"
+            raise invalid_value(
+                "The shape of the new values of an offloaded parameter (offload_param)",
+                tuple(values.shape),
+                f"the parameter's shape {tuple(param.shape)}",
+                "Assign values of that shape.",
             )
         values = values.to(device="cpu", dtype=param.dtype)
         for piece in self.pieces(param):
@@ -201,8 +206,10 @@ class ParamOffload:
                 self._spoil_graphs(buffer)
 
     def replaced(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Parameters that somebody gave memory of their own, by `set_`, which torch reports to nobody; and their
-        values."""
+        """Parameters whose memory the user has replaced by `set_`, with their new values.
+
+        torch has no hook for `set_`.
+        """
         found: list[tuple[nn.Parameter, Tensor]] = []
         check_transform()
         with plain():
@@ -215,11 +222,11 @@ class ParamOffload:
         return found
 
     def lend(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None:
-        """Remember a copy that was handed out: somebody may write to its memory."""
+        """Remembers a copy that was handed to the user, who may write to it."""
         self._loans.append(Loan(tensor, copied, copied._version, is_counted))
 
     def store_loans(self) -> None:
-        """Store copies that were written to since they were handed out. Those that nobody else has are forgotten."""
+        """Stores the copies that the user has written to. Forgets copies that the user does not hold any more."""
         loans, self._loans = self._loans, []
         self._loans = [it for it in loans if it.copied._version == it.version and _has_other_users(it.copied)]
         for it in loans:
@@ -227,34 +234,34 @@ class ParamOffload:
                 self._on_write(it.param, it.copied, False, it.is_counted)
 
     def copy_for_graph(self, view: Tensor) -> Tensor:
-        """What a graph of gradients (create_graph=True) saves of a weight: it is needed after its block's backward."""
+        """Copies a weight for a graph with create_graph=True, which needs it after the backward of its block."""
         copied = view.clone()
         self._in_graphs = [it for it in self._in_graphs if _has_other_users(it[1])]
         self._in_graphs.append((view.untyped_storage()._cdata, copied))
         return copied
 
     def after_step(self) -> None:
-        """Weights change."""
+        """Invalidates the copies of weights in graphs with create_graph=True, because the step changes the weights."""
         for weights in self._blocks.values():
             for buffer in weights.buffers if self._in_graphs else ():
                 self._spoil_graphs(buffer)
 
     def _spoil_graphs(self, buffer: WeightBuffer) -> None:
-        """Let torch refuse the backward of a graph of gradients that has copies of old weights."""
+        """Increments the versions of copied weights, so that torch raises an exception in a backward that uses them."""
         storage = buffer.flat.untyped_storage()._cdata
         torch._C._increment_version([copied for where, copied in self._in_graphs if where == storage])
         self._in_graphs = [it for it in self._in_graphs if it[0] != storage]
 
     def _check_whole(self, buffer: WeightBuffer) -> None:
         if buffer.host().numel() != buffer.flat.numel():
-            raise RuntimeError(
-                "a weight that lives on several hosts in parts (offload_param with more than one rank) is used "
-                "outside the "
-                "forward of its block, where no rank has all of it. Use it inside its block, or leave offload_param out"
+            raise wrong_state(
+                "A weight cannot be used outside the forward of its block",
+                "offload_param with more than one rank shares it between ranks, and no rank has all of it there",
+                "Use the weight inside its block, or train without offload_param.",
             )
 
     def pieces(self, param: Tensor) -> list[Piece]:
-        """What this process has of a parameter's weights."""
+        """The parts of a parameter's weights that this process has."""
         buffer, view = self._places[param]
         host, at, bucket = buffer.host, int(view.storage_offset()), buffer.bucket
         size = host().numel()
@@ -269,14 +276,14 @@ class ParamOffload:
         return [Piece(start - at, stop - start, read, _copier(read))]
 
     def _hide(self, module: nn.Module, *_: object) -> None:
-        """A state dict is about to take every parameter as it stands. That needs no copy: `_show` replaces it."""
+        """Removes the guard before state_dict() reads the parameters. `_show` replaces the values afterwards."""
         params = [param for param in module._parameters.values() if param is not None and param in self._places]
         buckets = [buffer.bucket for buffer, _ in map(self._places.__getitem__, params) if buffer.bucket is not None]
         self._executor.wait_for_weights(buckets)
         uncover(params)
 
     def _show(self, module: nn.Module, state: dict[str, object], prefix: str, *_: object) -> None:
-        """In a state dict, the weights where they live. Of those that ranks have in parts, nobody can read any."""
+        """Puts views of the weights on the host into a state dict; meta tensors if ranks share the weights."""
         for name, param in module._parameters.items():
             if param is None or param not in self._places:
                 continue
@@ -287,10 +294,10 @@ class ParamOffload:
             is_whole = buffer.host().numel() == buffer.flat.numel()
             state[prefix + name] = host_view(buffer, view) if is_whole else torch.empty_like(view, device="meta")
 
-    # What hangs on the model.
+    # Calls by hooks on the model.
 
     def attach(self, model: nn.Module, blocks: Sequence[Block]) -> list[RemovableHandle]:
-        """Hooks on the blocks; they come after the runtime's own, which are put before them later."""
+        """Registers the hooks. They run after the runtime's own hooks, which are registered later with `prepend`."""
         owners = [m for m in model.modules() if any(p in self._places for p in m._parameters.values())]
         handles: list[RemovableHandle] = []
         for module in owners:
@@ -302,19 +309,19 @@ class ParamOffload:
         return handles
 
     def set_order(self, order: Sequence[int]) -> None:
-        """As the first forward has shown."""
+        """Sets the order of the blocks that the first forward has shown."""
         self._order = [block for block in dict.fromkeys(order) if block in self._blocks]
 
     def before_model(self) -> None:
-        """A forward of the whole model begins: nothing is left of the last one, and the first blocks come."""
-        self._is_in_backward = False  # the last one may have raised
+        """Before a forward of the model: releases all weights and asks for those of the first blocks."""
+        self._is_in_backward = False  # the last backward may have raised an exception
         self.leave_all()
         for block in self._order[:BLOCKS_AHEAD]:
             self._ask_for(block)
 
     def before_block(self, block: int) -> None:
-        """A block is about to run, forwards or again in a backward."""
-        if in_backward():  # recomputed
+        """Before a block runs, in a forward or again in a backward: waits for its weights and asks for the next."""
+        if in_backward():  # recomputation
             self.before_backward(block)
             return
         self.store_loans()
@@ -326,14 +333,14 @@ class ParamOffload:
             self._ask_for(other)
 
     def after_block(self, block: int) -> None:
-        """A block has run; the last one's backward comes next."""
+        """After a block has run: releases its weights, except for the last block, whose backward comes next."""
         self._keep_writes(block)
         is_last = bool(self._order) and block == self._order[-1]
         if not in_backward() and not (is_last and torch.is_grad_enabled()):
             self._leave(block)
 
     def _keep_writes(self, block: int) -> None:
-        """What a block has written to its own weights while it ran goes to the host."""
+        """Copies weights to the host that the block itself has written to while it ran."""
         for buffer in self._blocks[block].buffers:
             for param, view in buffer.views:
                 if param._version != self._versions.get(param, param._version):
@@ -341,7 +348,7 @@ class ParamOffload:
                     self._versions[param] = param._version
 
     def before_backward(self, block: int) -> None:
-        """A block's backward begins."""
+        """Before the backward of a block: waits for its weights and asks for those of the next blocks in backward."""
         self._at_first_gradient()
         self.store_loans()
         self._begun.add(block)
@@ -352,7 +359,7 @@ class ParamOffload:
             self._ask_for(other)
 
     def _at_first_gradient(self) -> None:
-        """See to it that nothing stays when this backward has ended."""
+        """Registers `_end_backward` with autograd at the first hook of a backward."""
         if not self._is_in_backward and in_backward():
             self._is_in_backward = True
             engine: _Engine = torch.autograd.Variable._execution_engine  # torch has no public name for it
@@ -360,36 +367,36 @@ class ParamOffload:
 
     def _end_backward(self) -> None:
         self._is_in_backward = False
-        if self._gathers:  # blocks that this rank's backward left out, as the others ask for them too
+        if self._gathers:  # the other ranks fetch these blocks, so this rank must take part in the collectives
             for block in reversed([block for block in self._trail if block not in self._begun]):
                 self._ask_for(block)
         self.leave_all()
 
     def after_backward(self, block: int) -> None:
-        """The gradients of a block's inputs are there."""
+        """After the backward of a block: releases its weights."""
         self._leave(block)
 
     def leave_others(self, block: int) -> None:
-        """Of all other blocks that have run nothing is needed any more in this backward."""
+        """Releases the weights of all other blocks that have run, because this backward does not need them any more."""
         for other, weights in self._blocks.items():
             if other != block and weights.fetch is None:
                 self._leave(other)
 
     def edition(self, block: int) -> int:
-        """Another number with every step, and every write of the user's, that changes the weights."""
+        """A number that changes with every step and every write of the user that changes the weights."""
         weights = self._blocks[block]
         return (_due(weights) << 20) + weights.num_written
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the memory of a block's weights."""
+        """Whether a tensor uses the memory of a block's weights."""
         return tensor.untyped_storage()._cdata in self._storages
 
-    # A block's memory.
+    # Device memory of a block.
 
     def _enter(self, block: int) -> None:
-        """Wait for its weights: here until they are on their way, on the device until they are there."""
+        """Blocks until the copy of the weights is queued, and lets the model's stream wait for the copy."""
         weights = self._blocks[block]
-        if weights.is_here and weights.due != _due(weights):  # from before a step
+        if weights.is_here and weights.due != _due(weights):  # they were fetched before a step
             self._leave(block)
         self._ask_for(block)
         if weights.fetch is not None:
@@ -404,7 +411,7 @@ class ParamOffload:
             uncover(param for param, _ in buffer.views)
 
     def _hold(self, fetch: Fetch) -> None:
-        """Let the model wait for a fetch."""
+        """Lets the model's stream wait for a fetch."""
         try:
             self._device.hold_compute(fetch.wait(), FORWARD)
         except Exception:
@@ -424,7 +431,7 @@ class ParamOffload:
         weights = self._blocks[block]
         if not weights.is_here:
             return
-        if weights.fetch is not None:  # it never ran, and a copy may still write there
+        if weights.fetch is not None:  # the block never ran, and the copy may still write to the memory
             self._hold(weights.fetch)
             weights.fetch = None
         else:
@@ -432,7 +439,7 @@ class ParamOffload:
         self._give_back(weights)
 
     def leave_all(self) -> None:
-        """Nothing of any block stays on the device."""
+        """Releases the weights of all blocks."""
         self._trail.clear()
         self._begun.clear()
         for block in self._blocks:
@@ -457,12 +464,12 @@ class ParamOffload:
         return self._nothing[view.dtype].expand(view.shape)
 
     def settle(self) -> None:
-        """Nothing reads the weights on the host any more."""
+        """Releases all weights and waits until no copy reads the weights on the host."""
         self.leave_all()
         self._device.stream("fetch").synchronize()
 
     def close(self) -> None:
-        """Give the parameters their weights again, on the host; where ranks have parts, they stay without."""
+        """Gives the parameters their values as tensors on the host. Weights that ranks share stay without values."""
         self.settle()
         for weights in self._blocks.values():
             for buffer in weights.buffers:
@@ -473,14 +480,16 @@ class ParamOffload:
 
 
 def host_view(buffer: WeightBuffer, view: Tensor) -> Tensor:
-    """A parameter's weights where they live, where this process has all of them."""
+    """A view of a parameter's weights on the host. This process must have all of them."""
     start = int(view.storage_offset())
     return buffer.host()[start : start + view.numel()].view(view.shape)
 
 
 def take_aside(model: nn.Module, params: Sequence[nn.Parameter], where: torch.device) -> dict[nn.Parameter, Tensor]:
-    """The values of these parameters, on the host; they stay behind with no memory on the device. All else of the model
-    goes there."""
+    """Moves the values of `params` to the host and returns them. Moves the rest of the model to the device `where`.
+
+    The parameters become expanded scalars on the device, which need no memory.
+    """
     values = {param: param.detach().to("cpu").contiguous() for param in params}
     for param in params:
         param.data = torch.zeros((), dtype=param.dtype, device=where).expand(param.shape)
@@ -512,7 +521,7 @@ def _due(weights: BlockWeights) -> int:
 
 
 def _host_of(bucket: Bucket) -> Callable[[], Tensor]:
-    """What the state holds at that moment: stores are swapped."""
+    """A function that returns the weights in the bucket's present store, because stores are swapped."""
 
     def host() -> Tensor:
         store = bucket.store
@@ -522,12 +531,12 @@ def _host_of(bucket: Bucket) -> Callable[[], Tensor]:
 
 
 def _new_flat(numel: int, dtype: torch.dtype, where: torch.device) -> Tensor:
-    """A buffer; its memory is given back before anything uses it."""
+    """A flat device buffer. `_add` releases its memory at once."""
     return torch.empty(numel, dtype=dtype, device=where)
 
 
 def _has_other_users(copied: Tensor) -> bool:
-    """Whether anything but this tensor uses its memory."""
+    """Whether another tensor than this one uses its memory."""
     return int(torch._C._storage_Use_Count(copied.untyped_storage()._cdata)) > 2
 
 

@@ -1,9 +1,12 @@
-"""Twin-Flow's ratio: which elements have their state on the host, and which on the device. Plain arithmetic.
+"""Placement of state by a ratio: which elements have their state on the host, and which on the device.
 
-`tail` is the meaning that DeepSpeed gave to the ratio: the first part of the parameters has its state on the host, the
-tail stays on the device. `front` is the other way round. What hides most is `front` in the order in which weights are
-needed (`auto`): the input side's gradients come last and its weights are needed first, so the host would have the least
-time for them. Parameters outside all blocks are needed when the forward starts, the output head's too.
+- `tail` is DeepSpeed's meaning of the ratio: the first part of the parameters has its state on the host, and the tail
+  has its state on the device.
+- `front` is the opposite: the first part has its state on the device.
+- `auto` is `front` in the order in which a forward needs the weights. It hides most of the update behind the model: the
+  gradients of the first layers come last and their weights are needed first, so the host has least time for them.
+  Parameters outside all blocks come first in this order, because the forward waits for them at its start. This includes
+  the output head.
 """
 
 from __future__ import annotations
@@ -15,17 +18,17 @@ from typing import Final
 from twinflow.offload.plan import HOST, RESIDENT, ROOT, STREAMED, BucketPlan, ParamSpec, Part
 from twinflow.rules.formats import BLOCK
 
-PLACEMENTS: Final = ("auto", "front", "tail")  # the end that stays on the device
+PLACEMENTS: Final = ("auto", "front", "tail")  # which end of the parameters has its state on the device
 
 
 def place_by_ratio(
     params: Sequence[ParamSpec], order: Sequence[int], ratio: float, placement: str = "auto"
 ) -> list[list[Part]]:
-    """Of each parameter its parts and their places, so that `ratio` of all elements have their state on the host.
+    """The parts of each parameter with their places, so that `ratio` of all elements have their state on the host.
 
-    Exact to 128 elements, but for parameters that cannot be split: those go where most of them would be. `order` lists
-    the parameters as the model has them. Parameters that are shared with ranks that have other ones beside them are cut
-    for themselves, so that all ranks cut them alike.
+    The result is exact to 128 elements. A parameter that cannot be split goes to the place of its larger part. `order`
+    lists the parameters in the order of the model. Each group of parameters with the same `shared` is cut separately,
+    so that all ranks that share these parameters cut them in the same way.
     """
     assert sorted(order) == list(range(len(params))) and placement in PLACEMENTS
     if placement == "auto":
@@ -43,19 +46,19 @@ def place_by_ratio(
 
 
 def stream(plans: Sequence[BucketPlan], share: float) -> list[BucketPlan]:
-    """The buckets, with a share of those on the host streamed, evenly spread over them."""
+    """Changes `share` of the buckets on the host to STREAMED, evenly distributed."""
     hosted = [plan.index for plan in plans if plan.place == HOST and plan.can_alias]
     chosen = {index for k, index in enumerate(hosted) if int((k + 1) * share) > int(k * share)}
     return [replace(plan, place=STREAMED) if plan.index in chosen else plan for plan in plans]
 
 
 def by_need(params: Sequence[ParamSpec], order: Sequence[int]) -> list[int]:
-    """The parameters in the order in which a forward needs them: those outside all blocks, then block after block."""
+    """The parameters in the order in which a forward needs them: those outside all blocks first, then by block."""
     return sorted(order, key=lambda i: -1 if params[i].block == ROOT else params[i].block)
 
 
 def cut(params: Sequence[ParamSpec], order: Sequence[int], shares: Sequence[tuple[str, int]]) -> list[list[Part]]:
-    """Of each parameter its parts: along `order`, so many elements for each place in turn."""
+    """The parts of each parameter if, along `order`, each place of `shares` gets its number of elements in turn."""
     parts: list[list[Part]] = [[] for _ in params]
     ends, end = [], 0
     for place, numel in shares:
@@ -76,7 +79,7 @@ def cut(params: Sequence[ParamSpec], order: Sequence[int], shares: Sequence[tupl
 
 
 def _stop(param: ParamSpec, wanted: int) -> int:
-    """Where to cut a parameter so that about `wanted` of its elements come before: at a multiple of 128, or an end."""
+    """The position that is nearest to `wanted` at which a parameter may be cut: a multiple of 128, or an end."""
     if wanted <= 0 or wanted >= param.numel:
         return 0 if wanted <= 0 else param.numel
     if not param.can_split:

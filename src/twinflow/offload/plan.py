@@ -1,12 +1,12 @@
-"""Which elements travel together: parameters cut into slices, slices packed into buckets. Plain arithmetic.
+"""The plan of buckets: parameters are cut into slices, and slices are packed into buckets.
 
-A bucket holds slices of one block (blocks.py), one dtype and one place (placement.py). Slices start at multiples
-of 128 inside a bucket and inside their parameter, so that the 8-bit formats' blocks fall in the same places whatever
-the bucket size.
+A bucket holds slices of one block (blocks.py), one dtype and one place (placement.py). A slice starts at a multiple of
+128 in its bucket and in its parameter. The quantization blocks of 8-bit formats are therefore the same for every bucket
+size.
 
-Where buckets travel in codes, numbers that lie together share a scale. Copies of a parameter on several pipeline or
-tensor ranks must then lie among the same neighbours on all of them: parameters share a bucket only where what they
-share with other ranks has the same name (`ParamSpec.shared`).
+With compressed communication, neighbouring elements of a bucket share a scale. Copies of a parameter on several
+pipeline or tensor ranks must then have the same neighbours on all these ranks. Parameters are therefore in the same
+bucket only if their `ParamSpec.shared` is equal.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ import torch
 from twinflow.rules.formats import BLOCK
 
 ROOT = -1  # the block number of parameters that belong to no block
-BUCKET_NUMEL = 1 << 26  # 128 MiB of bf16: some milliseconds of PCIe and of host update
+BUCKET_NUMEL = 1 << 26  # 128 MiB of bf16: a copy over PCIe and an update on the host take some milliseconds each
 
-# Where a bucket's state lives, and what updates it.
-HOST = "host"  # in host memory, the CPU
-RESIDENT = "resident"  # on the device, the device
-STREAMED = "streamed"  # in host memory, the device: the state comes and goes with every step
+# Places: where the state of a bucket is, and which processor updates it.
+HOST = "host"  # state in host memory, updated by the CPU
+RESIDENT = "resident"  # state in device memory, updated by the device
+STREAMED = "streamed"  # state in host memory, copied to the device for each update and back
 PLACES = (HOST, RESIDENT, STREAMED)
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What the plan needs to know of a parameter."""
+    """Properties of a parameter that the plan depends on."""
 
     name: str
     numel: int
     block: int
     dtype: torch.dtype
-    can_split: bool = True  # contiguous, and updated element by element
+    can_split: bool = True  # it is contiguous, and its rule updates each element alone
     is_contiguous: bool = True
-    is_counted: bool = True  # in the norm of all gradients; a copy of what another rank has is not
-    shared: str = ""  # with pipeline or tensor ranks, by a name that is the same there, where buckets have to be too
+    is_counted: bool = True  # part of the gradient norm; False for a copy of another rank's parameter
+    shared: str = ""  # name of what it shares with pipeline or tensor ranks, equal on these ranks; see above
 
 
 class Part(NamedTuple):
-    """Elements [start, start + numel) of a parameter, whose state lives in one place."""
+    """Elements [start, start + numel) of a parameter whose state is in one place."""
 
     start: int  # a multiple of 128
     numel: int
@@ -64,30 +64,30 @@ class Slice:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Slices that travel and are updated together."""
+    """Slices that are copied and updated together."""
 
     index: int
     block: int
     dtype: torch.dtype
     slices: tuple[Slice, ...]
-    numel: int  # with the padding between slices
-    place: str = HOST  # where the state lives
-    can_alias: bool = True  # all its parameters are contiguous
-    is_counted: bool = True  # in the norm of all gradients
+    numel: int  # including the padding between slices
+    place: str = HOST  # one of PLACES
+    can_alias: bool = True  # all parameters are contiguous, so that views of them can be part of the state
+    is_counted: bool = True  # part of the gradient norm
 
     @cached_property
     def layout(self) -> tuple[object, ...]:
-        """Buckets of equal layout can use each other's stores."""
+        """Key of the memory layout. Buckets of equal layout can exchange stores."""
         return self.dtype, self.numel, *((piece.offset, piece.numel) for piece in self.slices)
 
 
 def padded(numel: int) -> int:
-    """`numel`, up to whole blocks of 128."""
+    """`numel`, rounded up to a multiple of 128."""
     return -(-numel // BLOCK) * BLOCK
 
 
 def on_host(params: Sequence[ParamSpec]) -> list[list[Part]]:
-    """Every parameter whole, with its state on the host."""
+    """One part for each parameter, with its state on the host."""
     return [[Part(0, param.numel, HOST)] for param in params]
 
 
@@ -97,11 +97,11 @@ def plan_buckets(
     parts: Sequence[Sequence[Part]] | None = None,
     keeps_whole: bool = False,
 ) -> list[BucketPlan]:
-    """Pack all parameters: in their order within a block, blocks in their order, no bucket larger than `max_numel`.
+    """Packs all parameters into buckets of at most `max_numel` elements, in the order of parameters and blocks.
 
-    Only a parameter that cannot be split may make a larger one, its own. `parts` says where the state of each
-    parameter's elements lives; without it, on the host. `keeps_whole`: no part of a block's parameters is cut, and one
-    that is larger makes a larger bucket.
+    A parameter that cannot be split and is larger gets a larger bucket of its own. `parts` gives the place of each
+    parameter's elements; by default all states are on the host. With `keeps_whole`, no part of a parameter in a block
+    is split, and a larger part gets a larger bucket.
     """
     assert max_numel % BLOCK == 0 and max_numel > 0
     buckets: list[BucketPlan] = []
@@ -120,7 +120,7 @@ def plan_buckets(
 
 
 class _Kind(NamedTuple):
-    """What all slices of a bucket have in common."""
+    """Properties that all slices of a bucket have in common."""
 
     shared: str
     block: int
@@ -131,14 +131,17 @@ class _Kind(NamedTuple):
 
 
 def _even(members: Sequence[tuple[int, Part]], max_numel: int) -> int:
-    """The size that fills as few buckets as there must be equally: slots are as large as the largest of them."""
+    """The bucket size that gives the least number of buckets, all about equally large.
+
+    All slots are as large as the largest bucket, so unequal buckets would waste page-locked memory.
+    """
     total = sum(padded(part.numel) for _, part in members)
     num_buckets = max(1, -(-total // max_numel))
     return min(max_numel, padded(-(-total // num_buckets)))
 
 
 def _fit(members: Iterable[tuple[int, Part]], max_numel: int) -> Iterable[list[Slice]]:
-    """Each part whole, in the first bucket that has room for it."""
+    """Packs parts without splitting them, each into the first bucket that has room."""
     buckets: list[list[Slice]] = []
     used: list[int] = []
     for index, part in (member for member in members if member[1].numel):

@@ -1,4 +1,4 @@
-"""Memory for gradients and weights on their way: slots on the host, flat buffers on the device, speculative stores."""
+"""Sizes of the pools: page-locked slots on the host, flat buffers on the device, and speculative stores."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from twinflow.rules import Rule
 def new_executor(
     device: Device, rule: Rule | None, plans: Sequence[BucketPlan], settings: Settings, tensor_device: torch.device
 ) -> Executor:
-    """An executor with empty pools, sized for these buckets; `rule`: of updates on the host, None for a user's own
-    optimizer."""
+    """An executor with empty pools whose limits fit the buckets.
+
+    `rule` is the rule of updates on the host, or None for a user's optimizer.
+    """
     num_hosted = sum(plan.place == HOST for plan in plans)
     return Executor(
         device,
@@ -35,35 +37,39 @@ def new_executor(
 
 
 def bytes_of_slot(plans: Sequence[BucketPlan]) -> int:
-    """Of all buckets, the largest: they may move to the host."""
+    """Bytes of the largest bucket. Buckets on the device count too, because they may move to the host."""
     return max((p.numel * p.dtype.itemsize for p in plans), default=0)
 
 
 def bytes_of_gradients(settings: Settings, plans: Sequence[BucketPlan]) -> int:
-    """Host memory for gradients on their way, or while they wait."""
+    """Bytes of all gradient slots."""
     return num_gradient_slots(settings, sum(p.place == HOST for p in plans)) * bytes_of_slot(plans)
 
 
 def num_weight_slots(settings: Settings, num_buckets: int) -> int:
-    """One for each bucket where its weights wait for a step; else a few serve all in turn."""
+    """One slot for each bucket with a delayed update, because its weights wait for a step. Else `num_slots` at most."""
     return num_buckets if settings.delayed_update else min(settings.num_slots, num_buckets)
 
 
 def fit_pools(executor: Executor, settings: Settings, buckets: Sequence[Bucket]) -> None:
-    """Other buckets are on the host, or another number of micro-batches makes a step."""
+    """Resizes the pools after buckets have moved or the number of micro-batches of a step has changed."""
     num_hosted = sum(not bucket.is_on_device for bucket in buckets)
     executor.set_sums_on_host(settings.sums_on_host)
     executor.resize(
         num_gradient_slots(settings, num_hosted),
         num_weight_slots(settings, num_hosted),
-        keeps_weight_slots=settings.may_run_ahead,  # those beyond the limit serve speculative stores
+        keeps_weight_slots=settings.may_run_ahead,  # speculative stores use the slots beyond the limit
     )
     executor.flats.set_limit(flat_bytes(settings, [bucket.plan for bucket in buckets]))
 
 
 def flat_bytes(settings: Settings, plans: Sequence[BucketPlan]) -> int:
-    """All gradients where they wait for the norm on the device. Where they wait on the host, those whose update is on
-    the device still do, as they do for weights of a delayed update. Else a few buffers serve all in turn."""
+    """Bytes of device memory for flat gradient buffers.
+
+    If gradients wait for the norm on the device, all of them must fit. If they wait on the host, those that the device
+    updates still wait on the device. The same holds for a delayed update. Otherwise buckets use `settings.flat_bytes`
+    in turn.
+    """
     if settings.limits.any and not settings.hold_on_host:
         return sum(p.numel * p.dtype.itemsize for p in plans)
     waits_there = settings.limits.any or settings.delayed_update
@@ -72,8 +78,10 @@ def flat_bytes(settings: Settings, plans: Sequence[BucketPlan]) -> int:
 
 
 def num_gradient_slots(settings: Settings, num_buckets: int) -> int:
-    """One for each bucket where gradients wait on the host; else a few serve all in turn: nothing waits for a norm, or
-    a sum takes gradients in at once."""
+    """One slot for each bucket if gradients wait on the host. Else `num_slots` at most, used in turn.
+
+    Gradients do not wait if there is no limit that needs the norm, or if they are added to a sum on the host at once.
+    """
     holds_on_host = settings.hold_on_host and settings.limits.any and not settings.sums_on_host
     return num_buckets if settings.delayed_update or holds_on_host else min(settings.num_slots, num_buckets)
 
@@ -81,7 +89,7 @@ def num_gradient_slots(settings: Settings, num_buckets: int) -> int:
 def prepare_speculative_stores(
     stores: SpeculativeStores, executor: Executor, settings: Settings, buckets: Sequence[Bucket], max_bytes: int
 ) -> None:
-    """Let updates run ahead of the clipping decision within this much host memory, and make the stores now."""
+    """Makes the speculative stores for updates ahead of the clipping decision, within `max_bytes` of host memory."""
     stores.set_limit(max_bytes)
     if not (settings.may_run_ahead and settings.limits.any and executor.can_run_ahead):
         return

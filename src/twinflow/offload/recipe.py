@@ -1,4 +1,4 @@
-"""How an optimizer of the user's is made again over some of its parameters, wherever those are."""
+"""Builds instances of a user's optimizer over some of its parameters, one for each bucket."""
 
 from __future__ import annotations
 
@@ -11,24 +11,29 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value
 from twinflow.offload.torch_state import beside, dict_on_host, group_of, on_host, wide
 from twinflow.state_dict import ParamEntry, StateDict, params_of
 
-Hosts = Mapping[Tensor, nn.Parameter]  # what stands for each of the model's parameters
+Hosts = Mapping[Tensor, nn.Parameter]  # the fp32 copy of each of the model's parameters
 
 
 class Recipe:
-    """How the user's optimizer is made over any of its parameters, and what it is like over all of them.
+    """Builds the user's optimizer over any of its parameters. `groups` and `defaults` are those over all parameters.
 
-    `rule` is called with parameters, or groups where `given` has groups, and the options: a class, a partial, any
-    function. Or it is an optimizer, whose options, attributes and state are copied. `given` is what torch.optim takes.
+    `rule` is a class, a partial or a function that is called with parameters (with param groups if `given` has them)
+    and the options. Or `rule` is an optimizer instance, whose options, attributes and state are copied. `given` has the
+    form of the first argument of a torch.optim optimizer.
+
+    Raises ValueError if the optimizer cannot run separately on each bucket, and TypeError if `given` has other objects
+    than tensors.
     """
 
     def __init__(
         self, rule: Optimizer | Callable[..., Optimizer], given: Iterable[ParamEntry], options: Mapping[str, object]
     ) -> None:
-        self._rule, self._options = rule, dict(options)
+        self._rule = rule
+        self._options = dict(options)
         self._given, names = _normal(given)
         known = [param for entry in self._given for param in _params_in(entry)]
         if isinstance(rule, Optimizer):
@@ -36,7 +41,7 @@ class Recipe:
             whole = rule
             back: dict[Tensor, Tensor] = {param: param for param in known}
         else:
-            # Pages nobody writes to: stand-ins cost address space only, where the real ones may not fit twice.
+            # A second copy of all parameters may not fit. Pages of torch.empty need no memory until they are written.
             stands = {p: nn.Parameter(torch.empty(p.shape, dtype=torch.float32, device="cpu")) for p in known}
             whole = self._call(stands)
             back = {stand: param for param, stand in stands.items()}
@@ -47,7 +52,7 @@ class Recipe:
         self.groups: list[StateDict] = [_over(group, back, names) for group in whole.param_groups]
 
     def build(self, hosts: Hosts) -> Optimizer:
-        """A fresh optimizer over some of the parameters, as they are on the host."""
+        """A new optimizer over the copies in `hosts`."""
         return self._clone(self._rule, hosts) if isinstance(self._rule, Optimizer) else self._call(hosts)
 
     def _call(self, hosts: Hosts) -> Optimizer:
@@ -56,17 +61,17 @@ class Recipe:
         if not isinstance(made, Optimizer):
             raise invalid_value("rule(params)", made, "a torch.optim.Optimizer")
         if _members(made) != set(hosts.values()):
-            raise invalid_value(
-                "rule(params)",
-                f"{type(made).__name__} over other parameters",
-                "an optimizer over the parameters it is given, all of them",
-                "It is called several times, each time with some of the parameters in host memory.",
+            raise ValueError(
+                f"rule(params) returned an optimizer ({type(made).__name__}) over other parameters than the ones that "
+                "it is given. twinflow calls `rule` several times, each time with copies of some parameters. Build the "
+                "optimizer over exactly these."
             )
         return made
 
     def _clone(self, source: Optimizer, hosts: Hosts) -> Optimizer:
-        """The same optimizer over host parameters, by way of its attributes: few constructors can be called again."""
-        memo: dict[int, object] = {id(p): hosts.get(p, p) for p in _members(source)}  # found in the place of a copy
+        """A copy of an optimizer over the copies in `hosts`. It copies attributes, because constructor arguments are
+        not known."""
+        memo: dict[int, object] = {id(p): hosts.get(p, p) for p in _members(source)}  # deepcopy uses these as copies
         inner: Optimizer = object.__new__(type(source))
         others = {k: v for k, v in vars(source).items() if k not in ("state", "param_groups")}
         vars(inner).update(copy.deepcopy(others, memo))
@@ -84,7 +89,7 @@ class Recipe:
 
 
 def _normal(given: Iterable[ParamEntry]) -> tuple[list[Tensor] | list[StateDict], dict[Tensor, str]]:
-    """Parameters or groups of them, trainable ones only, that can be gone through again; and their names if given."""
+    """`given` as lists of trainable parameters or of param groups, and the names of parameters if `given` has names."""
     names: dict[Tensor, str] = {}
 
     def tensors(params: Iterable[object]) -> list[Tensor]:
@@ -95,7 +100,8 @@ def _normal(given: Iterable[ParamEntry]) -> tuple[list[Tensor] | list[StateDict]
             tensor = param[1] if isinstance(param, tuple) else param
             if not isinstance(tensor, Tensor):
                 raise TypeError(
-                    f"optimizer can only optimize Tensors, but one of the params is {type(tensor).__name__}"
+                    f"An optimizer can only optimize Tensors, but one of the params is a {type(tensor).__name__}. "
+                    "Pass model.parameters() or param groups."
                 )
             if tensor.requires_grad:
                 found.append(tensor)
@@ -118,7 +124,7 @@ def _params_in(entry: Tensor | StateDict) -> list[Tensor]:
 
 
 def _replaced(given: list[Tensor] | list[StateDict], hosts: Hosts) -> list[nn.Parameter] | list[StateDict]:
-    """What the user gave, with host parameters in the place of the model's, and nothing where there is none."""
+    """`given` with the copies in `hosts` instead of the model's parameters. Parameters without a copy are left out."""
     groups = [entry for entry in given if isinstance(entry, dict)]
     if not groups:
         return [hosts[param] for param in given if isinstance(param, Tensor) and param in hosts]
@@ -133,7 +139,7 @@ def _members(optimizer: Optimizer) -> set[Tensor]:
 
 
 def _over(group: Mapping[str, object], back: Mapping[Tensor, Tensor], names: Mapping[Tensor, str]) -> StateDict:
-    """A group of the whole optimizer, over the model's parameters."""
+    """A param group with the model's parameters instead of stand-ins."""
     params = [back[param] for param in params_of(group) if param in back]
     own = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     if names and all(param in names for param in params):
@@ -144,34 +150,43 @@ def _over(group: Mapping[str, object], back: Mapping[Tensor, Tensor], names: Map
 def _check_instance(source: Optimizer, known: Sequence[Tensor], options: Mapping[str, object]) -> None:
     kind = type(source).__name__
     if options:
-        raise invalid_value("options", dict(options), f"none: the {kind} given as rule has its own")
+        raise incompatible(
+            f"options ({', '.join(options)})",
+            f"an optimizer instance as rule ({kind})",
+            "the instance has its own options",
+            f"Pass the options when you build the {kind}.",
+        )
     unknown = [tuple(p.shape) for p in _members(source) - set(known) if p.requires_grad]
     if unknown:
-        remedy = "Build the optimizer over the parameters of the model that is given with it."
-        raise invalid_value(f"parameters of the {kind} given as rule", unknown[:3], "parameters of the model", remedy)
+        raise ValueError(
+            f"The {kind} that is given as rule has {len(unknown)} trainable parameters that are not parameters of the "
+            f"model (shapes {', '.join(map(str, unknown[:3]))}). Build it over the parameters of the same model."
+        )
     if any(isinstance(value, Optimizer) for value in vars(source).values()):
-        remedy = f"Give a function instead: rule=lambda params: {kind}(...)"
-        raise invalid_value("rule", kind, "an optimizer that does not wrap another", remedy)
+        remedy = f"Pass a function that builds it: rule=lambda params: {kind}(...)."
+        raise invalid_value("rule", kind, "an optimizer that does not wrap another one", remedy)
     if hasattr(source.step, "_wrapped_by_lr_sched"):
-        remedy = "Make the scheduler after this, over the optimizer that is made here."
-        raise invalid_value("rule", f"{kind} with an LR scheduler", "an optimizer without one", remedy)
+        remedy = "Build the scheduler over the TwinOptimizer."
+        raise invalid_value("rule", f"{kind} with an LR scheduler", "an optimizer without an LR scheduler", remedy)
     if source._optimizer_step_pre_hooks or source._optimizer_step_post_hooks:
-        remedy = "Register them on the optimizer that is made here."
-        raise invalid_value("rule", f"{kind} with step hooks", "an optimizer without hooks", remedy)
+        remedy = "Register the hooks on the TwinOptimizer."
+        raise invalid_value("rule", f"{kind} with step hooks", "an optimizer without step hooks", remedy)
 
 
 def _check_step(optimizer: Optimizer) -> None:
-    """Refuse here what would fail in the background later."""
+    """Raises ValueError for optimizers whose step would fail later, in the background."""
     kind = type(optimizer)
     if isinstance(optimizer, torch.optim.SparseAdam):
-        raise invalid_value("rule", kind.__name__, "optimizers for dense gradients", "Take torch.optim.Adam.")
+        raise invalid_value("rule", kind.__name__, "an optimizer for dense gradients", "Use torch.optim.Adam.")
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     wanted = [
         p.name for p in list(inspect.signature(kind.step).parameters.values())[1:]
         if p.default is p.empty and p.kind in (*positional, inspect.Parameter.KEYWORD_ONLY)
     ]  # fmt: skip
     if wanted:
-        remedy = "It evaluates the model inside its step, which cannot run beside the model."
-        raise invalid_value("rule", kind.__name__, f"optimizers whose step needs no {wanted[0]}", remedy)
+        expected = f"an optimizer whose step() needs no argument `{wanted[0]}`"
+        remedy = "Updates run beside the model, so step() cannot evaluate the model. Use another optimizer."
+        raise invalid_value("rule", kind.__name__, expected, remedy)
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise invalid_value("differentiable", True, [False], f"The update of {kind.__name__} runs without autograd.")
+        remedy = f"TwinOptimizer runs the update of {kind.__name__} without autograd."
+        raise invalid_value("differentiable", True, [False], remedy)

@@ -1,9 +1,10 @@
-"""Changes of a runtime between two steps: another number of backwards, state that moves, counters of a checkpoint."""
+"""Changes of a runtime between two steps: the number of backwards, the place of state, and counters of a checkpoint."""
 
 from __future__ import annotations
 
 import math
 
+from twinflow.errors import wrong_state
 from twinflow.offload import changes
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.clipping import Decision, Limits
@@ -14,22 +15,28 @@ from twinflow.offload.settings import Settings
 
 
 def change(runtime: Runtime, settings: Settings) -> None:
-    """Another number of backwards from the next step on."""
+    """Applies settings with another number of backwards from the next step on."""
     if runtime.has_gradients:
-        raise RuntimeError("the number of backwards of a step is changed while gradients of one are there")
+        raise wrong_state(
+            "The number of backwards of a step cannot be changed",
+            "gradients of the present step have been collected",
+            "Change it after step() and before the next backward().",
+        )
     runtime.wait()
     runtime.change_settings(settings)
     fit_pools(runtime.executor, settings, runtime.buckets)
 
 
 def move(runtime: Runtime, bucket: Bucket, place: str) -> None:
-    """Let a bucket's state live in another place from now on. MemoryError, and nothing has changed, where that is full.
-    Only after `wait` and `wait_for_copies`, when nothing of it is under way."""
+    """Moves the state of a bucket to another place. Call `wait` and `wait_for_copies` first.
+
+    Raises MemoryError, without any change, if the other place has too little memory.
+    """
     runtime.wait_for_readers()
     if place == bucket.plan.place:
         return
     last = runtime.last
-    has_unsent = runtime.executor.take_unsent(bucket)  # weights of a delayed update that are still to be sent
+    has_unsent = runtime.executor.take_unsent(bucket)  # weights of a delayed update that were not copied to the device
     if last is not None and any(task.bucket is bucket for task in last.unsent):
         last.unsent = [task for task in last.unsent if task.bucket is not bucket]
         has_unsent = True
@@ -40,17 +47,17 @@ def move(runtime: Runtime, bucket: Bucket, place: str) -> None:
 
 
 def forget_jobs(runtime: Runtime, num_jobs: int) -> None:
-    """Start counting anew: the state and the weights are now somebody else's."""
+    """Sets the count of jobs, because state and weights were replaced by those of a checkpoint."""
     runtime.count_jobs_from(num_jobs, None)
     if runtime.param_offload is not None:
         runtime.param_offload.leave_all()
     if runtime.sharing is not None:
-        runtime.sharing.forget()  # before buckets look as if they had been sent
+        runtime.sharing.forget()  # first, because `reset` marks the weights of all buckets as sent
     runtime.executor.reset(num_jobs)
 
 
 def hold_back(runtime: Runtime, number: int) -> None:
-    """The state holds a delayed update that the weights do not: send it with the next step."""
+    """Marks all weights as unsent: the state contains a delayed update, which the next step copies to the device."""
     job = Job(number, (), Limits(), 1.0, runtime.executor, is_delayed=True)
     runtime.executor.decide(job, Decision(norm=math.nan, factor=1.0, skip=False, clipped=False))
     for bucket in runtime.buckets:

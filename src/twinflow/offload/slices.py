@@ -1,4 +1,4 @@
-"""The state of one slice as fp32 numbers, and back; on whichever device its buffers are."""
+"""Conversion of the state of one slice to fp32 tensors and back, on the device of its buffers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from twinflow.rules.formats import BLOCK, rounds_to
 from twinflow.rules.segment import Store, decode_state, encode_saved
 from twinflow.state_dict import tensor_of
 
-_CHUNK = 1 << 22  # elements that are worked on at once: what is made for them should not need much memory
+_CHUNK = 1 << 22  # elements that are converted at once; it limits the memory of temporary tensors
 
 
 def read(rule: Rule, store: Store) -> dict[str, Tensor]:
-    """Master and states as flat fp32 tensors by name, and the scales of 8-bit states, which make their codes exact on
-    the way back; views where the state itself is fp32."""
+    """Master and states as flat fp32 tensors by name, and the scales of 8-bit states.
+
+    With the scales, `write` restores the same 8-bit codes. The tensors are views of states that are fp32.
+    """
     keys = ["master", *(name for name in rule.states if name is not None)]
     values = {key: found.float() for key in keys if (found := read_one(rule, store, key)) is not None}
     scales = {f"{name}_scale": scale for name, scale in zip(rule.states, store.scales, strict=True)}
@@ -26,7 +28,7 @@ def read(rule: Rule, store: Store) -> dict[str, Tensor]:
 
 
 def read_one(rule: Rule, store: Store, key: str) -> Tensor | None:
-    """One of them; a bf16 state as it is."""
+    """The value that `read` has under `key`, but a bf16 state stays bf16."""
     if key == "master":
         return _master(store)
     which = rule.states.index(key.removesuffix("_scale"))
@@ -36,7 +38,7 @@ def read_one(rule: Rule, store: Store, key: str) -> Tensor | None:
 
 
 def write(rule: Rule, whole: Store, values: Mapping[str, object]) -> None:
-    """Take over what `read` gave, from any format."""
+    """Writes values that `read` has returned into a store of any format."""
     for at, store in _chunks(whole):
         numel, device = store.master.numel(), store.master.device
         set_master(store, tensor_of(values, "master")[at : at + numel].to(device).float())
@@ -48,7 +50,7 @@ def write(rule: Rule, whole: Store, values: Mapping[str, object]) -> None:
 
 
 def write_master(whole: Store, values: Tensor, keep: bool) -> None:
-    """A new master from the parameter's values; with `keep`, only where the old one is not what they round from."""
+    """Sets the master to the parameter's values. With `keep`, elements that round to these values do not change."""
     for at, store in _chunks(whole):
         given = values[at : at + store.master.numel()].to(store.master.device)
         wide = given.float()
@@ -59,7 +61,10 @@ def write_master(whole: Store, values: Tensor, keep: bool) -> None:
 
 
 def mend_lower(whole: Store) -> None:
-    """Lower halves to zero where they cannot belong to the upper ones, which somebody else has written."""
+    """Sets the lower half of a split master to zero in elements whose upper half the user has changed.
+
+    An upper half counts as changed if splitting the joined value would give another upper half.
+    """
     for _, store in _chunks(whole):
         assert store.weight is not None
         upper = split(join(store.weight, store.master))[0]
@@ -68,14 +73,14 @@ def mend_lower(whole: Store) -> None:
 
 
 def clear(store: Store, value: float) -> None:
-    """Every state, and every scale, becomes `value`."""
+    """Fills all states and scales with `value`."""
     for tensor in (*store.states, *store.scales):
         if tensor is not None:
             tensor.fill_(value)
 
 
 def set_master(store: Store, values: Tensor) -> None:
-    """fp32 values as the master, in halves where it is kept so."""
+    """Sets the master to fp32 values; splits them if the master is stored in two halves."""
     if not store.is_split:
         store.master.copy_(values)
         return
@@ -86,18 +91,18 @@ def set_master(store: Store, values: Tensor) -> None:
 
 
 def rounded(store: Store) -> Tensor:
-    """The weight that follows from the master."""
+    """The master, rounded to the dtype of the weight."""
     assert store.weight is not None
     return store.weight if store.is_split else store.master.to(store.weight.dtype)
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Upper and lower halves of fp32 values."""
+    """Splits fp32 values into an upper half (bf16) and a lower half (16 bits)."""
     return native.split(values) if values.device.type == "cpu" else formats.split(values)
 
 
 def join(upper: Tensor, lower: Tensor) -> Tensor:
-    """The fp32 values whose halves these are."""
+    """Joins two halves to fp32 values; the inverse of `split`."""
     return native.join(upper, lower) if upper.device.type == "cpu" else formats.join(upper, lower)
 
 

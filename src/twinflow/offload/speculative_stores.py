@@ -1,9 +1,12 @@
-"""Speculative stores: an update that runs ahead of the clip decision writes there, so that the state stays untouched.
+"""Speculative stores: an update ahead of the clipping decision writes into one, so that the state does not change.
 
-Keeping the result is a swap of stores: the bucket takes the speculative one, and its old one is the next to be used.
-Buckets of equal layout share them. The executor hands them out. They are made here as far as the budget goes, by a
-thread of their own when one was missing: making one takes longer than an update, and the bucket that asked can as well
-wait for the decision this time. After some steps there are as many as the host can use in one backward.
+If the decision keeps the result, the executor swaps the stores: the bucket gets the speculative store, and its old
+store becomes a free speculative one. Buckets of equal layout share the stores. The executor hands them out.
+
+The thread "twinflow-speculative" makes missing stores within the limit of memory. A bucket that finds no store waits
+for the decision in that step, because making a store takes longer than an update. After some steps there are as many
+stores as the host can use in one backward. `_lock` protects the counters, which this thread and the thread of
+`make_missing` change.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ _MAX_QUEUED = 4
 
 
 class SpeculativeStores:
-    """Speculative stores within `max_bytes` of host memory, made by `make`."""
+    """Makes speculative stores with `make`, within `max_bytes` of host memory, and releases them with `free`."""
 
     def __init__(
         self,
@@ -35,23 +38,23 @@ class SpeculativeStores:
         self._executor = executor
         self._make = make
         self._free = free
-        self._made: dict[object, int] = {}  # how many there are of each layout
-        self._sizes: dict[object, int] = {}  # bytes of one
+        self._made: dict[object, int] = {}  # by layout: number of stores
+        self._sizes: dict[object, int] = {}  # by layout: bytes of one store
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="twinflow-speculative")
         self._lock = threading.Lock()
         self._num_queued = 0
 
     def set_limit(self, max_bytes: int) -> None:
-        """Another limit, between steps."""
+        """Changes the limit of memory. Call it between steps."""
         self.max_bytes = max_bytes
 
     def nbytes(self, bucket: Bucket) -> int:
-        """Host memory that an update of this bucket ahead of the decision takes: a store, and a slot that waits."""
+        """Host memory for an update of this bucket ahead of the decision: a store, and a weight slot if necessary."""
         needs_slot = bucket.updater.needs_weight_slot(bucket.plan)
         return bucket.nbytes + (self._executor.slot_bytes if needs_slot else 0)
 
     def make_missing(self) -> None:
-        """Make those that were asked for and not there, beside training."""
+        """Lets the thread make the stores that buckets have asked for and not found."""
         if not self.max_bytes:
             return
         for bucket in self._executor.missing_speculative_stores():
@@ -63,9 +66,9 @@ class SpeculativeStores:
             self._maker.submit(self._add, bucket.plan, nbytes)
 
     def prepare(self, buckets: Iterable[Bucket]) -> int:
-        """Make stores for these buckets now, as far as the budget goes, rather than in the first steps; how many.
+        """Makes stores for the buckets now, within the limit, and returns their number. Call it between steps.
 
-        Between steps, when all that there are lie here.
+        Without this call the stores are made during the first steps.
         """
         buckets = list(buckets)
         self._trim([bucket.plan.layout for bucket in buckets])
@@ -83,7 +86,7 @@ class SpeculativeStores:
         return num_made
 
     def _trim(self, wanted: list[tuple[object, ...]]) -> None:
-        """Give back what no bucket on the host would use any more."""
+        """Releases stores that no bucket on the host would use any more."""
         for layout in self._made:
             while self._made[layout] > wanted.count(layout):  # type: ignore[arg-type]
                 store = self._executor.take_speculative_store(layout)
@@ -100,7 +103,7 @@ class SpeculativeStores:
     def _add(self, plan: BucketPlan, nbytes: int) -> None:
         try:
             store = self._make(plan)
-        except (MemoryError, RuntimeError):  # there was less than it seemed: do with what there is
+        except (MemoryError, RuntimeError):  # the estimate of free memory was too high, so no more stores are made
             with self._lock:
                 self.num_bytes -= nbytes
                 self.max_bytes = self.num_bytes
@@ -113,5 +116,5 @@ class SpeculativeStores:
             self._num_queued -= 1
 
     def close(self) -> None:
-        """End the thread that makes stores."""
+        """Ends the thread that makes stores."""
         self._maker.shutdown(wait=True, cancel_futures=True)

@@ -1,7 +1,7 @@
-"""Streams that streamed state passes through: in, updated, out, one bucket at a time on each.
+"""Stages for streamed state: each is a stream with one device buffer.
 
-A stream works in order, so that nothing has to wait inside one; of several, one loads while another stores. Each has a
-buffer of its own on the device.
+A bucket's state is copied into the buffer, updated, and copied back on the same stream, so no event is needed between
+these three operations. There are several stages, so that one copies in while another one copies out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from twinflow.planner.simulate import NUM_STAGES
 
 
 class Stage:
-    """One stream and its buffer."""
+    """A stream and its device buffer."""
 
     def __init__(self, device: Device, number: int) -> None:
         self._device = device
@@ -23,24 +23,23 @@ class Stage:
 
     @property
     def stream(self) -> Stream:
-        """Where the work of this stage is queued."""
         return self._device.stream(self._name)
 
     def buffer(self, nbytes: int, where: torch.device) -> Tensor:
-        """So many bytes on the device."""
+        """The first `nbytes` of the buffer, which grows if necessary."""
         if self._raw is None or self._raw.numel() < nbytes:
             self._raw = self.stream.zeros(nbytes, torch.uint8, where)
         return self._raw[:nbytes]
 
 
 class Stages:
-    """All of them, in turn."""
+    """All stages, handed out in turn."""
 
     def __init__(self, device: Device) -> None:
         self._stages = [Stage(device, number) for number in range(NUM_STAGES)]
 
     def next(self) -> Stage:
-        """The one that was used longest ago."""
+        """The stage whose last use is the oldest."""
         stage = self._stages.pop(0)
         self._stages.append(stage)
         return stage

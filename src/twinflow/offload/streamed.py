@@ -1,8 +1,8 @@
-"""Updates on the device of state that lives on the host: it comes, is updated, and goes back.
+"""Streamed updates of twinflow's rules: the state is on the host and is copied to the device for each update and back.
 
-The CPU has no part in that: where the host's kernels are bound by its memory and copies have time left, both together
-do more than either alone. Parameters are part of the state as in device_updater.py, so 10 bytes a parameter travel each
-way with fp32 states.
+The CPU does no work for these buckets. If host memory limits the host's kernels and the copy engines have time left,
+streamed and host updates together are faster than either alone. Parameters are part of the state as in
+device_updater.py, so with fp32 states 10 bytes of each parameter are copied each way.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from twinflow.rules import Rule
 from twinflow.rules.rule import Options
 from twinflow.rules.segment import Store
 
-_ALIGN = 512  # bytes: every part of a state starts at a multiple
+_ALIGN = 512  # bytes; every tensor of a state starts at a multiple
 
 
 class StreamedUpdater:
-    """One of our rules in one of our formats."""
+    """The `Updater` of streamed buckets with one of twinflow's rules."""
 
     is_on_device = True
     is_all_in_store = True
@@ -37,20 +37,21 @@ class StreamedUpdater:
 
     def __init__(self, rule: Rule, format: str, device: Device, where: torch.device, keeps_states: bool = True) -> None:
         self.rule = rule
-        self._device, self._where = device, where
+        self._device = device
+        self._where = where
         self._there = DeviceUpdater(rule, format, where, keeps_states)
         self._shapes = DeviceUpdater(rule, format, torch.device("meta"), keeps_states)
-        self._raw: dict[int, Tensor] = {}  # all of a bucket's state, in one piece: one copy each way
-        self._views: dict[tuple[int, int], tuple[int, Store]] = {}  # of a bucket and a stage: its buffer, and the state
+        self._raw: dict[int, Tensor] = {}  # by bucket: all of its state in one tensor, so that one copy moves it
+        self._views: dict[tuple[int, int], tuple[int, Store]] = {}  # by bucket and stage: buffer address, state in it
 
     def new_store(self, plan: BucketPlan) -> Store:
-        """Zeros, page-locked."""
+        """Allocates page-locked zeros."""
         assert plan.can_alias
         raw = self._raw[plan.index] = self._device.pinned(self._nbytes(plan), torch.uint8).zero_()
         return self._view(plan, raw)
 
     def _view(self, plan: BucketPlan, raw: Tensor) -> Store:
-        """A store whose buffers lie one after the other in `raw`; an fp32 parameter is its own master."""
+        """A store whose tensors are consecutive in `raw`. An fp32 parameter is its own master and is not in `raw`."""
         shape, at = self._shapes.new_store(plan), 0
 
         def take(like: Tensor | None) -> Tensor | None:
@@ -72,21 +73,20 @@ class StreamedUpdater:
         return sum(_aligned(t.numel() * t.element_size()) for t in parts if t is not None)
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
-        """Fresh states are zeros, unless the rule has an option for what they start from."""
+        """New states are zeros, unless the rule has an option for their first value."""
         if self.rule.start_option is not None:
             for i in range(len(bucket.slices)):
                 self.clear(bucket, i, options)
 
     def clear(self, bucket: Bucket, index: int, options: Sequence[Options]) -> None:
-        """States as before the first update."""
         slices.clear(self._slice(bucket, index), self.rule.start_value(options[bucket.params[index].group]))
 
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
-        """The device writes the weights."""
+        """False, because the update on the device writes the parameters."""
         return False
 
     def passage(self, task: Task, factor: float, decision: Tensor | None, stage: Stage | None) -> Passage:
-        """A bucket's way through a stage."""
+        """Copy of the state into the stage's buffer, update there, and copy back."""
         assert stage is not None
         plan, raw = task.bucket.plan, self._raw[task.bucket.plan.index]
         there = stage.buffer(raw.numel(), self._where)
@@ -97,34 +97,36 @@ class StreamedUpdater:
         return Passage(partial(_copy, there, raw), update, partial(_copy, raw, there))
 
     def publish(self, bucket: Bucket) -> Sequence[Tensor]:
-        """None: the parameters are part of the state."""
+        """Nothing, because the parameters are part of the state."""
         return ()
 
     def forget(self, bucket: Bucket) -> None:
-        """Give page-locked memory back."""
         self._there.forget(bucket)
         self._device.release(self._raw.pop(bucket.plan.index))
         self._views = {key: view for key, view in self._views.items() if key[0] != bucket.plan.index}
 
-    # As numbers, on the host: the parameters' part comes there.
+    # State as numbers. All of it is converted on the host, with copies of the parameters.
 
     def read(self, bucket: Bucket, index: int) -> dict[str, Tensor]:
-        """One slice as flat fp32 tensors: master and states."""
+        """Master and states of one slice as flat fp32 tensors."""
         return slices.read(self.rule, self._mended(bucket, index))
 
     def read_one(self, bucket: Bucket, index: int, key: str) -> Tensor | None:
-        """One of them; a bf16 state as it is."""
+        """The value that `read` has under `key`, but a bf16 state stays bf16."""
         return slices.read_one(self.rule, self._mended(bucket, index), key)
 
     def write(self, bucket: Bucket, index: int, values: Mapping[str, object]) -> None:
-        """Take over what `read` gave. The parameter wins where the master is not what it was rounded from."""
+        """Writes values of `read`.
+
+        Elements of the master that do not round to the parameter are set to the parameter.
+        """
         store, own = self._slice(bucket, index), bucket.targets[index].cpu()
         slices.write(self.rule, store, values)
         slices.write_master(store, own, keep=True)
         bucket.targets[index].copy_(store.master if store.weight is None else slices.rounded(store))
 
     def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
-        """As in device_updater.py: the parameter is not written to."""
+        """Sets the master as in device_updater.py. The parameter does not change."""
         store = self._slice(bucket, index)
         if bucket.plan.dtype == torch.float16:
             slices.write_master(store, values, keep)
@@ -138,7 +140,7 @@ class StreamedUpdater:
         return store
 
     def _slice(self, bucket: Bucket, index: int) -> Store:
-        """With a copy of the parameter."""
+        """The state of one slice with a copy of its parameter."""
         piece, own = bucket.slices[index], bucket.targets[index].detach().cpu().clone()
         store = bucket.store.narrow(piece.offset, piece.numel)
         return replace(store, master=own) if bucket.plan.dtype == torch.float32 else replace(store, weight=own)

@@ -1,4 +1,4 @@
-"""What a torch.optim.Optimizer keeps, and its options, taken apart and carried between devices."""
+"""Options and state of a torch.optim.Optimizer: comparison, and copies between devices."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from typing import Final
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from twinflow.errors import invalid_value
 from twinflow.rules.rule import Options
 from twinflow.state_dict import StateDict, int_of, map_tensors, params_of
 
-# Not the user's wishes: the lists themselves, and whether a CUDA graph may hold the step, which the host has none of.
+# Entries of a param group that are not options: the parameter lists, and `capturable`, which matters to CUDA graphs
+# only.
 _NOT_OPTIONS: Final = ("params", "param_names", "capturable")
 
 # Options.
 
 
 def host_options(group: Options) -> StateDict:
-    """A param group's options as they are now, whatever happens to the group later (schedulers write into tensors)."""
+    """A copy of a param group's options on the host.
+
+    Later changes of the group, even of its tensors, do not show in it.
+    """
     return {name: on_host(value) for name, value in group.items() if name not in _NOT_OPTIONS}
 
 
 def changes(now: Options, seen: Options) -> StateDict:
-    """The options that are not what they were when seen."""
+    """The options of `now` that differ from `seen` or are missing there."""
     return {k: v for k, v in now.items() if k not in _NOT_OPTIONS and not (k in seen and _is_same(seen[k], v))}
 
 
@@ -38,14 +41,13 @@ def _is_same(a: object, b: object) -> bool:
 
 
 def one_group(params: Iterable[nn.Parameter], outer_of: Mapping[nn.Parameter, int]) -> int | None:
-    """The user's group that all of them belong to; None where there are none."""
+    """The user's param group that contains all `params`; None if `params` is empty."""
     groups = {outer_of[param] for param in params}
     if len(groups) > 1:
-        raise invalid_value(
-            "rule(params)",
-            "an optimizer that groups parameters differently when it gets only some of them",
-            "one whose groups depend on each parameter alone",
-            "Give the groups as param_groups instead.",
+        raise ValueError(
+            "The optimizer that rule(params) builds forms other param groups when it gets only some of the parameters. "
+            "twinflow builds one optimizer for each bucket, so the group of a parameter must depend on that parameter "
+            "alone. Pass the groups as param_groups."
         )
     return groups.pop() if groups else None
 
@@ -54,7 +56,7 @@ def one_group(params: Iterable[nn.Parameter], outer_of: Mapping[nn.Parameter, in
 
 
 def on_host(value: object) -> object:
-    """A copy in host memory that shares nothing with the original; tensors may be nested in dicts, lists and tuples."""
+    """A deep copy in host memory. Tensors may be nested in dicts, lists and tuples."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -71,14 +73,14 @@ def dict_on_host(values: Mapping[str, object]) -> StateDict:
 
 
 def wide(value: object) -> object:
-    """State of a half-precision parameter, as that of its fp32 copy."""
+    """Converts a state tensor of a half-precision parameter to fp32, for the optimizer of its fp32 copy."""
     if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 0:
         return value.float()
     return value
 
 
 def beside(param: Tensor, state: StateDict, group: Mapping[str, object], copies: bool = False) -> StateDict:
-    """State where its parameter is. Counters stay on the host, unless a fused step reads them on the device."""
+    """The state on its parameter's device. Scalar tensors (counters) stay on the host, unless the step is fused."""
     is_fused = bool(group.get("fused"))
 
     def moved(value: Tensor) -> Tensor:
@@ -89,17 +91,17 @@ def beside(param: Tensor, state: StateDict, group: Mapping[str, object], copies:
 
 
 def read_back(value: object) -> object:
-    """State on the host; what is there already is not copied."""
+    """The state on the host. Tensors that are on the host are not copied."""
     return map_tensors(value, Tensor.cpu)
 
 
 def group_of(optimizer: Optimizer, param: Tensor) -> Mapping[str, object]:
-    """The group of an optimizer that a parameter is in."""
+    """The param group of `optimizer` that contains `param`."""
     return next(group for group in optimizer.param_groups if any(p is param for p in params_of(group)))
 
 
 def own_gradients(state: StateDict, grads: Tensor) -> None:
-    """Where an optimizer has kept a gradient instead of a copy, make the copy: the buffer is used again."""
+    """Clones state tensors that share memory with the gradients, because the gradient buffer is used again."""
     memory = grads.untyped_storage().data_ptr()
     for name, value in state.items():
         if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == memory:
@@ -107,5 +109,5 @@ def own_gradients(state: StateDict, grads: Tensor) -> None:
 
 
 def num_steps(state: Mapping[str, object]) -> int:
-    """How many updates a state has seen: at least one unless it says none, as Adagrad's does when it is new."""
+    """The number of updates that a state has had. A state without "step" counts as one update unless it is empty."""
     return int_of(state, "step") if "step" in state else int(bool(state))

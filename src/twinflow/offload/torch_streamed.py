@@ -1,4 +1,4 @@
-"""Any torch.optim.Optimizer on the device, its state on the host: for each step it comes, is used, and goes back."""
+"""Streamed updates of a torch.optim.Optimizer: its state is on the host and is copied to the device for each step."""
 
 from __future__ import annotations
 
@@ -21,30 +21,34 @@ from twinflow.state_dict import StateDict
 
 
 class StreamedTorchUpdater:
-    """The user's optimizer, one of it for each bucket. Between steps it is an optimizer over host parameters."""
+    """The `Updater` of streamed buckets with a user's optimizer. Each bucket has its own instance of the optimizer.
+
+    Between steps the parameters and the state of that instance are in host memory.
+    """
 
     is_all_in_store = False
     is_on_device = True
     reads_decision = False
 
     def __init__(self, recipe: Recipe, device: Device, where: torch.device) -> None:
-        self._device, self._where = device, where
+        self._device = device
+        self._where = where
         self._host = TorchUpdater(recipe, device)
 
     def new_store(self, plan: BucketPlan) -> Store:
-        """A page-locked master. The optimizer keeps the states."""
+        """Allocates a page-locked master. The states belong to the optimizer."""
         return Store("fp32", self._device.pinned(plan.numel, torch.float32).zero_())
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
-        """Make the bucket's optimizer."""
+        """Builds the bucket's optimizer."""
         self._host.start(bucket, options)
 
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
-        """The device writes the weights."""
+        """False, because the update on the device writes the parameters."""
         return False
 
     def passage(self, task: Task, factor: float, decision: Tensor | None, stage: Stage | None) -> Passage:
-        """A bucket's way through a stage, whose stream owns the memory on the device."""
+        """Copy to the device, step there, and copy back. The stage's stream owns the device memory."""
         bucket, grads = task.bucket, task.grads
         assert grads is not None
         return Passage(
@@ -79,7 +83,7 @@ class StreamedTorchUpdater:
         kept.clear()
 
     def _back(self, value: object, old: object) -> object:
-        """State on the host: where it was before if it still fits there."""
+        """Copies a state to the host, into its old tensors if shape and dtype are unchanged."""
         if isinstance(value, dict):
             return {k: self._back(v, old.get(k) if isinstance(old, dict) else None) for k, v in value.items()}
         if type(value) is list or type(value) is tuple:
@@ -99,11 +103,10 @@ class StreamedTorchUpdater:
         return self._host.inner(bucket).kept
 
     def publish(self, bucket: Bucket) -> Sequence[Tensor]:
-        """None: the device writes the parameters."""
+        """Nothing, because the update on the device writes the parameters."""
         return ()
 
     def forget(self, bucket: Bucket) -> None:
-        """Its optimizer, and page-locked memory."""
         self._release(list(self._host.inner(bucket).optimizer.state.values()))
         self._host.forget(bucket)
 
@@ -114,22 +117,18 @@ class StreamedTorchUpdater:
             self._release(item)
 
     def read(self, bucket: Bucket, index: int) -> StateDict:
-        """As of a bucket on the host."""
         return self._host.read(bucket, index)
 
     def write(self, bucket: Bucket, index: int, values: Mapping[str, object]) -> None:
-        """As of a bucket on the host."""
         self._host.write(bucket, index, values)
         inner = self._host.inner(bucket)
         state = inner.optimizer.state[inner.params[index]]
         inner.optimizer.state[inner.params[index]] = {key: self._back(value, None) for key, value in state.items()}
 
     def clear(self, bucket: Bucket, index: int, options: Sequence[Options]) -> None:
-        """As of a bucket on the host."""
         self._host.clear(bucket, index, options)
 
     def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
-        """As of a bucket on the host."""
         self._host.write_master(bucket, index, values.cpu(), keep)
 
 

@@ -1,10 +1,11 @@
-"""Any torch.optim.Optimizer: its update of one bucket, on fp32 copies of the bucket's parameters.
+"""Updates of a bucket by any torch.optim.Optimizer, on fp32 copies of the bucket's parameters.
 
-The copies, and with them what the optimizer keeps, live on the host, or for resident buckets on the device.
+The copies and the optimizer's state are on the host, or on the device if the bucket is resident.
 
-Each bucket has an optimizer of its own, over whole parameters that are views of the bucket's flat fp32 master. So every
-optimizer works whose update of a parameter needs that parameter and its group's options only, as matrix rules (Muon,
-Adafactor) do. One that mixes parameters (a line search, a trust ratio over the model) would see one bucket at a time.
+Each bucket has its own instance of the optimizer. The instance's parameters are whole parameters that are views of the
+bucket's flat fp32 master. An optimizer is therefore supported if its update of a parameter depends only on that
+parameter and the options of its group, as in Muon and Adafactor. An optimizer that combines parameters (a line search,
+a trust ratio over the model) would combine only those of one bucket.
 """
 
 from __future__ import annotations
@@ -43,35 +44,37 @@ from twinflow.state_dict import StateDict, dict_of, params_of, tensor_of
 
 @dataclass
 class Inner:
-    """One bucket's optimizer."""
+    """The optimizer instance of one bucket."""
 
     optimizer: Optimizer
-    params: list[nn.Parameter]  # of each slice
-    flats: list[Tensor]  # the same memory, flat: each slice of the master
-    outer: list[int | None]  # the user's group that each of its groups belongs to; None: it is empty
-    seen: dict[int, StateDict]  # the options of the user's groups when last looked at
-    # States on the host, while the optimizer works on the device.
+    params: list[nn.Parameter]  # one for each slice
+    flats: list[Tensor]  # flat views of the same memory: the slices of the master
+    outer: list[int | None]  # for each group of this instance, the index of the user's group; None if it is empty
+    seen: dict[int, StateDict]  # by index of the user's group: its options at the last step
+    # The states on the host while a streamed update works with copies on the device.
     kept: dict[nn.Parameter, StateDict] = field(default_factory=dict)
 
     def groups(self) -> list[tuple[StateDict, int]]:
-        """Its groups, and the user's that each belongs to."""
+        """The instance's param groups that are not empty, each with the index of the user's group."""
         pairs = zip(self.optimizer.param_groups, self.outer, strict=True)
         return [(group, outer) for group, outer in pairs if outer is not None]
 
     def group_of(self, param: nn.Parameter) -> tuple[StateDict, StateDict]:
-        """The group that a parameter is in, and the user's options for it."""
+        """The instance's group that contains `param`, and the user's options of that group."""
         return next((group, self.seen[g]) for group, g in self.groups() if any(p is param for p in params_of(group)))
 
     def follow(self, options: Sequence[Options]) -> None:
-        """Take over what the user has changed since the last look, and only that: optimizers also count steps and keep
-        estimates in their groups, which are not the user's."""
+        """Copies the options that the user has changed since the last step.
+
+        Other entries stay as they are, because some optimizers store counters and estimates in their groups.
+        """
         for group, g in self.groups():
             group.update(dict_on_host(changes(options[g], self.seen[g])))
         for g, seen in self.seen.items():
             seen.update(dict_on_host(changes(options[g], seen)))
 
     def step(self, task: Task, grads: Tensor) -> None:
-        """One step with fp32 gradients, for the slices that have one."""
+        """Runs one step with fp32 gradients, for the slices that have a gradient."""
         self.follow(task.job.options)
         for i in task.present:
             piece, param = task.bucket.slices[i], self.params[i]
@@ -83,7 +86,7 @@ class Inner:
 
 
 class TorchUpdater:
-    """The user's optimizer, one of it for each bucket; with `where`, on that device."""
+    """The `Updater` of buckets with a user's optimizer, on the host or on the device `where`."""
 
     is_all_in_store = False
     reads_decision = False
@@ -91,12 +94,16 @@ class TorchUpdater:
     def __init__(self, recipe: Recipe, device: Device, where: torch.device | None = None) -> None:
         self.recipe = recipe
         self.is_on_device = where is not None
-        self._device, self._where = device, where
+        self._device = device
+        self._where = where
         self._inners: dict[int, Inner] = {}
-        self._grads = torch.empty(0)  # of the bucket that is updated now: there is one worker
+        self._grads = torch.empty(0)  # fp32 gradients of the bucket that is updated now; one worker thread uses it
 
     def new_store(self, plan: BucketPlan) -> Store:
-        """A master of zeros, page-locked where weights are sent from it. The optimizer keeps the states."""
+        """Allocates a master of zeros, page-locked if weights are copied from it.
+
+        The states belong to the optimizer.
+        """
         if self._where is not None:
             return Store("fp32", torch.zeros(plan.numel, dtype=torch.float32, device=self._where))
         if plan.dtype == torch.float32:
@@ -104,7 +111,10 @@ class TorchUpdater:
         return Store("fp32", hidden_zeros(plan.numel, dtype=torch.float32))
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
-        """Make the bucket's optimizer. The master must hold the weights by now: some optimizers look at them here."""
+        """Builds the bucket's optimizer.
+
+        The master must hold the weights already, because some constructors read them.
+        """
         flats = [bucket.store.master.narrow(0, piece.offset, piece.numel) for piece in bucket.slices]
         params = [nn.Parameter(flat.view(p.local.shape)) for flat, p in zip(flats, bucket.params, strict=True)]
         hosts: Hosts = {param.tensor: host for param, host in zip(bucket.params, params, strict=True)}
@@ -117,23 +127,23 @@ class TorchUpdater:
             group.update(dict_on_host(seen[g]))
             if "capturable" in group:
                 group["capturable"] = False
-        for i, host in enumerate(params):  # an optimizer that was in use goes on counting
+        for i, host in enumerate(params):  # an optimizer that has made steps continues its count
             bucket.steps[i] = num_steps(optimizer.state.get(host, {}))
 
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
-        """Half precision beside the fp32 master, where that is on the host."""
+        """True for half precision on the host, because the master there is fp32."""
         return plan.dtype != torch.float32 and not self.is_on_device
 
     def passage(self, task: Task, factor: float, decision: Tensor | None, stage: Stage | None) -> Passage:
-        """The update on the device, where weights are sent from the master."""
+        """The update on the device. Weights are copied from the master to the parameters."""
         assert decision is None and task.grads is not None
         return Passage(None, partial(self._step, task, task.grads, factor), None, self.publish(task.bucket))
 
     def update(self, task: Task, factor: float, weight_slot: Tensor | None) -> Sequence[Tensor]:
-        """One step of the bucket's optimizer on the host, in the calling thread, and its weights."""
+        """Runs one step of the bucket's optimizer on the host, in the calling thread. Returns the new weights."""
         assert task.grads is not None
         if torch.get_num_threads() != native.get_threads():
-            torch.set_num_threads(native.get_threads())  # this thread's own number: torchrun would leave it at one
+            torch.set_num_threads(native.get_threads())  # per thread; torchrun's OMP_NUM_THREADS would leave it at 1
         self._step(task, task.grads, factor)
         if weight_slot is None:
             return self.publish(task.bucket)
@@ -141,30 +151,29 @@ class TorchUpdater:
         return [weight_slot.narrow(0, piece.offset, piece.numel) for piece in task.bucket.slices]
 
     def inner(self, bucket: Bucket) -> Inner:
-        """The bucket's optimizer."""
         return self._inners[bucket.plan.index]
 
     def beside(self, bucket: Bucket, param: nn.Parameter) -> StateDict:
-        """Copies of a parameter's state where the parameter is now."""
+        """Copies of a parameter's state on the parameter's present device."""
         inner = self.inner(bucket)
         return beside(param, inner.optimizer.state[param], inner.group_of(param)[0], copies=True)
 
     def step_on(self, task: Task, given: Tensor, factor: float) -> None:
-        """One step of the bucket's optimizer, wherever its parameters are."""
+        """Runs one step of the bucket's optimizer on the present device of its parameters."""
         inner, wide = self.inner(task.bucket), given.to(torch.float32, copy=True)
         inner.step(task, wide.mul_(factor) if factor != 1.0 else wide)
 
     def _step(self, task: Task, given: Tensor, factor: float) -> None:
-        """One step of the bucket's optimizer, with gradients for the slices that have one."""
+        """Runs one step, and copies parameters back into the master if the optimizer replaced their memory."""
         inner = self.inner(task.bucket)
         inner.step(task, self._wide_grads(given, factor))
         for i in task.present:
             param, flat = inner.params[i], inner.flats[i]
-            if param.data_ptr() != flat.data_ptr():  # it gave the parameter new memory: take the values back into ours
+            if param.data_ptr() != flat.data_ptr():
                 param.data = flat.copy_(param.detach().reshape(-1)).view(param.shape)
 
     def _wide_grads(self, grads: Tensor, factor: float) -> Tensor:
-        """The gradients times the factor in fp32: in their own memory, which is free after this, where they are so."""
+        """The gradients in fp32, times the factor. fp32 gradients are scaled in place: no later code reads them."""
         if grads.device.type != "cpu":
             wide = grads.float()
             return wide.mul_(factor) if factor != 1.0 else wide
@@ -179,8 +188,10 @@ class TorchUpdater:
         return grads
 
     def read(self, bucket: Bucket, index: int) -> StateDict:
-        """One slice's flat master; under `state` what its optimizer keeps for it, as it is; under `group` what the
-        optimizer itself has written into its param group (counters, say)."""
+        """The flat master of one slice, the optimizer's `state` of it, and `group`.
+
+        `group` has the entries that the optimizer itself has changed in its param group, for example counters.
+        """
         inner = self._inners[bucket.plan.index]
         param = inner.params[index]
         state = dict(inner.optimizer.state.get(param, {}))
@@ -189,7 +200,7 @@ class TorchUpdater:
         return {**values, "group": own} if own else values
 
     def write(self, bucket: Bucket, index: int, values: Mapping[str, object]) -> None:
-        """Take over copies of what `read` gave."""
+        """Replaces the state of one slice by copies of values that `read` has returned."""
         inner = self._inners[bucket.plan.index]
         param = inner.params[index]
         inner.flats[index].copy_(tensor_of(values, "master"))
@@ -198,22 +209,20 @@ class TorchUpdater:
         group.update(dict_on_host(dict_of(values, "group")))
 
     def clear(self, bucket: Bucket, index: int, options: Sequence[Options]) -> None:
-        """Forget what the optimizer keeps for one slice."""
+        """Removes the optimizer's state of one slice."""
         inner = self._inners[bucket.plan.index]
         inner.optimizer.state.pop(inner.params[index], None)
 
     def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
-        """A new master from the parameter's values; with `keep`, only where the old one is not what they round from."""
         piece = bucket.slices[index]
         master = bucket.store.master.narrow(0, piece.offset, piece.numel)
         wide = values.float()
         master.copy_(torch.where(rounds_to(master, values.to(master.device)), master, wide) if keep else wide)
 
     def publish(self, bucket: Bucket) -> Sequence[Tensor]:
-        """The weights, straight from the master."""
+        """The weights in the master."""
         return self._inners[bucket.plan.index].flats
 
     def forget(self, bucket: Bucket) -> None:
-        """Its optimizer, and page-locked memory."""
         self._inners.pop(bucket.plan.index, None)
         self._device.release(bucket.store.master)

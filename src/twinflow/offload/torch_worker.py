@@ -1,4 +1,9 @@
-"""The thread that updates buckets on the host with a user's own optimizer, which is Python."""
+"""The thread that runs a user's optimizer on the host.
+
+The native worker cannot call Python, so this thread takes its place. It asks the executor for the next update
+(`next_update`) and reports the result (`finish_update`). It owns the bucket's state between these two calls. The
+executor orders updates by deadline, and copies weights to the device after `finish_update`.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +15,21 @@ import torch
 from twinflow.offload.executor import Executor
 from twinflow.offload.job import HostOptimizer
 
-_LOOK_S = 1.0  # after so long without an update it looks whether the executor is closing
+_LOOK_S = 1.0  # how long the thread waits for an update before it checks whether the executor is closing
 
 
 class TorchWorker:
-    """Asks the executor for the next update, by deadline, and makes it."""
+    """Starts and joins the thread."""
 
     def __init__(self, executor: Executor, optimizer: HostOptimizer) -> None:
-        self.busy_s = 0.0  # so far
+        self.busy_s = 0.0  # total time of updates
         self._executor = executor
         self._optimizer = optimizer
         self._thread = threading.Thread(target=self._loop, name="twinflow-torch-worker", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for its end, after the executor was closed."""
+        """Waits for the end of the thread. The executor must be closed."""
         if threading.current_thread() is not self._thread:
             self._thread.join()
 

@@ -1,4 +1,4 @@
-"""State of buckets on the host that our kernels update (csrc/executor_worker.cpp): how it is made, read and written."""
+"""Allocates, reads and writes state on the host that twinflow's kernels update (csrc/executor_worker.cpp)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Pair = tuple[Tensor | None, Tensor | None]
 
 
 class RuleUpdater:
-    """State of one of our rules in one of our formats; the executor updates it."""
+    """The `Updater` of buckets on the host with one of twinflow's rules. The executor runs the update."""
 
     is_on_device = False
     is_all_in_store = True
@@ -30,13 +30,17 @@ class RuleUpdater:
     ) -> None:
         self.rule = rule
         self.format = format
-        self.keeps_states = keeps_states  # SGD without momentum keeps none
-        self.offloads_params = offloads_params  # weights live here, and nowhere else
+        self.keeps_states = keeps_states  # False: SGD without momentum has no states
+        self.offloads_params = offloads_params  # the state has the only copy of the weights
         self._device = device
 
     def new_store(self, plan: BucketPlan) -> Store:
-        """Zeros. Weights go back straight from the state where it holds them: from an fp32 master whose parameter is
-        fp32, or from a split master's upper half, whose parameter is bf16. Only that part is page-locked."""
+        """Allocates zeros.
+
+        The part from which weights are copied to the device is page-locked: the master of an fp32 parameter, or the
+        upper half of a split master (bf16). The weights of other dtypes need a slot, unless the state has the only
+        copy.
+        """
         states: tuple[Pair, Pair] = ((None, None), (None, None))
         if self.keeps_states:
             states = new_states(self.rule, self.format, plan.numel, hidden_zeros)
@@ -49,49 +53,45 @@ class RuleUpdater:
         return Store(self.format, hidden_zeros(plan.numel, dtype=torch.float32), kept, *states)
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
-        """Fresh states are zeros, unless the rule has an option for what they start from."""
+        """New states are zeros, unless the rule has an option for their first value."""
         if self.rule.start_option is not None:
             for i in range(len(bucket.slices)):
                 self.clear(bucket, i, options)
 
     def clear(self, bucket: Bucket, index: int, options: Sequence[Options]) -> None:
-        """States as before the first update."""
         slices.clear(self._slice(bucket, index), self.rule.start_value(options[bucket.params[index].group]))
 
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
-        """Half precision beside an fp32 master: not bf16, which is half of its master."""
+        """True for fp16: an fp32 or split (bf16) master contains the weights, an fp32 master of fp16 does not."""
         return plan.dtype not in (torch.float32, torch.bfloat16) and not self.offloads_params
 
     def read(self, bucket: Bucket, index: int) -> dict[str, Tensor]:
-        """One slice as fp32 numbers, flat: master and states; views where the state itself is fp32."""
+        """Master and states of one slice as flat fp32 tensors; views of states that are fp32."""
         return slices.read(self.rule, self._slice(bucket, index))
 
     def read_one(self, bucket: Bucket, index: int, key: str) -> Tensor | None:
-        """One of them; a bf16 state as it is."""
+        """The value that `read` has under `key`, but a bf16 state stays bf16."""
         return slices.read_one(self.rule, self._slice(bucket, index), key)
 
     def write(self, bucket: Bucket, index: int, values: Mapping[str, object]) -> None:
-        """Take over what `read` gave, from any format."""
         slices.write(self.rule, self._slice(bucket, index), values)
         self._round(bucket, index)
 
     def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
-        """A new master from the parameter's values; with `keep`, only where the old one is not what they round from."""
         slices.write_master(self._slice(bucket, index), values, keep)
         self._round(bucket, index)
 
     def _round(self, bucket: Bucket, index: int) -> None:
-        """Weights that are kept beside their fp32 master follow it."""
+        """Rounds the master into the weights that the state holds beside an fp32 master."""
         store = self._slice(bucket, index)
         if store.weight is not None and not store.is_split:
             native.cast(store.weight, store.master)
 
     def forget(self, bucket: Bucket) -> None:
-        """Give page-locked memory back."""
         self.release(bucket.store)
 
     def release(self, store: Store) -> None:
-        """The same for a store that no bucket has."""
+        """Releases the page-locked memory of a store."""
         for tensor in (store.weight, store.master):
             if tensor is not None:
                 self._device.release(tensor)
@@ -102,5 +102,5 @@ class RuleUpdater:
 
 
 def hidden_zeros(numel: int, /, *, dtype: torch.dtype) -> Tensor:
-    """Zeros on huge pages, which forked processes do not get."""
+    """Zeros on huge pages. Forked processes do not inherit this memory."""
     return hide_from_children(native.advise_huge(torch.empty(numel, dtype=dtype))).zero_()

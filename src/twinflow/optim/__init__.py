@@ -7,5 +7,5 @@ __all__ = ["HostOptimizer"]
 
 
 def __getattr__(name: str) -> type[HostOptimizer]:
-    """The host optimizers by their classes' names."""
+    """Finds host optimizers by the name of their class."""
     return host.__getattr__(name)

@@ -1,12 +1,14 @@
-"""`ratio="auto"`: see what the first steps need, place every bucket's state, look again whether it was right.
+"""`ratio="auto"`: measures the first steps, places the state of each bucket, and checks the result.
 
-The optimizer starts with as much state on the host as fits: nothing is known yet about activations, and state on the
-device must never be what a forward has no memory for. After the first step that is known, and the device is filled.
-Now forward and backward are timed, with a barrier between steps: little is left on the host that could disturb them.
-Some steps without the barrier say what a step takes so. Then the planner chooses what would be quickest, or as quick
-with less of the device's memory; buckets move, and the steps are watched. Where they take longer than before, the state
-goes back to where it was. From then on only the device's free memory is looked at now and then: where activations have
-grown, state goes to the host.
+1. Start: as much state as possible is on the host. The memory of activations is not yet known, and state on the device
+   must not take memory that a forward needs.
+2. Fill (`_fill`): after the first step the peak memory is known, and the free device memory is filled with state. 3.
+Time (`_time`): forward and backward are timed with a barrier between steps. Little work on the host disturbs them. 4.
+Watch (`_watch`): some steps without the barrier give the time of a step. 5. Choose (`_choose`): the planner chooses the
+fastest placement, or an equally fast one with less device memory. Buckets
+   move, and steps are watched again. If they are slower than before, the buckets move back (`_keep_best`).
+6. Later (`_back_off`): only the free device memory is checked, every `_WATCH_EVERY` steps. If activations have grown,
+   state moves to the host.
 """
 
 from __future__ import annotations
@@ -33,20 +35,21 @@ from twinflow.zero.start import own_host_bytes
 
 LOGGER = logging.getLogger("twinflow")
 
-NUM_TIMED: Final = 3  # steps with a barrier; the first warms up
-_SETTLE: Final = 2  # steps after a move that say nothing
-_WATCHED: Final = 3  # steps that say what one takes
-_WORSE: Final = 0.01  # what a step may take longer than with another placement
-_MAX_UNTIMED: Final = 8  # steps to wait for timings
-_WATCH_EVERY: Final = 16  # steps between two looks at the device's memory
-# Rates are the machine's best; a step has other work beside it. A bucket that would just be hidden is better not there.
+NUM_TIMED: Final = 3  # steps with a barrier; the first one is a warm-up
+_SETTLE: Final = 2  # steps after a move that are not measured
+_WATCHED: Final = 3  # steps whose mean is the time of a step
+_WORSE: Final = 0.01  # relative difference of step times that does not matter
+_MAX_UNTIMED: Final = 8  # steps after which the optimizer gives up waiting for timings
+_WATCH_EVERY: Final = 16  # steps between two checks of the device's memory
+# The measured rates are the machine's best, but a step has other work too. The planner uses these shares of the rates,
+# so that a bucket whose update would be hidden only just is not placed on the host.
 _HOST_COMFORT, _LINK_COMFORT = 0.7, 0.85
-_DEVICE_SHARE, _DEVICE_LEAST = 0.05, 1 << 30  # of the device that stays free: allocators fragment, inputs vary
+_DEVICE_SHARE, _DEVICE_LEAST = 0.05, 1 << 30  # device memory that stays free: allocators fragment, and inputs vary
 _HOST_SHARE, _HOST_LEAST = 0.06, 2 << 30
 
 
 class AutoPlacement:
-    """Called once a step, between `step()` and the next forward."""
+    """Chooses the placement. The optimizer calls `after_step` between `step()` and the next forward."""
 
     def __init__(
         self,
@@ -57,25 +60,28 @@ class AutoPlacement:
         on_placed: Callable[[Runtime], None],
         team: Team | None = None,
     ) -> None:
-        self._runtime, self._states, self._state_bytes, self._rates = runtime, states, state_bytes, rates
-        self._team = team  # ranks that choose alike
+        self._runtime = runtime
+        self._states = states
+        self._state_bytes = state_bytes
+        self._rates = rates
+        self._team = team  # ranks that must make the same choice
         if team is not None:
             self._rates = Rates.from_dict(gather_json(team.calls, asdict(rates))[0])
-        self._on_placed = on_placed  # state has moved: what memory is left is free for other uses
+        self._on_placed = on_placed  # called after a move, when the remaining memory is free for other uses
         self._phase: Callable[[], None] = self._fill
         self._timings: list[Timing] = []
         self._num_steps = 0
         self._since = 0  # steps since the last move
-        self._steps: list[tuple[Mark, Mark]] = []  # the steps that are watched: where each began and ended
-        self._seen: list[tuple[float, tuple[str, ...]]] = []  # what steps took, with these places
+        self._steps: list[tuple[Mark, Mark]] = []  # begin and end of the watched steps
+        self._seen: list[tuple[float, tuple[str, ...]]] = []  # time of a step, and the places
         self._trouble = ""
-        self._wanted = self._places()  # what was chosen: memory may have been short for some of it
+        self._wanted = self._places()  # the chosen places; some moves may have failed for lack of memory
         self.is_settled = False
         runtime.timer.start()
-        runtime.device.reset_peak()  # what building the model took at most says nothing about steps
+        runtime.device.reset_peak()  # the peak of building the model does not matter for steps
 
     def after_step(self) -> None:
-        """Another step is queued."""
+        """Runs the present phase, or every `_WATCH_EVERY` steps the check of memory."""
         self._num_steps += 1
         self._since += 1
         if not self.is_settled:
@@ -86,12 +92,15 @@ class AutoPlacement:
     # The first steps.
 
     def _fill(self) -> None:
-        """The first step has shown what memory steps need: all that is left is for state."""
+        """Fills the device memory that the first step did not need with state."""
         runtime = self._runtime
         runtime.wait()
         if len(runtime.timer.part) != 3:
             if self._num_steps >= _MAX_UNTIMED:
-                LOGGER.info("ratio auto: left as it is: only parts of the model are called, so no step can be timed")
+                LOGGER.info(
+                    "ratio auto: the placement stays as it is, because the loop calls only parts of the model, and "
+                    "steps cannot be timed."
+                )
                 self._settle()
             return
         size, left = self._size(), self._room().gpu_bytes
@@ -106,7 +115,7 @@ class AutoPlacement:
         self._phase = self._time
 
     def _time(self) -> None:
-        """Forward and backward alone: every update is waited for."""
+        """Times forward and backward without updates: waits for every update before the next step."""
         runtime, marks = self._runtime, self._runtime.timer.part
         runtime.wait()
         if len(marks) == 3:
@@ -116,14 +125,14 @@ class AutoPlacement:
             self._since, self._phase = 0, self._watch
 
     def _timing(self) -> Timing:
-        """The quickest that was seen: what else ran on the machine is not the model's. The first warms up."""
+        """The shortest measured times, which other work on the machine disturbs least. The warm-up does not count."""
         later = self._timings[1:]
         num_parts = self._runtime.settings.accumulation_steps
         forward_s, backward_s = self._agreed([min(t.forward_s for t in later), min(t.backward_s for t in later)])
         return Timing(forward_s, backward_s, num_parts)
 
     def _watch(self) -> None:
-        """What a step takes, from forward to backward: not what the program does between two steps."""
+        """Measures the time of steps, from forward to the end of backward, without the time between two steps."""
         marks = self._runtime.timer.step
         if self._since > _SETTLE and marks is not None:
             self._steps.append(marks)
@@ -140,7 +149,7 @@ class AutoPlacement:
     # The choice.
 
     def _choose(self, step_s: float) -> None:
-        """Where the planner knows something better than what is there, try it."""
+        """Moves buckets if the planner finds a better placement than the present one."""
         runtime, timing = self._runtime, self._timing()
         runtime.wait()
         runtime.wait_for_copies()
@@ -149,23 +158,23 @@ class AutoPlacement:
         decision = ClipDecision(runtime.settings.limits.any, self._ahead_numel(items, size, room))
         careful = _scaled(self._rates, _HOST_COMFORT, _LINK_COMFORT)
         places: Sequence[str] | None = None
-        with suppress(ValueError):  # it fits as it is, with less to spare than the planner wants
+        with suppress(ValueError):  # no placement leaves the reserve that the planner wants; the present one works
             choice = choose(items, timing, careful, self._states, decision, room, size, ways)
-            LOGGER.debug(f"ratio auto: {choice.why}; trying it where that is not what is there")
+            LOGGER.debug(f"ratio auto: {choice.why}; it is tried if it differs from the present placement")
             if choice.places != self._wanted and choice.prediction.step_s <= (1.0 + _WORSE) * step_s:
                 places = choice.places
         places = self._agreed(places)
         self._settle() if places is None else self._move(places)
 
     def _keep_best(self, step_s: float) -> None:
-        """What was there before may have been the better one."""
+        """Moves back to the placement with the shortest step if the present one is slower."""
         best_s, places = min(self._seen)
         if best_s < (1.0 - _WORSE) * step_s:
             self._move(places)
         self._settle()
 
     def _settle(self) -> None:
-        """One line says where state is now, and why."""
+        """Ends the choice and logs the placement with the measured times."""
         self.is_settled = True
         self._since = 0
         self._runtime.timer.stop()
@@ -182,7 +191,7 @@ class AutoPlacement:
         return tuple(bucket.plan.place for bucket in self._runtime.buckets)
 
     def _move(self, places: Sequence[str]) -> int:
-        """Move buckets, those that free the device first; how many. From the next step on, it is another placement."""
+        """Moves buckets, first those that free device memory. Returns the number of moved buckets."""
         runtime, self._wanted = self._runtime, tuple(places)
         runtime.wait()
         runtime.wait_for_copies()
@@ -197,13 +206,13 @@ class AutoPlacement:
                 self._trouble = f"; {where} memory was full after {num_moved} of {len(moves)} moves"
                 break
             num_moved += 1
-        runtime.device.reset_peak()  # what steps take at most, with the state where it is now
+        runtime.device.reset_peak()  # to measure the peak of steps with the new placement
         self._on_placed(runtime)
         self._since, self._steps = 0, []
         return num_moved
 
     def _size(self) -> StateBytes:
-        """Bytes an element of state takes in each place, gradients that wait there with it."""
+        """Bytes of state for each element in each place, including gradients that wait there."""
         runtime, settings = self._runtime, self._runtime.settings
         numel = sum(bucket.plan.numel for bucket in runtime.buckets)
         each = {}
@@ -215,24 +224,27 @@ class AutoPlacement:
         return StateBytes(each[HOST], each[RESIDENT] + there, each[STREAMED])
 
     def _width(self) -> float:
-        """Bytes of a gradient."""
+        """Mean number of bytes of a gradient element."""
         plans = [bucket.plan for bucket in self._runtime.buckets]
         return sum(plan.numel * plan.dtype.itemsize for plan in plans) / sum(plan.numel for plan in plans)
 
     def _ways(self) -> Ways:
-        """Streaming is not for gradients that would wait on the device until the state comes."""
+        """Widths and options for the planner. Streaming is excluded if gradients wait or are summed on the host."""
         settings, width = self._runtime.settings, self._width()
         streams = not (settings.hold_on_host and settings.limits.any) and not settings.sums_on_host
         return Ways(width, width, settings.num_slots, settings.delayed_update, streams)
 
     def _room(self, share: float = 1.0) -> Room:
-        """What state may take: what it has, and what nobody uses, but for a (share of a) reserve."""
+        """Memory for state: what it uses now, plus free memory, minus a reserve.
+
+        `share` scales the device's reserve.
+        """
         runtime = self._runtime
         capacity = runtime.device.capacity_bytes()
         on_device, on_host = self._used()
         host = own_host_bytes() + on_host
         host -= max(_HOST_LEAST, int(_HOST_SHARE * host))
-        there = 0  # where the device is the host, nothing is gained by calling memory its own
+        there = 0  # if the model is on the CPU, device memory is host memory
         if capacity is not None:
             reserve = int(share * max(_DEVICE_LEAST, _DEVICE_SHARE * capacity))
             there = capacity - runtime.device.peak_bytes() + on_device - reserve
@@ -241,7 +253,7 @@ class AutoPlacement:
         return Room(there, host)
 
     def _agreed(self, value: Kind) -> Kind:
-        """What the first rank says: measured times differ, and all have to come to the same choice."""
+        """Rank 0's value on all ranks. Measured times differ, but all ranks must make the same choice."""
         if self._team is None:
             return value
         said: list[Kind] = gather_json(self._team.calls, value)
@@ -254,7 +266,7 @@ class AutoPlacement:
         return on_device, sum(size for place, size in sizes if place != RESIDENT)
 
     def _ahead_numel(self, items: Sequence[Item], size: StateBytes, room: Room) -> int:
-        """Elements whose updates can run ahead of the clipping decision: half of the spare memory holds them."""
+        """Number of elements whose updates can run ahead of the clipping decision, with half of the free memory."""
         runtime = self._runtime
         if not (runtime.settings.may_run_ahead and runtime.worker is None):
             return 0
@@ -266,7 +278,7 @@ class AutoPlacement:
     # Later.
 
     def _back_off(self) -> None:
-        """Where the device's memory has become short since, some state goes back to the host."""
+        """Moves state to the host if the device has too little free memory."""
         room, runtime = self._room(share=0.5), self._runtime
         resident = [b for b in runtime.buckets if b.plan.place == RESIDENT]
         on_device, on_host = self._used()
@@ -281,13 +293,13 @@ class AutoPlacement:
         agreed = self._agreed(places if tuple(places) != self._places() else None)
         if agreed is not None and (num_moved := self._move(agreed)):
             LOGGER.info(
-                f"ratio auto: the device's memory has become short: {num_moved} buckets go back to the host, which has "
-                f"{host_share(runtime.buckets):.2f} of the state now{self._trouble}"
+                f"ratio auto: the device has too little free memory. {num_moved} buckets were moved to the host, which "
+                f"has {host_share(runtime.buckets):.2f} of the state now{self._trouble}"
             )
 
 
 def shares(places: Sequence[str]) -> str:
-    """How many buckets are where, in words."""
+    """The number of buckets in each place, as text."""
     return ", ".join(f"{count} {place}" for place in (RESIDENT, HOST, STREAMED) if (count := places.count(place)))
 
 
@@ -297,12 +309,12 @@ def host_share(buckets: Sequence[Bucket]) -> float:
 
 
 def _can_alias(bucket: Bucket) -> bool:
-    """Whether its state may lie beside its parameters: not if somebody has changed their layout since."""
+    """Whether the bucket may become resident. It may not if the user has changed the layout of a parameter."""
     return not bucket.plan.can_alias or all(target.dim() == 1 for target in bucket.targets)
 
 
 def items_of(buckets: Sequence[Bucket], timing: Timing, is_early: bool) -> list[Item]:
-    """When each bucket's gradient is complete and its weights are needed, if all elements take the same time."""
+    """Times at which each bucket's gradient is complete and its weights are needed, if all elements cost the same."""
     inside = [b for b in buckets if b.plan.block != ROOT]
     total = sum(b.plan.numel for b in inside) or 1
     passed, depth = 0, {}
@@ -311,14 +323,14 @@ def items_of(buckets: Sequence[Bucket], timing: Timing, is_early: bool) -> list[
         passed += bucket.plan.numel
     items = []
     for bucket in buckets:
-        x = depth.get(bucket.plan.index, 0.0)  # what is outside all blocks is needed first
+        x = depth.get(bucket.plan.index, 0.0)  # parameters outside all blocks are needed first
         ready = (1.0 - x) * timing.backward_s if is_early else timing.backward_s
         items.append(Item(bucket.plan.numel, bucket.plan.place, ready, x * timing.forward_s))
     return items
 
 
 def _scaled(rates: Rates, host: float, link: float) -> Rates:
-    """Rates of a machine whose host and link do so much of what this one's do."""
+    """The rates with those of the host and of the link multiplied by `host` and `link`."""
     return replace(
         rates,
         host_params={name: rate * host for name, rate in rates.host_params.items()},
@@ -330,6 +342,6 @@ def _scaled(rates: Rates, host: float, link: float) -> Rates:
 
 
 def first_ratio(needed: int, free_bytes: int) -> float:
-    """The share to start with: all on the host, or as much of it as its memory takes. 0 free bytes: not known."""
+    """The first ratio: all state on the host, or as much as fits. `free_bytes` is 0 if it is not known."""
     usable = free_bytes - max(_HOST_LEAST, int(_HOST_SHARE * free_bytes))
     return 1.0 if free_bytes == 0 or needed <= usable else max(0.0, usable / needed)

@@ -1,10 +1,13 @@
-"""Optimizers for CPU tensors over the host kernels: real torch.optim.Optimizers with half-precision parameters and
-compact states.
+"""Optimizers for CPU tensors that use the host kernels. They are torch.optim.Optimizers, and support half-precision
+parameters and compact states.
 
-What is kept for each parameter, in `optimizer.state[param]`: `step`; the rule's states in the chosen format under
-torch's own names (`exp_avg`, `exp_avg_sq`, `sum`, `momentum_buffer`); for int8 also `exp_avg_scale` and
-`exp_avg_sq_scale`; and for half-precision parameters the rest of the fp32 master: `master` (fp32), or `master_lower`
-(int16) where the parameter itself holds the upper half.
+`optimizer.state[param]` has these entries:
+
+- `step`
+- the rule's states in the chosen format, under torch's names (`exp_avg`, `exp_avg_sq`, `sum`, `momentum_buffer`)
+- for int8 also `exp_avg_scale` and `exp_avg_sq_scale`
+- for half-precision parameters `master` (fp32), or `master_lower` (int16) if the parameter is the upper half of its
+  master
 """
 
 from __future__ import annotations
@@ -31,11 +34,11 @@ Loss = TypeVar("Loss")
 
 
 class HostOptimizer(Optimizer):
-    """An optimizer for CPU tensors: `HostAdamW`, `HostSGD` and so on, one class for each update rule.
+    """An optimizer for CPU tensors. Each update rule has a subclass: `HostAdamW`, `HostSGD` and so on.
 
-    Options are those of the rule (docs/rules.md), in torch's order and with torch's names and defaults; flags, such as
-    `maximize`, by name only. `states` is the format of the optimizer state: "fp32", or one of the compact formats that
-    the rule comes in.
+    Options are those of the rule (docs/rules.md), in torch's order and with torch's names and defaults. Flags such as
+    `maximize` are keyword-only. `states` is the format of the states: "fp32", or a compact format that the rule
+    supports.
     """
 
     rule: Rule
@@ -45,11 +48,11 @@ class HostOptimizer(Optimizer):
         check_format(self.rule, states)
         self.rule.check(defaults)
         self.states = states
-        self._versions: dict[Tensor, int] = {}  # each parameter's version when its master was last in step with it
+        self._versions: dict[Tensor, int] = {}  # each parameter's version when its master was last fitted to it
         super().__init__(params, defaults)
 
     def _with_defaults(self, values: tuple[OptionValue, ...], options: Mapping[str, OptionValue]) -> StateDict:
-        """Options as Python would bind them to the arguments of a function."""
+        """Binds options to names as Python binds arguments of a function."""
         given = signature_of(self.rule).bind(None, *values, **options)
         given.apply_defaults()
         return {name: value for name, value in given.arguments.items() if name not in ("params", "states")}
@@ -58,12 +61,11 @@ class HostOptimizer(Optimizer):
         return {**super().__getstate__(), "states": self.states, "_versions": {}}
 
     def add_param_group(self, param_group: StateDict) -> None:
-        """Add a group; its options and parameters are checked before anything changes."""
+        """Adds a group. Its options and parameters are checked before the optimizer changes."""
         self.rule.check({**self.defaults, **param_group})
         params = param_group["params"]
-        if isinstance(params, Iterable) and not isinstance(
-            params, (Tensor, set)
-        ):  # torch itself refuses a set, whose order is not fixed
+        # torch raises an exception for a set, because its order is not fixed.
+        if isinstance(params, Iterable) and not isinstance(params, (Tensor, set)):
             params = list(params)
             for i, entry in enumerate(params):
                 name, param = entry if isinstance(entry, tuple) else (f"params[{len(self.param_groups)}][{i}]", entry)
@@ -71,7 +73,9 @@ class HostOptimizer(Optimizer):
                     check_tensor(name, param, FLOATS)
             tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
             if len({id(tensor) for tensor in tensors}) != len(tensors):
-                raise ValueError(f"params[{len(self.param_groups)}] holds a parameter twice. Give each one once")
+                raise ValueError(
+                    f"params[{len(self.param_groups)}] contains a parameter twice. Pass each parameter once."
+                )
         super().add_param_group({**param_group, "params": params})
 
     @overload
@@ -82,9 +86,9 @@ class HostOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None, factor: float = 1.0) -> object:
-        """One update of every parameter that has a gradient.
+        """Updates every parameter that has a gradient.
 
-        `factor` multiplies the gradients inside the kernel: unscaling and clipping in one number, without a pass.
+        The kernel multiplies gradients by `factor`, for unscaling and clipping without a separate pass over them.
         """
         loss = None
         if closure is not None:
@@ -98,7 +102,7 @@ class HostOptimizer(Optimizer):
             assert param.grad is not None
             check_tensor(f"{name}: gradient", param.grad, FLOATS, param.numel())
         segments = [self._segment(*entry, factor) for entry in ready]
-        native.update(segments)  # checks every segment before it touches one
+        native.update(segments)  # checks all segments before it changes one
         for _, _, param, _ in ready:
             self.state[param]["step"] += 1
             torch.autograd.graph.increment_version(param)  # autograd must see that the kernel wrote to it
@@ -106,7 +110,7 @@ class HostOptimizer(Optimizer):
         return loss
 
     def _ready(self) -> Iterable[tuple[str, int, Tensor, StateDict]]:
-        """Name, running number, parameter and group of each parameter with a gradient."""
+        """Name, index, parameter and group of each parameter with a gradient."""
         index = 0
         for g, group in enumerate(self.param_groups):
             names = group.get("param_names") or [f"params[{g}][{i}]" for i in range(len(group["params"]))]
@@ -125,10 +129,10 @@ class HostOptimizer(Optimizer):
         return Segment(self.rule, hyper, param.grad.view(-1), store, signed, rounding_key(step, index), name=name)
 
     def _prepare(self, param: Tensor, group: StateDict) -> bool:
-        """Create or complete the parameter's state; whether its states are new."""
+        """Makes or completes the parameter's state. Returns whether the states are new."""
         state = self.state[param]
         state.setdefault("step", 0)
-        changed = self._versions.get(param) != param._version  # new, loaded, or written to by somebody else
+        changed = self._versions.get(param) != param._version  # the parameter is new or loaded, or the user wrote to it
         if changed or not fits(param, state, self.states):
             fit_master(param, state, self.states)
         if not self.rule.keeps_states(group) or any(name in state for name in self.rule.states if name):
@@ -144,7 +148,7 @@ class HostOptimizer(Optimizer):
         return True
 
     def _store(self, param: Tensor, group: StateDict) -> Store:
-        """The parameter's buffers, flat, as the kernels take them."""
+        """The parameter's buffers as flat tensors for the kernels."""
         state, flat = self.state[param], param.detach().view(-1)
         names = self.rule.states if self.rule.keeps_states(group) else (None, None)
         first, second = (state[name].view(-1) if name else None for name in names)
@@ -156,9 +160,10 @@ class HostOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Load what `state_dict` gave: bit-exact for the same format, converted from any other or from torch.optim.
+        """Loads a state of `state_dict()`: exactly if the format is the same, converted from other formats or
+        torch.optim.
 
-        Everything is checked before anything changes.
+        The state is checked before the optimizer changes.
         """
         groups = saved.check_groups(self.rule, self.defaults, self.param_groups, state_dict)
         entries = value_of(state_dict, "state", dict)
@@ -170,11 +175,11 @@ class HostOptimizer(Optimizer):
                 loaded[param] = saved.read_state(label, self.rule, self.states, param, entries[i])
         super().load_state_dict({"state": {}, "param_groups": groups})
         self.state.update(loaded)
-        self._versions = {}  # the next step looks whether parameters and masters agree
+        self._versions = {}  # the next step fits the masters to the parameters
 
 
 def signature_of(rule: Rule) -> Signature:
-    """How the host optimizer of a rule is called."""
+    """The signature of the host optimizer of a rule."""
     positional, by_name = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
     options = [
         Parameter(option.name, by_name if option.values is Values.FLAG else positional, default=option.default)

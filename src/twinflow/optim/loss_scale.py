@@ -1,10 +1,12 @@
-"""The loss scale of fp16 training, static or dynamic, as a value and a pure step.
+"""The loss scale of fp16 training, static or dynamic: an immutable record, and a function for the next record.
 
-fp16 gradients vanish below 6e-8 and overflow above 65504, so the loss is multiplied by a scale before backward and the
-gradients are divided by it after. The dynamic scale moves as DeepSpeed's `DynamicLossScaler.update_scale` does, step
-for step. An overflow uses up one unit of `hysteresis`; with one left it shrinks the scale instead, and so does every
-further overflow until the hysteresis is full again. That happens when the scale grows, which is with good step number
-`window` + 1, 2 `window` + 1, ... in a row; or, with `consecutive_hysteresis`, at any good step.
+fp16 gradients vanish below 6e-8 and overflow above 65504. The loss is therefore multiplied by a scale before backward,
+and the gradients are divided by it afterwards. The dynamic scale changes exactly as DeepSpeed's
+`DynamicLossScaler.update_scale`:
+
+- An overflow reduces `hysteresis_left` by one. If it is 1 already, every overflow divides the scale by `factor`.
+- The scale grows at good step number `window` + 1, 2 `window` + 1, ... in a row.
+- `hysteresis_left` is reset when the scale grows, or with `consecutive_hysteresis` at every good step.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from twinflow.errors import invalid_value
 
 @dataclass(frozen=True)
 class LossScale:
-    """A loss scale: how it moves, then where it stands. Make one with `static` or `dynamic`."""
+    """A loss scale: the rule of its changes, then its present state. Make one with `static` or `dynamic`."""
 
-    scale: float  # what the loss is multiplied by now
+    scale: float  # present factor of the loss
     dynamic: bool
     window: int = 1000
     factor: float = 2.0
@@ -29,7 +31,7 @@ class LossScale:
     min_scale: float = 1.0
     consecutive_hysteresis: bool = False
     raise_at_min: bool = True
-    iteration: int = 0  # steps so far, skipped ones included
+    iteration: int = 0  # number of steps so far, including skipped ones
     last_overflow: int = -1  # the iteration of the last overflow
     hysteresis_left: int = 2
 
@@ -44,17 +46,17 @@ class LossScale:
         _check_above("factor", self.factor, 1.0)
         _check_whole("hysteresis_left", self.hysteresis_left, 1, self.hysteresis)
         if self.last_overflow >= self.iteration:
-            raise invalid_value(
-                "last_overflow", self.last_overflow, f"an iteration before the present, {self.iteration}"
-            )
+            expected = f"less than the present iteration, which is {self.iteration}"
+            raise invalid_value("last_overflow", self.last_overflow, expected)
         if self.dynamic and self.scale < self.min_scale:
             raise invalid_value("scale", self.scale, f"at least min_scale, which is {self.min_scale}")
 
 
 def static(value: float) -> LossScale:
-    """A scale that never moves; a step that overflows is still skipped by whoever looks at the gradients."""
+    """A scale that never changes. Steps that overflow are still skipped."""
     if value == 0:
-        raise invalid_value("loss scale", value, "a finite number > 0", "DeepSpeed's 0 means dynamic: use dynamic()")
+        remedy = "In DeepSpeed 0 means a dynamic scale: use dynamic()."
+        raise invalid_value("The loss scale", value, "a finite number > 0", remedy)
     return LossScale(value, dynamic=False)
 
 
@@ -66,8 +68,8 @@ def dynamic(
     consecutive_hysteresis: bool = False,
     raise_at_min: bool = True,
 ) -> LossScale:
-    """A scale that starts at 2**`initial_power` and moves; the defaults are DeepSpeed's `fp16` section."""
-    _check_whole("initial_power", initial_power, 0, 127)  # fp32, in which the loss is scaled, ends at 2**128
+    """A dynamic scale that starts at 2**`initial_power`. The defaults are those of DeepSpeed's `fp16` section."""
+    _check_whole("initial_power", initial_power, 0, 127)  # the scaled loss is fp32, which ends at 2**128
     return LossScale(
         scale=2.0**initial_power,
         dynamic=True,
@@ -83,7 +85,7 @@ def dynamic(
 def after_step(scale: LossScale, overflow: bool) -> LossScale:
     """The scale for the next step. `overflow`: a gradient of this step, still scaled, was not finite.
 
-    Raises FloatingPointError where the scale would have to shrink below its minimum, unless `raise_at_min` is off.
+    Raises FloatingPointError if the scale would have to become less than its minimum, unless `raise_at_min` is False.
     """
     if not scale.dynamic:
         return scale
@@ -103,9 +105,9 @@ def _after_overflow(scale: LossScale) -> tuple[float, int]:
         return scale.scale, scale.hysteresis_left - 1
     if scale.scale == scale.min_scale and scale.raise_at_min:
         raise FloatingPointError(
-            f"gradients are not finite at the smallest loss scale, {scale.min_scale:g} (step {scale.iteration + 1}): "
-            "the loss itself has probably diverged. Lower the learning rate, clip gradients or train in bf16; "
-            "a lower min_loss_scale lets the scale shrink further, raise_at_min=False skips such steps without end"
+            f"Gradients are not finite at the smallest loss scale, {scale.min_scale:g} (step {scale.iteration + 1}). "
+            "The loss has probably diverged. Lower the learning rate, clip gradients or train in bf16. A lower "
+            "min_loss_scale allows a smaller scale, and raise_at_min=False skips such steps without an error."
         )
     return max(scale.scale / scale.factor, scale.min_scale), scale.hysteresis_left
 
@@ -120,16 +122,18 @@ def _after_good_step(scale: LossScale) -> tuple[float, int]:
 
 
 def to_dict(scale: LossScale) -> dict[str, object]:
-    """Plain numbers, for a checkpoint."""
+    """The fields as a dict, for a checkpoint."""
     return dataclasses.asdict(scale)
 
 
 def from_dict(saved: Mapping[str, object]) -> LossScale:
-    """What `to_dict` gave; every field must be there, and nothing else."""
+    """The loss scale from a dict of `to_dict`. Raises ValueError if keys are missing or unknown."""
     names = [field.name for field in dataclasses.fields(LossScale)]
     if set(saved) != set(names):
-        raise invalid_value("loss scale in the checkpoint: keys", sorted(map(str, saved)), [sorted(names)])
-    made: Callable[..., LossScale] = LossScale  # which checks what it is given
+        raise invalid_value(
+            "The list of keys of the loss scale in the checkpoint", sorted(map(str, saved)), [sorted(names)]
+        )
+    made: Callable[..., LossScale] = LossScale  # `__post_init__` checks the values
     return made(**saved)
 
 

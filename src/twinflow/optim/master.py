@@ -1,5 +1,8 @@
-"""The fp32 master of a half-precision parameter: `master` (fp32) beside it, or, in the compact formats of a bf16
-parameter, `master_lower` (int16) with the parameter itself as the upper half."""
+"""The fp32 master of a half-precision parameter in a host optimizer.
+
+It is `master` (fp32) beside the parameter. For a bf16 parameter with a compact state format it is `master_lower`
+(int16), and the parameter is the upper half.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from twinflow.state_dict import StateDict, tensor_of
 
 
 def is_split(param: Tensor, states: str) -> bool:
-    """Whether the parameter itself holds the upper half of its master."""
+    """Whether the parameter is the upper half of its master."""
     return states != "fp32" and param.dtype == torch.bfloat16
 
 
 def new_master(param: Tensor, state: StateDict, states: str) -> None:
-    """A master equal to the parameter as it is."""
+    """Makes a master with the parameter's values."""
     if is_split(param, states):
         state["master_lower"] = torch.zeros(param.shape, dtype=torch.int16)
     else:
@@ -26,15 +29,15 @@ def new_master(param: Tensor, state: StateDict, states: str) -> None:
 
 
 def fits(param: Tensor, state: StateDict, states: str) -> bool:
-    """Whether the master is kept the way this parameter's dtype and the format want it."""
+    """Whether the state has the kind of master that the parameter's dtype and the format need."""
     wanted = set() if param.dtype == torch.float32 else {"master_lower" if is_split(param, states) else "master"}
     return {"master", "master_lower"} & state.keys() == wanted
 
 
 def fit_master(param: Tensor, state: StateDict, states: str) -> None:
-    """Bring the master in step with a parameter that may have been written to, loaded or cast since.
+    """Fits the master to a parameter that may have been written to, loaded or cast.
 
-    Where the master still rounds to the parameter it keeps its full precision; elsewhere the parameter is taken over.
+    Elements of the master that round to the parameter do not change. Other elements get the parameter's value.
     """
     master = full_master(param, state)
     state.pop("master", None), state.pop("master_lower", None)
@@ -47,28 +50,28 @@ def fit_master(param: Tensor, state: StateDict, states: str) -> None:
         state["master_lower"] = lower_half(master, value)
         return
     agrees = master.to(param.dtype) == value
-    if param.dtype == torch.bfloat16:  # or rounds to it with ties away from zero, as a split master does
+    if param.dtype == torch.bfloat16:  # a split master rounds ties away from zero
         agrees |= near(master, value)
     state["master"] = torch.where(agrees, master, value.float())
 
 
 def full_master(param: Tensor, state: StateDict) -> Tensor | None:
-    """The master in fp32, from either way of keeping it; None where there is none."""
+    """The master in fp32, from `master` or `master_lower`; None if there is none."""
     if state.get("master") is not None:
         return tensor_of(state, "master")
     if state.get("master_lower") is None or param.dtype != torch.bfloat16:
         return None
     upper, lower = param.detach(), tensor_of(state, "master_lower")
-    # A lower half that does not belong to this upper one could make a NaN of it: of 0, say.
+    # A lower half that does not fit the upper one could turn a value such as 0 into NaN.
     joined = native.join(upper, lower)
     return torch.where(native.split(joined)[0] == upper, joined, upper.float())
 
 
 def lower_half(master: Tensor, upper: Tensor) -> Tensor:
-    """What to add to the bits of `upper` (bf16) to get the bits of `master`; 0 where it is not within reach.
+    """The difference of the bits of `master` and `upper` (bf16); 0 where `upper` is not a nearest neighbour.
 
-    At a tie, `upper` may be the neighbour that rounding to even chose. Its distance of 2**15 does not fit 16 bits: the
-    master moves by one unit in its last place there, rather than the parameter by one in its own.
+    At a tie, rounding to even may have chosen `upper`. The difference 2**15 does not fit into 16 bits. The master is
+    then changed by one unit in its last place, so that the parameter does not change.
     """
     difference = (bits(master) - bits(upper.float())).clamp(max=2**15 - 1)
     return torch.where(near(master, upper), difference, 0).to(torch.int16)

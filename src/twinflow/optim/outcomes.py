@@ -1,7 +1,7 @@
-"""What became of the steps of an optimizer: the loss scale that follows from them, norms and counters.
+"""Outcomes of an optimizer's steps: whether a step was applied, the loss scale, norms and counters.
 
-Whether a step was skipped is known only when its backward has ended on the device. Nobody waits for that before
-somebody asks, or the next loss needs its scale.
+Whether a step was skipped is known only when its backward has ended on the device. The optimizer waits for it only when
+a caller reads an outcome or the next loss needs its scale.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from twinflow.optim.loss_scale import LossScale, after_step
 
 
 class Outcomes(Optimizer):
-    """The part of a TwinOptimizer that looks back."""
+    """The part of TwinOptimizer that reports the outcomes of steps."""
 
     _runtime: Runtime | None
     _settings: Settings
     _loss_scale: LossScale
     _scales_loss: bool
-    _was_applied = False  # the last step
-    _was_skipped = False  # ... because a gradient was not finite
-    _unread: Job | None = None  # the last job whose decision the loss scale has not seen
+    _was_applied = False  # the last step was applied
+    _was_skipped = False  # the last step was skipped because a gradient was not finite
+    _unread: Job | None = None  # the last job, if its decision has not been read
     num_steps = 0
     num_skipped = 0
 
     @property
     def runtime(self) -> Runtime:
-        """The machinery behind this optimizer."""
+        """The overlap runtime of this optimizer."""
         assert self._runtime is not None
         return self._runtime
 
     @property
     def scale_rule(self) -> LossScale:
-        """The loss scale and how it changes, as far as it is known."""
+        """The loss scale with its rule of change, without waiting for the last step."""
         return self._loss_scale
 
     def restore_outcomes(self, num_steps: int, num_skipped: int, loss_scale: LossScale) -> None:
-        """Go on from a checkpoint: counters, and the loss scale."""
+        """Sets counters and loss scale from a checkpoint."""
         self.num_steps = num_steps
         self.num_skipped = num_skipped
         self._loss_scale = loss_scale
         self._unread = None
 
     def _read_decision(self) -> None:
-        """Let the loss scale and the counters see what became of the last step."""
+        """Waits for the decision of the last step and updates loss scale and counters."""
         job, self._unread = self._unread, None
         if job is None:
             return
@@ -56,53 +56,56 @@ class Outcomes(Optimizer):
         self._loss_scale = after_step(self._loss_scale, decision.skip)
 
     def _note_no_step(self) -> None:
-        """`step` had no gradients."""
+        """Records a step without gradients."""
         self._read_decision()
         self._was_applied = self._was_skipped = False
 
     @property
     def scales_loss(self) -> bool:
-        """Whether losses are to be multiplied with a scale."""
+        """Whether losses must be multiplied by a loss scale."""
         return self._scales_loss
 
     @property
     def can_skip(self) -> bool:
-        """Whether a step may turn out not to be applied."""
+        """Whether steps with gradients that are not finite are skipped."""
         return self._settings.limits.skip_nonfinite
 
     @property
     def was_applied(self) -> bool:
-        """Whether the last step changed anything; waits until that is known."""
+        """Whether the last step was applied. The property waits until that is known."""
         self._read_decision()
         return self._was_applied
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because scaled gradients were too large; never without a loss scale."""
+        """Whether the last step was skipped because scaled gradients were not finite; False without a loss scale."""
         self._read_decision()
         return self._scales_loss and self._was_skipped
 
     @property
     def loss_scale(self) -> float:
-        """What to multiply the next loss with."""
+        """The factor for the next loss. The property waits for the outcome of the last step."""
         self._read_decision()
         return self._loss_scale.scale
 
     @property
     def current_loss_scale(self) -> float:
-        """The loss scale as far as it is known: without waiting for the last step's outcome."""
+        """The loss scale without waiting for the outcome of the last step."""
         return self._loss_scale.scale
 
     @property
     def grad_norm(self) -> float | None:
-        """The global gradient norm of the last step, before clipping."""
+        """The gradient norm of the last step before clipping; None before the first step."""
         job = self.runtime.last
         if job is None:
             return None
         return self.runtime.executor.wait_for_decision(job).norm
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the last step: norm, clipping, updates made ahead of the clipping decision, bytes moved so far."""
+        """Norm, clipping factor and counts of updates ahead of the clipping decision of the last step.
+
+        Seconds, bytes and skipped steps are totals of all steps so far.
+        """
         norm = self.grad_norm
         self._read_decision()
         return {
@@ -114,7 +117,7 @@ class Outcomes(Optimizer):
 
 
 def _figures(runtime: Runtime) -> dict[str, float]:
-    """Clipping and updates ahead of the decision, of the last step; seconds and bytes, of all steps so far."""
+    """Clipping and updates ahead of the decision in the last step; seconds and bytes of all steps so far."""
     job, counters = runtime.last, runtime.executor.counters
     counts = runtime.executor.counts_of(job) if job is not None else {}
     decision = job.decision if job is not None else None

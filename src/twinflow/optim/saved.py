@@ -1,4 +1,7 @@
-"""Reading a saved optimizer state: ours in any format, or torch.optim's. Everything is checked, nothing is changed."""
+"""Reads a saved state of a host optimizer, in any of twinflow's formats or torch.optim's.
+
+It checks everything first.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +20,32 @@ from twinflow.state_dict import StateDict, int_of, list_of, params_of, saved_gro
 def check_groups(
     rule: Rule, defaults: Mapping[str, object], own: Sequence[Mapping[str, object]], state_dict: Mapping[str, object]
 ) -> list[StateDict]:
-    """The saved groups with our defaults filled in, or a ValueError that says what does not fit."""
+    """The saved groups with defaults filled in. Raises ValueError if they do not fit the optimizer."""
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise invalid_value("state_dict", sorted(map(str, state_dict)), "a dict with 'state' and 'param_groups'")
     groups = [{**defaults, **group} for group in saved_groups(state_dict)]
     sizes, own_sizes = [len(list_of(group, "params")) for group in groups], [len(params_of(group)) for group in own]
     if sizes != own_sizes:
-        raise invalid_value("state_dict: sizes of param_groups", sizes, [own_sizes])
+        remedy = "Build the optimizer with the same groups as when the state was saved."
+        raise invalid_value("state_dict: sizes of param_groups", sizes, [own_sizes], remedy)
     for i, group in enumerate(groups):
         rule.check(group)
         for name, value in rule.torch_modes.items():
             if bool(group.pop(name, value)) is not value:
-                remedy = f"It was saved by an optimizer that is not {rule.name}"
+                remedy = f"The state was saved by an optimizer that is not {rule.name}."
                 raise invalid_value(f"state_dict: param_groups[{i}][{name!r}]", not value, [value], remedy)
     return groups
 
 
 def read_state(label: str, rule: Rule, states: str, param: Tensor, entry: Mapping[str, object]) -> StateDict:
-    """One parameter's state in our format `states`, from what was saved."""
+    """The state of one parameter in the format `states`, converted from a saved entry."""
     wanted = [name for name in rule.states if name]
     names = [name for name in wanted if entry.get(name) is not None]
     if names != wanted and (names or rule.state_option is None):
-        raise invalid_value(f"{label}: states", sorted(names), [wanted], "It was saved by another kind of optimizer")
-    counted = int_of(entry, "step") if "step" in entry else 1 if names else 0  # torch's SGD counts no steps
+        remedy = "The state was saved by another kind of optimizer."
+        raise invalid_value(f"{label}: states", sorted(names), [wanted], remedy)
+    counted = int_of(entry, "step") if "step" in entry else 1 if names else 0  # torch's SGD does not count steps
     state: StateDict = {"step": counted}
     if names:
         buffers, scales = new_states(rule, states, param.numel())
@@ -63,7 +68,7 @@ def read_state(label: str, rule: Rule, states: str, param: Tensor, entry: Mappin
 
 
 def _read_one(label: str, rule: Rule, store: Store, which: int, entry: Mapping[str, object], shape: torch.Size) -> None:
-    """One state into `store`: copied where the format is the same, else decoded and encoded."""
+    """Reads one state into `store`: copied if the format is the same, otherwise converted."""
     name, into, own_scale = rule.states[which], store.states[which], store.scales[which]
     assert name is not None and into is not None
     values = _check(label, entry[name], (*FLOATS, torch.float64, torch.uint8), shape).detach().cpu().reshape(-1)

@@ -1,8 +1,9 @@
-"""Errors of compressed exchanges in a checkpoint: each replica's, of parameters that any layout can put together.
+"""Compression errors in a checkpoint. They are saved by parameter and replica, so that any layout of ranks can load
+them.
 
-A replica's errors of a parameter belong to the replica, whichever of its pipeline and tensor ranks have the parameter.
-As many replicas as there were take their own. Otherwise each takes the mean of all: what the ranks have not said yet
-keeps its mean.
+The errors of a parameter belong to a replica, independent of which of its pipeline and tensor ranks have the parameter.
+With the same number of replicas, each replica loads its own errors. Otherwise each loads the mean of all, which keeps
+the mean of what was not yet communicated.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from twinflow.offload.bucket import Param
 from twinflow.parallel.shard import TensorShard, shard_of
 from twinflow.state_dict import StateDict, int_of, value_of
 
-SavedErrors = StateDict  # one rank's, as a tree of plain values and tensors; empty where there are none
-NameOf = Callable[[str], str]  # from a name here to the one that all layouts know
-Read = Callable[[object], Tensor]  # a tensor, from what stands for it in a tree that was saved
+SavedErrors = StateDict  # the errors of one rank, as a tree of plain values and tensors; may be empty
+NameOf = Callable[[str], str]  # from a name on this rank to the name that is the same in all layouts
+Read = Callable[[object], Tensor]  # returns the tensor for a placeholder in a saved tree
 
 
 class Replica(NamedTuple):
-    """Which of how many."""
+    """Index of a replica and the number of replicas."""
 
     which: int
     number: int
 
 
 def tree_of(params: Sequence[Param], flats: Mapping[int, Tensor], name_of: NameOf, replica: Replica) -> SavedErrors:
-    """What one rank saves; `flats` by the parameter's index."""
+    """The tree that one rank saves. `flats` has the errors by index of the parameter."""
     entries = {}
     for param in params:
         shard = shard_of(param.tensor)
@@ -42,8 +43,10 @@ def tree_of(params: Sequence[Param], flats: Mapping[int, Tensor], name_of: NameO
 def own_errors(
     saved: Sequence[SavedErrors], params: Sequence[Param], name_of: NameOf, replica: Replica, read: Read
 ) -> dict[int, Tensor]:
-    """From what all ranks have saved, this rank's: flat, by the parameter's index. All ranks' errors are many times the
-    model, so only what is needed is read, one parameter of one replica at a time."""
+    """This rank's errors from those of all ranks: flat tensors by index of the parameter.
+
+    The errors of all ranks are many times as large as the model, so one parameter of one replica is read at a time.
+    """
     is_same = saved[0]["num_replicas"] == replica.number
     chosen = [replica.which] if is_same else sorted({int_of(one, "replica") for one in saved})
     found = {}
@@ -59,7 +62,7 @@ def own_errors(
 
 
 def _whole(saved: Sequence[SavedErrors], name: str, read: Read) -> Tensor:
-    """One replica's errors of a parameter, put together from those of its tensor ranks."""
+    """One replica's errors of a parameter, joined from the parts of its tensor ranks."""
     all_params = [value_of(one, "params", dict) for one in saved]
     entries = [params[name] for params in all_params if name in params]  # other stages do not have it
     if entries[0]["part"] is None:

@@ -1,10 +1,10 @@
-"""DeepSpeed's five learning-rate schedules, and `build_scheduler` for these and PyTorch's by name.
+"""DeepSpeed's five learning-rate schedules, and `build_scheduler`, which builds these and PyTorch's by name.
 
-Each schedule is a pure function of the step, and a thin class that writes its values into an optimizer.
+Each schedule is a pure function of the step, and a small class that writes its values into an optimizer.
 
-Steps are counted as DeepSpeed counts them. A new schedule is at step -1 and has already set the learning rate that the
-first optimizer step uses; the n-th `step()` moves it to step n - 1. So a warm-up's first two optimizer steps run at its
-lowest rate: those of step -1 and of step 0. PyTorch's `last_epoch`, the number of `step()` calls, is one more.
+Steps are counted as in DeepSpeed. A new schedule is at step -1, and has set the learning rate of the first optimizer
+step. The n-th call of `step()` goes to step n - 1. The first two optimizer steps of a warm-up therefore have the lowest
+rate: those of step -1 and of step 0. PyTorch's `last_epoch`, the number of `step()` calls, is one larger.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from twinflow.errors import invalid_value
 
 WARMUP_TYPES = ("log", "linear")
-# OneCycle's second beta while it cycles the first, whatever the optimizer was given: DeepSpeed's number.
+# OneCycle sets the second beta to this value of DeepSpeed while it cycles the first.
 CYCLE_BETA2 = 0.99
 
 
 def build_scheduler(name: str, params: Mapping[str, object], optimizer: Optimizer) -> LRScheduler:
-    """A schedule by name over `optimizer`: one of `SCHEDULES`, or a class of torch.optim.lr_scheduler."""
+    """Builds a schedule by name: one of `SCHEDULES`, or a class of torch.optim.lr_scheduler.
+
+    Raises ValueError for an unknown name and for parameters that the schedule does not accept.
+    """
     known = {**_torch_schedules(), **SCHEDULES}
     by_lower = {key.lower(): key for key in known}
     if not isinstance(name, str) or name.lower() not in by_lower:
@@ -45,9 +48,7 @@ def build_scheduler(name: str, params: Mapping[str, object], optimizer: Optimize
 
 
 def _try_out(kind: type[LRScheduler], params: Mapping[str, object], optimizer: Optimizer) -> None:
-    """PyTorch's schedules check little of what they are given and fail in some later step: one step of one that nobody
-    uses.
-    """
+    """Raises ValueError if a step of a PyTorch schedule fails. PyTorch checks few parameters before that step."""
     groups = [
         {**group, "params": [torch.zeros(1)]} for group in copy.deepcopy([_options(g) for g in optimizer.param_groups])
     ]
@@ -57,7 +58,9 @@ def _try_out(kind: type[LRScheduler], params: Mapping[str, object], optimizer: O
             make: Callable[..., LRScheduler] = kind
             make(optimizer=Optimizer(groups, dict(optimizer.defaults)), **params).step()
     except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
-        raise ValueError(f"scheduler.type {kind.__name__} with scheduler.params {dict(params)}: {error}") from error
+        raise ValueError(
+            f"scheduler.type {kind.__name__} does not work with scheduler.params {dict(params)}: {error}"
+        ) from error
 
 
 def _options(group: Mapping[str, object]) -> dict[str, object]:
@@ -65,32 +68,32 @@ def _options(group: Mapping[str, object]) -> dict[str, object]:
 
 
 def range_test_factor(step: int, step_size: int, step_rate: float, is_staircase: bool = False) -> float:
-    """LRRangeTest's multiple of the lowest rate: 1, growing by `step_rate` every `step_size` steps."""
+    """The factor of LRRangeTest for the lowest rate: about 1, plus `step_rate` for every `step_size` steps."""
     interval = (step + 1) / step_size
     return 1 + step_rate * (math.floor(interval) if is_staircase else interval)
 
 
 def warmup_factor(step: int, num_steps: int, warmup_type: str = "log") -> float:
-    """How far a warm-up has come: 0 up to step 0, 1 from step `num_steps` (at least 2) on; "log" rises fast first."""
+    """Progress of a warm-up: 0 until step 0, 1 from step `num_steps` (at least 2) on. "log" rises faster at first."""
     if step < 0 or step >= num_steps:
         return 0.0 if step < 0 else 1.0
     return step / num_steps if warmup_type == "linear" else 1.0 / math.log(num_steps) * math.log(step + 1)
 
 
 def linear_decay_factor(step: int, num_warmup_steps: int, num_total_steps: float) -> float:
-    """WarmupDecayLR after the warm-up: a straight line from 1 at its end to 0 at `num_total_steps`, and 0 beyond."""
+    """WarmupDecayLR after the warm-up: linear from 1 at its end to 0 at `num_total_steps`, then 0."""
     return max(0.0, (num_total_steps - step) / max(1.0, num_total_steps - num_warmup_steps))
 
 
 def cosine_decay_factor(step: int, num_warmup_steps: int, num_total_steps: float, min_ratio: float) -> float:
-    """WarmupCosineLR after the warm-up: half a cosine from 1 down to `min_ratio`, which it reaches one step early."""
+    """WarmupCosineLR after the warm-up: half a cosine from 1 to `min_ratio`, which it reaches one step early."""
     progress = min(1.0, (step - num_warmup_steps + 1) / max(1, num_total_steps - num_warmup_steps))
     return max(0.0, min_ratio + (1.0 - min_ratio) * ((1 + math.cos(math.pi * progress)) / 2))
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """The shape of OneCycle in steps: up, down, then a decay; with stairs (0: none) instead of slopes."""
+    """The shape of OneCycle in steps: up, down, then a decay. With stairs (0: none) the slopes have steps."""
 
     first_size: float
     second_size: float
@@ -100,12 +103,12 @@ class Cycle:
 
     @property
     def size(self) -> float:
-        """Steps of both halves together."""
+        """Number of steps of both halves."""
         return self.first_size + self.second_size
 
 
 def cycle_height(step: int, cycle: Cycle) -> float:
-    """Where OneCycle is between its two bounds: 0 at the start, 1 at the peak, 0 at the end and after it."""
+    """Position of OneCycle between its two bounds: 0 at the start, 1 at the peak, 0 at the end and after it."""
     if step >= cycle.size:
         return 0.0
     turns = 1.0 + (step + 1) / cycle.size
@@ -114,7 +117,7 @@ def cycle_height(step: int, cycle: Cycle) -> float:
     stairs = cycle.first_stairs if is_first else cycle.second_stairs
     if stairs == 0:
         return position / peak if is_first else (position - 1) / (peak - 1)
-    # Stairs are counted from whole steps: a slope that is rounded to just under a stair would fall a whole stair.
+    # Stairs are computed from whole steps. A slope that is rounded to just below a stair would lose a whole stair.
     done = (step + 1) % cycle.size
     is_first = done <= cycle.first_size
     stair = done * stairs / cycle.first_size if is_first else (cycle.size - done) * stairs / cycle.second_size
@@ -122,36 +125,39 @@ def cycle_height(step: int, cycle: Cycle) -> float:
 
 
 def cycle_decay(step: int, cycle: Cycle, rate: float) -> float:
-    """What OneCycle's rate is divided by, and its momentum multiplied by: 1 in the cycle, then growing linearly."""
+    """The divisor of OneCycle's rate and the factor of its momentum: 1 in the cycle, then linearly growing."""
     if step < cycle.size or cycle.decay_step_size == 0:
         return 1.0
     return 1 + rate * ((step - cycle.size + 1) / cycle.decay_step_size)
 
 
 class StepSchedule(LRScheduler):
-    """A schedule whose learning rates depend on the step alone. Subclasses set themselves up, then call this."""
+    """A schedule whose learning rates depend only on the step.
+
+    Subclasses set their attributes before super().__init__.
+    """
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
         _check_integer("last_batch_iteration", last_batch_iteration, -1)
         for group in optimizer.param_groups:
-            # Left in the group, it survives in the optimizer's state_dict: a schedule made after loading finds it.
+            # The optimizer's state_dict saves `initial_lr`, so that a schedule made after loading finds it.
             group.setdefault("initial_lr", float(group["lr"]))
         super().__init__(optimizer, last_batch_iteration)
 
     @property
     def last_batch_iteration(self) -> int:
-        """The step this schedule is at; -1 before the first `step()`."""
+        """The present step; -1 before the first `step()`."""
         return self.last_epoch - 1
 
     def step(self, epoch: int | None = None) -> None:
-        """Move to the next step (or to step `epoch`) and write its learning rates into the optimizer."""
-        # PyTorch's constructor also calls this: from last_epoch, its argument, to the step of the same number.
+        """Goes to the next step (or to step `epoch`) and writes its learning rates into the optimizer."""
+        # PyTorch's constructor calls this too. It goes from `last_epoch`, its argument, to the step of that number.
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch + 1
         self._step_count = self.last_epoch + 1
         self._write()
 
     def _write(self) -> None:
-        """Put the values of the present step into the param groups."""
+        """Writes the values of the present step into the param groups."""
         groups = self.optimizer.param_groups
         for group, lr in zip(groups, self.get_lr(), strict=True):
             if isinstance(group["lr"], Tensor):
@@ -161,16 +167,16 @@ class StepSchedule(LRScheduler):
         self._last_lr = [lr.clone() if isinstance(lr, Tensor) else lr for lr in (g["lr"] for g in groups)]
 
     def state_dict(self) -> dict[str, object]:
-        """The step, as DeepSpeed saves it; the rest comes from the config."""
+        """The step, under DeepSpeed's key. All other values come from the config."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Go to the saved step (also one that DeepSpeed saved) and write its values into the optimizer."""
+        """Goes to the saved step, also one that DeepSpeed has saved, and writes its values into the optimizer."""
         self.step(_check_integer("last_batch_iteration", state_dict.get("last_batch_iteration"), -1))
 
 
 class LRRangeTest(StepSchedule):
-    """Raise the learning rate step by step from a low one, to find the highest that still trains."""
+    """Raises the learning rate from a low one in each step, to find the highest rate that still trains."""
 
     def __init__(
         self,
@@ -194,10 +200,10 @@ class LRRangeTest(StepSchedule):
 
 
 class OneCycle(StepSchedule):
-    """One cycle of the learning rate, up and down, then a decay; the momentum goes the other way.
+    """One cycle of the learning rate, up and down, then a decay. The momentum changes in the opposite direction.
 
-    The momentum is `betas[0]` where a group has betas (its `betas[1]` is then 0.99, as in DeepSpeed), else `momentum`,
-    where that is not zero. Before the first `step()` it is `cycle_min_mom`, also as in DeepSpeed.
+    The momentum is `betas[0]` if a group has betas (`betas[1]` is then 0.99, as in DeepSpeed), otherwise `momentum` if
+    it is not zero. Before the first `step()` it is `cycle_min_mom`, as in DeepSpeed.
     """
 
     def __init__(
@@ -236,9 +242,11 @@ class OneCycle(StepSchedule):
         self.cycle_momentum = bool(cycle_momentum) and any(self.momentum_keys)
         for name, moms in (("cycle_min_mom", self.min_moms), ("cycle_max_mom", self.max_moms)):
             if self.cycle_momentum and "betas" in self.momentum_keys and not all(0 <= mom < 1 for mom in moms):
-                raise invalid_value(name, moms, "numbers >= 0 and < 1, where the momentum is a beta")
+                raise invalid_value(name, moms, "numbers >= 0 and < 1, because the momentum is a beta")
         if cycle_momentum and not self.cycle_momentum:
-            warnings.warn(f"OneCycle cycles no momentum: this {type(optimizer).__name__} has none", stacklevel=2)
+            warnings.warn(
+                f"OneCycle does not cycle a momentum, because this {type(optimizer).__name__} has none.", stacklevel=2
+            )
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
@@ -248,7 +256,7 @@ class OneCycle(StepSchedule):
         return [(low + (high - low) * height) / decay for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_mom(self) -> list[float]:
-        """The momentum of each group at the present step, where `cycle_momentum` is true."""
+        """The momentum of each group at the present step, if `cycle_momentum` is True."""
         if self.last_batch_iteration < 0:
             return self.min_moms
         height = cycle_height(self.last_batch_iteration, self.cycle)
@@ -265,7 +273,7 @@ class OneCycle(StepSchedule):
 
 
 class WarmupLR(StepSchedule):
-    """Raise the learning rate from `warmup_min_lr` to `warmup_max_lr` (None: the optimizer's own), then keep it."""
+    """Raises the learning rate from `warmup_min_lr` to `warmup_max_lr` (None: that of the optimizer), then keeps it."""
 
     def __init__(
         self,
@@ -294,7 +302,7 @@ class WarmupLR(StepSchedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """A warm-up as `WarmupLR`'s, then a straight line back to `warmup_min_lr` at step `total_num_steps`."""
+    """The warm-up of `WarmupLR`, then a linear decay to `warmup_min_lr` at step `total_num_steps`."""
 
     def __init__(
         self,
@@ -316,9 +324,9 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(StepSchedule):
-    """Ratios of each group's own initial rate: from `warmup_min_ratio` to 1, then a cosine to `cos_min_ratio`.
+    """A factor of each group's initial rate: from `warmup_min_ratio` to 1, then a cosine to `cos_min_ratio`.
 
-    Before the first `step()` the learning rate is 0, whatever `warmup_min_ratio` is, as in DeepSpeed.
+    Before the first `step()` the learning rate is 0 for every `warmup_min_ratio`, as in DeepSpeed.
     """
 
     def __init__(
@@ -343,7 +351,7 @@ class WarmupCosineLR(StepSchedule):
         return [float(lr) * self.get_lr_ratio() for lr in self.base_lrs]
 
     def get_lr_ratio(self) -> float:
-        """The present step's learning rate as a ratio of the initial one."""
+        """The learning rate of the present step divided by the initial one."""
         step, num_steps = self.last_batch_iteration, self.warmup_num_steps
         if step < 0:
             return 0.0
@@ -359,7 +367,7 @@ SCHEDULES: Mapping[str, type[StepSchedule]] = MappingProxyType(
 
 
 def _torch_schedules() -> dict[str, type[LRScheduler]]:
-    """The schedules of this PyTorch by class name, less the abstract ones."""
+    """The schedules of the installed PyTorch by class name, without abstract ones."""
     return {
         name: kind
         for name, kind in vars(lr_scheduler).items()
@@ -368,33 +376,36 @@ def _torch_schedules() -> dict[str, type[LRScheduler]]:
 
 
 def _check_params(kind: type, params: Mapping[str, object]) -> None:
-    """Refuse parameters that `kind` does not have, and the lack of those it needs."""
+    """Raises ValueError for parameters that `kind` does not have, and for missing ones."""
     allowed = {name: p for name, p in inspect.signature(kind).parameters.items() if name != "optimizer"}
     for key, value in params.items():
         if key not in allowed:
             raise invalid_value(f"scheduler.params.{key}", value, allowed, _nearest(key, allowed))
     missing = [name for name, p in allowed.items() if p.default is inspect.Parameter.empty and name not in params]
     if missing:
-        raise invalid_value("scheduler.params", dict(params), allowed, f"{kind.__name__} needs {', '.join(missing)}.")
+        raise ValueError(
+            f"scheduler.params is {dict(params)!r}, but {kind.__name__} needs {', '.join(missing)}. All parameters of "
+            f"{kind.__name__}: {', '.join(allowed)}."
+        )
 
 
 def _nearest(name: object, allowed: Iterable[str]) -> str:
-    """A question that names the allowed name nearest to this one, or nothing."""
+    """The question "Did you mean ...?" with the most similar allowed name; empty if none is similar."""
     by_lower = {key.lower(): key for key in allowed}
     found = get_close_matches(str(name).lower(), by_lower, 1)
     return f"Did you mean {by_lower[found[0]]!r}?" if found else ""
 
 
 def _momentum_key(group: Mapping[str, object], optimizer: Optimizer) -> str:
-    """The option of a group that holds its momentum; "" where there is none or it is switched off."""
+    """The option of a group that is its momentum; "" if it has none or the momentum is 0."""
     if "betas" in group:
         return "betas"
-    # Zero is plain SGD, which keeps no momentum buffer. A cycle may pass through zero: then the default tells.
+    # SGD with momentum 0 has no momentum buffer. A cycle may set the momentum to 0, so the default counts too.
     return "momentum" if group.get("momentum") or optimizer.defaults.get("momentum") else ""
 
 
 def _per_group(optimizer: Optimizer, name: str, value: object) -> list[float]:
-    """One number for each param group, from one number or one for each."""
+    """One number for each param group, from a single number or a list."""
     num_groups = len(optimizer.param_groups)
     values = list(value) if isinstance(value, (list, tuple)) else [value] * num_groups
     if len(values) != num_groups:
@@ -423,5 +434,5 @@ def _check_warmup_type(value: object) -> str:
 def _check_total(total_num_steps: object, warmup_num_steps: object) -> float:
     total = _check_number("total_num_steps", total_num_steps, 1)
     if isinstance(warmup_num_steps, int) and total < warmup_num_steps:
-        warnings.warn(f"total_num_steps {total:g} is less than warmup_num_steps {warmup_num_steps}", stacklevel=3)
+        warnings.warn(f"total_num_steps ({total:g}) is less than warmup_num_steps ({warmup_num_steps}).", stacklevel=3)
     return total

@@ -1,4 +1,4 @@
-"""What is kept for each parameter, how much memory it takes in each place, and what updates it there."""
+"""The kind of an optimizer's state: rule, format, memory in each place, and the updaters."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _NAMES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "
 class StateKind:
     """An optimizer's rule and the format of its state."""
 
-    rule: Rule | None  # one of ours
-    recipe: Recipe | None  # or the user's
+    rule: Rule | None  # one of twinflow's rules
+    recipe: Recipe | None  # or the user's optimizer
     format: str
     is_stateless: bool = False  # SGD without momentum
-    keeps_weights: bool = False  # new weights wait for a step, beside the state
-    offloads_params: bool = False  # the state holds the weights too, in their own precision
+    keeps_weights: bool = False  # the state has separate buffers for new weights
+    offloads_params: bool = False  # the state has the only copy of the weights, in their dtype
     tuning: Tuning = field(default_factory=Tuning)
 
     def nbytes(self, plan: BucketPlan) -> int:
-        """Memory of a bucket's state in its place."""
+        """Bytes of a bucket's state in its place."""
         extra = 2 * plan.numel if self.offloads_params and plan.dtype == torch.float16 else 0
         return state_bytes(self.rule, self.format, plan, not self.is_stateless, self.keeps_weights) + extra
 
     def new_updaters(self, device: Device, where: torch.device) -> dict[str, Updater]:
-        """What updates the buckets of each place."""
+        """The updater of each place."""
         if self.recipe is not None:
             return {
                 HOST: TorchUpdater(self.recipe, device),
@@ -62,8 +62,10 @@ class StateKind:
 def state_bytes(
     rule: Rule | None, format: str, plan: BucketPlan, keeps_states: bool = True, keeps_weights: bool = False
 ) -> int:
-    """Memory of a bucket's master, states and scales in its place, by the arithmetic of the planner. An optimizer that
-    is not ours counts as fp32 with two states."""
+    """Bytes of a bucket's master, states and scales in its place, by the planner's formulas.
+
+    A user's optimizer (`rule=None`) counts as fp32 with two states.
+    """
     if rule is None:
         return 12 * plan.numel
     num_states = sum(name is not None for name in rule.states) if keeps_states else 0

@@ -1,7 +1,8 @@
 """The switch of a TwinOptimizer to compressed communication (zero/compression.py), and its part of a checkpoint.
 
-Until the second moment has settled nothing is different, but that it is looked at now and then. To look at it, the last
-update must have ended: so that is done a few times in a window only.
+Before the switch, training is ordinary. The sum of the second moment is read `LOOKS` times in a window, and the switch
+is made when the sum has become stable (onebit/freeze.py). A read must wait for the last update, so it does not happen
+in every step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from twinflow.codes import code_named
 from twinflow.codes.reference import exponents_of, two_to
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible
 from twinflow.offload.bucket import Bucket, target
 from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.runtime import Runtime
@@ -39,12 +40,12 @@ from twinflow.zero.compression import (
 )
 
 LOGGER = logging.getLogger("twinflow")
-LOOKS = 10  # in a window
-KEYS = ("is_exchanged", "second_step")  # of the param groups, from the switch on
+LOOKS = 10  # reads of the second moment in a window
+KEYS = ("is_exchanged", "second_step")  # entries of the param groups after the switch
 
 
 class Compressible(Protocol):
-    """What is needed of a TwinOptimizer here."""
+    """The part of a TwinOptimizer that this module uses."""
 
     @property
     def model(self) -> nn.Module | None: ...
@@ -81,10 +82,14 @@ class Compressible(Protocol):
 
 
 class Switch:
-    """Called after each step. Exchanges have their memory from the start: a switch must not run out of it."""
+    """Decides when communication becomes compressed, and makes the switch.
+
+    The memory of the exchanges is allocated at the start, so that the switch cannot run out of memory.
+    """
 
     def __init__(self, optimizer: Compressible, compression: Compression) -> None:
-        self._optimizer, self._compression = optimizer, compression
+        self._optimizer = optimizer
+        self._compression = compression
         self._b1 = check_groups(optimizer.param_groups)
         window = compression.freeze_window or default_window(numbers(optimizer.param_groups[0], "betas")[1])
         self._every = max(1, window // LOOKS)
@@ -92,7 +97,7 @@ class Switch:
         self._reserved: dict[int, Exchange] = {}  # by the bucket's index
 
     def reserve(self, buckets: Sequence[Bucket]) -> None:
-        """Take the memory."""
+        """Allocates the memory of the exchanges."""
         for bucket in buckets if self._optimizer.can_compress else ():
             where, whole = bucket.members[0].local.device, bucket.gathered.numel
             exponents = torch.zeros(whole, dtype=torch.uint8, device=where)
@@ -108,7 +113,7 @@ class Switch:
         return team is not None and team.exchanges is not None
 
     def after_step(self) -> None:
-        """Look whether it is time. With one rank it never is: nothing travels."""
+        """Makes the switch if it is due. With one rank there is no communication and no switch."""
         optimizer, team = self._optimizer, self._optimizer.team
         assert team is not None
         if self.is_made or not optimizer.can_compress:
@@ -125,7 +130,7 @@ class Switch:
                 self.make()
 
     def _own_total(self) -> float:
-        """The sum of this rank's part of the second moment, without its bias; of copies, one rank counts them."""
+        """The bias-corrected sum of this rank's part of the second moment. Copies are counted on one rank only."""
         total = 0.0
         for bucket in (one for one in self._optimizer.runtime.buckets if one.plan.is_counted):
             for i, param in enumerate(bucket.params):
@@ -136,7 +141,7 @@ class Switch:
         return total
 
     def make(self) -> None:
-        """From the next step on. All ranks have to call it."""
+        """Makes the switch: communication is compressed from the next step on. All ranks must call it."""
         optimizer = self._optimizer
         optimizer.runtime.wait()
         optimizer.runtime.wait_for_copies()
@@ -148,10 +153,13 @@ class Switch:
         for group in optimizer.param_groups:
             group["is_exchanged"], group["second_step"] = True, steps
         if everyone.rank == 0:
-            LOGGER.info(f"1-bit Adam: the second moment stays; steps after {optimizer.num_steps} are compressed")
+            LOGGER.info(
+                f"1-bit Adam: the second moment is frozen after step {optimizer.num_steps}, and communication is "
+                "compressed from now on."
+            )
 
     def _exchange_from_now_on(self, steps: int | None) -> None:
-        """Every rank learns the exponents of all; with `steps`, second moments are rounded to them first."""
+        """Gathers the exponents of all ranks. With `steps`, second moments are first rounded to powers of two."""
         optimizer, team = self._optimizer, self._optimizer.team
         assert team is not None
         floors = self._floors() if steps is not None else []
@@ -169,7 +177,7 @@ class Switch:
         team.set_exchanges(Exchanges(code_named(self._compression.code), self._b1, self._reserved))
 
     def _shared_momentum(self, bucket: Bucket, exponents: Tensor) -> Tensor:
-        """What the first compressed step begins with: every rank's part, in units of moves over the learning rate."""
+        """The initial error of the first compressed step: the momenta of all ranks, in units of update / lr."""
         team = self._optimizer.team
         assert team is not None
         whole, size = torch.zeros(exponents.numel(), dtype=torch.bfloat16), bucket.plan.numel
@@ -180,10 +188,10 @@ class Switch:
         return torch.where(exponents != 0, whole.float() * two_to(exponents), 0.0) * self._b1
 
     def _floors(self) -> list[float]:
-        """Of each parameter's second moment, from what all owners of it have."""
+        """The floor of each parameter's second moment, from the values on all ranks that own a part of it."""
         optimizer, team = self._optimizer, self._optimizer.team
         assert team is not None
-        own = torch.zeros(2, len(optimizer.runtime.params), dtype=torch.float64)  # sums, and numbers of elements
+        own = torch.zeros(2, len(optimizer.runtime.params), dtype=torch.float64)  # rows: sums, numbers of elements
         for bucket in optimizer.runtime.buckets:
             for i, piece in enumerate(bucket.slices):
                 variance = _read(bucket, i, "exp_avg_sq")
@@ -206,11 +214,11 @@ class Switch:
     # Saving.
 
     def state(self) -> StateDict:
-        """What the watch remembers."""
+        """The state of the watch over the second moment."""
         return self._watch.state_dict()
 
     def errors(self) -> SavedErrors:
-        """This rank's errors, by parameter; nothing before the switch."""
+        """This rank's compression errors by parameter; empty before the switch."""
         optimizer = self._optimizer
         team = optimizer.team
         assert team is not None
@@ -225,7 +233,7 @@ class Switch:
         return tree_of(optimizer.runtime.params, wholes, self._canonical, Replica(team.rank, team.world))
 
     def restore(self, watch: Mapping[str, object] | None) -> None:
-        """After the state was loaded: go on as it says."""
+        """Continues from a loaded state. `watch` is what `state` has returned."""
         team = self._optimizer.team
         assert team is not None
         team.set_exchanges(None)
@@ -235,7 +243,7 @@ class Switch:
             self._exchange_from_now_on(None)
 
     def restore_errors(self, saved: Sequence[SavedErrors], read: Read) -> None:
-        """Those of all ranks that saved: each replica takes its own, or, where there were others, the mean of all."""
+        """Loads the errors of all ranks. With the same number of replicas each gets its own, otherwise the mean."""
         optimizer = self._optimizer
         team = optimizer.team
         assert team is not None
@@ -250,7 +258,7 @@ class Switch:
                 error[piece.offset : piece.offset + piece.numel] = flat.to(error.device)
 
     def _canonical(self, name: str) -> str:
-        """What a parameter is called where the model uses it first."""
+        """The name of a parameter in the first module that uses it."""
         aliases: Mapping[str, str] = getattr(self._optimizer.model, "aliases", {})
         return aliases.get(name, name)
 
@@ -267,20 +275,23 @@ def _read(bucket: Bucket, index: int, key: str) -> Tensor:
 
 
 def check(optimizer: Compressible, delayed_update: bool) -> None:
-    """What compressed communication goes with."""
+    """Raises ValueError for options that conflict with compressed communication."""
     name = "compressed communication"
     if optimizer.rule is None or optimizer.rule.name != "adamw":
-        raise invalid_value(f"rule with {name}", optimizer.rule_name, ["adamw"])
+        reason = "1-bit Adam is defined for AdamW only"
+        raise incompatible(f"rule={optimizer.rule_name!r}", name, reason, 'Use rule="adamw".')
     if optimizer.states == "int8":
-        remedy = "The second moment is kept as exact powers of two."
-        raise invalid_value(f"states with {name}", "int8", ("fp32", "bf16"), remedy)
+        reason = "the second moment must be exact powers of two"
+        raise incompatible('states="int8"', name, reason, 'Use states="fp32" or states="bf16".')
     if optimizer.ratio == "auto":
-        raise invalid_value(f"ratio with {name}", "auto", "a number")
+        reason = "compressed communication needs a fixed placement"
+        raise incompatible('ratio="auto"', name, reason, "Pass a number as ratio.")
     if delayed_update:
-        raise invalid_value(
-            f"delayed_update with {name}", True, [False], "Weights are published as differences, at once."
-        )
+        reason = "ranks send differences of weights at once"
+        raise incompatible("delayed_update=True", name, reason, "Use delayed_update=False.")
     if optimizer.tuning.streamed:
-        raise invalid_value(f"tuning.streamed with {name}", optimizer.tuning.streamed, [0.0])
+        reason = "only host and resident state is supported there"
+        raise incompatible(f"tuning.streamed={optimizer.tuning.streamed}", name, reason, "Use tuning.streamed=0.")
     if optimizer.model is None:
-        raise invalid_value(f"model with {name}", None, "the module to train")
+        reason = "it needs the module to train"
+        raise incompatible("A list of parameters", name, reason, "Pass the model as the first argument.")

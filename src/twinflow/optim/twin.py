@@ -1,4 +1,4 @@
-"""TwinOptimizer: a torch.optim.Optimizer with state and update on the host, hidden behind forward and backward."""
+"""TwinOptimizer: a torch.optim.Optimizer whose state is on the host and whose update overlaps forward and backward."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from twinflow import native
 from twinflow.device import device_for
-from twinflow.errors import invalid_value
+from twinflow.errors import invalid_value, wrong_state
 from twinflow.native.threads import check_threads, default_threads
 from twinflow.offload import reconfigure
 from twinflow.offload.changes import check_memory
 from twinflow.offload.clipping import Limits
 from twinflow.offload.placement import place_by_ratio, stream
-from twinflow.offload.plan import plan_buckets
+from twinflow.offload.plan import RESIDENT, plan_buckets
 from twinflow.offload.pools import bytes_of_gradients, prepare_speculative_stores
 from twinflow.offload.recipe import Recipe
 from twinflow.offload.runtime import Runtime
@@ -30,7 +30,7 @@ from twinflow.offload.taken_gradient import TakenGradient
 from twinflow.offload.torch_state import host_options
 from twinflow.offload.weight_guard import check_free, plain
 from twinflow.optim import twin_state
-from twinflow.optim.auto import AutoPlacement, host_share
+from twinflow.optim.auto import AutoPlacement, host_share, shares
 from twinflow.optim.loss_scale import LossScale, static
 from twinflow.optim.outcomes import Outcomes
 from twinflow.optim.saved_errors import Read, SavedErrors
@@ -43,6 +43,7 @@ from twinflow.optim.twin_build import (
     find_room,
     first_choice,
     fitted,
+    in_bytes,
     materialised,
     own_threads,
     params_of,
@@ -79,25 +80,60 @@ Loss = TypeVar("Loss")
 class TwinOptimizer(Outcomes):
     """An optimizer for a model on a GPU (or CPU), with master weights, states and update on the host.
 
-    `model` is the module to train, or parameters as torch.optim takes them (then `step` waits for the update: without
-    the model there is no place to wait in the next forward). `param_groups` chooses parameters of the model and their
-    options. `rule` names one of ours, or is any torch.optim.Optimizer: a class, an optimizer built over the model's
-    parameters (whose state and options go on from there), or a function from parameters to an optimizer.
+    `step()` starts the update and returns. The next forward waits, block by block, for the new weights.
 
-    `ratio` is the share of the state that lives on the host and is updated there; the rest stays on the GPU and is
-    updated there at the same time; "auto" chooses after the first steps. `placement` is the end of the model that stays
-    there: "front", "tail", or "auto", the end that hides most.
+        optimizer = TwinOptimizer(model, lr=1e-3, max_grad_norm=1.0, early=True)
+        for inputs, targets in loader:
+            optimizer.backward(loss_fn(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
 
-    `offload_params`: weights live on the host too, and blocks fetch theirs when they run. The model may come on the
-    host; it computes on the GPU, where there is one.
+    What to train:
 
-    `early`: gradients are taken and updates start while backward still runs. What a loop does between backward and
-    `step` has the effect that it has with torch: what was begun is dropped and done again. Without max_grad_norm and
-    skip_nonfinite, updates that were made cannot be dropped, and such a loop gets an error; with "auto", updates then
-    start early only after some steps in which nothing of the kind has happened.
+    - `model`: the module to train; a function that builds it; or parameters or param groups as for torch.optim. With
+      parameters only, `step()` waits for the update, because there is no module whose forward could wait. A module on
+      the meta device is allocated and initialised.
+    - `rule`: the update rule. A name such as "adamw" (docs/rules.md lists all), a torch.optim.Optimizer class, an
+      optimizer instance over the model's parameters (its options and state are continued), or a function from
+      parameters to an optimizer.
+    - `param_groups`: parameters of the model and their options, as for torch.optim. Default: all trainable parameters.
+    - `**options`: options of the rule, with torch's names and defaults: `lr`, `betas`, `eps`, `weight_decay`, ...
 
-    `zero`: the ranks of torch.distributed's world train this model together, each with a batch of its own. All of them
-    have to build the same optimizer, and call `step` equally often.
+    Where the state is:
+
+    - `states`: the format of the states, "fp32", "bf16" or "int8". A user's optimizer has "fp32".
+    - `ratio`: the share of the state on the host, from 0 to 1. The device keeps and updates the rest at the same time.
+      "auto" measures the first steps and chooses the fastest placement that fits into memory.
+    - `placement`: which end of the model has its state on the device: "front", "tail" (as in DeepSpeed), or "auto", the
+      end whose update would be hidden least.
+    - `offload_params`: the weights of blocks are on the host too. Each block fetches them when it runs. The module may
+      be on the CPU; it computes on the GPU if there is one.
+
+    How a step works:
+
+    - `max_grad_norm`: the norm to which gradients are clipped; None: no clipping.
+    - `skip_nonfinite`: skip steps in which a gradient is not finite. Default: True with `max_grad_norm` or
+      `loss_scale`.
+    - `loss_scale`: `static(...)` or `dynamic(...)` of twinflow.optim.loss_scale, for fp16. `optimizer.backward(loss)`
+      applies it.
+    - `early`: start updates while backward still runs. Changes of gradients or options between backward and `step()`
+      have the same effect as with torch: the update is repeated. Without `max_grad_norm` and `skip_nonfinite` an update
+      cannot be repeated, and such changes raise RuntimeError. "auto" starts updates early only after some steps without
+      such changes.
+    - `accumulation_steps`: number of backwards in a step. It is needed with `early`, which must know the last backward.
+    - `delayed_update`: apply each update one step later, so that it can overlap a whole step. Training results change.
+      `delayed_update_start` is the number of ordinary steps before the first delayed one.
+
+    Resources:
+
+    - `host_threads`: threads of updates on the host. Default: TWINFLOW_THREADS, or the CPUs of this process (one less
+      if there are 8 or more).
+    - `zero`: a `twinflow.zero.Zero`. The ranks of torch.distributed train the model together, each with its own
+      batches. All ranks must build the same optimizer and call `step()` equally often.
+    - `tuning`: a `Tuning` with options that change speed and memory, but no result.
+
+    Raises ValueError for invalid or conflicting arguments and if the state does not fit into memory. `repr(optimizer)`
+    shows rule, states, ratio, placement and memory. `close()` removes the hooks and releases memory and threads.
     """
 
     def __init__(
@@ -129,12 +165,13 @@ class TwinOptimizer(Outcomes):
         made = materialised(model, offload_params)
         self.model = made if isinstance(made, nn.Module) else None
         groups = groups_of(made, param_groups)
-        self.rule: Rule | None = None  # one of ours
-        self._recipe: Recipe | None = None  # or the user's
+        self.rule: Rule | None = None  # one of twinflow's rules
+        self._recipe: Recipe | None = None  # or the user's optimizer
         if isinstance(rule, str):
             if rule not in RULES:
                 raise invalid_value("rule", rule, RULES)
-            self.rule, self.rule_name = RULES[rule], rule
+            self.rule = RULES[rule]
+            self.rule_name = rule
             check_format(self.rule, states)
             defaults = self.rule.with_defaults(options)
             check_group(self.rule, defaults)
@@ -142,16 +179,19 @@ class TwinOptimizer(Outcomes):
             check_foreign(rule, states, param_groups, zero)
             self._recipe = Recipe(rule, groups, options)
             groups, defaults, self.rule_name = [*self._recipe.groups], self._recipe.defaults, self._recipe.name
-        super().__init__(cast(ParamsT, groups), defaults)  # torch refuses what it does not take
+        super().__init__(cast(ParamsT, groups), defaults)  # torch checks the groups
         check_groups(self.rule, self.param_groups)
         native.set_threads(host_threads if host_threads is not None else own_threads(default_threads(os.environ)))
-        self.states, self.tuning = states, tuning or Tuning()
+        self.states = states
+        self.tuning = tuning or Tuning()
         check_tuning(self.tuning, delayed_update)
         check_ratio(ratio, placement, self.model)
-        self.ratio, self.placement = ratio, placement
+        self.ratio = ratio
+        self.placement = placement
         self._auto: AutoPlacement | None = None
         self.trace = Trace()
-        self._loss_scale, self._scales_loss = loss_scale or static(1.0), loss_scale is not None
+        self._loss_scale = loss_scale or static(1.0)
+        self._scales_loss = loss_scale is not None
         self._is_stateless = False  # SGD without momentum
         skip = skip_nonfinite if skip_nonfinite is not None else max_grad_norm is not None or loss_scale is not None
         given = Settings(
@@ -168,7 +208,7 @@ class TwinOptimizer(Outcomes):
         check_model(self.model, zero)
         check_param_offload(self._settings, self.model, ratio, self.tuning, zero, self.rule)
         self.zero = zero
-        self._switch: Switch | None = None  # to compressed communication
+        self._switch: Switch | None = None  # switch to compressed communication
         if zero is not None and zero.compression is not None:
             check_compression(self, delayed_update)
             self._switch = Switch(self, zero.compression)
@@ -179,7 +219,7 @@ class TwinOptimizer(Outcomes):
         self._runtime = self._build()
 
     def _build(self) -> Runtime:
-        """Plan the buckets, take the weights over, and put hooks on the model."""
+        """Plans the buckets, copies the weights into the state, and registers hooks on the model."""
         check_free((name, tensor) for name, tensor, _ in self._named())
         aside = None
         if self.model is not None and self._settings.offload_params:
@@ -197,7 +237,7 @@ class TwinOptimizer(Outcomes):
                 given = [p.tensor for p in params] if self.model is None else tensors_of(self.model, aside)
                 self.team.broadcast(given)
             if self.zero.stage >= 2 and self.zero.shares_buckets and (self.tuning.sums == "auto" or self.zero.parks):
-                # No rank keeps more than its part of the sums of several backwards.
+                # Each rank keeps only its own part of the sum over several backwards.
                 self.tuning = replace(self.tuning, sums="host")
         device, room = device_for(where, self.trace), find_room(params, self.team)
         kind, ratio = self.kind, self.ratio
@@ -209,7 +249,7 @@ class TwinOptimizer(Outcomes):
         sizes = [kind.nbytes(plan) for plan in plans]
         self._settings = fitted(self._settings, self.tuning, plans, sizes, room)
         check_room(plans, sizes, room, self.ratio, bytes_of_gradients(self._settings, plans))
-        me = weakref.ref(self)  # the model's hooks hold the runtime, and must not keep the optimizer alive
+        me = weakref.ref(self)  # the model's hooks reference the runtime, which must not keep the optimizer alive
         runtime = Runtime(
             device,
             kind.new_updaters(device, where),
@@ -226,17 +266,17 @@ class TwinOptimizer(Outcomes):
             runtime.offload_params(
                 aside.frozen, aside.values, self.team.fetch if self.team and self.team.world > 1 else None
             )
-        # First: an optimizer of the user's may look at the weights when it starts.
+        # The weights come before `start`, because a user's optimizer may read them in its constructor.
         runtime.adopt(params, keep=False, values=aside.values if aside is not None else None)
         if aside is not None:
-            aside.values.clear()  # they are in the state: what they took is spare
+            aside.values.clear()  # the state contains them now, so this frees their memory
         for bucket in runtime.buckets:
             if bucket.slices:
                 bucket.updater.start(bucket, self.param_groups)
         if self._switch is not None:
             self._switch.reserve(runtime.buckets)
         if self.model is not None:
-            reference = weakref.ref(self.model)  # the threads know the device, and must not keep the model alive
+            reference = weakref.ref(self.model)  # threads reference the device, which must not keep the model alive
             device.set_followers(lambda: gathering_streams(reference()))
             runtime.attach(
                 self.model,
@@ -246,7 +286,7 @@ class TwinOptimizer(Outcomes):
             )
         if isinstance(self.ratio, str) and room.device_bytes is not None:
             rates = load_or_measure(where)
-            # What is spare is known only when the state is where it will stay.
+            # Free memory for speculative stores is known only after the final placement.
             self._auto = AutoPlacement(
                 runtime, self.states, kind.nbytes, rates, self._make_speculative_stores, self.team
             )
@@ -262,8 +302,8 @@ class TwinOptimizer(Outcomes):
 
     @property
     def kind(self) -> StateKind:
-        """What is kept for each parameter."""
-        # Parameters are what all ranks know of the weights, which the owners have more exactly.
+        """The rule and format of the state, with its sizes and updaters."""
+        # With compressed communication, parameters hold the weights that all ranks know. Owners have more exact ones.
         keeps_weights = self._settings.delayed_update or self._switch is not None
         return StateKind(
             self.rule,
@@ -277,21 +317,21 @@ class TwinOptimizer(Outcomes):
 
     @property
     def switch(self) -> Switch | None:
-        """The switch to compressed communication, where the config asks for one."""
+        """The switch to compressed communication; None without compression."""
         return self._switch
 
     @property
     def is_stateless(self) -> bool:
-        """Whether nothing but a master is kept: SGD without momentum."""
+        """Whether the state is only a master copy: SGD without momentum."""
         return self._is_stateless
 
     @property
     def delays_updates(self) -> bool:
-        """Whether the weights of an update go back one step later."""
+        """Whether updates are applied one step later."""
         return self._settings.delayed_update
 
     def _speculative_bytes(self, unmade_bytes: int) -> int:
-        """What may be spent on running ahead: asked for, or half of what is spare once all slots are made."""
+        """Host memory for speculative stores: the user's limit, or half of the memory that is free beside all slots."""
         if self.tuning.shadow_bytes is not None:
             return self.tuning.shadow_bytes
         return max(0, own_host_bytes() - unmade_bytes) // 2
@@ -305,13 +345,37 @@ class TwinOptimizer(Outcomes):
 
     @property
     def host_share(self) -> float:
-        """The share of the state that lives on the host now."""
+        """The share of the state that is on the host now."""
         return host_share(self.runtime.buckets)
 
     @property
     def is_placed(self) -> bool:
-        """Whether the state is where it will stay: with ratio "auto", after some steps."""
+        """Whether the placement is final. With ratio "auto" it is final after some steps."""
         return self._auto is None or self._auto.is_settled
+
+    def __repr__(self) -> str:
+        """Rule, states, ratio, placement and memory, then the param groups as torch shows them."""
+        groups = super().__repr__().partition("(\n")[2]
+        if self._runtime is None:
+            return f"{type(self).__name__}(\n{groups}"
+        runtime, kind = self._runtime, self.kind
+        plans = [bucket.plan for bucket in runtime.buckets]
+        on_host = sum(kind.nbytes(plan) for plan in plans if plan.place != RESIDENT)
+        on_device = sum(kind.nbytes(plan) for plan in plans if plan.place == RESIDENT)
+        lines = [
+            f"rule: {self.rule_name}",
+            f"states: {self.states}",
+            f"ratio: {self.ratio} ({self.host_share:.2f} of the state is on the host)",
+            f"placement: {self.placement} (buckets: {shares([plan.place for plan in plans])})",
+            f"memory of the state: {in_bytes(on_host)} on the host, {in_bytes(on_device)} on the device",
+            f"memory of gradient slots on the host: {in_bytes(bytes_of_gradients(self._settings, plans))}",
+            f"memory of speculative stores: {in_bytes(runtime.speculative_stores.num_bytes)}",
+        ]
+        if self._settings.offload_params:
+            lines.append("weights: on the host")
+        if self.team is not None:
+            lines.append(f"rank: {self.team.rank} of {self.team.world}, which share this model; sizes are of this rank")
+        return f"{type(self).__name__}(\n" + "".join(f"    {line}\n" for line in lines) + groups
 
     # The loop.
 
@@ -323,7 +387,10 @@ class TwinOptimizer(Outcomes):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None) -> object:
-        """Start what is left of this step's update, and return: the next forward waits where it has to."""
+        """Starts the rest of this step's update and returns. The next forward waits for the new weights.
+
+        `closure` computes the loss as in torch.optim. Its result is returned.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -344,7 +411,7 @@ class TwinOptimizer(Outcomes):
         return loss
 
     def _options_now(self) -> list[StateDict]:
-        """Of each group, as an update takes them when it begins."""
+        """The options of each group, checked and copied for an update that begins now."""
         rule = self.rule
         for group in self.param_groups if rule is not None else ():
             assert rule is not None
@@ -352,18 +419,21 @@ class TwinOptimizer(Outcomes):
             if self._is_stateless and rule.keeps_states(group):
                 option = rule.state_option
                 assert option is not None
-                remedy = f"The optimizer was built without {option} and keeps no buffer for it: build a new one."
+                remedy = f"The optimizer was built without {option} and has no buffer for it. Build a new optimizer."
                 raise invalid_value(option, group[option], [0.0], remedy)
         return [host_options(group) for group in self.param_groups]
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """`loss.backward()` with the loss scale applied."""
+        """Calls `loss.backward()` on the loss times the loss scale."""
         scale = self.loss_scale
         torch.autograd.backward(loss * scale if scale != 1.0 else loss, retain_graph=retain_graph)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients, and what a step in the making has begun with them. Where updates have been written during
-        backward (`early` without max_grad_norm and skip_nonfinite), that is an error."""
+        """Drops the gradients, and the updates of this step that have begun with them.
+
+        Raises RuntimeError if updates of this step have been written during backward (`early` without max_grad_norm and
+        skip_nonfinite).
+        """
         self.runtime.forget_gradients()
         with plain():
             for param in (param for group in self.param_groups for param in group["params"]):
@@ -377,60 +447,70 @@ class TwinOptimizer(Outcomes):
                     grad.zero_()
 
     def add_param_group(self, param_group: StateDict) -> None:
-        """Only while the optimizer is built: its buckets are planned once."""
+        """Raises ValueError after construction, because buckets are planned once.
+
+        Pass all groups to the constructor.
+        """
         if self._runtime is not None:
-            raise ValueError("a TwinOptimizer takes all its parameters at the start. Build a new one with all groups")
+            raise ValueError(
+                "add_param_group() cannot add parameters, because a TwinOptimizer takes all its parameters at the "
+                "start. Build a new one with all groups."
+            )
         super().add_param_group(param_group)
 
     @property
     def max_grad_norm(self) -> float | None:
-        """What gradients are clipped to."""
+        """The norm to which gradients are clipped; None: no clipping."""
         return self._settings.limits.max_norm
 
     @property
     def offloads_params(self) -> bool:
-        """Whether weights live on the host too."""
+        """Whether the weights of blocks are on the host too."""
         return self._settings.offload_params
 
     @property
     def accumulation_steps(self) -> int:
-        """Backwards that make one step."""
+        """Number of backwards in a step."""
         return self._settings.accumulation_steps
 
     def set_accumulation_steps(self, accumulation_steps: int) -> None:
-        """From the next step on, so many backwards make one; between a step and the next backward."""
+        """Changes the number of backwards in a step. Call it between `step()` and the next backward."""
         settings = check_settings(replace(self._settings, accumulation_steps=accumulation_steps), self.model)
         if settings.early:
             reconfigure.change(self.runtime, settings)
         self._settings = settings
 
     def flush(self) -> None:
-        """Put a delayed update that is still to come into the weights: call it before using the model elsewhere."""
+        """Writes a pending delayed update into the weights. Call it before other code uses the model."""
         self.runtime.flush()
 
     def wait(self) -> None:
-        """Until every update that has begun is done and the weights are in the parameters."""
+        """Waits until all updates that have begun are complete and the parameters have the new weights."""
         self.runtime.wait()
 
     def close(self) -> None:
-        """Finish, take all hooks off the model, and give memory and threads back."""
+        """Completes running updates, removes all hooks from the model, and releases memory and threads."""
         if self._runtime is not None:
             self._runtime.close()
 
     # Saving.
 
     def __getstate__(self) -> StateDict:
-        """Threads and page-locked memory cannot be copied."""
+        """Raises TypeError, because threads and page-locked memory cannot be copied."""
         raise TypeError(
-            "a TwinOptimizer can neither be copied nor pickled. Save its state_dict() and load it into another"
+            "A TwinOptimizer can neither be copied nor pickled. Save its state_dict() and load it into another one."
         )
 
     def state_dict(self) -> StateDict:
-        """Everything needed to go on exactly: fp32 masters and states by parameter name, options, counters."""
+        """The complete state: fp32 masters and states by parameter name, options and counters.
+
+        Raises RuntimeError if ranks share the state.
+        """
         if self.team is not None and self.team.is_partitioned:
-            raise RuntimeError(
-                "state_dict(): this rank has only its part of the state. Save with engine.save_checkpoint(), or take "
-                "this rank's part with stream_state()"
+            raise wrong_state(
+                "state_dict() cannot return the complete state",
+                "this rank has only a part of it",
+                "Save with engine.save_checkpoint(), or read this rank's part with stream_state().",
             )
         self.runtime.wait()
         self._read_decision()
@@ -438,12 +518,17 @@ class TwinOptimizer(Outcomes):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, object], source: Source | None = None) -> None:
-        """Take over what `state_dict` gave, from any state format. Everything is checked before anything changes.
+        """Loads a state of `state_dict()`, of any state format. The state is checked before the optimizer changes.
 
-        With `source`, what was kept for each parameter comes from there, one at a time.
+        With `source`, the state of each parameter is read from there, one parameter at a time. Raises ValueError for a
+        state that does not fit, and RuntimeError between backward and `step()`.
         """
         if self.runtime.job is not None:
-            raise RuntimeError("load_state_dict() between backward() and step(). Call step() first")
+            raise wrong_state(
+                "load_state_dict() cannot run between backward() and step()",
+                "updates of this step may have begun",
+                "Call step() first.",
+            )
         self.runtime.wait()
         self.runtime.wait_for_copies()
         self.runtime.wait_for_readers()
@@ -451,41 +536,45 @@ class TwinOptimizer(Outcomes):
         twin_state.restore(self, state_dict, source)
 
     def check_state(self, state_dict: Mapping[str, object], source: Source) -> None:
-        """Raise what `load_state_dict` would, and change nothing."""
+        """Raises the exceptions of `load_state_dict`, but changes nothing."""
         twin_state.check(self, state_dict, source)
 
     def stream_state(self) -> tuple[StateDict, Iterator[tuple[str, StateDict]]]:
-        """`state_dict` for a model that leaves no room for a copy: its head, and each parameter's entry in turn."""
+        """`state_dict()` without a copy of the state: its head, and an iterator over the entries of parameters."""
         self.runtime.wait()
         self._read_decision()
         return twin_state.head(self), twin_state.stream(self)
 
     @property
     def can_compress(self) -> bool:
-        """Whether momenta will travel in few bits some day: with one rank nothing travels."""
+        """Whether communication will be compressed after the switch. With one rank there is no communication."""
         return self._switch is not None and self.team is not None and self.team.world > 1
 
     @property
     def is_compressed(self) -> bool:
-        """Whether momenta travel between ranks in few bits."""
+        """Whether communication is compressed now."""
         return self._switch is not None and self._switch.is_made
 
     def exchange_errors(self) -> SavedErrors:
-        """What this rank has not said to the others yet: a part of a checkpoint that is its own."""
+        """This rank's compression errors, which each rank saves in its part of a checkpoint."""
         return self._switch.errors() if self._switch is not None else {}
 
     def load_exchange_errors(self, saved: Sequence[SavedErrors], read: Read) -> None:
-        """Those of all ranks that saved, after `load_state_dict`; `read` gives the tensors that are named there."""
+        """Loads the compression errors of all ranks. Call it after `load_state_dict`. `read` returns saved tensors."""
         if self._switch is not None:
             self._switch.restore_errors(saved, read)
 
     def export_trace(self, path: str | Path) -> None:
-        """Write the spans recorded since `optimizer.trace.start()` as a Chrome/Perfetto timeline."""
+        """Writes the spans since `optimizer.trace.start()` as a Chrome/Perfetto timeline."""
         write_chrome_trace(self.trace.spans(), Path(path))
 
 
 def _held(me: weakref.ref[TwinOptimizer]) -> TwinOptimizer:
     found = me()
     if found is None:
-        raise RuntimeError("the TwinOptimizer of this model is gone. Keep it for as long as the model is trained")
+        raise wrong_state(
+            "The model cannot be trained any more",
+            "its TwinOptimizer was deleted",
+            "Keep a reference to the optimizer as long as the model is trained.",
+        )
     return found

@@ -1,4 +1,4 @@
-"""From a model's parameters to what the runtime is made of: what goes where, and whether it fits."""
+"""Steps of building a TwinOptimizer: parameter records, free memory, and settings that depend on free memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from twinflow.device import device_for
-from twinflow.errors import invalid_value
 from twinflow.offload.blocks import find_blocks, num_owners, owners
 from twinflow.offload.bucket import Param
 from twinflow.offload.materialize import build
@@ -28,26 +27,26 @@ from twinflow.zero import Team, Zero
 from twinflow.zero.partitioned import gathered_blocks
 from twinflow.zero.start import own_host_bytes
 
-_MOSTLY = 0.85  # of the device's memory: the rest is for activations
+_MOSTLY = 0.85  # share of the device's memory for state and gradients; activations need the rest
 Named = tuple[str, nn.Parameter, int]  # name, parameter, index of its group
-Model = nn.Module | Callable[[], nn.Module] | Iterable[ParamEntry]  # what a TwinOptimizer is given
+Model = nn.Module | Callable[[], nn.Module] | Iterable[ParamEntry]  # the first argument of TwinOptimizer
 
 
 @dataclass(frozen=True)
 class Free:
-    """Memory that is left before anything is made; None where the device is the host itself."""
+    """Free memory before the optimizer allocates any."""
 
-    device_bytes: int | None
-    host_bytes: int  # 0: not known
+    device_bytes: int | None  # None if the model is on the CPU
+    host_bytes: int  # 0 if it is not known
 
     def less(self, device_bytes: int) -> Free:
-        """What is left on the device after so much more."""
+        """The free memory after `device_bytes` more were allocated on the device."""
         left = None if self.device_bytes is None else max(0, self.device_bytes - device_bytes)
         return Free(left, self.host_bytes)
 
 
 def find_room(params: Sequence[Param], team: Team | None) -> Free:
-    """As it is now; of several ranks, the least that any of them has, so that all plan alike."""
+    """The free memory now. Ranks take the minimum over all ranks, so that they make the same plan."""
     on_device, on_host = device_for(params[0].tensor.device).free_bytes(), own_host_bytes()
     if team is None:
         return Free(on_device, on_host)
@@ -56,7 +55,7 @@ def find_room(params: Sequence[Param], team: Team | None) -> Free:
 
 
 def first_of(tensor: Tensor) -> int:
-    """Where a rank's rows of a parameter start in it, flattened."""
+    """The start of this rank's rows in a flattened parameter."""
     if not isinstance(tensor, DTensor):
         return 0
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -65,7 +64,7 @@ def first_of(tensor: Tensor) -> int:
 
 
 def tensors_of(model: nn.Module, aside: Aside | None = None) -> list[Tensor]:
-    """All parameters and buffers, each once; of weights that were taken aside, their values."""
+    """All parameters and buffers, each once. Offloaded weights are represented by their values on the host."""
     found = dict.fromkeys([*model.parameters(), *model.buffers()])
     values = aside.values if aside is not None else {}
     return [values.get(tensor, tensor) if isinstance(tensor, nn.Parameter) else tensor for tensor in found]
@@ -73,21 +72,26 @@ def tensors_of(model: nn.Module, aside: Aside | None = None) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Aside:
-    """Weights that are to live on the host, taken from the model before anything is planned."""
+    """Weights for the host (`offload_params`), taken from the model before buckets are planned."""
 
     values: dict[nn.Parameter, Tensor]
     frozen: dict[int, list[nn.Parameter]]  # by block
 
 
 def set_aside(model: nn.Module, trained: Iterable[nn.Parameter]) -> Aside:
-    """Those that belong to one block, and are trained or frozen. All else of the model goes where it computes."""
+    """Takes the weights of blocks, trained or frozen, from the model. Moves the rest of the model to the GPU.
+
+    Raises ValueError if no block has a parameter to train.
+    """
     where = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     blocks, frozen = find_blocks(model), dict[int, list[nn.Parameter]]()
     known = set(trained)
     found = [param for param, block in owners(model, blocks).items() if block != ROOT and param in known]
     if not found:
-        remedy = "Weights of members of ModuleLists and Sequentials live on the host; there are none to train."
-        raise invalid_value("offload_params", True, [False], remedy)
+        raise ValueError(
+            "offload_params is True, but no block of the model has a parameter to train. Only the weights of members "
+            "of ModuleLists and Sequentials can be offloaded. Use offload_params=False."
+        )
     for param, block in owners(model, blocks, frozen=True).items():
         if block != ROOT:
             frozen.setdefault(block, []).append(param)
@@ -102,7 +106,7 @@ def params_of(
     aside: Aside | None = None,
     zero: Zero | None = None,
 ) -> tuple[list[Param], list[ParamSpec], list[int]]:
-    """The parameters, what the plan needs to know of them, and their order in the model."""
+    """Records of the parameters, their specs for the plan, and their order in the model."""
     shared = _shared_by_axes(model, zero)
     blocks = gathered_blocks(model) if model is not None else []
     block_of = owners(model, blocks) if model is not None else {}
@@ -124,8 +128,11 @@ def params_of(
 
 
 def _shared_by_axes(model: nn.Module | None, zero: Zero | None) -> dict[Tensor, str]:
-    """Copies that pipeline and tensor ranks have, where what lies beside them in a bucket matters: in codes that share
-    scales. A tied parameter has other neighbours on every stage, so it lies alone."""
+    """With compressed communication, a name for each parameter of which pipeline or tensor ranks have copies.
+
+    Copies must have the same neighbours in their buckets (plan.py). A tied parameter has other neighbours on every
+    stage, so it gets a name, and buckets, of its own.
+    """
     if model is None or zero is None or zero.compression is None or zero.grid is None:
         return {}
     is_split = zero.grid.num_model > 1
@@ -137,10 +144,10 @@ def _shared_by_axes(model: nn.Module | None, zero: Zero | None) -> dict[Tensor, 
 def fitted(
     settings: Settings, tuning: Tuning, plans: Sequence[BucketPlan], sizes: Sequence[int], room: Free
 ) -> Settings:
-    """The settings with what depends on the memory that is left beside state of these sizes."""
+    """The settings with the fields that depend on free memory beside state of these sizes."""
     left = room.less(sum(size for plan, size in zip(plans, sizes, strict=True) if plan.place == RESIDENT))
     numel, nbytes = sum(plan.numel for plan in plans), sum(plan.numel * plan.dtype.itemsize for plan in plans)
-    flat_bytes = tuning.flat_bytes  # as asked for; else a fixed size, or an eighth of what is left where that is less
+    flat_bytes = tuning.flat_bytes  # the user's value, or the smaller of a fixed size and an eighth of free memory
     if flat_bytes is None:
         flat_bytes = FLAT_BYTES if left.device_bytes is None else min(FLAT_BYTES, left.device_bytes // 8)
     return replace(
@@ -156,7 +163,7 @@ def fitted(
 def first_choice(
     kind: StateKind, settings: Settings, tuning: Tuning, specs: Sequence[ParamSpec], room: Free
 ) -> tuple[Tuning, float]:
-    """With ratio "auto", until more is known: where gradients wait, and as much state on the host as fits."""
+    """With ratio "auto", the first choice: where gradients wait, and the largest ratio that fits into host memory."""
     if room.device_bytes is None:
         return tuning, 1.0
     plans = plan_buckets(specs, tuning.bucket_numel)
@@ -168,13 +175,13 @@ def first_choice(
 
 
 def _with_hold(tuning: Tuning, all_resident: int, grad_bytes: int, room: Free) -> Tuning:
-    """With ratio "auto": where the device cannot hold all state, gradients of buckets on the host wait there too."""
+    """With ratio "auto": gradients wait on the host if the device has no room for all state and gradients."""
     is_short = room.device_bytes is not None and all_resident + grad_bytes > _MOSTLY * room.device_bytes
     return replace(tuning, hold="host") if tuning.hold == "auto" and is_short else tuning
 
 
 def _gradients_on_host(settings: Settings, tuning: Tuning, specs: Sequence[ParamSpec], room: Free) -> int:
-    """Host memory for gradients that wait there, or are summed there, with all state on the host."""
+    """Host memory for gradients that wait or are summed on the host, if all state is on the host."""
     numel, nbytes = sum(spec.numel for spec in specs), sum(spec.numel * spec.dtype.itemsize for spec in specs)
     if settings.early and settings.accumulation_steps > 1 and _keeps_on_host(tuning.sums, 4 * numel, room):
         return 4 * numel
@@ -183,7 +190,7 @@ def _gradients_on_host(settings: Settings, tuning: Tuning, specs: Sequence[Param
 
 
 def _keeps_on_host(asked: str, nbytes: int, room: Free) -> bool:
-    """Where gradients are kept: as asked for; else on the device where they take at most half of what is left."""
+    """Whether gradients stay on the host: as the user says, or ("auto") if they need over half of the free memory."""
     if asked != "auto":
         return asked == "host"
     return room.device_bytes is not None and nbytes > room.device_bytes // 2
@@ -192,37 +199,38 @@ def _keeps_on_host(asked: str, nbytes: int, room: Free) -> bool:
 def check_room(
     plans: Sequence[BucketPlan], sizes: Sequence[int], room: Free, ratio: float | str, gradient_bytes: int
 ) -> None:
-    """Refuse, before anything is allocated, a state that does not fit where it is to live, or gradients that do not."""
+    """Raises ValueError if the state or the gradients do not fit into free memory, before anything is allocated."""
     total = {RESIDENT: 0, HOST: 0}
     for plan, size in zip(plans, sizes, strict=True):
         total[RESIDENT if plan.place == RESIDENT else HOST] += size
     num_resident = sum(p.numel for p in plans if p.place == RESIDENT)
     if room.device_bytes is not None and total[RESIDENT] > room.device_bytes:
-        takes, missing = _size(total[RESIDENT]), _size(total[RESIDENT] - room.device_bytes)
         share = num_resident / sum(p.numel for p in plans) * room.device_bytes / total[RESIDENT]
-        allowed = f"at least {min(1.0, 1.0 - share + 0.005):.2f}" if ratio != "auto" else "less state, or more memory"
-        raise invalid_value(
-            "ratio",
-            ratio,
-            f"{allowed}: the state on the device takes {takes}, {missing} more than it has",
-            'Activations need room too. A smaller format (states="bf16" or "int8") takes less.',
+        least = f"ratio={min(1.0, 1.0 - share + 0.005):.2f} or higher" if ratio != "auto" else "a smaller model"
+        raise ValueError(
+            f"Not enough device memory with ratio={ratio!r}: the optimizer state on the device needs "
+            f"{in_bytes(total[RESIDENT])}, and {in_bytes(room.device_bytes)} are free. Use {least}, or a smaller "
+            'format (states="bf16" or "int8"). Activations need memory too.'
         )
     if room.host_bytes and total[HOST] + gradient_bytes > room.host_bytes:
-        raise invalid_value(
-            "host memory",
-            f"{_size(room.host_bytes)} available",
-            f"{_size(total[HOST])} for the optimizer's state and {_size(gradient_bytes)} for gradients",
-            'Take a smaller format (states="bf16" or "int8"), or a smaller ratio if the device has room.',
+        raise ValueError(
+            f"Not enough host memory: the optimizer state needs {in_bytes(total[HOST])} and gradients need "
+            f"{in_bytes(gradient_bytes)}, but {in_bytes(room.host_bytes)} are free. Use a smaller format "
+            '(states="bf16" or "int8"), or a lower ratio if the device has room.'
         )
 
 
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
+def in_bytes(nbytes: float) -> str:
+    """A number of bytes in GB, MB or kB."""
+    unit, name = (1e9, "GB") if nbytes >= 1e9 else (1e6, "MB") if nbytes >= 1e6 else (1e3, "kB")
+    return f"{nbytes / unit:.1f} {name}"
 
 
 def materialised(model: Model, is_for_host: bool = False) -> nn.Module | Iterable[ParamEntry]:
-    """A model with memory: what was given, unless that is a function or lies on the meta device. `is_for_host`: each
-    module is made where it is quick, and goes to the host."""
+    """The model with memory: builds it if `model` is a function or a module on the meta device.
+
+    `is_for_host`: each submodule is initialised on the GPU, which is faster, and moved to the host.
+    """
     if isinstance(model, nn.Module):
         if not any(p.is_meta for p in model.parameters()):
             return model
@@ -233,11 +241,11 @@ def materialised(model: Model, is_for_host: bool = False) -> nn.Module | Iterabl
 
 
 def to_host(_: nn.Module, params: list[nn.Parameter]) -> None:
-    """Take a module's parameters to host memory."""
+    """Moves parameters to host memory."""
     for param in params:
         param.data = param.data.cpu()
 
 
 def own_threads(num_threads: int) -> int:
-    """Of many cores one is left to the threads that start the GPU's work: they decide how busy it is."""
+    """The number of threads for updates. With 8 or more, one core is left for the threads that launch GPU work."""
     return num_threads - 1 if num_threads >= 8 and "TWINFLOW_THREADS" not in os.environ else num_threads

@@ -1,4 +1,4 @@
-"""What a TwinOptimizer refuses to be built with, before anything has happened."""
+"""Checks of the arguments of a TwinOptimizer. They raise ValueError before anything is allocated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from twinflow.config.messages import in_words
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value
 from twinflow.offload.bucket import Param
 from twinflow.offload.changes import check_memory
 from twinflow.offload.placement import PLACEMENTS
@@ -28,28 +28,28 @@ from twinflow.rules.checks import FLOATS
 from twinflow.state_dict import ParamEntry, list_of
 from twinflow.zero import Zero
 
-_NONE_TO_TRAIN = "there is no parameter to train: none requires a gradient"
+_NONE_TO_TRAIN = "There is no parameter to train: none requires a gradient. Call requires_grad_() on some parameters."
 
 
 def is_number(value: object) -> bool:
-    """Whether it is one of Python's, numpy's or torch's; True and False are none."""
+    """Whether `value` is a number of Python, NumPy or torch. True and False are not numbers."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and value.dtype != torch.bool and not value.is_complex() and not value.is_meta
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def number_of(value: object) -> float:
-    """A number as a float; NaN, which fails every comparison, for all else."""
+    """A number as a float; NaN for other values, so that every comparison with it fails."""
     return float(value) if is_number(value) and isinstance(value, SupportsFloat) else math.nan
 
 
 def is_flag(value: object) -> bool:
-    """Whether it is True or False, and not something that merely counts as one of them."""
+    """Whether `value` is True or False, and not another value with that truth value."""
     return isinstance(value, (bool, np.bool_))
 
 
 def check_whole(name: str, value: object, least: int, allowed: str = "") -> None:
-    """Whole as written: 2.0 is not."""
+    """Raises ValueError unless `value` is an integer >= `least`. 2.0 is not an integer."""
     is_tensor = isinstance(value, torch.Tensor) and not value.is_floating_point()
     is_whole = is_tensor or isinstance(value, Integral)
     if not (is_whole and number_of(value) >= least):
@@ -57,26 +57,26 @@ def check_whole(name: str, value: object, least: int, allowed: str = "") -> None
 
 
 def check_kinds(loss_scale: object, tuning: object, zero: object) -> None:
-    """Arguments that are objects of ours."""
+    """Checks the types of arguments that are objects of twinflow."""
     if not (loss_scale is None or isinstance(loss_scale, LossScale)):
-        remedy = "Both are in twinflow.optim.loss_scale; a number that stays is static(number)."
+        remedy = "Import them from twinflow.optim.loss_scale. A fixed number is static(number)."
         raise invalid_value("loss_scale", loss_scale, "None, static(...) or dynamic(...)", remedy)
     if not (tuning is None or isinstance(tuning, Tuning)):
-        remedy = 'Write tuning=Tuning(hold="host"), say.'
+        remedy = 'Example: tuning=Tuning(hold="host").'
         raise invalid_value("tuning", tuning, "None, or a twinflow.optim.twin.Tuning", remedy)
     if not (zero is None or isinstance(zero, Zero)):
-        raise invalid_value("zero", zero, "None, or a twinflow.zero.Zero", "Write zero=Zero(stage=2), say.")
+        raise invalid_value("zero", zero, "None, or a twinflow.zero.Zero", "Example: zero=Zero(stage=2).")
 
 
 def check_groups(rule: Rule | None, groups: Iterable[Mapping[str, object]], where: str = "") -> None:
-    """Options of all groups; an optimizer of the user's has checked its own."""
+    """Checks the options of all groups. A user's optimizer (`rule=None`) has checked its own."""
     for i, group in enumerate(groups):
         if rule is not None:
             check_group(rule, group, f"{where}param_groups[{i}]")
 
 
 def check_group(rule: Rule, options: Mapping[str, object], label: str = "") -> None:
-    """A rule's options: of the kind that their defaults are, and in range. `label` says whose they are."""
+    """Checks types and ranges of a rule's options. `label` names the group in the message."""
     try:
         for name, usual in rule.defaults.items():
             _check_option(name, options[name], usual)
@@ -89,59 +89,70 @@ def _check_option(name: str, value: object, usual: object) -> None:
     if isinstance(usual, bool):
         if not is_flag(value):
             raise invalid_value(name, value, [True, False])
-    elif isinstance(usual, tuple):  # how many, the rule says
+    elif isinstance(usual, tuple):  # `rule.check` checks the length
         for i, item in enumerate(value if isinstance(value, (tuple, list)) else ()):
             _check_option(f"{name}[{i}]", item, usual[0])
-    elif not is_number(value):  # the range, too, is the rule's
+    elif not is_number(value):  # `rule.check` checks the range
         raise invalid_value(name, value, "a number")
 
 
 def check_model(model: nn.Module | None, zero: Zero | None) -> None:
-    """Refuse what would train wrongly."""
+    """Raises ValueError for models that would train with wrong results."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            "model is wrapped in DistributedDataParallel, whose gradients are not reduced yet when they are taken. "
-            "Give the module inside it, and zero=Zero(stage=0): gradients are summed over the ranks here"
+        raise incompatible(
+            "A model in DistributedDataParallel",
+            "TwinOptimizer",
+            "TwinOptimizer takes gradients before DistributedDataParallel has reduced them",
+            "Pass the module inside it and zero=Zero(stage=0), which sums gradients over the ranks.",
         )
     dist = torch.distributed
     if zero is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        remedy = "Give zero=Zero(stage=...), or use twinflow.initialize()."
-        raise invalid_value(
-            "world size", dist.get_world_size(), "1: each process would train a model of its own", remedy
+        raise ValueError(
+            f"The world size is {dist.get_world_size()}, but must be 1 without `zero`, because each process would "
+            "train a model of its own. Pass zero=Zero(stage=...), or use twinflow.initialize()."
         )
 
 
 def groups_of(model: nn.Module | Iterable[ParamEntry], param_groups: Iterable[ParamEntry] | None) -> list[ParamEntry]:
-    """Parameters or groups as torch.optim.Optimizer takes them; frozen ones left out."""
+    """Parameters or param groups in the form of torch.optim.Optimizer, without frozen parameters."""
     if not isinstance(model, nn.Module):
         if param_groups is not None:
-            raise invalid_value("param_groups", "given", "None where the first argument is not a module")
+            raise incompatible(
+                "param_groups",
+                "parameters as the first argument",
+                "both choose the parameters to train",
+                "Pass the groups as the first argument.",
+            )
         groups = _trainable(list(model))
     else:
         given = list(model.parameters() if param_groups is None else param_groups)
         groups = _trainable(given, isinstance(model, PipelineModule))
-    if not groups:  # torch would speak of an empty list, which was not given
+    if not groups:  # torch's message would mention an empty list, which the user did not pass
         raise ValueError(_NONE_TO_TRAIN)
     return groups
 
 
 def _trainable(groups: list[ParamEntry], keeps_empty: bool = False) -> list[ParamEntry]:
-    """Without frozen parameters, and without groups that have no others: LoRA scripts pass all they have. A stage of a
-    pipeline keeps those too: other stages have parameters in them, and groups are known by number."""
+    """Removes frozen parameters, and groups that have no others. LoRA scripts pass all parameters of a model.
+
+    `keeps_empty`: a pipeline stage keeps such groups, because other stages may have parameters in them, and stages
+    identify groups by their index.
+    """
     if not any(isinstance(group, dict) for group in groups):
-        # What is no tensor stays, for torch to refuse.
+        # Objects that are not tensors stay, and torch raises an exception for them.
         return [item for item in groups if getattr(item[1] if isinstance(item, tuple) else item, "requires_grad", True)]
     kept: list[ParamEntry] = []
     for group in groups:
         if not isinstance(group, Mapping):
-            raise invalid_value(
-                "param_groups", f"groups and a {type(group).__name__}", "only groups, or only parameters"
+            raise ValueError(
+                f"param_groups contains groups and a {type(group).__name__}, but must contain only groups or only "
+                'parameters. Put single parameters into a group: {"params": [param]}.'
             )
         given = group["params"]
-        if isinstance(given, set):  # torch says why that does not do
+        if isinstance(given, set):  # torch raises an exception that explains why a set is not allowed
             return groups
         if not isinstance(given, Iterable):
-            raise invalid_value("param_groups: params", given, "parameters")
+            raise invalid_value('"params" of a param group', given, "a list of parameters")
         members = [given] if isinstance(given, torch.Tensor) else list(given)
         found = _trainable(members)
         if "param_names" in group:
@@ -158,52 +169,65 @@ def _has_rows(tensor: Tensor) -> bool:
 
 
 def check_foreign(rule: object, states: str, param_groups: Iterable[ParamEntry] | None, zero: Zero | None) -> None:
-    """What is allowed beside an optimizer of the user's."""
+    """Checks the arguments beside a user's optimizer as `rule`."""
     if not isinstance(rule, Optimizer) and not callable(rule):
-        raise invalid_value(
-            "rule", rule, [*RULES, "a torch.optim.Optimizer class or instance, or a function making one"]
-        )
+        names = ", ".join(map(repr, RULES))
+        kinds = "a torch.optim.Optimizer class or instance, or a function that returns an optimizer"
+        raise invalid_value("rule", rule, f"one of {names}, or {kinds}")
     if zero is not None and zero.stage == 3 and not zero.parks:
         name = getattr(rule, "__name__", type(rule).__name__)
-        remedy = "Ranks have rows of parameters only: use stage 1 or 2, which give each rank whole ones."
-        raise invalid_value("optimizer with zero_optimization.stage 3", name, RULES, remedy)
+        raise incompatible(
+            f"rule={name}",
+            "zero_optimization.stage 3",
+            "ranks have only rows of parameters, and a user's optimizer needs whole parameters",
+            f"Use stage 1 or 2, or one of the rules {', '.join(RULES)}.",
+        )
     if states != "fp32":
-        raise invalid_value("states", states, ["fp32"], "A torch.optim.Optimizer given as rule keeps its own states.")
+        remedy = "A torch.optim.Optimizer as rule defines its own states."
+        raise invalid_value("states", states, ["fp32"], remedy)
     if isinstance(rule, Optimizer) and param_groups is not None:
-        raise invalid_value("param_groups", "given", "None where rule is an optimizer: it has its own groups")
+        raise incompatible(
+            "param_groups",
+            "an optimizer instance as rule",
+            "the instance has its own groups",
+            "Pass the groups when you build that optimizer.",
+        )
 
 
 def check_tuning(tuning: Tuning, delayed_update: bool) -> None:
-    """Each field has to be what its type takes; a number of numpy or torch counts as one of Python's."""
+    """Checks each field by its type. Numbers of NumPy and torch count as Python's."""
     for name, kind in get_type_hints(Tuning, include_extras=True).items():
         given = getattr(tuning, name)
         value = given.item() if is_number(given) and isinstance(given, (np.generic, torch.Tensor)) else given
         try:
             taken = TypeAdapter(kind).validate_python(value, strict=True)
-            is_taken = isinstance(taken, float) or not isinstance(value, float)  # whole as written: 2.0 is not
+            is_taken = isinstance(taken, float) or not isinstance(value, float)  # 2.0 is not an integer
         except ValidationError:
             is_taken = False
         if not is_taken:
             raise invalid_value(f"tuning.{name}", given, in_words(kind).replace("null", "None"))
     if tuning.streamed and delayed_update:
-        remedy = "Weights of streamed state are written at once; a delayed update would have to keep them apart."
-        raise invalid_value("tuning.streamed", tuning.streamed, "0 with delayed_update", remedy)
+        reason = "a streamed update writes the weights at once"
+        raise incompatible(
+            f"tuning.streamed={tuning.streamed}", "delayed_update=True", reason, "Use tuning.streamed=0."
+        )
 
 
 def check_ratio(ratio: float | str, placement: str, model: nn.Module | None) -> None:
-    """A share, and an end of the model."""
+    """Checks `ratio` and `placement`."""
     is_number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
     if ratio != "auto" and not (is_number and 0.0 <= float(ratio) <= 1.0):
-        allowed = 'a number from 0 (all state on the device) to 1 (all of it on the host), or "auto"'
+        allowed = 'a number from 0 (all state on the device) to 1 (all state on the host), or "auto"'
         raise invalid_value("ratio", ratio, allowed)
     if placement not in PLACEMENTS:
         raise invalid_value("placement", placement, PLACEMENTS)
     if ratio == "auto" and placement != "auto":
-        raise invalid_value("placement", placement, ["auto"], 'With ratio "auto" the placement is chosen as well.')
+        reason = 'ratio="auto" chooses the placement too'
+        raise incompatible(f"placement={placement!r}", 'ratio="auto"', reason, 'Use placement="auto".')
     if ratio == "auto" and model is None:
-        raise invalid_value(
-            "ratio", ratio, "a number", "Give the model as the first argument, so that its steps are timed."
-        )
+        reason = "it times forward and backward of the model"
+        remedy = "Pass the model as the first argument, or a number as ratio."
+        raise incompatible('ratio="auto"', "parameters as the first argument", reason, remedy)
 
 
 def check_param_offload(
@@ -214,31 +238,35 @@ def check_param_offload(
     zero: Zero | None,
     rule: Rule | None,
 ) -> None:
-    """What weights on the host go with: state on the host, updated there by one of our rules, at once."""
+    """Raises ValueError for options that conflict with `offload_params`."""
     if not settings.offload_params:
         if zero is not None and zero.parks:
-            raise invalid_value("offload_params", False, [True], "The Zero that is given says that weights are so.")
+            reason = "`parks` means that weights are on the host"
+            raise incompatible("offload_params=False", "Zero(parks=True)", reason, "Use offload_params=True.")
         return
-    name = "offload_params"
+    name = "offload_params=True"
     if model is None:
-        raise invalid_value(
-            name, True, [False], "Give the model as the first argument: its blocks fetch their weights."
-        )
+        reason = "the blocks of the model fetch their weights"
+        raise incompatible(name, "parameters as the first argument", reason, "Pass the model as the first argument.")
     if zero is not None and not zero.parks:
-        raise invalid_value(name, True, [False], "Give zero=Zero(stage=3, parks=True).")
+        reason = "the weights on the host are shared between ranks"
+        raise incompatible(name, "Zero(parks=False)", reason, "Use zero=Zero(stage=3, parks=True).")
     if rule is None:
-        raise invalid_value(f"rule with {name}", "an optimizer of your own", RULES, "Weights live in our rules' state.")
+        reason = "the weights are part of the state of twinflow's rules"
+        raise incompatible("A user's optimizer as rule", name, reason, f"Use one of the rules {', '.join(RULES)}.")
     if ratio != 1.0:
-        raise invalid_value(f"ratio with {name}", ratio, [1.0], "Weights are fetched from the state on the host.")
+        reason = "the weights are fetched from the state on the host"
+        raise incompatible(f"ratio={ratio!r}", name, reason, "Use ratio=1.")
     if tuning.streamed:
-        raise invalid_value(f"tuning.streamed with {name}", tuning.streamed, [0.0])
+        reason = "the device updates streamed state, and the weights are on the host"
+        raise incompatible(f"tuning.streamed={tuning.streamed}", name, reason, "Use tuning.streamed=0.")
     if settings.delayed_update:
-        remedy = "The state holds the new weights at once, and no others."
-        raise invalid_value(f"delayed_update with {name}", True, [False], remedy)
+        reason = "the state has only one copy of the weights"
+        raise incompatible("delayed_update=True", name, reason, "Use delayed_update=False.")
 
 
 def check_settings(settings: Settings, model: nn.Module | None) -> Settings:
-    """Flags, numbers, and what needs the model; the same with plain numbers."""
+    """Checks flags and numbers, and options that need the model. Returns the settings with Python's numbers."""
     limits = settings.limits
     if not is_flag(settings.early):
         raise invalid_value("early", settings.early, [True, False, "auto"])
@@ -252,9 +280,11 @@ def check_settings(settings: Settings, model: nn.Module | None) -> Settings:
     check_whole("accumulation_steps", settings.accumulation_steps, 1)
     check_whole("delayed_update_start", settings.delayed_update_start, 0)
     if settings.early and model is None:
-        raise invalid_value("early", True, [False], "Give the model as the first argument to start updates early.")
+        reason, remedy = "its hooks are on the model", "Pass the model as the first argument."
+        raise incompatible("early=True", "parameters as the first argument", reason, remedy)
     if settings.delayed_update and model is None:
-        raise invalid_value("delayed_update", True, [False], "Give the model as the first argument.")
+        reason, remedy = "its hooks are on the model", "Pass the model as the first argument."
+        raise incompatible("delayed_update=True", "parameters as the first argument", reason, remedy)
     return replace(
         settings,
         limits=replace(limits, max_norm=max_norm),
@@ -264,20 +294,26 @@ def check_settings(settings: Settings, model: nn.Module | None) -> Settings:
 
 
 def check_params(params: Sequence[Param], zero: Zero | None, offloads_params: bool = False) -> None:
-    """Parameters as the runtime can take them: whole, or with stage 3 their rows; of our dtypes, all on one device."""
+    """Checks the parameters: sharded only with stage 3, of a supported dtype, and all on one device."""
     if not params:
         raise ValueError(_NONE_TO_TRAIN)
     is_partitioned = zero is not None and not zero.shares_buckets
     for param in params:
         if param.is_sharded != is_partitioned:
-            has = "rows of it (DTensor)" if param.is_sharded else "all of it"
-            remedy = "With stage 3, and with it alone, call twinflow.zero.partition(model, zero) before."
-            raise invalid_value(f"{param.name}: this rank has", has, "what the stage says", remedy)
+            if param.is_sharded:
+                raise ValueError(
+                    f"{param.name} is a DTensor, but must be a whole tensor without ZeRO stage 3. Use Zero(stage=3), "
+                    "or do not partition the model."
+                )
+            raise ValueError(
+                f"{param.name} is a whole tensor, but must be a DTensor with ZeRO stage 3. Call "
+                "twinflow.zero.partition(model, zero) before building the optimizer."
+            )
         if param.is_sharded and not _has_rows(param.tensor):
             placements = getattr(param.tensor, "placements", ())
             raise invalid_value(f"{param.name} placements", placements, "Shard(0) on a mesh of one dimension")
         if param.tensor.is_meta:
-            remedy = "Give the module as the first argument: its parameters then get memory and values."
+            remedy = "Pass the module as the first argument. TwinOptimizer then allocates and initialises parameters."
             raise invalid_value(f"{param.name} device", "meta", "a device with memory", remedy)
         if param.tensor.dtype not in FLOATS:
             raise invalid_value(f"{param.name} dtype", param.tensor.dtype, FLOATS)

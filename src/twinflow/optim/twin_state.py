@@ -1,7 +1,7 @@
-"""A TwinOptimizer's state as a plain dict, and back: fp32 tensors by parameter name, whatever the format in memory.
+"""Converts the state of a TwinOptimizer to a dict and back: fp32 tensors by parameter name, for every format in memory.
 
-Only parameters that have been updated appear: a fresh optimizer's state is small. 8-bit states come with their scales,
-so that the same format gets the same codes back.
+The dict contains only parameters that have been updated. 8-bit states are saved with their scales, so that loading into
+the same format gives the same codes.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ VERSION = 1
 
 
 class StreamedTensor(NamedTuple):
-    """A tensor of the state that is made only when it is read."""
+    """A tensor of the state that is converted only when it is read."""
 
     name: str  # parameter/key
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
-    part: tuple[tuple[int, ...], int] | None = None  # of a tensor of that shape, flattened: where it starts
+    part: tuple[tuple[int, ...], int] | None = None  # if it is a part: shape of the whole, and its flat start there
 
 
 class Saved(switch.Compressible, Protocol):
-    """What is saved of an optimizer: what is read of a TwinOptimizer here, and set again."""
+    """The part of a TwinOptimizer that this module reads and sets."""
 
     @property
     def scale_rule(self) -> loss_scale.LossScale: ...
@@ -71,7 +71,7 @@ class Saved(switch.Compressible, Protocol):
 
 
 class _DictSource:
-    """The `state` of a state dict."""
+    """A `Source` over the `state` of a state dict."""
 
     def __init__(self, state: Mapping[str, Mapping[str, object]]) -> None:
         self._state = state
@@ -93,19 +93,22 @@ class _DictSource:
 
 
 def entries_of(saved: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
-    """What a state dict holds for each parameter, by name; `check_plain` has checked it."""
+    """The entries of a state dict by parameter name. `check_plain` must have checked the dict."""
     state = mapping_of(saved, "state")
     return {name: mapping_of(state, name) for name in state}
 
 
 def collect(optimizer: Saved) -> StateDict:
-    """The state of an optimizer that has nothing under way. Tensors may be views: clone what must not change."""
+    """The state of an optimizer without running updates.
+
+    Tensors may be views of the state, which the next step changes.
+    """
     state = {param.name: _read_param(optimizer, param) for param in optimizer.runtime.params}
     return {**head(optimizer), "state": {name: entry for name, entry in state.items() if entry}}
 
 
 def head(optimizer: Saved) -> StateDict:
-    """All of the state but what is kept for each parameter."""
+    """The state without the entries of parameters."""
     runtime = optimizer.runtime
     names = iter(param.name for param in runtime.params)
     groups = []
@@ -128,15 +131,15 @@ def head(optimizer: Saved) -> StateDict:
 
 
 def stream(optimizer: Saved) -> Iterator[tuple[str, StateDict]]:
-    """Each updated parameter's entry as in `collect`, with a StreamedTensor in the place of each tensor.
+    """The entries of updated parameters as in `collect`, with a StreamedTensor instead of each tensor.
 
-    Where ranks have parts of it, an entry for each part that this one has.
+    If ranks share a parameter, there is an entry for each part that this rank has.
     """
     for param in optimizer.runtime.params:
         pieces = _pieces(param)
         if not pieces or not pieces[0][0].steps[pieces[0][1]]:
             continue
-        if optimizer.rule is None:  # what an optimizer of the user's keeps are its own tensors, not copies
+        if optimizer.rule is None:  # the entry of a user's optimizer has its own tensors and needs no conversion
             entry = _read_param(optimizer, param)
             yield param.name, {key: _as_streams(f"{param.name}/{key}", value) for key, value in entry.items()}
         elif param.is_sharded or any(bucket.is_shared for bucket, _ in pieces):
@@ -147,13 +150,13 @@ def stream(optimizer: Saved) -> Iterator[tuple[str, StateDict]]:
 
 
 def _specs(rule: Rule, param: Param, bucket: Bucket) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """What is kept for a parameter: dtype and shape of each tensor."""
+    """Dtype and shape of each tensor in a parameter's entry."""
     store, shape = bucket.store, tuple(param.tensor.shape)
     specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"master": (torch.float32, shape)}
     for name, state, scale in zip(rule.states, store.states, store.scales, strict=True):
         if name is not None and state is not None:
             specs[name] = (torch.float32 if scale is not None else state.dtype, shape)
-            # Blocks of rows, or of a tensor rank's part, are not blocks of the whole.
+            # Quantization blocks of rows, or of a tensor rank's part, differ from those of the whole parameter.
             if scale is not None and not param.is_sharded and shard_of(param.tensor) is None:
                 specs[f"{name}_scale"] = (torch.float32, (-(-param.tensor.numel() // BLOCK),))
     return specs
@@ -169,7 +172,7 @@ def _streamed(rule: Rule, param: Param) -> StateDict:
 
 
 def _streamed_part(rule: Rule, param: Param, bucket: Bucket, index: int) -> StateDict:
-    """The same of one slice."""
+    """The entry of one slice of a parameter."""
     piece, streams = bucket.slices[index], {}
     for key, (dtype, dims) in _specs(rule, param, bucket).items():
         unit = BLOCK if key.endswith("_scale") else 1
@@ -184,7 +187,7 @@ def _read_flat(bucket: Bucket, index: int, key: str) -> Tensor:
 
 
 def _read_one(param: Param, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """One tensor of a parameter's entry, put together from its slices."""
+    """One tensor of a parameter's entry, joined from its slices."""
     pieces = _pieces(param)
     if len(pieces) == 1:
         return _read_piece(*pieces[0], key).view(shape)
@@ -213,14 +216,14 @@ def _as_streams(name: str, value: object) -> object:
 
 
 def _read_param(optimizer: Saved, param: Param) -> StateDict:
-    """One parameter's step, master and states in its own shape; nothing where it was never updated."""
+    """Step, master and states of one parameter in its shape; empty if it was never updated."""
     pieces = list(_pieces(param))
     if not pieces or pieces[0][0].steps[pieces[0][1]] == 0:
         return {}
     parts = [bucket.updater.read(bucket, i) for bucket, i in pieces]
     entry: StateDict = {"step": pieces[0][0].steps[pieces[0][1]]}
     for name in parts[0]:
-        if isinstance(parts[0][name], dict):  # what a torch optimizer keeps, for whole parameters: in its own shapes
+        if isinstance(parts[0][name], dict):  # the state of a user's optimizer, whose parameters are not split
             entry[name] = parts[0][name]
             continue
         tensors = [tensor_of(part, name) for part in parts]
@@ -230,13 +233,13 @@ def _read_param(optimizer: Saved, param: Param) -> StateDict:
 
 
 def _pieces(param: Param) -> list[tuple[Bucket, int]]:
-    """A parameter's slices in order: bucket and index."""
+    """A parameter's slices in order, as (bucket, index)."""
     found = [(b, i) for b in param.buckets for i, piece in enumerate(b.slices) if piece.param == param.index]
     return sorted(found, key=lambda at: at[0].slices[at[1]].start)
 
 
 def restore(optimizer: Saved, saved: Mapping[str, object], source: Source | None = None) -> None:
-    """Check all of `saved`, then take it over; entries come from `source`, or from the dict itself."""
+    """Checks `saved` completely and then loads it. Entries are read from `source`, or from `saved` without it."""
     runtime = optimizer.runtime
     _check_kind(saved)
     if source is None:
@@ -244,7 +247,7 @@ def restore(optimizer: Saved, saved: Mapping[str, object], source: Source | None
         source = _DictSource(entries_of(saved))
     check(optimizer, saved, source)
     known = set(source.names())
-    # Otherwise masters may differ from what the weights round to.
+    # In the other cases masters may differ from the weights by more than rounding.
     is_exchanged = optimizer.can_compress and saved_groups(saved)[0].get("is_exchanged")
     weights_win = not saved["has_unsent"] and not is_exchanged
     for param in runtime.params:
@@ -271,31 +274,31 @@ def restore(optimizer: Saved, saved: Mapping[str, object], source: Source | None
     optimizer.restore_outcomes(int_of(saved, "num_steps"), int_of(saved, "num_skipped"), scale)
     reconfigure.forget_jobs(runtime, int_of(saved, "num_jobs"))
     if optimizer.param_groups[0].get("is_exchanged"):
-        # Masters are not what the weights round to: ranks have told each other only a part of the difference.
+        # Masters do not round to the weights, because ranks have communicated only a part of the difference.
         runtime.adopt([param for param in runtime.params if param.name not in known], keep=False)
         for param in runtime.params:
             param.note_write()
     elif saved["has_unsent"]:
-        # Masters are one update ahead of the weights; where there was no update, the weights are the truth.
+        # Masters are one update ahead of the weights. Parameters without an update get their master from the weights.
         runtime.adopt([param for param in runtime.params if param.name not in known], keep=False)
         for param in runtime.params:
             param.note_write()
         reconfigure.hold_back(runtime, runtime.num_jobs)
     else:
-        runtime.adopt(runtime.params, keep=True)  # the model's weights win where they are not what a master rounds to
+        runtime.adopt(runtime.params, keep=True)  # masters that do not round to the model's weights are replaced
     if optimizer.switch is not None:
         optimizer.switch.restore(None if saved.get("switch") is None else mapping_of(saved, "switch"))
 
 
 def _weights_on_host(bucket: Bucket, index: int) -> Tensor:
-    """A copy of a slice's weights, where these live on the host and are a part of the state."""
+    """A copy of a slice's offloaded weights, which are part of the state."""
     piece = bucket.slices[index]
     host = bucket.store.weight if bucket.store.weight is not None else bucket.store.master
     return host[piece.offset : piece.offset + piece.numel].clone()
 
 
 def _cut(entry: Mapping[str, object], start: int, numel: int) -> StateDict:
-    """One slice of a saved parameter, flat."""
+    """One slice of a saved parameter as flat tensors."""
     cut: StateDict = {}
     for name, value in entry.items():
         if name.endswith("_scale"):
@@ -308,7 +311,7 @@ def _cut(entry: Mapping[str, object], start: int, numel: int) -> StateDict:
 
 
 def check(optimizer: Saved, saved: Mapping[str, object], source: Source) -> None:
-    """Raise ValueError where `restore` would go wrong."""
+    """Raises ValueError if `saved` does not fit the optimizer."""
     _check_kind(saved)
     check_head(saved, optimizer.rule_name)
     params, own = optimizer.runtime.params, optimizer.param_groups
@@ -319,24 +322,27 @@ def check(optimizer: Saved, saved: Mapping[str, object], source: Source) -> None
     check_entries(params, source, optimizer.rule, groups)
     rule = optimizer.rule
     if rule is not None and optimizer.is_stateless and any(rule.keeps_states(group) for group in groups):
-        remedy = f"This optimizer was built without {rule.state_option} and keeps no buffer for it."
-        raise invalid_value(f"state_dict: {rule.state_option}", "above 0", [0.0], remedy)
+        raise ValueError(
+            f"state_dict: {rule.state_option} is above 0, but must be 0, because this optimizer was built without "
+            f"{rule.state_option} and has no buffer for it. Build the optimizer with {rule.state_option}."
+        )
     if saved["has_unsent"] and not optimizer.delays_updates:
-        raise invalid_value("delayed_update", False, [True], "This state was saved in the middle of a delayed update.")
+        remedy = "This state was saved in the middle of a delayed update. Build the optimizer with delayed_update=True."
+        raise invalid_value("delayed_update", False, [True], remedy)
     if optimizer.switch is not None and saved.get("switch") is not None:
         check_watch(saved["switch"])
 
 
 def _check_kind(saved: object) -> None:
-    """Ours, of this version."""
+    """Raises ValueError if `saved` is not a state of this version of TwinOptimizer."""
     if not isinstance(saved, Mapping):
-        raise invalid_value("state_dict", f"of type {type(saved).__name__}", "a dict, as state_dict() gives it")
+        raise invalid_value("The type of state_dict", type(saved).__name__, "a dict, as state_dict() returns it")
     if saved.get("kind") == KIND and saved.get("version") == VERSION:
         return
     remedy, given = "", f"kind {saved.get('kind')!r}, version {saved.get('version')!r}"
     if "kind" not in saved and {"state", "param_groups"} <= set(saved):
         remedy = (
-            "It looks like that of a torch.optim.Optimizer: load it into that optimizer, built over this model, and "
-            "give the optimizer as rule. TwinOptimizer(model, rule=optimizer) goes on from its state."
+            "It looks like the state of a torch.optim.Optimizer. Load it into that optimizer, built over this model, "
+            "and use TwinOptimizer(model, rule=optimizer), which continues from its state."
         )
     raise invalid_value("state_dict", given, f"kind {KIND!r}, version {VERSION}", remedy)

@@ -1,4 +1,4 @@
-"""What is wrong with a saved optimizer state, found before anything changes: missing, of another kind, out of range."""
+"""Checks of a saved state of a TwinOptimizer: missing keys, wrong types, values out of range, wrong shapes."""
 
 from __future__ import annotations
 
@@ -17,36 +17,38 @@ from twinflow.rules import Rule
 from twinflow.rules.formats import BLOCK
 
 _COUNTS = ("num_steps", "num_skipped", "num_jobs")
-_DICTS = ("state", "group")  # of an entry, where the rule is an optimizer of the user's
+_DICTS = ("state", "group")  # keys of an entry of a user's optimizer that are dicts
+_EXPECTED = "what state_dict() returns"
 
 
 class Source(Protocol):
-    """Saved entries of parameters, read one at a time; of a parameter that is a tensor rank's part, that part's."""
+    """Saved entries of parameters, read one at a time. A tensor rank gets the entries of its parts."""
 
     def names(self) -> Iterable[str]:
-        """The parameters that have one."""
+        """The parameters that have an entry."""
         ...
 
     def shapes(self, name: str) -> Mapping[str, tuple[int, ...]]:
-        """Of the tensors of one entry, without reading them."""
+        """The shapes of the tensors in one entry, without reading them."""
         ...
 
     def step(self, name: str) -> int:
-        """Updates so far of one parameter."""
+        """The number of updates of one parameter."""
         ...
 
     def cut(self, name: str, start: int, numel: int) -> Mapping[str, object]:
-        """What was kept for some elements of one parameter, flat; what has no elements, whole."""
+        """The state of `numel` elements of one parameter as flat tensors. Other values are returned whole."""
         ...
 
 
 def check_head(saved: Mapping[str, object], rule_name: str) -> None:
-    """All but what is kept for each parameter, and the groups."""
+    """Checks the state without its entries and groups."""
     for key in ("rule", *_COUNTS, "has_unsent", "loss_scale", "param_groups"):
         if key not in saved:
-            raise invalid_value(f"state_dict: {key}", "missing", "what state_dict() gives")
+            raise ValueError(f"state_dict: {key} is missing. Pass a state that state_dict() has returned.")
     if saved["rule"] != rule_name:
-        raise invalid_value("state_dict: rule", saved["rule"], [rule_name])
+        remedy = "Build the optimizer with the rule of the saved state."
+        raise invalid_value("state_dict: rule", saved["rule"], [rule_name], remedy)
     for key in _COUNTS:
         if not (is_whole(saved[key]) and number_of(saved[key]) >= 0):
             raise invalid_value(f"state_dict: {key}", saved[key], "a whole number >= 0")
@@ -58,22 +60,22 @@ def check_head(saved: Mapping[str, object], rule_name: str) -> None:
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is a whole number; torch counts steps as 3.0."""
+    """Whether `value` is a whole number. 3.0 is one, because torch counts steps in floats."""
     return number_of(value).is_integer()
 
 
 def check_watch(saved: object) -> None:
-    """What 1-bit Adam remembers of the second moment."""
+    """Checks the state of 1-bit Adam's watch over the second moment."""
     if not isinstance(saved, Mapping):
-        raise invalid_value("state_dict: switch", _kind(saved), "what state_dict() gives")
+        raise invalid_value("state_dict: switch", _kind(saved), _EXPECTED)
     try:
         VarianceWatch(1, 1.0).load_state_dict(saved)
     except (KeyError, TypeError, ValueError) as error:
-        raise invalid_value("state_dict: switch", f"without {error}", "what state_dict() gives") from None
+        raise invalid_value("state_dict: switch", f"without {error}", _EXPECTED) from None
 
 
 def check_members(own: Sequence[Sequence[str]], groups: object) -> None:
-    """The same parameters in the same groups; of others, which they are."""
+    """Raises ValueError unless the saved groups have the same parameters. The message names the differences."""
     allowed = "a list of dicts, each with the names of its 'params'"
     if not isinstance(groups, (list, tuple)):
         raise invalid_value("state_dict: param_groups", groups, allowed)
@@ -91,12 +93,12 @@ def check_members(own: Sequence[Sequence[str]], groups: object) -> None:
         "in another group": [name for name in now if before.get(name, now[name]) != now[name]],
     }
     said = "; ".join(f"{what}: {_some(names)}" for what, names in differences.items() if names)
-    remedy = (
-        "Train the same parameters in the same groups as when it was saved. To go on with others, leave the "
-        "optimizer's state out: engine.load_checkpoint(..., load_optimizer_states=False), or no load_state_dict()."
-    )
     said = said or f"in {len(then)} groups and not {len(own)}, or in another order"
-    raise invalid_value("state_dict: parameters of param_groups", said, "the same names in the same groups", remedy)
+    raise ValueError(
+        f"state_dict: the parameters of param_groups differ ({said}), but must have the same names in the same groups. "
+        "Train the same parameters in the same groups as when the state was saved. To train other ones, do not load "
+        "the optimizer state: engine.load_checkpoint(..., load_optimizer_states=False), or no load_state_dict()."
+    )
 
 
 def _group_of(groups: Iterable[Iterable[str]]) -> dict[str, int]:
@@ -108,7 +110,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def check_plain(state: object, rule: Rule | None) -> None:
-    """Entries of a state dict are dicts, and what is read of them as tensors are tensors."""
+    """Checks the types of the entries of a state dict and of their tensors."""
     if not isinstance(state, Mapping):
         raise invalid_value("state_dict: state", _kind(state), "a dict of entries by parameter name")
     tensors = {"master", *(rule.states if rule is not None else ())}
@@ -130,21 +132,23 @@ def _kind(value: object) -> str:
 def check_entries(
     params: Sequence[Param], source: Source, rule: Rule | None, groups: Sequence[Mapping[str, object]]
 ) -> None:
-    """Each entry is of a parameter that is here, complete, and of its shape."""
+    """Checks that each entry belongs to a parameter, is complete, and has tensors of the right shapes."""
     own = {param.name: param for param in params}
     for name in source.names():
         if name not in own:
-            raise invalid_value("state_dict: parameter", name, "the names of this model's trainable parameters")
+            raise invalid_value("state_dict: parameter", name, "the name of a trainable parameter of this model")
         try:
             step = source.step(name)
         except (KeyError, TypeError, ValueError):
             step = -1
         if step < 0:
-            raise invalid_value(f"state_dict: step of {name}", "missing, or no such number", "a whole number >= 0")
+            raise ValueError(f"state_dict: step of {name} is missing or invalid, but must be a whole number >= 0.")
         shapes = source.shapes(name)
         for key in _needed(rule, groups[own[name].group]):
             if key not in shapes:
-                raise invalid_value(f"state_dict: {key} of {name}", "missing", "a tensor of the parameter's shape")
+                raise ValueError(
+                    f"state_dict: {key} of {name} is missing, but must be a tensor of the parameter's shape."
+                )
         for key, shape in shapes.items():
             wanted = _shape(own[name], key)
             if key != "step" and wanted is not None and shape != wanted:
@@ -152,14 +156,14 @@ def check_entries(
 
 
 def _needed(rule: Rule | None, group: Mapping[str, object]) -> list[str]:
-    """Tensors without which an entry is not complete."""
+    """The tensors that an entry must have."""
     if rule is None or not rule.keeps_states(group):
         return ["master"]
     return ["master", *(name for name in rule.states if name is not None)]
 
 
 def _shape(param: Param, key: str) -> tuple[int, ...] | None:
-    """Of a tensor in a parameter's entry; None for scales of a part of it, which may be those of the whole."""
+    """The expected shape of a tensor in an entry; None for scales of a part, which may be those of the whole."""
     if not key.endswith("_scale"):
         return tuple(param.tensor.shape)
     if param.is_sharded or shard_of(param.tensor) is not None:

@@ -1,4 +1,4 @@
-"""ZeRO over many ranks: every rank updates its part of each bucket and publishes the new weights to the others."""
+"""ZeRO: every rank updates its part of each bucket and sends the new weights to the other ranks."""
 
 from twinflow.zero.partitioned import partition
 from twinflow.zero.shared import Team, Zero

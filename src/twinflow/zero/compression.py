@@ -1,23 +1,26 @@
-"""1-bit Adam where ranks partition the state: momenta travel in few bits to the owner of a part, and weights back.
+"""1-bit Adam with partitioned state: ranks send compressed momenta to the owner of a part, and owners send compressed
+weight changes back.
 
-Before the switch nothing is different. At the switch the second moment v is frozen, such that sqrt(v) + eps is a power
-of two, and every rank learns 2**k, one over that, of each element. Where v is much smaller than elsewhere in its
-parameter it is raised first: Adam's own grows with a rare large gradient, which bounds the step, and a frozen one does
-not. From then on a step is, for each bucket:
+Before the switch, communication is not compressed. At the switch the second moment v is frozen and rounded such that
+sqrt(v) + eps is a power of two. Every rank gets the exponents k of all elements, where 2**k = 1 / (sqrt(v) + eps).
+Elements whose v is much smaller than in the rest of their parameter are raised first: Adam's own v would grow with a
+rare large gradient and limit the step, but a frozen v does not grow. After the switch a step has three phases for each
+bucket:
 
-1. Every rank encodes b1 * shared + (1 - b1) * its gradient, times 2**k, with its error, and sends each part to its
-   owner. The shared momentum is the one that the last step moved the weights by: it is in the error already.
-2. The owner decodes the mean: the new momentum. Its update (on the host or the device, as ever) takes that as it is,
-   and moves the weights of its part by lr * momentum * 2**k.
-3. The owner encodes how far its weights are from those that all ranks have, and all ranks, the owner too, move theirs
-   by what the codes say. What is left is in the next difference. So all ranks have the same weights to the last bit,
-   and divided by the learning rate the move is the shared momentum of the next step.
+1. Every rank encodes (b1 * shared + (1 - b1) * its gradient) * 2**k plus its error, and sends each part to the owner of
+   the part. `shared` is the momentum by which the last step changed the weights. The error contains it already.
+2. The owner decodes the mean, which is the new momentum. Its update, on the host or on the device, uses this momentum
+and
+   changes the weights of its part by lr * momentum * 2**k.
+3. The owner encodes the difference between its weights and the weights of all ranks. All ranks, including the owner,
+   change their weights by the decoded difference. The rest is part of the next difference. All ranks therefore have
+   bitwise equal weights. The change divided by the learning rate is the shared momentum of the next step.
 
-A step that is skipped, and a parameter that got no gradient anywhere, go no further than 1. Then each rank takes back
-what it has said: the momentum is in there, and nowhere else on a rank that does not own it.
+If a step is skipped, or a parameter has no gradient on any rank, only phase 1 has run. Each rank then adds what it has
+sent back to its error, because only the error contains the momentum on ranks that are not the owner.
 
-A rank keeps an error for every element of the model (4 bytes), k (1 byte) and its last codes, and a copy of the
-published weights of its own part; it takes that memory when it starts.
+A rank stores an error for every element of the model (4 bytes), k (1 byte), its last codes, and a copy of the published
+weights of its own part. This memory is allocated at the start.
 """
 
 from __future__ import annotations
@@ -33,23 +36,23 @@ from twinflow.codes import Code, code_named
 from twinflow.codes.reference import two_to
 from twinflow.dist.compressed import Coding, Errors, compressed_reduce_scatter, own_part, publish, take_back
 from twinflow.dist.group import Group
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.job import Job
 from twinflow.rules.rule import Options, number, numbers
 
 THRESHOLD = 0.96
-FLOOR = 0.1  # of the mean of a parameter's second moment: nothing that ever saw a gradient is frozen below
+FLOOR = 0.1  # smallest frozen second moment, relative to the mean of its parameter
 
 
 @dataclass(frozen=True)
 class Compression:
-    """When, and how."""
+    """Options of compressed communication: the code, and when the second moment is frozen."""
 
     code: str = "1bit"
-    freeze_step: int | None = None  # the last step in full precision; None: when the second moment has settled
-    freeze_threshold: float = THRESHOLD
-    freeze_window: int | None = None  # None: as many steps as the second moment remembers
+    freeze_step: int | None = None  # last step in full precision; None: when the second moment is stable
+    freeze_threshold: float = THRESHOLD  # ratio of the sums of the second moment over a window that counts as stable
+    freeze_window: int | None = None  # steps of the window; None: 1 / (1 - b2), at most 1000
 
     def __post_init__(self) -> None:
         code_named(self.code)
@@ -63,37 +66,41 @@ class Compression:
 
 @dataclass(eq=False)
 class Exchange:
-    """What a rank keeps for one bucket."""
+    """The buffers of one bucket on one rank."""
 
-    exponents: Tensor  # k + 127 of the whole bucket; 0 where no gradient was ever seen
-    error: Tensor  # of the whole bucket, in units of the weights' moves over the learning rate
-    told: Tensor  # of this rank's part, as all ranks have it
-    said: Tensor  # by this rank to the owners, in codes: a row for each
+    exponents: Tensor  # k + 127 for the whole bucket; 0 for elements that never had a gradient
+    error: Tensor  # error of the whole bucket, in units of weight change / learning rate
+    told: Tensor  # weights of this rank's part, as all ranks have them
+    said: Tensor  # the last codes that this rank has sent, one row for each owner
 
 
 class Exchanges:
-    """Compressed exchanges of all buckets, once the switch is made."""
+    """Compressed exchanges of all buckets after the switch."""
 
     def __init__(self, code: Code, b1: float, of: Mapping[int, Exchange]) -> None:
-        self.code, self.b1 = code, b1
-        self.of = of  # by the bucket's index
+        self.code = code
+        self.b1 = b1
+        self.of = of  # by index of the bucket
 
     def reduce(self, group: Group, bucket: Bucket, part: Tensor, whole: Tensor, job: Job) -> None:
-        """This rank's part of the new momentum, times what the update will divide gradients by."""
+        """Writes this rank's part of the new momentum into `part`, times the factor by which the update divides."""
         own, scale = self.of[bucket.plan.index], job.scale
         coding = Coding(self.code, own.exponents, (1.0 - self.b1) * group.world / scale)
         compressed_reduce_scatter(group, part, whole, coding, Errors(own.error, None, own.said))
         part.mul_(scale)
 
     def take_back(self, bucket: Bucket, unused: Collection[int]) -> None:
-        """What this rank has said in the last `reduce` of these parameters, which are not updated after all."""
+        """Adds the last codes of parameters that are not updated back to the error."""
         own = self.of[bucket.plan.index]
         pieces = [piece for piece in bucket.gathered.slices if piece.param in unused]
         wheres = [slice(piece.offset, piece.offset + piece.numel) for piece in pieces]
         take_back(self.code, own.error, own.said, own.exponents, wheres)
 
     def publish(self, group: Group, bucket: Bucket, flat: Tensor, job: Job) -> None:
-        """`flat`: the published weights, but new ones in this rank's part; afterwards, those that all ranks have."""
+        """Sends weight changes. `flat` has the published weights, with new ones in this rank's part.
+
+        Afterwards it has the weights that all ranks have.
+        """
         own = self.of[bucket.plan.index]
         here = own_part(group, flat)
         new = here.clone()
@@ -104,7 +111,7 @@ class Exchanges:
         self._share_momentum(own, bucket, before, flat, job)
 
     def _share_momentum(self, own: Exchange, bucket: Bucket, before: Tensor, after: Tensor, job: Job) -> None:
-        """The weights' move, without decay and over the learning rate, goes into what this rank sends next."""
+        """Adds the weight change, without weight decay and divided by the learning rate, to this rank's error."""
         params = {param.index: param for param in bucket.members}
         for piece in bucket.gathered.slices:
             options = job.options[params[piece.param].group]
@@ -118,34 +125,40 @@ class Exchanges:
 
 
 def step_size(options: Options) -> float:
-    """What a momentum times 2**k is multiplied with; the first moment's correction is 1 by then."""
+    """The factor of momentum * 2**k in a step. The bias correction of the first moment is 1 by then."""
     second = math.sqrt(1.0 - numbers(options, "betas")[1] ** int(number(options, "second_step")))
     return number(options, "lr") * second
 
 
 def floor_of(total: float, count: float) -> float:
-    """What a parameter's second moment is raised to when it is frozen, from the sum and the number of those elements
-    that are not zero: a power of two, so that sums that were added up otherwise give the same."""
+    """The least frozen second moment of a parameter, from the sum and the number of its nonzero elements.
+
+    It is a power of two, so that sums in another order of addition give the same value.
+    """
     if not (count > 0 and 0.0 < total < math.inf):
         return 0.0
     return math.ldexp(0.5, math.frexp(FLOOR * total / count)[1])
 
 
 def raised(variance: Tensor, floor: float) -> Tensor:
-    """No element below the floor, but those that never saw a gradient."""
+    """Raises elements to the floor, except elements that never had a gradient (zeros)."""
     return torch.where(variance != 0, variance.clamp(min=floor), variance)
 
 
 def rounded_variance(exponents: Tensor) -> Tensor:
-    """The second moment whose exponents these are."""
+    """The second moment that belongs to these exponents."""
     inverse = two_to(exponents, -1)
     return torch.where(exponents != 0, inverse * inverse, 0.0)
 
 
 def check_groups(groups: Sequence[Options]) -> float:
-    """The decay of the first moment, which all groups must share: it is in the codes."""
+    """The decay of the first moment. Raises ValueError if it differs between groups."""
     betas = {numbers(group, "betas")[0] for group in groups}
     if len(betas) > 1:
-        remedy = "A bucket may hold parameters of several groups, and its momenta share their codes."
-        raise invalid_value("betas[0] of the param groups with compressed communication", sorted(betas), "one", remedy)
+        raise incompatible(
+            f"Param groups with different betas[0] ({', '.join(map(str, sorted(betas)))})",
+            "compressed communication",
+            "a bucket may have parameters of several groups, whose momenta are encoded together",
+            "Use the same betas[0] in all groups.",
+        )
     return betas.pop()

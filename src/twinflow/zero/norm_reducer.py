@@ -1,6 +1,8 @@
-"""The norm of gradients of which every rank has a part: a thread that adds up what all ranks have measured.
+"""The gradient norm with ZeRO stage 3, where every rank has a part of the gradients.
 
-This is all that ranks have to agree on where somebody else has summed and partitioned the gradients (stage 3).
+torch's `fully_shard` has summed and partitioned the gradients, so ranks agree only on the norm. The thread
+"twinflow-norm-reducer" takes closed jobs from a queue, waits for this rank's norms, gathers the norms of all ranks and
+gives the clipping decision to the executor. All ranks close their jobs in the same order, which orders the collectives.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from twinflow.zero.reducer import of_all_axes, sum_of_squares
 
 
 class NormReducer:
-    """Decides on a step when all ranks have said what their gradients come to. An exception goes to whoever calls the
-    optimizer next."""
+    """Decides on clipping and skipping when the norms of all ranks are known.
+
+    An exception in the thread is raised by the next call of the optimizer.
+    """
 
     def __init__(
         self,
@@ -35,7 +39,7 @@ class NormReducer:
         replica: Group | None,
         divisor: float,
     ) -> None:
-        self.divisor = divisor  # what comes, the mean, is so many times what is wanted
+        self.divisor = divisor  # gradients are divided by it: `fully_shard` computes the mean
         self.threads = (self,)
         self._executor = executor
         self._device_work = device_work
@@ -47,11 +51,11 @@ class NormReducer:
         self._thread.start()
 
     def close(self, job: Job, norms: Tensor, event: Event) -> None:
-        """All tasks of the job are submitted; `norms` holds this rank's norms once `event` is done."""
+        """Queues a job whose tasks are all submitted. `norms` has this rank's norms after `event`."""
         self._queue.put((job, norms, event))
 
     def join(self) -> None:
-        """End the thread, after the executor was closed."""
+        """Ends the thread. The executor must be closed."""
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()

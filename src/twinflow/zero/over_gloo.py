@@ -1,7 +1,7 @@
-"""Stage 3 over gloo: `fully_shard` gathers and sums with our collectives.
+"""Stage 3 over gloo: `fully_shard` uses twinflow's collectives.
 
-gloo's own reduce-scatter sends as much as an all-reduce, and has none for a GPU's memory. Ours (dist/group.py) is an
-exchange of parts on the host, summed in fp32 in the order of the ranks.
+gloo's reduce-scatter sends as much as an all-reduce and does not support GPU memory. twinflow's reduce-scatter
+(dist/group.py) exchanges parts on the host and sums them in fp32 in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from twinflow.dist.group import Group
+from twinflow.errors import wrong_state
 
 
 class _OnHost:
-    """What `fully_shard` asks of a collective."""
+    """The part of torch's protocol for collectives of `fully_shard` that both classes share."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer on the device."""
+        """Allocates a buffer, as `fully_shard` requires."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _group(self, handle: dist.ProcessGroup) -> Group:
@@ -28,12 +29,12 @@ class _OnHost:
 
 
 class HostAllGather(_OnHost):
-    """Every rank's rows."""
+    """Gathers the rows of all ranks."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Done when it returns."""
+        """Runs the collective synchronously; `async_op` is ignored."""
         found = self._group(group)
         whole = output_tensor.view(-1)
         size = input_tensor.numel()
@@ -44,7 +45,7 @@ class HostAllGather(_OnHost):
 
 
 class HostReduceScatter(_OnHost):
-    """This rank's rows of the sum."""
+    """Gives this rank its rows of the sum."""
 
     def __call__(
         self,
@@ -54,7 +55,7 @@ class HostReduceScatter(_OnHost):
         op: object,
         async_op: bool = False,
     ) -> None:
-        """Done when it returns."""
+        """Runs the collective synchronously; `async_op` is ignored."""
         found = self._group(group)
         found.reduce_scatter(output_tensor.view(-1), input_tensor.view(-1), input_tensor.dtype)
         if op == dist.ReduceOp.AVG:
@@ -65,7 +66,7 @@ class HostReduceScatter(_OnHost):
 
 @runtime_checkable
 class _TakesCollectives(Protocol):
-    """A module that `fully_shard` has been on, where torch is newer than 2.8."""
+    """A module after `fully_shard`, in torch versions later than 2.8."""
 
     def set_custom_all_gather(self, comm: HostAllGather) -> None: ...
 
@@ -73,14 +74,18 @@ class _TakesCollectives(Protocol):
 
 
 def use_host(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Let these modules, which `fully_shard` has been on, gather and sum so; with torch 2.8 as gloo does, on a CPU."""
+    """Sets the collectives of modules after `fully_shard`. With torch 2.8 on a CPU, gloo's own collectives are used.
+
+    Raises RuntimeError with torch 2.8 on a GPU.
+    """
     for module in modules:
         if not isinstance(module, _TakesCollectives):
             if device.type == "cpu":
                 return
-            raise RuntimeError(
-                f"torch {torch.__version__}: stage 3 on GPUs needs NCCL, or a torch in which fully_shard takes "
-                "collectives of others (set_custom_reduce_scatter). Use stage 2, or a newer torch"
+            raise wrong_state(
+                "ZeRO stage 3 on GPUs cannot run over gloo",
+                f"fully_shard of torch {torch.__version__} has no set_custom_reduce_scatter",
+                "Use NCCL, stage 2, or a newer torch.",
             )
         module.set_custom_all_gather(HostAllGather())
         module.set_custom_reduce_scatter(HostReduceScatter())

@@ -1,11 +1,15 @@
-"""Stage 3: weights are partitioned too. torch's `fully_shard` keeps every rank's rows of each parameter, gathers a
-block before it runs and scatters the sums of its gradients; our runtime works on the rows that this rank has.
+"""ZeRO stage 3: weights are partitioned too, by torch's `fully_shard`.
 
-Weights go back into those rows on a stream of ours. The forward's own stream waits for them in the hook before a block,
-and so must the stream on which `fully_shard` packs the rows for the other ranks: it runs ahead of the forward's.
+`fully_shard` stores this rank's rows of each parameter, gathers a block before it runs, and reduce-scatters its
+gradients. The runtime works on this rank's rows.
 
-A tied weight must be in one gathering alone, or it would become several weights. So a block that shares one with
-another part of the model is gathered with the root, and its weights are waited for there.
+New weights are copied into these rows on a stream of the runtime. The forward's stream waits for the copy in the hook
+before a block. The stream on which `fully_shard` copies rows for the all-gather must wait too, because it runs ahead of
+the forward's stream (`gathering_streams`).
+
+A tied weight must be in one group of `fully_shard` only, otherwise it would become several weights. A block that shares
+a weight with another part of the model is therefore gathered with the root, and the forward waits for its weights
+there.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor
 
 from twinflow.dist.group import backend_for, new_group
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible
 from twinflow.offload.blocks import Block, find_blocks, owners
 from twinflow.offload.plan import ROOT
 from twinflow.parallel.shard import keep_marks
@@ -28,13 +32,14 @@ from twinflow.state_dict import ParamEntry
 from twinflow.zero.over_gloo import use_host
 from twinflow.zero.shared import Zero
 
-Replaced = dict[nn.Parameter, nn.Parameter]  # by what was there before
+Replaced = dict[nn.Parameter, nn.Parameter]  # from a parameter before `partition` to the one after it
 
 
 def partition(model: nn.Module, zero: Zero) -> Replaced:
-    """Let every rank keep its rows of all parameters, from the first rank's values; in place.
+    """Partitions a model in place: each rank gets its rows of all parameters, with rank 0's values.
 
-    Parameters are other tensors afterwards: `regroup` finds them for groups that were made before.
+    The parameters are new tensors afterwards. Returns the new parameter of each old one, for `regroup`. Raises
+    ValueError for models that `fully_shard` does not support.
     """
     _check(model)
     before = dict(model.named_parameters(remove_duplicate=False))
@@ -61,20 +66,26 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
 
 
 def _check(model: nn.Module) -> None:
-    """Refuse what `fully_shard` cannot take, before anything has changed."""
+    """Raises ValueError for a model that `fully_shard` does not support, before the model changes."""
     if next(model.parameters(), None) is None:
-        raise ValueError("there is no parameter to train: none requires a gradient")
+        raise ValueError("There is no parameter to train: the model has none. Pass a model with parameters.")
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
-            remedy = "Give the model as it was before fully_shard(): stage 3 calls it."
-            raise invalid_value(f"{name}: this rank has", "rows of it (DTensor)", "all of it", remedy)
+            raise ValueError(
+                f"{name} is a DTensor, but must be a whole tensor, because ZeRO stage 3 calls fully_shard() itself. "
+                "Pass the model as it was before fully_shard()."
+            )
         if not param.dim():
-            remedy = "Make it a tensor with one element, torch.ones(1), or use stage 2."
-            raise invalid_value(f"{name} dimensions with zero_optimization.stage 3", 0, "1 or more", remedy)
+            raise incompatible(
+                f"{name}, a parameter without dimensions,",
+                "zero_optimization.stage 3",
+                "fully_shard() partitions the first dimension",
+                "Make it a tensor with one element, torch.ones(1), or use stage 2.",
+            )
 
 
 def regroup(groups: Iterable[ParamEntry], replaced: Replaced) -> list[ParamEntry]:
-    """Parameters, names with them, or groups of them, as they are after `partition`."""
+    """Parameters, named parameters or param groups, with the parameters after `partition`."""
 
     def now(item: ParamEntry) -> ParamEntry:
         if isinstance(item, Mapping):
@@ -94,8 +105,11 @@ def _replacement(tensor: Tensor, replaced: Replaced) -> Tensor:
 
 
 def gathered_blocks(model: nn.Module) -> list[Block]:
-    """The blocks that wait for their own weights. Where `fully_shard` gathers them, those that are gathered one by one:
-    all others are gathered with something around them, which would come before their wait."""
+    """The blocks whose forward waits for their own weights.
+
+    After `fully_shard` these are the blocks that it gathers separately. Other blocks are gathered with an outer module,
+    before their own hook would wait.
+    """
     blocks = find_blocks(model)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return blocks
@@ -104,20 +118,23 @@ def gathered_blocks(model: nn.Module) -> list[Block]:
 
 
 def _reduce_dtype(model: nn.Module, zero: Zero, device: torch.device) -> torch.dtype | None:
-    """gloo would sum half precision in half precision."""
+    """The dtype of gradient sums: fp32 for half precision over gloo, which would sum in half precision."""
     is_half = any(param.dtype in (torch.bfloat16, torch.float16) for param in model.parameters())
     return zero.dtype or (torch.float32 if is_half and backend_for(device) == "gloo" else None)
 
 
 def forget_gathered(model: nn.Module | None) -> None:
-    """What lies outside all blocks stays gathered until a backward. Where none came, as after an evaluation, the next
-    forward would not see what has been written into the rows since."""
+    """Releases gathered weights of the root before a forward.
+
+    `fully_shard` keeps the root gathered until a backward. After an evaluation without backward, the next forward would
+    use old weights instead of those that were written into the rows since.
+    """
     if isinstance(model, FSDPModule):
         model.reshard()
 
 
 def gathering_streams(model: nn.Module | None) -> list[torch.cuda.Stream]:
-    """The streams that read a rank's rows before a block runs; none until the first forward has begun."""
+    """The streams of `fully_shard` that read this rank's rows before a block runs; none before the first forward."""
     if not isinstance(model, FSDPModule):
         return []
     context: object = model._get_fsdp_state()._comm_ctx  # torch has no public name for it

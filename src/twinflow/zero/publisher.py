@@ -1,9 +1,13 @@
-"""New weights to all ranks: a thread, one stream and one order, that of the forward.
+"""The publisher sends new weights to all ranks.
 
-All-gathers that two ranks call in different orders mix up layers without an error. So one thread calls them all, step
-by step and in the order in which the next forward needs the weights, for the buckets that all ranks know to have
-changed.
-This rank's part is in its parameters by then; it is packed, gathered, and the others' parts are put into theirs.
+Threads: the thread "twinflow-publisher" calls all all-gathers, on the stream "publish". If two ranks called them in
+different orders, layers would be mixed up without an error. The thread therefore calls them step by step, in the order
+in which the next forward needs the weights, for the buckets that all ranks agree to have changed (`expect`).
+
+Order for one bucket: the executor reports that this rank's part was copied into its parameters (`wait_until_sent`). The
+stream waits for the event of that copy, packs the part into a flat buffer, gathers, and copies the other ranks' parts
+into the parameters. `note_published` gives the event of the last copy to the executor, and the next forward waits for
+it. `executor.changed` protects the list of editions.
 """
 
 from __future__ import annotations
@@ -25,24 +29,24 @@ from twinflow.offload.sync import PUBLISH_READY
 from twinflow.offload.weight_guard import plain
 from twinflow.zero.compression import Exchanges
 
-_LOOK_S = 0.2  # after so long without weights it looks whether they are still expected
+_LOOK_S = 0.2  # how long the thread waits for weights before it checks whether they are still expected
 
 
 @dataclass(eq=False)
 class Edition:
-    """What one step changes, and what it leaves as it is."""
+    """The buckets that one step changes, and the others."""
 
     job: Job
-    changed: deque[Bucket]  # still to be published
-    same: list[Bucket]
+    changed: deque[Bucket]  # changed buckets that are not yet published
+    same: list[Bucket]  # buckets without a change
 
 
 @dataclass(frozen=True)
 class Copies:
-    """Where the pieces of a bucket are in its parameters and in the buffer; for parameters at these addresses."""
+    """Views of the pieces of a bucket in its parameters and in the flat buffer."""
 
-    addresses: list[int]
-    flat: Tensor  # the buffer, as large as the whole
+    addresses: list[int]  # addresses of the parameters when the views were made
+    flat: Tensor  # the buffer for all ranks' parts
     own: list[Tensor]
     own_flat: list[Tensor]
     others: list[Tensor]
@@ -50,10 +54,7 @@ class Copies:
 
 
 class Publisher:
-    """Gathers what other ranks have updated; without a group, every rank has updated everything.
-
-    `executor.changed` guards the editions.
-    """
+    """Gathers the parts that other ranks have updated. Without a group, every rank has updated everything."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class Publisher:
         where: torch.device,
         exchanges: Callable[[], Exchanges | None] = lambda: None,
     ) -> None:
-        self._exchanges = exchanges  # once weights are published in few bits
+        self._exchanges = exchanges  # returns the compressed exchanges, or None before the switch
         self._device = device
         self._executor = executor
         self._changed = executor.changed
@@ -73,25 +74,25 @@ class Publisher:
         self._editions: deque[Edition] = deque()
         self._kept: dict[int, Copies] = {}
         nbytes = max((b.gathered.numel * b.plan.dtype.itemsize for b in buckets if not b.offloads_params), default=0)
-        # One for all: the stream takes turns.
+        # One buffer for all buckets, because the stream publishes one bucket at a time.
         self._raw = torch.empty(nbytes if group is not None else 0, dtype=torch.uint8, device=where)
         self._thread = threading.Thread(target=self._loop, name="twinflow-publisher", daemon=True)
         self._thread.start()
 
     def expect(self, job: Job, changed: Sequence[int]) -> None:
-        """These buckets, in this order, will be sent by this job on all ranks."""
+        """Announces that this job changes these buckets on all ranks, and the order of publishing."""
         same = [bucket for index, bucket in self._buckets.items() if index not in set(changed)]
         with self._changed:
             self._editions.append(Edition(job, deque(self._buckets[index] for index in changed), same))
             self._changed.notify_all()
 
     def forget(self) -> None:
-        """What was expected will not come."""
+        """Drops all announced buckets, because their weights will not come."""
         with self._changed:
             self._editions.clear()
 
     def join(self) -> None:
-        """Wait for the thread's end, after the executor was closed."""
+        """Waits for the end of the thread. The executor must be closed."""
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -123,7 +124,7 @@ class Publisher:
         if edition.changed:
             bucket = edition.changed[0]
             if not executor.wait_until_sent(bucket, number, _LOOK_S):
-                return  # perhaps it will not come: `forget`
+                return  # `forget` may have dropped this edition
             executor.note_published(bucket, number, self._publish(bucket, edition.job))
             edition.changed.popleft()
         with self._changed:
@@ -132,14 +133,14 @@ class Publisher:
             self._changed.notify_all()
 
     def _publish(self, bucket: Bucket, job: Job) -> Event | None:
-        """Queue the exchange of a bucket whose own part is on its way into the parameters; when it is over."""
+        """Queues the exchange of a bucket. Returns the event after which its parameters have all new weights."""
         group = self._group
         if bucket.offloads_params:
             return None  # blocks gather its weights when they run
         sent = self._executor.weights_copied_event(bucket)
         if group is None:
             return sent
-        with plain():  # weights are guarded until this very exchange is over
+        with plain():  # a guarded read would wait for this exchange
             copies = self._copies(bucket, group)
         stream, exchanges = self._device.stream("publish"), self._exchanges()
         if sent is not None:
@@ -167,7 +168,7 @@ class Publisher:
         return stream.record()
 
     def _copies(self, bucket: Bucket, group: Group) -> Copies:
-        """Views, made once as long as the parameters stay where they are."""
+        """The views of a bucket. They are made again if parameters have other addresses."""
         addresses = [param.tensor.data_ptr() for param in bucket.members]
         found = self._kept.get(bucket.plan.index)
         if found is None or found.addresses != addresses:
@@ -193,6 +194,6 @@ class Publisher:
 
 
 def _cuts(start: int, stop: int, low: int, high: int) -> list[tuple[int, int]]:
-    """The range in up to three: before, inside and after [low, high)."""
+    """Splits a range into up to three: before, inside and after [low, high)."""
     parts = [(start, min(stop, low)), (max(start, low), min(stop, high)), (max(start, high), stop)]
     return [(first, last) for first, last in parts if first < last]

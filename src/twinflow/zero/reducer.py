@@ -1,12 +1,15 @@
-"""Gradients of all ranks into one sum, of which each rank gets its part: a thread, one stream and one order.
+"""The reducer sums gradients over all ranks and gives each rank its part of the sum.
 
-Collectives must be called in the same order everywhere, whatever order gradients come in. So buckets are reduced in the
-order in which the first rank's first backward completed them; before that, from the last block to the first. A bucket
-that is complete too early waits, with its buffer. Every bucket is reduced in every backward that sends anything: what a
-rank has no gradient for, it sends as zeros.
+Threads: autograd's thread submits complete buckets. The thread "twinflow-reducer" calls all collectives, on the stream
+"reduce". `executor.changed` protects the rounds.
 
-When a step is closed, all ranks tell each other the sum of squares of their parts and which parameters got a gradient.
-A parameter that got one anywhere is updated everywhere, as it would be in one process.
+Order: all ranks must call collectives in the same order, but gradients may be complete in any order. Buckets are
+reduced in the order in which the first backward of rank 0 completed them. In the first step they are reduced from the
+last block to the first. A bucket that is complete earlier waits with its buffer. Every bucket is reduced in every
+backward that sends gradients. A rank sends zeros for parameters without a gradient.
+
+When a step is closed, all ranks gather the sums of squares of their parts and which parameters have a gradient. A
+parameter that has a gradient on any rank is updated on all ranks, as in one process.
 """
 
 from __future__ import annotations
@@ -40,27 +43,27 @@ class Round:
     """The reductions of one backward, or of one step."""
 
     job: Job
-    tasks: dict[int, Task] = field(default_factory=dict)  # by bucket, as far as they have come and not been reduced
-    came: list[int] = field(default_factory=list)  # in this order
+    tasks: dict[int, Task] = field(default_factory=dict)  # by bucket: submitted and not yet reduced
+    came: list[int] = field(default_factory=list)  # buckets in the order of submission
     num_done: int = 0
-    hits: Sequence[bool] | None = None  # of each parameter on this rank, once the step is closed
+    hits: Sequence[bool] | None = None  # which parameters have a gradient on this rank; None until the step is closed
 
 
 @dataclass(frozen=True)
 class Wire:
-    """How sums travel."""
+    """Groups and options of the reduction."""
 
     group: Group
-    agree: Group  # on the host
-    dtype: torch.dtype | None  # None: the gradients' own
-    is_partitioned: bool  # each rank gets its part; else everyone gets all
-    predivide: float  # gradients are divided by it before they are summed
-    exchanges: Callable[[], Exchanges | None] = lambda: None  # once momenta are exchanged in few bits
-    replica: Group | None = None  # on the host: ranks that have other parts of the model
+    agree: Group  # group on the host for small values
+    dtype: torch.dtype | None  # dtype of the communication; None: that of the gradients
+    is_partitioned: bool  # each rank gets its part of the sum; otherwise each gets all of it
+    predivide: float  # gradients are divided by it before the sum
+    exchanges: Callable[[], Exchanges | None] = lambda: None  # returns the compressed exchanges after the switch
+    replica: Group | None = None  # group on the host: ranks with other parts of the model
 
 
 class Reducer:
-    """Takes complete buckets, hands this rank's part of their sum to the executor. `executor.changed` guards it."""
+    """Takes complete buckets and gives this rank's part of their sum to the executor."""
 
     def __init__(
         self,
@@ -80,29 +83,29 @@ class Reducer:
         self._buckets = buckets
         self._wire = wire
         self._flats = flats
-        self._on_agreed = on_agreed  # a step is closed on all ranks: the buckets that change, in the forward's order
+        self._on_agreed = on_agreed  # called with the changed buckets, in the forward's order, when a step is closed
         self._rounds: deque[Round] = deque()
         self._is_busy = False
         self._order = [b.plan.index for b in sorted(buckets, key=_last_block_first)]
         self._forward = [b.plan.index for b in sorted(buckets, key=lambda b: (b.plan.block, b.plan.index))]
-        self._is_ordered = False  # as the first step has shown
+        self._is_ordered = False  # the orders are those of rank 0's first step
         self._norms = torch.zeros(len(buckets), dtype=torch.float64, device=where)
         self._host_norms = device.pinned(len(buckets), torch.float64)
         self._thread = threading.Thread(target=self._loop, name="twinflow-reducer", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the thread's end, after the executor was closed."""
+        """Waits for the end of the thread. The executor must be closed."""
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     # Called by the runtime.
 
     def take_flat(self, bucket: Bucket) -> Tensor:
-        """A buffer for a whole bucket's gradients."""
+        """A device buffer for the gradients of a whole bucket. Blocks until one is free."""
         with self._changed:
-            # One comes back with each reduction. Where none can be made, all are held by buckets whose turn has not
-            # come, and this very thread has to bring the one whose turn it is: then one more is made.
+            # Each reduction frees a buffer. If no reduction can run, buckets whose turn has not come hold all buffers,
+            # and the calling thread must submit the bucket whose turn it is. Then one more buffer is allocated.
             while (taken := self._flats.take(bucket.gathered, may_grow=not self._gives_flats())) is None:
                 self._executor.check()
                 self._changed.wait(1.0)
@@ -115,7 +118,7 @@ class Reducer:
         return self._is_busy or self._next() is not None
 
     def submit(self, task: Task) -> None:
-        """Gradients of a whole bucket, complete on this rank once `task.ready` is done."""
+        """Takes the gradients of a whole bucket. They are complete on this rank after `task.ready`."""
         with self._changed:
             found = self._round(task.job)
             found.tasks[task.bucket.plan.index] = task
@@ -123,13 +126,13 @@ class Reducer:
             self._changed.notify_all()
 
     def close(self, job: Job, hits: Sequence[bool]) -> None:
-        """The step's last task is submitted."""
+        """Closes a step after its last task. `hits`: which parameters have a gradient on this rank."""
         with self._changed:
             self._round(job).hits = hits
             self._changed.notify_all()
 
     def wait_for_sums(self) -> None:
-        """Until every task that was submitted is with the executor."""
+        """Waits until all submitted tasks were given to the executor."""
         with self._changed:
             while self._rounds:
                 self._executor.check()
@@ -176,7 +179,7 @@ class Reducer:
                 self._changed.notify_all()
 
     def _next(self) -> Task | None:
-        """The task whose turn it is, if it has come."""
+        """The task whose turn it is; None if it was not yet submitted."""
         if not self._rounds or self._rounds[0].num_done == len(self._order):
             return None
         now = self._rounds[0]
@@ -188,7 +191,7 @@ class Reducer:
         return self._rounds[0].job.is_part or self._rounds[0].hits is not None
 
     def _reduce(self, task: Task) -> None:
-        """Queue the sum, and hand the task on with this rank's part of it."""
+        """Queues the reduction and gives the task with this rank's part of the sum to the executor."""
         executor, bucket, stream = self._executor, task.bucket, self._device.stream("reduce")
         whole = task.flat
         assert whole is not None and task.ready is not None
@@ -211,7 +214,7 @@ class Reducer:
             executor.submit(task)
 
     def _agree(self, closed: Round) -> None:
-        """Tell the others what this rank has, and open the way for what waits for them."""
+        """Gathers norms and hits of all ranks, makes the clipping decision, and releases the waiting updates."""
         job, hits = closed.job, closed.hits
         assert hits is not None
         if not self._is_ordered:
@@ -231,7 +234,7 @@ class Reducer:
         self._device_work.close_job(job, None, None)
 
     def _take_back(self, job: Job, present: Container[int], sums: Tensor) -> None:
-        """Momenta that were sent in codes, and will not be used."""
+        """Adds compressed momenta that will not be used back to the errors."""
         exchanges, stream = self._wire.exchanges(), self._device.stream("reduce")
         if exchanges is None:
             return
@@ -240,10 +243,10 @@ class Reducer:
             unused = {param.index for param in bucket.members if is_skipped or param.index not in present}
             if unused:
                 stream.run(partial(exchanges.take_back, bucket, unused))
-                stream.record().synchronize()  # publishing, on another stream, adds to the same errors
+                stream.record().synchronize()  # publishing changes the same errors on another stream
 
     def _own_norms(self, job: Job) -> list[float]:
-        """Of this rank's parts, once they are known."""
+        """Waits for the norms of this rank's parts and returns them."""
         if self._executor.sums_on_host:
             self._executor.wait_until_summed(job)
             self._device.stream("update").synchronize()
@@ -255,7 +258,7 @@ class Reducer:
         return norms
 
     def _agree_on_orders(self, came: Sequence[int]) -> None:
-        """From now on, as the first rank's first step went."""
+        """Sets both orders on all ranks to those of rank 0's first step."""
         forward = sorted(self._buckets, key=lambda b: (b.deadline, b.plan.index))
         row = torch.tensor([*came, *(b.plan.index for b in forward)], dtype=torch.int64)
         first = self._wire.agree.gather_rows(row)[0].tolist()
@@ -265,7 +268,7 @@ class Reducer:
 
 
 def _last_block_first(bucket: Bucket) -> tuple[int, int]:
-    """Backward comes from the last block; what lies outside all blocks is complete at the very end."""
+    """Sort key: backward starts with the last block, and parameters outside all blocks are complete at the end."""
     return (0 if bucket.plan.block == ROOT else -1 - bucket.plan.block), -bucket.plan.index
 
 
@@ -286,8 +289,10 @@ def _do_and_measure(work: Callable[[], None], part: Tensor, norm: Tensor | None)
 
 
 def of_all_axes(sums: Tensor, replica: Group | None) -> Tensor:
-    """Sums of squares of the data axis, and of the ranks that have other parts of the model where there are some: the
-    same numbers in the same order on all of them."""
+    """Sums of squares over the data axis, or over all parts of the model if there are pipeline or tensor ranks.
+
+    All ranks get the same numbers in the same order.
+    """
     if replica is None:
         return sums
     total = math.fsum(sums.tolist()) if bool(sums.isfinite().all()) else float(sums.sum())
@@ -295,6 +300,6 @@ def of_all_axes(sums: Tensor, replica: Group | None) -> Tensor:
 
 
 def sum_of_squares(norms: Sequence[float]) -> float:
-    """The sum of their squares, as `decide` adds them up; not finite where one is not."""
+    """The sum of squares, added as in `decide`; not finite if a norm is not finite."""
     squares = [norm * norm for norm in norms]
     return math.fsum(squares) if all(map(math.isfinite, squares)) else sum(squares)

@@ -1,10 +1,11 @@
 """ZeRO for a TwinOptimizer: groups of ranks, the partition of buckets, and the threads between ranks.
 
-Stage 0 sums gradients on every rank, and every rank updates everything. Stage 1 partitions the optimizer's state: a
-rank gets its part of the summed gradients when they are complete. Stage 2 partitions the sums of several backwards too:
-every backward's gradients are reduced at once, and no rank keeps more than its part of them. Stage 3 partitions the
-weights, and all else with them (partitioned.py); where weights live on the hosts, as stage 2 does, and blocks gather
-theirs when they run (offload/param_offload.py).
+- Stage 0: every rank gets all summed gradients and updates everything.
+- Stage 1: the optimizer state is partitioned. A rank gets its part of the summed gradients when they are complete.
+- Stage 2: the sums of several backwards are partitioned too. Gradients are reduced in every backward.
+- Stage 3: weights, gradients and state are partitioned by `fully_shard` (partitioned.py).
+- Stage 3 with weights on the host (`parks`): buckets are shared as in stage 2, and blocks gather their weights when
+  they run (offload/param_offload.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from twinflow.device import Device
 from twinflow.dist.group import TIMEOUT, Group, backend_for, new_group
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value, wrong_state
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.device_work import DeviceWork
 from twinflow.offload.executor import Executor
@@ -42,16 +43,19 @@ _LONG = timedelta(hours=2)
 
 @dataclass(frozen=True)
 class Zero:
-    """How the ranks of torch.distributed's world, or of a grid's data axis, share one model's training."""
+    """Options of ZeRO for the ranks of torch.distributed's world, or of the data axis of `grid`.
+
+    Raises ValueError for options that conflict, and RuntimeError without a process group.
+    """
 
     stage: int = 2
-    dtype: torch.dtype | None = None  # that sums travel in; None: the gradients' own
-    op: str = "mean"  # of the ranks' gradients, or "sum"
-    predivide: float = 1.0  # gradients are divided by it before they are summed, and by the rest of the world after
+    dtype: torch.dtype | None = None  # dtype of gradients in communication; None: their own
+    op: str = "mean"  # how gradients of ranks are combined: "mean" or "sum"
+    predivide: float = 1.0  # gradients are divided by it before the sum, and by (number of ranks / predivide) after it
     timeout: timedelta = TIMEOUT
-    parks: bool = False  # with stage 3: weights live on the hosts, in parts, and blocks gather them (offload_param)
+    parks: bool = False  # with stage 3: weights are on the hosts, in parts, and blocks gather them (offload_param)
     compression: Compression | None = None  # 1-bit Adam
-    grid: Grid | None = None  # with pipeline or tensor ranks: those on the data axis share, and norms are of all
+    grid: Grid | None = None  # layout with pipeline or tensor ranks; the data axis shares, norms are over all ranks
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
@@ -61,53 +65,55 @@ class Zero:
         if not 0.0 < self.predivide < float("inf"):
             raise invalid_value("predivide", self.predivide, "a number above 0")
         if self.stage == 3 and self.predivide != 1.0 and not self.parks:
-            raise invalid_value(
-                "predivide with stage 3", self.predivide, [1.0], "fully_shard divides gradients itself."
-            )
+            reason = "fully_shard divides gradients itself"
+            raise incompatible(f"predivide={self.predivide}", "stage 3", reason, "Use predivide=1.")
         if self.parks and self.stage != 3:
-            raise invalid_value("stage where weights live on the host", self.stage, [3])
+            reason = "only stage 3 partitions weights"
+            raise incompatible("parks=True (weights on the host)", f"stage {self.stage}", reason, "Use stage 3.")
         if self.compression is not None:
+            name = "compressed communication"
             if self.stage != 1:
-                remedy = (
-                    "Ranks keep an error for every element, so stage 2 would save nothing; stage 3 has no replicas."
-                )
-                raise invalid_value("stage with compressed communication", self.stage, [1], remedy)
+                reason = "ranks need an error for every element and copies of all weights"
+                raise incompatible(f"stage {self.stage}", name, reason, "Use stage 1.")
             if self.predivide != 1.0:
-                raise invalid_value("predivide with compressed communication", self.predivide, [1.0])
+                reason = "it computes the mean of the ranks itself"
+                raise incompatible(f"predivide={self.predivide}", name, reason, "Use predivide=1.")
         if not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError("there is no process group: call twinflow.init_distributed() first")
+            raise wrong_state(
+                "Zero cannot be made", "there is no process group", "Call twinflow.init_distributed() first."
+            )
 
     @property
     def shares_buckets(self) -> bool:
-        """Whether ranks share our buckets; else `fully_shard` gives each its rows of every parameter."""
+        """Whether ranks share the runtime's buckets. Otherwise `fully_shard` partitions the parameters."""
         return self.stage < 3 or self.parks
 
 
 class Team:
-    """The ranks of one optimizer: groups of their own, so that reducing, publishing and the rest never mix."""
+    """The ranks of one optimizer. Each thread has process groups of its own, so that collectives never mix."""
 
     def __init__(self, zero: Zero, device: torch.device) -> None:
         self.zero = zero
         self.grid = zero.grid
         ranks = None if zero.grid is None else zero.grid.ranks_along(DATA)
-        backend = backend_for(device) if zero.shares_buckets else "gloo"  # else nothing large travels here
+        backend = backend_for(device) if zero.shares_buckets else "gloo"  # with `fully_shard` only norms are sent here
         self._reduce = new_group(backend, ranks, zero.timeout)
         self._publish = new_group(backend, ranks, zero.timeout)
         self._agree = new_group("gloo", ranks, zero.timeout)
         self._replica = None if zero.grid is None else new_group("gloo", zero.grid.replica_ranks, zero.timeout)
-        self.fetch = new_group(backend, ranks, zero.timeout) if zero.parks else None  # of weights on the hosts
-        # For whoever calls the optimizer: ranks that save wait here for the slowest.
+        self.fetch = new_group(backend, ranks, zero.timeout) if zero.parks else None  # for weights on the hosts
+        # For calls by the user's thread. The timeout is long, because ranks that save wait for the slowest one.
         long = max(zero.timeout, _LONG)
         self.calls: Group = new_group("gloo", ranks, long)
-        self.everyone: Group = self.calls if zero.grid is None else zero.grid.everyone  # on all axes
-        self.saves: Group = new_group("gloo", timeout=long)  # the same, for checkpoints in the background
+        self.everyone: Group = self.calls if zero.grid is None else zero.grid.everyone  # ranks of all axes
+        self.saves: Group = new_group("gloo", timeout=long)  # ranks of all axes, for checkpoints in the background
         self.world = self.calls.world
         self.rank = self.calls.rank
         self._exchanges: Exchanges | None = None
 
     @property
     def groups(self) -> dict[str, Group]:
-        """By what they are for."""
+        """The process groups by purpose."""
         between_threads = {"reduce": self._reduce, "publish": self._publish, "agree": self._agree}
         if self.fetch is not None:
             between_threads["fetch"] = self.fetch
@@ -117,7 +123,7 @@ class Team:
 
     @property
     def num_parts(self) -> int:
-        """In which each bucket is partitioned. With `fully_shard` it is the parameters that are."""
+        """Number of parts of each bucket. It is 1 with `fully_shard`, which partitions the parameters instead."""
         return self.world if self.zero.stage and self.zero.shares_buckets else 1
 
     @property
@@ -127,27 +133,27 @@ class Team:
 
     @property
     def exchanges(self) -> Exchanges | None:
-        """Momenta and weights in few bits, from the switch to compressed communication on."""
+        """The compressed exchanges; None before the switch to compressed communication."""
         return self._exchanges
 
     def set_exchanges(self, exchanges: Exchanges | None) -> None:
-        """Compress from now on, or no more."""
+        """Starts compressed communication, or ends it (None)."""
         self._exchanges = exchanges
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """All start from the first rank's values."""
+        """Copies rank 0's values to all ranks."""
         with torch.no_grad():
             for tensor in tensors:
                 self._reduce.broadcast(tensor)
 
     def least(self, values: Sequence[float]) -> list[float]:
-        """The least of each over all ranks."""
+        """The minimum of each value over all ranks."""
         rows = self.calls.gather_rows(torch.tensor(values, dtype=torch.float64))
         found: list[float] = rows.min(dim=0).values.tolist()
         return found
 
     def shards(self, plans: Sequence[BucketPlan], params: Sequence[ParamSpec]) -> tuple[list[BucketPlan], Shards]:
-        """This rank's part of each bucket, and all that the runtime needs to share them."""
+        """This rank's part of each bucket, and the record by which the runtime starts the threads between ranks."""
         if not self.zero.shares_buckets:
             return list(plans), OwnBuckets(self._start_norm_reducer)
         parts = self.num_parts
@@ -169,7 +175,7 @@ class Team:
         return NormReducer(executor, device_work, buckets, self._agree, self._replica, divisor)
 
     def _give_up_with(self, executor: Executor) -> None:
-        """No thread waits for other ranks when this one has failed, or is done."""
+        """Lets threads stop waiting for other ranks when the executor of this rank is closing or has failed."""
         for group in self.groups.values():
             group.give_up_when(lambda: executor.is_closing or executor.error is not None)
 
@@ -197,14 +203,14 @@ class Team:
 
 
 class _SharedWork:
-    """What the runtime calls: gradients go to the reducer, and weights come from the publisher."""
+    """The runtime's interface to reducer and publisher."""
 
     def __init__(self, reducer: Reducer, publisher: Publisher, indices: list[int], divisor: float) -> None:
         self.divisor = divisor
         self.threads = (reducer, publisher)
         self._reducer = reducer
         self._publisher = publisher
-        self._indices = indices  # of all buckets
+        self._indices = indices  # indices of all buckets
 
     def take_flat(self, bucket: Bucket) -> Tensor:
         return self._reducer.take_flat(bucket)

@@ -1,4 +1,4 @@
-"""What ranks do before they train together: watch each other, compare notes, and share the machines they are on."""
+"""Preparation of ranks before training: a watch for failures, a comparison of configs, and a share of the machine."""
 
 from __future__ import annotations
 
@@ -28,19 +28,24 @@ LOGGER = logging.getLogger("twinflow")
 
 
 def start_watch(ranks: RankEnvironment, hang_timeout_s: float) -> Watch | None:
-    """A watch over all ranks; none over a process that is alone, which may well sit idle."""
+    """Starts a watch over all ranks. A single process has none, because it may be idle."""
     if ranks.world_size == 1:
         return None
     store = group_store()
-    if not hasattr(store, "clone"):  # torch 2.8 has stores that have no connection to spare
-        LOGGER.warning("this process group's store cannot be watched: a rank that fails may leave others waiting")
+    if not hasattr(store, "clone"):  # some stores of torch 2.8 cannot open a second connection
+        LOGGER.warning(
+            "The store of this process group cannot be watched. If a rank fails, other ranks may wait for it forever."
+        )
         return None
     return Watch(store, ranks.rank, ranks.world_size, hang_timeout_s)
 
 
 def meet(ranks: RankEnvironment, module: nn.Module, config: str, grid: Grid | None = None) -> None:
-    """Refuse ranks that differ, and bind each to its part of its machine. On a grid, parameters are compared with those
-    of the same part of the model."""
+    """Compares versions, config and parameters of all ranks, and binds each rank to its share of its machine.
+
+    With pipeline or tensor ranks, parameters are compared only between ranks with the same part of the model. Raises
+    ValueError if ranks differ.
+    """
     if ranks.world_size == 1:
         return
     facts = {"twinflow": __version__, "torch": torch.__version__, "config": config}
@@ -55,7 +60,7 @@ def meet(ranks: RankEnvironment, module: nn.Module, config: str, grid: Grid | No
 
 
 def _check_replicas(grid: Grid, facts: dict[str, str]) -> None:
-    """The ranks of the data axis have the same part of the model, and so the same parameters."""
+    """Compares `facts` between the ranks of the data axis, which have the same part of the model."""
     along = grid.ranks_along(DATA)
     store = PrefixStore(f"twinflow/replicas/{along[0]}", group_store())
     if len(along) > 1:
@@ -63,7 +68,7 @@ def _check_replicas(grid: Grid, facts: dict[str, str]) -> None:
 
 
 def share_machine(ranks: RankEnvironment, device: torch.device) -> None:
-    """Bind this rank to its part of the CPUs, near its GPU where that can be, and size the pool of threads to it."""
+    """Binds this rank to its share of the CPUs, near its GPU if possible, and sets the number of threads to it."""
     group = new_group("gloo")
     nodes = _local_nodes(group, ranks, device)
     share = share_host(ranks.local_rank, ranks.local_world_size, nodes)
@@ -73,10 +78,10 @@ def share_machine(ranks: RankEnvironment, device: torch.device) -> None:
 
 
 def _local_nodes(group: Group, ranks: RankEnvironment, device: torch.device) -> list[int | None]:
-    """NUMA nodes of the GPUs of this machine's ranks, in their order; nothing where that cannot be told for all."""
+    """The NUMA nodes of the GPUs of this machine's ranks; empty if they are not known for all of these ranks."""
     said = gather_json(group, {"host": socket.gethostname(), "local_rank": ranks.local_rank, "node": _node_of(device)})
     here = {one["local_rank"]: one["node"] for one in said if one["host"] == socket.gethostname()}
-    if sorted(here) != list(range(ranks.local_world_size)):  # machines of one name
+    if sorted(here) != list(range(ranks.local_world_size)):  # several machines have the same name
         return []
     return [here[rank] for rank in range(ranks.local_world_size)]
 
@@ -93,5 +98,5 @@ def _node_of(device: torch.device) -> int | None:
 
 
 def own_host_bytes() -> int:
-    """What the host has available for this rank; 0 where nothing is known."""
+    """This rank's share of the host's free memory; 0 if it is not known."""
     return share_of_memory(free_host_bytes(), joined(os.environ).local_world_size)

@@ -1,4 +1,4 @@
-"""Adam and LAMB for slow networks: momentum travels in one bit for each element, and what that loses is made up for."""
+"""Adam and LAMB for slow networks: ranks exchange one bit for each element of the momentum, with error feedback."""
 
 from twinflow.optim.onebit.adam import OneBitAdam
 from twinflow.optim.onebit.lamb import OneBitLamb

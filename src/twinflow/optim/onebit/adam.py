@@ -1,15 +1,17 @@
-"""1-bit Adam: Adam until its second moment has settled, then momentum exchanged in one bit for each element.
+"""1-bit Adam: Adam until its second moment is stable, then ranks exchange one bit for each element of the momentum.
 
-After the switch the second moment v stays as it is. A rank sends its momentum, made of the momentum that all share and
-its own gradient, as signs and one scale for 4096 elements; the owner of a part sends back the signs of the mean.
-Elements are multiplied by a power of two near 1 / (sqrt(v) + eps) before they share a scale: steps of Adam are of about
-one size, momenta are not. Where v is zero no gradient was ever seen: such elements are left alone. Where it is much
-smaller than elsewhere in its parameter, gradients are rare, and it is raised before it is frozen: the next one would
-move such an element without bound, where Adam's own v would grow with it.
+After the switch the second moment v is frozen. A rank computes its momentum from the shared momentum and its own
+gradient. It sends the signs and one scale for each 4096 elements. The owner of a part sends the signs of the mean back.
+Elements are multiplied by a power of two near 1 / (sqrt(v) + eps) before they share a scale, because Adam's steps have
+similar sizes, but momenta have not.
 
-Bias correction goes on as if nothing had happened for the first moment, and stays what it was for the second.
-Clipping: before the switch by the norm of the mean gradient; after it nobody knows that, and the mean of the ranks' own
-norms takes its place, which is never smaller.
+Elements with v = 0 never had a gradient and are not updated. Elements whose v is much smaller than in the rest of their
+parameter have rare gradients. Their v is raised before it is frozen, because the next gradient would cause an unlimited
+step, while Adam's own v would grow with it.
+
+The bias correction of the first moment continues after the switch. That of the second moment is frozen. Clipping uses
+the norm of the mean gradient before the switch. After the switch that norm is not known, and clipping uses the mean of
+the ranks' own norms, which is never smaller.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ from twinflow.zero.compression import THRESHOLD, Compression, floor_of, raised
 class OneBitAdam(FreezingOptimizer):
     """AdamW over all ranks of the process group, with 1/16 of the communication of bf16 gradients after the switch.
 
-    `freeze_step` names the last step of plain Adam; None: when the second moment has settled, its sum within
-    `freeze_threshold` of what it was `freeze_window` steps before, and the learning rate no longer rises.
+    `freeze_step` is the last step of plain Adam. With None the switch is made when the second moment is stable: its sum
+    has changed over `freeze_window` steps by a ratio of at least `freeze_threshold`, and the learning rate does not
+    rise. `shared`: see `Shared` in base.py.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class OneBitAdam(FreezingOptimizer):
         self._maybe_freeze()
 
     def _hypers(self, bucket: FlatBucket, hits: Sequence[bool]) -> list[Hyper | None]:
-        """Numbers of each parameter's step; a step is counted."""
+        """The hyperparameters of each parameter with a gradient. Counts its step."""
         options, found = self._options(bucket), []
         for i, hit in enumerate(hits):
             bucket.steps[i] += hit
@@ -77,7 +80,7 @@ class OneBitAdam(FreezingOptimizer):
         found = [bucket.exp_avg_sq[where] for where in bucket.ranges()]
         sums = [floor_of(float(v.sum(dtype=torch.float64)), int(v.count_nonzero())) for v in found]
         floors = torch.tensor(sums, dtype=torch.float64)
-        self._agree.broadcast(floors)  # machines of different kinds may add up otherwise
+        self._agree.broadcast(floors)  # different machines may compute sums with different rounding
         for variance, floor in zip(found, floors.tolist(), strict=True):
             variance.copy_(raised(variance, floor))
 
@@ -86,5 +89,5 @@ class OneBitAdam(FreezingOptimizer):
         b1 = numbers(self._options(bucket), "betas")[0]
         self._exchange(bucket, bucket.exp_avg, bucket.grads, (1.0 - b1) * factor, bucket.exp_avg, b1)
         hypers = self._hypers(bucket, hits)
-        # The momentum is there already: none of the gradient goes into it.
+        # exp_avg is the new momentum already, so the factor of the gradient is 0.
         bucket.update([None if hyper is None else (0.0, *hyper[1:]) for hyper in hypers])

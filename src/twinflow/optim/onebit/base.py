@@ -1,7 +1,7 @@
-"""What optimizers with compressed communication share: buckets, groups of ranks, a step all agree on, saving.
+"""Base class of the optimizers with compressed communication: buckets, groups of ranks, the step, and saving.
 
-Every rank has the whole model and its own batches. `step` exchanges what has to be exchanged; gradients must not be
-summed before (no DistributedDataParallel around the model). All ranks call `step` equally often.
+Every rank has the whole model and its own batches. `step` does all communication. Gradients must not be summed before
+(no DistributedDataParallel around the model). All ranks must call `step` equally often.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _STATES = ("exp_avg", "exp_avg_sq", "worker_error", "server_error", "exponents")
 
 
 class Shared(TypedDict, total=False):
-    """Options that all of them have, with the same defaults."""
+    """Options of all these optimizers."""
 
-    max_grad_norm: float | None
-    has_feedback: bool  # False: errors are dropped, to see what they are for
-    wire_dtype: torch.dtype | None  # of sums in full precision; None: the gradients' own
+    max_grad_norm: float | None  # norm to which gradients are clipped; None: no clipping
+    has_feedback: bool  # error feedback; False drops the errors, for experiments
+    wire_dtype: torch.dtype | None  # dtype of uncompressed communication; None: that of the gradients
     bucket_numel: int  # elements of one exchange
-    group: Group | None  # the ranks; None: all
+    group: Group | None  # the ranks; None: all ranks
 
 
 class CompressedOptimizer(Optimizer):
-    """The frame around a step. Subclasses say what is exchanged, and what becomes of it."""
+    """Runs a step on all ranks. Subclasses implement `_update`, which communicates and changes the weights."""
 
     def __init__(
         self,
@@ -63,10 +63,12 @@ class CompressedOptimizer(Optimizer):
             raise invalid_value("wire_dtype", wire_dtype, (None, *FLOATS))
         if bucket_numel < 1:
             raise invalid_value("bucket_numel", bucket_numel, "a whole number >= 1")
-        self.max_grad_norm, self.code, self.has_feedback = max_grad_norm, code_named(code), has_feedback
+        self.max_grad_norm = max_grad_norm
+        self.code = code_named(code)
+        self.has_feedback = has_feedback
         self.wire_dtype = wire_dtype
         self.num_steps = self.num_skipped = 0
-        self.grad_norm: float | None = None  # of the last step's gradients, before clipping
+        self.grad_norm: float | None = None  # gradient norm of the last step before clipping
         self._buckets: list[FlatBucket] = []
         self._is_built = False
         super().__init__(params, defaults)
@@ -84,9 +86,15 @@ class CompressedOptimizer(Optimizer):
         self._is_built = True
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
-        """Only while the optimizer is built: its buckets are planned once."""
+        """Raises ValueError after construction, because buckets are planned once.
+
+        Pass all groups to the constructor.
+        """
         if getattr(self, "_is_built", False):
-            raise ValueError("this optimizer takes all its parameters at the start. Build a new one with all groups")
+            raise ValueError(
+                "add_param_group() cannot add parameters, because this optimizer takes all its parameters at the "
+                "start. Build a new one with all groups."
+            )
         super().add_param_group(param_group)
         for i, param in enumerate(self.param_groups[-1]["params"]):
             if param.dtype not in FLOATS:
@@ -102,7 +110,7 @@ class CompressedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None) -> object:
-        """One update on all ranks; none on any, where a gradient of one is not finite."""
+        """Makes one update on all ranks. If a gradient on any rank is not finite, all ranks skip the step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -123,22 +131,24 @@ class CompressedOptimizer(Optimizer):
         return loss
 
     def _update(self, present: list[list[bool]], norms: Sequence[float]) -> None:
-        """A step of the parameters that any rank has a gradient of; `norms` are those of the ranks' own gradients."""
+        """Updates the parameters that have a gradient on any rank. `norms` are the gradient norms of the ranks."""
         raise NotImplementedError
 
     # Parts of a step.
 
     def _mean_gradients(self) -> float:
-        """The ranks' mean in full precision; the factor that clips it."""
+        """Replaces gradients by the mean over ranks, uncompressed. Returns the clipping factor."""
         for bucket in self._buckets:
-            bucket.grads.mul_(1.0 / self.group.world)  # before: a sum may be too large for fp16
+            bucket.grads.mul_(1.0 / self.group.world)  # before the sum, which may be too large for fp16
             self.group.all_reduce(bucket.grads, bucket.grads, self.wire_dtype or bucket.grads.dtype)
         self.grad_norm = math.sqrt(sum(bucket.sum_squares() for bucket in self._buckets))
         return self._clip()
 
     def _bounded_norm(self, norms: Sequence[float]) -> float:
-        """Where the mean is never known in full precision: the mean of the ranks' norms, which its norm cannot exceed;
-        the factor that clips it."""
+        """Sets the gradient norm to the mean of the ranks' norms. Returns the clipping factor.
+
+        The mean gradient is not known with compressed communication. Its norm is at most the mean of the norms.
+        """
         self.grad_norm = sum(norms) / len(norms)
         return self._clip()
 
@@ -151,7 +161,7 @@ class CompressedOptimizer(Optimizer):
     def _exchange(
         self, bucket: FlatBucket, out: Tensor, given: Tensor, factor: float, base: Tensor | None, base_factor: float
     ) -> None:
-        """`out` = the ranks' mean of factor * given + base_factor * base, in few bits."""
+        """Sets `out` to the mean over ranks of factor * given + base_factor * base, with compressed communication."""
         if bucket.errors is None:
             bucket.errors = Errors.zeros(bucket.numel, self.group.world, bucket.weights.device)
         coding = Coding(self.code, bucket.exponents, factor, self.has_feedback)
@@ -162,25 +172,28 @@ class CompressedOptimizer(Optimizer):
 
     @property
     def sent_bytes(self) -> int:
-        """By this rank so far, as the collectives are defined: what a backend adds is not in it."""
+        """Bytes that this rank has sent, by the definition of the collectives, without overhead of the backend."""
         groups = {id(one): one for one in (self.group, self._agree)}
         return sum(one.sent_bytes for one in groups.values())
 
     # Saving.
 
     def _head(self) -> dict[str, object]:
-        """What subclasses remember beside tensors, as plain values."""
+        """Plain values that a subclass saves beside tensors."""
         return {}
 
     def _load_head(self, head: Mapping[str, object]) -> None:
-        """Take it over."""
+        """Loads values of `_head`."""
 
     def state_dict(self) -> dict[str, object]:
-        """Everything this rank needs to go on exactly, its own errors included: for as many ranks as there are now."""
+        """The complete state of this rank with its errors. It can be loaded by the same rank of as many ranks only."""
         return self._dict(self.group.world, lambda errors: errors)
 
     def portable_state_dict(self) -> dict[str, object]:
-        """The same for any number of ranks; all have to call it. What was left unsaid keeps its mean over the ranks."""
+        """The state for any number of ranks.
+
+        All ranks must call it. Errors are replaced by their mean over the ranks.
+        """
 
         def share(errors: list[Tensor]) -> list[Tensor]:
             worker, server = (error.clone() for error in errors)
@@ -221,7 +234,7 @@ class CompressedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Take over what `state_dict` or `portable_state_dict` gave. Everything is checked before anything changes."""
+        """Loads a state of `state_dict` or `portable_state_dict`. The state is checked before the optimizer changes."""
         head, state = self._checked(state_dict)
         params = [param for given in self.param_groups for param in given["params"]]
         entries = {param: state[i] for i, param in enumerate(params)}
@@ -239,13 +252,14 @@ class CompressedOptimizer(Optimizer):
             raise invalid_value("state_dict: kind", head.get("kind"), [type(self).__name__])
         saved = (head["world"], head["rank"])
         if saved not in ((None, None), (self.group.world, self.group.rank)):
-            remedy = "Errors are those of one rank: save with portable_state_dict() for another number of ranks."
+            remedy = "Errors belong to one rank. Save with portable_state_dict() for another number of ranks."
             own = (self.group.world, self.group.rank)
             raise invalid_value("state_dict: (ranks, rank)", saved, [own], remedy)
         sizes = [len(list_of(given, "params")) for given in saved_groups(state_dict)]
         own_sizes = [len(given["params"]) for given in self.param_groups]
         if sizes != own_sizes:
-            raise invalid_value("state_dict: sizes of param_groups", sizes, [own_sizes])
+            remedy = "Build the optimizer with the same groups as when the state was saved."
+            raise invalid_value("state_dict: sizes of param_groups", sizes, [own_sizes], remedy)
         params: list[nn.Parameter] = [param for given in self.param_groups for param in given["params"]]
         for i, param in enumerate(params):
             for name, value in state.get(i, {}).items():
@@ -254,7 +268,8 @@ class CompressedOptimizer(Optimizer):
                         f"state_dict: state[{i}][{name!r}] shape", tuple(value.shape), [tuple(param.shape)]
                     )
             if "exp_avg" not in state.get(i, {}):
-                raise invalid_value(f"state_dict: state[{i}]", sorted(state.get(i, {})), "what state_dict() gave")
+                expected = "an entry of state_dict(), with exp_avg"
+                raise invalid_value(f"state_dict: state[{i}]", sorted(state.get(i, {})), expected)
         return head, state
 
     def _load_bucket(self, bucket: FlatBucket, entries: Sequence[Mapping[str, object]]) -> None:
@@ -283,7 +298,7 @@ class CompressedOptimizer(Optimizer):
             bucket.errors.server.copy_(server[start : start + bucket.errors.server.numel()])
         for view, entry, param in zip(bucket.views(bucket.weights), entries, bucket.params, strict=True):
             if param.dtype == torch.float32:
-                continue  # a view of the weights: the model's own state is the truth
+                continue  # the parameter is a view of the weights, and the model's state dict restores it
             master = tensor_of(entry, "master") if entry.get("master") is not None else None
             is_same = master is not None and bool((master.to(param.device, param.dtype) == param).all())
             view.copy_(master if master is not None and is_same else param)

@@ -1,7 +1,7 @@
-"""Parameters in flat buffers: what one exchange between ranks carries.
+"""Parameters in flat buffers, one for each exchange between ranks.
 
-fp32 parameters become views of the bucket's weights. For others the weights are their fp32 masters, and they are
-rounded from them after each step.
+fp32 parameters become views of the bucket's weights. For half-precision parameters the weights are fp32 masters, and
+the parameters are rounded from them after each step.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from twinflow.rules.segment import Segment, Store
 
 @dataclass(eq=False)
 class FlatBucket:
-    """Some parameters of one group, and all that is kept for them."""
+    """Some parameters of one param group, with their state."""
 
     params: list[nn.Parameter]
-    offsets: list[int]  # of each, a multiple of 128
-    group: int  # of the optimizer's param groups
-    numel: int  # with padding: a multiple of 128 for each rank
+    offsets: list[int]  # start of each parameter, a multiple of 128
+    group: int  # index of the param group
+    numel: int  # with padding, so that each rank's part is a multiple of 128
     weights: Tensor
     grads: Tensor  # in the parameters' dtype
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    steps: list[int]  # updates of each parameter so far
-    errors: Errors | None = None  # from the first exchange on
-    exponents: Tensor | None = None  # from when the second moment was frozen on
-    frozen_at: list[int] | None = None  # gradients that each parameter's second moment has seen, where it may stay
-    server_start: int = 0  # of the part that this rank owns
-    extra: dict[str, Tensor] = field(default_factory=dict)  # what else an optimizer keeps, flat
-    versions: list[int] = field(default_factory=list)  # of the parameters, when they were last written here
+    steps: list[int]  # number of updates of each parameter
+    errors: Errors | None = None  # None before the first exchange
+    exponents: Tensor | None = None  # None before the second moment is frozen
+    frozen_at: list[int] | None = None  # number of gradients in each parameter's second moment, if it may be frozen
+    server_start: int = 0  # start of the part that this rank owns
+    extra: dict[str, Tensor] = field(default_factory=dict)  # more flat states of an optimizer
+    versions: list[int] = field(default_factory=list)  # versions of the parameters after the last write here
 
     def ranges(self) -> Iterator[slice]:
-        """Where each parameter is."""
+        """The range of each parameter in a flat tensor."""
         for offset, param in zip(self.offsets, self.params, strict=True):
             yield slice(offset, offset + param.numel())
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Of a flat tensor, in the parameters' shapes."""
+        """Views of a flat tensor in the shapes of the parameters."""
         return [flat[where].view(param.shape) for where, param in zip(self.ranges(), self.params, strict=True)]
 
     def gather(self) -> list[bool]:
-        """Copy gradients into `grads`; which parameters have one. What has none is zero."""
+        """Copies gradients into `grads`, zeros if there is none. Returns which parameters have a gradient."""
         self._take_over()
         hits = [param.grad is not None for param in self.params]
         views = self.views(self.grads)
@@ -66,7 +66,7 @@ class FlatBucket:
         return hits
 
     def _take_over(self) -> None:
-        """Weights that somebody else has written: into other memory, or into parameters that have masters."""
+        """Copies weights that the user has written, into new memory or into half-precision parameters."""
         for i, (view, param) in enumerate(zip(self.views(self.weights), self.params, strict=True)):
             if param.dtype == torch.float32:
                 if param.data_ptr() != view.data_ptr():
@@ -76,12 +76,12 @@ class FlatBucket:
                 view.copy_(torch.where(view.to(param.dtype) == param, view, param.float()))
 
     def sum_squares(self) -> float:
-        """Of the gradients; not finite where one is not, or where the sum is beyond fp32."""
-        rows = self.grads.view(-1, BLOCK)  # torch's sum of many squares in fp32 would lose some
+        """The sum of squared gradients; not finite if a gradient is not finite or a row's sum overflows fp32."""
+        rows = self.grads.view(-1, BLOCK)  # one fp32 sum over all elements would lose precision
         return float(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).double().square().sum())
 
     def update(self, hypers: Sequence[Hyper | None], factor: float = 1.0) -> None:
-        """One step of AdamW of the parameters that have numbers; then the parameters are those of the weights."""
+        """Runs one AdamW step for parameters with hyperparameters, and writes the weights into the parameters."""
         if len(set(hypers)) == 1 and hypers[0] is not None:
             self._update_range(hypers[0], factor, 0, self.numel)
         else:
@@ -106,7 +106,7 @@ class FlatBucket:
         return _fused(self.weights)
 
     def write_params(self) -> None:
-        """Parameters from the weights, where they are not views of them."""
+        """Writes the weights into parameters that are not views of them."""
         if self.params[0].dtype != torch.float32:
             torch._foreach_copy_([param.detach() for param in self.params], self.views(self.weights))
         for param in self.params:
@@ -114,7 +114,7 @@ class FlatBucket:
         self.versions = [param._version for param in self.params]
 
     def set_exponents(self, exponents: Tensor) -> None:
-        """Other sizes from now on. Errors are what they were, in them."""
+        """Sets new exponents and converts the errors to them."""
         old, self.exponents = self.exponents, exponents
         if old is None or self.errors is None:
             return
@@ -132,7 +132,7 @@ def _fused(weights: Tensor) -> gpu.FusedUpdate:
 def make_buckets(
     params: Sequence[nn.Parameter], group: int, world: int, rank: int, max_numel: int
 ) -> Iterator[FlatBucket]:
-    """Buckets of at most so many elements, but for one that a single parameter overfills; dtypes and devices apart."""
+    """Makes buckets of at most `max_numel` elements, each of one dtype and device. A larger parameter has its own."""
     kinds = dict.fromkeys((param.dtype, param.device) for param in params)
     for kind in kinds:
         chosen: list[nn.Parameter] = []

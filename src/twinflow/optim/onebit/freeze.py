@@ -1,9 +1,9 @@
-"""When the second moment has settled, and may be frozen.
+"""Decides when the second moment is stable and may be frozen.
 
-Adam's second moment grows and falls a lot at the start of a training. Once its sum has changed little over as many
-steps as it remembers, it is taken for good: from then on Adam is linear in the gradients, and errors that compressed
-communication makes cancel over time. Not while the learning rate still rises, nor before it has been level for as
-long: the second moment would be that of another stage of the training.
+Adam's second moment changes much at the start of training. It is frozen when its sum has changed little over a window
+of 1 / (1 - b2) steps. With a frozen second moment Adam is linear in the gradients, so that errors of compressed
+communication cancel over time. It is not frozen while the learning rate rises, nor within a window after that, because
+later training would need another second moment.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ MAX_WINDOW = 1000
 
 
 def default_window(b2: float) -> int:
-    """As many steps as an average with this decay remembers."""
+    """The number of steps in an average with decay `b2`: 1 / (1 - b2), at most `MAX_WINDOW`."""
     return min(MAX_WINDOW, max(2, round(1.0 / (1.0 - b2))))
 
 
 @dataclass
 class VarianceWatch:
-    """Sees the sum of the second moment, without its bias, after each step."""
+    """Watches the bias-corrected sum of the second moment."""
 
     window: int
     threshold: float
-    sums: deque[float] = field(default_factory=deque)  # of the last steps, one more than the window
+    sums: deque[float] = field(default_factory=deque)  # the sums of the last `window` + 1 calls
     last_lr: float = -math.inf
-    num_level: int = 0  # steps since the learning rate last rose
+    num_level: int = 0  # number of calls since the learning rate last rose
 
     def see(self, total: float, lr: float) -> bool:
-        """Whether it has settled. All ranks must see the same numbers."""
+        """Adds a sum and returns whether the second moment is stable. All ranks must pass the same numbers."""
         self.num_level = 0 if lr > self.last_lr else self.num_level + 1
         self.last_lr = lr
         self.sums.append(total)
@@ -46,10 +46,10 @@ class VarianceWatch:
         return least > 0.0 and least / most >= self.threshold
 
     def state_dict(self) -> dict[str, object]:
-        """All that it remembers."""
+        """The sums and the history of the learning rate."""
         return {"sums": list(self.sums), "last_lr": self.last_lr, "num_level": self.num_level}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Take it over."""
+        """Loads a state of `state_dict`."""
         self.sums = deque(float(value) for value in value_of(state, "sums", list))
         self.last_lr, self.num_level = float_of(state, "last_lr"), int_of(state, "num_level")

@@ -1,4 +1,4 @@
-"""Optimizers that switch once: until the second moment has settled in full precision, compressed from then on."""
+"""Base class of optimizers with one switch: uncompressed until the second moment is stable, compressed afterwards."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from twinflow.codes.reference import exponents_of
+from twinflow.errors import wrong_state
 from twinflow.optim.onebit.base import LOGGER, CompressedOptimizer, Shared
 from twinflow.optim.onebit.bucket import FlatBucket
 from twinflow.optim.onebit.freeze import VarianceWatch, default_window
@@ -18,7 +19,7 @@ from twinflow.zero.compression import Compression
 
 
 class FreezingOptimizer(CompressedOptimizer):
-    """Keeps the second moment as it is from some step on."""
+    """Freezes the second moment at one step and compresses communication from then on."""
 
     def __init__(
         self, params: ParamsT, defaults: dict[str, object], compression: Compression, **shared: Unpack[Shared]
@@ -27,7 +28,7 @@ class FreezingOptimizer(CompressedOptimizer):
         window = compression.freeze_window or default_window(numbers(defaults, "betas")[1])
         self._watch = VarianceWatch(window, compression.freeze_threshold)
         self.freeze_step = compression.freeze_step
-        self.frozen_step: int | None = None  # the last in full precision, once that is known
+        self.frozen_step: int | None = None  # the last uncompressed step; None before the switch
         super().__init__(params, defaults, compression.code, **shared)
 
     @property
@@ -36,18 +37,18 @@ class FreezingOptimizer(CompressedOptimizer):
         return self.frozen_step is not None
 
     def _maybe_freeze(self) -> None:
-        """After a step in full precision."""
+        """Makes the switch after an uncompressed step if it is due."""
         if self.freeze_step is not None:
             is_settled = self.num_steps >= self.freeze_step
         else:
-            # All see the first rank's number.
+            # All ranks use the sum of rank 0.
             totals = self._agree.gather_rows(torch.tensor([self._total()], dtype=torch.float64))
             is_settled = self._watch.see(float(totals[0, 0]), max(float(given["lr"]) for given in self.param_groups))
         if is_settled:
             self.freeze()
 
     def _total(self) -> float:
-        """The sum of the second moment, without its bias."""
+        """The bias-corrected sum of the second moment."""
         total = 0.0
         for bucket in self._buckets:
             b2 = numbers(self._options(bucket), "betas")[1]
@@ -57,9 +58,11 @@ class FreezingOptimizer(CompressedOptimizer):
 
     @torch.no_grad()
     def freeze(self) -> None:
-        """Keep the second moment as it is, and compress from the next step on. All ranks have to call it."""
+        """Freezes the second moment and compresses from the next step on. All ranks must call it."""
         if not self.num_steps:
-            raise RuntimeError("there is no second moment to keep yet: call step() before freeze()")
+            raise wrong_state(
+                "freeze() cannot run", "there is no second moment before the first step", "Call step() first."
+            )
         if self.is_compressed:
             return
         self.frozen_step = self.num_steps
@@ -67,23 +70,24 @@ class FreezingOptimizer(CompressedOptimizer):
             bucket.frozen_at = [max(1, step) for step in bucket.steps]
             self._before_freezing(bucket)
             exponents = exponents_of(bucket.exp_avg_sq, number(self._options(bucket), "eps"))
-            self.group.broadcast(exponents)  # machines of different kinds may round a root differently
+            self.group.broadcast(exponents)  # different machines may round a square root differently
             bucket.set_exponents(exponents)
         if self.group.rank == 0:
             LOGGER.info(
-                f"{type(self).__name__}: the second moment stays; compressed from step {self.frozen_step + 1} on"
+                f"{type(self).__name__}: the second moment is frozen, and communication is compressed from step "
+                f"{self.frozen_step + 1} on."
             )
 
     def _before_freezing(self, bucket: FlatBucket) -> None:
-        """A last change of a bucket's second moment; the same on all ranks."""
+        """Hook for a last change of a bucket's second moment, which must be equal on all ranks."""
 
     def _warn_of_late(self, bucket: FlatBucket, hits: Sequence[bool]) -> None:
-        """Parameters whose first gradient comes after the switch have no second moment, and are left alone."""
+        """Warns of parameters whose first gradient comes after the switch. They have no second moment, so they stay."""
         num_late = sum(hit and not step for hit, step in zip(hits, bucket.steps, strict=True))
         if num_late and self.group.rank == 0:
             LOGGER.warning(
-                f"{type(self).__name__}: {num_late} parameters got their first gradient after the second moment was "
-                "frozen, and are left as they are. Freeze later, or build a new optimizer"
+                f"{type(self).__name__}: {num_late} parameters have got their first gradient after the second moment "
+                "was frozen, and are not updated. Freeze later, or build a new optimizer."
             )
 
     def _head(self) -> dict[str, object]:

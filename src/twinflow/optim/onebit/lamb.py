@@ -1,9 +1,10 @@
-"""1-bit LAMB: LAMB until `freeze_step`, then momentum exchanged in one bit with layer-wise rates that go on.
+"""1-bit LAMB: LAMB until the switch, then ranks exchange one bit for each element of the momentum.
 
-LAMB multiplies each parameter's step by a trust ratio: the norm of its weights over that of its step, within bounds.
-After the switch steps come from a second moment that no longer changes, and their norms say little. So the mean of the
-ratios before the switch is kept, and multiplied by how much smaller the second moment has become since: that of the
-gradients which the exchanged momenta imply. That factor has bounds, and moves by a tenth a step at most.
+LAMB multiplies each parameter's step by a trust ratio: the norm of the weights divided by the norm of the step, within
+`min_coeff` and `max_coeff`. After the switch the second moment is frozen, so the norm of a step has little meaning. The
+ratio is then the mean of the ratios before the switch, times a factor that says how much smaller the second moment
+would be now. That second moment is computed from the gradients that follow from the exchanged momenta. The factor is
+within `factor_min` and `factor_max`, and changes in a step by a ratio of at most `factor_threshold`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ _FRESH = "exp_avg_sq_fresh"
 
 
 class OneBitLamb(FreezingOptimizer):
-    """LAMB over all ranks, with 1/16 of the communication of bf16 gradients after the switch."""
+    """LAMB over all ranks, with 1/16 of the communication of bf16 gradients after the switch.
+
+    `freeze_step`, `freeze_threshold` and `freeze_window`: see `OneBitAdam`. `coeff_beta` is the decay of the mean of
+    the trust ratios. The module's docstring explains the other options.
+    """
 
     def __init__(
         self,
@@ -52,19 +57,19 @@ class OneBitLamb(FreezingOptimizer):
     ) -> None:
         for names, low, high in (("coeff", min_coeff, max_coeff), ("factor", factor_min, factor_max)):
             if not 0.0 < low <= high < math.inf:
-                raise invalid_value(
-                    f"min and max of {names}", (low, high), "two numbers above 0, the smaller one first"
-                )
+                raise invalid_value(f"min and max of {names}", (low, high), "two numbers > 0, the smaller one first")
         if not 0.0 <= coeff_beta < 1.0:
             raise invalid_value("coeff_beta", coeff_beta, "a number in [0, 1)")
         if not 0.0 < factor_threshold < 1.0:
             raise invalid_value("factor_threshold", factor_threshold, "a number above 0 and below 1")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, Compression(code, freeze_step, freeze_threshold, freeze_window), **shared)
-        self.coeffs, self.factors = (min_coeff, max_coeff), (factor_min, factor_max)
-        self.coeff_beta, self.factor_threshold = coeff_beta, factor_threshold
+        self.coeffs = (min_coeff, max_coeff)
+        self.factors = (factor_min, factor_max)
+        self.coeff_beta = coeff_beta
+        self.factor_threshold = factor_threshold
         sizes = [len(bucket.params) for bucket in self._buckets]
-        self._mean_coeffs = [[0.0] * size for size in sizes]  # of each parameter
+        self._mean_coeffs = [[0.0] * size for size in sizes]  # by bucket and parameter
         self._last_factors = [[1.0] * size for size in sizes]
 
     def _update(self, present: list[list[bool]], norms: Sequence[float]) -> None:
@@ -97,7 +102,7 @@ class OneBitLamb(FreezingOptimizer):
         bucket.write_params()
 
     def _step(self, bucket: FlatBucket, i: int, where: slice, move: Tensor, coeff: float | None) -> float:
-        """Move one parameter, by its trust ratio where no other number is given; the number."""
+        """Updates one parameter with factor `coeff`, or with its trust ratio (None). Returns the factor."""
         options, weights = self._options(bucket), bucket.weights[where]
         move = move.add(weights, alpha=float_of(options, "weight_decay"))
         if coeff is None:
@@ -131,7 +136,7 @@ class OneBitLamb(FreezingOptimizer):
         bucket.write_params()
 
     def _factor(self, number: int, i: int, frozen: Tensor, fresh: Tensor) -> float:
-        """How much larger steps would be by now, were the second moment not frozen."""
+        """The factor by which steps would be larger now if the second moment were not frozen."""
         low, high = self.factors
         found = min(max(float((frozen / fresh).max()), low), high)
         last, most = self._last_factors[number][i], self.factor_threshold
@@ -141,7 +146,7 @@ class OneBitLamb(FreezingOptimizer):
 
     @torch.no_grad()
     def freeze(self) -> None:
-        """The same, and from now on a second one goes on with what the exchanged momenta imply."""
+        """Makes the switch, and starts the second moment of the gradients that follow from the exchanged momenta."""
         super().freeze()
         for bucket in self._buckets:
             bucket.extra.setdefault(_FRESH, bucket.exp_avg_sq.clone())
@@ -156,6 +161,6 @@ class OneBitLamb(FreezingOptimizer):
         self._last_factors = self._by_bucket(value_of(head, "last_factors", list))
 
     def _by_bucket(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Numbers of all parameters; buckets may have been cut elsewhere when they were saved."""
+        """Distributes the numbers of all parameters over buckets, which may have been other ones in the saved state."""
         numbers = iter([float(number) for row in rows for number in row])
         return [[next(numbers) for _ in bucket.params] for bucket in self._buckets]

@@ -1,11 +1,12 @@
-"""0/1 Adam: the second moment is refreshed ever less often, and later steps are local, exchanged ever less often.
+"""0/1 Adam: the second moment is updated more and more rarely, and later steps are local with rare exchanges.
 
-Until `var_freeze_step`, a step either refreshes both moments from gradients in full precision, at first every step,
-then every second, fourth and so on, twice as rarely after each `var_update_scaler` refreshes; or it exchanges the
-momentum in one bit and leaves the second moment as it is. After it, ranks step on their own with the momentum that they
-have, and exchange what they have added up, in one bit, every step at first, and twice as rarely after each
-`local_step_scaler` steps, at most every `local_step_clipper` steps. Between two exchanges weights differ from rank to
-rank; after each they are the same to the last bit.
+Until `var_freeze_step` there are two kinds of steps. A refresh updates both moments from uncompressed gradients. Other
+steps exchange one bit for each element of the momentum, and the second moment does not change. The interval between
+refreshes is 1 at first, and doubles after each `var_update_scaler` refreshes.
+
+After `var_freeze_step` ranks make local steps with their own momenta. They exchange the sum of their steps, one bit for
+each element. The interval between exchanges is 1 at first, doubles after each `local_step_scaler` steps, and is at most
+`local_step_clipper`. Between two exchanges the weights of ranks differ. After an exchange they are bitwise equal.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from twinflow.codes.reference import exponents_of
-from twinflow.errors import invalid_value
+from twinflow.errors import invalid_value, wrong_state
 from twinflow.optim.onebit.base import CompressedOptimizer, Shared
 from twinflow.optim.onebit.bucket import FlatBucket
 from twinflow.rules.adam import adamw_hyper
@@ -32,28 +33,31 @@ _REFRESH, _ONE_BIT, _LOCAL = "refresh", "one bit", "local"
 
 @dataclass(frozen=True)
 class Rhythm:
-    """Every how many steps something is done; twice as rarely each time it has been counted often enough."""
+    """An interval in steps that doubles after a number of counts."""
 
     interval: int = 1
     count: int = 0
 
     def counted(self, scaler: int, most: int | None = None) -> Rhythm:
-        """One more."""
+        """The rhythm after one more count: the interval doubles after `scaler` counts, up to `most`."""
         if self.count + 1 < scaler:
             return Rhythm(self.interval, self.count + 1)
         return Rhythm(min(2 * self.interval, most or 2 * self.interval), 0)
 
 
 class Moved(NamedTuple):
-    """What local steps since the last exchange have done to a parameter."""
+    """The effect of local steps since the last exchange on a parameter."""
 
-    rate: float = 0.0  # their sizes, summed
-    kept: float = 1.0  # of a weight, by weight decay
-    eps: float = 0.0  # of the last one
+    rate: float = 0.0  # sum of the step sizes
+    kept: float = 1.0  # factor of the weights by weight decay
+    eps: float = 0.0  # eps of the last step
 
 
 class ZeroOneAdam(CompressedOptimizer):
-    """AdamW over all ranks with less than one bit for each element and step."""
+    """AdamW over all ranks with less than one bit of communication for each element and step.
+
+    The module's docstring explains the options.
+    """
 
     def __init__(
         self,
@@ -77,14 +81,16 @@ class ZeroOneAdam(CompressedOptimizer):
                 raise invalid_value(name, count, "a whole number >= 1")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, code, **shared)
-        self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
-        self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
+        self.var_freeze_step = var_freeze_step
+        self.var_update_scaler = var_update_scaler
+        self.local_step_scaler = local_step_scaler
+        self.local_step_clipper = local_step_clipper
         self._variance = Rhythm()
         self._local = Rhythm()
-        self._since = 0  # local steps since the last exchange
-        self._moved: dict[int, list[Moved]] = {}  # by them, each parameter of each bucket
-        self._added: dict[int, Tensor] = {}  # what this rank has added up since, of each bucket
-        self._shared: dict[int, Tensor] = {}  # weights at the last exchange, the same on all ranks
+        self._since = 0  # number of local steps since the last exchange
+        self._moved: dict[int, list[Moved]] = {}  # by bucket: the effect of these steps on each parameter
+        self._added: dict[int, Tensor] = {}  # by bucket: this rank's sum of momenta in these steps
+        self._shared: dict[int, Tensor] = {}  # by bucket: the weights after the last exchange, equal on all ranks
 
     @property
     def is_in_step(self) -> bool:
@@ -115,7 +121,7 @@ class ZeroOneAdam(CompressedOptimizer):
             self._variance = self._variance.counted(self.var_update_scaler)
 
     def _hypers(self, bucket: FlatBucket, hits: Sequence[bool], refreshes: bool) -> list[Hyper | None]:
-        """Numbers of each parameter's step; steps are counted, and the gradients that second moments have seen."""
+        """The hyperparameters of each parameter with a gradient. Counts steps and refreshes of second moments."""
         seen = bucket.frozen_at = bucket.frozen_at or [0] * len(bucket.params)
         found: list[Hyper | None] = []
         for i, hit in enumerate(hits):
@@ -126,7 +132,7 @@ class ZeroOneAdam(CompressedOptimizer):
         return found
 
     def _local_step(self, present: list[list[bool]], factor: float) -> None:
-        """A step of this rank's own, with an exchange where it is time for one."""
+        """Makes a local step, with an exchange if one is due."""
         self._since += 1
         is_due = self._since >= self._local.interval
         for i, (bucket, hits) in enumerate(zip(self._buckets, present, strict=True)):
@@ -135,7 +141,7 @@ class ZeroOneAdam(CompressedOptimizer):
                 self._added[i], self._shared[i] = torch.zeros_like(bucket.weights), bucket.weights.clone()
                 self._moved[i] = [Moved()] * len(bucket.params)
             bucket.exp_avg.mul_(b1).add_(bucket.grads, alpha=(1.0 - b1) * factor)
-            bucket.exp_avg.mul_(bucket.exp_avg_sq != 0)  # elements that never saw a gradient are left alone
+            bucket.exp_avg.mul_(bucket.exp_avg_sq != 0)  # elements that never had a gradient are not updated
             hypers = self._hypers(bucket, hits, refreshes=False)
             self._add(i, bucket, hypers)
             if is_due:
@@ -147,7 +153,7 @@ class ZeroOneAdam(CompressedOptimizer):
         self._local = self._local.counted(self.local_step_scaler, self.local_step_clipper)
 
     def _add(self, i: int, bucket: FlatBucket, hypers: Sequence[Hyper | None]) -> None:
-        """What this step would have subtracted, but for the second moment. A parameter without a gradient stays."""
+        """Adds the step size times the momentum to the sum, for parameters with a gradient."""
         for j, (where, hyper) in enumerate(zip(bucket.ranges(), hypers, strict=True)):
             if hyper is not None:
                 self._added[i][where].add_(bucket.exp_avg[where], alpha=hyper[4])
@@ -155,11 +161,11 @@ class ZeroOneAdam(CompressedOptimizer):
                 self._moved[i][j] = Moved(rate + hyper[4], kept * hyper[5], hyper[3])
 
     def _take_over(self, i: int, bucket: FlatBucket) -> None:
-        """From the weights that all share, with the mean momentum of all ranks and steps, which is exchanged."""
+        """Exchanges the mean momentum of all ranks and steps, and computes the new shared weights from it."""
         added, shared = self._added[i], self._shared[i]
         for where, moved in zip(bucket.ranges(), self._moved[i], strict=True):
             if moved.rate:
-                added[where].mul_(1.0 / moved.rate)  # so errors are those of momenta
+                added[where].mul_(1.0 / moved.rate)  # errors are then in units of momenta
             else:
                 added[where].copy_(bucket.exp_avg[where])
         self._exchange(bucket, bucket.exp_avg, added, 1.0, None, 0.0)
@@ -174,7 +180,11 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def _head(self) -> dict[str, object]:
         if not self.is_in_step:
-            raise RuntimeError("ranks have different weights between two exchanges. Save when `is_in_step`")
+            raise wrong_state(
+                "The optimizer cannot be saved now",
+                "ranks have different weights between two exchanges",
+                "Save when `is_in_step` is True.",
+            )
         return {"variance": asdict(self._variance), "local": asdict(self._local)}
 
     def _load_head(self, head: Mapping[str, object]) -> None:
