@@ -1,11 +1,17 @@
-"""Streams, events and page-locked memory, the same way on a GPU and without one.
+"""Streams, events and page-locked memory, with one interface for a GPU and for the CPU.
 
-On CUDA a stream is a CUDA stream. On the CPU a stream is a thread that runs its work in order, and every stream can be
-given a delay: a missing wait, harmless by luck on a fast machine, then shows in a test. Events are those of the native
-library, so that its own streams (csrc/streams.cpp) and these can wait for each other.
+On CUDA a stream is a CUDA stream. On the CPU a stream is a thread that runs its work in order. Events are those of the
+native library, so that the streams here and those of the native library (csrc/streams.cpp) can wait for each other.
 
-Every wait names its sync point. A test can switch single points off (`Device.disabled`) and see that results change:
-that is how we know each of them is needed and tested.
+Threads: any thread may queue work on a stream, record an event and wait for an event. Work on one stream runs in the
+order in which it was queued. Only events order the work of two streams: `record` on one stream, `wait` on the other.
+`Device._lock` guards the table of streams and the table of page-locked memory. On the CPU the thread of a stream runs
+the work. Its first exception stops that stream, is kept in `Device.error`, and is raised in callers that wait for a
+later event.
+
+For tests: every stream can be given a delay, so that a missing wait gives wrong results also on a fast machine. Every
+wait names its sync point (offload/sync.py). A test can switch a sync point off (`Device.disabled`) and check that
+results change, which shows that the wait is needed.
 """
 
 from __future__ import annotations
@@ -25,18 +31,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from twinflow.errors import wrong_state
 from twinflow.native.executor import executor_library
 from twinflow.trace import Trace
 
 _PAGE = 4096
 _MADV_DONTFORK, _MADV_DOFORK = 10, 11
-_LARGE_BYTES = 1 << 26  # above the largest size that malloc takes from its heap: such a buffer has its pages for itself
+_LARGE_BYTES = 1 << 26  # malloc does not take such a size from its heap, so the buffer shares no pages with others
 Work = Callable[[], object]
-Mark = float | torch.cuda.Event  # a moment in the model's work: on the CPU, and on a GPU
+Mark = float | torch.cuda.Event  # a point in the model's work: a time on the CPU, an event on a GPU
 
 
 class Event:
-    """A point in a stream's work."""
+    """A point in the work of a stream."""
 
     __slots__ = ("_device", "_library", "handle")
 
@@ -49,38 +56,38 @@ class Event:
         self._library.tf_event_free(self.handle)
 
     def done(self) -> bool:
-        """Whether the stream has come past it."""
+        """Whether the stream has passed the event."""
         return self._check(self._library.tf_event_state(self.handle))
 
     def synchronize(self) -> None:
-        """Block the calling thread until the stream has come past it."""
+        """Block the calling thread until the stream has passed the event."""
         self._check(self._library.tf_event_wait(self.handle))
 
     def fire(self, error: BaseException | None) -> None:
-        """The stream has come past it; with an error, its work has failed."""
+        """Mark the event as passed. `error`: the exception of the stream's work, if that has failed."""
         self._library.tf_event_signal(self.handle, error is not None)
 
     def _check(self, state: int) -> bool:
-        if state < 0:  # work that failed is over, but not done
+        if state < 0:  # the work has ended with an error
             raise (self._device.error if self._device is not None else None) or RuntimeError("Work on a stream failed")
         return state > 0
 
 
 class Stream(Protocol):
-    """Work in order, beside other streams."""
+    """Runs work in order, concurrently with other streams."""
 
     name: str
 
     def run(self, work: Work, span: str = "", **args: int) -> None:
-        """Queue work; with a `span` it is recorded in the trace."""
+        """Queue work. `span`: the name under which the trace records it; "" for no record."""
         ...
 
     def record(self) -> Event:
-        """An event after all work queued so far."""
+        """Return an event after all work that is queued so far."""
         ...
 
     def wait(self, event: Event, point: str) -> None:
-        """Let all work queued from now on wait for the event."""
+        """Let all work that is queued from now on wait for the event. `point`: the name of the sync point."""
         ...
 
     def synchronize(self) -> None:
@@ -88,35 +95,38 @@ class Stream(Protocol):
         ...
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for work on this stream. On a GPU memory belongs to the stream it was made on: what another stream
-        has freed may still be in use there."""
+        """Allocate memory for work on this stream.
+
+        On a GPU memory belongs to the stream on which it was allocated. Memory that another stream has freed may still
+        be in use there.
+        """
         ...
 
 
 class Device:
-    """Where the model lives. `disabled` holds sync points that are skipped: for tests only."""
+    """The CPU as the device of a model; base class of `CudaDevice`."""
 
     kind = "cpu"
 
     def __init__(self, trace: Trace | None = None) -> None:
         self.trace = trace or Trace()
-        self.watchers: list[weakref.WeakMethod[Callable[[], None]]] = []  # told of delays and of disabled sync points
+        self.watchers: list[weakref.WeakMethod[Callable[[], None]]] = []  # called when delays or disabled points change
         self._disabled: frozenset[str] = frozenset()
-        self.stream_ids: Iterator[int] = repeat(0)  # each the calling thread's current stream, when it is asked for
-        self.error: BaseException | None = None  # the first that work on a stream has raised
+        self.stream_ids: Iterator[int] = repeat(0)  # next() gives the id of the calling thread's current stream
+        self.error: BaseException | None = None  # the first exception of work on a stream
         self._followers: Callable[[], Sequence[torch.cuda.Stream]] = tuple
         self._delays: dict[str, float] = {}
         self._streams: dict[str, Any] = {}
-        self._lock = threading.Lock()  # several threads ask for streams
+        self._lock = threading.Lock()  # guards `_streams`, and `_pinned` of a GPU
         self._is_closed = False
 
     def set_followers(self, find: Callable[[], Sequence[torch.cuda.Stream]]) -> None:
-        """Streams that others run the model's work on. They wait wherever the model's own stream waits."""
+        """`find` returns other streams that run the model's work. They wait wherever the model's own stream waits."""
         self._followers = find
 
     @property
     def disabled(self) -> frozenset[str]:
-        """Sync points that are skipped."""
+        """Sync points that are skipped. For tests only."""
         return self._disabled
 
     @disabled.setter
@@ -131,86 +141,91 @@ class Device:
                 call()
 
     def stream(self, name: str) -> Stream:
-        """The stream of this name, made when first asked for."""
+        """Return the stream of this name. The first call makes it."""
         return self._stream(name, lambda: _ThreadStream(name, self))
 
     def _stream(self, name: str, make: Callable[[], Stream]) -> Stream:
         with self._lock:
             if name not in self._streams:
                 if self._is_closed:
-                    raise RuntimeError(f"stream {name!r} is asked for after its device was closed")
+                    raise wrong_state(
+                        f"stream {name!r} cannot be made",
+                        "its device is closed",
+                        "Build a new optimizer to go on training",
+                    )
                 self._streams[name] = make()
             stream: Stream = self._streams[name]
             return stream
 
     def compute(self) -> Stream:
-        """Where gradients are produced, for the calling thread."""
+        """Return the stream on which the calling thread produces gradients."""
         return self.stream("compute")
 
     def beside(self, name: str) -> AbstractContextManager[Any]:
-        """What the calling thread queues inside runs beside the model's work."""
+        """Return a context manager. Work that the calling thread queues inside runs concurrently with the model."""
         return nullcontext()
 
     def join_streams(self, streams: Iterable[int]) -> None:
-        """Let the calling thread's stream wait for what was queued on these, by their ids."""
+        """Let the calling thread's current stream wait for the work on these streams, which are given by id."""
 
     def hold_compute(self, event: Event, point: str) -> None:
-        """Let the model's work from now on wait for the event."""
+        """Let the model's work that is queued from now on wait for the event."""
         if point not in self.disabled:
             event.synchronize()  # on the CPU the model runs in the calling thread
 
     def mark(self) -> Mark:
-        """A moment in the model's work, for `add_span`."""
+        """Return the current point in the model's work, for `add_span` and `seconds`."""
         return time.perf_counter()
 
     def add_span(self, name: str, start: Mark, end: Mark) -> None:
-        """Record in the trace what the model did between two marks."""
+        """Record the model's work between two marks in the trace."""
         assert isinstance(start, float) and isinstance(end, float)
         self.trace.add(name, "compute", start, end)
 
     def delay(self, name: str, seconds: float) -> None:
-        """Before each piece of work of this stream, sleep (on a GPU: spin). For tests."""
+        """Sleep (on a GPU: spin) before each piece of work of this stream. For tests."""
         self._delays[name] = seconds
         self._tell()
 
     def delay_of(self, name: str) -> float:
-        """What `delay` has set."""
         return self._delays.get(name, 0.0)
 
     def model_streams(self) -> ctypes.Array[ctypes.c_void_p]:
-        """Handles of the streams that the model's work is queued on, for the native executor; none on the CPU, where
-        the calling thread does the work."""
+        """Return the handles of the streams that run the model's work, for the native executor.
+
+        There are none on the CPU, where the calling thread does the work.
+        """
         return (ctypes.c_void_p * 0)()
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Host memory that streams can copy from and to without stopping; lives until `close`."""
+        """Allocate host memory for asynchronous copies (page-locked on a GPU). It lives until `close` or `release`."""
         return hide_from_children(torch.empty(numel, dtype=dtype))
 
     def release(self, tensor: Tensor) -> None:
-        """Page-locked memory that is needed no more, and that no copy uses; other memory is left alone."""
+        """Unlock page-locked memory that no copy uses any more. Other memory is left alone."""
 
     def free_bytes(self) -> int | None:
-        """Memory left on the device; None where it is the host's own."""
+        """Return the free memory of the device; None if the device is the host."""
         return None
 
     def capacity_bytes(self) -> int | None:
-        """Memory that this process has on the device or could have; None where it is the host's own."""
+        """Return the device memory that this process has or could have; None if the device is the host."""
         return None
 
     def peak_bytes(self) -> int:
-        """The most memory that was in use on the device since `reset_peak`."""
+        """Return the largest amount of device memory in use since `reset_peak`."""
         return 0
 
     def reset_peak(self) -> None:
-        """Count the peak from here."""
+        """Start a new measurement for `peak_bytes`."""
 
     def seconds(self, start: Mark, end: Mark) -> float:
-        """Between two marks; waits for the second."""
+        """Return the time between two marks. Waits for the second mark."""
         assert isinstance(start, float) and isinstance(end, float)
         return end - start
 
     def close(self) -> None:
-        """Wait for all work, then give streams and page-locked memory back."""
+        """Wait for all work, then end the streams and unlock page-locked memory."""
         with self._lock:
             self._is_closed = True
             streams = list(self._streams.values())
@@ -219,7 +234,8 @@ class Device:
 
 
 class _ThreadStream:
-    """A stream as a thread. Work that raises breaks the stream: whoever waits for a later event gets the exception."""
+    """A stream on the CPU: a thread. After work has raised, later work is not run, and waiting for a later event raises
+    the exception."""
 
     def __init__(self, name: str, device: Device) -> None:
         self.name = name
@@ -262,7 +278,7 @@ class _ThreadStream:
     @torch.no_grad()
     def _loop(self) -> None:
         while (work := self._queue.get()) is not None:
-            if isinstance(work, Event):  # after a failure too: somebody may wait for it
+            if isinstance(work, Event):  # after a failure too, because a thread may wait for the event
                 work.fire(self._error)
             elif self._error is None:
                 self._error = _failure(work)
@@ -270,7 +286,7 @@ class _ThreadStream:
 
 
 def _failure(work: Work) -> BaseException | None:
-    """Run it; what it raised is handed to whoever waits."""
+    """Run the work and return its exception, if it raised one."""
     try:
         work()
     except BaseException as error:
@@ -279,7 +295,7 @@ def _failure(work: Work) -> BaseException | None:
 
 
 class CudaDevice(Device):
-    """One GPU."""
+    """One GPU as the device of a model."""
 
     kind = "cuda"
 
@@ -287,16 +303,16 @@ class CudaDevice(Device):
         super().__init__(trace)
         self.device = device
         self.stream_ids = map(torch._C._cuda_getCurrentRawStream, repeat(device.index))
-        self._current: dict[int, _CurrentStream] = {}  # by their ids
-        self._handles: dict[tuple[int, ...], ctypes.Array[ctypes.c_void_p]] = {}  # what `model_streams` has returned
-        self._pinned: dict[int, Tensor] = {}  # by address; the lock guards it
+        self._current: dict[int, _CurrentStream] = {}  # by stream id
+        self._handles: dict[tuple[int, ...], ctypes.Array[ctypes.c_void_p]] = {}  # earlier results of `model_streams`
+        self._pinned: dict[int, Tensor] = {}  # by address; `_lock` guards it
 
     def stream(self, name: str) -> Stream:
-        """The stream of this name; copies get a high priority, so that small ones do not queue behind kernels."""
+        """Return the stream of this name. It has a high priority, so that small copies do not wait for kernels."""
         return self._stream(name, lambda: _CudaStream(name, self, _new_stream(self.device)))
 
     def compute(self) -> Stream:
-        """The calling thread's current stream: in a hook, the one that produced the gradient."""
+        """Return the calling thread's current stream. In a hook this is the stream that produced the gradient."""
         number = torch._C._cuda_getCurrentRawStream(self.device.index)
         found = self._current.get(number)
         if found is None:
@@ -304,27 +320,25 @@ class CudaDevice(Device):
         return found
 
     def beside(self, name: str) -> AbstractContextManager[Any]:
-        """On a stream of this name."""
         stream = self.stream(name)
         assert isinstance(stream, _CudaStream)
         return torch.cuda.stream(stream._stream)
 
     def join_streams(self, streams: Iterable[int]) -> None:
-        """Nearly always it is the only one."""
         here = torch._C._cuda_getCurrentRawStream(self.device.index)
         for stream in streams:
-            if stream != here:
+            if stream != here:  # there is nearly always only the current stream
                 other = torch.cuda.ExternalStream(stream, self.device)  # type: ignore[no-untyped-call]
                 torch.cuda.current_stream(self.device).wait_stream(other)
 
     def hold_compute(self, event: Event, point: str) -> None:
-        """The GPU waits; the calling thread does not."""
+        """Let the model's streams wait for the event. The calling thread does not wait."""
         self.compute().wait(event, point)
         for stream in self._followers():
             _CudaStream("follower", self, stream).wait(event, point)
 
     def model_streams(self) -> ctypes.Array[ctypes.c_void_p]:
-        """The calling thread's, and those that wait with it."""
+        """Return the handles of the calling thread's current stream and of its followers."""
         current = torch._C._cuda_getCurrentRawStream(self.device.index)
         streams = (current, *(stream.cuda_stream for stream in self._followers()))
         found = self._handles.get(streams)
@@ -333,18 +347,16 @@ class CudaDevice(Device):
         return found
 
     def mark(self) -> Mark:
-        """A timed event in the current stream."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def add_span(self, name: str, start: Mark, end: Mark) -> None:
-        """The GPU's time between two marks."""
         assert not isinstance(start, float) and not isinstance(end, float)
         self.trace.gpu(name, "compute", start, end)
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Registered at its exact size: torch's own pinned allocator rounds up to a power of two."""
+        """Allocate host memory and page-lock exactly its size. torch's pinned allocator rounds up to a power of two."""
         nbytes = numel * dtype.itemsize
         raw = torch.empty(nbytes + _PAGE, dtype=torch.uint8)
         start = -raw.data_ptr() % _PAGE
@@ -354,8 +366,8 @@ class CudaDevice(Device):
             error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), nbytes, 0)  # type: ignore[no-untyped-call]
             if int(error):
                 warnings.warn(
-                    f"{nbytes >> 20} MiB of host memory could not be page-locked (CUDA error {int(error)}): copies of "
-                    "it will be slow. Raise the limit with `ulimit -l unlimited`.",
+                    f"{nbytes >> 20} MiB of host memory could not be page-locked (CUDA error {int(error)}), so copies "
+                    "from and to this memory will be slow. Raise the limit with `ulimit -l unlimited`.",
                     stacklevel=2,
                 )
             else:
@@ -364,40 +376,34 @@ class CudaDevice(Device):
         return tensor
 
     def free_bytes(self) -> int | None:
-        """What CUDA has left and what torch has cached, within the share of the device that torch may use."""
+        """Return the memory that CUDA has free or torch has cached, within the share of the device for this process."""
         free, total = torch.cuda.mem_get_info(self.device)
         allocated = torch.cuda.memory_allocated(self.device)
         share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(self.device)  # torch >= 2.9
         return min(free + torch.cuda.memory_reserved(self.device), int(share * total)) - allocated
 
     def release(self, tensor: Tensor) -> None:
-        """Unregistered at once."""
         with self._lock:
             known = self._pinned.pop(tensor.data_ptr(), None)
         if known is not None:
             torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())  # type: ignore[no-untyped-call]
 
     def capacity_bytes(self) -> int | None:
-        """What is free, and what torch has allocated."""
         return (self.free_bytes() or 0) + torch.cuda.memory_allocated(self.device)
 
     def peak_bytes(self) -> int:
-        """What torch has allocated at most."""
         return torch.cuda.max_memory_allocated(self.device)
 
     def reset_peak(self) -> None:
-        """Of torch's own counter."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def seconds(self, start: Mark, end: Mark) -> float:
-        """The GPU's time."""
         assert not isinstance(start, float) and not isinstance(end, float)
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
 
     def close(self) -> None:
-        """Synchronise before unregistering: a copy in flight must not lose its memory."""
-        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize(self.device)  # a running copy still uses the memory that is unregistered below
         for tensor in self._pinned.values():
             torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())  # type: ignore[no-untyped-call]
         self._pinned.clear()
@@ -410,7 +416,10 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class _Switched:
-    """The calling thread's work goes to a stream of the current device. torch.cuda.stream takes four times as long."""
+    """A context manager that makes a stream of the current device the current stream.
+
+    torch.cuda.stream takes four times as long.
+    """
 
     __slots__ = ("_before", "_stream")
 
@@ -467,7 +476,7 @@ class _CudaStream:
 
 
 class _CurrentStream(_CudaStream):
-    """The calling thread's own: nothing has to be switched, which takes as long as a launch."""
+    """The calling thread's current stream. It needs no switch of streams, which would take as long as a launch."""
 
     def run(self, work: Work, span: str = "", **args: int) -> None:
         if self._device._delays or self._device.trace.enabled:
@@ -477,18 +486,18 @@ class _CurrentStream(_CudaStream):
 
 
 def hide_from_children(tensor: Tensor) -> Tensor:
-    """Leave a large buffer out of processes that are forked from this one; returns it.
+    """Exclude a large buffer from processes that are forked from this one, and return the buffer.
 
-    A DataLoader forks its workers. They would get a copy of every page-locked page at once, and keep an old copy of
-    each page of the state that is written later: several times the memory, for something they never look at. Small
-    buffers may share their pages with others, so they are left alone.
+    A DataLoader forks its workers. Each worker would copy every page-locked page at once, and keep an old copy of each
+    page of the state that is written later. This would take several times the memory, and workers never read it. Small
+    buffers are left alone, because they may share pages with other data.
     """
     nbytes = tensor.numel() * tensor.element_size()
     if sys.platform == "linux" and nbytes >= _LARGE_BYTES:
         first = -(-tensor.data_ptr() // _PAGE) * _PAGE
         last = (tensor.data_ptr() + nbytes) // _PAGE * _PAGE
         _advise(first, last - first, _MADV_DONTFORK)
-        # Some allocators keep pages that are freed: whoever gets them next must have them in its children.
+        # Some allocators keep freed pages. The next buffer in these pages must be visible in child processes.
         weakref.finalize(tensor, _advise, first, last - first, _MADV_DOFORK).atexit = False
     return tensor
 
@@ -498,5 +507,5 @@ def _advise(address: int, nbytes: int, advice: int) -> None:
 
 
 def device_for(device: torch.device, trace: Trace | None = None) -> Device:
-    """The streams that belong to a model on this device."""
+    """Return the `Device` for a model on this torch device."""
     return CudaDevice(device, trace) if device.type == "cuda" else Device(trace)
