@@ -385,12 +385,12 @@ class Executor:
         self._library.tf_bucket_note_published(self._handle, bucket.plan.index, number, handle)
 
     def weights_copied_event(self, bucket: Bucket) -> Event | None:
-        """Return the event at which the last copy of the bucket's weights ends; None if there was no copy."""
+        """Return the event at which the last copy of the bucket's weights ends; None if no copy is under way."""
         handle = self._library.tf_bucket_weights_copied_event(self._handle, bucket.plan.index)
         return Event(handle, self.device) if handle else None
 
     def published_event(self, bucket: Bucket) -> Event | None:
-        """Return the event at which the weights of all ranks are in the parameters; None if nothing was published."""
+        """Return the event at which the weights of all ranks are in the parameters; None if no copy is under way."""
         handle = self._library.tf_bucket_published_event(self._handle, bucket.plan.index)
         return Event(handle, self.device) if handle else None
 
@@ -656,7 +656,7 @@ class Executor:
     def hold(self, held: Held) -> float:
         """Block until the copies of the buckets' weights are queued, and let the model's streams wait for their end.
 
-        Returns the seconds for which the calling thread was blocked.
+        On the CPU the calling thread waits for their end too. Returns the seconds until the copies were queued.
         """
         streams = self.device.model_streams()
         waited_s = self._ok(self._library.tf_hold(self._handle, held.indices, len(held.buckets), streams, len(streams)))
