@@ -187,7 +187,10 @@ class _Open:
     __slots__ = ("_args", "_name", "_start_s", "_trace", "_track")
 
     def __init__(self, trace: Trace, name: str, track: str, args: Mapping[str, Value]) -> None:
-        self._trace, self._name, self._track, self._args = trace, name, track, args
+        self._trace = trace
+        self._name = name
+        self._track = track
+        self._args = args
 
     def __enter__(self) -> None:
         self._start_s = time.perf_counter()

@@ -165,7 +165,9 @@ class Collector:
             if is_free:
                 if not param.is_sharded:
                     param.tensor.grad = taken = stand_in(param)
-                    taken.held, taken.is_lent, taken.is_used = held, True, True
+                    taken.held = held
+                    taken.is_lent = True
+                    taken.is_used = True
                 else:
                     param.tensor.grad = None
             else:

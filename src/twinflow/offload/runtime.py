@@ -12,16 +12,17 @@ The path of a gradient, in execution order:
 5. In the next forward a hook calls `before_forward`, which waits for the weights of one block. Other code that reads a
    weight waits for that weight only (weight_guard.py).
 
-Gradients are taken during backward if `early` allows it (early.py). Otherwise `step` takes them from `.grad`, and the
-other steps are the same. Until `step`, gradients that were taken can be put back into `.grad` as long as no update has
-been written (`can_undo`). Another backward, or a changed gradient, option or weight, then has the same effect as with
-torch. If updates have been written during backward, such a loop gets an error, after the step has been completed with
-the gradients that had come.
+Gradients are taken during backward if `early` allows it (early.py). Otherwise `step` takes them from `.grad`, and items
+3 to 5 do not change. Until `step`, gradients that were taken can be put back into `.grad` as long as no update has been
+written (`can_undo`). Another backward, or a changed gradient, option or weight, then has the same effect as with torch.
+If updates have been written during backward, such a loop gets an error, after the step has been completed with the
+gradients that had come.
 
 Threads: the user's thread (forward, `step`, `wait`) and autograd's thread (`take_queue`) call the runtime. They never
 run at the same time, because backward() blocks its caller. So the runtime has no lock, and the fields of `Runtime`,
-`Param` and open jobs belong to the calling thread. Any thread may read a weight (`settle`). Submitted tasks belong to
-the executor, to `DeviceWork` or to the reducer, which have locks of their own.
+`Param` and open jobs belong to the thread that currently calls the runtime. Any thread may read a weight (`settle`).
+Submitted tasks belong to the native executor (`mutex_` in csrc/executor.h), to `DeviceWork` (`_lock`) or to the reducer
+(`Executor.changed`).
 
 Order: `Task.ready` orders a copy or an update after the gradients. `Job.after` orders the new weights of a delayed job
 after the work that uses the old weights. `Executor.make_due` names the job whose weights the next forward waits for.
@@ -400,7 +401,7 @@ class Runtime:
         self.param_offload.lend(tensor, copied, is_counted)
 
     def _collect_loans(self) -> None:
-        """Store copies that the user has written to, and memory that the user has assigned to a weight's `.data`."""
+        """Store copies that the user has written to, and memory that the user has put into a weight with `set_`."""
         assert self.param_offload is not None
         for param, values in self.param_offload.replaced():
             self.store(param, values)
@@ -649,7 +650,8 @@ class Runtime:
         if self.job is not None and self.job.is_part:
             self.collector.complete(self.job, self.params)
             self._forget_hits()
-            self._num_parts, self.job = self._num_parts + 1, None
+            self._num_parts += 1
+            self.job = None
 
     def _forget_hits(self) -> None:
         for param in self.params:
@@ -812,7 +814,8 @@ class Runtime:
         self.job = None
         self._num_parts = 0
         self._is_taking = None
-        self._is_disturbed = self._has_complete = False
+        self._is_disturbed = False
+        self._has_complete = False
 
     def _close_sums(self, job: Job) -> None:
         """Close a job whose gradients were summed as tasks, with tasks for buckets without a last gradient."""
