@@ -46,7 +46,7 @@ _NO_TRANSFORM = Refusal("inside a transform of torch.func", is_on_host)
 REFUSALS: dict[str, list[Refusal]] = {
     "add_param_group": [Refusal("takes all its parameters at the start")],
     "unfreeze_later": [Refusal("now requires a gradient")],
-    "two_parameters_on_one_memory": [Refusal("two parameters on one memory")],
+    "two_parameters_on_one_memory": [Refusal("two parameters that share memory")],
     "write_swap_tensors": [Refusal("has weakref")],
     "func_grad": [_NO_TRANSFORM],
     "func_grad_of_samples": [_NO_TRANSFORM],
@@ -56,7 +56,7 @@ REFUSALS: dict[str, list[Refusal]] = {
     "gradients_read_after_step": [Refusal(USED, is_early)],
     "zero_grad_never": [Refusal("that step() has used", is_early), Refusal(TOO_LATE, is_written)],
     "zero_grad_in_every_other_step": [Refusal("that step() has used", is_early)],
-    "step_twice": [Refusal("finds no new gradient", is_early)],
+    "step_twice": [Refusal("no backward() has made a new gradient since the last step", is_early)],
 }
 
 

@@ -1,11 +1,17 @@
-"""Streams, events and page-locked memory, with the same interface on a GPU and on a CPU.
+"""Streams, events and page-locked memory, with one interface for a GPU and for the CPU.
 
-On CUDA, a stream is a CUDA stream. On the CPU, a stream is a thread that runs its work in order. Tests can delay every
-stream, so that a missing wait shows even if it is harmless on a fast machine. Events are those of the native library.
-The streams of the library (csrc/streams.cpp) and these streams can therefore wait for each other.
+On CUDA a stream is a CUDA stream. On the CPU a stream is a thread that runs its work in order. Events are those of the
+native library, so that the streams here and those of the native library (csrc/streams.cpp) can wait for each other.
 
-Every wait has the name of a sync point. A test can disable single points (`Device.disabled`) and check that results
-change. This shows that each point is needed and tested.
+Threads: any thread may queue work on a stream, record an event and wait for an event. Work on one stream runs in the
+order in which it was queued. Only events order the work of two streams: `record` on one stream, `wait` on the other.
+`Device._lock` guards the table of streams and the table of page-locked memory. On the CPU the thread of a stream runs
+the work. Its first exception stops that stream, is kept in `Device.error`, and is raised in callers that wait for a
+later event.
+
+For tests: every stream can be given a delay, so that a missing wait gives wrong results also on a fast machine. Every
+wait names its sync point (offload/sync.py). A test can switch a sync point off (`Device.disabled`) and check that
+results change, which shows that the wait is needed.
 """
 
 from __future__ import annotations
@@ -31,9 +37,9 @@ from twinflow.trace import Trace
 
 _PAGE = 4096
 _MADV_DONTFORK, _MADV_DOFORK = 10, 11
-_LARGE_BYTES = 1 << 26  # A larger buffer does not come from malloc's heap and shares no pages with other buffers.
+_LARGE_BYTES = 1 << 26  # malloc does not take such a size from its heap, so the buffer shares no pages with others
 Work = Callable[[], object]
-Mark = float | torch.cuda.Event  # a point in time of the model's work, on the CPU and on a GPU
+Mark = float | torch.cuda.Event  # a point in the model's work: a time on the CPU, an event on a GPU
 
 
 class Event:
@@ -50,39 +56,38 @@ class Event:
         self._library.tf_event_free(self.handle)
 
     def done(self) -> bool:
-        """Whether the stream has reached the event."""
+        """Whether the stream has passed the event."""
         return self._check(self._library.tf_event_state(self.handle))
 
     def synchronize(self) -> None:
-        """Blocks the calling thread until the stream has reached the event."""
+        """Block the calling thread until the stream has passed the event."""
         self._check(self._library.tf_event_wait(self.handle))
 
     def fire(self, error: BaseException | None) -> None:
-        """Marks the event as reached, or as failed if there is an error."""
+        """Mark the event as passed. `error`: the exception of the stream's work, if that has failed."""
         self._library.tf_event_signal(self.handle, error is not None)
 
     def _check(self, state: int) -> bool:
-        if state < 0:  # The work has failed.
-            error = self._device.error if self._device is not None else None
-            raise error or RuntimeError("Work on a stream failed. See the first error of this process for the reason.")
+        if state < 0:  # the work has ended with an error
+            raise (self._device.error if self._device is not None else None) or RuntimeError("Work on a stream failed")
         return state > 0
 
 
 class Stream(Protocol):
-    """A sequence of work that runs in order and concurrently with other streams."""
+    """Runs work in order, concurrently with other streams."""
 
     name: str
 
     def run(self, work: Work, span: str = "", **args: int) -> None:
-        """Queues work. With `span`, the work is recorded in the trace."""
+        """Queue work. `span`: the name under which the trace records it; "" for no record."""
         ...
 
     def record(self) -> Event:
-        """An event after all work that is queued so far."""
+        """Return an event after all work that is queued so far."""
         ...
 
     def wait(self, event: Event, point: str) -> None:
-        """Makes all work that is queued from now on wait for the event."""
+        """Let all work that is queued from now on wait for the event. `point`: the name of the sync point."""
         ...
 
     def synchronize(self) -> None:
@@ -90,38 +95,38 @@ class Stream(Protocol):
         ...
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for work on this stream. On a GPU, memory belongs to the stream on which it was allocated: memory that
-        another stream has freed may still be in use there.
+        """Allocate memory for work on this stream.
+
+        On a GPU memory belongs to the stream on which it was allocated. Memory that another stream has freed may still
+        be in use there.
         """
         ...
 
 
 class Device:
-    """The device of the model. Tests set `disabled` to skip sync points."""
+    """The CPU as the device of a model; base class of `CudaDevice`."""
 
     kind = "cpu"
 
     def __init__(self, trace: Trace | None = None) -> None:
         self.trace = trace or Trace()
-        self.watchers: list[weakref.WeakMethod[Callable[[], None]]] = []  # called when delays or sync points change
+        self.watchers: list[weakref.WeakMethod[Callable[[], None]]] = []  # called when delays or disabled points change
         self._disabled: frozenset[str] = frozenset()
-        self.stream_ids: Iterator[int] = repeat(0)  # next() gives the current stream of the calling thread.
+        self.stream_ids: Iterator[int] = repeat(0)  # next() gives the id of the calling thread's current stream
         self.error: BaseException | None = None  # the first exception of work on a stream
         self._followers: Callable[[], Sequence[torch.cuda.Stream]] = tuple
         self._delays: dict[str, float] = {}
         self._streams: dict[str, Any] = {}
-        self._lock = threading.Lock()  # Several threads call `stream`.
+        self._lock = threading.Lock()  # guards `_streams`, and `_pinned` of a GPU
         self._is_closed = False
 
     def set_followers(self, find: Callable[[], Sequence[torch.cuda.Stream]]) -> None:
-        """Sets a function that returns other streams with the model's work. They wait whenever the model's own stream
-        waits.
-        """
+        """`find` returns other streams that run the model's work. They wait wherever the model's own stream waits."""
         self._followers = find
 
     @property
     def disabled(self) -> frozenset[str]:
-        """The sync points that are skipped."""
+        """Sync points that are skipped. For tests only."""
         return self._disabled
 
     @disabled.setter
@@ -136,7 +141,7 @@ class Device:
                 call()
 
     def stream(self, name: str) -> Stream:
-        """The stream of this name. It is created at the first call."""
+        """Return the stream of this name. The first call makes it."""
         return self._stream(name, lambda: _ThreadStream(name, self))
 
     def _stream(self, name: str, make: Callable[[], Stream]) -> Stream:
@@ -144,81 +149,83 @@ class Device:
             if name not in self._streams:
                 if self._is_closed:
                     raise wrong_state(
-                        f"The stream {name!r} cannot be created", "its device is closed", "Build a new optimizer."
+                        f"stream {name!r} cannot be made",
+                        "its device is closed",
+                        "Build a new optimizer to go on training",
                     )
                 self._streams[name] = make()
             stream: Stream = self._streams[name]
             return stream
 
     def compute(self) -> Stream:
-        """The stream of the calling thread on which gradients are computed."""
+        """Return the stream on which the calling thread produces gradients."""
         return self.stream("compute")
 
     def beside(self, name: str) -> AbstractContextManager[Any]:
-        """A context in which the calling thread queues work concurrently with the model's work."""
+        """Return a context manager. Work that the calling thread queues inside runs concurrently with the model."""
         return nullcontext()
 
     def join_streams(self, streams: Iterable[int]) -> None:
-        """Makes the calling thread's stream wait for the work on these streams, which are given by their ids."""
+        """Let the calling thread's current stream wait for the work on these streams, which are given by id."""
 
     def hold_compute(self, event: Event, point: str) -> None:
-        """Makes the model's work from now on wait for the event."""
+        """Let the model's work that is queued from now on wait for the event."""
         if point not in self.disabled:
             event.synchronize()  # On the CPU, the model runs in the calling thread.
 
     def mark(self) -> Mark:
-        """The current point in the model's work, for `add_span` and `seconds`."""
+        """Return the current point in the model's work, for `add_span` and `seconds`."""
         return time.perf_counter()
 
     def add_span(self, name: str, start: Mark, end: Mark) -> None:
-        """Records the model's work between two marks in the trace."""
+        """Record the model's work between two marks in the trace."""
         assert isinstance(start, float) and isinstance(end, float)
         self.trace.add(name, "compute", start, end)
 
     def delay(self, name: str, seconds: float) -> None:
-        """Makes this stream sleep before each piece of work (on a GPU: spin). For tests."""
+        """Sleep (on a GPU: spin) before each piece of work of this stream. For tests."""
         self._delays[name] = seconds
         self._tell()
 
     def delay_of(self, name: str) -> float:
-        """The delay of a stream in seconds."""
         return self._delays.get(name, 0.0)
 
     def model_streams(self) -> ctypes.Array[ctypes.c_void_p]:
-        """Handles of the streams with the model's work, for the native executor. Empty on the CPU, where the calling
-        thread does the work.
+        """Return the handles of the streams that run the model's work, for the native executor.
+
+        There are none on the CPU, where the calling thread does the work.
         """
         return (ctypes.c_void_p * 0)()
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Host memory from which and to which streams can copy asynchronously. It exists until `close`."""
+        """Allocate host memory for asynchronous copies (page-locked on a GPU). It lives until `close` or `release`."""
         return hide_from_children(torch.empty(numel, dtype=dtype))
 
     def release(self, tensor: Tensor) -> None:
-        """Releases page-locked memory that no copy uses any more. Does nothing for other memory."""
+        """Unlock page-locked memory that no copy uses any more. Other memory is left alone."""
 
     def free_bytes(self) -> int | None:
-        """Free memory of the device. None if it is host memory."""
+        """Return the free memory of the device; None if the device is the host."""
         return None
 
     def capacity_bytes(self) -> int | None:
-        """Memory of the device that this process has or could have. None if it is host memory."""
+        """Return the device memory that this process has or could have; None if the device is the host."""
         return None
 
     def peak_bytes(self) -> int:
-        """Peak memory use of the device since `reset_peak`."""
+        """Return the largest amount of device memory in use since `reset_peak`."""
         return 0
 
     def reset_peak(self) -> None:
-        """Starts a new measurement of the peak."""
+        """Start a new measurement for `peak_bytes`."""
 
     def seconds(self, start: Mark, end: Mark) -> float:
-        """The time between two marks. Waits for the second one."""
+        """Return the time between two marks. Waits for the second mark."""
         assert isinstance(start, float) and isinstance(end, float)
         return end - start
 
     def close(self) -> None:
-        """Waits for all work and releases streams and page-locked memory."""
+        """Wait for all work, then end the streams and unlock page-locked memory."""
         with self._lock:
             self._is_closed = True
             streams = list(self._streams.values())
@@ -227,7 +234,8 @@ class Device:
 
 
 class _ThreadStream:
-    """A stream with its own thread. After an exception in its work, all later events of the stream fail with it."""
+    """A stream on the CPU: a thread. After work has raised, later work is not run, and waiting for a later event raises
+    the exception."""
 
     def __init__(self, name: str, device: Device) -> None:
         self.name = name
@@ -270,7 +278,7 @@ class _ThreadStream:
     @torch.no_grad()
     def _loop(self) -> None:
         while (work := self._queue.get()) is not None:
-            if isinstance(work, Event):  # Also after a failure, because another thread may wait for the event.
+            if isinstance(work, Event):  # after a failure too, because a thread may wait for the event
                 work.fire(self._error)
             elif self._error is None:
                 self._error = _failure(work)
@@ -278,7 +286,7 @@ class _ThreadStream:
 
 
 def _failure(work: Work) -> BaseException | None:
-    """Runs `work` and returns its exception. The event passes it to waiting threads."""
+    """Run the work and return its exception, if it raised one."""
     try:
         work()
     except BaseException as error:
@@ -287,7 +295,7 @@ def _failure(work: Work) -> BaseException | None:
 
 
 class CudaDevice(Device):
-    """A GPU with CUDA streams."""
+    """One GPU as the device of a model."""
 
     kind = "cuda"
 
@@ -296,15 +304,15 @@ class CudaDevice(Device):
         self.device = device
         self.stream_ids = map(torch._C._cuda_getCurrentRawStream, repeat(device.index))
         self._current: dict[int, _CurrentStream] = {}  # by stream id
-        self._handles: dict[tuple[int, ...], ctypes.Array[ctypes.c_void_p]] = {}  # cache of `model_streams`
-        self._pinned: dict[int, Tensor] = {}  # by address, guarded by the lock
+        self._handles: dict[tuple[int, ...], ctypes.Array[ctypes.c_void_p]] = {}  # earlier results of `model_streams`
+        self._pinned: dict[int, Tensor] = {}  # by address; `_lock` guards it
 
     def stream(self, name: str) -> Stream:
-        """The stream of this name. It has a high priority, so that small copies do not wait behind kernels."""
+        """Return the stream of this name. It has a high priority, so that small copies do not wait for kernels."""
         return self._stream(name, lambda: _CudaStream(name, self, _new_stream(self.device)))
 
     def compute(self) -> Stream:
-        """The current stream of the calling thread. In a hook, it is the stream that computed the gradient."""
+        """Return the calling thread's current stream. In a hook this is the stream that produced the gradient."""
         number = torch._C._cuda_getCurrentRawStream(self.device.index)
         found = self._current.get(number)
         if found is None:
@@ -312,7 +320,6 @@ class CudaDevice(Device):
         return found
 
     def beside(self, name: str) -> AbstractContextManager[Any]:
-        """A context with the stream of this name as the current stream."""
         stream = self.stream(name)
         assert isinstance(stream, _CudaStream)
         return torch.cuda.stream(stream._stream)
@@ -320,18 +327,18 @@ class CudaDevice(Device):
     def join_streams(self, streams: Iterable[int]) -> None:
         here = torch._C._cuda_getCurrentRawStream(self.device.index)
         for stream in streams:
-            if stream != here:  # Nearly always the only stream is the current one.
+            if stream != here:  # there is nearly always only the current stream
                 other = torch.cuda.ExternalStream(stream, self.device)  # type: ignore[no-untyped-call]
                 torch.cuda.current_stream(self.device).wait_stream(other)
 
     def hold_compute(self, event: Event, point: str) -> None:
-        """Makes the GPU wait, but not the calling thread."""
+        """Let the model's streams wait for the event. The calling thread does not wait."""
         self.compute().wait(event, point)
         for stream in self._followers():
             _CudaStream("follower", self, stream).wait(event, point)
 
     def model_streams(self) -> ctypes.Array[ctypes.c_void_p]:
-        """The current stream of the calling thread and its followers."""
+        """Return the handles of the calling thread's current stream and of its followers."""
         current = torch._C._cuda_getCurrentRawStream(self.device.index)
         streams = (current, *(stream.cuda_stream for stream in self._followers()))
         found = self._handles.get(streams)
@@ -340,7 +347,6 @@ class CudaDevice(Device):
         return found
 
     def mark(self) -> Mark:
-        """A timed event in the current stream."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -350,7 +356,7 @@ class CudaDevice(Device):
         self.trace.gpu(name, "compute", start, end)
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Page-locked memory of the exact size. torch's pinned allocator rounds up to a power of two."""
+        """Allocate host memory and page-lock exactly its size. torch's pinned allocator rounds up to a power of two."""
         nbytes = numel * dtype.itemsize
         raw = torch.empty(nbytes + _PAGE, dtype=torch.uint8)
         start = -raw.data_ptr() % _PAGE
@@ -360,8 +366,8 @@ class CudaDevice(Device):
             error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), nbytes, 0)  # type: ignore[no-untyped-call]
             if int(error):
                 warnings.warn(
-                    f"{nbytes >> 20} MiB of host memory could not be page-locked (CUDA error {int(error)}): copies of "
-                    "it will be slow. Raise the limit with `ulimit -l unlimited`.",
+                    f"{nbytes >> 20} MiB of host memory could not be page-locked (CUDA error {int(error)}), so copies "
+                    "from and to this memory will be slow. Raise the limit with `ulimit -l unlimited`.",
                     stacklevel=2,
                 )
             else:
@@ -370,7 +376,7 @@ class CudaDevice(Device):
         return tensor
 
     def free_bytes(self) -> int | None:
-        """Free memory of CUDA plus cached memory of torch, within the fraction of the device that torch may use."""
+        """Return the memory that CUDA has free or torch has cached, within the share of the device for this process."""
         free, total = torch.cuda.mem_get_info(self.device)
         allocated = torch.cuda.memory_allocated(self.device)
         share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(self.device)  # torch >= 2.9
@@ -397,8 +403,7 @@ class CudaDevice(Device):
         return float(start.elapsed_time(end)) / 1e3
 
     def close(self) -> None:
-        """Synchronizes before memory is unregistered, because a copy may be in progress."""
-        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize(self.device)  # a running copy still uses the memory that is unregistered below
         for tensor in self._pinned.values():
             torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())  # type: ignore[no-untyped-call]
         self._pinned.clear()
@@ -411,7 +416,10 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class _Switched:
-    """Makes a stream the current one, without changing the device. torch.cuda.stream takes four times as long."""
+    """A context manager that makes a stream of the current device the current stream.
+
+    torch.cuda.stream takes four times as long.
+    """
 
     __slots__ = ("_before", "_stream")
 
@@ -468,7 +476,7 @@ class _CudaStream:
 
 
 class _CurrentStream(_CudaStream):
-    """The current stream of the calling thread. It needs no switch, which would take as long as a kernel launch."""
+    """The calling thread's current stream. It needs no switch of streams, which would take as long as a launch."""
 
     def run(self, work: Work, span: str = "", **args: int) -> None:
         if self._device._delays or self._device.trace.enabled:
@@ -478,18 +486,18 @@ class _CurrentStream(_CudaStream):
 
 
 def hide_from_children(tensor: Tensor) -> Tensor:
-    """Excludes a large buffer from forked child processes, and returns it.
+    """Exclude a large buffer from processes that are forked from this one, and return the buffer.
 
-    A DataLoader forks its workers. Each worker would get a copy of every page-locked page at once, and would keep an
-    old copy of each page of the state that is written later. This would take several times the memory, and workers
-    never read these buffers. Small buffers may share pages with others, so they are not excluded.
+    A DataLoader forks its workers. Each worker would copy every page-locked page at once, and keep an old copy of each
+    page of the state that is written later. This would take several times the memory, and workers never read it. Small
+    buffers are left alone, because they may share pages with other data.
     """
     nbytes = tensor.numel() * tensor.element_size()
     if sys.platform == "linux" and nbytes >= _LARGE_BYTES:
         first = -(-tensor.data_ptr() // _PAGE) * _PAGE
         last = (tensor.data_ptr() + nbytes) // _PAGE * _PAGE
         _advise(first, last - first, _MADV_DONTFORK)
-        # Some allocators reuse freed pages. Their next user needs them in child processes.
+        # Some allocators keep freed pages. The next buffer in these pages must be visible in child processes.
         weakref.finalize(tensor, _advise, first, last - first, _MADV_DOFORK).atexit = False
     return tensor
 
@@ -499,5 +507,5 @@ def _advise(address: int, nbytes: int, advice: int) -> None:
 
 
 def device_for(device: torch.device, trace: Trace | None = None) -> Device:
-    """The `Device` for a model on this torch device."""
+    """Return the `Device` for a model on this torch device."""
     return CudaDevice(device, trace) if device.type == "cuda" else Device(trace)

@@ -1,9 +1,14 @@
-"""Spans of the offload runtime: the times of work on the host and on the GPU, on one clock.
+"""Records spans of the offload runtime: the start and end of each piece of work on the host and on the GPU, on one
+clock.
 
-GPU times on the host's clock: two CUDA events give a difference, not a time. An anchor is an event whose time is also
-known on `time.perf_counter()`. A GPU span is placed by its distance to the anchor of its device. This distance is a
-float32 in milliseconds, and the two clocks drift. The error is about 10 us after 100 s and 0.3 ms after an hour. Call
-`anchor_gpu()` again when a long run is idle. A span belongs to the last anchor before it.
+Conversion of GPU times to the host's clock: two CUDA events give a time difference, not a point in time. An anchor is a
+CUDA event whose time on `time.perf_counter()` is known. The start of a GPU span is the time of the anchor of its device
+plus the difference between the two. CUDA gives the difference as a float32 of milliseconds, and the two clocks drift:
+the error is about 10 us after 100 s and 0.3 ms after an hour. Call `anchor_gpu()` again when a long run is idle. A span
+uses the last anchor before it.
+
+Threads: any thread may record spans; `_lock` guards the recorded entries. Recording never waits for the GPU. `spans()`
+reads the times of GPU spans outside of the lock, so that threads can record meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ Value = int | float | str
 
 Source = weakref.WeakMethod[Callable[[int, float], "list[Span]"]]
 
-# All spans of a disabled trace share this context, so that they allocate nothing.
+# Every `span` of a trace that is off returns this object, so that nothing is allocated.
 _OFF: Final[AbstractContextManager[None]] = nullcontext()
 
 
@@ -46,12 +51,14 @@ class Span:
 
     def __post_init__(self) -> None:
         if not self.start_s <= self.end_s:
-            expected = f"at least start_s, which is {self.start_s}"
-            raise invalid_value(f"The end_s of span {self.name!r}", self.end_s, expected)
+            raise invalid_value(f"end_s of span {self.name!r}", self.end_s, f"at least start_s ({self.start_s})")
 
 
 class Trace:
-    """Records spans from any thread. Before `start()` it is disabled and has almost no cost."""
+    """Records spans from any thread. A trace is off until `start()`. While it is off, recording costs almost nothing.
+
+    `capacity`: the number of spans that are kept. The oldest are dropped.
+    """
 
     def __init__(self, capacity: int = 200_000) -> None:
         if capacity < 1:
@@ -61,20 +68,20 @@ class Trace:
         self._entries: deque[Span | _GpuSpan] = deque(maxlen=capacity)
         self._num_recorded = 0
         self._anchors: dict[int, _Anchor] = {}  # the latest anchor of each device
-        self._sources: list[tuple[Source, int | None]] = []  # recorders of other spans, which `spans` collects
+        self._sources: list[tuple[Source, int | None]] = []  # native executors, whose spans `spans` copies
 
     def start(self) -> None:
-        """Starts recording and keeps earlier spans. With CUDA, synchronizes once to anchor the current device."""
+        """Start recording. Earlier spans are kept. With CUDA, this synchronises the current device for an anchor."""
         if torch.cuda.is_available():
             self.anchor_gpu()
         self.enabled = True
 
     def stop(self) -> None:
-        """Stops recording and keeps the spans. A span that is open now is recorded when it ends."""
+        """Stop recording. Recorded spans are kept. A span that has begun is still recorded when it ends."""
         self.enabled = False
 
     def clear(self) -> None:
-        """Deletes all spans."""
+        """Delete all recorded spans."""
         self._pull()
         with self._lock:
             self._entries.clear()
@@ -82,12 +89,12 @@ class Trace:
 
     @property
     def num_dropped(self) -> int:
-        """The number of spans that were dropped, oldest first, because more than `capacity` were recorded."""
+        """Number of the oldest spans that were dropped because more than `capacity` were recorded."""
         with self._lock:
             return self._num_recorded - len(self._entries)
 
     def span(self, name: str, track: str, **args: Value) -> AbstractContextManager[None]:
-        """A context that records the time of its block, also if the block raises an exception."""
+        """Return a context manager that records the time of its body, also if the body raises."""
         return _Open(self, name, track, args) if self.enabled else _OFF
 
     def add(self, name: str, track: str, start_s: float, end_s: float, **args: Value) -> None:
@@ -96,20 +103,20 @@ class Trace:
             self._record(Span(name, track, start_s, end_s, args))
 
     def gpu(self, name: str, track: str, before: torch.cuda.Event, after: torch.cuda.Event, **args: Value) -> None:
-        """Records the GPU's work between two events, which were made with `enable_timing=True` and are recorded
-        already.
+        """Record the GPU's work between two events. They need `enable_timing=True` and must have been recorded.
 
-        This method never waits: `spans()` reads the times. The events must not be recorded again before that.
+        This never waits: `spans()` reads the times. Until then the events must not be recorded again.
         """
         if self.enabled:
             device = before.device
-            assert device is not None, f"gpu span {name!r}: record both events on their stream first"
+            assert device is not None, f"both events of GPU span {name!r} must be recorded on their stream first"
             self._record(_GpuSpan(name, track, before, after, args, device.index, self._anchors.get(device.index)))
 
     def add_source(self, source: Source, device: int | None) -> None:
-        """Adds a source of spans, such as the native executor. `source` is a weak method that takes an anchor of its
-        GPU and returns the spans since its last call. `device` is the index of that GPU, or None for the CPU, whose
-        spans use the host's clock.
+        """Add a native executor that records spans itself.
+
+        `source`: a weak reference to a method that takes an anchor (event handle and time) and returns the spans since
+        the last call. `device`: the index of the GPU; None on the CPU, whose spans have the host's clock.
         """
         self._sources.append((source, device))
 
@@ -119,8 +126,8 @@ class Trace:
             if take is None:
                 continue
             handle, at_s = 0, 0.0
-            if device is not None and self._anchors:  # Without an anchor, nothing has been recorded.
-                if device not in self._anchors:  # Another device was current when recording started.
+            if device is not None and self._anchors:  # without an anchor nothing has been recorded
+                if device not in self._anchors:  # another device was the current device when recording began
                     self.anchor_gpu(device)
                 anchor = self._anchors[device]
                 handle, at_s = anchor.event.cuda_event, anchor.at_s
@@ -128,22 +135,22 @@ class Trace:
                 self._record(span)
 
     def anchor_gpu(self, device: int | None = None) -> None:
-        """Ties the GPU's clock to the host's clock for GPU spans from now on. Synchronizes the device."""
+        """Make an anchor for GPU spans that are recorded from now on. Synchronises the device."""
         index = torch.cuda.current_device() if device is None else device
         self._anchors[index] = _new_anchor(index)
 
     def spans(self) -> list[Span]:
-        """All spans sorted by their start. Waits for GPU spans that have not ended yet."""
+        """Return all spans, sorted by start. Waits for GPU spans that have not ended yet."""
         self._pull()
         with self._lock:
             entries = list(self._entries)
-        # The lock is not held here: waiting for the GPU must not block threads that record.
+        # This is outside of the lock, because waiting for the GPU must not block threads that record.
         pending = [entry for entry in entries if isinstance(entry, _GpuSpan)]
         late = {index: _new_anchor(index) for index in {span.device for span in pending if span.anchor is None}}
         resolved = {id(span): _resolve(span, late) for span in pending}
         with self._lock:
             kept = (resolved.get(id(entry), entry) for entry in self._entries)
-            self._entries = deque(kept, maxlen=self._entries.maxlen)  # Releases the events.
+            self._entries = deque(kept, maxlen=self._entries.maxlen)  # the CUDA events are freed
         spans = [entry if isinstance(entry, Span) else resolved[id(entry)] for entry in entries]
         return sorted(spans, key=lambda span: (span.start_s, span.end_s))
 
@@ -155,7 +162,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class _Anchor:
-    """A point in time on both clocks."""
+    """A CUDA event and its time on the host's clock."""
 
     event: torch.cuda.Event
     at_s: float
@@ -163,7 +170,7 @@ class _Anchor:
 
 @dataclass(frozen=True, eq=False)
 class _GpuSpan:
-    """A span whose times are not read from the GPU yet. It keeps its two events alive."""
+    """A GPU span whose times have not been read. It keeps its two events alive."""
 
     name: str
     track: str
@@ -196,10 +203,10 @@ class _Open:
 
 
 def _new_anchor(device: int) -> _Anchor:
-    """The most precise of a few measurements. The event is between two readings of the host's clock."""
+    """Return the most exact of five anchors. The event lies between two readings of the host's clock."""
     tries = []
     with torch.cuda.device(device):
-        torch.cuda.synchronize()  # Otherwise the event would wait for queued work.
+        torch.cuda.synchronize()  # otherwise the event would wait for work that is already queued
         for _ in range(5):
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             before_s = time.perf_counter()
@@ -211,24 +218,24 @@ def _new_anchor(device: int) -> _Anchor:
 
 
 def _resolve(span: _GpuSpan, late: Mapping[int, _Anchor]) -> Span:
-    """The span with its times. `late`: new anchors for devices that had none."""
+    """Read the times of a GPU span. `late`: anchors that were made just now, for devices that had none."""
     span.before.synchronize()
     span.after.synchronize()
     if span.anchor is not None:
         start_s = span.anchor.at_s + span.anchor.event.elapsed_time(span.before) / 1e3
     else:
         start_s = late[span.device].at_s - span.before.elapsed_time(late[span.device].event) / 1e3
-    # The length comes from the span's own events. They are close together, so the float32 is precise enough.
+    # The length comes from the span's own two events: they are close together, so the float32 is exact enough.
     return Span(span.name, span.track, start_s, start_s + span.before.elapsed_time(span.after) / 1e3, span.args)
 
 
 def busy_s(spans: Iterable[Span]) -> float:
-    """Seconds in which at least one of the spans ran."""
+    """Return the seconds in which at least one of the spans ran."""
     return math.fsum(end - start for start, end in _union(spans))
 
 
 def overlap_s(spans_a: Iterable[Span], spans_b: Iterable[Span]) -> float:
-    """Seconds in which one of `spans_a` and one of `spans_b` ran at the same time."""
+    """Return the seconds in which a span of `spans_a` and a span of `spans_b` ran at the same time."""
     a, b = _union(spans_a), _union(spans_b)
     shared, i, j = [], 0, 0
     while i < len(a) and j < len(b):
@@ -241,7 +248,7 @@ def overlap_s(spans_a: Iterable[Span], spans_b: Iterable[Span]) -> float:
 
 
 def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """The spans as disjoint intervals in order."""
+    """Return the disjoint intervals that the spans cover, in order."""
     union: list[tuple[float, float]] = []
     for start, end in sorted((span.start_s, span.end_s) for span in spans):
         if union and start <= union[-1][1]:
@@ -252,10 +259,10 @@ def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
 
 
 def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
-    """The spans in Chrome's trace format, which ui.perfetto.dev and chrome://tracing open.
+    """Return the spans in Chrome's trace format, for ui.perfetto.dev and chrome://tracing.
 
-    Each track is a thread. Threads are numbered by name, so that two runs with the same tracks look alike. Times keep
-    the zero of `time.perf_counter()`, so that traces of several processes of one machine can be combined.
+    Each track becomes a thread. Threads are numbered by name, so that two runs with the same tracks look the same.
+    Times are those of `time.perf_counter()`, so traces of several processes on one machine can be compared.
     """
     spans = list(spans)
     tids = {track: tid for tid, track in enumerate(sorted({span.track for span in spans}), start=1)}
@@ -272,7 +279,7 @@ def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
 
 
 def write_chrome_trace(spans: Iterable[Span], path: str | os.PathLike[str]) -> None:
-    """Writes `chrome_trace` to a file atomically."""
+    """Write `chrome_trace` to a file. The file appears only when it is complete."""
     path = Path(path)
     if not path.parent.is_dir():
         raise invalid_value("The directory of the trace", str(path.parent), "an existing directory", "Create it first.")
@@ -286,5 +293,5 @@ def write_chrome_trace(spans: Iterable[Span], path: str | os.PathLike[str]) -> N
 
 
 def _plain(value: Value) -> Value:
-    """A number that is not finite as text, because JSON has no such numbers."""
+    """Return a number that is not finite as text, because strict JSON does not have such numbers."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

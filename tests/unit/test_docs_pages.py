@@ -92,9 +92,9 @@ QUOTED = re.findall(r"^### `(.+)`$", (DOCS / "troubleshooting.md").read_text(), 
 
 def missing_parts(message: str) -> list[str]:
     """Parts of a quoted message that no string of ours has; `...` stands for what differs."""
-    parts = [
-        part.strip() for part in message.replace(" is ..., but must be ", "...").replace(". ", "....").split("...")
-    ]
+    for joint in (" is ..., but must be ", ", because "):  # errors.py puts these between two texts
+        message = message.replace(joint, "...")
+    parts = [part.strip() for part in message.replace(". ", "....").split("...")]
     parts = [part.strip(".:; ") for part in parts if part.strip(".:; ")]
     assert max(map(len, parts)) >= 10, f"{message}: too little to be known by"
     return [part for part in parts if not any(part in text for text in constants())]

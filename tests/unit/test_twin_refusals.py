@@ -103,7 +103,8 @@ def test_where_an_update_was_written_they_are_refused_and_nothing_is_lost(change
     model, optimizer = in_a_step()
     change(model)
     with pytest.raises(
-        RuntimeError, match=r"2\.weight\.grad is changed between backward\(\) and step\(\), but updates"
+        RuntimeError,
+        match=r"2\.weight\.grad was changed between backward\(\) and step\(\), which is too late, because updates",
     ):
         optimizer.step()
     assert_close(weights(model), one_step(2))  # the step was completed, and can be saved
@@ -166,7 +167,7 @@ def test_a_bad_rate_is_refused_before_anything_changes() -> None:
 def test_a_rate_that_comes_too_late_is_refused() -> None:
     model, optimizer = in_a_step()
     optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(RuntimeError, match=r"lr of param_groups\[0\] is changed between backward"):
+    with pytest.raises(RuntimeError, match=r"lr of param_groups\[0\] was changed between backward"):
         optimizer.step()
     assert_close(weights(model), one_step(2))
     optimizer.close()

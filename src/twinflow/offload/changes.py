@@ -1,4 +1,9 @@
-"""Parameters that change behind the runtime's back: written to, given other memory, frozen or moved away."""
+"""Detects changes that the user makes to parameters (values, memory, dtype, device, requires_grad) and follows them.
+
+The thread that calls the runtime runs these functions, at the start of a step or between steps. They read and write
+the state only while no update is under way. `find_changed` waits for that with the function that it is given. The
+callers of `adopt` and `move` have waited before.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
+from twinflow.errors import incompatible, wrong_state
 from twinflow.offload.bucket import Bucket, Param, Updater
 from twinflow.offload.plan import HOST, BucketPlan
 from twinflow.offload.weight_guard import plain
@@ -17,31 +23,32 @@ from twinflow.state_dict import tensor_of
 
 
 def check_flags(frozen: Mapping[str, nn.Parameter]) -> None:
-    """Refuse parameters that were frozen at the start and now require a gradient: they have no state."""
+    """Raise RuntimeError if a parameter that was frozen when the optimizer was built now requires a gradient."""
     for name, tensor in frozen.items():
         if tensor.requires_grad:
-            raise RuntimeError(
-                f"{name} now requires a gradient, but it was frozen when the optimizer was built and has no state. "
-                f"Build a "
-                "new optimizer after unfreezing, or freeze parameters only after building it"
+            raise wrong_state(
+                f"{name} now requires a gradient but cannot be trained",
+                "it was frozen when the optimizer was built and has no state",
+                "Build a new optimizer after unfreezing, or freeze parameters only after building the optimizer",
             )
 
 
 def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse two parameters on one memory: each would have a master of its own."""
+    """Raise ValueError if two parameters share memory: each would have a master weight of its own."""
     with plain():
         spans = sorted((t.data_ptr(), t.numel() * t.element_size(), name) for name, t in named if not t.is_meta)
     for (start, nbytes, name), (other_start, other_bytes, other) in pairwise(spans):
         if nbytes and other_bytes and start + nbytes > other_start:
-            raise ValueError(
-                f"{name} and {other} are two parameters on one memory, and each would have a master and state of its "
-                f"own. "
-                "Use one nn.Parameter in both places"
+            raise incompatible(
+                name,
+                other,
+                "they are two parameters that share memory, and each would have a master weight and state of its own",
+                "Use one nn.Parameter in both places",
             )
 
 
 def moved(buckets: Iterable[Bucket]) -> list[Param]:
-    """Parameters that somebody gave other memory: `p.data = x` does not count as a write."""
+    """Return the parameters whose memory is at another address. torch does not count `p.data = x` as a write."""
     found: dict[Param, None] = {}
     with plain():
         for bucket in (bucket for bucket in buckets if not bucket.offloads_params):
@@ -53,9 +60,9 @@ def moved(buckets: Iterable[Bucket]) -> list[Param]:
 
 
 def find_moved(params: Sequence[Param], buckets: Iterable[Bucket]) -> list[Param]:
-    """Parameters that somebody gave other memory; their buckets follow.
+    """Return the parameters whose memory is at another address, and let their buckets refer to the new memory.
 
-    In another dtype, or on another device, they are no longer what the buckets were planned for.
+    Raises RuntimeError if the dtype, the device or the memory format no longer fits the plan of the buckets.
     """
     buckets = [bucket for bucket in buckets if not bucket.offloads_params]
     found = moved(buckets)
@@ -67,46 +74,50 @@ def find_moved(params: Sequence[Param], buckets: Iterable[Bucket]) -> list[Param
         for i, param in enumerate(bucket.params):
             before, now = bucket.targets[i], param.local
             if param in found and (now.dtype, now.device) != (before.dtype, before.device):
-                raise RuntimeError(
-                    f"{param.name} was moved from {before.dtype} on {before.device} to {now.dtype} on {now.device}. "
-                    "Convert and move the model before building the optimizer"
+                raise wrong_state(
+                    f"{param.name} cannot be updated",
+                    f"it was moved from {before.dtype} on {before.device} to {now.dtype} on {now.device}",
+                    "Convert and move the model before building the optimizer",
                 )
         bucket.find_targets()
         if bucket.plan.place != HOST and bucket.plan.can_alias and any(t.dim() != 1 for t in bucket.targets):
-            raise RuntimeError(
-                f"{found[0].name} is no longer contiguous, but its state on the device lies beside it. Choose the "
-                "memory format before building the optimizer"
+            raise wrong_state(
+                f"{found[0].name} cannot be updated",
+                "it is no longer contiguous, but its state on the device was laid out for a contiguous parameter",
+                "Choose the memory format before building the optimizer",
             )
     return found
 
 
 def written(params: Iterable[Param]) -> list[Param]:
-    """Parameters that were written to since our last write."""
+    """Return the parameters that the user has written to since the optimizer's last write."""
     return [param for param in params if param.is_written]
 
 
 def find_changed(params: Sequence[Param], buckets: Iterable[Bucket], wait: Callable[[], None]) -> list[Param]:
-    """Parameters with other values, or other memory, than we left them with."""
+    """Return the parameters whose values or memory the user has changed. `wait` blocks until all updates have ended."""
     has_moved = find_moved(params, buckets)
     if not has_moved and not written(params):
         return []
-    wait()  # it may have been us: weights that no forward has waited for
+    wait()  # the write may be our own: an update whose weights no forward has waited for
     return list(dict.fromkeys([*has_moved, *written(params)]))
 
 
 def check_changed(params: Sequence[Param], has_unsent: bool) -> None:
-    """Refuse to go on after somebody has written to weights that will be written over."""
+    """Raise RuntimeError if a delayed update would overwrite what the user has written to these parameters."""
     if has_unsent:
-        raise RuntimeError(
-            f"{params[0].name} was written to while a delayed update of it was still to come. Load the model before "
-            "the optimizer's state, and change weights only before the first step"
+        raise wrong_state(
+            f"the new values of {params[0].name} cannot be kept",
+            f"{params[0].name} was written to while a delayed update of it was still to come",
+            "Load the model before the optimizer's state, and change weights only before the first step",
         )
 
 
 def adopt(params: Sequence[Param], keep: bool, given: Mapping[nn.Parameter, Tensor]) -> None:
-    """Masters from the parameters' values; with `keep`, a master that rounds to its parameter stays as it is.
+    """Set the master weights from the values of the parameters.
 
-    `given` has the values of offloaded parameters, which have none themselves; those without are left alone.
+    `keep`: a master weight that rounds to the value of its parameter is not changed. `given`: the values of offloaded
+    parameters, which hold no values themselves. An offloaded parameter that is not in `given` is left alone.
     """
     for param in params:
         if param.tensor not in given and any(bucket.offloads_params for bucket in param.buckets):
@@ -123,12 +134,12 @@ def adopt(params: Sequence[Param], keep: bool, given: Mapping[nn.Parameter, Tens
 
 
 def move(bucket: Bucket, place: str, updater: Updater, options: Sequence[Options]) -> None:
-    """Take a bucket's state to another place; MemoryError where that is full, with nothing changed."""
+    """Move a bucket's state to another place. Raises MemoryError, and changes nothing, if that place is full."""
     assert not bucket.added
     old, before, plan = bucket.updater, bucket.store, replace(bucket.plan, place=place)
     try:
         store = updater.new_store(plan)
-    except RuntimeError as error:  # torch's way to say that memory is full
+    except RuntimeError as error:  # torch reports full memory as a RuntimeError
         raise MemoryError(str(error)) from error
     if old.is_all_in_store:
         _copy_store(bucket, before, store)
@@ -137,7 +148,7 @@ def move(bucket: Bucket, place: str, updater: Updater, options: Sequence[Options
         values = [old.read(bucket, i) for i in range(len(bucket.slices))]
         _switch(bucket, plan, updater, store)
         _write(bucket, values, options)
-    for param in bucket.members:  # where it is part of the state, it was written to
+    for param in bucket.members:  # where the parameter is part of the state, the move has written to it
         param.note_write()
 
 
@@ -147,7 +158,7 @@ def _switch(bucket: Bucket, plan: BucketPlan, updater: Updater, store: Store) ->
 
 
 def _copy_store(bucket: Bucket, old: Store, new: Store) -> None:
-    """Buffer by buffer; where the parameters were part of the state and are no more, from them."""
+    """Copy each buffer. A master or weight that the old store lacks is copied from the parameters, which held it."""
     pairs = zip((*old.states, *old.scales), (*new.states, *new.scales), strict=True)
     for source, into in pairs:
         if source is not None and into is not None:
@@ -162,9 +173,8 @@ def _copy_store(bucket: Bucket, old: Store, new: Store) -> None:
 
 
 def _write(bucket: Bucket, values: Sequence[Mapping[str, object]], options: Sequence[Options]) -> None:
-    """Slice by slice, as for a checkpoint."""
     updater, steps = bucket.updater, list(bucket.steps)
-    for i, value in enumerate(values):  # an optimizer of the user's may look at the weights when it starts
+    for i, value in enumerate(values):  # first, because a user's optimizer may read the weights in `start`
         updater.write_master(bucket, i, tensor_of(value, "master"), keep=False)
     if bucket.slices:
         updater.start(bucket, options)

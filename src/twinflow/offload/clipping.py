@@ -1,12 +1,18 @@
-"""The clipping decision: what a step multiplies its gradients with, and whether it happens at all.
+"""The clipping decision: the factor that a step multiplies its gradients with, or that the step is skipped.
 
-Exact clipping needs the global norm, which exists only when backward has ended. Until then an update may run ahead into
-a speculative store (speculative_stores.py) with the factor it would have without clipping. When the norm is there, one
-decision is made for the whole step: updates made with the right factor are kept, all others are made anew from the
-untouched state.
+Exact clipping needs the global norm, which is known only when backward has ended. Until then an update may run ahead
+into a speculative store (speculative_stores.py), with the factor of a step that is not clipped. When the norm is known,
+one decision is made for the whole step. Updates that were made with the right factor are kept. All other updates are
+repeated from the state, which has not changed.
 
-The decision is made on the device, where updates of resident state read it, and copied to the host for the others
-(`decide_there`); or from norms of several ranks (`decide`); or, where the host sums gradients, by the executor.
+There are three places where the decision is made:
+
+- On the device (`decide_there`), queued on the stream that made the gradients. Updates of resident state read it there.
+  It is copied to the host for the other updates.
+- In the thread of the reducer, from the norms of all ranks (`decide`).
+- In the executor, where the host sums the gradients of several backwards (csrc/clip_decision.cpp).
+
+The functions here are pure and hold no state.
 """
 
 from __future__ import annotations
@@ -23,20 +29,20 @@ _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds this to the norm
 
 @dataclass(frozen=True)
 class Limits:
-    """What the norm of all gradients is compared with."""
+    """The limits that the user has set for the gradients."""
 
     max_norm: float | None = None  # clip gradients to this global norm
-    skip_nonfinite: bool = False  # leave weights and state alone when a gradient is not finite
+    skip_nonfinite: bool = False  # do not change weights and state if a gradient is not finite
 
     @property
     def any(self) -> bool:
-        """Whether an update has to wait for the norm at all."""
+        """Whether an update depends on the norm."""
         return self.max_norm is not None or self.skip_nonfinite
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What came out: the factor for every gradient of this step, or that the step is skipped."""
+    """The factor for every gradient of a step, or that the step is skipped."""
 
     norm: float
     factor: float
@@ -45,7 +51,7 @@ class Decision:
 
 
 def decide(sums: Sequence[float], scale: float, limits: Limits) -> Decision:
-    """The decision for a step whose gradients (times the loss scale) have these sums of squares."""
+    """Decide on a step. `sums`: sums of squares of its gradients, which are multiplied by `scale`."""
     total = math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)
     norm = math.sqrt(total) / scale if total >= 0 else math.nan
     if limits.skip_nonfinite and not math.isfinite(norm):
@@ -58,9 +64,10 @@ def decide(sums: Sequence[float], scale: float, limits: Limits) -> Decision:
 
 
 def decide_there(into: Tensor, norms: Tensor, scale: float, limits: Limits) -> None:
-    """`decide` on the device, from the norms of the step's buckets: norm, factor and whether to skip into `into`, fp64.
+    """Decide on the device, from the norms of the step's buckets. Writes norm, factor and skip to `into` (fp64).
 
-    Updates there read it where it is, so that nothing waits for the host."""
+    Updates on the device read the decision from `into`, so nothing waits for the host.
+    """
     norm = norms.square().sum().sqrt() / scale
     clip = torch.ones_like(norm)
     if limits.max_norm is not None:

@@ -1,4 +1,16 @@
-"""Gradients into buckets: gathered as they come, measured when a bucket is complete, handed on as tasks."""
+"""Gathers gradients in the flat buffers of their buckets, measures complete buckets and submits them as tasks.
+
+Threads: autograd's thread calls the collector during backward, and the user's thread calls it in `step`. They never run
+at the same time, because backward() blocks its caller, so there is no lock.
+
+Order: all work is queued on the current stream, which made the gradients. `Task.ready` is recorded on that stream after
+the last copy and the norm. Copies to the host and updates on the device wait for it. The collector blocks the calling
+thread in two cases only: in `read_back`, and to wait for a flat buffer if all of them are in use.
+
+Ownership: an open task and its flat buffer belong to the collector until `_submit`. Then they belong to the executor,
+to `DeviceWork` or to `Sharing`. Sums of several backwards (`_sums`) and the norms on the device always belong to the
+collector. The decisions and norms on the host exist twice, because those of the last job may still be read.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +33,7 @@ from twinflow.offload.taken_gradient import TakenGradient
 
 
 class Collector:
-    """Everything here is queued on the stream that makes the gradients; nothing waits for the device."""
+    """Makes tasks of gradients."""
 
     def __init__(
         self,
@@ -38,27 +50,27 @@ class Collector:
         self._device_work = device_work
         self._buckets = buckets
         self._sharing = sharing
-        self.num_parts = num_parts  # gradients that make up one: with several, they are summed in fp32
+        self.num_parts = num_parts  # gradients of a parameter in one step; if several, they are summed in fp32 here
         self._tensor_device = tensor_device
-        self._open: dict[Bucket, Task] = {}  # this step's tasks, while gradients for them come in
-        self._sums: dict[int, Tensor] = {}  # of each bucket
+        self._open: dict[Bucket, Task] = {}  # tasks of this step that are not complete
+        self._sums: dict[int, Tensor] = {}  # by index of the bucket
         self._wholes: dict[Bucket, pack_gradients.Whole] = {}
         self._views = pack_gradients.Views()
         self._norms = torch.zeros(len(buckets), dtype=torch.float64, device=tensor_device)  # of each bucket
         self._norm_of = list(self._norms.unbind())
-        self._unmeasured: list[Task] = []  # of this step
+        self._unmeasured: list[Task] = []  # tasks of this step whose norm is not measured yet
         self._decisions = [torch.zeros(3, dtype=torch.float64, device=tensor_device) for _ in range(2)]
         self._host_decisions = [device.pinned(3, torch.float64) for _ in range(2)]
-        self._host_norms = [device.pinned(len(buckets), torch.float64) for _ in range(2)]  # this job's and the last's
+        self._host_norms = [device.pinned(len(buckets), torch.float64) for _ in range(2)]  # of this job and the last
 
     def set_num_parts(self, num_parts: int) -> None:
-        """Another number of gradients makes up one, from the next step on."""
+        """Change the number of gradients that a parameter gets in one step, from the next step on."""
         self.num_parts = num_parts
 
-    # While backward runs.
+    # During backward.
 
     def add(self, job: Job | None, found: Sequence[tuple[Param, Tensor]]) -> None:
-        """Add gradients to what their buckets hold, on the stream that made them."""
+        """Add gradients to the flat buffers of their buckets or, if several make up one, to the fp32 sums."""
         is_sum = self.num_parts > 1
         for bucket, pieces in _by_bucket(found).items():
             into = self._sum(bucket) if is_sum else self._task(job, bucket).flat
@@ -66,7 +78,7 @@ class Collector:
             self._gather(bucket, partial(pack_gradients.add, into, pieces))
 
     def add_last(self, job: Job, found: Sequence[tuple[Param, Tensor]]) -> None:
-        """The same for gradients with which their parameters are complete."""
+        """Add the last gradients that their parameters get in this step. Complete buckets are submitted."""
         if self.num_parts == 1:
             self.add(job, found)
         else:
@@ -78,8 +90,10 @@ class Collector:
             self._finish(job, param)
 
     def put_wholes(self, job: Job, grads: Mapping[int, Tensor], buckets: Sequence[Bucket]) -> None:
-        """The same for all gradients of some buckets at once, by the index of their parameters. Nearly all gradients
-        come so: nothing that is known of a bucket is found out again for each of them."""
+        """Copy all gradients of some buckets at once, and submit these buckets. `grads`: by index of the parameter.
+
+        This is the usual way of a gradient. It is fast, because it does nothing separately for each gradient.
+        """
         for bucket in buckets:
             task = self._new_task(job, bucket)
             assert task.flat is not None
@@ -97,7 +111,7 @@ class Collector:
         self._device.compute().run(what, "grad", bucket=bucket.plan.index)
 
     def _finish(self, job: Job, param: Param) -> None:
-        """Nothing more will come for this parameter, and its gradient is in the flat buffers."""
+        """Note that a parameter gets no more gradients in this step, and submit the buckets that are complete now."""
         for bucket, _, own in param.places:
             task = self._task(job, bucket)
             task.missing.discard(param.index)
@@ -108,37 +122,40 @@ class Collector:
     # In `step`.
 
     def complete(self, job: Job, params: Sequence[Param]) -> None:
-        """Parameters that are complete only now, and tasks that some parameters have nothing for."""
+        """Submit the rest of a step: parameters that are complete only now, and buckets that lack some gradients."""
         for param in params:
             if param.hits and (param.is_late or param.hits < self.num_parts):
                 self._round(job, param)
                 self._finish(job, param)
         begun = {task.bucket.plan.index for task in job.tasks}
         for bucket in self._buckets:
-            if self._sharing is not None and bucket.plan.index not in begun:  # others may have gradients for it
+            if self._sharing is not None and bucket.plan.index not in begun:  # other ranks may have gradients for it
                 self._submit(self._task(job, bucket))
             elif (task := self._open.pop(bucket, None)) is not None and task.present:
                 self._submit(task)
 
     def _round(self, job: Job, param: Param) -> None:
-        """A sum that turned out to be complete, into the flat buffers."""
+        """Round the sum of a parameter into the flat buffers, because it gets no more gradients."""
         if self.num_parts == 1:
-            return  # it is there
+            return  # the gradient is already in the flat buffers
         for bucket in param.buckets:
             flat, slices = self._task(job, bucket).flat, [s for s in bucket.gathered.slices if s.param == param.index]
             assert flat is not None
             self._gather(bucket, partial(pack_gradients.cast, flat, self._sum(bucket), slices))
 
     def take_all(self, job: Job, params: Sequence[Param], stand_in: Callable[[Param], TakenGradient]) -> None:
-        """Tasks from the gradients in `.grad`. Copies read these after this returns, so a stand-in takes their place:
-        whoever changes a gradient then gets a copy of it. Gradients in memory of the user's are copied now."""
+        """Make and submit tasks from the gradients in `.grad`.
+
+        Copies still read the gradients after this method returns. So a stand-in replaces them in `.grad`, and a write
+        to it goes to a copy. Gradients whose memory the user may also write to are copied now.
+        """
         flat: dict[Param, Tensor] = {}
         for param in params:
             grad = param.tensor.grad
             if grad is None:
                 continue
             if isinstance(grad, TakenGradient) and param.watched is not None:
-                param.put_back(param.watched)  # it may be in memory of the user's, which then stays in `.grad`
+                param.put_back(param.watched)  # it may be in memory of the user, which then stays in `.grad`
                 param.watched = None
                 grad = param.tensor.grad
                 assert grad is not None
@@ -148,7 +165,9 @@ class Collector:
             if is_free:
                 if not param.is_sharded:
                     param.tensor.grad = taken = stand_in(param)
-                    taken.held, taken.is_lent, taken.is_used = held, True, True
+                    taken.held = held
+                    taken.is_lent = True
+                    taken.is_used = True
                 else:
                     param.tensor.grad = None
             else:
@@ -168,7 +187,7 @@ class Collector:
             for i in task.present:
                 piece = bucket.slices[i]
                 task.sources.append((piece.offset, flat[bucket.params[i]][piece.start : piece.start + piece.numel]))
-            if task.present and bucket.is_on_device:  # the update there wants them side by side
+            if task.present and bucket.is_on_device:  # an update on the device needs them in one buffer
                 task.flat = self._executor.take_flat(bucket.plan, self._device.compute())
                 own = zip(task.present, task.sources, strict=True)
                 placed: list[pack_gradients.Piece] = [(bucket.slices[i], source, True) for i, (_, source) in own]
@@ -177,10 +196,10 @@ class Collector:
             if task.present:
                 self._submit(task)
 
-    # When a step is given up.
+    # When the gradients of a step are put back.
 
     def read_back(self, job: Job | None, params: Sequence[Param]) -> dict[Param, Tensor]:
-        """The gradients that were taken of these parameters, as torch would have left them in `.grad`. Blocks."""
+        """Return the gradients that were taken of these parameters, as torch would have left them in `.grad`."""
         self._device.compute().synchronize()
         if self._executor.sums_on_host:
             self._executor.wait_for_sums()
@@ -201,7 +220,7 @@ class Collector:
         return found
 
     def _taken(self, bucket: Bucket, index: int, task: Task | None) -> Tensor | None:
-        """Where a slice's gradient lies, in a buffer of its bucket; None where there is none."""
+        """Return the buffer of a bucket that holds the gradient of a slice; None if there is none."""
         if self._executor.sums_on_host:
             added = bucket.added if bucket.is_on_device else self._executor.added(bucket)
             return bucket.total if index in added else None
@@ -212,26 +231,31 @@ class Collector:
         return task.flat if task is not None else None
 
     def task_of(self, bucket: Bucket) -> Task | None:
-        """This step's task of a bucket, as long as gradients are still to come for it."""
+        """Return the incomplete task of a bucket in this step, or None."""
         return self._open.get(bucket)
 
+    # Norms and the clipping decision.
+
     def zero_norms(self) -> None:
-        """A new job begins: a bucket without gradients has none."""
+        """Set all norms on the device to zero at the start of a job, for buckets that get no gradients."""
         self._device.compute().run(self._norms.zero_)
 
     def new_norms(self, job: Job) -> Tensor:
-        """Zeros on the host, for norms that come one by one."""
+        """Return zeros on the host, into which the norms of a job are written one by one."""
         return self._host_norms[job.number % 2].zero_()
 
     def fetch_norms(self, job: Job) -> tuple[Tensor, Event]:
-        """All norms of the job on their way to the host: what the clipping decision needs."""
+        """Queue a copy of all norms to the host, for the clipping decision. Returns the copy and its event."""
         self._measure_rest()
         compute, norms = self._device.compute(), self._host_norms[job.number % 2]
         compute.run(lambda: norms.copy_(self._norms, non_blocking=True))
         return norms, compute.record()
 
     def fetch_decision(self, job: Job) -> tuple[Tensor, Tensor, Event]:
-        """The clipping decision of the job, made on the device: there, on its way to the host, and when it is there."""
+        """Queue the clipping decision on the device, and a copy of it to the host.
+
+        Returns the decision on the device, the copy on the host, and the event at which both are valid.
+        """
         self._measure_rest()
         compute = self._device.compute()
         there = self._decisions[job.number % 2]
@@ -245,8 +269,11 @@ class Collector:
         return there, here, compute.record()
 
     def _measures_later(self, task: Task) -> bool:
-        """Whether a bucket's gradients stay where they are until the decision: then all norms are measured together,
-        when the step is closed, with a few launches instead of some for each bucket."""
+        """Whether the norm of a task is measured when the step is closed, together with all others.
+
+        This takes a few launches instead of some for each bucket. It is possible if the gradients stay on the device
+        until the decision.
+        """
         is_whole = task.flat is not None and len(task.present) == len(task.bucket.slices)
         return is_whole and task.job.limits.any and not self._executor.holds_on_host
 
@@ -266,7 +293,7 @@ class Collector:
         return self._sums[index]
 
     def _task(self, job: Job | None, bucket: Bucket) -> Task:
-        """This step's task of a bucket, with a flat buffer to gather gradients in."""
+        """Return the open task of a bucket in this step. The first call makes it, with a flat buffer."""
         task = self._open.get(bucket)
         if task is None:
             assert job is not None
@@ -282,14 +309,14 @@ class Collector:
         return Task(bucket, job, [], [(0, flat)], flat)
 
     def _submit(self, task: Task) -> None:
-        """All gradients of a task are queued: measure them, and hand the task on."""
+        """Measure a task whose gradients are all queued, and give it to the executor or to `DeviceWork`."""
         if self._sharing is not None:
             return self._share(task, self._sharing)
         task.present.sort()
         bucket, compute, flat = task.bucket, self._device.compute(), task.flat
         norm = self._norm_of[bucket.plan.index]
         if self._executor.sums_on_host:
-            pass  # the host measures the sum
+            pass  # the norm of the total is measured after the sum
         elif self._measures_later(task):
             self._unmeasured.append(task)
         elif flat is not None and len(task.present) == len(bucket.slices):
@@ -307,7 +334,7 @@ class Collector:
             self._executor.submit(task)
 
     def _share(self, task: Task, sharing: Sharing) -> None:
-        """The same where ranks share the bucket: zeros for what this one has nothing for."""
+        """Give a task to `Sharing`, with zeros for parameters that have no gradient on this rank."""
         bucket, compute, flat = task.bucket, self._device.compute(), task.flat
         assert flat is not None
         empty = [piece for piece in bucket.gathered.slices if piece.param in task.missing]
@@ -321,7 +348,7 @@ class Collector:
 
 
 def _by_bucket(found: Sequence[tuple[Param, Tensor]]) -> dict[Bucket, list[pack_gradients.Piece]]:
-    """The parts of gradients that lie in each bucket."""
+    """Return the parts of gradients that belong to each bucket."""
     pieces: dict[Bucket, list[pack_gradients.Piece]] = {}
     for param, grad in found:
         flat = grad.detach().reshape(-1) if grad.requires_grad else grad.reshape(-1)
@@ -334,14 +361,17 @@ def _by_bucket(found: Sequence[tuple[Param, Tensor]]) -> dict[Bucket, list[pack_
 
 
 def _is_shared(grad: Tensor) -> bool:
-    """Whether somebody else may write to the memory of a gradient: he has the tensor, or a view of its storage."""
+    """Whether the user may write to the memory of a gradient, because the user holds the tensor or a view of it."""
     storage = grad.untyped_storage()
     users = int(torch._C._storage_Use_Count(storage._cdata))
     return users > 2 or storage.nbytes() != grad.numel() * grad.element_size() or sys.getrefcount(grad) > _FEWEST
 
 
 def _fewest_references() -> int:
-    """References to a gradient that nobody has but its parameter and `_is_shared`: torch's releases differ in them."""
+    """Return the number of references to a gradient that only its parameter and `_is_shared` hold.
+
+    It differs between torch releases.
+    """
 
     def count(grad: Tensor) -> int:
         return sys.getrefcount(grad)

@@ -1,11 +1,20 @@
-"""Updates and sums on the device: queued on streams by the thread that submits or closes a job, and ordered by streams.
+"""Updates of state on the device, and sums of gradients there. Threads queue them on streams; streams and events order
+them.
 
-An update that our kernels make reads the clipping decision from the device's memory: nothing waits for the host.
-Two kinds of updates need the decision as a number: those of a user's own optimizer, and those whose norm the host
-measures (`sums_on_host`). A thread waits for it and queues them (`LateUpdates`).
+Our own kernels read the clipping decision from device memory, so nothing waits for the host. Two kinds of updates need
+the decision as a number on the host: updates of a user's own optimizer, and updates whose norm the host measures
+(`sums_on_host`). The thread of `LateUpdates` waits for the decision and queues these.
 
-With a delayed update the new weights stay in the state until the job is released; then they are copied into the
-parameters, and only after that the next update may write to the state.
+Threads: autograd's thread (or the user's thread in `step`) and the reducer submit tasks. The user's thread, the reducer
+or the norm reducer closes jobs. `LateUpdates` has a thread of its own. `DeviceWork._lock` guards `Job.on_device`,
+`Job.unsent` and all fields here. It is taken before `Executor.changed`. A thread may hold it while it waits for the
+last update of a bucket or for a reader of frozen state. Methods that run only between steps do not take it
+(`hold_back`, `forget_sums`).
+
+Order: an update waits for its gradients (`Task.ready`), for the decision on the device, and for its state if the state
+is streamed. The flat buffer of the gradients is free after the update. With a delayed update the new weights stay in
+the state until the job is released. They are then copied into the parameters, and only after that may the next update
+write to the state.
 """
 
 from __future__ import annotations
@@ -30,8 +39,7 @@ from twinflow.offload.sync import OLD_WEIGHTS, RESIDENT_READY, STORED, WEIGHT_SE
 
 
 class DeviceWork:
-    """Of one executor. Autograd's thread or the reducer submits; the user's thread, the reducer or `LateUpdates` queues
-    updates: the lock keeps them apart."""
+    """Queues the updates and sums of one executor's buckets on the device."""
 
     def __init__(self, device: Device, executor: Executor, frozen: FrozenState) -> None:
         self._device = device
@@ -39,29 +47,30 @@ class DeviceWork:
         self._frozen = frozen
         self._stages = Stages(device)
         self._lock = threading.RLock()
-        self._updated: dict[Bucket, Event] = {}  # when the last update of each has run
-        self._uncounted: list[Task] = []  # updates that are queued, of jobs whose decision was not known then
+        self._updated: dict[Bucket, Event] = {}  # the end of the last update of each bucket
+        self._uncounted: list[Task] = []  # tasks that were queued before their decision was known on the host
         self._late: LateUpdates | None = None
 
     def close(self) -> None:
-        """End the thread, if there is one."""
+        """End the thread of `LateUpdates`, if there is one."""
         if self._late is not None:
             self._late.close()
 
     def submit(self, task: Task) -> None:
-        """A task whose gradients are complete once `task.ready` is done, and stay on the device."""
+        """Take over a task whose gradients are complete on the device once `task.ready` is done."""
         with self._lock:
             if self._executor.sums_on_host:
                 self._add(task)
                 if task.job.is_part:
                     return
             task.job.on_device.append(task)
-            # A delayed job's weights stay in the state until the next step: `close_job` comes after their release.
+            # The weights of a delayed job stay in the state until the next step, which releases them before it calls
+            # `close_job`. An update of the next step must not be queued before that.
             if not task.job.limits.any and not task.is_held and not task.job.is_delayed:
                 self._start([task], None, None)
 
     def agree(self, job: Job, present: set[int]) -> None:
-        """All ranks have said which parameters got a gradient."""
+        """Set the slices of tasks that waited for other ranks. `present`: parameters with a gradient on any rank."""
         with self._lock:
             for task in job.on_device:
                 if task.is_held:
@@ -69,8 +78,11 @@ class DeviceWork:
                     task.is_held = False
 
     def close_job(self, job: Job, decision: Tensor | None, event: Event | None) -> None:
-        """Queue all updates of a job by deadline. `decision` lies on the device once `event` is done; None: it is known
-        on the host, or will be."""
+        """Queue all updates of a job, ordered by deadline.
+
+        `decision`: memory on the device that is valid once `event` is done. None: the decision is known on the host, or
+        will be.
+        """
         with self._lock:
             tasks = sorted(job.on_device, key=lambda task: task.deadline)
             known = job.decision if job.limits.any else None
@@ -93,7 +105,7 @@ class DeviceWork:
                 self._start(sorted(job.on_device, key=lambda task: task.deadline), None, None)
 
     def _drop(self, job: Job) -> None:
-        """Nothing happens: whoever waits for this job goes on."""
+        """Discard the updates of a job that is dropped or skipped. Forwards do not wait for its weights any more."""
         for task in job.on_device:
             self._give_flat(task, None)
             self._forget_sum(task)
@@ -102,7 +114,7 @@ class DeviceWork:
         job.on_device.clear()
 
     def release(self, job: Job) -> None:
-        """Copy the weights of a job that the executor has released into the parameters."""
+        """Copy the weights of a delayed job into the parameters, after `Executor.release`."""
         with self._lock:
             for task in job.unsent:
                 self._frozen.wait_until_read(task.bucket)
@@ -110,14 +122,15 @@ class DeviceWork:
             job.unsent.clear()
 
     def hold_back(self, task: Task) -> None:
-        """Weights that are in the state already wait for the job's release."""
+        """Let weights that are already in the state wait for the release of the job."""
         bucket = task.bucket
         task.weights = _optimizer(bucket).publish(bucket)
         task.job.unsent.append(task)
         self._executor.set_unsent(bucket, task.job.number)
 
     def count_steps(self) -> None:
-        """Count updates whose decision has become known. The next numbers, and whoever reads the state, need that."""
+        """Count the updates whose decision has become known. The scalars of the next update and readers of the state
+        need the counts."""
         with self._lock:
             left = []
             for task in self._uncounted:
@@ -144,7 +157,10 @@ class DeviceWork:
                 task.present = sorted(bucket.added)
 
     def add_nothing(self, job: Job, bucket: Bucket) -> Task | None:
-        """A task for a bucket that got gradients in earlier backwards of this step, but none in the last."""
+        """Submit a task for a bucket that got gradients in earlier backwards of this step and none in the last one.
+
+        Returns None if the bucket got no gradients at all.
+        """
         if not bucket.added:
             return None
         task = Task(bucket, job, [])
@@ -152,7 +168,7 @@ class DeviceWork:
         return task
 
     def forget_sums(self, buckets: Iterable[Bucket]) -> None:
-        """Drop what earlier backwards of this step have given."""
+        """Discard the sums of earlier backwards of this step."""
         for bucket in buckets:
             bucket.added.clear()
 
@@ -163,18 +179,18 @@ class DeviceWork:
         for task in tasks:
             bucket, job = task.bucket, task.job
             job.on_device.remove(task)
-            if not task.present:  # nobody has a gradient for this rank's part
+            if not task.present:  # no rank has a gradient for this rank's part
                 self._give_flat(task, None)
                 self._forget_sum(task)
                 if job.is_released:
                     self._send(task)
-                else:  # other ranks may have one, and publish their parts with the job's release
+                else:  # other parts of the bucket may have gradients; their ranks publish them after the release
                     job.unsent.append(task)
                 continue
             self._frozen.wait_until_read(bucket)
             last = self._updated.get(bucket)
             if last is not None and WEIGHT_SENT not in self._device.disabled:
-                last.synchronize()  # it has read its numbers, which are written anew
+                last.synchronize()  # the scalars that it reads are overwritten below
             self._queue(task, decision, event)
 
     def _queue(self, task: Task, decision: Tensor | None, event: Event | None) -> None:
@@ -192,7 +208,7 @@ class DeviceWork:
         if event is not None:
             stream.wait(event, RESIDENT_READY)
         if task.is_summed and stage is not None:
-            stream.wait(self._device.stream("update").record(), RESIDENT_READY)  # where the sum was made
+            stream.wait(self._device.stream("update").record(), RESIDENT_READY)  # the stream that made the sum
         elif task.ready is not None:
             stream.wait(task.ready, RESIDENT_READY)
         stream.run(passage.update, span="resident" if stage is None else "streamed", bucket=index)
@@ -203,7 +219,7 @@ class DeviceWork:
         self._give_flat(task, updated)
         task.weights = passage.weights
         self._forget_sum(task)
-        if decision is None:  # it is known on the host that the update happens
+        if decision is None:  # the host knows that the update is not skipped
             _count(task)
         else:
             self._uncounted.append(task)
@@ -217,7 +233,7 @@ class DeviceWork:
             job.unsent.append(task)
 
     def _send(self, task: Task) -> None:
-        """New weights into the parameters."""
+        """Copy new weights into the parameters."""
         if not task.present:
             self._executor.note_sent(task.bucket, task.job.number, None)
             return
@@ -251,7 +267,7 @@ class DeviceWork:
 
 
 class LateUpdates:
-    """A thread that waits for the clipping decision as a number, and then queues updates on the device."""
+    """A thread that waits until the clipping decision is known on the host, and then queues updates on the device."""
 
     def __init__(self, executor: Executor, start: Callable[[Job], None]) -> None:
         self._executor = executor
@@ -261,11 +277,11 @@ class LateUpdates:
         self._thread.start()
 
     def put(self, job: Job) -> None:
-        """A job with updates that are still to be queued."""
+        """Hand over a job that has updates to be queued."""
         self._jobs.put(job)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread after the jobs that it already has."""
         self._jobs.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -285,7 +301,7 @@ class LateUpdates:
 def _optimizer(bucket: Bucket) -> DeviceOptimizer:
     updater = bucket.updater
     assert updater.is_on_device
-    return updater  # type: ignore[return-value]  # what is on the device is updated there
+    return updater  # type: ignore[return-value]  # an updater with `is_on_device` is a DeviceOptimizer
 
 
 def _count(task: Task) -> None:
@@ -294,7 +310,8 @@ def _count(task: Task) -> None:
 
 
 def _sum(task: Task, stream: Stream) -> Callable[[], None]:
-    """Add a task's gradients to its bucket's total on the device; measure the total of a step."""
+    """Return the work that adds a task's gradients to the total of its bucket and, at the last backward of a step,
+    measures the total."""
     bucket, flat, norms = task.bucket, task.flat, task.job.norms
     in_total = bucket.added.union(task.present)
     new = [bucket.slices[i] for i in task.present if i not in bucket.added]

@@ -1,12 +1,22 @@
-"""Python's side of the executor: tasks go in, weights come back, and whoever needs them waits here.
+"""The Python side of the native executor, which copies gradients to the host, updates the state there and copies new
+weights back to the device.
 
-The executor itself is csrc/executor.h, which has the table of phases of a task. Two native threads copy
-gradients out, update buckets on the host and send weights back. Updates on the device are queued by the threads that
-submit and close jobs (device_work.py). Python threads take part only where the optimizer itself is Python
-(torch_worker.py), and where ranks exchange (zero/).
+The executor itself is csrc/executor.h, which has the table of phases of a task. The methods here are called by the
+user's thread, by autograd's thread and by the Python threads of this project (reducer, publisher, torch-worker,
+late-updates, fetcher).
 
-Who owns what: the native executor owns slots, events of copies and the order of work. Python owns stores, flat buffers
-and parameters, and keeps each of them as long as a task that uses it is not released (`collect`).
+Native threads: the mover starts copies, reads the clipping decision and notes gradients that have arrived. The worker
+updates one bucket at a time. If the optimizer is written in Python, a Python thread replaces the worker
+(torch_worker.py). Other threads queue updates on the device (device_work.py).
+
+Ownership: the native executor owns the slots, the events of copies and the order of work; `mutex_` in csrc/executor.h
+guards all of it. Python owns stores, flat buffers and parameters. `Executor.changed` guards the tables that keep
+gradients alive until the native executor has released their task (`collect`), the flat buffers, and the queues of the
+Python threads. It is taken before `mutex_`. Stores are kept until `drop_store`.
+
+Order: an update starts after the gradients have arrived. New weights are copied after the update. A block runs after
+the copies of its weights: `hold` blocks until they are queued and lets the model's streams wait for their events. An
+exception in a background thread goes to `fail`, and `check` raises it in the next caller.
 """
 
 from __future__ import annotations
@@ -25,6 +35,7 @@ from torch import Tensor
 
 from twinflow import native
 from twinflow.device import CudaDevice, Device, Event, Stream, hide_from_children
+from twinflow.errors import wrong_state
 from twinflow.native.executor import (
     CBucket,
     CCounters,
@@ -70,11 +81,11 @@ _MAX_RELEASED = 64
 
 
 class WorkerError(RuntimeError):
-    """Something failed in the background; the cause is attached."""
+    """A background thread or a stream has failed. `__cause__` is its exception, if there is one."""
 
 
 class Executor:
-    """One for each optimizer."""
+    """The Python side of the native executor. There is one for each optimizer."""
 
     def __init__(
         self,
@@ -89,26 +100,26 @@ class Executor:
     ) -> None:
         self.device = device
         self.flats = flats
-        self.holds_on_host = holds_on_host  # gradients wait for the clipping decision in their slots
-        self.sums_on_host = sums_on_host  # several backwards make a step, and their gradients are summed as tasks
+        self.holds_on_host = holds_on_host  # gradients wait for the clipping decision on the host, in their slots
+        self.sums_on_host = sums_on_host  # each of a step's backwards submits tasks, which are added to totals
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
         self.num_weight_slots = num_weight_slots
-        self.error: BaseException | None = None  # the first that a thread of ours has raised
+        self.error: BaseException | None = None  # the first exception of a background thread
         self.is_closing = False
-        self.changed = threading.Condition()  # guards Python's own tables, and wakes its threads
-        self._rule = rule  # None: the optimizer is the user's, in Python
+        self.changed = threading.Condition()  # guards the Python tables and wakes the Python threads
+        self._rule = rule  # None: a user's own optimizer, in Python
         self._library = executor_library()
-        self._tasks: dict[int, Task] = {}  # whose gradients the executor still needs
-        self._stores: dict[int, Store] = {}
-        self._own: dict[int, Store] = {}  # of buckets on the device
-        self._on_host: set[int] = set()  # the other buckets
-        self._to_update: dict[int, Task] = {}  # tasks for an optimizer in Python
+        self._tasks: dict[int, Task] = {}  # by handle: tasks whose gradients the native executor still needs
+        self._stores: dict[int, Store] = {}  # by handle
+        self._own: dict[int, Store] = {}  # by index: the state of buckets on the device
+        self._on_host: set[int] = set()  # indices of buckets on the host
+        self._to_update: dict[int, Task] = {}  # by handle: tasks for an optimizer in Python
         self._layouts: dict[object, int] = {}
-        # Page-locked decisions or norms of the last four jobs: the executor reads them until it has decided.
+        # Page-locked decisions or norms of the last four jobs. The native executor reads them until it has decided.
         self._decisions: dict[int, Tensor] = {}
         self._buckets: list[Bucket] = []
-        self._unfinished: list[int] = []  # jobs whose updates may still be to come
+        self._unfinished: list[int] = []  # handles of jobs that may still have updates to make
         self._is_recording = False
         self._has_warned = False
         self._ids = (c_int64 * _MAX_RELEASED)()
@@ -117,7 +128,11 @@ class Executor:
         settings = CSettings(index, holds_on_host, sums_on_host, rule is None, slot_bytes, num_slots, num_weight_slots)
         self._handle = self._library.tf_executor_new(ctypes.byref(settings))
         if not self._handle:
-            raise RuntimeError("The CUDA driver (libcuda.so.1) could not be loaded, although torch uses a GPU")
+            raise wrong_state(
+                "the executor cannot start",
+                "the CUDA driver (libcuda.so.1) could not be loaded, although torch uses a GPU",
+                "Add the directory of libcuda.so.1 to LD_LIBRARY_PATH",
+            )
         watch = weakref.WeakMethod(self._follow_device)
         device.watchers.append(watch)
         device.trace.add_source(weakref.WeakMethod(self._spans), None if device.kind == "cpu" else index)
@@ -131,7 +146,7 @@ class Executor:
     # Errors and the end.
 
     def check(self) -> None:
-        """Raise if a thread or a stream has failed, or there is none any more."""
+        """Raise WorkerError if a thread or a stream has failed, and RuntimeError if the executor is closed."""
         if self.error is None and self.device.error is None and not self.is_closing:
             if not self._library.tf_executor_state(self._handle):
                 return
@@ -140,32 +155,32 @@ class Executor:
         error = self.error or self.device.error
         if error is not None:
             raise WorkerError(f"the offload worker failed: {error!r}") from error
-        raise RuntimeError("the optimizer is closed: build a new one to go on training")
+        raise _closed()
 
     def fail(self, error: BaseException) -> None:
-        """A thread of ours has raised: whoever waits is told."""
+        """Keep the exception of a background thread, and wake all threads that wait. `check` then raises it."""
         with self.changed:
-            if not isinstance(error, WorkerError):  # else it has only seen that another one has failed
+            if not isinstance(error, WorkerError):  # a WorkerError only repeats the failure of another thread
                 self.error = self.error or error
             self.changed.notify_all()
         self._library.tf_executor_fail(self._handle)
 
     def close(self) -> None:
-        """End the native threads after what they do now."""
+        """End the native threads after their current work."""
         with self.changed:
             self.is_closing = True
             self.changed.notify_all()
         self._library.tf_executor_close(self._handle)
 
     def free_slots(self) -> None:
-        """After `close`, when no thread of Python's updates any more: it may read gradients and write weights there."""
+        """Free the slots. Only after `close` and after the end of `TorchWorker`, which reads and writes slots."""
         self._library.tf_executor_free_slots(self._handle)
 
     def _ok(self, result: float) -> float:
-        """What a call that may block has returned."""
+        """Return the result of a native call that may block. Raise if it is negative: the executor failed or closed."""
         if result < 0:
             self.check()
-            raise RuntimeError("the optimizer is closed: build a new one to go on training")
+            raise _closed()
         return result
 
     # Tests and traces.
@@ -177,7 +192,7 @@ class Executor:
         self._library.tf_executor_disable(self._handle, points)
 
     def _spans(self, anchor: int, anchor_s: float) -> list[Span]:
-        """What the executor's threads and streams have done since the last call."""
+        """Return the spans that the native threads and streams have recorded since the last call."""
         table = (CSpan * 65536)()
         count = self._library.tf_executor_spans(self._handle, anchor, anchor_s, table, len(table))
         found = []
@@ -189,12 +204,12 @@ class Executor:
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether updates can be written beside the state."""
+        """Whether updates can be written to speculative stores, ahead of the clipping decision."""
         return self._rule is not None
 
     @property
     def counters(self) -> CCounters:
-        """Seconds and bytes so far."""
+        """The counters of the native executor, since its start."""
         found = CCounters()
         self._library.tf_executor_counters(self._handle, ctypes.byref(found))
         return found
@@ -203,17 +218,17 @@ class Executor:
 
     @property
     def unmade_bytes(self) -> int:
-        """Page-locked memory that slots may still ask for."""
+        """Page-locked memory of slots that are planned and not made yet."""
         made = self.counters
         left = max(0, self.num_slots - made.num_slots) + max(0, self.num_weight_slots - made.num_weight_slots)
         return int(left) * self.slot_bytes
 
     def set_sums_on_host(self, sums_on_host: bool) -> None:
-        """From the next step on, whether gradients of several backwards are summed as tasks; `resize` follows."""
+        """Change `sums_on_host` from the next step on. The caller then calls `resize`."""
         self.sums_on_host = sums_on_host
 
     def resize(self, num_slots: int, num_weight_slots: int, keeps_weight_slots: bool) -> None:
-        """Other numbers of slots, between steps. `keeps_weight_slots`: those beyond the limit stay."""
+        """Change the numbers of slots. Only between steps. `keeps_weight_slots`: do not free those beyond the limit."""
         self.num_slots = num_slots
         self.num_weight_slots = num_weight_slots
         self._library.tf_executor_resize(
@@ -221,17 +236,17 @@ class Executor:
         )
 
     def add_weight_slots(self, num_more: int) -> None:
-        """Make some beyond the limit now, rather than when they are needed."""
+        """Make weight slots beyond the limit now instead of at their first use."""
         self._library.tf_executor_add_weight_slots(self._handle, num_more)
 
     # Stores.
 
     def layout_of(self, plan: BucketPlan) -> int:
-        """A number for each layout: buckets of equal layout can use each other's stores."""
+        """Return the number of a bucket's layout. Buckets of equal layout can use each other's stores."""
         return self._layouts.setdefault(plan.layout, len(self._layouts))
 
     def add_store(self, plan: BucketPlan, store: Store) -> int:
-        """Tell the executor where a store's buffers are; it is kept until `drop_store`."""
+        """Register the buffers of a store and return its handle. The store is kept until `drop_store`."""
         table = (CPointers * len(plan.slices))()
         for entry, piece in zip(table, plan.slices, strict=True):
             found = pointers(store.narrow(piece.offset, piece.numel))
@@ -244,32 +259,32 @@ class Executor:
         return handle
 
     def drop_store(self, handle: int) -> Store:
-        """The executor forgets a store; it is returned."""
+        """Unregister a store and return it."""
         self._library.tf_store_free(self._handle, handle)
         return self._stores.pop(handle)
 
     def add_speculative_store(self, plan: BucketPlan, store: Store) -> None:
-        """A store that updates ahead of the clipping decision may be written to."""
+        """Add a store for updates ahead of the clipping decision."""
         self._library.tf_store_add_speculative(self._handle, self.layout_of(plan), self.add_store(plan, store))
 
     def take_speculative_store(self, plan_layout: object) -> Store | None:
-        """Take back a speculative store of a layout; None where there is none."""
+        """Remove and return a free speculative store of a layout; None if there is none."""
         handle = self._library.tf_store_take_speculative(self._handle, self._layouts.get(plan_layout, -1))
         return self.drop_store(handle) if handle >= 0 else None
 
     def missing_speculative_stores(self) -> list[Bucket]:
-        """Buckets that found no speculative store since the last call."""
+        """Return the buckets for which no speculative store was free since the last call."""
         count = self._library.tf_store_missing_speculative(self._handle, self._ids, _MAX_RELEASED)
         return [self._buckets[index] for index in self._ids[:count]]
 
     def store_of(self, bucket: Bucket) -> Store:
-        """The state of a bucket, as it is now."""
+        """Return the store that currently holds the state of a bucket."""
         if bucket.is_on_device:
             return self._own[bucket.plan.index]
         return self._stores[self._library.tf_bucket_store(self._handle, bucket.plan.index)]
 
     def replace_store(self, bucket: Bucket, store: Store) -> None:
-        """Another state for a bucket: it has moved to another place. Between steps."""
+        """Give a bucket another store, because its state moves to another place. Only between steps."""
         index = bucket.plan.index
         if index in self._on_host:
             self._on_host.remove(index)
@@ -281,7 +296,7 @@ class Executor:
     # Buckets.
 
     def register(self, bucket: Bucket) -> None:
-        """Tell the executor of a bucket, or that its parameters or its state are elsewhere now."""
+        """Register a bucket, or register it again after its parameters or its state have other memory."""
         plan = bucket.plan
         index = plan.index
         if index == len(self._buckets):
@@ -322,76 +337,76 @@ class Executor:
         self._library.tf_bucket_set(self._handle, index, ctypes.byref(spec), store)
 
     def set_deadline(self, bucket: Bucket, deadline: int) -> None:
-        """The order in which the next forward needs weights."""
+        """Set the position of a bucket in the order in which the next forward needs weights."""
         self._library.tf_bucket_set_deadline(self._handle, bucket.plan.index, deadline)
 
     def set_total(self, bucket: Bucket, total: Tensor) -> None:
-        """Where the gradients of several backwards are summed."""
+        """Set the buffer in which the gradients of several backwards are summed."""
         bucket.total = total
         self._library.tf_bucket_set_total(self._handle, bucket.plan.index, total.data_ptr())
 
     def added(self, bucket: Bucket) -> set[int]:
-        """The slices that are in the total of a bucket on the host, of this step's backwards."""
+        """Return the slices of a bucket on the host whose gradients of this step are in the total."""
         slices = (c_uint8 * len(bucket.slices))()
         self._library.tf_bucket_added(self._handle, bucket.plan.index, slices)
         return {i for i, is_added in enumerate(slices) if is_added}
 
     def due(self, bucket: Bucket) -> int:
-        """The last job whose weights the next forward has to see."""
+        """Return the number of the last job whose weights the next forward has to see."""
         found: int = self._library.tf_bucket_due(self._handle, bucket.plan.index)
         return found
 
     def shown(self, bucket: Bucket) -> int:
-        """The last job whose weights are on their way into all of its parameters."""
+        """Return the number of the last job whose weights are queued to be copied into all parameters of the bucket."""
         found: int = self._library.tf_bucket_shown(self._handle, bucket.plan.index)
         return found
 
     def make_due(self, job: Job) -> None:
-        """The next forward has to see this job's weights."""
+        """Let the next forward wait for the weights of this job."""
         indices = indices_of([task.bucket for task in job.tasks])
         self._library.tf_buckets_set_due(self._handle, indices, len(indices), job.number)
 
     def note_updated(self, bucket: Bucket, number: int) -> None:
-        """A job is in the state, by an update on the device whose weights are kept apart."""
+        """Note that an update on the device has put a job into the state, and that its weights are not sent yet."""
         self._library.tf_bucket_note_updated(self._handle, bucket.plan.index, number)
 
     def set_unsent(self, bucket: Bucket, number: int) -> None:
-        """A job is in the state of a bucket on the device, and its weights are still to be sent."""
+        """Note that a job is in the state of a bucket on the device, and that its weights will be sent later."""
         self._library.tf_bucket_set_unsent(self._handle, bucket.plan.index, number)
 
     def note_sent(self, bucket: Bucket, number: int, event: Event | None) -> None:
-        """A job's weights are on their way into the parameters, by work on the device."""
+        """Note that work on the device writes a job's weights into the parameters, and ends with the event."""
         handle = event.handle if event is not None else None
         self._library.tf_bucket_note_sent(self._handle, bucket.plan.index, number, handle)
 
     def note_published(self, bucket: Bucket, number: int, event: Event | None) -> None:
-        """A job's weights are on their way from all ranks."""
+        """Note that a job's weights of all ranks are written into the parameters, which ends with the event."""
         handle = event.handle if event is not None else None
         self._library.tf_bucket_note_published(self._handle, bucket.plan.index, number, handle)
 
     def weights_copied_event(self, bucket: Bucket) -> Event | None:
-        """The last copy of its weights has ended: they are in the parameters. None where nothing is on its way."""
+        """Return the event at which the last copy of the bucket's weights ends; None if no copy is under way."""
         handle = self._library.tf_bucket_weights_copied_event(self._handle, bucket.plan.index)
         return Event(handle, self.device) if handle else None
 
     def published_event(self, bucket: Bucket) -> Event | None:
-        """The same from all ranks."""
+        """Return the event at which the weights of all ranks are in the parameters; None if no copy is under way."""
         handle = self._library.tf_bucket_published_event(self._handle, bucket.plan.index)
         return Event(handle, self.device) if handle else None
 
     def freeze(self, index: int, is_frozen: bool) -> None:
-        """Let no update change a bucket until somebody has read it (frozen.py)."""
+        """Start or stop the freeze of a bucket. No update changes a frozen bucket (frozen.py)."""
         self._library.tf_bucket_freeze(self._handle, index, is_frozen)
 
     def next_wanted(self, timeout_s: float) -> int:
-        """A frozen bucket that an update waits for; -1 where there is none."""
+        """Wait for an update that needs a frozen bucket, and return the bucket's index; -1 if the time is up."""
         found: int = self._library.tf_next_wanted(self._handle, timeout_s)
         return found
 
     # Jobs.
 
     def new_job(self, job: Job) -> int:
-        """The executor's number of a job."""
+        """Register a job and return its handle."""
         if self._is_recording != self.device.trace.enabled:
             self._is_recording = self.device.trace.enabled
             self._library.tf_executor_record_spans(self._handle, self._is_recording)
@@ -412,7 +427,10 @@ class Executor:
         return handle
 
     def _add_hypers(self, handle: int, job: Job, rule: Rule) -> None:
-        """The rule's numbers for all steps that slices may be at: updates of earlier jobs may still be to come."""
+        """Give the native executor the rule's scalars for all step counts that a slice may have at its update.
+
+        There are several, because updates of earlier jobs may still be to come.
+        """
         self._unfinished = [one for one in self._unfinished if not self._library.tf_job_is_done(self._handle, one)]
         ahead = range(1, 2 + len(self._unfinished))
         self._unfinished.append(handle)
@@ -431,12 +449,12 @@ class Executor:
         self._library.tf_job_add_hypers(self._handle, handle, table, len(rows))
 
     def free_job(self, handle: int) -> None:
-        """Nobody asks for it any more."""
-        if self._handle:  # the garbage collector may have come to the executor first
+        """Let the native executor free its record of a job."""
+        if self._handle:  # the garbage collector may have freed the executor first
             self._library.tf_job_free(self._handle, handle)
 
     def submit(self, task: Task) -> None:
-        """A task whose gradients are complete on the device once `task.ready` is done."""
+        """Take over a task whose gradients are complete on the device once `task.ready` is done."""
         bucket = task.bucket
         if self.sums_on_host and bucket.total is None:
             self.set_total(bucket, _new_total(bucket.plan.numel))
@@ -467,14 +485,14 @@ class Executor:
             self._note_for_python(task)
 
     def _note_for_python(self, task: Task) -> None:
-        """Remember a task that an optimizer in Python will update, and forget those of steps that were dropped."""
+        """Keep a task for the optimizer in Python, and forget tasks of steps that were dropped."""
         if self._rule is None and not task.job.is_part:
             oldest = task.job.number - 2
             self._to_update = {key: one for key, one in self._to_update.items() if one.job.number >= oldest}
             self._to_update[task.handle] = task
 
     def submit_sum(self, job: Job, bucket: Bucket) -> Task | None:
-        """A task for gradients of earlier backwards alone; None where there were none."""
+        """Submit a task that has only the gradients of earlier backwards; None if there are none."""
         with self.changed:
             handle = self._library.tf_submit_sum(self._handle, job.handle, bucket.plan.index)
             if handle < 0:
@@ -484,52 +502,55 @@ class Executor:
             return task
 
     def agree(self, job: Job, params: Iterable[int], num_params: int) -> None:
-        """All ranks have said which parameters got a gradient in this job."""
+        """Tell which parameters got a gradient in this job on any rank. `params`: their indices."""
         table = (c_uint8 * num_params)()
         for index in params:
             table[index] = 1
         self._library.tf_agree(self._handle, job.handle, table)
 
     def close_job(self, job: Job, decision: Tensor, event: Event) -> None:
-        """All tasks are submitted; the decision lies in page-locked memory once the event is done."""
+        """Close a job whose tasks are all submitted. `decision`: page-locked memory, valid once `event` is done."""
         self._decisions[job.number % 4] = decision
         self._library.tf_job_close(self._handle, job.handle, decision.data_ptr(), event.handle)
 
     def measure(self, job: Job, norms: Tensor) -> None:
-        """Where the norms of a job's sums go."""
+        """Set the memory for the norms of a job's totals."""
         job.norms = norms
         self._library.tf_job_set_norms(self._handle, job.handle, norms.data_ptr())
 
     def close_sums(self, job: Job, event: Event | None) -> None:
-        """All tasks are submitted; the decision follows from the norms, once all are there and the event is done."""
+        """Close a job whose gradients are summed as tasks, when all tasks are submitted.
+
+        The native executor decides when all norms are known. `event`: the norms that the device measures are known.
+        """
         assert job.norms is not None
         self._decisions[job.number % 4] = job.norms
         handle = event.handle if event is not None else None
         self._library.tf_job_close_sums(self._handle, job.handle, job.norms.data_ptr(), job.norms.numel(), handle)
 
     def decide(self, job: Job, decision: Decision) -> None:
-        """All tasks are submitted, and this is the decision."""
+        """Close a job whose tasks are all submitted, with a decision that is already known."""
         self._library.tf_job_decide(
             self._handle, job.handle, decision.norm, decision.factor, decision.skip, decision.clipped
         )
 
     def drop(self, job: Job) -> None:
-        """Nothing of the job shall happen."""
+        """Discard all updates of a job."""
         self._library.tf_job_drop(self._handle, job.handle)
 
     def release(self, job: Job, after: Event) -> None:
-        """The weights of a delayed job may go back, after the event."""
+        """Let the weights of a delayed job be copied into the parameters after the event."""
         job.after = after
-        job.is_released = True  # an update on the device may be queued from here on, and looks at `after`
+        job.is_released = True  # after `after` is set: an update on the device that is queued from here on reads it
         self._library.tf_job_release(self._handle, job.handle, after.handle)
 
     def decision_of(self, job: Job) -> Decision | None:
-        """None where there is none yet."""
+        """Return the clipping decision, or None if it is not known yet."""
         found = self._decision(job)
         return Decision(found.norm, found.factor, bool(found.skip), bool(found.clipped)) if found is not None else None
 
     def counts_of(self, job: Job) -> dict[str, int]:
-        """How many updates were made ahead of the decision, thrown away, and had waited for it."""
+        """Return how many updates ran ahead of the decision, how many of these were dropped, and how many waited."""
         found = self._decision(job) or CDecision()
         held = found.num_waiting + sum(task.bucket.is_on_device for task in job.tasks) * job.limits.any
         return {"speculated": found.num_ahead, "dropped": found.num_dropped, "held": held}
@@ -539,7 +560,7 @@ class Executor:
         return found if self._library.tf_job_decision(self._handle, job.handle, ctypes.byref(found)) else None
 
     def wait_for_decision(self, job: Job) -> Decision:
-        """Block until the clipping decision is known."""
+        """Block until the clipping decision is known, and return it."""
         found = job.decision
         if found is None:
             self._ok(self._library.tf_job_wait_decision(self._handle, job.handle))
@@ -548,11 +569,11 @@ class Executor:
         return found
 
     def is_done(self, job: Job) -> bool:
-        """Whether every update on the host is in the state, or dropped."""
+        """Whether every update of the job on the host is in the state or dropped."""
         return bool(self._library.tf_job_is_done(self._handle, job.handle))
 
     def wait_until_done(self, job: Job) -> None:
-        """Block until that is so."""
+        """Block until every update of the job on the host is in the state or dropped."""
         self._ok(self._library.tf_job_wait_done(self._handle, job.handle))
 
     def wait_until_summed(self, job: Job) -> None:
@@ -560,37 +581,40 @@ class Executor:
         self._ok(self._library.tf_job_wait_summed(self._handle, job.handle))
 
     def wait_for_sums(self) -> None:
-        """Block until nothing is still to be added to a total."""
+        """Block until all submitted gradients are in their totals."""
         self._ok(self._library.tf_wait_sums(self._handle))
 
     def forget_sums(self) -> None:
-        """Drop what earlier backwards of this step have given."""
+        """Discard the totals of this step's earlier backwards."""
         self.wait_for_sums()
         self._library.tf_forget_sums(self._handle)
 
     def hold_back(self, job: Job, bucket: Bucket) -> None:
-        """Weights that are in the state already wait for their job's release."""
+        """Let the weights of a bucket, which are already in the state, wait for the release of the job."""
         self._library.tf_hold_back(self._handle, job.handle, bucket.plan.index)
 
     def take_unsent(self, bucket: Bucket) -> bool:
-        """Give up such a task; whether there was one."""
+        """Discard the bucket's task that waits for the release of its job. Returns whether there was one."""
         return bool(self._library.tf_take_unsent(self._handle, bucket.plan.index) >= 0)
 
     def reset(self, number: int) -> None:
-        """Nothing is under way: count jobs from here."""
+        """Count jobs from this number. Only while no job is under way."""
         self._library.tf_reset(self._handle, number)
 
     # Gradients.
 
     def take_flat(self, plan: BucketPlan, stream: Stream, is_own: bool = False) -> Tensor:
-        """A device buffer for gradients, to be written on this stream; `is_own`: memory of that stream."""
+        """Return a device buffer for gradients, which `stream` may write to. `is_own`: allocate it on that stream.
+
+        Blocks while all buffers are in use.
+        """
         own = stream if is_own else None
         self.collect()
         with self.changed:
             taken = self.flats.take(plan, False, own)
         while taken is None:
-            # One comes back with each copy out. Where none will, all are held by buckets that this very thread has to
-            # complete: then one more is made.
+            # Each copy to the host returns a buffer. If no buffer will be returned, incomplete buckets have all of
+            # them. Only this thread can complete these buckets, so one more buffer is made.
             may_grow = not self._library.tf_will_release(self._handle)
             if not may_grow:
                 self._ok(self._library.tf_wait_released(self._handle, 1.0))
@@ -604,7 +628,7 @@ class Executor:
         return flat
 
     def collect(self) -> None:
-        """Take back gradients that the executor does not need any more."""
+        """Take back the buffers of gradients that the native executor does not need any more."""
         with self.changed:
             while count := self._library.tf_released(self._handle, self._ids, self._events, _MAX_RELEASED):
                 for handle, event in zip(self._ids[:count], self._events[:count], strict=True):
@@ -618,7 +642,7 @@ class Executor:
                     task.sources.clear()
 
     def read_grads(self, task: Task) -> Tensor | None:
-        """A task's gradients as they lie on the device or on the host; None where they are in neither any more."""
+        """Return a task's gradients, from the device or from the host; None if they are in neither any more."""
         self.collect()
         if task.flat is not None:
             if task.ready is not None:
@@ -630,8 +654,10 @@ class Executor:
     # Weights.
 
     def hold(self, held: Held) -> float:
-        """Block until the buckets' weights are on their way, and let the model wait until they are there; the seconds
-        that this took."""
+        """Block until the copies of the buckets' weights are queued, and let the model's streams wait for their end.
+
+        On the CPU the calling thread waits for their end too. Returns the seconds until the copies were queued.
+        """
         streams = self.device.model_streams()
         waited_s = self._ok(self._library.tf_hold(self._handle, held.indices, len(held.buckets), streams, len(streams)))
         for bucket in held.buckets:
@@ -640,7 +666,7 @@ class Executor:
         return waited_s
 
     def wait_for_weights(self, buckets: Sequence[Bucket]) -> None:
-        """Block until these buckets' weights are in their parameters: every stream then sees them."""
+        """Block until the weights of these buckets are in their parameters, so that every stream sees them."""
         self._ok(self._library.tf_wait_weights(self._handle, indices_of(buckets), len(buckets)))
         for bucket in buckets:
             if bucket.landing is not None:
@@ -648,16 +674,18 @@ class Executor:
                 self.device.compute().synchronize()
 
     def wait_until_shown(self, buckets: Sequence[Bucket]) -> None:
-        """Block until these buckets' weights are on their way."""
+        """Block until the copies of these buckets' weights are queued."""
         self._ok(self._library.tf_wait_shown(self._handle, indices_of(buckets), len(buckets)))
 
     def wait_until_sent(self, bucket: Bucket, number: int, timeout_s: float) -> bool:
-        """Block until this rank's weights of a job are on their way; False when the time is up."""
+        """Block until the copy of this rank's weights of a job is queued; False if the time is up."""
         return bool(self._ok(self._library.tf_wait_sent(self._handle, bucket.plan.index, number, timeout_s)))
 
     def land(self, bucket: Bucket) -> None:
-        """Copy the weights of parameters that are not contiguous from where they arrived into the parameters, on the
-        calling thread's stream. Slices that were not updated have nothing there."""
+        """Copy weights that have arrived in `bucket.landing` into parameters that are not contiguous.
+
+        The copy runs on the calling thread's current stream. Slices that were not updated are left alone.
+        """
         assert bucket.landing is not None
         sent = (c_uint8 * len(bucket.slices))()
         if not self._library.tf_bucket_take_sent(self._handle, bucket.plan.index, sent):
@@ -667,12 +695,15 @@ class Executor:
             for i in found:
                 piece, into = bucket.slices[i], bucket.targets[i]
                 into.copy_(bucket.landing[piece.offset : piece.offset + piece.numel].view(into.shape))
-        for i in found:  # not the others: somebody may have written to them
+        for i in found:  # not the other slices, because the user may have written to them
             bucket.params[i].note_write()
 
     def fetch(self, items: Sequence[tuple[Bucket | None, Tensor, Tensor]], after: Event) -> int:
-        """Copy weights that live on the host to the device, when their updates are in the state: of each a bucket, or
-        None, where they are, and where they go."""
+        """Copy weights that live on the host to the device, after their updates are in the state. Returns a handle.
+
+        `items`: bucket (None for frozen weights), memory on the host, memory on the device. `after`: the event after
+        which the memory on the device may be written.
+        """
         table = (CFetchItem * len(items))()
         for entry, (bucket, host, into) in zip(table, items, strict=True):
             entry.bucket = bucket.plan.index if bucket is not None else -1
@@ -683,7 +714,7 @@ class Executor:
         return found
 
     def wait_for_fetch(self, fetch: int) -> Event:
-        """Block until a fetch is queued; when it will be there."""
+        """Block until a fetch is queued, and return the event at which it ends."""
         handle = self._library.tf_fetch_wait(self._handle, fetch)
         if not handle:
             self._ok(-1)
@@ -692,8 +723,11 @@ class Executor:
     # For an optimizer in Python.
 
     def next_update(self, timeout_s: float) -> tuple[Task, float, Tensor | None] | None:
-        """The task to update next, with its gradients; the factor; where its weights go if not into the state. None
-        when the time is up."""
+        """Wait for the next task to update, and return it with its gradients; None if the time is up.
+
+        The other results are the factor of the gradients and the slot for new weights. The slot is None if the weights
+        are sent from the state.
+        """
         found = CUpdateTask()
         present = (c_uint8 * max(len(bucket.slices) for bucket in self._buckets))()
         if not self._ok(self._library.tf_next_update(self._handle, timeout_s, ctypes.byref(found), present)):
@@ -708,37 +742,40 @@ class Executor:
         return task, found.factor, slot
 
     def finish_update(self, task: Task, weights: Sequence[Tensor]) -> None:
-        """An update that `next_update` gave is made, and the new weights are here."""
+        """Report that an update of `next_update` is made. `weights`: the new weights of each slice."""
         task.grads = None
         addresses = (c_void_p * len(weights))(*(weight.data_ptr() for weight in weights))
         self._library.tf_finish_update(self._handle, task.handle, addresses)
 
     def warn_of_unlocked(self) -> None:
-        """Once, where memory for copies could not be page-locked."""
+        """Warn once if memory for copies could not be page-locked."""
         if not self._has_warned and self.counters.num_unlocked:
             self._has_warned = True
             warnings.warn(
-                "Host memory for copies could not be page-locked: they will be slow. Raise the limit with "
+                "Host memory for copies could not be page-locked, so copies will be slow. Raise the limit with "
                 "`ulimit -l unlimited`.",
                 stacklevel=2,
             )
 
 
 class Held(NamedTuple):
-    """Buckets that a forward waits for."""
+    """Buckets that a forward waits for, with their indices as an argument of native calls."""
 
     buckets: Sequence[Bucket]
     indices: ctypes.Array[c_int64]
 
     @classmethod
     def of(cls, buckets: Sequence[Bucket]) -> Held:
-        """As the executor takes them."""
         return cls(buckets, indices_of(buckets))
 
 
 def indices_of(buckets: Sequence[Bucket]) -> ctypes.Array[c_int64]:
-    """As the executor takes them."""
+    """Return the indices of buckets as an argument of native calls."""
     return (c_int64 * len(buckets))(*(bucket.plan.index for bucket in buckets))
+
+
+def _closed() -> RuntimeError:
+    return wrong_state("the optimizer cannot be used", "it is closed", "Build a new one to go on training")
 
 
 def _new_total(numel: int) -> Tensor:
@@ -752,6 +789,6 @@ def _index_of(device: Device) -> int:
 
 
 def memory(address: int, dtype: torch.dtype, numel: int) -> Tensor:
-    """Host memory of the executor's as a tensor, which does not keep it alive."""
+    """Return host memory of the native executor as a tensor. The tensor does not keep the memory alive."""
     raw = (c_uint8 * (numel * dtype.itemsize)).from_address(address)
     return torch.frombuffer(raw, dtype=dtype)

@@ -1,4 +1,9 @@
-"""Device buffers that gradients are gathered in, on their way to the host or to an update on the device."""
+"""Device buffers in which gradients are gathered before they are copied to the host or used by an update on the device.
+
+Several threads take and return buffers: autograd's, the user's, the reducer and `LateUpdates`. The pool has no lock of
+its own, so callers of `take` and `give` hold `Executor.changed`. A stream may still read a buffer that was returned.
+The event of the buffer tells when this has ended, and the next writer lets its stream wait for it (`FLAT_FREE`).
+"""
 
 from __future__ import annotations
 
@@ -12,9 +17,9 @@ from twinflow.offload.plan import BucketPlan
 
 
 class FlatPool:
-    """Device buffers for gradients on their way out, up to `max_bytes`. One too large for that gets one of its own.
+    """Flat device buffers for gradients, up to `max_bytes` in total. A bucket larger than that still gets a buffer.
 
-    A buffer serves buckets of one layout: what lies between slices is zero, and stays so.
+    A buffer is used by buckets of one layout only, so the padding between slices is zero and stays zero.
     """
 
     def __init__(self, device: torch.device, max_bytes: int) -> None:
@@ -24,15 +29,16 @@ class FlatPool:
         self._free: dict[object, deque[tuple[Tensor, Event | None]]] = {}
 
     def set_limit(self, max_bytes: int) -> None:
-        """Another limit, between steps."""
+        """Change the limit. Only between steps."""
         self.max_bytes = max_bytes
 
     def take(
         self, plan: BucketPlan, may_grow: bool = False, stream: Stream | None = None
     ) -> tuple[Tensor, Event | None] | None:
-        """A buffer and the event its last copy ends with; None where all are in use and no more may be made.
+        """Return a buffer and the event at which its last use ends, or None if all are in use and the limit is reached.
 
-        It will be written on `stream`, or on the calling thread's current one.
+        `may_grow`: allocate beyond the limit. `stream`: the stream that will write to the buffer; None means the
+        calling thread's current stream.
         """
         free = self._free.setdefault(plan.layout, deque())
         if free:
@@ -48,14 +54,14 @@ class FlatPool:
         return torch.zeros(plan.numel, dtype=plan.dtype, device=self._device), None
 
     def _forget_free(self) -> None:
-        """Make room: drop free buffers of all layouts."""
+        """Free the unused buffers of all layouts."""
         for free in self._free.values():
             while free:
                 tensor, event = free.pop()
                 if event is not None:
-                    event.synchronize()  # a stream of ours may still read it
+                    event.synchronize()  # one of our streams may still read the buffer
                 self.num_bytes -= tensor.numel() * tensor.element_size()
 
     def give(self, plan: BucketPlan, flat: Tensor, read_until: Event | None) -> None:
-        """Hand a buffer back; whoever takes it next has to wait for the event."""
+        """Return a buffer to the pool. Its next user has to wait for the event."""
         self._free.setdefault(plan.layout, deque()).append((flat, read_until))

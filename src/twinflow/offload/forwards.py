@@ -1,11 +1,13 @@
-"""What the forward of each block uses, and the order in which blocks run.
+"""The parameters that the forward of each block uses, and the order in which blocks run.
 
-The first forward of the model is recorded. Its order is the order of deadlines: of the updates that could be made, the
-executor makes the one first whose weights the next forward needs first. Blocks that do not run in it are waited for
-together with what lies outside all blocks (ROOT): both have deadline 0, the first.
+The first forward of the model is recorded. The order of its blocks is the order of deadlines: the executor first makes
+the update whose weights the next forward needs first. Blocks that do not run in this forward, and parameters outside of
+all blocks (ROOT), have deadline 0, which is the first. The model waits for them when its forward begins.
 
-The order is recorded once. A forward that runs blocks in another order is still correct; only its updates come in a
+The order is recorded once. A forward that runs blocks in another order is still correct, but its updates come in a
 less useful order.
+
+Only the thread that calls the runtime uses `Forwards`. There is no lock.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _NOTHING = Held.of([])
 
 
 class Forwards:
-    """By block: buckets to wait for, parameters in use, and runs in this forward of the model."""
+    """For each block: the buckets that it waits for, the parameters that it uses, and its runs in this forward."""
 
     def __init__(self, params: Sequence[Param], buckets: Sequence[Bucket]) -> None:
         self._params = params
@@ -32,29 +34,31 @@ class Forwards:
         self._by_block: dict[int, list[Bucket]] = {}
         for bucket in buckets:
             self._by_block.setdefault(bucket.plan.block, []).append(bucket)
-        self._param_offload: ParamOffload | None = None  # of weights that live on the host
-        self._held: dict[int, Held] = {}  # what the forward of each block waits for
-        self._used: dict[int, list[Param]] = {}  # the parameters that it uses
-        self._guarded: dict[int, list[Tensor]] = {}  # those of them that it makes ordinary: they live on the device
-        self._runs: dict[int, int] = {}  # of each block, in this forward of the model
-        self._order: list[int] | None = None  # of the blocks in the first forward, while it is recorded
+        self._param_offload: ParamOffload | None = None  # manages weights that live on the host
+        self._held: dict[int, Held] = {}  # by block: the buckets that its forward waits for
+        self._used: dict[int, list[Param]] = {}  # by block: the parameters that its forward uses
+        self._guarded: dict[int, list[Tensor]] = {}  # by block: the used parameters whose memory is on the device
+        self._runs: dict[int, int] = {}  # by block: its runs in this forward of the model
+        self._order: list[int] | None = None  # the blocks of the first forward, while it is recorded
         self._is_recorded = False
 
     def held(self, block: int) -> Held:
-        """The buckets whose weights the forward of a block waits for. Those that live on the host are not among them:
-        each forward has a copy, and waits for it elsewhere (param_offload.py)."""
+        """Return the buckets whose weights the forward of a block waits for.
+
+        Weights that live on the host are not among them: param_offload.py waits for their copies.
+        """
         return self._held.get(block, _NOTHING)
 
     def used(self, block: int) -> Sequence[Param]:
-        """The parameters that the forward of a block uses."""
+        """Return the parameters that the forward of a block uses."""
         return self._used.get(block, ())
 
     def guarded(self, block: int) -> Sequence[Tensor]:
-        """Those of them that have memory on the device."""
+        """Return the parameters that the forward of a block uses and whose memory is on the device."""
         return self._guarded.get(block, ())
 
     def find_users(self, blocks: Sequence[Block], param_offload: ParamOffload | None) -> None:
-        """Each block waits for its own buckets, and for those of parameters that it shares."""
+        """Find the parameters of each block. A block waits for all buckets of its parameters, also of shared ones."""
         self._param_offload = param_offload
         by_tensor: dict[Tensor, Param] = {param.tensor: param for param in self._params}
         in_blocks: set[Param] = set()
@@ -80,13 +84,13 @@ class Forwards:
     # Runs of blocks.
 
     def begin(self) -> None:
-        """A new forward of the whole model: count the runs of its blocks from here."""
+        """Start a forward of the whole model. The runs of its blocks are counted from here."""
         self._runs.clear()
         if not self._is_recorded and self._order is None:
             self._order = []
 
     def enter(self, block: int) -> list[Param]:
-        """A block runs; its parameters, where it is not the first time in this forward."""
+        """Note that a block runs. Returns its parameters if it has already run in this forward, else nothing."""
         if self._order is not None:
             self._order.append(block)
         self._runs[block] = self._runs.get(block, 0) + 1
@@ -95,13 +99,12 @@ class Forwards:
         return [param for bucket in self._by_block.get(block, ()) for param in bucket.members]
 
     def forget_runs(self) -> None:
-        """A step is over."""
         self._runs.clear()
 
     # The order of blocks.
 
     def finish_recording(self) -> list[int] | None:
-        """The first forward is over, and this is its order; None where nothing was recorded."""
+        """End the recording of the first forward and return the order of its blocks; None if none is being recorded."""
         order = self._order
         if self._is_recorded or order is None:
             return None
@@ -109,7 +112,7 @@ class Forwards:
         return order
 
     def set_order(self, order: Sequence[int]) -> None:
-        """The order in which blocks run is known."""
+        """Set the deadlines of all buckets from the order in which blocks run."""
         self._is_recorded = True
         self._order = None
         unused = set_deadlines(self._buckets, order)

@@ -1,13 +1,19 @@
-"""What hangs on the model: each block waits for its own weights, and gradients are reported when they are made.
+"""The hooks on the model: the forward of each block waits for its weights, and gradients are reported when they come.
 
-There is one hook before the model's forward and one before each block's, and none on the modules inside; only a
-`load_state_dict` is reported by every module that has parameters. All hooks are closures
-over the runtime, so that a deep copy of the model copies no runtime. Recomputation inside a backward (activation
-checkpointing) runs forwards too: it must not wait, for what it would wait for may need this very backward.
+There is one hook before the forward of the model and one before the forward of each block. Modules inside a block have
+no such hooks. Every module that has parameters has a hook for `load_state_dict`. All hooks are closures over the
+runtime, so a deep copy of the model does not copy the runtime. Activation checkpointing runs forwards inside a
+backward. These must not wait, because the update that they would wait for may need this backward.
 
-torch.compile: Dynamo traces a module's hooks with its forward. Ours trace to nothing, so that the graphs are those of
-the model without hooks. The waits of a compiled block run before its compiled call instead (`CompiledCall`): outside
-the graph, and before Dynamo looks at the parameters' classes (weight_guard.py).
+Threads: hooks on modules run in the thread that calls the forward. Inside a backward, and for gradients, this is
+autograd's thread. The two never run at the same time, because backward() blocks its caller, so there is no lock. A
+`GradientQueue` belongs to autograd's thread during backward, and to the user's thread in `step` and before a forward.
+Each gradient is noted with the id of the stream that made it, and the stream that takes the gradients first waits for
+all of these streams (`Device.join_streams`).
+
+torch.compile: Dynamo traces the hooks of a module together with its forward. Our hooks trace to nothing, so the graphs
+are those of a model without hooks. The waits of a compiled block run before its compiled call (`CompiledCall`), outside
+of the graph, and before Dynamo reads the classes of the parameters (weight_guard.py).
 """
 
 from __future__ import annotations
@@ -30,34 +36,34 @@ GradientHook = Callable[[torch.Tensor], object]
 
 
 class Listener(Protocol):
-    """Who the hooks report to."""
+    """The runtime, which the hooks call."""
 
     def check(self) -> None:
-        """Raise if an update has failed: nobody must save weights that it should have changed."""
+        """Raise if an update has failed. Called before `state_dict`, so that such weights are not saved."""
         ...
 
     def before_model(self) -> None:
-        """The whole model's forward is about to run."""
+        """Called before the forward of the whole model."""
         ...
 
     def after_model(self) -> None:
-        """The whole model's forward has been queued."""
+        """Called when the forward of the whole model is queued."""
         ...
 
     def before_forward(self, block: int) -> None:
-        """A block's forward is about to run; ROOT for what lies outside any block."""
+        """Called before the forward of a block. ROOT stands for the parameters outside of all blocks."""
         ...
 
     def before_recompute(self, block: int) -> None:
-        """The same inside a backward."""
+        """Called before a forward of a block that runs inside a backward."""
         ...
 
     def before_load(self, module: nn.Module) -> None:
-        """`load_state_dict` is about to write to the module's own parameters."""
+        """Called before `load_state_dict` writes to the module's own parameters."""
         ...
 
     def take_queue(self, queue: GradientQueue) -> None:
-        """The gradients of a queue have come."""
+        """Called when the gradients of a queue have come."""
         ...
 
 
@@ -67,7 +73,7 @@ def in_backward() -> bool:
 
 
 class ModelHooks:
-    """The hooks of one model."""
+    """The hooks on the modules of one model."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block], listener: Listener) -> None:
         self._model = model
@@ -83,13 +89,13 @@ class ModelHooks:
             if module._parameters:
                 hook = self._load_hook(module)
                 self._handles.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
-        self._places: list[tuple[dict[str, nn.Module | None], str, Block]] = []  # where each block is registered
+        self._places: list[tuple[dict[str, nn.Module | None], str, Block]] = []  # `_modules` of the parent, key, block
         self._enter: dict[int, Callable[[], None]] = {}
-        self._wrapped: set[int] = set()  # blocks in whose place torch.compile(block) was put
+        self._wrapped: set[int] = set()  # blocks that the user has replaced by torch.compile(block)
         for block in blocks:
             enter = self._enter[block.index] = self._entry(block.index)
             if block.module is not model:
-                # torch's CheckpointWrapper recomputes the module inside, and not itself.
+                # torch's CheckpointWrapper recomputes the module that it wraps, and not itself.
                 runs = getattr(block.module, "_checkpoint_wrapped_module", block.module)
                 self._handles.append(runs.register_forward_pre_hook(self._hook(runs, enter), prepend=True))
                 parent, _, key = block.name.rpartition(".")
@@ -98,7 +104,7 @@ class ModelHooks:
 
     @property
     def is_traced(self) -> bool:
-        """Whether torch.compile has traced a module of the model together with our hooks, which then do nothing."""
+        """Whether torch.compile has traced a module together with our hooks. The hooks of such a module do nothing."""
         return self._traced.is_seen
 
     def remove(self) -> None:
@@ -110,7 +116,7 @@ class ModelHooks:
                 module._compiled_call_impl = compiled.call
 
     def find_compiled(self) -> None:
-        """Let blocks that were compiled since the last look wait outside their graphs."""
+        """Add the waits to blocks that were compiled since the last call."""
         if self._model._compiled_call_impl is not None:
             _wrap(self._model, self._enter_all)
         for modules, key, block in self._places:
@@ -119,7 +125,7 @@ class ModelHooks:
             found = modules.get(key)
             is_wrapped = found is not block.module and getattr(found, "_orig_mod", None) is block.module
             if found is not None and is_wrapped and block.index not in self._wrapped:
-                self._wrapped.add(block.index)  # torch.compile(block) in the block's place
+                self._wrapped.add(block.index)
                 hook = self._hook(found, self._enter[block.index])
                 self._handles.append(found.register_forward_pre_hook(hook, prepend=True))
 
@@ -147,7 +153,7 @@ class ModelHooks:
             self._listener.after_model()
 
     def _enter_all(self) -> None:
-        """Before the compiled call of the whole model, in which no hook runs."""
+        """Called before the compiled call of the whole model, because no hook runs inside."""
         self._enter_model()
         for enter in self._enter.values():
             enter()
@@ -167,20 +173,20 @@ class ModelHooks:
         def hook(caller: nn.Module, *_: object) -> None:
             if torch.compiler.is_compiling():
                 traced.note()
-            elif caller is module:  # a deep copy has the same hooks
+            elif caller is module:  # a deep copy of the module has the same hooks and must not call the runtime
                 call()
 
         return Hook(hook)
 
 
 class Hook:
-    """A hook on a module. It is not copied and not saved with the module: it belongs to the optimizer."""
+    """A hook on a module. It belongs to the optimizer, so it is not copied or saved with the module."""
 
     def __init__(self, call: Callable[..., object]) -> None:
         self._call = call
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """What the module calls; other inputs or outputs for it, or None."""
+        """Run the hook. The result replaces the inputs or outputs of the module, unless it is None."""
         return self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Hook:
@@ -191,11 +197,11 @@ class Hook:
 
 
 def _do_nothing(*_: object, **__: object) -> None:
-    """What a loaded model has in a hook's place."""
+    """The hook of a model that was loaded from a pickle."""
 
 
 class _Traced:
-    """Whether Dynamo has seen a hook."""
+    """Notes whether Dynamo has traced a hook."""
 
     is_seen = False
 
@@ -219,14 +225,13 @@ def _note_traced(key: int) -> int:
 
 
 class CompiledCall:
-    """The compiled call of a module, and what happens before it."""
+    """The compiled call of a module, with a function that runs before it."""
 
     def __init__(self, call: Callable[..., object], before: Callable[[], None]) -> None:
         self.call = call
         self._before = before
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Not traced: the call inside is the compiled one."""
         if not torch.compiler.is_compiling():
             self._before()
         return self.call(*args, **kwargs)
@@ -239,30 +244,32 @@ def _wrap(module: nn.Module, before: Callable[[], None]) -> None:
 
 
 class GradientQueue:
-    """Gradients that have come and wait in `.grad` for the others of their block. They are taken together: each call
-    of a kernel from Python takes longer than a small gradient's copy.
+    """The gradients of a block that have come and wait in `.grad` until all gradients of the block have come.
 
-    A hook on each parameter notes that its gradient has come. There are many, and a hook in Python takes several
-    microseconds: so all but one are made of builtins, and only the parameter whose gradient came last in the backward
-    before has one in Python, which counts. While it is not known which comes last, all of them have.
+    They are taken together, because each kernel call from Python takes longer than the copy of a small gradient.
 
-    torch's hooks on tensors hide what they hold from the garbage collector. They hold this, which therefore holds
-    neither a parameter nor the listener.
+    A hook on each parameter notes that its gradient has come. There are many of these hooks, and a hook in Python takes
+    several microseconds. So most hooks are made of builtins and only append to `arrived`. The parameter whose gradient
+    came last in the previous backward has a hook in Python that counts. While the last parameter is not known, all
+    parameters have the hook that counts.
+
+    The garbage collector cannot see the objects that torch's hooks on tensors hold. These hooks hold the queue, so the
+    queue must not hold a parameter or the listener.
     """
 
     def __init__(self) -> None:
-        self.arrived: list[tuple[int, int]] = []  # parameters by index, and the streams their gradients were made on
-        self.size = 0  # parameters whose gradients come here
-        self.num_expected = 0  # as many as came in the last backward
-        self.num_taken = 0  # in this one
-        self._late: set[int] = set()  # parameters with several gradients in one backward: each is taken at once
-        self._last: int | None = None  # the parameter whose hook counts; None: all of them do
+        self.arrived: list[tuple[int, int]] = []  # index of the parameter, and id of the stream of its gradient
+        self.size = 0  # number of parameters of this queue
+        self.num_expected = 0  # number of gradients in the last backward
+        self.num_taken = 0  # number of gradients in this backward
+        self._late: set[int] = set()  # parameters with several gradients in one backward; each is taken at once
+        self._last: int | None = None  # the parameter whose hook counts; None: all hooks count
         self._handles: dict[int, RemovableHandle] = {}
         self._quick: dict[int, GradientHook] = {}  # hooks that only append to `arrived`
         self._counting: dict[int, GradientHook] = {}  # hooks that take the gradients when all have come
 
     def add(self, index: int, is_late: bool) -> None:
-        """Gradients of one more parameter come here."""
+        """Add a parameter to this queue. `is_late`: it gets several gradients in one backward."""
         self.size += 1
         self.num_expected += 1
         if is_late:
@@ -270,7 +277,7 @@ class GradientQueue:
 
     def attach(self, param: Param, streams: Iterator[int], take: Callable[[GradientQueue], None]) -> RemovableHandle:
         index = param.index
-        # next(iterator, tensor): each call appends one pair.
+        # The hook calls next(iterator, tensor), which appends one pair.
         pairs: Iterator[tuple[int, int]] = zip(repeat(index), streams)
         self._quick[index] = partial(next, map(self.arrived.append, pairs))
 
@@ -295,7 +302,7 @@ class GradientQueue:
         self._put(index, self._counting)
 
     def count_all(self) -> None:
-        """It is not known which gradient will come last."""
+        """Let all hooks count, because it is not known which gradient will come last."""
         if self._last is not None:
             self._last = None
             for index in self._handles:
@@ -314,7 +321,7 @@ class GradientQueue:
             here[handle.id] = hooks[index]
 
     def end_backward(self) -> None:
-        """All gradients of a backward have been taken: the next one brings as many."""
+        """Expect as many gradients in the next backward as were taken in this one."""
         if self.num_taken:
             self.num_expected = self.num_taken
         self.num_taken = 0
@@ -325,7 +332,7 @@ class GradientQueue:
 
 
 class Whole(NamedTuple):
-    """The parameters of one queue, which share no bucket with those of another."""
+    """The parameters and buckets of a queue that shares no bucket with another queue."""
 
     params: list[Param]
     tensors: list[nn.Parameter]
@@ -336,13 +343,16 @@ class Queues(NamedTuple):
     """The queues of all parameters."""
 
     every: list[GradientQueue]
-    of_param: list[GradientQueue]
+    of_param: list[GradientQueue]  # by index of the parameter
     wholes: dict[GradientQueue, Whole]
 
 
 def new_queues(params: Sequence[Param], buckets: Sequence[Bucket], is_each_alone: bool) -> Queues:
-    """One for each block; parameters outside any block get their gradients at very different times, and have one each.
-    `is_each_alone`: all parameters have."""
+    """Make one queue for each block, and one for each parameter outside of all blocks.
+
+    Parameters outside of all blocks get their gradients at very different times. `is_each_alone`: make one queue for
+    each parameter.
+    """
     by_block: dict[int, GradientQueue] = {}
     found = Queues([], [], {})
     for param in params:
@@ -371,8 +381,10 @@ def new_queues(params: Sequence[Param], buckets: Sequence[Bucket], is_each_alone
 def take_gradients(
     params: Sequence[Param], queues: Sequence[GradientQueue], streams: Iterator[int], listener: Listener
 ) -> list[RemovableHandle]:
-    """Report the gradients of a queue as soon as all of them are accumulated. `streams` gives the id of the calling
-    thread's current one, whenever it is asked."""
+    """Call `listener.take_queue` as soon as all gradients of a queue are accumulated.
+
+    `streams`: next() gives the id of the calling thread's current stream.
+    """
     reference = weakref.ref(listener)
 
     def take(queue: GradientQueue) -> None:
@@ -381,7 +393,7 @@ def take_gradients(
             owner.take_queue(queue)
 
     handles = [queue.attach(param, streams, take) for param, queue in zip(params, queues, strict=True)]
-    weakref.finalize(listener, _remove, handles).atexit = False  # nobody would take what they note
+    weakref.finalize(listener, _remove, handles).atexit = False  # without a listener nothing takes the gradients
     return handles
 
 

@@ -1,8 +1,14 @@
-"""The work of a step: a job is one step, a task is one bucket's part in it. And what optimizers do with a task.
+"""Jobs and tasks, and the interfaces of optimizers that work on tasks. A job is one step. A task is the part of one
+bucket in a job.
 
-Who owns a task: the thread that takes gradients makes it, fills it and submits it. From then on a task on the host
-belongs to the executor (csrc/executor.h has its phases), and one on the device to `DeviceWork` (device_work.py).
-Where ranks share a bucket, the thread of the reducer has the task in between (zero/reducer.py).
+Ownership of a task: the thread that takes gradients makes the task, fills it and submits it. This is autograd's thread,
+or the user's thread in `step`. After `submit` a task whose state is on the host belongs to the executor, whose phases
+csrc/executor.h lists. A task whose state is on the device belongs to `DeviceWork` and its lock (device_work.py). If
+ranks share the bucket, the task first belongs to the thread of the reducer (zero/reducer.py).
+
+Ownership of a job: the thread that calls the runtime makes and closes the job. `on_device` and `unsent` belong to
+`DeviceWork` and its lock. The decision belongs to the executor, and any thread may ask for it. The executor keeps its
+record of a job until the Python object is freed.
 """
 
 from __future__ import annotations
@@ -21,50 +27,50 @@ from twinflow.rules.rule import Options
 
 
 class JobKeeper(Protocol):
-    """What a job asks of the executor, which decides on it."""
+    """The methods of the executor that a job uses."""
 
     def new_job(self, job: Job) -> int:
-        """The executor's number of a job."""
+        """Register a job and return its handle in the executor."""
         ...
 
     def free_job(self, handle: int) -> None:
-        """Nobody asks for it any more."""
+        """Let the executor free its record of a job."""
         ...
 
     def decision_of(self, job: Job) -> Decision | None:
-        """None where there is none yet."""
+        """Return the clipping decision, or None if it is not known yet."""
         ...
 
     def wait_for_decision(self, job: Job) -> Decision:
-        """Block until it is known."""
+        """Block until the clipping decision is known, and return it."""
         ...
 
     def drop(self, job: Job) -> None:
-        """Nothing of the job shall happen."""
+        """Discard all updates of a job."""
         ...
 
 
 @dataclass(eq=False)
 class Job:
-    """One optimizer step: what was asked for when its gradients became final."""
+    """One optimizer step, with the options and limits at the time when its first gradients were complete."""
 
     number: int
     options: Sequence[Options]  # of each param group
     limits: Limits
-    scale: float  # of the gradients: the loss scale times the number of ranks
+    scale: float  # gradients are multiplied by it: the loss scale times the divisor of the ranks
     executor: JobKeeper
-    is_delayed: bool = False  # the weights go back one step later
-    is_part: bool = False  # gradients of one of several backwards: only summed
+    is_delayed: bool = False  # the new weights are copied into the parameters one step later
+    is_part: bool = False  # one of several backwards, whose gradients are only added to a sum
     runs_ahead: bool = False  # updates may start before the clipping decision
-    is_dropped: bool = False  # nothing of it happens
+    is_dropped: bool = False  # all updates of this job are discarded
     tasks: list[Task] = field(default_factory=list)
-    norms: Tensor | None = None  # of each bucket, where gradients are summed as tasks
+    norms: Tensor | None = None  # norm of each bucket, if tasks are summed over several backwards
 
     def __post_init__(self) -> None:
-        self.is_released = not self.is_delayed  # the weights may go back
-        self.after: Event | None = None  # ... when the work has ended that still needs the old ones
-        self.on_device: list[Task] = []  # whose update on the device is still to be queued
-        self.unsent: list[Task] = []  # ... whose new weights there are still to be copied into the parameters
+        self.is_released = not self.is_delayed  # new weights may be copied into the parameters ...
+        self.after: Event | None = None  # ... after this event: the work that uses the old weights has ended
+        self.on_device: list[Task] = []  # tasks whose update on the device is not queued yet
+        self.unsent: list[Task] = []  # tasks on the device whose new weights are not copied into the parameters yet
         self.handle = self.executor.new_job(self)
         self._decision: Decision | None = None
 
@@ -73,65 +79,66 @@ class Job:
 
     @property
     def decision(self) -> Decision | None:
-        """What came out, once that is known."""
+        """The clipping decision, or None if it is not known yet."""
         if self._decision is None:
             self._decision = self.executor.decision_of(self)
         return self._decision
 
     def wait_for_decision(self) -> Decision:
-        """Block until it is known what comes out."""
+        """Block until the clipping decision is known, and return it."""
         return self.executor.wait_for_decision(self)
 
     @property
     def is_open(self) -> bool:
-        """Whether an update may write to the state itself."""
+        """Whether an update may write to the state: there are no limits, or the decision is known."""
         return not self.limits.any or self.decision is not None
 
     @property
     def factor(self) -> float:
-        """The factor to update with: the decided one, before that the one of an unclipped step."""
+        """The factor for the gradients. Before the decision it is the factor of a step that is not clipped."""
         decision = self.decision
         return decision.factor if decision is not None else 1.0 / self.scale
 
     def drop(self) -> None:
-        """Before it is closed: nothing of it shall happen."""
+        """Discard all updates of this job. Only before the job is closed."""
         self.is_dropped = True
         self.executor.drop(self)
 
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """One bucket's part in a job."""
+    """The part of one bucket in a job."""
 
     bucket: Bucket
     job: Job
     present: list[int]  # the slices that have a gradient
-    sources: list[tuple[int, Tensor]] = field(default_factory=list)  # offset in the bucket, and what to copy there
-    flat: Tensor | None = None  # the device buffer the gradients are gathered in
+    sources: list[tuple[int, Tensor]] = field(default_factory=list)  # offset in the bucket, and the gradient to copy
+    flat: Tensor | None = None  # the device buffer in which the gradients are gathered
     missing: set[int] = field(default_factory=set)  # parameters whose gradient has not come yet
     ready: Event | None = None  # the gradients are complete on the device
-    is_held: bool = False  # which slices have a gradient is known only when all ranks have said so
-    handle: int = -1  # the executor's
-    grads: Tensor | None = None  # what an optimizer in Python or on the device updates with
-    is_summed: bool = False  # on the device: the bucket's total has taken them in
-    weights: Sequence[Tensor] = ()  # on the device: new weights of each slice, to go into the parameters
+    is_held: bool = False  # the slices that have a gradient are known only after all ranks have told theirs
+    handle: int = -1  # in the executor
+    grads: Tensor | None = None  # gradients for an optimizer in Python or on the device
+    is_summed: bool = False  # on the device: the gradients are in the bucket's total
+    weights: Sequence[Tensor] = ()  # on the device: new weights of each slice, to be copied into the parameters
 
     @property
     def deadline(self) -> tuple[int, int]:
-        """Earlier jobs first, then what the next forward needs first."""
+        """Sort key: earlier jobs first, then the buckets that the next forward needs first."""
         return self.job.number, self.bucket.deadline
 
 
 class HostOptimizer(Updater, Protocol):
-    """An optimizer in Python that updates buckets on the host, called by a thread of its own."""
+    """An optimizer in Python that updates buckets on the host. `TorchWorker` calls it in a thread of its own."""
 
     def update(self, task: Task, factor: float, weight_slot: Tensor | None) -> Sequence[Tensor]:
-        """Update the task's bucket with `task.grads`; where the new weights of each slice are."""
+        """Update the bucket of a task with `task.grads`, and return the new weights of each slice."""
         ...
 
 
 class Passage(NamedTuple):
-    """One update on the device, to be queued on a stream in this order. State that lives there is not moved."""
+    """One update on the device: functions that are queued on a stream in this order. Resident state has no load and no
+    store."""
 
     load: Callable[[], None] | None
     update: Callable[[], None]
@@ -140,18 +147,18 @@ class Passage(NamedTuple):
 
 
 class DeviceOptimizer(Updater, Protocol):
-    """Updates buckets on the device."""
+    """An optimizer that updates buckets on the device."""
 
-    reads_decision: bool  # whether an update takes the clipping decision from the device's memory
+    reads_decision: bool  # whether an update reads the clipping decision from device memory
 
     def passage(self, task: Task, factor: float, decision: Tensor | None, stage: Stage | None) -> Passage:
-        """The update of a task's bucket; all that may change until it runs is read now.
+        """Return the update of a task's bucket. Values that may change before it runs are read now.
 
-        `decision`: what `decide_there` has written by the time it runs; its factor multiplies `factor`. `stage`: for
-        state that passes through.
+        `decision`: the tensor that `decide_there` has written by the time the update runs; its factor multiplies
+        `factor`. `stage`: the stream and the buffer of streamed state.
         """
         ...
 
     def publish(self, bucket: Bucket) -> Sequence[Tensor]:
-        """The weights that follow from the state, where it keeps them apart from the parameters."""
+        """Return the weights that follow from the state, if the state keeps them apart from the parameters."""
         ...

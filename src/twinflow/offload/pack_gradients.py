@@ -1,4 +1,9 @@
-"""Packing of gradients into flat device buffers, and their norms: functions for the stream that made the gradients."""
+"""Packing of gradients into flat device buffers, and the norms of the packed gradients.
+
+The functions queue work on the current stream of the calling thread and do not wait for the device. The collector runs
+them on the stream that made the gradients, `DeviceWork` on the stream of updates. Streams order them, not locks.
+`Views` belongs to the collector, and only the thread that takes gradients uses it.
+"""
 
 from __future__ import annotations
 
@@ -13,41 +18,41 @@ from twinflow.gpu import collect
 from twinflow.offload.plan import Slice
 from twinflow.rules.formats import BLOCK
 
-Form = tuple[tuple[int, torch.Size], ...]  # offsets in a buffer, and what begins there
-# a place in a bucket, a part of a gradient, whether it is the first that comes there
+Form = tuple[tuple[int, torch.Size], ...]  # offset in a buffer and shape of each view
+# A slice of a bucket, the part of a gradient that goes there, and whether it is the first gradient for this slice.
 Piece = tuple[Slice, Tensor, bool]
 
 
 class Views:
-    """Views of flat buffers, kept for as long as the buffer is: to make one takes longer than a small copy."""
+    """Caches views of flat buffers for as long as the buffer lives. Making a view takes longer than a small copy."""
 
     def __init__(self) -> None:
-        self._found: dict[int, dict[int, list[Tensor]]] = {}  # by the buffer, and the number of their form
+        self._found: dict[int, dict[int, list[Tensor]]] = {}  # by id of the buffer, then by number of the form
         self._numbers: dict[Form, int] = {}
 
     def number(self, form: Form) -> int:
-        """Buffers pass from bucket to bucket, most of which have one form."""
+        """Return a number for a form. Most buckets that use a buffer have the same form."""
         return self._numbers.setdefault(form, len(self._numbers))
 
     def of(self, flat: Tensor, number: int, form: Form) -> list[Tensor]:
-        """One for each offset and shape of the form."""
+        """Return one view of the buffer for each offset and shape of the form."""
         key = id(flat)
         by_form = self._found.get(key)
         if by_form is None:
             by_form = self._found[key] = {}
             weakref.finalize(flat, self._found.pop, key, None).atexit = False
         if number not in by_form:
-            data = flat.data  # what is a view for torch would keep the buffer
+            data = flat.data  # a view of `flat` itself would keep the buffer alive
             by_form[number] = [data[at : at + shape.numel()].view(shape) for at, shape in form]
         return by_form[number]
 
 
 class Whole:
-    """A bucket all of whose gradients come together."""
+    """Copies all gradients of a bucket into a flat buffer at once."""
 
     def __init__(self, slices: Sequence[Slice], shapes: Mapping[int, torch.Size], views: Views) -> None:
         self._views = views
-        self._cuts: list[tuple[int, slice | None]] = []  # a parameter, and what of it is here if it is not all
+        self._cuts: list[tuple[int, slice | None]] = []  # parameter, and its range in this bucket; None: all of it
         form: list[tuple[int, torch.Size]] = []
         for piece in slices:
             is_all = piece.numel == shapes[piece.param].numel()
@@ -58,23 +63,23 @@ class Whole:
         self._number = views.number(self._form)
 
     def targets(self, flat: Tensor) -> list[Tensor]:
-        """Where each slice's gradient goes."""
+        """Return the views of the buffer that the gradients are copied to, one for each slice."""
         return self._views.of(flat, self._number, self._form)
 
     def parts(self, grads: Mapping[int, Tensor]) -> list[Tensor]:
-        """What goes there, of the gradient of each parameter."""
+        """Return the part of a gradient that belongs to each slice. `grads`: by index of the parameter."""
         found = [grads[index] if cut is None else grads[index].reshape(-1)[cut] for index, cut in self._cuts]
         return [part.detach() for part in found] if torch.is_grad_enabled() else found
 
 
 def put(into: Tensor, pieces: Sequence[Piece]) -> None:
-    """Parts of gradients to their places in a bucket's buffer: one call for all of them."""
+    """Copy parts of gradients to their places in a bucket's buffer, in one call."""
     targets = [into.narrow(0, piece[0].offset, piece[0].numel) for piece in pieces]
     torch._foreach_copy_(targets, [piece[1] for piece in pieces])
 
 
 def add(into: Tensor, pieces: Sequence[Piece]) -> None:
-    """Put (the first) or add (the others) parts of gradients into a bucket's buffer."""
+    """Add parts of gradients to a bucket's buffer. The first part for a slice overwrites the old values."""
     first = [piece for piece in pieces if piece[2]]
     if first:
         put(into, first)
@@ -85,29 +90,29 @@ def add(into: Tensor, pieces: Sequence[Piece]) -> None:
 
 
 def add_last(flat: Tensor, total: Tensor, pieces: Sequence[Piece]) -> None:
-    """The last of several gradients: the sum goes straight to the buffer that travels, rounded once."""
+    """Add the last of several gradients to the fp32 sum, and round the result once into the flat buffer."""
     for cut, values, _ in pieces:
         where = slice(cut.offset, cut.offset + cut.numel)
         torch.add(total[where], values, out=flat[where])
 
 
 def cast(flat: Tensor, total: Tensor, slices: Sequence[Slice]) -> None:
-    """Slices of an fp32 sum into the flat buffer that travels, rounded to its dtype."""
+    """Copy slices of an fp32 sum into the flat buffer, rounded to its dtype."""
     for piece in slices:
         where = slice(piece.offset, piece.offset + piece.numel)
         flat[where].copy_(total[where])
 
 
 def clear(flat: Tensor, slices: Sequence[Slice]) -> None:
-    """Zeros where there is no gradient."""
+    """Write zeros to slices that have no gradient."""
     for piece in slices:
         flat[piece.offset : piece.offset + piece.numel].zero_()
 
 
 def measure(norm: Tensor, flat: Tensor) -> None:
-    """The norm of a bucket's gradients in fp64 into `norm`; `flat` holds zeros where there is no gradient.
+    """Write the norm of a bucket's gradients to `norm` in fp64. `flat` holds zeros where there is no gradient.
 
-    Always of a whole bucket, so that it is the same to the last bit however the gradients came together.
+    The norm is always taken over the whole bucket, so its bits do not depend on the order of the gradients.
     """
     if collect.is_usable(norm.device):
         rows = torch.empty(flat.numel() // BLOCK, dtype=torch.float32, device=norm.device)
@@ -116,12 +121,12 @@ def measure(norm: Tensor, flat: Tensor) -> None:
     if norm.device.type == "cpu":
         norm.copy_(torch.tensor(native.sum_squares([flat])[0], dtype=torch.float64).sqrt())
         return
-    rows = torch.linalg.vector_norm(flat.view(-1, BLOCK), dim=1, dtype=torch.float32)  # fp64 here would be slow
+    rows = torch.linalg.vector_norm(flat.view(-1, BLOCK), dim=1, dtype=torch.float32)  # fp64 would be slow here
     norm.copy_(torch.linalg.vector_norm(rows, dtype=torch.float64))
 
 
 def measure_many(norms: Tensor, flats: Sequence[tuple[int, Tensor]]) -> None:
-    """`measure` for several buckets, each into an element of `norms`."""
+    """Write the norms of several buckets to the elements of `norms`. `flats`: index of the element, and the buffer."""
     if collect.is_usable(norms.device) and all(flat.dtype == flats[0][1].dtype for _, flat in flats):
         return collect.measure_many(norms, flats)
     for index, flat in flats:
@@ -129,7 +134,7 @@ def measure_many(norms: Tensor, flats: Sequence[tuple[int, Tensor]]) -> None:
 
 
 def measure_parts(norm: Tensor, sources: Sequence[tuple[int, Tensor]], numel: int) -> None:
-    """The same for gradients that lie in tensors of their own, or only in parts of a flat buffer."""
+    """Write the norm of gradients that are separate tensors or parts of a flat buffer. `sources`: offset and values."""
     if collect.is_usable(norm.device):
         rows = collect.new_rows(numel, norm.device)
         for offset, source in sources:
@@ -142,17 +147,17 @@ def measure_parts(norm: Tensor, sources: Sequence[tuple[int, Tensor]], numel: in
 
 
 def add_on_device(total: Tensor, grads: Tensor, new: Sequence[Slice], known: Sequence[Slice]) -> None:
-    """Add a task's gradients to its bucket's total in fp32; slices that are `new` to it start anew."""
+    """Add the gradients of a task to the fp32 total of its bucket. Slices in `new` overwrite the old values."""
     pieces = [(piece, piece in new) for piece in (*new, *known)]
     add(total, [(cut, grads[cut.offset : cut.offset + cut.numel], is_first) for cut, is_first in pieces])
 
 
 def measure_total(norm: Tensor, total: Tensor, cuts: Sequence[Slice], is_whole: bool) -> None:
-    """The norm of a total on the device, of the slices that are in it, on its way to the host."""
+    """Copy the norm of a total on the device to the host. `cuts`: the slices that are in the total."""
     parts = [total] if is_whole else [total[c.offset : c.offset + c.numel] for c in cuts]
     if total.device.type == "cpu":
         norm.copy_(torch.tensor(sum(native.sum_squares(parts)), dtype=torch.float64).sqrt())
         return
-    # In fp64 throughout, as the host measures its totals: where it is clipped, the factor must be the same.
+    # All in fp64, as the host measures its totals, because the clipping factor must not depend on the place.
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
     norm.copy_(norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)), non_blocking=True)

@@ -1,4 +1,9 @@
-"""Errors about what a loop does, before it makes a wrong result."""
+"""Checks that refuse a training loop before it produces wrong results.
+
+The runtime calls them in autograd's thread (`check_layout`, `check_seen`) and in `step`. They read the fields of
+parameters and of the open job, which belong to the thread that calls the runtime (runtime.py). Only `note_bypassed`
+writes such fields.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ from collections.abc import Container, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.bucket import Bucket, Param
 from twinflow.offload.job import Job
 from twinflow.offload.torch_state import changes as changed_options
@@ -14,20 +20,26 @@ from twinflow.rules.rule import Options
 
 
 def check_layout(param: Param, grad: Tensor | None) -> None:
-    """Gradients have to be dense."""
+    """Raise ValueError if the gradient is sparse."""
     if grad is not None and grad.layout != torch.strided:
-        raise ValueError(
-            f"{param.name} has a sparse gradient, which is not supported. Build its module with sparse=False"
+        raise invalid_value(
+            f"{param.name}.grad.layout",
+            grad.layout,
+            "torch.strided: sparse gradients are not supported",
+            "Build the module of this parameter with sparse=False",
         )
 
 
 def changed_option(job: Job, now: Sequence[Options], names: Container[str] | None) -> str:
-    """The option that was changed since the job began; "" if none was. Of these names; None: of all."""
+    """Return a phrase that names the first option that was changed since the job began, or "" if none was.
+
+    `names` limits the comparison to these options; None compares all options.
+    """
     for i, (group, seen) in enumerate(zip(now, job.options, strict=True)):
         known = {name: value for name, value in group.items() if names is None or name in names}
         comparable = {name: value for name, value in known.items() if name in seen and _can_compare(value)}
         for name in changed_options(comparable, seen):
-            return f"{name} of param_groups[{i}] is changed"
+            return f"{name} of param_groups[{i}] was changed"
     return ""
 
 
@@ -38,23 +50,25 @@ def _can_compare(value: object) -> bool:
 
 
 def check_seen(param: Param) -> None:
-    """In backward: the forward has waited for this parameter's weights, or there was nothing to wait for."""
+    """Raise RuntimeError in backward if the forward used this parameter without waiting for its last update."""
     if (
         param.is_seen
         or param.is_bypassed
         or not any(bucket.due for bucket in param.buckets if not bucket.offloads_params)
     ):
         return
-    raise RuntimeError(
-        f"{param.name} was used by a forward that had not waited for its last update: neither the model's "
-        f"hooks nor torch's "
-        "functions saw it, as with a CUDA graph or a C++ extension. Call the optimizer's wait() before such a forward"
+    raise wrong_state(
+        f"{param.name} was used by a forward that had not waited for its last update",
+        "neither the model's hooks nor torch's functions saw this forward, as with a CUDA graph or a C++ extension",
+        "Call the optimizer's wait() before such a forward",
     )
 
 
 def note_bypassed(params: Iterable[Param], is_traced: bool) -> list[Bucket]:
-    """In `step`: parameters that a compiled graph has used past our hooks. From now on `step` waits for their
-    buckets."""
+    """Mark the parameters that a compiled graph has used without running our hooks, and return their buckets.
+
+    `step` calls this function, and waits for these buckets itself from then on.
+    """
     found: dict[Bucket, None] = {}
     for param in params:
         param.is_bypassed |= is_traced and param.was_hit and not param.is_seen
@@ -65,24 +79,25 @@ def note_bypassed(params: Iterable[Param], is_traced: bool) -> list[Bucket]:
 
 
 def too_late(what: str, has_ranks: bool) -> RuntimeError:
-    """`what` comes between backward and `step`, when updates have been written."""
-    why = "which other ranks go on with" if has_ranks else "which cannot be undone"
+    """Return the error for an access between backward and `step` when updates have already been written.
+
+    `what`: a clause in the past tense that names the access.
+    """
+    why = "other ranks go on with them" if has_ranks else "they cannot be undone"
     undo = "" if has_ranks else ", or give max_grad_norm or skip_nonfinite=True, with which updates wait for step()"
-    return RuntimeError(
-        f"{what} between backward() and step(), but updates of this step have already been made during "
-        f"backward, {why}. "
-        "The step has been completed with the gradients that had come: weights and state belong together and "
-        "can be saved. "
-        "Declare the number of backwards with accumulation_steps=, or build the optimizer with early=False "
-        f"(zero_optimization.offload_optimizer.early: false in a config){undo}"
+    return wrong_state(
+        f"{what} between backward() and step(), which is too late",
+        f"updates of this step have already been made during backward and {why}",
+        "The step has been completed with the gradients that had come, so weights and state belong together and can be "
+        "saved. Declare the number of backwards with accumulation_steps=, or build the optimizer with early=False "
+        f"(zero_optimization.offload_optimizer.early: false in a config){undo}",
     )
 
 
 def used_twice(param: Param) -> RuntimeError:
-    """`step` finds a gradient in `.grad` that the last step has used."""
-    return RuntimeError(
-        f"step() finds no new gradient of {param.name}, and the last step has used the one before, whose memory serves "
-        "others now. Call zero_grad() after step(), or build the optimizer with early=False to use gradients "
-        "again as torch "
-        "does"
+    """Return the error for a `step` that finds in `.grad` a gradient that the last step has used."""
+    return wrong_state(
+        f"step() cannot update {param.name}",
+        "no backward() has made a new gradient since the last step, and the memory of the last gradient is reused",
+        "Call zero_grad() after step(), or build the optimizer with early=False to use gradients again as torch does",
     )

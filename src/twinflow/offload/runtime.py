@@ -1,15 +1,31 @@
-"""The overlap runtime: takes gradients as backward makes them, hands tasks to the executor, lets forwards wait.
+"""The overlap runtime: takes gradients during backward, submits tasks to the executor, lets forwards wait for weights.
 
-The way of a gradient, in execution order: a hook puts it into its block's queue (hooks.py); `take_queue`, called by the
-last of them during backward, gathers a block's gradients in its buckets' flat device buffers; a complete bucket becomes
-a task of the executor (executor.py), whose native threads copy it out, update on the host and send the weights back, or
-an update on the device (device_work.py); `step` closes the job without waiting for it; `before_forward` (a hook, in the
-next forward) waits for one block's weights, and whoever else reads a weight waits for it alone (weight_guard.py).
+The path of a gradient, in execution order:
 
-Gradients are taken during backward where `early` allows it (early.py). Else `step` takes them from `.grad`, and the
-rest is the same. What was taken can be given back until `step`, as long as no update has been written (`can_undo`):
-another backward, a changed gradient, option or weight then has the effect that it has with torch. Where updates are
-written during backward, such a loop gets an error, after the step has been completed with what came.
+1. A hook notes in the queue of the parameter's block that the gradient has come (hooks.py).
+2. The hook of the block's last gradient calls `take_queue`. It gathers the gradients of the block in the flat device
+   buffers of their buckets (collector.py).
+3. A complete bucket becomes a task. If its state is on the host, the native threads of the executor copy the gradients
+   to the host, update the state and copy the weights back (executor.py). If its state is on the device, the update is
+   queued on a stream (device_work.py).
+4. `step` closes the job and does not wait for it.
+5. In the next forward a hook calls `before_forward`, which waits for the weights of one block. Other code that reads a
+   weight waits for that weight only (weight_guard.py).
+
+Gradients are taken during backward if `early` allows it (early.py). Otherwise `step` takes them from `.grad`, and items
+3 to 5 do not change. Until `step`, gradients that were taken can be put back into `.grad` as long as no update has been
+written (`can_undo`). Another backward, or a changed gradient, option or weight, then has the same effect as with torch.
+If updates have been written during backward, such a loop gets an error, after the step has been completed with the
+gradients that had come.
+
+Threads: the user's thread (forward, `step`, `wait`) and autograd's thread (`take_queue`) call the runtime. They never
+run at the same time, because backward() blocks its caller. So the runtime has no lock, and the fields of `Runtime`,
+`Param` and open jobs belong to the thread that currently calls the runtime. Any thread may read a weight (`settle`).
+Submitted tasks belong to the native executor (`mutex_` in csrc/executor.h), to `DeviceWork` (`_lock`) or to the reducer
+(`Executor.changed`).
+
+Order: `Task.ready` orders a copy or an update after the gradients. `Job.after` orders the new weights of a delayed job
+after the work that uses the old weights. `Executor.make_due` names the job whose weights the next forward waits for.
 """
 
 from __future__ import annotations
@@ -27,6 +43,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from twinflow.device import Device
+from twinflow.errors import incompatible
 from twinflow.offload import changes, refusals, weight_guard
 from twinflow.offload.blocks import Block
 from twinflow.offload.bucket import Param, Updater, local_of, new_bucket, note_step
@@ -58,7 +75,7 @@ from twinflow.rules.segment import Store
 
 LOGGER = logging.getLogger("twinflow")
 
-# What is asked of many parameters and gradients at once.
+# Getters for `map`, which reads attributes of many parameters and gradients at once.
 _LAYOUT = Tensor.layout.__get__  # type: ignore[attr-defined]
 _CONDITION = attrgetter("hits", "is_seen", "is_late", "is_bypassed", "is_sharded")
 _HITS = attrgetter("hits")
@@ -69,7 +86,7 @@ _ONLY_ORDINARY = {(0, True, False, False, False)}
 
 
 class Runtime:
-    """One model's parameters, buckets and worker."""
+    """The parameters, buckets and background threads of one model."""
 
     def __init__(
         self,
@@ -84,14 +101,15 @@ class Runtime:
         option_names: frozenset[str] | None = None,
         owner: Callable[[], object | None] | None = None,
     ) -> None:
-        """`owner`: a weak reference to the optimizer, which the model's hooks must not keep alive."""
+        """`options`: returns the options of each param group. `option_names`: the options that an update depends on;
+        None: all of them. `owner`: a weak reference to the optimizer, which the model's hooks must not keep alive."""
         self.device = device
         self.updaters = updaters
         self.params = params
         self.settings = settings
         self.options = options
         self._loss_scale = loss_scale
-        self._option_names = option_names  # that an update depends on; None: all that a group has
+        self._option_names = option_names
         wholes = shards.wholes if isinstance(shards, SharedBuckets) else [None] * len(plans)
         host = updaters[HOST]
         rule = host.rule if isinstance(host, RuleUpdater) else None
@@ -101,23 +119,23 @@ class Runtime:
             for plan, whole in zip(plans, wholes, strict=True)
         ]
         self._by_tensor: dict[Tensor, Param] = {param.tensor: param for param in params}
-        self.job: Job | None = None  # the step whose gradients come in now
-        self.last: Job | None = None  # the step before
+        self.job: Job | None = None  # the open job: the step, or the part of a step, that gets gradients now
+        self.last: Job | None = None  # the previous step
         self.num_jobs = 0
-        self._num_parts = 0  # backwards of this step whose gradients are on their way to the host's sums
-        self._num_forwards = 0  # of the model, in this step
+        self._num_parts = 0  # backwards of this step whose gradients were submitted to be summed
+        self._num_forwards = 0  # forwards of the model in this step
         self._forwards = Forwards(params, self.buckets)
         self._hooks: ModelHooks | None = None
-        self.model_owner: dict[str, object] = {}  # where the model says that it has an optimizer
+        self.model_owner: dict[str, object] = {}  # the model's `__dict__`, where `_twinflow_owner` is set
         self._handles: list[RemovableHandle] = []
-        self._untrained: dict[str, nn.Parameter] = {}  # parameters that were so at the start
-        self._is_taking: bool | None = None  # whether this step's gradients are taken; None before the first of them
-        self._is_disturbed = False  # by somebody who used gradients or weights between backward and step
+        self._untrained: dict[str, nn.Parameter] = {}  # parameters that were frozen when the hooks were attached
+        self._is_taking: bool | None = None  # whether this step's gradients are taken; None before the first gradient
+        self._is_disturbed = False  # the user read or changed gradients or weights between backward and step
         self._has_complete = False  # a parameter has all of its gradients of this step
-        # Where several backwards are summed, each gradient goes to its sum at once, and takes no memory after that.
+        # If several backwards are summed, each gradient goes to its sum at once, so that its memory is free again.
         self._all_queues, self._queues, self._wholes = new_queues(params, self.buckets, settings.num_gathered > 1)
         self._is_covered = False  # weights are guarded, and no backward has begun since
-        self._late_from_now: set[Param] = set()  # from the next step on their gradients are complete only in `step`
+        self._late_from_now: set[Param] = set()  # parameters that become late with the next step
         self.frozen = FrozenState(executor)
         self.device_work = DeviceWork(device, executor, self.frozen)
         self.speculative_stores = SpeculativeStores(
@@ -125,7 +143,7 @@ class Runtime:
         )
         self.worker = TorchWorker(executor, host) if isinstance(host, TorchUpdater) else None
         self._threads: list[PythonThread] = [] if self.worker is None else [self.worker]
-        # Also when this object is forgotten, and before the interpreter ends under threads that still work.
+        # This also runs when the runtime is freed, and before the interpreter ends while threads still work.
         self._end = weakref.finalize(self, _end, executor, self.device_work, self.speculative_stores, self._threads)
         self.sharing: Sharing | None = None
         self._norm_reducer: NormReducer | None = None
@@ -140,10 +158,10 @@ class Runtime:
             self._threads += between_ranks.threads
             self._divisor = between_ranks.divisor
         self.collector = Collector(device, executor, self.device_work, self.buckets, num_gathered, where, self.sharing)
-        self.waited_s = 0.0  # by forwards, for weights
+        self.waited_s = 0.0  # seconds that forwards have waited for weights
         self.timer = StepTimer(device)
-        self.param_offload: ParamOffload | None = None  # of weights that live on the host
-        self._before_gathering: Callable[[], None] | None = None  # of weights that ranks have rows of
+        self.param_offload: ParamOffload | None = None  # manages weights that live on the host
+        self._before_gathering: Callable[[], None] | None = None
         self._before_update: Callable[[], None] | None = None
         self._owner = owner
         self._early = EarlyPolicy(settings.early, num_watched(settings, self.can_undo, self._has_ranks))
@@ -151,32 +169,33 @@ class Runtime:
 
     @property
     def updater(self) -> Updater:
-        """The host's."""
+        """The updater of state on the host."""
         return self.updaters[HOST]
 
     @property
     def fetched_bytes(self) -> int:
-        """Weights of blocks that were fetched so far."""
+        """Bytes of weights that were fetched from the host so far."""
         return self.param_offload.fetcher.fetched_bytes if self.param_offload is not None else 0
 
     @property
     def is_forgotten(self) -> bool:
-        """Whether nobody has the optimizer any more; the model's hooks still hold this."""
+        """Whether the optimizer was freed. The model's hooks may keep the runtime alive after that."""
         return self._owner is not None and self._owner() is None
 
     @property
     def is_closed(self) -> bool:
-        """Whether it no longer updates anything."""
+        """Whether the runtime is closed and makes no more updates."""
         return self.executor.is_closing
 
     @property
     def can_undo(self) -> bool:
-        """Whether what was begun during backward can be dropped until `step`: no update has been written by then."""
+        """Whether updates that have begun during backward can be dropped until `step`, because none is written before
+        the clipping decision."""
         return self.settings.limits.any and not self._has_ranks
 
     @property
     def _has_ranks(self) -> bool:
-        """Whether others decide on a step with this one."""
+        """Whether other ranks take part in the decision on a step."""
         return self.sharing is not None or self._norm_reducer is not None
 
     @property
@@ -192,7 +211,7 @@ class Runtime:
         values: Mapping[nn.Parameter, Tensor],
         gather: Gather | None,
     ) -> None:
-        """Let the weights of blocks live on the host: once, before anything else."""
+        """Let the weights of blocks live on the host. Called once, before all other methods."""
         where = self._tensor_device
         me = weakref.ref(self)
 
@@ -219,11 +238,19 @@ class Runtime:
         in_order: bool = False,
         before_gathering: Callable[[], None] | None = None,
     ) -> None:
-        """Put the hooks on the model, and watch its first forward; unless blocks are known to run `in_order`.
-        `before_gathering`: called before each forward, where ranks have rows of the weights."""
+        """Put the hooks on the model.
+
+        The first forward is recorded to learn the order of blocks, unless they are known to run `in_order`.
+        `before_gathering`: called before each forward if each rank has rows of the weights.
+        """
         self._before_gathering = before_gathering
         if model.__dict__.get("_twinflow_owner") == id(model):  # a deep copy has another id
-            raise ValueError("the model already has a TwinOptimizer. Call its close() before building another")
+            raise incompatible(
+                "a second TwinOptimizer",
+                "this model",
+                "the model already has a TwinOptimizer",
+                "Call its close() before building another",
+            )
         self.model_owner = model.__dict__
         self.model_owner["_twinflow_owner"] = id(model)
         self._forwards.find_users(blocks, self.param_offload)
@@ -236,22 +263,22 @@ class Runtime:
         self._handles += take_gradients(self.params, self._queues, self.device.stream_ids, self)
 
     def call_before_update(self, callback: Callable[[], None]) -> None:
-        """Call this whenever a step is about to read the options: it may change them. One callback at a time."""
+        """Set the function that is called before a step reads the options. It may change them. There is only one."""
         self._before_update = callback
 
     def check(self) -> None:
-        """Raise if an update has failed."""
+        """Raise if an update has failed or the optimizer is closed."""
         self.executor.check()
 
     def _set_late(self, param: Param) -> None:
-        """It gets several gradients in one backward: each of them is taken when it comes."""
+        """Mark a parameter that gets several gradients in one backward. Each of them is taken when it comes."""
         param.is_late = True
         self._queues[param.index].set_late(param.index)
 
     # Forward.
 
     def before_model(self) -> None:
-        """A new forward of the whole model: count the runs of its blocks from here."""
+        """Prepare a forward of the whole model. The runs of its blocks are counted from here."""
         self._take_queues()
         if self._before_gathering is not None:
             self._before_gathering()
@@ -262,7 +289,7 @@ class Runtime:
             self._collect_loans()
             self.param_offload.before_model()
         if self.settings.early and self._is_taking is None and not self._num_parts:
-            with plain():  # buffers of the user's, which backward will add to, stay where they are
+            with plain():  # gradients that the user has put into `.grad` stay there, and backward adds to them
                 for param in self.params:
                     grad = param.tensor.grad
                     if grad is not None and _is_foreign(grad):
@@ -271,21 +298,24 @@ class Runtime:
         self.timer.before_model()
 
     def after_model(self) -> None:
-        """The forward is queued."""
+        """Guard the weights after a forward of the whole model was queued."""
         self._finish_recording()
         self.timer.after_model()
         self._cover(self.params)
 
     def before_forward(self, block: int) -> None:
-        """Wait for one block's weights: here until they are on their way, on the device until they are there."""
+        """Wait for the weights of one block.
+
+        The calling thread waits until their copies are queued. The model's streams wait until the copies have ended.
+        """
         self.executor.check()
         self._close_part()
         if self._has_complete:
-            self._disturb("a forward runs")
+            self._disturb("a forward ran")
         if block != ROOT:
             for param in self._forwards.enter(block):
                 if self._is_taking and param.hits >= self.settings.num_gathered:
-                    self._late_from_now.add(param)  # its task is complete: another gradient takes it back
+                    self._late_from_now.add(param)  # not now, because its task is already complete
                 else:
                     self._set_late(param)
         self._hold(self._forwards.held(block))
@@ -294,7 +324,7 @@ class Runtime:
             param.is_seen = True
 
     def _hold(self, held: Held) -> None:
-        """Let the model wait for weights of these buckets."""
+        """Let the model wait for the weights of these buckets."""
         if held.buckets:
             start = time.perf_counter()
             waited_s = self.executor.hold(held)
@@ -303,84 +333,89 @@ class Runtime:
                 self.device.trace.add("wait", "main", start, start + waited_s, bucket=held.buckets[0].plan.index)
 
     def before_recompute(self, block: int) -> None:
-        """A block runs again inside a backward: its weights are those that its forward has waited for."""
+        """Prepare a forward of a block inside a backward. It needs no wait, because the first forward has waited."""
         weight_guard.uncover(self._forwards.guarded(block))
 
     def _lives_away(self, tensor: Tensor) -> bool:
         return self.param_offload is not None and self.param_offload.holds(tensor)
 
-    # Weights that somebody reads or writes outside of forwards (weight_guard.py).
+    # Reads and writes of weights outside of forwards (weight_guard.py).
 
     def settle(self, tensor: Tensor) -> None:
-        """Block until the parameter's values are those that torch would show now."""
+        """Block until the parameter has the values that it would have with torch now."""
         param = self._by_tensor.get(tensor)
         if param is None:
-            return  # frozen, on the host
+            return  # a frozen weight that lives on the host
         is_part = self.job is not None and self.job.is_part
         is_complete = param.hits >= self.settings.num_gathered and not param.is_late and not is_part
         if is_complete and (self._is_taking or self._early.watches):
-            self._disturb(f"{param.name} is read")
+            self._disturb(f"{param.name} was read")
         self.executor.check()
         self.executor.wait_for_weights(param.buckets)
         param.is_seen = True
 
     def before_load(self, module: nn.Module) -> None:
-        """`load_state_dict` is about to write to a module's own weights. It would put an error of ours, raised by such
-        a write, into one of its own."""
+        """Raise before `load_state_dict` writes to a module's own weights, if the write would be refused.
+
+        `load_state_dict` replaces the exception of a write by an exception of its own.
+        """
         if self._is_taking and not self.can_undo:
             for tensor in module.parameters(recurse=False):
                 if self._lives_away(tensor):
-                    raise self._too_late("a weight is written")
+                    raise self._too_late("a weight was written")
                 self.settle(tensor)
 
     def note_alias(self, tensor: Tensor, alias: Tensor) -> None:
-        """A write to `alias`, a `.data` of the parameter, changes the weight, and torch does not count it."""
+        """Note a `.data` of the parameter. A write to it changes the weight, but not the version of the parameter."""
         self._by_tensor[tensor].note_alias(alias)
 
     def lives_on_host(self, tensor: Tensor) -> bool:
-        """Whether the parameter has no memory of its own on the device."""
+        """Whether the parameter has no memory of its own on the device, because its weights live on the host."""
         return self._lives_away(tensor)
 
     def fetch_copy(self, tensor: Tensor) -> Tensor:
-        """The values of a weight that lives on the host, on the device."""
+        """Return a copy on the device of a weight that lives on the host."""
         assert self.param_offload is not None
         self._collect_loans()
         self.settle(tensor)
         return self.param_offload.copy_of(tensor)
 
     def store(self, tensor: Tensor, values: Tensor, is_running: bool = False, is_counted: bool = True) -> None:
-        """Other values for a weight that lives on the host; `is_running`: written by its own block's forward;
-        `is_counted`: torch counts the write, which is not so for one through `.data`."""
+        """Set the values of a weight that lives on the host.
+
+        `is_running`: the forward of the weight's own block has written them. `is_counted`: torch counts the write in
+        the version of the parameter, which it does not for a write through `.data`.
+        """
         assert self.param_offload is not None
         with plain(), torch.no_grad():
             if self.has_gradients:
-                self._return_gradients("a weight is written")
+                self._return_gradients("a weight was written")
             self.wait()
             self.wait_for_copies()
             self.wait_for_readers()
             self.param_offload.store(tensor, values.detach(), is_running, is_counted)
 
     def lend(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None:
-        """A copy was handed out whose memory somebody may write to: look again before the weight is used."""
+        """Note a copy that was given to the user. If the user writes to it, it is stored before the next use."""
         assert self.param_offload is not None
         self.param_offload.lend(tensor, copied, is_counted)
 
     def _collect_loans(self) -> None:
-        """Store copies that were written to since they were handed out, and memory that was put in a weight's place."""
+        """Store copies that the user has written to, and memory that the user has put into a weight with `set_`."""
         assert self.param_offload is not None
         for param, values in self.param_offload.replaced():
             self.store(param, values)
         self.param_offload.store_loans()
 
     def _cover(self, params: Sequence[Param]) -> None:
-        """Guard weights, but for those that compiled graphs use without our hooks: `step` has waited for these."""
+        """Guard weights, except those that compiled graphs use without our hooks. `step` has waited for the latter."""
         self._is_covered = True
         weight_guard.cover([param.tensor for param in params if not param.is_bypassed])
 
     # Backward.
 
     def take_queue(self, queue: GradientQueue) -> None:
-        """Take the gradients of one block, unless this step's gradients stay in `.grad`."""
+        """Take the gradients of a queue, unless this step's gradients stay in `.grad`."""
         self.executor.check()
         if self._take_whole(queue):
             return
@@ -398,11 +433,11 @@ class Runtime:
                 if grad is not None:
                     found.append((param, grad))
             if self._is_taking is None and self.param_offload is not None:
-                self.param_offload.store_loans()  # as long as there is nothing to undo
+                self.param_offload.store_loans()  # now, because nothing of this step has begun yet
             if torch.is_grad_enabled() and (in_backward() or any(grad.requires_grad for _, grad in found)):
                 if self._is_taking:
-                    self._return_gradients("backward(create_graph=True) runs")
-                self._is_taking = False  # these gradients have graphs, which a copy would not have
+                    self._return_gradients("backward(create_graph=True) ran")
+                self._is_taking = False  # these gradients have an autograd graph, which a copy would not have
             if self._is_taking is None and found:
                 self._is_taking = self._early.takes
             if self._is_covered:  # blocks that are recomputed use their weights again
@@ -416,8 +451,11 @@ class Runtime:
             weight_guard.cover([param.tensor for param, _ in found if not param.is_bypassed])
 
     def _take_whole(self, queue: GradientQueue) -> bool:
-        """The same where every parameter of a block has got its only gradient of this step, as nearly always. Then
-        nothing has to be decided for one of them, and this takes a third of the time. False: it is not so."""
+        """Take the gradients of a queue if every parameter has got its only gradient of this step.
+
+        This is the usual case. It needs no decision for each parameter, so it takes a third of the time of the general
+        way. Returns False, and does nothing, in all other cases.
+        """
         job, whole = self.job, self._wholes.get(queue)
         if not self._is_taking or self._is_covered or job is None or whole is None or self.settings.num_gathered > 1:
             return False
@@ -447,7 +485,7 @@ class Runtime:
         return True
 
     def _take_queues(self) -> None:
-        """Backward is over: some blocks may have got fewer gradients than the last time."""
+        """Take gradients that still wait after backward, because a block got fewer gradients than the last time."""
         for queue in self._all_queues:
             if queue.arrived:
                 self.take_queue(queue)
@@ -455,7 +493,7 @@ class Runtime:
             queue.end_backward()
 
     def _new_gradient(self, param: Param) -> Tensor | None:
-        """What backward has added to a parameter's gradient; None where somebody has taken it away."""
+        """Return the gradient that this backward has added; None if the user has removed it from `.grad`."""
         grad = param.tensor.grad
         taken = param.taken
         if isinstance(grad, TakenGradient):
@@ -463,8 +501,8 @@ class Runtime:
             grad = stand_in.arrived
             stand_in.arrived = None
         elif grad is not None and param.hits and self._is_taking and not param.is_sharded:
-            if taken is None or taken.arrived is not grad:  # somebody has dropped what was in `.grad`
-                self._return_gradients(f"{param.name}.grad is changed")
+            if taken is None or taken.arrived is not grad:  # the user has replaced the stand-in in `.grad`
+                self._return_gradients(f"{param.name}.grad was changed")
             else:
                 taken.arrived = None
         if grad is not None:
@@ -472,7 +510,7 @@ class Runtime:
         return grad
 
     def _leave(self, param: Param, grad: Tensor) -> None:
-        """A gradient that stays in `.grad`. Where later ones will be taken, see whether anybody looks at it."""
+        """Leave a gradient in `.grad`. If later steps will take gradients, a stand-in detects whether it is used."""
         if not param.was_hit:
             refusals.check_seen(param)
         param.hits += 1
@@ -489,8 +527,8 @@ class Runtime:
     def _take(self, queue: GradientQueue, found: Sequence[tuple[Param, Tensor]]) -> None:
         self._finish_recording()
         wanted = self.settings.num_gathered
-        most = min(wanted, max(1, self._num_forwards))  # that one backward after each forward gives
-        last: list[tuple[Param, Tensor]] = []  # gradients with which their parameters are complete
+        most = min(wanted, max(1, self._num_forwards))  # gradients of a parameter if each forward has one backward
+        last: list[tuple[Param, Tensor]] = []  # gradients that are the last of their parameters in this step
         others: list[tuple[Param, Tensor]] = []
         for pair in found:
             param = pair[0]
@@ -502,14 +540,14 @@ class Runtime:
             param.was_hit = True
             if param.is_sharded:
                 pair = (param, local_of(pair[1]))
-            # Pieces for a late parameter say nothing about backwards.
+            # The number of gradients of a late parameter does not show the number of backwards.
             (last if param.hits == wanted and not param.is_late else others).append(pair)
         if self.job is None and (last or (others and wanted == 1)):
             if self.settings.sums_on_host and self._num_parts + 1 < self.settings.accumulation_steps:
                 self.job = self._new_part()
             else:
                 self._begin()
-        for param, _ in found:  # the memory of a gradient is free again as soon as it is in the bucket
+        for param, _ in found:  # so that the memory of a gradient is free as soon as it is in the bucket
             param.tensor.grad = None if param.is_sharded else self._stand_in(param)
         if others:
             self.collector.add(self.job, others)
@@ -523,7 +561,7 @@ class Runtime:
                 self.collector.add_last(self.job, last)
 
     def _take_another(self, param: Param, wanted: int) -> None:
-        """A parameter gets more gradients than the model had forwards, or than make up one."""
+        """Handle a gradient of a parameter that has already got one for each forward, or all of this step."""
         if param.hits >= wanted and not param.is_late and self.job is not None and self.job.is_part:
             self._close_part()  # another backward without a forward before it
         if param.hits >= max(1, self._num_forwards) and param.hits < wanted:
@@ -532,7 +570,7 @@ class Runtime:
             raise self._too_late(f"{param.name} got {param.hits + 1} gradients")
 
     def _stand_in(self, param: Param) -> TakenGradient:
-        """For `.grad`. It is used again unless somebody else has it."""
+        """Return a stand-in for `.grad`. The last one is reused, unless the user holds a reference to it."""
         taken = param.taken
         if taken is None or taken.held is not None or sys.getrefcount(taken) > 4:
             taken = param.taken = TakenGradient(param.tensor, self)
@@ -540,21 +578,24 @@ class Runtime:
         return taken
 
     def expects_more(self, tensor: Tensor) -> bool:
-        """Whether another gradient of this parameter belongs to the ones that are taken."""
+        """Whether the next gradient of this parameter still belongs to the gradients that are being taken."""
         param = self._by_tensor[tensor]
         is_open = param.is_late or param.hits < self.settings.num_gathered
         if self._is_taking and not is_open and self.can_undo:
-            self._late_from_now.add(param)  # loops that do this do it in every step
+            self._late_from_now.add(param)  # a loop that does this once does it in every step
         return bool(self._is_taking) and (is_open or (self.job is not None and self.job.is_part))
 
     def give_back(self, tensor: Tensor) -> None:
-        """Put the gradients of this step back into `.grad`: somebody uses them."""
+        """Put the gradients of this step back into `.grad`, because the user uses the gradient of `tensor`."""
         with plain(), torch.no_grad():
-            self._return_gradients(f"{self._by_tensor[tensor].name}.grad is used")
+            self._return_gradients(f"{self._by_tensor[tensor].name}.grad was used")
 
     def _return_gradients(self, reason: str) -> None:
-        """From here on this step is one whose gradients were not taken. `.grad` that somebody has set stays as it
-        is."""
+        """Put the gradients of this step back into `.grad` and drop the updates that have begun.
+
+        From here on this step takes its gradients from `.grad`. A `.grad` that the user has set is not changed. Raises
+        the error of `_too_late` if an update has been written. `reason`: a clause in the past tense, for that error.
+        """
         if not self._is_taking:
             self._is_disturbed = True
             for param in self.params:
@@ -574,19 +615,22 @@ class Runtime:
         self._is_taking = False
 
     def _disturb(self, what: str) -> None:
-        """Something happens between backward and `step`: nothing is lost as long as no update has been written."""
+        """Handle an access between backward and `step`: raise if an update has been written, else note the access."""
         self._is_disturbed |= self._early.watches
         if self._is_taking and not self.settings.limits.any:
             raise self._too_late(what)
 
     def _too_late(self, what: str) -> RuntimeError:
-        """An update has been written that `what` would change. The step is completed with the gradients that came, so
-        that weights and state belong together and can be saved."""
+        """Return the error for an access (`what`) that comes after updates have been written.
+
+        First the step is completed with the gradients that had come, so that weights and state belong together and can
+        be saved.
+        """
         self.complete_written()
         return refusals.too_late(what, self._has_ranks)
 
     def complete_written(self) -> None:
-        """Complete a step of which some updates have been written: its weights and state then belong together."""
+        """Complete a step if some of its updates have been written, so that weights and state belong together."""
         if self.job is not None and not self.job.is_part and not self.can_undo:
             with plain():
                 self._close(self.job)
@@ -595,18 +639,19 @@ class Runtime:
         return Job(self.num_jobs + 1, (), Limits(), 1.0, self.executor, is_part=True)
 
     def _fill_parts(self) -> None:
-        """Other ranks may have had more backwards: zeros for those that this one had not."""
+        """Submit zeros for backwards that this rank did not have, because other ranks may have had them."""
         if self.sharing is not None and self.settings.sums_on_host and self.job is None:
             while self._num_parts + 1 < self.settings.accumulation_steps:
                 self.job = self._new_part()
                 self._close_part()
 
     def _close_part(self) -> None:
-        """One of several backwards is over, where their gradients are summed on the host."""
+        """Close the part of one backward, if the gradients of several backwards are summed as tasks."""
         if self.job is not None and self.job.is_part:
             self.collector.complete(self.job, self.params)
             self._forget_hits()
-            self._num_parts, self.job = self._num_parts + 1, None
+            self._num_parts += 1
+            self.job = None
 
     def _forget_hits(self) -> None:
         for param in self.params:
@@ -615,7 +660,7 @@ class Runtime:
     # Step.
 
     def _begin(self) -> None:
-        """A new job, with the options as they are now."""
+        """Open a new job with the current options."""
         if self._before_update is not None:
             self._before_update()
         self._finish_recording()
@@ -637,23 +682,23 @@ class Runtime:
         self.collector.zero_norms()
 
     def _finish_recording(self) -> None:
-        """The first forward is over: its order is the order of deadlines."""
+        """End the recording of the first forward. The order of its blocks is the order of deadlines."""
         order = self._forwards.finish_recording()
         if order is not None and self.param_offload is not None:
             self.param_offload.set_order(order)
 
     def _check_params(self) -> None:
-        """Refuse what was unfrozen or moved since the start; take over weights that somebody else has written."""
+        """Raise if parameters were unfrozen or moved, and adopt weights that the user has written."""
         changes.check_flags(self._untrained)
         changed = changes.find_changed(self.params, self.buckets, self.wait)
-        if self.num_jobs == 0:  # nothing has watched so far what was written through `.data`
+        if self.num_jobs == 0:  # writes through `.data` before the first step were not detected
             changed = self.params
         if changed:
             changes.check_changed(changed, self.has_unsent)
             self.adopt(changed, keep=True)
 
     def step(self) -> Job | None:
-        """Close the job: everything that is left of it happens beside what the caller does next."""
+        """Close the job and return it without waiting for its updates; None if there are no gradients."""
         self.executor.check()
         self._take_queues()
         if self.param_offload is not None:
@@ -667,7 +712,7 @@ class Runtime:
             self._fill_parts()
             has_some = bool(self._num_parts) or any(param.hits for param in self.params)
             if self.job is None and (has_some or self.sharing is not None):
-                self._begin()  # not early, or fewer backwards than declared: step with what came, here or elsewhere
+                self._begin()  # gradients were not taken early, or there were fewer backwards than declared
             job = self.job
             if job is None:
                 self._reset()
@@ -676,7 +721,7 @@ class Runtime:
         return job
 
     def _find_change(self) -> str:
-        """What was changed since the gradients were taken, that the update depends on; "" if nothing was."""
+        """Return a clause that names a change since the gradients were taken that the update depends on; "" if none."""
         grads = [param.tensor.grad for param in self.params]
         is_all_taken = all(map(_HITS, self.params)) and all(map(is_, grads, map(_TAKEN, self.params)))
         for param, grad in () if is_all_taken else zip(self.params, grads, strict=True):
@@ -684,21 +729,21 @@ class Runtime:
                 raise refusals.used_twice(param)
             is_taken = bool(param.hits) and not param.is_sharded
             if grad is not param.taken if is_taken else _is_foreign(grad):
-                return f"{param.name}.grad is changed"
+                return f"{param.name}.grad was changed"
         if self.job is None or self.job.is_part:
             return ""
         option = refusals.changed_option(self.job, self.options(), self._option_names)
         if option:
             return option
-        if not self.can_undo:  # weights of this step may have arrived
+        if not self.can_undo:  # this step's own updates may have written to the weights
             return ""
-        # Weights of the step before may still arrive, but not those that this step's forward has waited for.
+        # The last step may still write to weights, but not to those that this step's forward has waited for.
         written = changes.written(param for param in self.params if param.was_hit and param.is_seen)
         moved = [] if written else changes.moved(self.buckets)
-        return f"{(written or moved)[0].name} is written" if written or moved else ""
+        return f"{(written or moved)[0].name} was written" if written or moved else ""
 
     def _look_at_gradients(self) -> None:
-        """Of a step whose gradients were left in `.grad`."""
+        """Check the gradients of a step that were left in `.grad`, and note which parameters have one."""
         for param in self.params:
             grad = param.tensor.grad
             if isinstance(grad, TakenGradient) and grad.is_used and grad.held is None:
@@ -708,14 +753,14 @@ class Runtime:
             refusals.check_layout(param, grad)
 
     def _close(self, job: Job) -> None:
-        """No more gradients come for it."""
+        """Submit the rest of a job, close it, and reset the runtime for the next step."""
         self.timer.after_backward()
         if self._is_taking:
             self.collector.complete(job, self.params)
         else:
             self.collector.take_all(job, self.params, self._stand_in)
         if not job.is_dropped:
-            self._release(self.last)  # before this job's updates write to the state it is sent from
+            self._release(self.last)  # before this job's updates write to the state that its weights are copied from
         if self.sharing is not None:
             self.sharing.close(job, [param.was_hit for param in self.params])
         elif self._norm_reducer is not None:
@@ -725,10 +770,10 @@ class Runtime:
         else:
             there, here, event = self.collector.fetch_decision(job)
             if self.last is not None and job.on_device:
-                self.executor.wait_for_decision(self.last)  # the number of updates so far depends on it
+                self.executor.wait_for_decision(self.last)  # the count of updates depends on it
             self.executor.close_job(job, here, event)
             self.device_work.close_job(job, there, event)
-        if job.is_dropped:  # weights stay as they were
+        if job.is_dropped:  # the weights do not change
             self._reset()
             return
         if job.is_released:
@@ -740,7 +785,7 @@ class Runtime:
         updated = [param for param in self.params if param.was_hit or self.sharing is not None]
         is_traced = self._hooks is not None and self._hooks.is_traced
         bypassed = refusals.note_bypassed(self.params, is_traced)
-        # Weights that live on the host have editions instead (fetch_hooks.py).
+        # Weights that live on the host have editions instead of versions (fetch_hooks.py).
         note_step([param for param in updated if not self._lives_away(param.tensor)])
         if self._is_taking:
             for grad in [param.tensor.grad for param in updated]:
@@ -756,7 +801,7 @@ class Runtime:
             self._cover(updated)
 
     def _reset(self) -> None:
-        """The next gradient belongs to another step."""
+        """Prepare for the gradients of the next step."""
         for param in self.params:
             param.hits = 0
             param.was_hit = False
@@ -769,10 +814,11 @@ class Runtime:
         self.job = None
         self._num_parts = 0
         self._is_taking = None
-        self._is_disturbed = self._has_complete = False
+        self._is_disturbed = False
+        self._has_complete = False
 
     def _close_sums(self, job: Job) -> None:
-        """Of a step whose gradients were summed as tasks: some buckets may have got none in the last backward."""
+        """Close a job whose gradients were summed as tasks, with tasks for buckets without a last gradient."""
         known = {task.bucket for task in job.tasks}
         for bucket in self.buckets:
             if bucket in known:
@@ -786,21 +832,21 @@ class Runtime:
         self.device_work.close_job(job, None, None)
 
     def _release(self, job: Job | None) -> None:
-        """Let the weights of a delayed job go back; the next forward has to see them."""
+        """Let the weights of a delayed job be copied into the parameters. The next forward waits for them."""
         if job is not None and not job.is_released:
             after = self.device.compute().record()
             self.executor.release(job, after)
             self.device_work.release(job)
             self.executor.make_due(job)
 
-    # Outside the loop.
+    # Outside of the training loop.
 
     def wait(self) -> None:
-        """Until every update that has begun is in the state, and every weight that is due is in its parameter."""
+        """Block until every update that has begun is in the state, and every weight that is due is in its parameter."""
         self.executor.check()
         self._close_part()
         if self.job is not None and not self.settings.limits.any:
-            raise self._too_late("weights and state are read")
+            raise self._too_late("weights and state were read")
         self.executor.wait_until_shown(self.buckets)
         if self.last is not None:
             self.executor.wait_for_decision(self.last)
@@ -809,14 +855,14 @@ class Runtime:
         for bucket in self.buckets:
             if bucket.stored is not None and READERS not in self.device.disabled:
                 bucket.stored.synchronize()
-        if any(bucket.is_on_device for bucket in self.buckets):  # state that the weights do not show yet
+        if any(bucket.is_on_device for bucket in self.buckets):  # updates whose weights are not sent yet
             self.device.hold_compute(self.device.stream("update").record(), READERS)
         self.device_work.count_steps()
         for param in self.params:
             param.is_seen = True
 
     def wait_for_copies(self) -> None:
-        """After `wait`: until no stream reads the state any more, so that this thread may write to it."""
+        """Block until no stream reads the state, so that this thread may write to it. Call `wait` before."""
         for bucket in self.buckets:
             for event in (self.executor.weights_copied_event(bucket), self.executor.published_event(bucket)):
                 if event is not None:
@@ -825,12 +871,12 @@ class Runtime:
             self.device.stream("update").synchronize()
 
     def wait_for_readers(self) -> None:
-        """Until nobody reads the state as it was (frozen.py), so that it may be written to."""
+        """Block until no background save reads the state (frozen.py), so that this thread may write to it."""
         self.frozen.wait_until_over()
 
     @property
     def has_gradients(self) -> bool:
-        """Whether any of a step in the making have come."""
+        """Whether gradients of a step that is not closed have come."""
         return self.job is not None or bool(self._num_parts) or any(param.hits for param in self.params)
 
     @property
@@ -839,39 +885,46 @@ class Runtime:
         return self.last is not None and not self.last.is_released
 
     def change_settings(self, settings: Settings) -> None:
-        """Other settings from the next step on."""
+        """Use other settings from the next step on."""
         self.settings = settings
         self.collector.set_num_parts(settings.num_gathered)
 
     def count_jobs_from(self, num_jobs: int, last: Job | None) -> None:
-        """Nothing is under way: `last` is the job whose weights are still to be sent, if there is one."""
+        """Set the number of jobs so far. Only while no job is under way.
+
+        `last`: the delayed job whose weights are still to be copied into the parameters, if there is one.
+        """
         self.num_jobs = num_jobs
         self.last = last
 
     def adopt(self, params: Sequence[Param], keep: bool, values: Mapping[nn.Parameter, Tensor] | None = None) -> None:
-        """Take over values that somebody else wrote into parameters: a checkpoint loaded into the model, say.
+        """Set the master weights from parameters that the user has written, for example by loading a checkpoint.
 
-        `keep`: where a master rounds to its parameter, it stays as it is. `values`: of offloaded parameters.
+        `keep`: a master weight that rounds to the value of its parameter is not changed. `values`: the values of
+        offloaded parameters.
         """
         changes.adopt(params, keep, values or {})
 
     def flush(self) -> None:
-        """Put a delayed update that is still to come into the weights now."""
+        """Copy the weights of a delayed update into the parameters now, and wait for them."""
         self._release(self.last)
         self.wait()
 
     def forget_gradients(self) -> None:
-        """Drop what a step in the making has gathered, and what it has begun."""
+        """Drop the gradients and the begun updates of a step that is not closed.
+
+        Raises RuntimeError if an update has been written.
+        """
         for queue in self._all_queues:
             queue.forget()
         self._is_disturbed |= self._early.watches and self._has_complete
         if self._is_taking and self._has_complete and not self.can_undo:
-            raise self._too_late("zero_grad() is called")
+            raise self._too_late("zero_grad() was called")
         self._drop()
         self._reset()
 
     def _drop(self) -> None:
-        """Drop the step in the making: its gradients, its sums, and updates that run ahead of the clipping decision."""
+        """Drop the open step: its gradients, its sums, and its updates that run ahead of the clipping decision."""
         self._close_part()
         if self.job is not None:
             self.job.drop()
@@ -886,14 +939,17 @@ class Runtime:
             self._num_parts = 0
 
     def close(self) -> None:
-        """Finish what has begun, then take all hooks off and end the threads. In the middle of a step: just end."""
+        """Wait for all updates, then remove the hooks and end the threads. An open step is not completed."""
         if self.executor.is_closing:
             return
         try:
             if self.job is None:
                 self.flush()
             elif not self.settings.limits.any and self.executor.error is None:
-                LOGGER.warning("closed between backward() and step(): some weights have this step's update, others not")
+                LOGGER.warning(
+                    "The optimizer was closed between backward() and step(). Some weights have the update of this "
+                    "step, and others do not."
+                )
         finally:
             if self.param_offload is not None and self.executor.error is None:
                 self.param_offload.close()
@@ -912,15 +968,15 @@ class Runtime:
 
 
 def _keep(store: Store) -> None:
-    """What is freed elsewhere."""
+    """Do nothing: stores of such updaters are freed elsewhere."""
 
 
 def _end(
     executor: Executor, device_work: DeviceWork, speculative_stores: SpeculativeStores, threads: Sequence[PythonThread]
 ) -> None:
-    """End all threads after what they do now, and give page-locked memory back."""
+    """End all threads after their current work, and unlock page-locked memory."""
     if threading.current_thread().name.startswith("twinflow-"):
-        # A forgotten runtime, found by the garbage collector in a thread of ours, which must not wait for itself.
+        # The garbage collector frees the runtime in one of its own threads, which must not wait for its own end.
         arguments = (executor, device_work, speculative_stores, threads)
         threading.Thread(target=_join, args=arguments, name="cleaner", daemon=True).start()
     else:
@@ -936,7 +992,7 @@ def _join(
         thread.join()
     executor.free_slots()
     speculative_stores.close()
-    executor.device.close()  # page-locked memory must be unregistered before anybody else gets it
+    executor.device.close()  # page-locked memory must be unregistered before it is freed
 
 
 def _is_foreign(grad: Tensor | None) -> bool:

@@ -1,4 +1,10 @@
-"""What the runtime needs from whoever shares the buckets with other ranks (room `zero`)."""
+"""The interfaces through which the runtime works with other ranks. The package `zero` implements them.
+
+The runtime calls `take_flat` and `submit` in autograd's thread or in `step`, and the other methods in the user's
+thread. The implementations run collectives in threads of their own. `take_flat` may wait for a free buffer, and
+`wait_for_sums` waits for the other ranks; no other method blocks. After `submit` the task belongs to the
+implementation, which gives this rank's part to the executor or to `DeviceWork`.
+"""
 
 from __future__ import annotations
 
@@ -19,61 +25,67 @@ from twinflow.offload.settings import Settings
 
 
 class PythonThread(Protocol):
-    """A thread that ends by itself when the executor is closed."""
+    """A Python thread that ends when the executor is closed."""
 
     def join(self) -> None:
-        """Wait for its end."""
+        """Wait for the end of the thread."""
         ...
 
 
 class NormReducer(Protocol):
-    """Decides with other ranks, where each has its own rows of all parameters and somebody else sums gradients."""
+    """Makes the clipping decision together with other ranks if each rank has its own rows of all parameters (stage 3).
 
-    divisor: float
+    torch sums the gradients over the ranks in this case.
+    """
+
+    divisor: float  # gradients in tasks are this number times the result that was asked for, the mean or the sum
 
     @property
     def threads(self) -> Sequence[PythonThread]:
-        """That end with the executor."""
+        """The threads that end when the executor is closed."""
         ...
 
     def close(self, job: Job, norms: Tensor, event: Event) -> None:
-        """All tasks of the job are submitted; `norms` holds this rank's norms once `event` is done."""
+        """Close a job whose tasks are all submitted. `norms` holds the norms of this rank once `event` is done."""
         ...
 
 
 class Sharing(Protocol):
-    """Gradients of a whole bucket go in, and this rank's part of the sum becomes a task. New weights of this rank's
-    part are in its parameters; those of the others come."""
+    """Sums the gradients of whole buckets over the ranks, makes a task of this rank's part of each sum, and gathers the
+    new weights of the other ranks."""
 
-    divisor: float  # gradients as they are submitted are so many times what was asked for: the mean, or the sum
+    divisor: float  # gradients in tasks are this number times the result that was asked for, the mean or the sum
 
     @property
     def threads(self) -> Sequence[PythonThread]:
-        """That end with the executor."""
+        """The threads that end when the executor is closed."""
         ...
 
     def take_flat(self, bucket: Bucket) -> Tensor:
-        """A device buffer to gather a whole bucket's gradients in, ready to be written on the calling stream."""
+        """Return a device buffer for the gradients of a whole bucket. The current stream may write to it."""
         ...
 
     def submit(self, task: Task) -> None:
-        """A task whose gradients are complete on this rank once `task.ready` is done: every bucket, every time."""
+        """Take over a task whose gradients are complete on this rank once `task.ready` is done.
+
+        The runtime submits every bucket in every backward that sends anything.
+        """
         ...
 
     def close(self, job: Job, hits: Sequence[bool]) -> None:
-        """All tasks of the job are submitted; `hits` says which parameters got a gradient on this rank."""
+        """Close a job whose tasks are all submitted. `hits`: which parameters got a gradient on this rank."""
         ...
 
     def wait_for_sums(self) -> None:
-        """Until all that was submitted has been summed over the ranks, and is with the executor."""
+        """Block until everything that was submitted is summed over the ranks and given to the executor."""
         ...
 
     def hold_back(self, job: Job) -> None:
-        """A delayed update is in the state of every rank, to be sent with the next step."""
+        """Note that a delayed update is in the state of every rank. Its weights are published with the next step."""
         ...
 
     def forget(self) -> None:
-        """Nothing is under way, and what was still to be published will not come."""
+        """Forget weights that were still to be published. Only while no update is under way."""
         ...
 
 
@@ -81,7 +93,7 @@ Work = TypeVar("Work", covariant=True)
 
 
 class Start(Protocol[Work]):
-    """Starts what works between ranks."""
+    """Makes a `Sharing` or a `NormReducer` and starts its threads."""
 
     def __call__(
         self,
@@ -92,13 +104,13 @@ class Start(Protocol[Work]):
         settings: Settings,
         where: torch.device,
     ) -> Work:
-        """With all buckets of this rank."""
+        """`buckets`: all buckets of this rank. `where`: the device of the parameters."""
         ...
 
 
 @dataclass(frozen=True)
 class SharedBuckets:
-    """Buckets that all ranks together have: this rank answers for a part of each."""
+    """Buckets that ranks share: this rank has the state of a part of each bucket. `wholes`: the plans of all parts."""
 
     wholes: Sequence[BucketPlan]
     start: Start[Sharing]
@@ -106,7 +118,7 @@ class SharedBuckets:
 
 @dataclass(frozen=True)
 class OwnBuckets:
-    """Buckets of which each rank has its own; ranks only decide together."""
+    """Each rank has buckets of its own. Ranks only make the clipping decision together."""
 
     start: Start[NormReducer]
 

@@ -1,21 +1,26 @@
-"""Sync points: each names one wait whose absence gives wrong results. A test switches each off and sees that happen."""
+"""Names of the sync points. A sync point is one wait whose absence gives wrong results.
+
+Each wait on an event passes the name of its sync point (device.py). For each of them a test switches the wait off and
+checks that the results become wrong.
+"""
 
 from __future__ import annotations
 
 from typing import Final
 
-FLAT_FREE: Final = "grad.flat_free"  # gradients go into a flat buffer when its last copy out has ended
-REDUCE_READY: Final = "reduce.grad_ready"  # ranks sum gradients when they are complete
-PUBLISH_READY: Final = "publish.sent"  # ... and gather weights when this rank's part is in its parameters
-GRAD_READY: Final = "out.grad_ready"  # the copy out starts when the gradients are complete
-RESIDENT_READY: Final = "resident.grad_ready"  # and so does an update on the device
-STORED: Final = "streamed.stored"  # state comes to the device when it is on the host again
-ARRIVED: Final = "update.arrived"  # the update starts when the gradients are on the host
-NORMS: Final = "gate.norms"  # the decision is made when all norms are on the host
-WEIGHT_SLOT: Final = "update.weight_slot"  # a weight slot is written again when its weights are sent
-WEIGHT_SENT: Final = "update.weight_sent"  # ... and so is state that weights are sent from
-OLD_WEIGHTS: Final = "back.old_weights"  # delayed weights go back when nobody needs the old ones any more
-FETCH_ROOM: Final = "fetch.room"  # fetched weights come to the device when nobody uses the memory they go to
-SENT: Final = "forward.sent"  # a block runs when its weights are on their way
-FORWARD: Final = "forward.weights"  # ... and there
-READERS: Final = "wait.weights"  # whoever asked for all weights gets them when they are there
+# Each comment says what waits for what.
+FLAT_FREE: Final = "grad.flat_free"  # writing gradients to a flat buffer: for the end of its last copy to the host
+REDUCE_READY: Final = "reduce.grad_ready"  # the reduction over ranks: for complete gradients
+PUBLISH_READY: Final = "publish.sent"  # gathering weights from ranks: for this rank's part in its parameters
+GRAD_READY: Final = "out.grad_ready"  # the copy to the host: for complete gradients
+RESIDENT_READY: Final = "resident.grad_ready"  # an update on the device: for complete gradients
+STORED: Final = "streamed.stored"  # loading streamed state to the device: for the end of its last store to the host
+ARRIVED: Final = "update.arrived"  # an update on the host: for the gradients on the host
+NORMS: Final = "gate.norms"  # the clipping decision: for all norms on the host
+WEIGHT_SLOT: Final = "update.weight_slot"  # writing to a weight slot: for the end of the last copy from it
+WEIGHT_SENT: Final = "update.weight_sent"  # writing to state that weights are copied from: for the end of the last copy
+OLD_WEIGHTS: Final = "back.old_weights"  # delayed weights: for the end of the work that uses the old weights
+FETCH_ROOM: Final = "fetch.room"  # fetching weights to the device: for the end of the last use of the target memory
+SENT: Final = "forward.sent"  # the forward of a block, on the host: until the copy of its weights is queued
+FORWARD: Final = "forward.weights"  # the forward of a block, on the device: for the end of that copy
+READERS: Final = "wait.weights"  # a reader of weights or state: for the end of their copies

@@ -1,17 +1,21 @@
-"""What `.grad` holds once the runtime has taken a gradient.
+"""The tensor that replaces a gradient in `.grad` after the runtime has taken the gradient (the stand-in).
 
-The stand-in has no memory of its own. Whoever uses it gets the gradient: the runtime gives all gradients of the step
-back into `.grad`, drops what it has begun, and `step()` then updates from `.grad` as torch does. Code that never looks
-at `.grad` does not notice any of this.
+The stand-in has no memory of its own. When code uses the stand-in, the runtime puts all gradients of the step back into
+`.grad` and drops the updates that it has begun. `step()` then updates from `.grad` as torch does. Code that does not
+use `.grad` is not affected.
 
-A stand-in is in one of three conditions:
+A stand-in is in one of three states:
 
-    taken     the runtime has the gradient; a use asks it to give all of them back
-    held      the stand-in itself has the gradient; a use puts it into `.grad`, or a copy while an update reads it
-    used      `step()` has used the gradient, and its memory serves others: a use raises, unless it overwrites all
+    taken     the runtime has the gradient; a use makes the runtime put all gradients back
+    held      the stand-in refers to the gradient; a use puts it into `.grad`, or a copy if an update still reads it
+    used      `step()` has used the gradient and its memory is reused; a use raises, unless it overwrites all values
 
-`__torch_function__` sees what Python code does. `__torch_dispatch__` sees what C++ does, which is autograd adding the
-gradient of another backward.
+`__torch_function__` intercepts operations that Python code calls. `__torch_dispatch__` intercepts operations that C++
+calls, which means autograd adding the gradient of another backward.
+
+Threads: autograd's thread and the user's thread use stand-ins, never at the same time, because backward() blocks its
+caller. There is no lock. An update may still read `held` after `step()` has returned (`is_lent`), so a write goes to a
+copy.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from twinflow.errors import wrong_state
 from twinflow.offload.metadata import GRAD_ACCESS, METADATA
 
 _ADD_INTO = torch.ops.aten.add_.Tensor
@@ -32,31 +37,29 @@ _PASSING = METADATA | GRAD_ACCESS | {Tensor.dim, Tensor.size}
 
 
 class Giver(Protocol):
-    """Who has taken gradients."""
+    """The runtime that has taken the gradients."""
 
     def give_back(self, tensor: Tensor) -> None:
-        """Put the gradients of this step back into `.grad`, that of `tensor` among them; raise where that is too
-        late."""
+        """Put all gradients of this step back into `.grad`, including the one of `tensor`. Raise if it is too late."""
         ...
 
     def expects_more(self, tensor: Tensor) -> bool:
-        """Whether another gradient of this parameter belongs to the ones that were taken."""
+        """Whether the next gradient of this parameter still belongs to the gradients that are being taken."""
         ...
 
 
 class TakenGradient(Tensor):
-    """Stands for a parameter's gradient."""
+    """The stand-in for the gradient of one parameter."""
 
     _param: weakref.ref[Tensor]
     _giver: weakref.ref[Giver]
-    held: Tensor | None  # the gradient, where it is held
-    arrived: Tensor | None  # another gradient that autograd has added, to be taken next
-    is_used: bool  # by `step()`
-    is_lent: bool  # `held` is still read by the update: whoever writes needs a copy
+    held: Tensor | None  # the gradient, in the state `held`
+    arrived: Tensor | None  # another gradient that autograd has added and that the runtime will take next
+    is_used: bool  # `step()` has used the gradient
+    is_lent: bool  # the update still reads `held`, so a write needs a copy
 
     @staticmethod
     def __new__(cls, param: Tensor, giver: Giver) -> TakenGradient:
-        """A stand-in for a gradient of `param`."""
         made: TakenGradient = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )
@@ -74,17 +77,19 @@ class TakenGradient(Tensor):
         return repr(self.value())
 
     def value(self) -> Tensor:
-        """The gradient, which is in `.grad` from now on."""
+        """Put the gradient into `.grad` and return it. Raises RuntimeError if `step()` has used it."""
         param = self._param()
         if self.held is None:
             giver = self._giver()
             if self.is_used or param is None or giver is None:
-                raise RuntimeError(
-                    "The gradient was used by step(), and its memory serves others now. Read .grad between backward() "
-                    "and step(), or build the optimizer with early=False, which keeps gradients until zero_grad()."
+                raise wrong_state(
+                    "the gradient cannot be read",
+                    "it was used by step() and its memory has been reused",
+                    "Read .grad between backward() and step(), or build the optimizer with early=False, which keeps "
+                    "gradients until zero_grad()",
                 )
             giver.give_back(param)
-            assert self.held is not None, "the runtime gives a gradient to its stand-in too"
+            assert self.held is not None, "the runtime must give the gradient to the stand-in too"
         elif self.is_lent:
             self.held = self.held.clone()
             self.is_lent = False
@@ -93,7 +98,7 @@ class TakenGradient(Tensor):
         return self.held
 
     def renew(self) -> None:
-        """All values are about to be overwritten: those that `step()` has used need not be there."""
+        """Allocate memory if `step()` has used the gradient: the caller is about to overwrite all values."""
         param = self._param()
         if self.is_used and self.held is None and param is not None:
             self.held = torch.empty_like(param)
@@ -106,10 +111,11 @@ class TakenGradient(Tensor):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Whatever is done with it is done with the gradient."""
+        """Run the operation on the gradient instead of the stand-in."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            # An operator of C++ comes here by way of a dispatch mode (a counter of operations, say): see below.
+            # A C++ operator arrives here if a dispatch mode is active, for example one that counts operations.
+            # `__torch_dispatch__` handles it.
             if func in _PASSING or isinstance(func, torch._ops.OpOverload):
                 return func(*args, **kwargs)
             if func in _OVERWRITING and isinstance(args[0], cls):
@@ -126,7 +132,7 @@ class TakenGradient(Tensor):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """What autograd does with it, when it has another gradient for the parameter."""
+        """Handle autograd's accumulation of another gradient into the parameter."""
         if func is torch.ops.aten.detach.default:
             return args[0]
         if func in (_ADD_INTO, _ADD) and isinstance(args[0], cls) and isinstance(args[1], Tensor):
@@ -134,13 +140,15 @@ class TakenGradient(Tensor):
         return func(*map(_values, args), **{key: _values(item) for key, item in (kwargs or {}).items()})
 
     def _accumulate(self, more: Tensor, into: bool) -> Tensor:
-        """Add the gradient of another backward; `into`: to this very tensor."""
+        """Add the gradient of another backward. `into`: the addition is in place."""
         param = self._param()
         giver = self._giver()
         if self.is_used and self.held is None:
-            raise RuntimeError(
-                "backward() would add to gradients that step() has used. Call zero_grad() between step() and the next "
-                "backward(), or build the optimizer with early=False to add to them as torch does."
+            raise wrong_state(
+                "backward() cannot add to gradients that step() has used",
+                "their memory has been reused",
+                "Call zero_grad() between step() and the next backward(), or build the optimizer with early=False to "
+                "add to them as torch does",
             )
         if self.held is None and giver is not None and param is not None and giver.expects_more(param):
             more = more if self.arrived is None else self.arrived + more

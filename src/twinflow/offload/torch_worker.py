@@ -1,8 +1,9 @@
-"""The thread that runs a user's optimizer on the host.
+"""The thread that updates buckets on the host with a user's own optimizer, which is written in Python.
 
-The native worker cannot call Python, so this thread takes its place. It asks the executor for the next update
-(`next_update`) and reports the result (`finish_update`). It owns the bucket's state between these two calls. The
-executor orders updates by deadline, and copies weights to the device after `finish_update`.
+This thread replaces the native worker. It asks the executor for the next update (`next_update`), which orders updates
+by deadline and hands out a task only when its gradients are on the host. From then until `finish_update` the thread
+owns the task, the gradients and the state of its bucket. An exception ends the thread and goes to the next caller of
+the optimizer (`Executor.fail`). The thread ends when the executor is closed.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ import torch
 from twinflow.offload.executor import Executor
 from twinflow.offload.job import HostOptimizer
 
-_LOOK_S = 1.0  # how long the thread waits for an update before it checks whether the executor is closing
+_LOOK_S = 1.0  # longest wait for an update before the thread checks whether the executor is closing
 
 
 class TorchWorker:
-    """Starts and joins the thread."""
+    """Makes the updates of one executor in a thread of its own."""
 
     def __init__(self, executor: Executor, optimizer: HostOptimizer) -> None:
-        self.busy_s = 0.0  # total time of updates
+        self.busy_s = 0.0  # seconds spent in updates so far
         self._executor = executor
         self._optimizer = optimizer
         self._thread = threading.Thread(target=self._loop, name="twinflow-torch-worker", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
-        """Waits for the end of the thread. The executor must be closed."""
+        """Wait for the end of the thread. The executor must be closed."""
         if threading.current_thread() is not self._thread:
             self._thread.join()
 

@@ -1,25 +1,28 @@
-"""Reads and writes of weights outside the forward that waits for them.
+"""Makes reads and writes of weights outside of a forward wait for the last update (the weight guard).
 
-`step()` returns while updates still run. The forward of a block waits for the block's weights (hooks.py). All other
-code that touches a weight is caught here: between a step and the next forward a parameter's class is a subclass of its
-own class whose `__torch_function__` waits for the weight, runs the operation on the ordinary class, and guards it
-again. torch changes classes in the same way when it materialises an UninitializedParameter. A change takes 0.25 us.
+`step()` returns while updates still run. The forward of a block waits for the weights of the block (hooks.py). This
+module handles all other code that uses a weight. Between a step and the next forward the class of a parameter is
+replaced by a guarded subclass. The `__torch_function__` of this subclass waits for the weight, runs the operation with
+the ordinary class, and then sets the guarded class again. torch changes classes in the same way when it materialises an
+UninitializedParameter. A change of class takes 0.25 us.
 
-What each access does:
+Effect of each access:
 
-    shape, dtype, grad, ...     passes: values are not touched (metadata.py)
-    p.data                      waits, and notes the alias: torch does not count writes through `.data` as writes to `p`
+    shape, dtype, grad, ...     does not wait, because values are not read (metadata.py)
+    p.data                      waits and notes the alias: torch does not count writes through `.data` as writes to `p`
     p.data = x                  waits; the runtime finds the new memory before the next update
     any other operation         waits, then runs; torch counts in-place writes in `p._version`
 
-A weight that lives on the host is not there at all outside its block: a read gets a copy on the device that autograd
-connects with the parameter, and what is written is stored back into the optimizer's state.
+A weight that lives on the host has no values on the device outside of its block. A read gets a copy on the device,
+which autograd connects with the parameter. Written values are stored in the optimizer's state.
 
-Not caught: aliases taken before `step()`, memory read by address (C++ extensions, NumPy views), `torch.tensor(p)`, and
-`torch.func.grad` of a function that is given the parameter itself. Call `optimizer.wait()` before these.
+Not intercepted: aliases that were taken before `step()`, memory that is read by address (C++ extensions, NumPy views),
+`torch.tensor(p)`, and `torch.func.grad` of a function that is given the parameter itself. Call `optimizer.wait()`
+before these.
 
-Threads: any thread may read a weight. It waits on the host until the copy to the device has ended, so that every stream
-sees the new values. Only the thread that runs the model changes classes outside of an access.
+Threads: any thread may read a weight. The reading thread waits on the host until the copy to the device has ended, so
+every stream sees the new values. Outside of an access, only the thread that runs the model changes classes. There is no
+lock.
 """
 
 from __future__ import annotations
@@ -35,20 +38,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from twinflow.errors import incompatible
 from twinflow.offload.metadata import GRAD_ACCESS, METADATA
 
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-# A guarded class has a `__setattr__` in Python; a change of class need not pass through it.
+# Setting the class this way is faster: it does not call the `__setattr__` in Python of a guarded class.
 _SET_CLASS = object.__dict__["__class__"].__set__
 _PASSING = METADATA | GRAD_ACCESS
 _LAYOUT = {Tensor.stride, Tensor.is_contiguous}
-# These find a parameter in a graph, and do not read it.
+# These look up a parameter in an autograd graph and do not read its values.
 _OF_GRAPHS = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.backward])
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _IN_PLACE = frozenset(["__setitem__", *(f"__i{name}__" for name in _OPERATORS)])
 _Result = TypeVar("_Result")
-plain = torch._C.DisableTorchFunctionSubclass  # a context in which guarded weights are ordinary tensors
+plain = torch._C.DisableTorchFunctionSubclass  # a context in which operations on guarded weights do not wait
 
 
 class Owner(Protocol):
@@ -56,22 +60,22 @@ class Owner(Protocol):
 
     @property
     def is_closed(self) -> bool:
-        """Whether it no longer updates anything."""
+        """Whether the runtime is closed and makes no more updates."""
         ...
 
     @property
     def is_forgotten(self) -> bool:
-        """Whether nobody holds its optimizer any more."""
+        """Whether the optimizer of this runtime has been freed."""
         ...
 
     def close(self) -> None: ...
 
     def settle(self, tensor: Tensor) -> None:
-        """Block until the parameter's values are those that torch would show now."""
+        """Block until the parameter has the values that it would have with torch now."""
         ...
 
     def note_alias(self, tensor: Tensor, alias: Tensor) -> None:
-        """`alias` is a `.data` of the parameter: a write to it changes the weight."""
+        """Note that `alias` is a `.data` of the parameter, so a write to it changes the weight."""
         ...
 
     def lives_on_host(self, tensor: Tensor) -> bool:
@@ -79,28 +83,30 @@ class Owner(Protocol):
         ...
 
     def fetch_copy(self, tensor: Tensor) -> Tensor:
-        """The values of a weight that lives on the host, on the device."""
+        """Return a copy on the device of a weight that lives on the host."""
         ...
 
     def store(self, tensor: Tensor, values: Tensor) -> None:
-        """Other values for a weight that lives on the host."""
+        """Set the values of a weight that lives on the host."""
         ...
 
     def lend(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None:
-        """A copy was handed out whose memory somebody may write to; `store` it then. `is_counted`: torch counts that as
-        a write to the parameter."""
+        """Note a copy that was given to the user, and `store` it if the user writes to it.
+
+        `is_counted`: torch counts such a write as a write to the parameter.
+        """
         ...
 
 
-# Of each parameter, a weak reference to its owner. All optimizers of a process look here; an attribute of the parameter
+# A weak reference to the owner of each parameter, for all optimizers of the process. An attribute of the parameter
 # would be saved with it.
 _OWNERS: MutableMapping[Tensor, weakref.ref[Owner]] = WeakTensorKeyDictionary()
-_GUARDED: dict[type, type] = {}  # the guarded subclass of each class of parameters
-_ORDINARY: dict[type, type] = {}  # and back
+_GUARDED: dict[type, type] = {}  # from a class of parameters to its guarded subclass
+_ORDINARY: dict[type, type] = {}  # from a guarded subclass to the class of parameters
 
 
 def check_free(tensors: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Raise if another optimizer has one of these parameters. One that nobody holds any more is closed."""
+    """Raise ValueError if another optimizer has one of these parameters. If that optimizer was freed, close it."""
     for name, tensor in tensors:
         owner = _owner(tensor)
         if owner is None:
@@ -108,7 +114,12 @@ def check_free(tensors: Iterable[tuple[str, nn.Parameter]]) -> None:
         if owner.is_forgotten:
             owner.close()
         else:
-            raise ValueError(f"{name} already has a TwinOptimizer. Call its close() before building another.")
+            raise incompatible(
+                "a second TwinOptimizer",
+                name,
+                f"{name} already has a TwinOptimizer",
+                "Call its close() before building another",
+            )
 
 
 def claim(tensors: Iterable[Tensor], owner: Owner) -> None:
@@ -117,7 +128,7 @@ def claim(tensors: Iterable[Tensor], owner: Owner) -> None:
 
 
 def release(tensors: Iterable[Tensor]) -> None:
-    """The parameters are ordinary ones again, and nobody's."""
+    """Set the ordinary class of these parameters and remove their owner."""
     for tensor in tensors:
         _OWNERS.pop(tensor, None)
         uncover_one(tensor)
@@ -140,13 +151,13 @@ def can_cover(tensor: Tensor) -> bool:
     try:
         tensor.__class__ = _guarded(kind)
         tensor.__class__ = kind
-    except TypeError:  # a class of the user's with another layout
+    except TypeError:  # a class of the user with another memory layout
         return False
     return True
 
 
 def cover(tensors: Iterable[Tensor]) -> None:
-    """Guard these parameters."""
+    """Set the guarded class of these parameters."""
     for tensor in tensors:
         kind = type(tensor)
         if kind not in _ORDINARY:
@@ -154,7 +165,7 @@ def cover(tensors: Iterable[Tensor]) -> None:
 
 
 def uncover(tensors: Iterable[Tensor]) -> None:
-    """Make these parameters ordinary ones: whoever calls this has waited for them."""
+    """Set the ordinary class of these parameters. The caller has waited for their weights."""
     for tensor in tensors:
         kind = _ORDINARY.get(type(tensor))
         if kind is not None:
@@ -181,24 +192,27 @@ def _guarded(kind: type) -> type:
 
 
 def _deepcopy(self: Tensor, memo: dict[int, object]) -> Tensor:
-    """The copy has the ordinary class."""
+    """Copy the parameter. The copy has the ordinary class."""
     return _ordinarily(self, lambda it: copy.deepcopy(it, memo))
 
 
 def _reduce(self: Tensor, protocol: int) -> object:
-    """A pickle or torch.save of the parameter holds the ordinary class."""
+    """Pickle the parameter. The pickle holds the ordinary class."""
     return _ordinarily(self, lambda it: it.__reduce_ex__(protocol))  # type: ignore[no-untyped-call]
 
 
 def _setattr(self: Tensor, name: str, value: object) -> None:
-    """nn.Parameter(p) wants a tensor of p's class from p.detach(), which it then marks as a parameter."""
+    """Set the ordinary class of a tensor that `nn.Parameter(p)` marks as a parameter.
+
+    `nn.Parameter(p)` needs a tensor of p's class from p.detach(), so that tensor has the guarded class until here.
+    """
     object.__setattr__(self, name, value)
     if name == "_is_param" and _owner(self) is None:
         uncover_one(self)
 
 
 def _ordinarily(tensor: Tensor, use: Callable[[Tensor], _Result]) -> _Result:
-    """A use of the parameter that torch_function does not see."""
+    """Run `use`, which does not call `__torch_function__`, with the parameter in its ordinary class."""
     owner = _owner(tensor)
     kind = type(tensor)
     if owner is not None and owner.lives_on_host(tensor):
@@ -228,7 +242,7 @@ def _intercept(
     kwargs = kwargs or {}
     if func in _PASSING:
         with plain():
-            if func in _LAYOUT and _lives_away(_first(args)):  # what stands for it has no layout of its own
+            if func in _LAYOUT and _lives_away(_first(args)):  # the tensor in its place has another layout
                 return func(torch.empty(_first(args).shape, device="meta"), *args[1:], **kwargs)
             return func(*args, **kwargs)
     return _operate(func, args, kwargs)
@@ -237,7 +251,7 @@ def _intercept(
 @torch._dynamo.disable  # type: ignore[untyped-decorator]
 def _operate(func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     for tensor in _guarded_in((args, kwargs)):
-        if _owner(tensor) is None:  # nn.Parameter(p) of a guarded p, or a parameter whose optimizer is gone
+        if _owner(tensor) is None:  # made by nn.Parameter(p) from a guarded p, or its optimizer was freed or closed
             uncover_one(tensor)
     guarded = {id(tensor): tensor for tensor in _guarded_in((args, kwargs))}
     if func in _OF_GRAPHS:
@@ -259,20 +273,20 @@ def _operate(func: Callable[..., object], args: Sequence[object], kwargs: Mappin
     try:
         result = func(*args, **kwargs)
     finally:
-        # A parameter whose optimizer is gone stays ordinary.
+        # A parameter whose optimizer was closed keeps its ordinary class.
         cover(tensor for tensor, owner in owners if not owner.is_closed)
     if func == _GET_DATA and owners:
         assert isinstance(result, Tensor)
         owners[0][1].note_alias(owners[0][0], result)
     elif func is Tensor.detach and owners and _is_called_by_parameter():
         assert isinstance(result, Tensor)
-        result.__class__ = type(owners[0][0])  # nn.Parameter(p) wants a tensor of p's class
+        result.__class__ = type(owners[0][0])  # nn.Parameter(p) needs a tensor of p's class
     return result
 
 
 def _is_called_by_parameter() -> bool:
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(6):  # our own frames, and Dynamo's around them, are between
+    for _ in range(6):  # frames of this module and of Dynamo lie between
         if frame is None:
             return False
         if frame.f_code is nn.Parameter.__new__.__code__:
@@ -284,10 +298,10 @@ def _is_called_by_parameter() -> bool:
 def _operate_away(
     func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], away: list[Tensor]
 ) -> object:
-    """An operation on weights that live on the host: on copies; those that it writes to are stored."""
+    """Run an operation on copies of weights that live on the host, and store the copies that it has written to."""
     if func == _SET_DATA and _lives_away(_first(args)):
         param, given = _first(args), _first(args[1:])
-        if given is not param:  # else nothing is to be done: model.to(the device that it has)
+        if given is not param:  # model.to(...) with the current device and dtype assigns the parameter itself
             _need(param).store(param, _need(given).fetch_copy(given) if _lives_away(given) else given)
         return None
     copies: dict[int, Tensor] = {}
@@ -297,11 +311,11 @@ def _operate_away(
             if torch.is_grad_enabled() and tensor.requires_grad and not _writes(func):
                 values = _Connected.apply(tensor, values)  # type: ignore[no-untyped-call]
         copies[id(tensor)] = values
-    if func == _GET_DATA:  # the result of `.data` would count its writes by itself
+    if func == _GET_DATA:  # a `.data` of the copy would count writes in a version of its own
         alias = copies[id(args[0])].detach()
         _need(_first(args)).lend(_first(args), alias, is_counted=False)
         return alias
-    if func is Tensor.detach and _is_called_by_parameter():  # nn.Parameter(p) wants a tensor of p's class
+    if func is Tensor.detach and _is_called_by_parameter():  # nn.Parameter(p) needs a tensor of p's class
         alias = copies[id(args[0])].detach()
         alias.__class__ = type(_first(args))
         return alias
@@ -322,16 +336,14 @@ def _operate_away(
 
 
 class _Connected(torch.autograd.Function):
-    """A copy of a weight whose gradient is the parameter's."""
+    """Connects a copy of a weight with the parameter: the gradient of the copy goes to the parameter."""
 
     @staticmethod
     def forward(ctx: object, param: Tensor, values: Tensor) -> Tensor:
-        """`values` are the parameter's, elsewhere."""
         return values.view_as(values)
 
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
-        """The gradient as it is."""
         return grad, None
 
 
