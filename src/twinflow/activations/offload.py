@@ -109,13 +109,13 @@ class Offload:
         while len(self._leaving) >= self._window:
             self._let_go(self._leaving.popleft()())
         call = Call(layer, self._last)
-        found = {_memory(tensor): self._save(tensor, call) for tensor in tensors if self._is_worth_it(tensor)}
+        found = {memory_key(tensor): self._save(tensor, call) for tensor in tensors if self._is_worth_it(tensor)}
         if call.inputs:
             self._last = weakref.ref(call)
             self._leaving.append(self._last)
 
         def pack(tensor: Tensor) -> Tensor | Saved:
-            return found.get(_memory(tensor), tensor) if self._is_worth_it(tensor) else tensor
+            return found.get(memory_key(tensor), tensor) if self._is_worth_it(tensor) else tensor
 
         def unpack(saved: Tensor | Saved) -> Tensor:
             return saved.owner._fetch(saved) if isinstance(saved, Saved) else saved
@@ -314,7 +314,7 @@ def _copy(target: Tensor, source: Tensor) -> Callable[[], None]:
     return work
 
 
-def _memory(tensor: Tensor) -> tuple[object, ...]:
+def memory_key(tensor: Tensor) -> tuple[object, ...]:
     """A key that is equal for two tensors if they have the same memory and layout."""
     return tensor.data_ptr(), tensor.dtype, tensor.size(), tensor.stride()
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from twinflow.activations.offload import MIN_BYTES
+from twinflow.activations.offload import MIN_BYTES, memory_key
 from twinflow.errors import wrong_state
 
 
@@ -57,10 +57,10 @@ class Partition:
 
         The checkpoint installs its own hooks for tensors that are saved inside the call, so only inputs arrive here.
         """
-        found = {_memory(tensor): self._save(tensor, layer) for tensor in tensors if self._is_worth_it(tensor)}
+        found = {memory_key(tensor): self._save(tensor, layer) for tensor in tensors if self._is_worth_it(tensor)}
 
         def pack(tensor: Tensor) -> Tensor | Part:
-            return found.get(_memory(tensor), tensor) if self._is_worth_it(tensor) else tensor
+            return found.get(memory_key(tensor), tensor) if self._is_worth_it(tensor) else tensor
 
         def unpack(saved: Tensor | Part) -> Tensor:
             return self._whole(saved) if isinstance(saved, Part) else saved
@@ -120,8 +120,3 @@ def _range(numel: int, group: Ranks) -> tuple[int, int]:
     """Start of this rank's part, and the size of each part."""
     size = -(-numel // group.world)
     return group.rank * size, size
-
-
-def _memory(tensor: Tensor) -> tuple[object, ...]:
-    """A key that is equal for two tensors if they have the same memory and layout."""
-    return tensor.data_ptr(), tensor.dtype, tensor.size(), tensor.stride()

@@ -147,7 +147,7 @@ class SparseAttentionUtils:
 
     @staticmethod
     def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
-        """See the function of this name."""
+        """Calls the function `extend_position_embedding` of this module."""
         return extend_position_embedding(model, max_position)
 
     @staticmethod
@@ -179,7 +179,7 @@ class SparseAttentionUtils:
         pad_token_id: int,
         model_embeddings: Any,
     ) -> Padded:
-        """See the function of this name."""
+        """Calls the function `pad_to_block_size` of this module."""
         return pad_to_block_size(
             block_size,
             input_ids,
@@ -193,5 +193,5 @@ class SparseAttentionUtils:
 
     @staticmethod
     def unpad_sequence_output(pad_len: int, sequence_output: Tensor) -> Tensor:
-        """See the function of this name."""
+        """Calls the function `unpad_sequence_output` of this module."""
         return unpad_sequence_output(pad_len, sequence_output)

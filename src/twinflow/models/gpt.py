@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 from twinflow.errors import invalid_value
 from twinflow.loss import LOSS_CHUNK, chunked_cross_entropy
-from twinflow.models.stages import gpt_parts
 from twinflow.parallel.specs import Part
 
 # Standard deviation of GPT-2's initial weight matrices and embeddings.
@@ -272,16 +272,21 @@ class GPT(nn.Module):
 
     def pipeline_parts(self) -> list[Part]:
         """The parts into which `twinflow.parallel.split_model` splits the model for pipeline stages."""
-        return gpt_parts(self)
+        first: dict[str, nn.Module] = {
+            "token_embedding": self.token_embedding,
+            "position_embedding": self.position_embedding,
+            "dropout": self.dropout,
+        }
+        run = _run_again if self.config.checkpoint_activations else _run
+        return [
+            Part(first, partial(_embed, self.token_embedding, self.position_embedding, self.dropout)),
+            *(Part({f"blocks.{i}": block}, partial(run, block), is_block=True) for i, block in enumerate(self.blocks)),
+            Part({"norm": self.norm, "head": self.head}, partial(_finish, self.norm, self.head), is_loss=True),
+        ]
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> GPTOutput:
         """Logits for `tokens` [batch, tokens]. If `targets` of the same shape are given: their loss, without logits."""
-        num_tokens = tokens.shape[1]
-        if num_tokens > self.config.context:
-            allowed = f"at most the model's context, which is {self.config.context}"
-            raise invalid_value("length of tokens", num_tokens, allowed, "Shorten the input or build a longer model.")
-        positions = torch.arange(num_tokens, device=tokens.device)
-        x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+        x: Tensor = _embed(self.token_embedding, self.position_embedding, self.dropout, tokens)
         run_again = self.config.checkpoint_activations and self.training and torch.is_grad_enabled()
         for block in self.blocks:
             if run_again:
@@ -290,3 +295,26 @@ class GPT(nn.Module):
                 x = block(x)
         x = self.norm(x)
         return GPTOutput(self.head(x), None) if targets is None else GPTOutput(None, self.head(x, targets))
+
+
+def _embed(tokens: nn.Module, positions: nn.Embedding, dropout: nn.Module, ids: Tensor) -> Any:
+    num_tokens = ids.shape[1]
+    if num_tokens > positions.num_embeddings:
+        allowed = f"at most the model's context, which is {positions.num_embeddings}"
+        raise invalid_value("length of tokens", num_tokens, allowed, "Shorten the input or build a longer model.")
+    return dropout(tokens(ids) + positions(torch.arange(num_tokens, device=ids.device)))
+
+
+def _run(block: nn.Module, x: Tensor) -> Any:
+    return block(x)
+
+
+def _run_again(block: nn.Module, x: Tensor) -> Any:
+    """Run a block with activation checkpointing, as GPTConfig.checkpoint_activations requests."""
+    if block.training and torch.is_grad_enabled():
+        return checkpoint(block, x, use_reentrant=False)
+    return block(x)
+
+
+def _finish(norm: nn.Module, head: nn.Module, x: Tensor, targets: Tensor | None) -> Any:
+    return head(norm(x)) if targets is None else head(norm(x), targets)
