@@ -276,10 +276,10 @@ def bad_segments() -> dict[str, tuple[Segment, str]]:
         "state missing": (with_store(states=(None, store.states[1])), "exp_avg is None"),
         "state dtype": (with_store(states=(store.states[0].bfloat16(), store.states[1])), "exp_avg dtype"),
         "state strides": (with_store(states=(wide[::2], store.states[1])), "exp_avg strides"),
-        "format": (with_store(format="fp4"), "states is 'fp4', but must be 'fp32', 'bf16', 'int8'"),
+        "format": (with_store(format="fp4"), "states is 'fp4', but must be one of 'fp32', 'bf16', 'int8'"),
         "format of the rule": (
             replace(good, rule=RULES["lion"], store=replace(store, format="int8")),
-            "states is 'int8', but must be 'fp32', 'bf16'",
+            "states is 'int8', but must be one of 'fp32', 'bf16'",
         ),
         "scales": (replace(good, store=replace(int8, scales=(torch.zeros(1), int8.scales[1]))), "scales of exp_avg"),
         "factor": (replace(good, factor=float("nan")), "factor is nan"),

@@ -358,7 +358,10 @@ BAD_ENCODE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no rows": ({"packed": GOOD[:0]}, "packed shape"),
     "one dimension": ({"packed": GOOD.view(-1)}, "packed shape"),
-    "row bytes": ({"packed": torch.zeros(2, 32, dtype=torch.uint8)}, "allowed: rows of 16 bytes: 1bit of 50 numbers"),
+    "row bytes": (
+        {"packed": torch.zeros(2, 32, dtype=torch.uint8)},
+        "but must be rows of 16 bytes, for 50 numbers in 1bit",
+    ),
     "packed dtype": ({"packed": GOOD.view(torch.int8)}, "packed dtype is torch.int8"),
     "packed strides": ({"packed": torch.zeros(2, 32, dtype=torch.uint8)[:, :16]}, "packed strides"),
     "error dtype": ({"error": torch.zeros(100).bfloat16()}, "error dtype is torch.bfloat16"),
@@ -386,7 +389,7 @@ def test_bad_arguments_of_the_way_back() -> None:
     code, out = CODES["1bit"], torch.ones(100)
     with pytest.raises(ValueError, match="out dtype"):
         packing.decode(code, out.int(), GOOD)
-    with pytest.raises(ValueError, match="allowed: rows of 32 bytes: 1bit of 100 numbers"):
+    with pytest.raises(ValueError, match="but must be rows of 32 bytes, for 100 numbers in 1bit"):
         packing.mean(code, out, GOOD)
     with pytest.raises(ValueError, match="exponents length is 100, but must be 50"):
         packing.mean(code, out[:50], GOOD, torch.zeros(100, dtype=torch.uint8))

@@ -178,7 +178,7 @@ def _find(model: nn.Module, layers: Sequence[str] | Sequence[nn.Module]) -> dict
         if name not in classes:
             near = get_close_matches(name, classes, 3)
             remedy = f"Did you mean {' or '.join(repr(other) for other in near)}?" if near else ""
-            raise invalid_value(KEY, name, f"classes of the model's modules ({', '.join(classes)})", remedy)
+            raise invalid_value(KEY, name, f"classes of the model's modules: {', '.join(classes)}", remedy)
     return {name: module for name, module in named.items() if class_of(module) in layers}
 
 
