@@ -56,4 +56,4 @@ def wrong_state(what: str, reason: str, remedy: str) -> RuntimeError:
 
 def _sentences(first: str, remedy: str) -> str:
     """Joins the two texts and adds missing full stops."""
-    return " ".join(text if text.endswith((".", "?", "!", ")")) else f"{text}." for text in (first, remedy) if text)
+    return " ".join(text if text.endswith((".", "?", "!")) else f"{text}." for text in (first, remedy) if text)
