@@ -201,7 +201,7 @@ def test_headers() -> None:
         assert spec is None or spec == (tensor.dtype, tensor.requires_grad, tuple(tensor.shape))
     with pytest.raises(ValueError, match="tensors between stages"):
         encode(key, (torch.zeros(1, 1, 1),) * 100)
-    with pytest.raises(ValueError, match="dtype between stages"):
+    with pytest.raises(ValueError, match="the dtype of a tensor between stages"):
         encode(key, (torch.zeros(2, dtype=torch.float8_e4m3fnuz),))
 
 
@@ -261,7 +261,7 @@ def test_a_message_that_never_comes() -> None:
 
 def test_mistakes_are_named() -> None:
     schedule = make_schedule("gpipe", 1, 2)
-    with pytest.raises(ValueError, match="micro-batches is 1, but must be the schedule's 2"):
+    with pytest.raises(ValueError, match="micro-batches is 1, but must be 2 on every pipeline rank"):
         Runner(Doubling(), schedule, 0, Wire([0], 0, CPU)).train([(torch.tensor(1.0), None)])
     with pytest.raises(ValueError, match="loss is"):
         Runner(Doubling(), schedule, 0, Wire([0], 0, CPU)).train([(torch.ones(BATCH), None)] * 2)

@@ -164,7 +164,7 @@ REFUSED = {
     "tie": "shares a parameter with token_embedding",
     "attribute": "blocks.0.attention.heads is None",
     "stream": "without a stream",
-    "twice": "split already",
+    "twice": "'already split', but must be whole",
 }
 
 
@@ -190,5 +190,5 @@ def test_a_plan_of_ones_own(found: list[dict[str, Any]]) -> None:
     for rank in found:
         own = rank["own_plan"]
         assert max(own["out"], own["grad"]) <= NEAR
-        assert "Give a plan" in own["said"]
+        assert "write a plan" in own["said"]
         assert f"out_features={4 * 16 // len(found)}" in own["repr"]

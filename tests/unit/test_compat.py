@@ -166,7 +166,7 @@ def test_the_launcher_hands_it_on(tmp_path: Path) -> None:
         assert result.output.strip().endswith(f"{script} --compat")
     refused = CliRunner().invoke(app, ["--no_local_rank", "--dry_run", str(script)])
     assert refused.exit_code == 1
-    assert "nothing without --compat" in refused.output
+    assert "--no_local_rank cannot be used with a launch without --compat" in refused.output
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def test_a_ratio_reaches_the_optimizer_and_every_report(
     assert f"ratio {options[1]}, lr" in page
     if asked == "auto":  # without a GPU nothing is gained by calling memory its own: it stays on the host
         assert "with ratio auto at 1.00." in result.output
-        assert "auto, 1.00 at the end" in page
+        assert "auto, 1.00 after the last step" in page
     else:
         assert f"ratio {share:.2f}  left" in result.output
         assert "state on the host" in result.output
@@ -234,7 +234,7 @@ def test_a_move_of_state_is_said_once(tmp_path: Path, text: Path, monkeypatch: p
     assert result.output.count("From this step on the ratio is 0.25") == 1
     assert "with ratio auto at 0.25." in result.output
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "auto, 0.25 at the end" in page
+    assert "auto, 0.25 after the last step" in page
     assert '<th scope="col">ratio</th>' in page
 
 
@@ -460,7 +460,7 @@ def test_the_same_file_twice_is_the_same_run(config: Callable[[str], Path], tmp_
         (("--pipeline-parallel-size", 0), ["--pipeline-parallel-size", "0", ">= 1"]),
         (("--pipeline-schedule", "2f2b"), ["--pipeline-schedule", "'2f2b'", "gpipe", "zbv"]),
         (("--max-position-embeddings", 8), ["--seq-length", "16", "--max-position-embeddings", "8"]),
-        (("--gpu-memory", "32GB"), ["--gpu-memory", "no GPU"]),
+        (("--gpu-memory", "32GB"), ["--gpu-memory", "must be left out on a machine without a GPU"]),
         (("--gpu-memory", "much"), ["--gpu-memory", "'much'", "32GB"]),
         (("--fp16", "--bf16"), ["--precision", "bf16", "fp16"]),
         (("--precision", "fp32", "--bf16"), ["--precision", "fp32", "bf16"]),

@@ -69,7 +69,7 @@ def refused(optimizer: TwinOptimizer, saved: Any, message: str) -> None:
 def test_an_entry_that_is_not_complete(trained: Any, key: str) -> None:
     optimizer, saved = trained()
     del saved["state"]["4.bias"][key]
-    refused(optimizer, saved, f"^state_dict: {key} of 4.bias is 'missing")
+    refused(optimizer, saved, f"^state_dict: {key} of 4.bias is missing")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,9 @@ def test_an_entry_that_is_not_complete(trained: Any, key: str) -> None:
 def test_an_entry_with_something_else(trained: Any, key: str, value: Any) -> None:
     optimizer, saved = trained()
     saved["state"]["4.bias"][key] = value
-    refused(optimizer, saved, f"^state_dict: {key} of 4.bias is '")
+    refused(
+        optimizer, saved, f"^state_dict: {key} of 4.bias is ('|missing or invalid, but must be a whole number >= 0)"
+    )
 
 
 def test_shapes(trained: Any) -> None:
@@ -101,7 +103,7 @@ def test_shapes(trained: Any) -> None:
 def test_a_state_without_a_part(trained: Any, key: str) -> None:
     optimizer, saved = trained()
     del saved[key]
-    refused(optimizer, saved, f"^state_dict: {key} is '(missing|of type NoneType)', but must be ")
+    refused(optimizer, saved, f"^state_dict: {key} is (missing|'of type NoneType', but must be )")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,7 @@ def test_options_that_are_out_of_range(trained: Any, name: str, value: Any) -> N
 
 @pytest.mark.parametrize("saved", [{}, {"kind": "another"}, 3, None])
 def test_what_is_no_state_at_all(trained: Any, saved: Any) -> None:
-    refused(trained()[0], saved, "^state_dict is .(kind|of type) .*, but must be ")
+    refused(trained()[0], saved, "^(state_dict is .kind|The type of state_dict is) .*, but must be ")
 
 
 def test_an_optimizer_of_the_users(trained: Any) -> None:
@@ -146,14 +148,14 @@ def test_an_optimizer_of_the_users(trained: Any) -> None:
     refused(optimizer, saved, "^state_dict: state of 4.bias is 'of type int', but must be a dict")
     optimizer, saved = trained(torch.optim.RMSprop)
     del saved["state"]["4.bias"]["master"]
-    refused(optimizer, saved, "^state_dict: master of 4.bias is 'missing'")
+    refused(optimizer, saved, "^state_dict: master of 4.bias is missing, but must be a tensor")
 
 
 def test_only_sgd_without_momentum_has_no_buffer(trained: Any) -> None:
     """Such a state loads where there is momentum, too: its options come with it."""
     optimizer, saved = trained("sgd", momentum=0.9)
     del saved["state"]["4.bias"]["momentum_buffer"]
-    refused(optimizer, saved, "^state_dict: momentum_buffer of 4.bias is 'missing'")
+    refused(optimizer, saved, "^state_dict: momentum_buffer of 4.bias is missing, but must be a tensor")
     _, plain = trained("sgd")
     assert "momentum_buffer" not in plain["state"]["4.bias"]
     model = mlp()
@@ -181,20 +183,20 @@ def test_other_parameters_are_named() -> None:
     first.close()
     model[0].requires_grad_(True)  # type: ignore[operator]
     second = TwinOptimizer(model)
-    refused(second, saved, r"'only in the model: 0.weight, 0.bias', but must be .*load_optimizer_states=False")
+    refused(second, saved, r"\(only in the model: 0.weight, 0.bias\), but must have .*load_optimizer_states=False")
     everything = copy.deepcopy(second.state_dict())
     second.close()
     model[2].requires_grad_(False)  # type: ignore[operator]
     groups = [{"params": [model[0].weight, model[4].weight]}, {"params": [model[0].bias, model[4].bias]}]  # type: ignore[union-attr]
     third = TwinOptimizer(model, param_groups=groups)
-    refused(third, everything, "only in the state: 2.weight, 2.bias; in another group: 0.bias, 4.bias'")
+    refused(third, everything, "only in the state: 2.weight, 2.bias; in another group: 0.bias, 4.bias\\)")
     third.close()
 
 
 def test_of_many_parameters_three_are_named() -> None:
     model, longer = mlp(), nn.Sequential(*mlp(), *mlp())
     one, two = TwinOptimizer(model), TwinOptimizer(longer)
-    refused(one, two.state_dict(), "only in the state: 5.weight, 5.bias, 7.weight and 3 more'")
+    refused(one, two.state_dict(), "only in the state: 5.weight, 5.bias, 7.weight and 3 more\\)")
     one.close()
     two.close()
 
@@ -222,7 +224,7 @@ def test_a_state_of_torchs_goes_on_as_its_error_says() -> None:
     ours.load_state_dict(theirs.state_dict())
     saved = copy.deepcopy(adamw.state_dict())
     optimizer = TwinOptimizer(ours)
-    refused(optimizer, saved, r"TwinOptimizer\(model, rule=optimizer\) goes on from its state")
+    refused(optimizer, saved, r"TwinOptimizer\(model, rule=optimizer\), which continues from its state")
     optimizer.close()
     same = torch.optim.AdamW(ours.parameters())
     same.load_state_dict(saved)

@@ -158,7 +158,7 @@ class AutoPlacement:
         decision = ClipDecision(runtime.settings.limits.any, self._ahead_numel(items, size, room))
         careful = _scaled(self._rates, _HOST_COMFORT, _LINK_COMFORT)
         places: Sequence[str] | None = None
-        with suppress(ValueError):  # no placement leaves the reserve that the planner wants; the present one works
+        with suppress(MemoryError):  # no placement leaves the reserve that the planner wants; the present one works
             choice = choose(items, timing, careful, self._states, decision, room, size, ways)
             LOGGER.debug(f"ratio auto: {choice.why}; it is tried if it differs from the present placement")
             if choice.places != self._wanted and choice.prediction.step_s <= (1.0 + _WORSE) * step_s:
