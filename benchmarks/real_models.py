@@ -237,7 +237,11 @@ def run_case(shape: str, is_compiled: bool, options: argparse.Namespace, rate: f
         settings.append(Setting("four micro-batches, ratio auto", four, 4 * base, 1.05, 4))
     for setting in (one for one in settings if options.only in one.name):
         gc.collect()
-        optimizer = TwinOptimizer(model, "adamw", lr=1e-5, early=True, tuning=Tuning(), **setting.options)
+        tuning = Tuning() if options.bucket_numel is None else Tuning(bucket_numel=options.bucket_numel)
+        threads = options.host_threads
+        optimizer = TwinOptimizer(
+            model, "adamw", lr=1e-5, early=True, tuning=tuning, host_threads=threads, **setting.options
+        )
 
         def step(optimizer: Any = optimizer, num_backwards: int = setting.num_backwards) -> None:
             for _ in range(num_backwards):
@@ -307,6 +311,8 @@ def main() -> None:
     parser.add_argument("--ratios", nargs="*", default=["0", "auto"])
     parser.add_argument("--full", action="store_true", help="all state on the host too, without clipping and clipped")
     parser.add_argument("--only", default="", help="only settings whose name holds this text")
+    parser.add_argument("--bucket-numel", type=int, help="elements of a bucket, instead of the default")
+    parser.add_argument("--host-threads", type=int, help="threads of the host update, instead of the default")
     parser.add_argument("--windows", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--save", action="store_true")

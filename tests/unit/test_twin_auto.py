@@ -83,6 +83,7 @@ def test_a_slow_host_keeps_nothing(gpu: Any, caplog: pytest.LogCaptureFixture) -
 def test_a_fast_host_keeps_most(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not what is needed at once: each bucket costs the host a moment, of which these steps have few."""
     monkeypatch.setattr(module, "_WORSE", 100.0)  # whatever these short steps really take
+    monkeypatch.setattr(module, "_GAIN", -100.0)
     gpu(100 * GB, 10 * GB, FAST_HOST)
     model = gpt()
     with closing(twin(model, ratio="auto", early=True)) as optimizer:
@@ -117,6 +118,7 @@ def test_a_full_device_keeps_nothing(gpu: Any) -> None:
 
 def test_streams_where_that_wins(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_WORSE", 100.0)
+    monkeypatch.setattr(module, "_GAIN", -100.0)
     numel = sum(p.numel() for p in gpt().parameters())
     gpu(10 * GB, 10 * GB - (1 << 30) - 4 * numel, rates(1e3))  # a quick way to the device, a slow host
     model = gpt()

@@ -2,11 +2,12 @@
 
 1. Start: as much state as possible is on the host. The memory of activations is not yet known, and state on the device
    must not take memory that a forward needs.
-2. Fill (`_fill`): after the first step the peak memory is known, and the free device memory is filled with state. 3.
-Time (`_time`): forward and backward are timed with a barrier between steps. Little work on the host disturbs them. 4.
-Watch (`_watch`): some steps without the barrier give the time of a step. 5. Choose (`_choose`): the planner chooses the
-fastest placement, or an equally fast one with less device memory. Buckets
-   move, and steps are watched again. If they are slower than before, the buckets move back (`_keep_best`).
+2. Fill (`_fill`): after the first step the peak memory is known, and the free device memory is filled with state.
+3. Time (`_time`): forward and backward are timed with a barrier between steps. Little work on the host disturbs them.
+4. Watch (`_watch`): some steps without the barrier give the time of a step.
+5. Choose (`_choose`): the planner chooses the fastest placement. Buckets move, and steps are watched again. If they are
+   not faster than before, the buckets move back. Otherwise a placement with more state on the host is tried, because
+   the planner is careful at first (`_COMFORTS`).
 6. Later (`_back_off`): only the free device memory is checked, every `_WATCH_EVERY` steps. If activations have grown,
    state moves to the host.
 """
@@ -14,6 +15,7 @@ fastest placement, or an equally fast one with less device memory. Buckets
 from __future__ import annotations
 
 import logging
+import statistics
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -37,13 +39,15 @@ LOGGER = logging.getLogger("twinflow")
 
 NUM_TIMED: Final = 3  # steps with a barrier; the first one is a warm-up
 _SETTLE: Final = 2  # steps after a move that are not measured
-_WATCHED: Final = 3  # steps whose mean is the time of a step
-_WORSE: Final = 0.01  # relative difference of step times that does not matter
+_WATCHED: Final = 5  # steps whose median is the time of a step
+_WORSE: Final = 0.01  # a placement is tried if the planner predicts steps that are longer by this share at most
+_GAIN: Final = 0.003  # a placement that was tried stays if it has made steps shorter by this share at least
 _MAX_UNTIMED: Final = 8  # steps after which the optimizer gives up waiting for timings
 _WATCH_EVERY: Final = 16  # steps between two checks of the device's memory
-# The measured rates are the machine's best, but a step has other work too. The planner uses these shares of the rates,
-# so that a bucket whose update would be hidden only just is not placed on the host.
-_HOST_COMFORT, _LINK_COMFORT = 0.7, 0.85
+# The measured rates are the machine's best, but a step has other work too. The planner uses these shares of the rates
+# of the host and of the link, so that a bucket whose update would be hidden only just is not placed on the host. The
+# second pair is tried if the placement of the first one was faster than the one before.
+_COMFORTS: Final = ((0.7, 0.85), (0.85, 0.95))
 _DEVICE_SHARE, _DEVICE_LEAST = 0.05, 1 << 30  # device memory that stays free: allocators fragment, and inputs vary
 _HOST_SHARE, _HOST_LEAST = 0.06, 2 << 30
 
@@ -74,6 +78,7 @@ class AutoPlacement:
         self._since = 0  # steps since the last move
         self._steps: list[tuple[Mark, Mark]] = []  # begin and end of the watched steps
         self._seen: list[tuple[float, tuple[str, ...]]] = []  # time of a step, and the places
+        self._comforts = list(_COMFORTS)  # not tried yet
         self._trouble = ""
         self._wanted = self._places()  # the chosen places; some moves may have failed for lack of memory
         self.is_settled = False
@@ -138,40 +143,36 @@ class AutoPlacement:
             self._steps.append(marks)
         if len(self._steps) < _WATCHED:
             return
-        step_s = self._agreed(sum(self._runtime.device.seconds(*marks) for marks in self._steps) / _WATCHED)
-        self._seen.append((step_s, self._wanted))
+        step_s = self._agreed(statistics.median(self._runtime.device.seconds(*marks) for marks in self._steps))
         LOGGER.debug(f"ratio auto: {step_s:.3f} s a step, {shares(self._places())}")
-        if len(self._seen) == 1:
-            self._choose(step_s)
+        best_s, best = min(self._seen, default=(step_s, self._wanted))
+        self._seen.append((step_s, self._wanted))
+        if len(self._seen) > 1 and step_s > (1.0 - _GAIN) * best_s:
+            self._move(best)
+            self._settle()
         else:
-            self._keep_best(step_s)
+            self._choose(step_s)
 
     # The choice.
 
     def _choose(self, step_s: float) -> None:
-        """Moves buckets if the planner finds a better placement than the present one."""
+        """Moves buckets to the next placement that is worth a try. If there is none, the present placement stays."""
         runtime, timing = self._runtime, self._timing()
         runtime.wait()
         runtime.wait_for_copies()
         size, room, ways = self._size(), self._room(), self._ways()
         items = items_of(runtime.buckets, timing, is_early=runtime.settings.early)
         decision = ClipDecision(runtime.settings.limits.any, self._ahead_numel(items, size, room))
-        careful = _scaled(self._rates, _HOST_COMFORT, _LINK_COMFORT)
         places: Sequence[str] | None = None
-        with suppress(MemoryError):  # no placement leaves the reserve that the planner wants; the present one works
-            choice = choose(items, timing, careful, self._states, decision, room, size, ways)
-            LOGGER.debug(f"ratio auto: {choice.why}; it is tried if it differs from the present placement")
-            if choice.places != self._wanted and choice.prediction.step_s <= (1.0 + _WORSE) * step_s:
-                places = choice.places
-        places = self._agreed(places)
+        while places is None and self._comforts:
+            careful = _scaled(self._rates, *self._comforts.pop(0))
+            with suppress(MemoryError):  # no placement leaves the reserve that the planner wants; the present one works
+                choice = choose(items, timing, careful, self._states, decision, room, size, ways)
+                LOGGER.debug(f"ratio auto: {choice.why}; it is tried if it differs from the present placement")
+                if choice.places != self._wanted and choice.prediction.step_s <= (1.0 + _WORSE) * step_s:
+                    places = choice.places
+            places = self._agreed(places)
         self._settle() if places is None else self._move(places)
-
-    def _keep_best(self, step_s: float) -> None:
-        """Moves back to the placement with the shortest step if the present one is slower."""
-        best_s, places = min(self._seen)
-        if best_s < (1.0 - _WORSE) * step_s:
-            self._move(places)
-        self._settle()
 
     def _settle(self) -> None:
         """Ends the choice and logs the placement with the measured times."""
