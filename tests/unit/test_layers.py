@@ -47,9 +47,14 @@ def room(path: Path) -> str:
 
 
 @cache
+def nodes(source: str) -> list[ast.AST]:
+    """All nodes of a module, parsed once for all tests."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def imports(source: str) -> list[ast.Import | ast.ImportFrom]:
     """Of a module, at its top or inside a function."""
-    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return [node for node in nodes(source) if isinstance(node, (ast.Import, ast.ImportFrom))]
 
 
 def imported_rooms(source: str, known: set[str]) -> set[str]:
@@ -101,7 +106,7 @@ NOT_OURS = {*dir(nn.Module()), *dir(torch.Tensor), "_replace"}
 
 
 def names_any(source: str) -> bool:
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.ImportFrom) and any(alias.name == "Any" for alias in node.names):
             return True
         if isinstance(node, ast.Attribute) and node.attr == "Any":
@@ -114,7 +119,7 @@ def names_any(source: str) -> bool:
 def type_checking_imports(source: str) -> set[str]:
     """Modules that are imported for type checking alone."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
             continue
         for inner in ast.walk(node):
@@ -140,7 +145,7 @@ def is_own(node: ast.expr) -> bool:
 def private_definitions(source: str) -> frozenset[str]:
     """Private names that a module defines: functions, classes, variables, methods and attributes."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -153,7 +158,7 @@ def private_definitions(source: str) -> frozenset[str]:
 def foreign_private_names(source: str, others: Set[str]) -> set[str]:
     """Private names of twinflow that a module uses and does not define; `others`: those of all modules."""
     used = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Attribute) and not is_own(node.value):
             used.add(node.attr)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("twinflow"):
