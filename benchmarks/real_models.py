@@ -249,8 +249,10 @@ def run_case(shape: str, is_compiled: bool, options: argparse.Namespace, rate: f
             optimizer.step()
             optimizer.zero_grad()
 
-        warm_up = 12 if setting.options["ratio"] == "auto" else 6
-        measure(step, warm_up - 1, 1, 1)
+        measure(step, 5, 1, 1)
+        while not optimizer.is_placed:  # "auto" measures and moves state during the first steps
+            step()
+        measure(step, 1, 1, 1)
         before_s = optimizer.metrics()["host_busy_s"]
         num_steps = max(1, steps // setting.num_backwards)
         found = measure(step, 0, windows, num_steps)
