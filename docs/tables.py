@@ -15,6 +15,10 @@ from twinflow.config.registry import key_tables, option_tables, rule_table, spel
 from twinflow.conflicts import CONFLICTS
 from twinflow.parallel.support import LIMITS
 from twinflow.parallel.support import table as support_table
+from twinflow.planner.costs import Bytes, Memory, Run, bytes_of, fits, placed_at
+from twinflow.planner.formats import STATES, WEIGHT_BYTES, state_bytes
+from twinflow.planner.machines import GPUS
+from twinflow.planner.models import ModelCost, from_hf
 
 DOCS: Final = Path(__file__).parent
 # How the docs show values that are in braces in the table of conflicts. The others become an ellipsis.
@@ -33,6 +37,22 @@ CALL: Final = r"[\w.=]+\([^)\s]*(?: \w+=[^)]*)?\)"
 VALUE: Final = r"[\w.]+=(?:\.{3}|[^\s,;.]+)"
 NAME: Final = r"[A-Za-z]\w*(?:\.\w+)+|\w*_\w+|\w+\[\d\]"
 CODE: Final = re.compile(f"`[^`]*`|{LINK}|{CALL}|{VALUE}|{NAME}")
+
+# Published shapes: layers, hidden size, inner size, heads, key-value heads, vocabulary, whether the head is tied.
+SHAPES: Final = {
+    "Qwen2.5-0.5B": ("qwen2", 24, 896, 4864, 14, 2, 151_936, True),
+    "Qwen2.5-1.5B": ("qwen2", 28, 1536, 8960, 12, 2, 151_936, True),
+    "Llama-3.2-3B": ("llama", 28, 3072, 8192, 24, 8, 128_256, True),
+    "Llama-3-8B": ("llama", 32, 4096, 14_336, 32, 8, 128_256, False),
+    "Qwen2.5-14B": ("qwen2", 48, 5120, 13_824, 40, 8, 152_064, False),
+    "Qwen2.5-32B": ("qwen2", 64, 5120, 27_648, 40, 8, 152_064, False),
+    "Llama-3-70B": ("llama", 80, 8192, 28_672, 64, 8, 128_256, False),
+}
+RATIOS: Final = (1.0, 0.5, 0.0)
+CARDS: Final = ("rtx4090", "rtx5090", "l40s", "h100", "h200", "b200")
+RAM_GB: Final = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+# Enough for gradients to wait on the GPU, and no spare host memory for speculative stores.
+ENOUGH: Final = Memory(10**15, 0)
 
 
 def conflict_tables() -> str:
@@ -66,6 +86,110 @@ def as_markdown(text: str) -> str:
     return CODE.sub(lambda found: found[0] if found[0][0] in "`[" else f"`{found[0]}`", text)
 
 
+def models() -> dict[str, ModelCost]:
+    found = {}
+    for name, (kind, layers, hidden, inner, heads, kv_heads, vocab, is_tied) in SHAPES.items():
+        config = {
+            "model_type": kind,
+            "num_hidden_layers": layers,
+            "hidden_size": hidden,
+            "intermediate_size": inner,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "vocab_size": vocab,
+            "tie_word_embeddings": is_tied,
+        }
+        found[name] = from_hf(config, name)
+    return found
+
+
+def run_of(model: ModelCost, states: str = "fp32", world: int = 1, stage: int = 0) -> Run:
+    """One sequence of 2048 tokens on each GPU, clipping, activation checkpointing, bf16 weights."""
+    return Run(model, batch=1, tokens=2048, states=states, world=world, stage=stage)
+
+
+def used(run: Run, ratio: float) -> Bytes:
+    return bytes_of(run, placed_at(run, ratio), ENOUGH)
+
+
+def gb(count: float) -> str:
+    return f"{count / 1e9:.1f}" if count < 99.95e9 else f"{count / 1e9:,.0f}"
+
+
+def markdown(head: Iterable[str], rows: Iterable[Iterable[str]], num_texts: int = 1) -> str:
+    """A table whose columns are right-aligned, except the first ones."""
+    names = list(head)
+    rule = "---|" * num_texts + "---:|" * (len(names) - num_texts)
+    lines = [f"| {' | '.join(names)} |", f"|{rule}", *(f"| {' | '.join(row)} |" for row in rows)]
+    return "\n" + "\n".join(lines) + "\n\n"
+
+
+def bytes_table() -> str:
+    """Bytes a parameter of state, by format, dtype of the weights and place."""
+    head = ["weights", *(f"{states}, {place}" for states in STATES for place in ("host", "GPU"))]
+    rows = []
+    for weights in WEIGHT_BYTES:
+        sizes = [state_bytes(states, weights) for states in STATES]
+        rows.append([weights, *(f"{count:.3g}" for size in sizes for count in (size.host, size.resident))])
+    return markdown(head, rows)
+
+
+def ratio_tables() -> str:
+    """Memory on one GPU and its host, by model and ratio, one table for each state format."""
+    parts = []
+    for states in STATES:
+        head = ["model", "parameters"]
+        head += [f"{place}, ratio {ratio:g}" for ratio in RATIOS for place in ("GPU", "host")]
+        rows = []
+        for name, model in models().items():
+            found = [used(run_of(model, states), ratio) for ratio in RATIOS]
+            sizes = [gb(count) for each in found for count in (each.gpu_total, each.host_total)]
+            rows.append([name, f"{model.numel / 1e9:.2f} B", *sizes])
+        parts.append(f"\n### {states} state\n{markdown(head, rows)}")
+    return "".join(parts).rstrip("\n") + "\n\n"
+
+
+def kinds_table() -> str:
+    """What the memory of one model consists of."""
+    model = models()["Llama-3-8B"]
+    rows = []
+    for ratio in RATIOS:
+        found = used(run_of(model), ratio)
+        for place, sizes in (("GPU", found.gpu), ("host", found.host)):
+            kinds = ", ".join(f"{kind} {gb(count)}" for kind, count in sizes.items() if count)
+            rows.append([f"{ratio:g}", place, kinds, gb(sum(sizes.values()))])
+    return markdown(["ratio", "place", "GB of each kind", "sum"], rows, 3)
+
+
+def cards_table() -> str:
+    """The least host memory of a machine with one GPU, with the ratio that needs least of it."""
+    head = ["model", *(GPUS[card].title for card in CARDS)]
+    return markdown(head, [[name, *(least_ram(model, card) for card in CARDS)] for name, model in models().items()])
+
+
+def least_ram(model: ModelCost, card: str) -> str:
+    cells = []
+    for states in STATES:
+        run = run_of(model, states)
+        sizes = (size for size in RAM_GB if fits(run, Memory(GPUS[card].memory_bytes, size * 10**9)))
+        cells.append(str(next(sizes, "-")))
+    return " / ".join(cells) if set(cells) != {"-"} else "-"
+
+
+def stages_table() -> str:
+    """Memory of a machine with eight GPUs, by ZeRO stage."""
+    world = 8
+    head = ["model", *(f"{place}, {stage}" for stage in ("stage 0", "1 and 2", "3") for place in ("GPU", "host"))]
+    rows = []
+    for name, model in models().items():
+        alone = used(run_of(model), 1.0)
+        shared, sharded = (used(run_of(model, world=world, stage=stage), 1.0) for stage in (2, 3))
+        sizes = [alone.gpu_total, alone.host_total * world]  # with stage 0 every rank has the whole state
+        sizes += [shared.gpu_total, shared.host_total, sharded.gpu_total, sharded.host_total]
+        rows.append([name, *map(gb, sizes)])
+    return markdown(head, rows)
+
+
 TABLES: Final[dict[tuple[str, str], Callable[[], str]]] = {  # by page and name of the marks
     ("config.md", "keys"): key_tables,
     ("config.md", "options"): option_tables,
@@ -75,6 +199,11 @@ TABLES: Final[dict[tuple[str, str], Callable[[], str]]] = {  # by page and name 
     ("coming-from-deepspeed.md", "migration"): migration_tables,
     ("conflicts.md", "conflicts"): conflict_tables,
     ("conflicts.md", "parallel"): limit_table,
+    ("memory.md", "bytes"): bytes_table,
+    ("memory.md", "ratios"): ratio_tables,
+    ("memory.md", "kinds"): kinds_table,
+    ("memory.md", "cards"): cards_table,
+    ("memory.md", "stages"): stages_table,
     ("3d.md", "support"): lambda: f"\n{support_table()}\n\n",
 }
 
