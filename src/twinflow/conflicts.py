@@ -21,7 +21,7 @@ class Conflict:
     reason: str  # continues "because"
     remedy: str
 
-    def error(self, **values: object) -> ValueError:
+    def error(self, /, **values: object) -> ValueError:
         texts = (self.option, self.other, self.reason, self.remedy)
         return incompatible(*(text.format(**values) for text in texts))
 
@@ -316,12 +316,12 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
 }
 
 
-def conflict(group: str, name: str, **values: object) -> ValueError:
+def conflict(group: str, name: str, /, **values: object) -> ValueError:
     """The error for a conflict of the table."""
     return CONFLICTS[group][name].error(**values)
 
 
-def refuse(group: str, found: Mapping[str, object], **values: object) -> None:
+def refuse(group: str, found: Mapping[str, object], /, **values: object) -> None:
     """Raises ValueError for the first conflict of `found`, by name, whose condition is true."""
     assert found.keys() <= CONFLICTS[group].keys(), "the table does not have all of these conflicts"
     for name, is_found in found.items():

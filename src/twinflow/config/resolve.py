@@ -42,9 +42,10 @@ def resolve_axes(config: Config, own_stages: int | None = None) -> Axes:
     if own_stages is not None and asked not in (None, 0, own_stages):
         remedy = f"The PipelineModule has {own_stages} stages. Leave pipeline.stages out."
         raise invalid_value("pipeline.stages", asked, [own_stages], remedy)
-    given = {"autotp_size": config.tensor_parallel.autotp_size, "tp_size": config.tensor_parallel.tp.tp_size}
-    sizes = {size for size in given.values() if size > 1}
-    refuse("Other keys of the config", {"tensor ranks": len(sizes) > 1}, **given)
+    autotp_size, tp_size = config.tensor_parallel.autotp_size, config.tensor_parallel.tp.tp_size
+    sizes = {size for size in (autotp_size, tp_size) if size > 1}
+    found = {"tensor ranks": len(sizes) > 1}
+    refuse("Other keys of the config", found, autotp_size=autotp_size, tp_size=tp_size)
     return Axes(own_stages or asked or 1, sizes.pop() if sizes else 1)
 
 
