@@ -125,28 +125,29 @@ def markdown(head: Iterable[str], rows: Iterable[Iterable[str]], num_texts: int 
 
 
 def bytes_table() -> str:
-    """Bytes a parameter of state, by format, dtype of the weights and place."""
-    head = ["weights", *(f"{states}, {place}" for states in STATES for place in ("host", "GPU"))]
+    """Bytes a parameter of state on GPU and host, by format and dtype of the weights."""
     rows = []
     for weights in WEIGHT_BYTES:
         sizes = [state_bytes(states, weights) for states in STATES]
-        rows.append([weights, *(f"{count:.3g}" for size in sizes for count in (size.host, size.resident))])
-    return markdown(head, rows)
+        rows.append([weights, *(f"{size.resident:.3g} / {size.host:.3g}" for size in sizes)])
+    return markdown(["weights", *(f"{states} state" for states in STATES)], rows)
 
 
 def ratio_tables() -> str:
     """Memory on one GPU and its host, by model and ratio, one table for each state format."""
     parts = []
     for states in STATES:
-        head = ["model", "parameters"]
-        head += [f"{place}, ratio {ratio:g}" for ratio in RATIOS for place in ("GPU", "host")]
         rows = []
         for name, model in models().items():
-            found = [used(run_of(model, states), ratio) for ratio in RATIOS]
-            sizes = [gb(count) for each in found for count in (each.gpu_total, each.host_total)]
+            sizes = [both(used(run_of(model, states), ratio)) for ratio in RATIOS]
             rows.append([name, f"{model.numel / 1e9:.2f} B", *sizes])
+        head = ["model", "parameters", *(f"ratio {ratio:g}" for ratio in RATIOS)]
         parts.append(f"\n### {states} state\n{markdown(head, rows)}")
     return "".join(parts).rstrip("\n") + "\n\n"
+
+
+def both(found: Bytes) -> str:
+    return f"{gb(found.gpu_total)} / {gb(found.host_total)}"
 
 
 def kinds_table() -> str:
@@ -173,21 +174,18 @@ def least_ram(model: ModelCost, card: str) -> str:
         run = run_of(model, states)
         sizes = (size for size in RAM_GB if fits(run, Memory(GPUS[card].memory_bytes, size * 10**9)))
         cells.append(str(next(sizes, "-")))
-    return " / ".join(cells) if set(cells) != {"-"} else "-"
+    return " / ".join(cells) if len(set(cells)) > 1 else cells[0]
 
 
 def stages_table() -> str:
     """Memory of a machine with eight GPUs, by ZeRO stage."""
-    world = 8
-    head = ["model", *(f"{place}, {stage}" for stage in ("stage 0", "1 and 2", "3") for place in ("GPU", "host"))]
-    rows = []
+    world, rows = 8, []
     for name, model in models().items():
         alone = used(run_of(model), 1.0)
-        shared, sharded = (used(run_of(model, world=world, stage=stage), 1.0) for stage in (2, 3))
-        sizes = [alone.gpu_total, alone.host_total * world]  # with stage 0 every rank has the whole state
-        sizes += [shared.gpu_total, shared.host_total, sharded.gpu_total, sharded.host_total]
-        rows.append([name, *map(gb, sizes)])
-    return markdown(head, rows)
+        shared = [both(used(run_of(model, world=world, stage=stage), 1.0)) for stage in (2, 3)]
+        # With stage 0 every rank has the whole state.
+        rows.append([name, f"{gb(alone.gpu_total)} / {gb(alone.host_total * world)}", *shared])
+    return markdown(["model", "stage 0", "stages 1 and 2", "stage 3"], rows)
 
 
 TABLES: Final[dict[tuple[str, str], Callable[[], str]]] = {  # by page and name of the marks
