@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from twinflow.config import Batch, Config, compression_choice, optimizer_choice
-from twinflow.errors import incompatible, invalid_value
+from twinflow.conflicts import DIVISIONS, conflict, refuse
+from twinflow.errors import invalid_value
 from twinflow.launch.environment import RankEnvironment
 from twinflow.offload.settings import Tuning
 from twinflow.optim.loss_scale import LossScale, dynamic, static
@@ -30,24 +31,17 @@ TIMEOUT_S = 1800.0  # limit for a rank to wait for another; the watch detects a 
 
 def offloads_params(config: Config) -> bool:
     """Whether weights are on the host. ValueError for options that conflict with this."""
-    zero, name = config.zero_optimization, 'zero_optimization.offload_param.device "cpu"'
+    zero = config.zero_optimization
     if zero.offload_param is None or zero.offload_param.device != "cpu":
         return False
-    if zero.stage != 3:
-        reason = "only stage 3 fetches weights block by block"
-        remedy = "Set stage 3, or leave offload_param out."
-        raise incompatible(f"zero_optimization.stage {zero.stage}", name, reason, remedy)
-    optimizer = zero.offload_optimizer
+    group, optimizer = "Weights on the host", zero.offload_optimizer
+    refuse(group, {"stage": zero.stage != 3}, stage=zero.stage)
     if optimizer is None or optimizer.device != "cpu":
-        given = f'"{optimizer.device}"' if optimizer is not None else "null"
-        reason = "weights are fetched from the optimizer state, which must be on the host"
-        remedy = 'Set zero_optimization.offload_optimizer.device "cpu".'
-        raise incompatible(f"zero_optimization.offload_optimizer.device {given}", name, reason, remedy)
-    for key, allowed in (("ratio", 1.0), ("delayed_update", False)):
-        if getattr(optimizer, key) != allowed:
-            option = f"zero_optimization.offload_optimizer.{key}={getattr(optimizer, key)}"
-            reason = "weights are fetched from the current optimizer state on the host"
-            raise incompatible(option, name, reason, f"Set {key} to {allowed}.")
+        device = f'"{optimizer.device}"' if optimizer is not None else "null"
+        raise conflict(group, "offload_optimizer", device=device)
+    ratio, delayed = optimizer.ratio, optimizer.delayed_update
+    found = {"ratio key": ratio != 1.0, "delayed_update key": delayed}
+    refuse(group, found, ratio=ratio, delayed_update=delayed)
     return True
 
 
@@ -68,12 +62,7 @@ def make_optimizer(
     if given is None:
         if config.optimizer is None:
             if offloads_params(config):
-                raise incompatible(
-                    "A config without optimizer",
-                    'zero_optimization.offload_param.device "cpu"',
-                    "weights are stored in the optimizer state",
-                    "Add the section optimizer, or leave offload_param out.",
-                )
+                raise conflict("Weights on the host", "no optimizer")
             return None
         name, options = optimizer_choice(config)
         rule = name if name in RULES else getattr(torch.optim, name)
@@ -124,16 +113,13 @@ def make_zero(config: Config, world_size: int, is_named: bool = True, grid: Grid
     """The options of ZeRO. `is_named`: whether the optimizer comes from the config, whose compression applies only
     then.
     """
-    divides = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}
-    for key, allowed in divides.items():
-        if config.zero_optimization.stage == 3 and not offloads_params(config) and getattr(config, key) != allowed:
-            reason = "fully_shard divides gradients itself, partly before and partly after the sum"
-            raise incompatible(
-                f"{key}={getattr(config, key)}", "zero_optimization.stage 3", reason, f"Set {key} to {allowed}."
-            )
     stage, compression = config.zero_optimization.stage, compression_choice(config) if is_named else None
+    if stage == 3 and not offloads_params(config):
+        _refuse_divisions(config, "ZeRO stages 2 and 3")
     if compression is not None:
-        stage = _stage_with_compression(config, divides)
+        refuse("1-bit Adam", {"stage": stage == 3})
+        _refuse_divisions(config, "1-bit Adam")
+        stage = 1  # ranks own parts of buckets with each stage below 3
     return Zero(
         stage,
         wire_dtype(config),
@@ -152,17 +138,9 @@ def wire_dtype(config: Config) -> torch.dtype | None:
     return dtypes[config.communication_data_type]
 
 
-def _stage_with_compression(config: Config, divides: Mapping[str, Any]) -> int:
-    """The stage for compressed communication: 1, because ranks own parts of buckets with each stage below 3."""
-    name = "optimizer.type OneBitAdam"
-    if config.zero_optimization.stage == 3:
-        reason = "ranks send compressed differences of weights, and each rank needs whole weights"
-        raise incompatible("zero_optimization.stage 3", name, reason, "Set stage 0, 1 or 2.")
-    for key, allowed in divides.items():
-        if getattr(config, key) != allowed:
-            reason = "ranks always exchange the mean of the momenta"
-            raise incompatible(f"{key}={getattr(config, key)}", name, reason, f"Set {key} to {allowed}.")
-    return 1
+def _refuse_divisions(config: Config, group: str) -> None:
+    values = {key: getattr(config, key) for key in DIVISIONS}
+    refuse(group, {key: value != DIVISIONS[key] for key, value in values.items()}, **values)
 
 
 def offload_options(config: Config) -> dict[str, Any]:
@@ -217,8 +195,7 @@ def _as_given(
     said = sorted(offload.model_fields_set.intersection(offload.own_keys())) if offload is not None else []
     keys = [f"zero_optimization.offload_optimizer.{name}" for name in said] + ["fp16.enabled"] * config.fp16.enabled
     if keys:
-        reason = "a TwinOptimizer has its own states, tuning and loss scale"
-        raise incompatible(keys[0], "a given TwinOptimizer", reason, "Leave the key out.")
+        raise conflict("Other keys of the config", "given optimizer", own_key=keys[0])
     given.set_accumulation_steps(batch.accumulation_steps)
     return given
 

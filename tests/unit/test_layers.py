@@ -18,7 +18,7 @@ from torch import nn
 ROOT = Path(__file__).parents[2] / "src" / "twinflow"
 LAYERS = [
     ("errors", "version"),
-    ("rules",),
+    ("conflicts", "rules"),
     ("config", "trace", "launch"),
     ("codes", "loss", "attention"),
     ("native", "gpu"),

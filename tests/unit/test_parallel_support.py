@@ -46,4 +46,4 @@ def test_one_process_and_replicas_may_do_everything() -> None:
 
 
 def test_the_docs_say_the_same() -> None:
-    assert table() in PAGE.read_text(), "run: python -c 'from twinflow.parallel.support import table; print(table())'"
+    assert table() in PAGE.read_text(), "run: python docs/tables.py"

@@ -22,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from twinflow.activations.offload import MIN_BYTES, Offload
 from twinflow.activations.partitioned import Partition
+from twinflow.conflicts import refuse
 from twinflow.device import Device, device_for
-from twinflow.errors import incompatible, invalid_value
+from twinflow.errors import invalid_value
 from twinflow.trace import Trace
 
 LOGGER = logging.getLogger("twinflow")
@@ -50,13 +51,7 @@ def checkpoint_layers(
     Raises ValueError if a layer is not found or is checkpointed already, or if `offload` and `partition` are both
     given.
     """
-    if offload and partition is not None:
-        raise incompatible(
-            "activation_checkpointing.partition_activations",
-            "activation_checkpointing.cpu_checkpointing",
-            "inputs are kept either in parts by tensor ranks or on the host",
-            "Set one of them to false.",
-        )
+    refuse("Other keys of the config", {"activations": offload and partition is not None})
     chosen = _outermost(model, _find(model, layers))
     itself = _checkpoints_itself(model)
     if itself is not None:

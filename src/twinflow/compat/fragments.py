@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from twinflow.compat.owners import OWNERS
-from twinflow.errors import incompatible, invalid_value, wrong_state
+from twinflow.conflicts import conflict
+from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.bucket import Bucket, Param
 from twinflow.offload.changes import check_changed, written
 from twinflow.optim.twin import TwinOptimizer
@@ -51,22 +52,12 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
     optimizer, known = OWNERS.need(param)
     runtime = optimizer.runtime
     if runtime.sharing is not None or known.is_sharded or runtime.settings.sums_on_host:
-        raise incompatible(
-            "safe_get_full_grad()",
-            "gradients that are summed over ranks or on the host",
-            "the sum is used and not kept",
-            "Use one rank without accumulation on the host, or log engine.get_global_grad_norm().",
-        )
+        raise conflict("DeepSpeed's functions", "summed")
     job = runtime.job
     if job is None:
         return None
     if not runtime.settings.limits.any:
-        raise incompatible(
-            "safe_get_full_grad()",
-            "updates that start during backward",
-            "the gradient is already used",
-            "Set gradient_clipping or bf16.check_grad_overflow: updates then wait for the norm.",
-        )
+        raise conflict("DeepSpeed's functions", "in backward")
     whole = torch.zeros(known.tensor.numel(), dtype=torch.float32)
     for bucket, i in _pieces(known):
         task = next((task for task in job.tasks if task.bucket is bucket), runtime.collector.task_of(bucket))
@@ -84,12 +75,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     optimizer, known = OWNERS.need(param)
     _check_shape(known, value)
     if optimizer.offloads_params:
-        raise incompatible(
-            "safe_set_full_fp32_param()",
-            'zero_optimization.offload_param.device "cpu"',
-            "the weights live on the host",
-            "Change weights before initialize(), or load a checkpoint.",
-        )
+        raise conflict("DeepSpeed's functions", "set")
     _settle(optimizer, known)
     flat = value.detach().reshape(-1)
     local = known.local

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from twinflow.compat.owners import OWNERS
-from twinflow.errors import incompatible, invalid_value
+from twinflow.conflicts import conflict
+from twinflow.errors import invalid_value
 
 _WHOLE = (
     "Read a weight with deepspeed.utils.safe_get_full_fp32_param(param), or change it before initialize(). "
@@ -103,12 +104,7 @@ class GatheredParameters:
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Does nothing with one rank. ValueError with several: with stage 3 a weight cannot be used outside its module."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        raise incompatible(
-            "register_external_parameter()",
-            f"{dist.get_world_size()} ranks",
-            "a partitioned weight is gathered only for the module that owns it",
-            "Use zero_optimization.stage 2 without this call, or use the weight in the forward of its own module.",
-        )
+        raise conflict("ZeRO stages 2 and 3", "external", ranks=dist.get_world_size())
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from twinflow.config.params import CLIPPING, FORMATS, arguments, optimizer_kind,
 from twinflow.config.read import plain, read_source
 from twinflow.config.renames import Renamed, modernised, other_names
 from twinflow.config.schema import Config, Optimizer, Scheduler
-from twinflow.errors import incompatible, invalid_value
+from twinflow.conflicts import refuse
+from twinflow.errors import invalid_value
 from twinflow.rules import RULES
 
 _Model = TypeVar("_Model", bound=Section)
@@ -165,17 +166,9 @@ def _checked_params(kind: type[Any], chosen: Optimizer | Scheduler, name: str) -
 
 def _check_together(config: Config) -> None:
     """Checks for conflicts between keys."""
-    if config.fp16.enabled and config.bf16.enabled:
-        reason = "a model is trained in one of the two formats"
-        raise incompatible("fp16.enabled", "bf16.enabled", reason, "Set one of them to false.")
-    fp16 = config.fp16
-    if 2.0**fp16.initial_scale_power < fp16.min_loss_scale:
-        raise incompatible(
-            f"fp16.initial_scale_power={fp16.initial_scale_power}",
-            f"fp16.min_loss_scale={fp16.min_loss_scale:g}",
-            f"the first scale is 2**{fp16.initial_scale_power}, which is below the lowest scale",
-            "Increase initial_scale_power or reduce min_loss_scale.",
-        )
+    power, least = config.fp16.initial_scale_power, config.fp16.min_loss_scale
+    found = {"precision": config.fp16.enabled and config.bf16.enabled, "loss scale": 2.0**power < least}
+    refuse("Other keys of the config", found, power=power, least=least)
     autocast = type(config.torch_autocast).model_fields["dtype"]
     if config.torch_autocast.enabled and config.torch_autocast.dtype is None:
         remedy = "torch_autocast.enabled needs a dtype."

@@ -10,7 +10,8 @@ from twinflow.config.fields import UNUSED, Section, rule_of
 from twinflow.config.messages import Path, dotted
 from twinflow.config.params import AdamParams, Common, OneBitAdamParams, optimizer_kind, schedule_kind
 from twinflow.config.schema import Config
-from twinflow.errors import incompatible, invalid_value
+from twinflow.conflicts import refuse
+from twinflow.errors import invalid_value
 from twinflow.rules import RULES
 
 
@@ -41,14 +42,10 @@ def resolve_axes(config: Config, own_stages: int | None = None) -> Axes:
     if own_stages is not None and asked not in (None, 0, own_stages):
         remedy = f"The PipelineModule has {own_stages} stages. Leave pipeline.stages out."
         raise invalid_value("pipeline.stages", asked, [own_stages], remedy)
-    sizes = {size for size in (config.tensor_parallel.autotp_size, config.tensor_parallel.tp.tp_size) if size > 1}
-    if len(sizes) > 1:
-        raise incompatible(
-            f"tensor_parallel.autotp_size={config.tensor_parallel.autotp_size}",
-            f"tensor_parallel.tp.tp_size={config.tensor_parallel.tp.tp_size}",
-            "both set the number of tensor-parallel ranks",
-            "Set only one of them.",
-        )
+    autotp_size, tp_size = config.tensor_parallel.autotp_size, config.tensor_parallel.tp.tp_size
+    sizes = {size for size in (autotp_size, tp_size) if size > 1}
+    found = {"tensor ranks": len(sizes) > 1}
+    refuse("Other keys of the config", found, autotp_size=autotp_size, tp_size=tp_size)
     return Axes(own_stages or asked or 1, sizes.pop() if sizes else 1)
 
 

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from twinflow.activations import Handle
 from twinflow.checkpoint import Entry, export_weights
+from twinflow.conflicts import conflict
 from twinflow.dist.agree import gather_json
 from twinflow.engine import restore, state
 from twinflow.engine.answers import Answers, instead
@@ -272,12 +273,7 @@ class Engine(Answers):
         raises ValueError with stages 2 and 3 on several replicas, where no rank keeps a sum of its own.
         """
         if self.dp_world_size > 1 and self.settings.stage >= 2:
-            raise incompatible(
-                "no_sync()",
-                f"zero_optimization.stage {self.settings.stage}",
-                "ranks sum the gradients of every micro-batch there",
-                "Remove no_sync(), or use stage 1.",
-            )
+            raise conflict("ZeRO stages 2 and 3", "no_sync", stage_2_or_3=self.settings.stage)
         return nullcontext()
 
     # Properties.
@@ -427,7 +423,7 @@ class Engine(Answers):
         """Writes the weights in the dtype of the model to a safetensors file."""
         reason, remedy = "each rank has only a part of the weights", "Save a checkpoint and use `twinflow export`."
         if self.settings.stage == 3 and self.world_size > 1:
-            raise incompatible("save_16bit_model()", "zero_optimization.stage 3 on several ranks", reason, remedy)
+            raise conflict("ZeRO stages 2 and 3", "save_16bit_model")
         grid = self.settings.grid
         if grid is not None and grid.num_pipe * grid.num_model > 1:
             raise incompatible("save_16bit_model()", "pipeline or tensor parallelism", reason, remedy)

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
-from twinflow.errors import incompatible, invalid_value
+from twinflow.conflicts import conflict
+from twinflow.errors import invalid_value
 from twinflow.integrations.accelerate import check_accelerator, connect
 from twinflow.integrations.files import StreamedState
 from twinflow.integrations.given import own_options, take_over
@@ -113,12 +114,7 @@ def _build(made: Optimizer, trainer: Any) -> TwinOptimizer:
 def _adopt(twin: TwinOptimizer, trainer: Any) -> TwinOptimizer:
     """Check a TwinOptimizer that was given as `optimizers=`: its options must agree with the arguments."""
     if trainer._twin_options:
-        raise incompatible(
-            f"twin={trainer._twin_options}",
-            "a TwinOptimizer in optimizers=",
-            "it was built with its own options",
-            "Pass these options to the TwinOptimizer.",
-        )
+        raise conflict("Hugging Face and Lightning", "twin", options=trainer._twin_options)
     if twin.model is not trainer.model:
         remedy = "Build the TwinOptimizer for this model."
         raise invalid_value("optimizers[0].model", "another module", "the Trainer's model", remedy)
@@ -154,9 +150,4 @@ def _check_arguments(trainer: Any) -> None:
         remedy = "Compile the blocks before training: `for layer in model.model.layers: layer.compile()`."
         raise invalid_value("TrainingArguments.torch_compile", True, [False], remedy)
     if args.fsdp or args.deepspeed:
-        raise incompatible(
-            "TrainingArguments.fsdp or deepspeed",
-            "TwinTrainer",
-            "it supports one process and one GPU only",
-            "Remove the argument, or use twinflow.initialize() for several GPUs.",
-        )
+        raise conflict("Hugging Face and Lightning", "fsdp")

@@ -26,6 +26,7 @@ import twinflow
 from twinflow.build import own_device
 from twinflow.build_optimizer import TIMEOUT_S
 from twinflow.config.read import read_source
+from twinflow.conflicts import conflict
 from twinflow.engine import Engine
 from twinflow.errors import incompatible, invalid_value, wrong_state
 from twinflow.integrations.given import follow, groups_for, rule_for, section_for
@@ -178,12 +179,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
     def _add_scheduler(self, scheduler: Any) -> None:
         """Give the scheduler of the config to the Trainer, which advances it in every step and saves it."""
         if self.lr_scheduler_configs:
-            raise incompatible(
-                "scheduler in the config of TwinStrategy",
-                "a scheduler of configure_optimizers()",
-                "the optimizer has one schedule",
-                "Remove one of them.",
-            )
+            raise conflict("Hugging Face and Lightning", "scheduler")
         assert self.engine is not None
         self.engine.release_scheduler()
         kind = need(f"{_HOME}.utilities.types", "lightning", "TwinStrategy").LRSchedulerConfig
@@ -331,12 +327,7 @@ def _refuse_averages(callbacks: list[Any]) -> None:
     for name in ("WeightAveraging", "StochasticWeightAveraging"):
         kind = getattr(pl.callbacks, name, None)
         if kind is not None and any(isinstance(callback, kind) for callback in callbacks):
-            raise incompatible(
-                f"The callback {name}",
-                "TwinStrategy",
-                "it reads weights while updates are running",
-                "Average in your own callback, after trainer.strategy.twin.wait().",
-            )
+            raise conflict("Hugging Face and Lightning", "average", callback=name)
 
 
 def _only(optimizers: list[Any]) -> Optimizer:
@@ -349,9 +340,4 @@ def _only(optimizers: list[Any]) -> Optimizer:
 
 def _refuse_second(module: Any) -> None:
     if module.configure_optimizers() is not None:
-        raise incompatible(
-            "optimizer in the config of TwinStrategy",
-            "an optimizer of configure_optimizers()",
-            "the engine has one optimizer",
-            "Let configure_optimizers() return None, or remove the optimizer from the config.",
-        )
+        raise conflict("Hugging Face and Lightning", "optimizer")

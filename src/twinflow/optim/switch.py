@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from twinflow.codes import code_named
 from twinflow.codes.reference import exponents_of, two_to
-from twinflow.errors import incompatible
+from twinflow.conflicts import refuse
 from twinflow.offload.bucket import Bucket, target
 from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.runtime import Runtime
@@ -276,22 +276,12 @@ def _read(bucket: Bucket, index: int, key: str) -> Tensor:
 
 def check(optimizer: Compressible, delayed_update: bool) -> None:
     """Raises ValueError for options that conflict with compressed communication."""
-    name = "compressed communication"
-    if optimizer.rule is None or optimizer.rule.name != "adamw":
-        reason = "1-bit Adam is defined for AdamW only"
-        raise incompatible(f"rule={optimizer.rule_name!r}", name, reason, 'Use rule="adamw".')
-    if optimizer.states == "int8":
-        reason = "the second moment must be exact powers of two"
-        raise incompatible('states="int8"', name, reason, 'Use states="fp32" or states="bf16".')
-    if optimizer.ratio == "auto":
-        reason = "compressed communication needs a fixed placement"
-        raise incompatible('ratio="auto"', name, reason, "Pass a number as ratio.")
-    if delayed_update:
-        reason = "ranks send differences of weights at once"
-        raise incompatible("delayed_update=True", name, reason, "Use delayed_update=False.")
-    if optimizer.tuning.streamed:
-        reason = "only host and resident state is supported there"
-        raise incompatible(f"tuning.streamed={optimizer.tuning.streamed}", name, reason, "Use tuning.streamed=0.")
-    if optimizer.model is None:
-        reason = "it needs the module to train"
-        raise incompatible("A list of parameters", name, reason, "Pass the model as the first argument.")
+    found = {
+        "rule": optimizer.rule is None or optimizer.rule.name != "adamw",
+        "states": optimizer.states == "int8",
+        "ratio": optimizer.ratio == "auto",
+        "delayed_update": delayed_update,
+        "streamed": optimizer.tuning.streamed,
+    }
+    refuse("1-bit Adam", found, rule=optimizer.rule_name, streamed=optimizer.tuning.streamed)
+    refuse("A list of parameters", {"compression": optimizer.model is None})

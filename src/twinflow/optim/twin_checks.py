@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from twinflow.config.messages import in_words
-from twinflow.errors import incompatible, invalid_value
+from twinflow.conflicts import conflict, refuse
+from twinflow.errors import invalid_value
 from twinflow.offload.bucket import Param
 from twinflow.offload.changes import check_memory
 from twinflow.offload.placement import PLACEMENTS
@@ -99,12 +100,7 @@ def _check_option(name: str, value: object, usual: object) -> None:
 def check_model(model: nn.Module | None, zero: Zero | None) -> None:
     """Raises ValueError for models that would train with wrong results."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise incompatible(
-            "A model in DistributedDataParallel",
-            "TwinOptimizer",
-            "TwinOptimizer takes gradients before DistributedDataParallel has reduced them",
-            "Pass the module inside it and zero=Zero(stage=0), which sums gradients over the ranks.",
-        )
+        raise conflict("TwinOptimizer", "DistributedDataParallel")
     dist = torch.distributed
     if zero is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
@@ -117,12 +113,7 @@ def groups_of(model: nn.Module | Iterable[ParamEntry], param_groups: Iterable[Pa
     """Parameters or param groups in the form of torch.optim.Optimizer, without frozen parameters."""
     if not isinstance(model, nn.Module):
         if param_groups is not None:
-            raise incompatible(
-                "param_groups",
-                "parameters as the first argument",
-                "both choose the parameters to train",
-                "Pass the groups as the first argument.",
-            )
+            raise conflict("A list of parameters", "param_groups")
         groups = _trainable(list(model))
     else:
         given = list(model.parameters() if param_groups is None else param_groups)
@@ -176,22 +167,12 @@ def check_foreign(rule: object, states: str, param_groups: Iterable[ParamEntry] 
         raise invalid_value("rule", rule, f"one of {names}, or {kinds}")
     if zero is not None and zero.stage == 3 and not zero.parks:
         name = getattr(rule, "__name__", type(rule).__name__)
-        raise incompatible(
-            f"rule={name}",
-            "zero_optimization.stage 3",
-            "ranks have only rows of parameters, and a user's optimizer needs whole parameters",
-            f"Use stage 1 or 2, or one of the rules {', '.join(RULES)}.",
-        )
+        raise conflict("ZeRO stages 2 and 3", "rule", rule=name, rules=", ".join(RULES))
     if states != "fp32":
         remedy = "A torch.optim.Optimizer as rule defines its own states."
         raise invalid_value("states", states, ["fp32"], remedy)
     if isinstance(rule, Optimizer) and param_groups is not None:
-        raise incompatible(
-            "param_groups",
-            "an optimizer instance as rule",
-            "the instance has its own groups",
-            "Pass the groups when you build that optimizer.",
-        )
+        raise conflict("TwinOptimizer", "groups of an instance")
 
 
 def check_tuning(tuning: Tuning, delayed_update: bool) -> None:
@@ -207,10 +188,7 @@ def check_tuning(tuning: Tuning, delayed_update: bool) -> None:
         if not is_taken:
             raise invalid_value(f"tuning.{name}", given, in_words(kind).replace("null", "None"))
     if tuning.streamed and delayed_update:
-        reason = "a streamed update writes the weights at once"
-        raise incompatible(
-            f"tuning.streamed={tuning.streamed}", "delayed_update=True", reason, "Use tuning.streamed=0."
-        )
+        raise conflict("TwinOptimizer", "streamed", streamed=tuning.streamed)
 
 
 def check_ratio(ratio: float | str, placement: str, model: nn.Module | None) -> None:
@@ -222,12 +200,9 @@ def check_ratio(ratio: float | str, placement: str, model: nn.Module | None) -> 
     if placement not in PLACEMENTS:
         raise invalid_value("placement", placement, PLACEMENTS)
     if ratio == "auto" and placement != "auto":
-        reason = 'ratio="auto" chooses the placement too'
-        raise incompatible(f"placement={placement!r}", 'ratio="auto"', reason, 'Use placement="auto".')
+        raise conflict("TwinOptimizer", "placement", placement=placement)
     if ratio == "auto" and model is None:
-        reason = "it times forward and backward of the model"
-        remedy = "Pass the model as the first argument, or a number as ratio."
-        raise incompatible('ratio="auto"', "parameters as the first argument", reason, remedy)
+        raise conflict("A list of parameters", "ratio")
 
 
 def check_param_offload(
@@ -240,29 +215,17 @@ def check_param_offload(
 ) -> None:
     """Raises ValueError for options that conflict with `offload_params`."""
     if not settings.offload_params:
-        if zero is not None and zero.parks:
-            reason = "`parks` means that weights are on the host"
-            raise incompatible("offload_params=False", "Zero(parks=True)", reason, "Use offload_params=True.")
+        refuse("Weights on the host", {"parks": zero is not None and zero.parks})
         return
-    name = "offload_params=True"
-    if model is None:
-        reason = "the blocks of the model fetch their weights"
-        raise incompatible(name, "parameters as the first argument", reason, "Pass the model as the first argument.")
-    if zero is not None and not zero.parks:
-        reason = "the weights on the host are shared between ranks"
-        raise incompatible(name, "Zero(parks=False)", reason, "Use zero=Zero(stage=3, parks=True).")
-    if rule is None:
-        reason = "the weights are part of the state of twinflow's rules"
-        raise incompatible("A user's optimizer as rule", name, reason, f"Use one of the rules {', '.join(RULES)}.")
-    if ratio != 1.0:
-        reason = "the weights are fetched from the state on the host"
-        raise incompatible(f"ratio={ratio!r}", name, reason, "Use ratio=1.")
-    if tuning.streamed:
-        reason = "the device updates streamed state, and the weights are on the host"
-        raise incompatible(f"tuning.streamed={tuning.streamed}", name, reason, "Use tuning.streamed=0.")
-    if settings.delayed_update:
-        reason = "the state has only one copy of the weights"
-        raise incompatible("delayed_update=True", name, reason, "Use delayed_update=False.")
+    refuse("A list of parameters", {"offload_params": model is None})
+    found = {
+        "zero": zero is not None and not zero.parks,
+        "rule": rule is None,
+        "ratio": ratio != 1.0,
+        "streamed": tuning.streamed,
+        "delayed_update": settings.delayed_update,
+    }
+    refuse("Weights on the host", found, ratio=ratio, streamed=tuning.streamed, rules=", ".join(RULES))
 
 
 def check_settings(settings: Settings, model: nn.Module | None) -> Settings:
@@ -279,12 +242,8 @@ def check_settings(settings: Settings, model: nn.Module | None) -> Settings:
         raise invalid_value("max_grad_norm", limits.max_norm, "a number > 0, or None")
     check_whole("accumulation_steps", settings.accumulation_steps, 1)
     check_whole("delayed_update_start", settings.delayed_update_start, 0)
-    if settings.early and model is None:
-        reason, remedy = "its hooks are on the model", "Pass the model as the first argument."
-        raise incompatible("early=True", "parameters as the first argument", reason, remedy)
-    if settings.delayed_update and model is None:
-        reason, remedy = "its hooks are on the model", "Pass the model as the first argument."
-        raise incompatible("delayed_update=True", "parameters as the first argument", reason, remedy)
+    if model is None:
+        refuse("A list of parameters", {"early": settings.early, "delayed_update": settings.delayed_update})
     return replace(
         settings,
         limits=replace(limits, max_norm=max_norm),

@@ -34,9 +34,10 @@ from torch import Tensor
 
 from twinflow.codes import Code, code_named
 from twinflow.codes.reference import two_to
+from twinflow.conflicts import refuse
 from twinflow.dist.compressed import Coding, Errors, compressed_reduce_scatter, own_part, publish, take_back
 from twinflow.dist.group import Group
-from twinflow.errors import incompatible, invalid_value
+from twinflow.errors import invalid_value
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.job import Job
 from twinflow.rules.rule import Options, number, numbers
@@ -154,11 +155,5 @@ def rounded_variance(exponents: Tensor) -> Tensor:
 def check_groups(groups: Sequence[Options]) -> float:
     """The decay of the first moment. Raises ValueError if it differs between groups."""
     betas = {numbers(group, "betas")[0] for group in groups}
-    if len(betas) > 1:
-        raise incompatible(
-            f"Param groups with different betas[0] ({', '.join(map(str, sorted(betas)))})",
-            "compressed communication",
-            "a bucket may have parameters of several groups, whose momenta are encoded together",
-            "Use the same betas[0] in all groups.",
-        )
+    refuse("1-bit Adam", {"betas": len(betas) > 1}, betas=", ".join(map(str, sorted(betas))))
     return betas.pop()

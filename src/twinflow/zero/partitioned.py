@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from twinflow.conflicts import conflict
 from twinflow.dist.group import backend_for, new_group
-from twinflow.errors import incompatible
 from twinflow.offload.blocks import Block, find_blocks, owners
 from twinflow.offload.plan import ROOT
 from twinflow.parallel.shard import keep_marks
@@ -76,12 +76,7 @@ def _check(model: nn.Module) -> None:
                 "Pass the model as it was before fully_shard()."
             )
         if not param.dim():
-            raise incompatible(
-                f"{name}, a parameter without dimensions,",
-                "zero_optimization.stage 3",
-                "fully_shard() partitions the first dimension",
-                "Make it a tensor with one element, torch.ones(1), or use stage 2.",
-            )
+            raise conflict("ZeRO stages 2 and 3", "no dimensions", name=name)
 
 
 def regroup(groups: Iterable[ParamEntry], replaced: Replaced) -> list[ParamEntry]:

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from twinflow.conflicts import refuse
 from twinflow.device import Device
 from twinflow.dist.group import TIMEOUT, Group, backend_for, new_group
-from twinflow.errors import incompatible, invalid_value, wrong_state
+from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.device_work import DeviceWork
 from twinflow.offload.executor import Executor
@@ -64,20 +65,13 @@ class Zero:
             raise invalid_value("op", self.op, ("mean", "sum"))
         if not 0.0 < self.predivide < float("inf"):
             raise invalid_value("predivide", self.predivide, "a number above 0")
-        if self.stage == 3 and self.predivide != 1.0 and not self.parks:
-            reason = "fully_shard divides gradients itself"
-            raise incompatible(f"predivide={self.predivide}", "stage 3", reason, "Use predivide=1.")
-        if self.parks and self.stage != 3:
-            reason = "only stage 3 partitions weights"
-            raise incompatible("parks=True (weights on the host)", f"stage {self.stage}", reason, "Use stage 3.")
+        divides = self.predivide != 1.0
+        if self.stage == 3 and not self.parks:
+            refuse("ZeRO stages 2 and 3", {"predivide": divides}, predivide=self.predivide)
+        refuse("Weights on the host", {"stage of Zero": self.parks and self.stage != 3}, stage=self.stage)
         if self.compression is not None:
-            name = "compressed communication"
-            if self.stage != 1:
-                reason = "ranks need an error for every element and copies of all weights"
-                raise incompatible(f"stage {self.stage}", name, reason, "Use stage 1.")
-            if self.predivide != 1.0:
-                reason = "it computes the mean of the ranks itself"
-                raise incompatible(f"predivide={self.predivide}", name, reason, "Use predivide=1.")
+            found = {"stage of Zero": self.stage != 1, "predivide": divides}
+            refuse("1-bit Adam", found, stage_except_1=self.stage, predivide=self.predivide)
         if not (dist.is_available() and dist.is_initialized()):
             raise wrong_state(
                 "Zero cannot be made", "there is no process group", "Call twinflow.init_distributed() first."

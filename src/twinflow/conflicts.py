@@ -1,0 +1,329 @@
+"""Features that exclude each other: one table for the errors and for docs/conflicts.md.
+
+Conflicts with pipeline and tensor parallelism are in `twinflow.parallel.support`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from twinflow.errors import incompatible
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Two features that exclude each other. A name in braces stands for a value of the run."""
+
+    option: str
+    other: str
+    reason: str  # continues "because"
+    remedy: str
+
+    def error(self, /, **values: object) -> ValueError:
+        texts = (self.option, self.other, self.reason, self.remedy)
+        return incompatible(*(text.format(**values) for text in texts))
+
+
+_LIST: Final = "parameters as the first argument"
+_ON_HOST: Final = "offload_params=True"
+_PARAM_KEY: Final = 'zero_optimization.offload_param.device "cpu"'
+_COMPRESSED: Final = "compressed communication"
+_ONE_BIT: Final = "optimizer.type OneBitAdam"
+_STAGE_3: Final = "zero_optimization.stage 3"
+_GIVE_MODEL: Final = "Pass the model as the first argument."
+_NO_STREAMED: Final = "Use tuning.streamed=0."
+
+DIVISIONS: Final = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}  # config keys and their defaults
+
+
+def _divisions(other: str, reason: str) -> dict[str, Conflict]:
+    """Conflicts of the keys that divide gradients before the sum over ranks."""
+    return {
+        key: Conflict(f"{key}={{{key}}}", other, reason, f"Set {key} to {default}.")
+        for key, default in DIVISIONS.items()
+    }
+
+
+CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
+    "TwinOptimizer": {
+        "DistributedDataParallel": Conflict(
+            "A model in DistributedDataParallel",
+            "TwinOptimizer",
+            "TwinOptimizer takes gradients before DistributedDataParallel has reduced them",
+            "Pass the module inside it and zero=Zero(stage=0), which sums gradients over the ranks.",
+        ),
+        "placement": Conflict(
+            "placement={placement!r}",
+            'ratio="auto"',
+            'ratio="auto" chooses the placement too',
+            'Use placement="auto".',
+        ),
+        "streamed": Conflict(
+            "tuning.streamed={streamed}",
+            "delayed_update=True",
+            "a streamed update writes the weights at once",
+            _NO_STREAMED,
+        ),
+        "groups of an instance": Conflict(
+            "param_groups",
+            "an optimizer instance as rule",
+            "the instance has its own groups",
+            "Pass the groups when you build that optimizer.",
+        ),
+    },
+    "A list of parameters": {
+        "param_groups": Conflict(
+            "param_groups", _LIST, "both choose the parameters to train", "Pass the groups as the first argument."
+        ),
+        "ratio": Conflict(
+            'ratio="auto"',
+            _LIST,
+            "it times forward and backward of the model",
+            "Pass the model as the first argument, or a number as ratio.",
+        ),
+        "early": Conflict("early=True", _LIST, "its hooks are on the model", _GIVE_MODEL),
+        "delayed_update": Conflict("delayed_update=True", _LIST, "its hooks are on the model", _GIVE_MODEL),
+        "offload_params": Conflict(_ON_HOST, _LIST, "the blocks of the model fetch their weights", _GIVE_MODEL),
+        "compression": Conflict("A list of parameters", _COMPRESSED, "it needs the module to train", _GIVE_MODEL),
+    },
+    "Weights on the host": {
+        "parks": Conflict(
+            "offload_params=False",
+            "Zero(parks=True)",
+            "`parks` means that weights are on the host",
+            "Use offload_params=True.",
+        ),
+        "zero": Conflict(
+            _ON_HOST,
+            "Zero(parks=False)",
+            "the weights on the host are shared between ranks",
+            "Use zero=Zero(stage=3, parks=True).",
+        ),
+        "rule": Conflict(
+            "A user's optimizer as rule",
+            _ON_HOST,
+            "the weights are part of the state of twinflow's rules",
+            "Use one of the rules {rules}.",
+        ),
+        "ratio": Conflict(
+            "ratio={ratio!r}", _ON_HOST, "the weights are fetched from the state on the host", "Use ratio=1."
+        ),
+        "streamed": Conflict(
+            "tuning.streamed={streamed}",
+            _ON_HOST,
+            "the device updates streamed state, and the weights are on the host",
+            _NO_STREAMED,
+        ),
+        "delayed_update": Conflict(
+            "delayed_update=True", _ON_HOST, "the state has only one copy of the weights", "Use delayed_update=False."
+        ),
+        "stage of Zero": Conflict(
+            "parks=True (weights on the host)", "stage {stage}", "only stage 3 partitions weights", "Use stage 3."
+        ),
+        "stage": Conflict(
+            "zero_optimization.stage {stage}",
+            _PARAM_KEY,
+            "only stage 3 fetches weights block by block",
+            "Set stage 3, or leave offload_param out.",
+        ),
+        "offload_optimizer": Conflict(
+            "zero_optimization.offload_optimizer.device {device}",
+            _PARAM_KEY,
+            "weights are fetched from the optimizer state, which must be on the host",
+            'Set zero_optimization.offload_optimizer.device "cpu".',
+        ),
+        "ratio key": Conflict(
+            "zero_optimization.offload_optimizer.ratio={ratio}",
+            _PARAM_KEY,
+            "weights are fetched from the current optimizer state on the host",
+            "Set ratio to 1.0.",
+        ),
+        "delayed_update key": Conflict(
+            "zero_optimization.offload_optimizer.delayed_update={delayed_update}",
+            _PARAM_KEY,
+            "weights are fetched from the current optimizer state on the host",
+            "Set delayed_update to False.",
+        ),
+        "no optimizer": Conflict(
+            "A config without optimizer",
+            _PARAM_KEY,
+            "weights are stored in the optimizer state",
+            "Add the section optimizer, or leave offload_param out.",
+        ),
+    },
+    "ZeRO stages 2 and 3": {
+        "rule": Conflict(
+            "rule={rule}",
+            _STAGE_3,
+            "ranks have only rows of parameters, and a user's optimizer needs whole parameters",
+            "Use stage 1 or 2, or one of the rules {rules}.",
+        ),
+        "no dimensions": Conflict(
+            "{name}, a parameter without dimensions,",
+            _STAGE_3,
+            "fully_shard() partitions the first dimension",
+            "Make it a tensor with one element, torch.ones(1), or use stage 2.",
+        ),
+        "predivide": Conflict(
+            "predivide={predivide}", "stage 3", "fully_shard divides gradients itself", "Use predivide=1."
+        ),
+        **_divisions(_STAGE_3, "fully_shard divides gradients itself, partly before and partly after the sum"),
+        "no_sync": Conflict(
+            "no_sync()",
+            "zero_optimization.stage {stage_2_or_3}",
+            "ranks sum the gradients of every micro-batch there",
+            "Remove no_sync(), or use stage 1.",
+        ),
+        "save_16bit_model": Conflict(
+            "save_16bit_model()",
+            "zero_optimization.stage 3 on several ranks",
+            "each rank has only a part of the weights",
+            "Save a checkpoint and use `twinflow export`.",
+        ),
+        "external": Conflict(
+            "register_external_parameter()",
+            "{ranks} ranks",
+            "a partitioned weight is gathered only for the module that owns it",
+            "Use zero_optimization.stage 2 without this call, or use the weight in the forward of its own module.",
+        ),
+    },
+    "1-bit Adam": {
+        "rule": Conflict("rule={rule!r}", _COMPRESSED, "1-bit Adam is defined for AdamW only", 'Use rule="adamw".'),
+        "states": Conflict(
+            'states="int8"',
+            _COMPRESSED,
+            "the second moment must be exact powers of two",
+            'Use states="fp32" or states="bf16".',
+        ),
+        "ratio": Conflict(
+            'ratio="auto"', _COMPRESSED, "compressed communication needs a fixed placement", "Pass a number as ratio."
+        ),
+        "delayed_update": Conflict(
+            "delayed_update=True", _COMPRESSED, "ranks send differences of weights at once", "Use delayed_update=False."
+        ),
+        "streamed": Conflict(
+            "tuning.streamed={streamed}", _COMPRESSED, "only host and resident state is supported there", _NO_STREAMED
+        ),
+        "betas": Conflict(
+            "Param groups with different betas[0] ({betas})",
+            _COMPRESSED,
+            "a bucket may have parameters of several groups, whose momenta are encoded together",
+            "Use the same betas[0] in all groups.",
+        ),
+        "stage of Zero": Conflict(
+            "stage {stage_except_1}",
+            _COMPRESSED,
+            "ranks need an error for every element and copies of all weights",
+            "Use stage 1.",
+        ),
+        "predivide": Conflict(
+            "predivide={predivide}", _COMPRESSED, "it computes the mean of the ranks itself", "Use predivide=1."
+        ),
+        "stage": Conflict(
+            _STAGE_3,
+            _ONE_BIT,
+            "ranks send compressed differences of weights, and each rank needs whole weights",
+            "Set stage 0, 1 or 2.",
+        ),
+        **_divisions(_ONE_BIT, "ranks always exchange the mean of the momenta"),
+    },
+    "Other keys of the config": {
+        "precision": Conflict(
+            "fp16.enabled",
+            "bf16.enabled",
+            "a model is trained in one of the two formats",
+            "Set one of them to false.",
+        ),
+        "loss scale": Conflict(
+            "fp16.initial_scale_power={power}",
+            "fp16.min_loss_scale={least:g}",
+            "the first scale is 2**{power}, which is below the lowest scale",
+            "Increase initial_scale_power or reduce min_loss_scale.",
+        ),
+        "tensor ranks": Conflict(
+            "tensor_parallel.autotp_size={autotp_size}",
+            "tensor_parallel.tp.tp_size={tp_size}",
+            "both set the number of tensor-parallel ranks",
+            "Set only one of them.",
+        ),
+        "activations": Conflict(
+            "activation_checkpointing.partition_activations",
+            "activation_checkpointing.cpu_checkpointing",
+            "inputs are kept either in parts by tensor ranks or on the host",
+            "Set one of them to false.",
+        ),
+        "given optimizer": Conflict(
+            "{own_key}",
+            "a given TwinOptimizer",
+            "a TwinOptimizer has its own states, tuning and loss scale",
+            "Leave the key out.",
+        ),
+    },
+    "DeepSpeed's functions": {
+        "summed": Conflict(
+            "safe_get_full_grad()",
+            "gradients that are summed over ranks or on the host",
+            "the sum is used and not kept",
+            "Use one rank without accumulation on the host, or log engine.get_global_grad_norm().",
+        ),
+        "in backward": Conflict(
+            "safe_get_full_grad()",
+            "updates that start during backward",
+            "the gradient is already used",
+            "Set gradient_clipping or bf16.check_grad_overflow: updates then wait for the norm.",
+        ),
+        "set": Conflict(
+            "safe_set_full_fp32_param()",
+            _PARAM_KEY,
+            "the weights live on the host",
+            "Change weights before initialize(), or load a checkpoint.",
+        ),
+    },
+    "Hugging Face and Lightning": {
+        "twin": Conflict(
+            "twin={options}",
+            "a TwinOptimizer in optimizers=",
+            "it was built with its own options",
+            "Pass these options to the TwinOptimizer.",
+        ),
+        "fsdp": Conflict(
+            "TrainingArguments.fsdp or deepspeed",
+            "TwinTrainer",
+            "it supports one process and one GPU only",
+            "Remove the argument, or use twinflow.initialize() for several GPUs.",
+        ),
+        "average": Conflict(
+            "The callback {callback}",
+            "TwinStrategy",
+            "it reads weights while updates are running",
+            "Average in your own callback, after trainer.strategy.twin.wait().",
+        ),
+        "scheduler": Conflict(
+            "scheduler in the config of TwinStrategy",
+            "a scheduler of configure_optimizers()",
+            "the optimizer has one schedule",
+            "Remove one of them.",
+        ),
+        "optimizer": Conflict(
+            "optimizer in the config of TwinStrategy",
+            "an optimizer of configure_optimizers()",
+            "the engine has one optimizer",
+            "Let configure_optimizers() return None, or remove the optimizer from the config.",
+        ),
+    },
+}
+
+
+def conflict(group: str, name: str, /, **values: object) -> ValueError:
+    """The error for a conflict of the table."""
+    return CONFLICTS[group][name].error(**values)
+
+
+def refuse(group: str, found: Mapping[str, object], /, **values: object) -> None:
+    """Raises ValueError for the first conflict of `found`, by name, whose condition is true."""
+    assert found.keys() <= CONFLICTS[group].keys(), "the table does not have all of these conflicts"
+    for name, is_found in found.items():
+        if is_found:
+            raise conflict(group, name, **values)
