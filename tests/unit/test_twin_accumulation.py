@@ -221,7 +221,7 @@ def test_updates_start_in_the_last_backward(wanted: int, forwards: int) -> None:
         for _ in range(2):
             for _ in range(wanted):
                 loss_of(model, 0).backward()
-            started = len(optimizer.runtime.job.tasks)
+            started = len(optimizer.runtime.steps.job.tasks)
             optimizer.step()
             optimizer.zero_grad()
         assert started == sum(all(p is not model.head.weight for p in ps) for ps in bucket_params(optimizer))

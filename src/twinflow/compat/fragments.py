@@ -53,7 +53,7 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
     runtime = optimizer.runtime
     if runtime.sharing is not None or known.is_sharded or runtime.settings.sums_on_host:
         raise conflict("DeepSpeed's functions", "summed")
-    job = runtime.job
+    job = runtime.steps.job
     if job is None:
         return None
     if not runtime.settings.limits.any:
@@ -101,7 +101,7 @@ def _is_frozen(param: Tensor) -> bool:
 
 def _settle(optimizer: TwinOptimizer, param: Param) -> None:
     """Waits until no thread works on the state. A weight that the user changed is copied to its master."""
-    if optimizer.runtime.job is not None:
+    if optimizer.runtime.steps.job is not None:
         raise wrong_state(
             "The state of a parameter cannot be read or written", "backward() ran without step()", "Call step() first."
         )
@@ -109,7 +109,7 @@ def _settle(optimizer: TwinOptimizer, param: Param) -> None:
     optimizer.runtime.wait_for_copies()
     optimizer.runtime.wait_for_readers()
     if written([param]):
-        check_changed([param], optimizer.runtime.has_unsent)
+        check_changed([param], optimizer.runtime.steps.has_unsent)
         optimizer.runtime.adopt([param], keep=True)
 
 

@@ -85,7 +85,7 @@ class GatheredParameters:
             if isinstance(param, DTensor) or (found is not None and found[0].offloads_params):
                 kind = "that are partitioned (stage 3)" if isinstance(param, DTensor) else "that live on the host"
                 raise invalid_value("params", f"weights {kind}", "weights that are whole on this rank", _WHOLE)
-            if found is not None and found[0].runtime.job is None:
+            if found is not None and found[0].runtime.steps.job is None:
                 found[0].wait()
 
     def __exit__(

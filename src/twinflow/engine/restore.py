@@ -52,7 +52,7 @@ class What:
 
 def load(engine: EngineParts, root: Path, tag: str | None, what: What) -> tuple[str | None, dict[str, UserValue]]:
     """Loads `root`/`tag`, or the latest checkpoint. Returns its path and the client state."""
-    if engine.optimizer is not None and engine.optimizer.runtime.job is not None:
+    if engine.optimizer is not None and engine.optimizer.runtime.steps.job is not None:
         raise wrong_state(
             "load_checkpoint() cannot run between backward() and step()",
             "updates of this step may have begun",

@@ -111,7 +111,7 @@ def _freeze(engine: EngineParts) -> Frozen | None:
         return None
     runtime, limit = engine.optimizer.runtime, engine.settings.background_bytes
     assert limit is not None
-    if runtime.job is not None:
+    if runtime.steps.job is not None:
         raise wrong_state(
             "save_checkpoint() in the background cannot run between backward() and step()",
             "updates of this step may have begun and would continue while the state is written",

@@ -120,7 +120,7 @@ class Clipping:
         raise invalid_value("parameters to clip", f"{len(given & own)} of them and {len(given - own)} others", allowed)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
-        last = optimizer.runtime.last
+        last = optimizer.runtime.steps.last
         for step in self._made:
             step.norm()
         self._made = self._waiting if last is not None else []

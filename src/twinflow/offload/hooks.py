@@ -210,12 +210,13 @@ class _Traced:
 
     def __init__(self) -> None:
         _TRACED[id(self)] = weakref.ref(self)
+        # Dynamo calls the function while it traces. As a decorator this would import Dynamo, which takes seconds.
+        torch.compiler.assume_constant_result(_note_traced)  # type: ignore[no-untyped-call]
 
 
 _TRACED: dict[int, weakref.ref[_Traced]] = {}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Dynamo calls it while it traces
 def _note_traced(key: int) -> int:
     found = _TRACED.get(key)
     traced = found() if found is not None else None

@@ -35,7 +35,7 @@ def move(runtime: Runtime, bucket: Bucket, place: str) -> None:
     runtime.wait_for_readers()
     if place == bucket.plan.place:
         return
-    last = runtime.last
+    last = runtime.steps.last
     has_unsent = runtime.executor.take_unsent(bucket)  # weights of a delayed update that were not copied to the device
     if last is not None and any(task.bucket is bucket for task in last.unsent):
         last.unsent = [task for task in last.unsent if task.bucket is not bucket]
@@ -48,7 +48,7 @@ def move(runtime: Runtime, bucket: Bucket, place: str) -> None:
 
 def forget_jobs(runtime: Runtime, num_jobs: int) -> None:
     """Sets the count of jobs, because state and weights were replaced by those of a checkpoint."""
-    runtime.count_jobs_from(num_jobs, None)
+    runtime.steps.count_from(num_jobs, None)
     if runtime.param_offload is not None:
         runtime.param_offload.leave_all()
     if runtime.sharing is not None:
@@ -64,7 +64,7 @@ def hold_back(runtime: Runtime, number: int) -> None:
         _hold_back(runtime, job, bucket)
     if runtime.sharing is not None:
         runtime.sharing.hold_back(job)
-    runtime.count_jobs_from(number, job)
+    runtime.steps.count_from(number, job)
 
 
 def _hold_back(runtime: Runtime, job: Job, bucket: Bucket) -> None:

@@ -8,7 +8,7 @@ The path of a gradient, in execution order:
 3. A complete bucket becomes a task. If its state is on the host, the native threads of the executor copy the gradients
    to the host, update the state and copy the weights back (executor.py). If its state is on the device, the update is
    queued on a stream (device_work.py).
-4. `step` closes the job and does not wait for it.
+4. `step` closes the job and does not wait for it (steps.py).
 5. In the next forward a hook calls `before_forward`, which waits for the weights of one block. Other code that reads a
    weight waits for that weight only (weight_guard.py).
 
@@ -47,7 +47,6 @@ from twinflow.errors import incompatible
 from twinflow.offload import changes, refusals, weight_guard
 from twinflow.offload.blocks import Block
 from twinflow.offload.bucket import Param, Updater, local_of, new_bucket, note_step
-from twinflow.offload.clipping import Limits
 from twinflow.offload.collector import Collector
 from twinflow.offload.device_work import DeviceWork
 from twinflow.offload.early import EarlyPolicy, num_watched
@@ -64,7 +63,7 @@ from twinflow.offload.settings import Settings
 from twinflow.offload.sharing import NormReducer, PythonThread, Shards, SharedBuckets, Sharing
 from twinflow.offload.speculative_stores import SpeculativeStores
 from twinflow.offload.step_timer import StepTimer
-from twinflow.offload.sync import READERS
+from twinflow.offload.steps import Steps
 from twinflow.offload.taken_gradient import TakenGradient
 from twinflow.offload.torch_updater import TorchUpdater
 from twinflow.offload.torch_worker import TorchWorker
@@ -119,10 +118,6 @@ class Runtime:
             for plan, whole in zip(plans, wholes, strict=True)
         ]
         self._by_tensor: dict[Tensor, Param] = {param.tensor: param for param in params}
-        self.job: Job | None = None  # the open job: the step, or the part of a step, that gets gradients now
-        self.last: Job | None = None  # the previous step
-        self.num_jobs = 0
-        self._num_parts = 0  # backwards of this step whose gradients were submitted to be summed
         self._num_forwards = 0  # forwards of the model in this step
         self._forwards = Forwards(params, self.buckets)
         self._hooks: ModelHooks | None = None
@@ -158,6 +153,18 @@ class Runtime:
             self._threads += between_ranks.threads
             self._divisor = between_ranks.divisor
         self.collector = Collector(device, executor, self.device_work, self.buckets, num_gathered, where, self.sharing)
+        self.steps = Steps(
+            device,
+            executor,
+            self.device_work,
+            self.collector,
+            self.speculative_stores,
+            params,
+            self.buckets,
+            settings,
+            self.sharing,
+            self._norm_reducer,
+        )
         self.waited_s = 0.0  # seconds that forwards have waited for weights
         self.timer = StepTimer(device)
         self.param_offload: ParamOffload | None = None  # manages weights that live on the host
@@ -282,13 +289,13 @@ class Runtime:
         self._take_queues()
         if self._before_gathering is not None:
             self._before_gathering()
-        self._close_part()
+        self.steps.close_part()
         self._forwards.begin()
         self._num_forwards += torch.is_grad_enabled()
         if self.param_offload is not None:
             self._collect_loans()
             self.param_offload.before_model()
-        if self.settings.early and self._is_taking is None and not self._num_parts:
+        if self.settings.early and self._is_taking is None and not self.steps.num_parts:
             with plain():  # gradients that the user has put into `.grad` stay there, and backward adds to them
                 for param in self.params:
                     grad = param.tensor.grad
@@ -309,7 +316,7 @@ class Runtime:
         The calling thread waits until their copies are queued. The model's streams wait until the copies have ended.
         """
         self.executor.check()
-        self._close_part()
+        self.steps.close_part()
         if self._has_complete:
             self._disturb("a forward ran")
         if block != ROOT:
@@ -346,8 +353,7 @@ class Runtime:
         param = self._by_tensor.get(tensor)
         if param is None:
             return  # a frozen weight that lives on the host
-        is_part = self.job is not None and self.job.is_part
-        is_complete = param.hits >= self.settings.num_gathered and not param.is_late and not is_part
+        is_complete = param.hits >= self.settings.num_gathered and not param.is_late and not self.steps.is_part_open
         if is_complete and (self._is_taking or self._early.watches):
             self._disturb(f"{param.name} was read")
         self.executor.check()
@@ -456,7 +462,7 @@ class Runtime:
         This is the usual case. It needs no decision for each parameter, so it takes a third of the time of the general
         way. Returns False, and does nothing, in all other cases.
         """
-        job, whole = self.job, self._wholes.get(queue)
+        job, whole = self.steps.job, self._wholes.get(queue)
         if not self._is_taking or self._is_covered or job is None or whole is None or self.settings.num_gathered > 1:
             return False
         arrived = dict(queue.arrived)
@@ -542,28 +548,29 @@ class Runtime:
                 pair = (param, local_of(pair[1]))
             # The number of gradients of a late parameter does not show the number of backwards.
             (last if param.hits == wanted and not param.is_late else others).append(pair)
-        if self.job is None and (last or (others and wanted == 1)):
-            if self.settings.sums_on_host and self._num_parts + 1 < self.settings.accumulation_steps:
-                self.job = self._new_part()
+        if self.steps.job is None and (last or (others and wanted == 1)):
+            if self.settings.sums_on_host and self.steps.num_parts + 1 < self.settings.accumulation_steps:
+                self.steps.open_part()
             else:
                 self._begin()
         for param, _ in found:  # so that the memory of a gradient is free as soon as it is in the bucket
             param.tensor.grad = None if param.is_sharded else self._stand_in(param)
+        job = self.steps.job
         if others:
-            self.collector.add(self.job, others)
+            self.collector.add(job, others)
         if last:
-            assert self.job is not None
-            self._has_complete |= not self.job.is_part
+            assert job is not None
+            self._has_complete |= not job.is_part
             whole = self._wholes.get(queue)
             if whole is not None and wanted == 1 and len(last) == queue.size:
-                self.collector.put_wholes(self.job, {param.index: grad for param, grad in last}, whole.buckets)
+                self.collector.put_wholes(job, {param.index: grad for param, grad in last}, whole.buckets)
             else:
-                self.collector.add_last(self.job, last)
+                self.collector.add_last(job, last)
 
     def _take_another(self, param: Param, wanted: int) -> None:
         """Handle a gradient of a parameter that has already got one for each forward, or all of this step."""
-        if param.hits >= wanted and not param.is_late and self.job is not None and self.job.is_part:
-            self._close_part()  # another backward without a forward before it
+        if param.hits >= wanted and not param.is_late and self.steps.is_part_open:
+            self.steps.close_part()  # another backward without a forward before it
         if param.hits >= max(1, self._num_forwards) and param.hits < wanted:
             self._set_late(param)  # it gets several gradients in one backward: reentrant checkpointing
         if param.hits >= wanted and not param.is_late:
@@ -583,7 +590,7 @@ class Runtime:
         is_open = param.is_late or param.hits < self.settings.num_gathered
         if self._is_taking and not is_open and self.can_undo:
             self._late_from_now.add(param)  # a loop that does this once does it in every step
-        return bool(self._is_taking) and (is_open or (self.job is not None and self.job.is_part))
+        return bool(self._is_taking) and (is_open or self.steps.is_part_open)
 
     def give_back(self, tensor: Tensor) -> None:
         """Put the gradients of this step back into `.grad`, because the user uses the gradient of `tensor`."""
@@ -606,9 +613,11 @@ class Runtime:
         if not self.can_undo:
             raise self._too_late(reason)
         self._is_disturbed = True
-        self._close_part()
-        wanted = [p for p in self.params if p.hits or self._num_parts]
-        found = self.collector.read_back(self.job, [p for p in wanted if isinstance(p.tensor.grad, TakenGradient)])
+        self.steps.close_part()
+        wanted = [p for p in self.params if p.hits or self.steps.num_parts]
+        found = self.collector.read_back(
+            self.steps.job, [p for p in wanted if isinstance(p.tensor.grad, TakenGradient)]
+        )
         self._drop()
         for param, grad in found.items():
             param.put_back(grad)
@@ -631,55 +640,20 @@ class Runtime:
 
     def complete_written(self) -> None:
         """Complete a step if some of its updates have been written, so that weights and state belong together."""
-        if self.job is not None and not self.job.is_part and not self.can_undo:
+        job = self.steps.job
+        if job is not None and not job.is_part and not self.can_undo:
             with plain():
-                self._close(self.job)
-
-    def _new_part(self) -> Job:
-        return Job(self.num_jobs + 1, (), Limits(), 1.0, self.executor, is_part=True)
-
-    def _fill_parts(self) -> None:
-        """Submit zeros for backwards that this rank did not have, because other ranks may have had them."""
-        if self.sharing is not None and self.settings.sums_on_host and self.job is None:
-            while self._num_parts + 1 < self.settings.accumulation_steps:
-                self.job = self._new_part()
-                self._close_part()
-
-    def _close_part(self) -> None:
-        """Close the part of one backward, if the gradients of several backwards are summed as tasks."""
-        if self.job is not None and self.job.is_part:
-            self.collector.complete(self.job, self.params)
-            self._forget_hits()
-            self._num_parts += 1
-            self.job = None
-
-    def _forget_hits(self) -> None:
-        for param in self.params:
-            param.hits = 0
+                self._close(job)
 
     # Step.
 
     def _begin(self) -> None:
-        """Open a new job with the current options."""
+        """Open the job of this step with the current options."""
         if self._before_update is not None:
             self._before_update()
         self._finish_recording()
         self._check_params()
-        self.num_jobs += 1
-        settings = self.settings
-        is_delayed = settings.delayed_update and self.num_jobs > settings.delayed_update_start
-        self.job = Job(
-            self.num_jobs,
-            self.options(),
-            settings.limits,
-            self._loss_scale() * self._divisor,
-            self.executor,
-            is_delayed=is_delayed,
-            runs_ahead=settings.may_run_ahead and not is_delayed,
-        )
-        if settings.sums_on_host:
-            self.executor.measure(self.job, self.collector.new_norms(self.job))
-        self.collector.zero_norms()
+        self.steps.open(self.options(), self._loss_scale() * self._divisor)
 
     def _finish_recording(self) -> None:
         """End the recording of the first forward. The order of its blocks is the order of deadlines."""
@@ -691,10 +665,10 @@ class Runtime:
         """Raise if parameters were unfrozen or moved, and adopt weights that the user has written."""
         changes.check_flags(self._untrained)
         changed = changes.find_changed(self.params, self.buckets, self.wait)
-        if self.num_jobs == 0:  # writes through `.data` before the first step were not detected
+        if self.steps.num_jobs == 0:  # writes through `.data` before the first step were not detected
             changed = self.params
         if changed:
-            changes.check_changed(changed, self.has_unsent)
+            changes.check_changed(changed, self.steps.has_unsent)
             self.adopt(changed, keep=True)
 
     def step(self) -> Job | None:
@@ -708,12 +682,12 @@ class Runtime:
                 self._return_gradients(reason)
             if not self._is_taking:
                 self._look_at_gradients()
-            self._close_part()
-            self._fill_parts()
-            has_some = bool(self._num_parts) or any(param.hits for param in self.params)
-            if self.job is None and (has_some or self.sharing is not None):
+            self.steps.close_part()
+            self.steps.fill_parts()
+            has_some = bool(self.steps.num_parts) or any(param.hits for param in self.params)
+            if self.steps.job is None and (has_some or self.sharing is not None):
                 self._begin()  # gradients were not taken early, or there were fewer backwards than declared
-            job = self.job
+            job = self.steps.job
             if job is None:
                 self._reset()
                 return None
@@ -730,9 +704,10 @@ class Runtime:
             is_taken = bool(param.hits) and not param.is_sharded
             if grad is not param.taken if is_taken else _is_foreign(grad):
                 return f"{param.name}.grad was changed"
-        if self.job is None or self.job.is_part:
+        job = self.steps.job
+        if job is None or job.is_part:
             return ""
-        option = refusals.changed_option(self.job, self.options(), self._option_names)
+        option = refusals.changed_option(job, self.options(), self._option_names)
         if option:
             return option
         if not self.can_undo:  # this step's own updates may have written to the weights
@@ -753,35 +728,12 @@ class Runtime:
             refusals.check_layout(param, grad)
 
     def _close(self, job: Job) -> None:
-        """Submit the rest of a job, close it, and reset the runtime for the next step."""
+        """Close a job, guard the weights that it updates, and prepare for the next step."""
         self.timer.after_backward()
-        if self._is_taking:
-            self.collector.complete(job, self.params)
-        else:
-            self.collector.take_all(job, self.params, self._stand_in)
-        if not job.is_dropped:
-            self._release(self.last)  # before this job's updates write to the state that its weights are copied from
-        if self.sharing is not None:
-            self.sharing.close(job, [param.was_hit for param in self.params])
-        elif self._norm_reducer is not None:
-            self._norm_reducer.close(job, *self.collector.fetch_norms(job))
-        elif self.settings.sums_on_host:
-            self._close_sums(job)
-        else:
-            there, here, event = self.collector.fetch_decision(job)
-            if self.last is not None and job.on_device:
-                self.executor.wait_for_decision(self.last)  # the count of updates depends on it
-            self.executor.close_job(job, here, event)
-            self.device_work.close_job(job, there, event)
+        self.steps.close(job, bool(self._is_taking), self._stand_in)
         if job.is_dropped:  # the weights do not change
             self._reset()
             return
-        if job.is_released:
-            self.executor.make_due(job)
-        self.executor.collect()
-        self.speculative_stores.make_missing()
-        self.executor.warn_of_unlocked()
-        self.last = job
         updated = [param for param in self.params if param.was_hit or self.sharing is not None]
         is_traced = self._hooks is not None and self._hooks.is_traced
         bypassed = refusals.note_bypassed(self.params, is_traced)
@@ -811,64 +763,25 @@ class Runtime:
         self._late_from_now.clear()
         self._forwards.forget_runs()
         self._num_forwards = 0
-        self.job = None
-        self._num_parts = 0
         self._is_taking = None
         self._is_disturbed = False
         self._has_complete = False
-
-    def _close_sums(self, job: Job) -> None:
-        """Close a job whose gradients were summed as tasks, with tasks for buckets without a last gradient."""
-        known = {task.bucket for task in job.tasks}
-        for bucket in self.buckets:
-            if bucket in known:
-                continue
-            owner = self.device_work.add_nothing if bucket.is_on_device else self.executor.submit_sum
-            task = owner(job, bucket)
-            if task is not None:
-                job.tasks.append(task)
-        measures_there = any(task.bucket.is_on_device for task in job.tasks)
-        self.executor.close_sums(job, self.device.stream("update").record() if measures_there else None)
-        self.device_work.close_job(job, None, None)
-
-    def _release(self, job: Job | None) -> None:
-        """Let the weights of a delayed job be copied into the parameters. The next forward waits for them."""
-        if job is not None and not job.is_released:
-            after = self.device.compute().record()
-            self.executor.release(job, after)
-            self.device_work.release(job)
-            self.executor.make_due(job)
 
     # Outside of the training loop.
 
     def wait(self) -> None:
         """Block until every update that has begun is in the state, and every weight that is due is in its parameter."""
         self.executor.check()
-        self._close_part()
-        if self.job is not None and not self.settings.limits.any:
+        self.steps.close_part()
+        if self.steps.job is not None and not self.settings.limits.any:
             raise self._too_late("weights and state were read")
-        self.executor.wait_until_shown(self.buckets)
-        if self.last is not None:
-            self.executor.wait_for_decision(self.last)
-            self.executor.wait_until_done(self.last)
-        self.executor.wait_for_weights([bucket for bucket in self.buckets if not bucket.offloads_params])
-        for bucket in self.buckets:
-            if bucket.stored is not None and READERS not in self.device.disabled:
-                bucket.stored.synchronize()
-        if any(bucket.is_on_device for bucket in self.buckets):  # updates whose weights are not sent yet
-            self.device.hold_compute(self.device.stream("update").record(), READERS)
-        self.device_work.count_steps()
+        self.steps.wait()
         for param in self.params:
             param.is_seen = True
 
     def wait_for_copies(self) -> None:
         """Block until no stream reads the state, so that this thread may write to it. Call `wait` before."""
-        for bucket in self.buckets:
-            for event in (self.executor.weights_copied_event(bucket), self.executor.published_event(bucket)):
-                if event is not None:
-                    event.synchronize()
-        if any(bucket.is_on_device for bucket in self.buckets):
-            self.device.stream("update").synchronize()
+        self.steps.wait_for_copies()
 
     def wait_for_readers(self) -> None:
         """Block until no background save reads the state (frozen.py), so that this thread may write to it."""
@@ -877,25 +790,12 @@ class Runtime:
     @property
     def has_gradients(self) -> bool:
         """Whether gradients of a step that is not closed have come."""
-        return self.job is not None or bool(self._num_parts) or any(param.hits for param in self.params)
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether a delayed update is in the state and not yet in the weights."""
-        return self.last is not None and not self.last.is_released
+        return self.steps.job is not None or bool(self.steps.num_parts) or any(param.hits for param in self.params)
 
     def change_settings(self, settings: Settings) -> None:
         """Use other settings from the next step on."""
         self.settings = settings
-        self.collector.set_num_parts(settings.num_gathered)
-
-    def count_jobs_from(self, num_jobs: int, last: Job | None) -> None:
-        """Set the number of jobs so far. Only while no job is under way.
-
-        `last`: the delayed job whose weights are still to be copied into the parameters, if there is one.
-        """
-        self.num_jobs = num_jobs
-        self.last = last
+        self.steps.change_settings(settings)
 
     def adopt(self, params: Sequence[Param], keep: bool, values: Mapping[nn.Parameter, Tensor] | None = None) -> None:
         """Set the master weights from parameters that the user has written, for example by loading a checkpoint.
@@ -907,7 +807,7 @@ class Runtime:
 
     def flush(self) -> None:
         """Copy the weights of a delayed update into the parameters now, and wait for them."""
-        self._release(self.last)
+        self.steps.release()
         self.wait()
 
     def forget_gradients(self) -> None:
@@ -925,25 +825,22 @@ class Runtime:
 
     def _drop(self) -> None:
         """Drop the open step: its gradients, its sums, and its updates that run ahead of the clipping decision."""
-        self._close_part()
-        if self.job is not None:
-            self.job.drop()
+        self.steps.close_part()
+        job = self.steps.job
+        if job is not None:
+            job.drop()
             is_taking, is_disturbed = self._is_taking, self._is_disturbed
-            self._close(self.job)
+            self._close(job)
             self._is_taking, self._is_disturbed = is_taking, is_disturbed
-        elif self._num_parts:
-            if self.sharing is not None:
-                self.sharing.wait_for_sums()
-            self.executor.forget_sums()
-            self.device_work.forget_sums(self.buckets)
-            self._num_parts = 0
+        elif self.steps.num_parts:
+            self.steps.forget_sums()
 
     def close(self) -> None:
         """Wait for all updates, then remove the hooks and end the threads. An open step is not completed."""
         if self.executor.is_closing:
             return
         try:
-            if self.job is None:
+            if self.steps.job is None:
                 self.flush()
             elif not self.settings.limits.any and self.executor.error is None:
                 LOGGER.warning(

@@ -248,7 +248,7 @@ def _intercept(
     return _operate(func, args, kwargs)
 
 
-@torch._dynamo.disable  # type: ignore[untyped-decorator]
+@torch._disable_dynamo  # type: ignore[attr-defined]  # does not import Dynamo, which takes seconds, before a call
 def _operate(func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     for tensor in _guarded_in((args, kwargs)):
         if _owner(tensor) is None:  # made by nn.Parameter(p) from a guarded p, or its optimizer was freed or closed
@@ -286,7 +286,7 @@ def _operate(func: Callable[..., object], args: Sequence[object], kwargs: Mappin
 
 def _is_called_by_parameter() -> bool:
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(6):  # frames of this module and of Dynamo lie between
+    for _ in range(8):  # frames of this module and of Dynamo lie between
         if frame is None:
             return False
         if frame.f_code is nn.Parameter.__new__.__code__:

@@ -96,7 +96,7 @@ class Outcomes(Optimizer):
     @property
     def grad_norm(self) -> float | None:
         """The gradient norm of the last step before clipping; None before the first step."""
-        job = self.runtime.last
+        job = self.runtime.steps.last
         if job is None:
             return None
         return self.runtime.executor.wait_for_decision(job).norm
@@ -118,7 +118,7 @@ class Outcomes(Optimizer):
 
 def _figures(runtime: Runtime) -> dict[str, float]:
     """Clipping and updates ahead of the decision in the last step; seconds and bytes of all steps so far."""
-    job, counters = runtime.last, runtime.executor.counters
+    job, counters = runtime.steps.last, runtime.executor.counters
     counts = runtime.executor.counts_of(job) if job is not None else {}
     decision = job.decision if job is not None else None
     return {

@@ -523,7 +523,7 @@ class TwinOptimizer(Outcomes):
         With `source`, the state of each parameter is read from there, one parameter at a time. Raises ValueError for a
         state that does not fit, and RuntimeError between backward and `step()`.
         """
-        if self.runtime.job is not None:
+        if self.runtime.steps.job is not None:
             raise wrong_state(
                 "load_state_dict() cannot run between backward() and step()",
                 "updates of this step may have begun",

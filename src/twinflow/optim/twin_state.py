@@ -122,8 +122,8 @@ def head(optimizer: Saved) -> StateDict:
         "states": optimizer.states,
         "num_steps": optimizer.num_steps,
         "num_skipped": optimizer.num_skipped,
-        "num_jobs": runtime.num_jobs,
-        "has_unsent": runtime.has_unsent,
+        "num_jobs": runtime.steps.num_jobs,
+        "has_unsent": runtime.steps.has_unsent,
         "loss_scale": loss_scale.to_dict(optimizer.scale_rule),
         "param_groups": groups,
         **({"switch": optimizer.switch.state()} if optimizer.switch is not None else {}),
@@ -283,7 +283,7 @@ def restore(optimizer: Saved, saved: Mapping[str, object], source: Source | None
         runtime.adopt([param for param in runtime.params if param.name not in known], keep=False)
         for param in runtime.params:
             param.note_write()
-        reconfigure.hold_back(runtime, runtime.num_jobs)
+        reconfigure.hold_back(runtime, runtime.steps.num_jobs)
     else:
         runtime.adopt(runtime.params, keep=True)  # masters that do not round to the model's weights are replaced
     if optimizer.switch is not None:
