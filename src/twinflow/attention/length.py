@@ -145,10 +145,9 @@ def _extend_buffers(holder: nn.Module, num_rows: int) -> None:
 class SparseAttentionUtils:
     """The functions of this package as static methods with DeepSpeed's names."""
 
-    @staticmethod
-    def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
-        """Calls the function `extend_position_embedding` of this module."""
-        return extend_position_embedding(model, max_position)
+    extend_position_embedding = staticmethod(extend_position_embedding)
+    pad_to_block_size = staticmethod(pad_to_block_size)
+    unpad_sequence_output = staticmethod(unpad_sequence_output)
 
     @staticmethod
     def update_tokenizer_model_max_length(tokenizer: Any, max_position: int) -> Any:
@@ -167,31 +166,3 @@ class SparseAttentionUtils:
             extend_position_embedding(model, max_position)
         pattern = sparsity_config or FixedSparsityConfig(num_heads=config.num_attention_heads)
         return sparsify(model, pattern)
-
-    @staticmethod
-    def pad_to_block_size(
-        block_size: int,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        token_type_ids: Tensor | None,
-        position_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        pad_token_id: int,
-        model_embeddings: Any,
-    ) -> Padded:
-        """Calls the function `pad_to_block_size` of this module."""
-        return pad_to_block_size(
-            block_size,
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            pad_token_id,
-            model_embeddings,
-        )
-
-    @staticmethod
-    def unpad_sequence_output(pad_len: int, sequence_output: Tensor) -> Tensor:
-        """Calls the function `unpad_sequence_output` of this module."""
-        return unpad_sequence_output(pad_len, sequence_output)

@@ -36,7 +36,7 @@ def sparsify(model: Model, pattern: Pattern, *, backend: str = "auto", heads: tu
         raise _nothing_to_change(model)
     for_hooks = _by_layer(pattern, [int(layer.num_heads) for layer in hooks])
     made = [_for_hook(layer, its, backend, heads) for layer, its in zip(hooks, for_hooks, strict=True)]
-    for_own = _by_layer(pattern, [_num_heads(layer) for layer in own])
+    for_own = _by_layer(pattern, [layer.sparsity_config.num_heads for layer in own])
     for part in found:
         counts = [num_heads_of(part)] * part.config.num_hidden_layers
         sparse_transformers(part, _by_layer(pattern, counts), backend, heads)
@@ -62,7 +62,7 @@ def apply_section(model: nn.Module, section: Mapping[str, Any]) -> None:
     """
     is_dense = section.get("mode", "fixed") == "dense"
     own = _own(model)
-    counts = {_num_heads(layer) for layer in own}
+    counts = {layer.sparsity_config.num_heads for layer in own}
     if not is_dense:
         counts |= {num_heads_of(part) for part in transformers_models(model)}
         counts |= {int(layer.num_heads) for layer in _hooks(model)}
@@ -88,10 +88,6 @@ def _hooks(model: nn.Module) -> list[Any]:
 
 def _own(model: nn.Module) -> list[SparseSelfAttention]:
     return [part for part in model.modules() if isinstance(part, SparseSelfAttention)]
-
-
-def _num_heads(layer: SparseSelfAttention) -> int:
-    return layer.sparsity_config.num_heads
 
 
 def _for_hook(layer: Any, pattern: SparsityConfig, backend: str, heads: tuple[int, int] | None) -> Attend:
