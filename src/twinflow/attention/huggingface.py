@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from twinflow.attention.pattern_attention import PatternAttention, not_causal
+from twinflow.attention.function import PatternAttention, not_causal
 from twinflow.attention.patterns import DenseSparsityConfig, SparsityConfig
 from twinflow.errors import invalid_value
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from twinflow.attention.function import PatternAttention
 from twinflow.attention.layout import Layout
-from twinflow.attention.pattern_attention import PatternAttention
 from twinflow.attention.patterns import FixedSparsityConfig, SparsityConfig
 from twinflow.errors import invalid_value
 

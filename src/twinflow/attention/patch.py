@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from twinflow.attention.function import PatternAttention, not_causal
 from twinflow.attention.huggingface import dense_transformers, num_heads_of, sparse_transformers, transformers_models
 from twinflow.attention.module import SparseSelfAttention
-from twinflow.attention.pattern_attention import PatternAttention, not_causal
 from twinflow.attention.patterns import DenseSparsityConfig, SparsityConfig, pattern_from_config
 from twinflow.errors import invalid_value
 

@@ -208,12 +208,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Causal self-attention over `x` [batch, tokens, hidden]."""
-        batch, tokens, hidden = x.shape
-        heads = (batch, tokens, self.num_heads, hidden // self.num_heads)
-        q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(x).split(hidden, dim=-1))
-        dropout = self.dropout if self.training else 0.0
-        y = self.attend(q, k, v, dropout)
-        mixed: Tensor = self.out(y.transpose(1, 2).reshape(batch, tokens, hidden))
+        # A tensor rank has a part of the heads, so their width follows from the projection, not from `x`.
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        y = self.attend(q, k, v, self.dropout if self.training else 0.0)
+        mixed: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return mixed
 
 
