@@ -117,9 +117,9 @@ class PatternAttention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        dropout: float = 0.0,
         *,
         is_causal: bool | None = None,
-        dropout: float = 0.0,
         **extras: Any,
     ) -> Tensor:
         """Attention of q [B, H, nq, D] to k and v [B, Hkv, nk, D]. The queries have the last nq positions.

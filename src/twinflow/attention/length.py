@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twinflow.attention.patch import sparsify
-from twinflow.attention.patterns import FixedSparsityConfig, SparsityConfig
+from twinflow.attention.patterns import FixedSparsityConfig, SparsityConfig, check_count
 from twinflow.errors import invalid_value
 
 
@@ -87,8 +87,7 @@ def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
     everywhere. The rows that RoBERTa reserves for padding are kept. A rotary model has no table, and only its config
     changes. Call this function before `sparsify` and before an optimizer is built. Raises ValueError for other models.
     """
-    if isinstance(max_position, bool) or not isinstance(max_position, int) or max_position < 1:
-        raise invalid_value("max_position", max_position, "a whole number >= 1")
+    check_count("max_position", max_position, 1)
     config: Any = getattr(model, "config", None)
     known = getattr(config, "max_position_embeddings", None)
     if not isinstance(known, int):

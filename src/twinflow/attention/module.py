@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from twinflow.attention.function import PatternAttention
 from twinflow.attention.layout import Layout
-from twinflow.attention.patterns import FixedSparsityConfig, SparsityConfig
+from twinflow.attention.patterns import FixedSparsityConfig, SparsityConfig, check_count
 from twinflow.errors import invalid_value
 
 MASK_MODES = ("add", "mul")
@@ -37,8 +37,7 @@ class SparseSelfAttention(nn.Module):
         for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
             if mode not in MASK_MODES:
                 raise invalid_value(name, mode, MASK_MODES)
-        if isinstance(max_seq_length, bool) or not isinstance(max_seq_length, int) or max_seq_length < 1:
-            raise invalid_value("max_seq_length", max_seq_length, "a whole number >= 1")
+        check_count("max_seq_length", max_seq_length, 1)
         pattern = FixedSparsityConfig(num_heads=4) if sparsity_config is None else sparsity_config
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode

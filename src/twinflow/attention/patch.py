@@ -95,11 +95,7 @@ def _for_hook(layer: Any, pattern: SparsityConfig, backend: str, heads: tuple[in
     if is_causal and not pattern.is_causal and not isinstance(pattern, DenseSparsityConfig):
         raise not_causal(pattern)
     attend = PatternAttention(pattern, getattr(layer, "max_tokens", 1), backend=backend, heads=heads)
-    return partial(_attend, attend, is_causal)
-
-
-def _attend(attend: PatternAttention, is_causal: bool, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    return attend(q, k, v, is_causal=is_causal, dropout=dropout)
+    return partial(attend, is_causal=is_causal)
 
 
 def _by_layer(pattern: Pattern, num_heads: Sequence[int]) -> list[SparsityConfig]:

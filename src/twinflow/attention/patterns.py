@@ -37,7 +37,7 @@ class SparsityConfig:
     def __post_init__(self) -> None:
         for name in (item.name for item in fields(self)):
             if name == "seed" or name.startswith("num_"):
-                _check_count(name, getattr(self, name), 0 if name in self._MAY_BE_ZERO else 1)
+                check_count(name, getattr(self, name), 0 if name in self._MAY_BE_ZERO else 1)
         check_block(self.block)
         if not isinstance(self.different_layout_per_head, bool):
             raise invalid_value("different_layout_per_head", self.different_layout_per_head, [True, False])
@@ -52,7 +52,7 @@ class SparsityConfig:
 
     def layout(self, seq_len: int) -> Layout:
         """The layout for `seq_len` tokens. The last block may be incomplete."""
-        _check_count("seq_len", seq_len, 1)
+        check_count("seq_len", seq_len, 1)
         num_blocks = -(-seq_len // self.block)
         generator = torch.Generator().manual_seed(self.seed)
         num_variants = self._num_variants()
@@ -64,7 +64,7 @@ class SparsityConfig:
         """The grid as int64 [heads, blocks, blocks], 1 = kept. Raises ValueError for an incomplete block or a grid that
         is too large.
         """
-        _check_count("seq_len", seq_len, 1)
+        check_count("seq_len", seq_len, 1)
         if seq_len % self.block:
             raise invalid_value("seq_len", seq_len, f"a multiple of block {self.block}", "layout() takes any length.")
         if self.num_heads * (seq_len // self.block) ** 2 > DENSE_LIMIT:
@@ -339,11 +339,11 @@ def _freeze(pattern: SparsityConfig, name: str, least: int) -> None:
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise invalid_value(name, values, f"a list of whole numbers >= {least}")
     for value in values:
-        _check_count(name, value, least)
+        check_count(name, value, least)
     object.__setattr__(pattern, name, tuple(values))
 
 
-def _check_count(name: str, value: object, least: int) -> None:
+def check_count(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise invalid_value(name, value, f"a whole number >= {least}")
 

@@ -275,24 +275,22 @@ class GPT(nn.Module):
             "position_embedding": self.position_embedding,
             "dropout": self.dropout,
         }
-        run = _run_again if self.config.checkpoint_activations else _run
         return [
             Part(first, partial(_embed, self.token_embedding, self.position_embedding, self.dropout)),
-            *(Part({f"blocks.{i}": block}, partial(run, block), is_block=True) for i, block in enumerate(self.blocks)),
+            *(Part({f"blocks.{i}": block}, self._runner(block), is_block=True) for i, block in enumerate(self.blocks)),
             Part({"norm": self.norm, "head": self.head}, partial(_finish, self.norm, self.head), is_loss=True),
         ]
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> GPTOutput:
         """Logits for `tokens` [batch, tokens]. If `targets` of the same shape are given: their loss, without logits."""
         x: Tensor = _embed(self.token_embedding, self.position_embedding, self.dropout, tokens)
-        run_again = self.config.checkpoint_activations and self.training and torch.is_grad_enabled()
         for block in self.blocks:
-            if run_again:
-                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
-            else:
-                x = block(x)
+            x = self._runner(block)(x)
         x = self.norm(x)
         return GPTOutput(self.head(x), None) if targets is None else GPTOutput(None, self.head(x, targets))
+
+    def _runner(self, block: nn.Module) -> Callable[[Tensor], Any]:
+        return partial(_run_again, block) if self.config.checkpoint_activations else block
 
 
 def _embed(tokens: nn.Module, positions: nn.Embedding, dropout: nn.Module, ids: Tensor) -> Any:
@@ -303,14 +301,10 @@ def _embed(tokens: nn.Module, positions: nn.Embedding, dropout: nn.Module, ids: 
     return dropout(tokens(ids) + positions(torch.arange(num_tokens, device=ids.device)))
 
 
-def _run(block: nn.Module, x: Tensor) -> Any:
-    return block(x)
-
-
-def _run_again(block: nn.Module, x: Tensor) -> Any:
+def _run_again(block: Any, x: Tensor) -> Any:
     """Run a block with activation checkpointing, as GPTConfig.checkpoint_activations requests."""
     if block.training and torch.is_grad_enabled():
-        return checkpoint(block, x, use_reentrant=False)
+        return checkpoint(block, x, use_reentrant=False, preserve_rng_state=block.dropout.p > 0)
     return block(x)
 
 

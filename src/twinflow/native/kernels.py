@@ -25,6 +25,28 @@ from twinflow.rules.formats import Key
 from twinflow.rules.rule import Hyper
 from twinflow.rules.segment import Segment, Store, check_segment
 
+__all__ = [
+    "Addresses",
+    "Pointers",
+    "accumulate",
+    "advise_huge",
+    "available",
+    "cast",
+    "get_threads",
+    "huge_zeros",
+    "isa",
+    "isa_names",
+    "join",
+    "pointers",
+    "scale_in_place",
+    "set_isa",
+    "set_threads",
+    "split",
+    "sum_squares",
+    "update",
+    "update_at",
+]
+
 DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 FORMAT_CODES = {"fp32": 0, "bf16": 1, "int8": 2}
 
@@ -53,13 +75,13 @@ class Pointers(NamedTuple):
 
 def pointers(store: Store) -> Pointers:
     """Addresses of the buffers of a store. The buffers are not kept alive."""
-
-    def address(tensor: Tensor | None) -> int | None:
-        return tensor.data_ptr() if tensor is not None else None
-
     states = address(store.states[0]), address(store.states[1])
     scales = address(store.scales[0]), address(store.scales[1])
     return Pointers(address(store.weight), address(store.master), states, scales)
+
+
+def address(tensor: Tensor | None) -> int | None:
+    return tensor.data_ptr() if tensor is not None else None
 
 
 @dataclass(frozen=True)
