@@ -167,9 +167,7 @@ class Offload:
             saved.is_ordered = True
 
     def _fetch(self, saved: Saved) -> Tensor:
-        """Return the input on the device, ordered for the model's stream, and prefetch the inputs
-        of preceding calls.
-        """
+        """Return the input on the device, ordered for the model's stream, and prefetch inputs of preceding calls."""
         if self._is_closed:
             raise wrong_state(
                 f"backward() cannot read the offloaded input of {saved.call.layer}",
@@ -219,9 +217,7 @@ class Offload:
         self.bytes_back += num_bytes
 
     def _forget(self, saved: Saved) -> None:
-        """Release the memory of an input. Called when no graph refers to it: after its backward, or when the graph was
-        dropped.
-        """
+        """Release the memory of an input that no graph refers to, after its backward or when the graph was dropped."""
         if self._is_closed:
             return
         if saved.original is not None and not saved.is_ordered:
@@ -298,9 +294,7 @@ def _alive(call: Call | None) -> Iterator[Saved]:
 
 
 def _copy(target: Tensor, source: Tensor) -> Callable[[], None]:
-    """A copy that drops its references when it is done, because a stream's thread keeps the last
-    function that it ran.
-    """
+    """A copy that drops its references when it is done, because the thread of a stream keeps its last function."""
     pair = [(target, source)]
 
     def work() -> None:
@@ -311,7 +305,7 @@ def _copy(target: Tensor, source: Tensor) -> Callable[[], None]:
 
 
 def hooks_for(
-    found: Mapping[object, T], is_worth_it: Callable[[Tensor], bool], restore: Callable[[T], Tensor]
+    found: Mapping[tuple[object, ...], T], is_worth_it: Callable[[Tensor], bool], restore: Callable[[T], Tensor]
 ) -> saved_tensors_hooks:
     """Hooks with which autograd saves the object that `found` has for a tensor, by its memory_key. `restore` gives the
     tensor back in backward.

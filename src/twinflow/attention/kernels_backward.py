@@ -52,9 +52,7 @@ def probabilities(scores, keep, query, key, lse, where, extras, sizes, MASKED: t
 
 @triton.jit(do_not_specialize=["drop", "sizes"])
 def query_gradients(q, k, v, out, lse, grad, delta, dq, strides, plan, scratch, extras, drop, sizes, S: tl.constexpr):
-    """Compute dq for one item of one head. Also writes delta, the sum of out * grad of each query, for the other
-    kernels.
-    """
+    """Compute dq for one item of one head, and delta, the sum of out * grad of each query, for the other kernels."""
     item, batch_head = own_item(sizes)
     first = 0
     if not S.ONE_PATTERN:  # With one pattern all heads have the same number of items, and the reads are not needed.
@@ -190,9 +188,7 @@ def key_gradients(q, k, v, lse, grad, delta, dk, dv, strides, plan, scratch, ext
 @triton.jit
 def _walk_queries(dk_acc, dv_acc, tiles, key, queries, grads, lines, codes, start, stop, next_code, where, extras, drop,
                   sizes, MASKED: tl.constexpr, S: tl.constexpr):  # fmt: skip
-    """Add the contributions of the query tiles start to stop to the gradients of keys (without the
-    scale) and values.
-    """
+    """Add the query tiles start to stop to the gradients of keys (without the scale) and values."""
     k_tile, v_tile = tiles
     rows = key[:, None]
     for tile in tl.range(start, stop):

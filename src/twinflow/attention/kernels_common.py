@@ -59,9 +59,7 @@ def split_head(batch_head, num_heads):
 
 @triton.jit
 def first_codes(plan, start, mid, S: tl.constexpr):
-    """Codes of the first tiles without and with a mask. They are read first, because loads of these tiles depend on
-    them.
-    """
+    """Codes of the first tiles without and with a mask, read first because loads of these tiles depend on them."""
     return read_code(plan.codes, start, S), read_code(plan.codes, mid, S)
 
 

@@ -120,9 +120,7 @@ def _own_rows(PART: gl.constexpr, own_bufs, other_bufs, bars, plan, places, size
 def _walk(
     state, q_tile, other_bufs, bars, num_tiles, count, slot, is_held, factor, SCORES: gl.constexpr, SUMS: gl.constexpr
 ):
-    """Process whole tiles. The product of probabilities and values of a tile overlaps with the
-    scores of the next tile.
-    """
+    """Process whole tiles. The product of probabilities and values of a tile overlaps with the next tile's scores."""
     k_bufs, v_bufs = other_bufs
     STAGES: gl.constexpr = k_bufs.shape[0]
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)

@@ -35,9 +35,7 @@ from twinflow.attention.kernels_hopper_common import (
 @gluon.jit(do_not_specialize=["total", "num_items", "num_long", "num_own", "num_other", "num_slots"])
 def key_gradients(k, v, q, grad, dk, dv, lse, delta, sums_k, sums_v, plan, places, total, num_items, num_long, num_own,
                   num_other, num_slots, scale, S: gl.constexpr):  # fmt: skip
-    """A program owns keys and sums over the query heads that share them. All tensors but scratch and plan are
-    descriptors.
-    """
+    """A program owns keys and sums over the query heads that share them. All but scratch and plan are descriptors."""
     OTHER: gl.constexpr = q.block_type.shape[0]
     DIM: gl.constexpr = q.block_type.shape[1]
     own_bufs = (

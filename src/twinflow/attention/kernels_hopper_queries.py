@@ -65,9 +65,7 @@ def query_gradients(q, grad, k, v, dq, out, lse, delta, sums, plan, places, tota
 
 @gluon.jit
 def _query_rows(PART: gl.constexpr, own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S: gl.constexpr):
-    """The work of one warpgroup, which has one half of each own tile. Rows of `out` are read into registers one item
-    ahead.
-    """
+    """The work of one warpgroup, which has one half of each own tile. Rows of `out` are read one item ahead."""
     STAGES: gl.constexpr = other_bufs[0].shape[0]
     DIM: gl.constexpr = other_bufs[0].shape[2]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])

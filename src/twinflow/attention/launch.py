@@ -206,9 +206,7 @@ class Call:
         )
 
     def prepare(self, tuning: Tuning, others: Sequence[Tensor], by_keys: bool) -> tuple[Tuning, TilePlan, Shape]:
-        """The tuning that this call allows for a kernel that iterates over `others`, with its plan
-        and its constants.
-        """
+        """The tuning that this call allows for a kernel that iterates over `others`, with its plan and constants."""
         if tuning.tma and not self._allows_descriptors(tuning.size, others, by_keys):
             tuning = tuning.otherwise or replace(tuning, tma=False)
         plan = self.plan(tuning.size, by_keys)

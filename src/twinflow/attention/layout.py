@@ -97,9 +97,7 @@ class Layout:
         return torch.repeat_interleave(torch.arange(self.num_rows, dtype=torch.int32), lengths)
 
     def transposed(self) -> tuple[Tensor, Tensor]:
-        """The kept blocks by columns: col_starts int64 [num_patterns, num_cols + 1], and rows int32
-        [kept], ascending.
-        """
+        """The kept blocks by columns: col_starts int64 [num_patterns, num_cols + 1] and ascending rows int32 [kept]."""
         counts = torch.zeros(self.num_patterns, self.num_cols, dtype=torch.int64)
         rows = torch.empty_like(self.cols)
         for pattern in range(self.num_patterns):
@@ -187,9 +185,7 @@ def from_flat(
 
 
 def from_dense(grid: Tensor, block: int, is_causal: bool = False, num_heads: int | None = None) -> Layout:
-    """A layout from a bool or integer grid [heads, rows, cols] or [rows, cols]. One grid may be used for `num_heads`
-    heads.
-    """
+    """A layout from a bool or integer grid [heads, rows, cols] or [rows, cols]. `num_heads` heads may use one grid."""
     if grid.dim() == 2:
         grid = grid[None]
     if grid.dim() != 3:
@@ -275,7 +271,7 @@ def from_function(
     flats = []
     for test in tests:
         parts = []
-        for rows in torch.arange(num_rows).split(max(1, CHUNK_PAIRS // num_cols)):
+        for rows in torch.split(torch.arange(num_rows), max(1, CHUNK_PAIRS // num_cols)):
             answer = test(rows[:, None], cols)
             if answer.dtype != torch.bool:
                 raise invalid_value("keeps(rows, cols).dtype", answer.dtype, [torch.bool])

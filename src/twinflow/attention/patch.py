@@ -57,9 +57,7 @@ def unsparsify(model: Model) -> Model:
 
 
 def apply_section(model: nn.Module, section: Mapping[str, Any]) -> None:
-    """Apply the `sparse_attention` section of a config. The mode "dense" changes only models that have
-    SparseSelfAttention.
-    """
+    """Apply the `sparse_attention` section of a config. The mode "dense" changes only SparseSelfAttention."""
     is_dense = section.get("mode", "fixed") == "dense"
     own = _own(model)
     counts = {layer.sparsity_config.num_heads for layer in own}

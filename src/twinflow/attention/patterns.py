@@ -75,8 +75,8 @@ class SparsityConfig:
 
     def _num_variants(self) -> int:
         """Number of different patterns, which the heads use in turn."""
-        is_random = self.different_layout_per_head and getattr(self, "num_random_blocks", 0)
-        return self.num_heads if is_random else 1
+        num_random = getattr(self, "num_random_blocks", 0)
+        return self.num_heads if self.different_layout_per_head and num_random else 1
 
     def _flat(self, num_blocks: int, variant: int, generator: torch.Generator) -> Tensor:
         """Kept blocks as row * num_blocks + col. Order and duplicates do not matter."""

@@ -104,9 +104,7 @@ def device_plan(
 
 
 def cells(layout: Layout, pattern: int, span: Span, width: int) -> tuple[Tensor, Tensor]:
-    """Rows and columns of all squares of `width` tokens that contain scores of a pattern. `width`
-    is at most the block.
-    """
+    """Rows and columns of all squares of `width` tokens, at most the block, that contain scores of a pattern."""
     rows, cols = _expanded(layout.block, layout.row_starts[pattern], layout.cols, width, width, span.queries)
     inside = _overlaps(rows, width, span.queries) & _overlaps(cols, width, span.keys)
     if layout.is_causal:

@@ -31,9 +31,7 @@ def encode(
     exponents: Tensor | None = None,
     is_scaled: bool = True,
 ) -> None:
-    """Pack (base_factor * base + factor * values) * 2**k + error into the rows of `packed`. Each row takes an equal
-    part.
-    """
+    """Pack (base_factor * base + factor * values) * 2**k + error into equal parts, one for each row of `packed`."""
     check_tensor("values", values, FLOATS)
     numel = _row_numel(packed, values)
     _check_packed(code, packed, numel)

@@ -356,8 +356,7 @@ def dropout_part(x: Tensor, p: float, group: Group, dim: int) -> Tensor:
 
 
 def dropping_heads(group: Group, is_training: bool) -> AbstractContextManager[object]:
-    """Context for an attention over this rank's heads, in which dropout of [batch, heads, ...] equals that of one
-    process."""
+    """Context for an attention over this rank's heads: dropout of [batch, heads, ...] equals that of one process."""
     return _HeadsDropout(group) if is_training and group.world > 1 else nullcontext()
 
 

@@ -219,8 +219,7 @@ class Wire:
         self._first.wait_until_known()
 
     def close(self) -> None:
-        """Close the connections after the last batch. In the middle of a batch this counts as a failure of this
-        rank."""
+        """Close the connections after the last batch. In the middle of a batch this is a failure of this rank."""
         with self._changed:
             was_closed = self._is_closed
             has_failed = self._error is not None
@@ -394,8 +393,7 @@ class _FirstCause:
         return _soon(lambda: self._tell(own)) or own
 
     def wait_until_known(self) -> None:
-        """Wait until the other ranks have read the error, because the store may end with this process. Waits only
-        once."""
+        """Wait once until the other ranks have read the error, because the store may end with this process."""
         keys, has_waited, self._has_waited = self._keys, self._has_waited, True
         if keys is not None and not has_waited:
             names = [f"known/{i}" for i in range(self._num_ranks)]

@@ -71,9 +71,7 @@ class Store:
         )
 
     def empty_like(self) -> Store:
-        """New buffers of the same shapes and dtypes, not initialised. An update can write to them and leave this store
-        unchanged.
-        """
+        """New buffers like these, not initialised. An update can write to them and leave this store unchanged."""
         weight = torch.empty_like(self.weight) if self.weight is not None else None
         states, scales = (_each(pair, torch.empty_like) for pair in (self.states, self.scales))
         return Store(self.format, torch.empty_like(self.master), weight, states, scales)
