@@ -74,7 +74,9 @@ def parallelize(
     for name, style in styles.items():
         is_inside = any(name.startswith(f"{region}.") for region in regions)
         _set_sizes(modules[name], style, group.world)
-        _patch(modules[name], style, split, is_inside)
+        forward = _forward(modules[name], style, split, is_inside)
+        if forward is not None:
+            modules[name].forward = forward
 
 
 def same_randoms(group: Group, device: torch.device | None = None) -> None:
@@ -232,14 +234,8 @@ class Split:
             setattr(param, _SUMMED, True)
 
 
-def _patch(module: Any, style: Style, split: Split, is_inside: bool) -> None:
-    """Replace the forward of a module. `is_inside`: the module is in a region, which has already taken the input in."""
-    forward = _forward(module, style, split, is_inside)
-    if forward is not None:
-        module.forward = forward
-
-
 def _forward(module: Any, style: Style, split: Split, is_inside: bool) -> Callable[..., Any] | None:
+    """The new forward of a module. `is_inside`: the module is in a region, which has already taken the input in."""
     if style.kind == "column":
         return partial(_column, module, None if is_inside else split)
     if style.kind == "row":
