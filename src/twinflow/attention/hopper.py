@@ -123,10 +123,10 @@ def _launch(
     total = tiles.max_items * sizes.batch * num_heads
     rows = (sizes.num_keys, sizes.num_queries) if by_keys else (sizes.num_queries, sizes.num_keys)
     numbers = (total, tiles.max_items, tiles.num_long, *rows, tiles.num_slots // num_heads)
-    words = plan.words if plan.words is not None else tiles.items
+    words = plan.words if plan.words is not None else tiles.tables.items
     scale = float(scale_of(call.extras, sizes.head_dim))
     shape = Shape(num_stages, sizes.group, tiles.num_slots > 0, plan.words is not None, call.layout.is_causal)
-    args = (*tensors, (tiles.items, tiles.codes, words), places, *numbers, scale, shape)
+    args = (*tensors, (tiles.tables.items, tiles.tables.codes, words), places, *numbers, scale, shape)
     launch(kernel, min(total, _num_processors(call.device)), args, OPTIONS)
 
 

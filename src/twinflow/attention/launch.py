@@ -23,17 +23,6 @@ Strides = tuple[int, int, int]
 _BOUND = threading.local()  # devices whose CUDA context is bound to a thread
 
 
-class PlanArgs(NamedTuple):
-    """The tensors of a TilePlan."""
-
-    codes: Tensor
-    items: Tensor
-    item_starts: Tensor
-    cuts: Tensor
-    cut_starts: Tensor
-    heads: Tensor
-
-
 class ExtraArgs(NamedTuple):
     """The tensors of Extras, expanded to all scores by strides of zero. The strides are in SizeArgs and Shape, because
     Triton 3.6 mistakes the position in a tuple of tuples if a number is 1.
@@ -243,10 +232,6 @@ def is_interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
-def plan_args(plan: TilePlan) -> PlanArgs:
-    return PlanArgs(plan.codes, plan.items, plan.item_starts, plan.cuts, plan.cut_starts, plan.heads)
-
-
 def strides_of(**tensors: Tensor) -> TensorStrides:
     """Strides of the named tensors. The elements of a token must be contiguous."""
     return TensorStrides(**{name: _strides(tensor) for name, tensor in tensors.items()})
@@ -356,7 +341,7 @@ def reduce_forward(
         return
     num_programs = plan.max_cuts * call.sizes.batch * call.sizes.num_heads * (size.own // REDUCE_ROWS)
     size_args = call.size_args(plan.max_cuts, plan.num_slots)
-    args = (out, lse, strides, plan_args(plan), pieces, size_args, REDUCE_ROWS, call.shape(size, plan))
+    args = (out, lse, strides, plan.tables, pieces, size_args, REDUCE_ROWS, call.shape(size, plan))
     launch(kernels_forward.reduce, num_programs, args, REDUCE_OPTIONS)
 
 
@@ -379,7 +364,7 @@ def reduce_gradients(
     size_args = call.size_args(plan.max_cuts, plan.num_slots)._replace(num_heads=num_heads)
     strides = (_strides(first), _strides(second) if second is not None else None)
     places = (first.shape[2], start)
-    args = (first, second, strides, plan_args(plan), pieces, size_args, *places, REDUCE_ROWS, call.shape(size, plan))
+    args = (first, second, strides, plan.tables, pieces, size_args, *places, REDUCE_ROWS, call.shape(size, plan))
     launch(kernels_backward.reduce, num_programs, args, REDUCE_OPTIONS)
 
 

@@ -29,7 +29,6 @@ from twinflow.attention.launch import (
     is_interpreting,
     launch,
     other_rows,
-    plan_args,
     reduce_forward,
     reduce_gradients,
     strides_of,
@@ -174,7 +173,7 @@ def _launch(
     plan: TilePlan,
     shape: Shape,
 ) -> None:
-    args = (*tensors, strides, plan_args(plan), pieces if plan.num_slots else None, call.extra_args(), call.drop())
+    args = (*tensors, strides, plan.tables, pieces if plan.num_slots else None, call.extra_args(), call.drop())
     size_args = call.size_args(plan.max_items, plan.num_slots, plan.num_long)
     launch(kernel, plan.max_items * call.sizes.batch * num_heads, (*args, size_args, shape), tuning.options)
 
