@@ -5,8 +5,8 @@ Scores are in base 2: they are multiplied by log2(e), so that the softmax uses e
 scores as [queries, keys], and kernels that own keys have them as [keys, queries]. The functions here take indices that
 broadcast to either shape.
 
-launch.py defines the tuples `plan`, `extras`, `drop`, `sizes` and `scratch` and the constants S. A tensor in `extras`
-that is None has no cost.
+Arguments are tensors or tuples. launch.py defines `strides`, `extras`, `drop`, `sizes` and `scratch` and the constants
+S, and tiles.py defines `plan`. A tensor in `extras` that is None has no cost.
 """
 
 from __future__ import annotations
