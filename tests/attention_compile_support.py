@@ -22,7 +22,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from twinflow.attention import hopper, pieces
+from twinflow.attention import hopper, launch
 from twinflow.attention import triton_attention as ours
 from twinflow.attention.extras import Extras, check_call
 from twinflow.attention.launch import Call
@@ -95,7 +95,7 @@ def compile_call(name: str) -> None:
     tunings = tunings_for(sizes.head_dim, q.dtype)
     tunings = replace(tunings, hopper=tunings.hopper and "portable" not in flags)
     call = Call(layout, extras, sizes, q.dtype, q.device, tunings)
-    for module in (ours, hopper, pieces):
+    for module in (ours, hopper, launch):
         module.launch = recorder(name)  # type: ignore[attr-defined]
     out, lse = ours.forward(q, k, v, call)
     _, delta = ours.query_gradients(q, k, v, out, lse, out, call)

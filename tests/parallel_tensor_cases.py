@@ -21,8 +21,7 @@ from twinflow.parallel import collectives
 from twinflow.parallel.deferral import Deferral, defer
 from twinflow.parallel.plans import plan_for
 from twinflow.parallel.shard import even_shard, shard_of
-from twinflow.parallel.tensor import parallelize, same_randoms
-from twinflow.parallel.vocab import vocab_parallel_cross_entropy
+from twinflow.parallel.tensor import parallelize, same_randoms, vocab_parallel_cross_entropy
 
 BATCH, TOKENS, VOCAB, HIDDEN, HEADS = 2, 8, 32, 16, 4
 NUM_STEPS = 3

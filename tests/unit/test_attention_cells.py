@@ -35,9 +35,9 @@ def kept_tokens(layout: Layout) -> torch.Tensor:
 def walk(plan: CellPlan, num_own: int, num_other: int) -> torch.Tensor:
     """How often each score is visited, bool and never twice, [own, other]."""
     seen = torch.zeros(num_own, num_other, dtype=torch.int64)
-    for tile, start, _, stop, _ in plan.tiles.items.tolist():
+    for tile, start, _, stop, _ in plan.tiles.tables.items.tolist():
         for place in range(start, stop):
-            col = (int(plan.tiles.codes[place]) >> 8) * plan.size.other
+            col = (int(plan.tiles.tables.codes[place]) >> 8) * plan.size.other
             for half in range(2):
                 row = tile * OWN + half * CELL
                 part = seen[row : row + CELL, col : col + plan.size.other]

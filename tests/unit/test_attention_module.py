@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import twinflow
 from twinflow import attention as att
-from twinflow.attention.pattern_attention import PatternAttention
+from twinflow.attention.function import PatternAttention
 from twinflow.config import load_config
 from twinflow.models.gpt import GPT, GPTConfig
 

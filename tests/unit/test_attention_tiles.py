@@ -31,12 +31,12 @@ def visited_tokens(plan: TilePlan, layout: Layout, pattern: int, span: Span, siz
     sub, unit = min(layout.block, size.own), min(layout.block, size.other)
     per_tile = size.other // unit
     counts = torch.zeros(own_span[1] - own_span[0], other_span[1] - other_span[0], dtype=torch.int64)
-    for item in range(int(plan.item_starts[pattern]), int(plan.item_starts[pattern + 1])):
-        tile, start, mid, stop, _ = plan.items[item].tolist()
+    for item in range(int(plan.tables.item_starts[pattern]), int(plan.tables.item_starts[pattern + 1])):
+        tile, start, mid, stop, _ = plan.tables.items[item].tolist()
         assert start <= mid <= stop
         own = torch.arange(tile * size.own, (tile + 1) * size.own)
         for number in range(start, stop):
-            codes = plan.codes[number * per_tile : (number + 1) * per_tile].long().repeat_interleave(unit)
+            codes = plan.tables.codes[number * per_tile : (number + 1) * per_tile].long().repeat_interleave(unit)
             other = (codes >> BITS) * unit + torch.arange(size.other) % unit
             has_own = (own >= own_span[0]) & (own < own_span[1])
             has_other = (other >= other_span[0]) & (other < other_span[1])
@@ -76,9 +76,9 @@ def test_each_kept_score_is_visited_once(block: int, is_causal: bool, by_keys: b
 def check_items(plan: TilePlan, own: tuple[int, int], size: TileSize) -> None:
     """Every own tile is there, longest items come first, and slots are what cuts say."""
     wanted = list(range(own[0] // size.own, -(-own[1] // size.own)))
-    for pattern in range(len(plan.item_starts) - 1):
-        items = plan.items[plan.item_starts[pattern] : plan.item_starts[pattern + 1]]
-        cuts = plan.cuts[plan.cut_starts[pattern] : plan.cut_starts[pattern + 1]]
+    for pattern in range(len(plan.tables.item_starts) - 1):
+        items = plan.tables.items[plan.tables.item_starts[pattern] : plan.tables.item_starts[pattern + 1]]
+        cuts = plan.tables.cuts[plan.tables.cut_starts[pattern] : plan.tables.cut_starts[pattern + 1]]
         assert sorted(set(items[:, 0].tolist())) == wanted
         lengths = items[:, 3] - items[:, 1]
         assert torch.equal(lengths, lengths.sort(descending=True).values)
@@ -109,8 +109,8 @@ def test_scattered_small_blocks_fill_tiles() -> None:
     grid = torch.zeros(1, 8, 64, dtype=torch.bool)
     grid[:, :, ::16] = True
     plan = tile_plan(from_dense(grid, 16), Span((0, 128), (0, 1024)), TileSize(128, 64), False, Work((0,)))
-    assert plan.items.tolist() == [[0, 0, 1, 1, -1]]
-    assert (plan.codes[:4] >> BITS).tolist() == [0, 16, 32, 48]
+    assert plan.tables.items.tolist() == [[0, 0, 1, 1, -1]]
+    assert (plan.tables.codes[:4] >> BITS).tolist() == [0, 16, 32, 48]
 
 
 def test_long_rows_are_cut_evenly() -> None:
@@ -120,12 +120,12 @@ def test_long_rows_are_cut_evenly() -> None:
     span, size = Span((0, num_tokens), (0, num_tokens)), TileSize(128, 64)
     for by_keys in (False, True):
         plan = tile_plan(layout, span, size, by_keys, Work(layout.head_to_pattern))
-        lengths = plan.items[:, 3] - plan.items[:, 1]
+        lengths = plan.tables.items[:, 3] - plan.tables.items[:, 1]
         total = int(lengths.sum()) * 12
         assert int(lengths.max()) <= 2 * max(16, -(-total // NUM_PIECES))
         assert plan.num_long == int((lengths > 1.5 * lengths.double().mean()).sum())
         assert 0 < plan.num_long < len(lengths) / 4
-        assert plan.num_slots == 12 * int((plan.items[:, 4] >= 0).sum())
+        assert plan.num_slots == 12 * int((plan.tables.items[:, 4] >= 0).sum())
 
 
 def test_a_larger_batch_is_cut_less() -> None:

@@ -12,10 +12,16 @@ from torch import nn
 
 from twinflow.dist.group import alone
 from twinflow.models.gpt import GPT, GPTConfig
-from twinflow.parallel.gpt_attention import dropout_part, dropping_heads, gpt_attention, probabilities
 from twinflow.parallel.plans import READY, Style, match, parse_style, plan_for
-from twinflow.parallel.tensor import parallelize, plan_cuts
-from twinflow.parallel.vocab import own_targets, vocab_parallel_cross_entropy
+from twinflow.parallel.tensor import (
+    dropout_part,
+    dropping_heads,
+    own_targets,
+    parallelize,
+    plan_cuts,
+    probabilities,
+    vocab_parallel_cross_entropy,
+)
 
 CONFIG = GPTConfig(vocab_size=32, context=8, num_layers=2, hidden=16, num_heads=4)
 
@@ -187,12 +193,6 @@ def test_heads_drop_what_one_process_drops(kind: str) -> None:
         with dropping_heads(of_rank(rank, 2), is_training=True):
             parts.append(attend(*(part.chunk(2, 1)[rank] for part in (q, k, v))))
     torch.testing.assert_close(torch.cat(parts, 1), attend(q, k, v))
-
-
-def test_our_attention_of_all_heads_is_the_models_own() -> None:
-    layer = GPT(CONFIG).blocks[0].attention  # type: ignore[union-attr]
-    x = torch.randn(2, 8, 16)
-    assert torch.equal(gpt_attention(layer, x), layer(x))
 
 
 # The loss.

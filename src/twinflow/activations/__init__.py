@@ -1,6 +1,4 @@
-"""Activation checkpointing of any model: layers run again in backward. Their inputs are saved on the device or on the
-host.
-"""
+"""Activation checkpointing of any model: layers run again in backward. Inputs are saved on the device or the host."""
 
 from __future__ import annotations
 

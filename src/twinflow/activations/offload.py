@@ -17,8 +17,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from twinflow.device import Device, Event, Stream
 from twinflow.errors import wrong_state
+
+T = TypeVar("T")
 
 MIN_BYTES = 1 << 20  # smaller inputs stay on the device: the memory saved is not worth a copy
 STREAM = "activations"
@@ -113,14 +116,7 @@ class Offload:
         if call.inputs:
             self._last = weakref.ref(call)
             self._leaving.append(self._last)
-
-        def pack(tensor: Tensor) -> Tensor | Saved:
-            return found.get(memory_key(tensor), tensor) if self._is_worth_it(tensor) else tensor
-
-        def unpack(saved: Tensor | Saved) -> Tensor:
-            return saved.owner._fetch(saved) if isinstance(saved, Saved) else saved
-
-        return saved_tensors_hooks(pack, unpack)
+        return hooks_for(found, self._is_worth_it, self._fetch)
 
     def _is_worth_it(self, tensor: Tensor) -> bool:
         return (
@@ -171,9 +167,7 @@ class Offload:
             saved.is_ordered = True
 
     def _fetch(self, saved: Saved) -> Tensor:
-        """Return the input on the device, ordered for the model's stream, and prefetch the inputs
-        of preceding calls.
-        """
+        """Return the input on the device, ordered for the model's stream, and prefetch inputs of preceding calls."""
         if self._is_closed:
             raise wrong_state(
                 f"backward() cannot read the offloaded input of {saved.call.layer}",
@@ -223,9 +217,7 @@ class Offload:
         self.bytes_back += num_bytes
 
     def _forget(self, saved: Saved) -> None:
-        """Release the memory of an input. Called when no graph refers to it: after its backward, or when the graph was
-        dropped.
-        """
+        """Release the memory of an input that no graph refers to, after its backward or when the graph was dropped."""
         if self._is_closed:
             return
         if saved.original is not None and not saved.is_ordered:
@@ -302,9 +294,7 @@ def _alive(call: Call | None) -> Iterator[Saved]:
 
 
 def _copy(target: Tensor, source: Tensor) -> Callable[[], None]:
-    """A copy that drops its references when it is done, because a stream's thread keeps the last
-    function that it ran.
-    """
+    """A copy that drops its references when it is done, because the thread of a stream keeps its last function."""
     pair = [(target, source)]
 
     def work() -> None:
@@ -312,6 +302,22 @@ def _copy(target: Tensor, source: Tensor) -> Callable[[], None]:
         to.copy_(what, non_blocking=True)
 
     return work
+
+
+def hooks_for(
+    found: Mapping[tuple[object, ...], T], is_worth_it: Callable[[Tensor], bool], restore: Callable[[T], Tensor]
+) -> saved_tensors_hooks:
+    """Hooks with which autograd saves the object that `found` has for a tensor, by its memory_key. `restore` gives the
+    tensor back in backward.
+    """
+
+    def pack(tensor: Tensor) -> Tensor | T:
+        return found.get(memory_key(tensor), tensor) if is_worth_it(tensor) else tensor
+
+    def unpack(saved: Tensor | T) -> Tensor:
+        return saved if isinstance(saved, Tensor) else restore(saved)
+
+    return saved_tensors_hooks(pack, unpack)
 
 
 def memory_key(tensor: Tensor) -> tuple[object, ...]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from twinflow.activations.offload import MIN_BYTES, memory_key
+from twinflow.activations.offload import MIN_BYTES, hooks_for, memory_key
 from twinflow.errors import wrong_state
 
 
@@ -58,14 +58,7 @@ class Partition:
         The checkpoint installs its own hooks for tensors that are saved inside the call, so only inputs arrive here.
         """
         found = {memory_key(tensor): self._save(tensor, layer) for tensor in tensors if self._is_worth_it(tensor)}
-
-        def pack(tensor: Tensor) -> Tensor | Part:
-            return found.get(memory_key(tensor), tensor) if self._is_worth_it(tensor) else tensor
-
-        def unpack(saved: Tensor | Part) -> Tensor:
-            return self._whole(saved) if isinstance(saved, Part) else saved
-
-        return saved_tensors_hooks(pack, unpack)
+        return hooks_for(found, self._is_worth_it, self._whole)
 
     def close(self) -> None:
         """Does nothing: the parts are freed with the autograd graph."""
@@ -86,7 +79,8 @@ class Partition:
         flat = tensor.detach().reshape(-1)
         if self._is_checked:
             self._check_same(flat, layer)
-        start, size = _range(flat.numel(), self._group)
+        size = -(-flat.numel() // self._group.world)
+        start = self._group.rank * size
         kept = flat.new_zeros(size)
         own = flat[start : start + size]
         kept[: len(own)] = own
@@ -114,9 +108,3 @@ class Partition:
                 "one of its inputs is not the same on all tensor ranks",
                 "Set partition_activations to false with sequence parallelism.",
             )
-
-
-def _range(numel: int, group: Ranks) -> tuple[int, int]:
-    """Start of this rank's part, and the size of each part."""
-    size = -(-numel // group.world)
-    return group.rank * size, size

@@ -136,9 +136,7 @@ class Checkpointed:
             return checkpoint(run, *tensors, use_reentrant=False)
 
     def remove(self) -> None:
-        """Restore the forward. If another library has wrapped this object, it stays and only calls the original
-        forward.
-        """
+        """Restore the forward. An object that another library has wrapped stays, and calls the original forward."""
         self._is_on = False
         if vars(self._module).get("forward") is self:
             if self._was_own:
@@ -197,9 +195,7 @@ def _outermost(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, nn
 
 
 def _checkpoints_itself(model: nn.Module) -> str | None:
-    """Name of the switch by which the model checkpoints itself: Hugging Face's on any module, or that of twinflow's
-    GPT.
-    """
+    """Name of the switch by which the model checkpoints itself: Hugging Face's on any module, or that of our GPT."""
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             return f"{name or type(module).__name__}.gradient_checkpointing"

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
 from twinflow.attention.extras import Extras
+from twinflow.attention.function import sparse_attention
 from twinflow.attention.layout import Layout, from_csr, from_dense, from_flat, from_function, from_rows
+from twinflow.attention.length import (
+    SparseAttentionUtils,
+    extend_position_embedding,
+    pad_to_block_size,
+    unpad_sequence_output,
+)
+from twinflow.attention.module import BertSparseSelfAttention, SparseSelfAttention
+from twinflow.attention.patch import sparsify, unsparsify
 from twinflow.attention.patterns import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
@@ -19,29 +25,6 @@ from twinflow.attention.patterns import (
 )
 from twinflow.attention.reference import block_attention, dense_attention
 
-if TYPE_CHECKING:
-    from twinflow.attention.function import sparse_attention
-    from twinflow.attention.length import (
-        SparseAttentionUtils,
-        extend_position_embedding,
-        pad_to_block_size,
-        unpad_sequence_output,
-    )
-    from twinflow.attention.module import BertSparseSelfAttention, SparseSelfAttention
-    from twinflow.attention.patch import sparsify, unsparsify
-
-# Imported at first use, because they import the kernels or whole models.
-_HOMES = {
-    "BertSparseSelfAttention": "module",
-    "SparseAttentionUtils": "length",
-    "SparseSelfAttention": "module",
-    "extend_position_embedding": "length",
-    "pad_to_block_size": "length",
-    "sparse_attention": "function",
-    "sparsify": "patch",
-    "unpad_sequence_output": "length",
-    "unsparsify": "patch",
-}
 __all__ = [
     "BSLongformerSparsityConfig",
     "BertSparseSelfAttention",
@@ -70,9 +53,3 @@ __all__ = [
     "unpad_sequence_output",
     "unsparsify",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"twinflow.attention.{_HOMES[name]}"), name)

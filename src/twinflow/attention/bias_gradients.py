@@ -5,7 +5,6 @@ Each entry is written by one program, and the order of each sum is fixed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,20 +12,11 @@ import torch
 from torch import Tensor
 
 from twinflow.attention.extras import as_4d
-from twinflow.attention.launch import Call, Strides, launch, strides_of
+from twinflow.attention.launch import Call, launch, strides_of
 from twinflow.attention.tiles import TileSize, cells
 
 CELL = {torch.float32: 32}  # maximum tokens on the side of a cell; 64 for other dtypes
 LIST_CELLS = 64  # maximum cells of a list, so that a long diagonal is shared by several programs
-
-
-class SumStrides(NamedTuple):
-    """Strides of batch, head and token."""
-
-    q: Strides
-    k: Strides
-    v: Strides
-    grad: Strides
 
 
 class CellArgs(NamedTuple):
@@ -40,6 +30,8 @@ class CellArgs(NamedTuple):
 
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, lse, grad, delta
+# For each target (batch, head) of a gradient: the pairs batch * num_heads + head that are summed into it.
+Sets = dict[tuple[int, int], list[int]]
 
 
 @dataclass(frozen=True)
@@ -70,13 +62,13 @@ def bias_gradient(tensors: Tensors, call: Call) -> Tensor:
             continue
         if shape[2] > 1 or sizes.num_queries == 1:
             lists = _lists(rows, cols, torch.arange(len(rows)))
-            places = torch.tensor([b * shape[1] + h for b, h in sets.targets]) * shape[2] * shape[3]
+            places = torch.tensor([b * shape[1] + h for b, h in sets]) * shape[2] * shape[3]
             _launch(tensors, call, lists, sets, places, sums)
         else:
             lists = _lists(rows, cols, cols)
             squares = _squares(tensors, call, lists, sets).sum(2)  # [sets, lists, cell]
             flat = _added(squares, lists, -(-sizes.num_keys // _cell(call)), 1)[:, : sizes.num_keys]
-            for number, (b, h) in enumerate(sets.targets):
+            for number, (b, h) in enumerate(sets):
                 sums[b, h, 0] += flat[number]
     return sums.view(bias.shape).to(bias.dtype)
 
@@ -104,27 +96,19 @@ def relative_gradient(tensors: Tensors, call: Call) -> Tensor:
         # this difference + start + nq - 1.
         first = lowest * cell - (cell - 1) + start + sizes.num_queries - 1
         low, high = max(0, first), min(sums.shape[1], first + flat.shape[1])
-        for number, (_, h) in enumerate(sets.targets):
+        for number, (_, h) in enumerate(sets):
             sums[h, low:high] += flat[number, low - first : high - first]
     return sums.to(relative.dtype)
 
 
-@dataclass(frozen=True)
-class _Sets:
-    """For each target (batch, head) of a gradient: the (batch, head) pairs that are summed into it."""
-
-    targets: list[tuple[int, int]]
-    members: list[list[int]]
-
-
-def _sets(call: Call, pattern: int, has_batch: bool, has_heads: bool) -> _Sets:
+def _sets(call: Call, pattern: int, has_batch: bool, has_heads: bool) -> Sets:
     heads = [h for h, own in enumerate(call.layout.head_to_pattern) if own == pattern]
-    found: dict[tuple[int, int], list[int]] = {}
+    found: Sets = {}
     for b in range(call.sizes.batch):
         for h in heads:
             target = (b if has_batch else 0, h if has_heads else 0)
             found.setdefault(target, []).append(b * call.sizes.num_heads + h)
-    return _Sets(list(found), list(found.values()))
+    return found
 
 
 def _lists(rows: Tensor, cols: Tensor, entry: Tensor) -> _Lists:
@@ -138,31 +122,32 @@ def _lists(rows: Tensor, cols: Tensor, entry: Tensor) -> _Lists:
     return _Lists(rows[order], cols[order], starts, torch.repeat_interleave(values, pieces), rank)
 
 
-def _squares(tensors: Tensors, call: Call, lists: _Lists, sets: _Sets) -> Tensor:
+def _squares(tensors: Tensors, call: Call, lists: _Lists, sets: Sets) -> Tensor:
     """Sums of score gradients for each set and list: [sets, lists, cell, cell]."""
     cell, num_lists = _cell(call), len(lists.entry)
-    squares = torch.empty((len(sets.targets), num_lists, cell, cell), dtype=torch.float32, device=call.device)
-    offsets = torch.arange(len(sets.targets)) * (num_lists * cell * cell)
+    squares = torch.empty((len(sets), num_lists, cell, cell), dtype=torch.float32, device=call.device)
+    offsets = torch.arange(len(sets)) * (num_lists * cell * cell)
     _launch(tensors, call, lists, sets, offsets, squares, is_dense=False)
     return squares
 
 
 def _launch(
-    tensors: Tensors, call: Call, lists: _Lists, sets: _Sets, offsets: Tensor, sums: Tensor, is_dense: bool = True
+    tensors: Tensors, call: Call, lists: _Lists, sets: Sets, offsets: Tensor, sums: Tensor, is_dense: bool = True
 ) -> None:
     from twinflow.attention import kernels_bias as kernels
 
     q, k, v, lse, grad, delta = tensors
     cell = _cell(call)
-    tables = [table.to(torch.int32) for table in (lists.starts, lists.rows, lists.cols, torch.tensor(sets.members))]
+    members = torch.tensor(list(sets.values()))
+    tables = [table.to(torch.int32) for table in (lists.starts, lists.rows, lists.cols, members)]
     args = CellArgs(*(table.to(call.device) for table in (*tables, offsets)))
     num_lists = len(lists.entry)
-    strides = SumStrides(*(strides_of(tensor) for tensor in (q, k, v, grad)))
+    strides = strides_of(q=q, k=k, v=v, grad=grad)
     shape = call.shape(TileSize(cell, cell), None)
-    numbers = (call.extra_args(), call.drop(), call.size_args(num_lists), len(sets.members[0]))
+    numbers = (call.extra_args(), call.drop(), call.size_args(num_lists), members.shape[1])
     launch(
         kernels.score_sums,
-        num_lists * len(sets.targets),
+        num_lists * len(sets),
         (q, k, v, lse, grad, delta, sums, strides, args, *numbers, is_dense, shape),
         {"num_warps": 4, "num_stages": 1},
     )
@@ -188,12 +173,8 @@ def _added(values: Tensor, lists: _Lists, num_entries: int, num_parts: int) -> T
     cell = width // num_parts
     out = values.new_zeros((num_sets, num_entries + num_parts - 1, cell))
     entry = lists.entry.to(values.device)
-    for chosen in _by_rank(lists.rank):
-        chosen = chosen.to(values.device)
+    for rank in range(int(lists.rank.max()) + 1):
+        chosen = (lists.rank == rank).nonzero()[:, 0].to(values.device)
         for part in range(num_parts):
             out[:, entry[chosen] + part] += values[:, chosen, part * cell : (part + 1) * cell]
     return out.flatten(1)
-
-
-def _by_rank(rank: Tensor) -> Sequence[Tensor]:
-    return [(rank == number).nonzero()[:, 0] for number in range(int(rank.max()) + 1)]

@@ -110,11 +110,11 @@ def _counts(words: Tensor) -> Tensor:
 
 def _halves(tiles: TilePlan, places: Tensor, words: Tensor, num_other: int) -> Tensor:
     """For each code of a plan: the words of both halves of its own tile."""
-    items = tiles.items.long()
+    items = tiles.tables.items.long()
     items = items[torch.argsort(items[:, 1], stable=True)]
     own = torch.repeat_interleave(items[:, 0], items[:, 3] - items[:, 1])
-    other = tiles.codes[: len(own)].long() >> BITS
-    found = torch.zeros(len(tiles.codes), 2, dtype=torch.int32)
+    other = tiles.tables.codes[: len(own)].long() >> BITS
+    found = torch.zeros(len(tiles.tables.codes), 2, dtype=torch.int32)
     for half in range(2):
         wanted = (own * 2 + half) * num_other + other
         at = torch.searchsorted(places, wanted).clamp(max=len(places) - 1)

@@ -55,7 +55,6 @@ class Cost:
 
 
 def cost_of(layout: Layout, head_dim: int) -> Cost:
-    """The cost of a layout for heads of `head_dim`."""
     kept = layout.row_starts[:, -1] - layout.row_starts[:, 0]
     num_kept = sum(int(kept[pattern]) for pattern in layout.head_to_pattern)
     rows, heads = layout.num_rows, layout.num_heads

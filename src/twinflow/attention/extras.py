@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from twinflow.errors import invalid_value
 MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B
 HEAD, QUERY, KEY = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 WORD = 0xFFFFFFFF
+
+T = TypeVar("T", int, Tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +48,7 @@ class Extras:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of one call."""
+    """Sizes of one call: q is [batch, heads, queries, head_dim], k and v are [batch, kv_heads, keys, head_dim]."""
 
     batch: int
     num_heads: int
@@ -63,6 +66,10 @@ class Sizes:
     def scores(self) -> tuple[int, int, int, int]:
         """Shape of the whole score matrix. Only the reference for tests computes it."""
         return self.batch, self.num_heads, self.num_queries, self.num_keys
+
+
+def sizes_of(q: Tensor, k: Tensor) -> Sizes:
+    return Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
 
 
 def scale_of(extras: Extras, head_dim: int) -> float:
@@ -88,7 +95,7 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) 
             )
     if not q.is_floating_point():
         raise invalid_value("q.dtype", q.dtype, "a float dtype")
-    sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
+    sizes = sizes_of(q, k)
     if k.shape != v.shape or k.shape[0] != sizes.batch or k.shape[3] != sizes.head_dim:
         shapes = tuple(k.shape), tuple(v.shape)
         raise invalid_value("shapes of k and v", shapes, f"both [{sizes.batch}, heads, keys, {sizes.head_dim}]")
@@ -126,8 +133,7 @@ def _check_layout(layout: Layout, sizes: Sizes, extras: Extras) -> None:
 
 
 def _check_tensors(sizes: Sizes, extras: Extras, device: torch.device) -> None:
-    named = (("key_padding", True), ("mask", True), ("bias", False), ("relative", False))
-    for name, is_bool in named:
+    for name, is_bool in (("key_padding", True), ("mask", True), ("bias", False), ("relative", False)):
         tensor = getattr(extras, name)
         if tensor is None:
             continue
@@ -155,7 +161,7 @@ def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
 
 def seed_word(seed: int) -> int:
     """The 32-bit word with which the hash starts, from a seed of up to 64 bits."""
-    return _mix_int(_mix_int(seed & WORD) ^ (seed >> 32 & WORD) * HEAD & WORD)
+    return _mix(_mix(seed & WORD) ^ (seed >> 32 & WORD) * HEAD & WORD)
 
 
 def threshold(dropout: float) -> int:
@@ -163,16 +169,8 @@ def threshold(dropout: float) -> int:
     return min(round(dropout * 2**32), WORD)
 
 
-def _mix_int(x: int) -> int:
-    x ^= x >> 16
-    x = x * MIX_1 & WORD
-    x ^= x >> 15
-    x = x * MIX_2 & WORD
-    return x ^ x >> 16
-
-
-def _mix(x: Tensor) -> Tensor:
-    """`_mix_int` for int64 tensors of 32-bit words. If a product overflows, its low 32 bits are still right."""
+def _mix(x: T) -> T:
+    """Mix 32-bit words, also as int64 tensors. If a product overflows, its low 32 bits are still right."""
     x = x ^ x >> 16
     x = x * MIX_1 & WORD
     x = x ^ x >> 15
@@ -181,9 +179,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def dropout_hash(seed: int, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """The hash of each score, from 0 to 2**32 - 1, as int64. heads = b * H + h. All arguments are
-    int64 and broadcast.
-    """
+    """The hash of each score, 0 to 2**32 - 1, as int64. heads = b * H + h. All arguments are int64 and broadcast."""
     head = _mix(heads * HEAD & WORD ^ seed_word(seed))
     row = _mix(queries * QUERY & WORD ^ head)
     return _mix(keys * KEY & WORD ^ row)

@@ -1,22 +1,47 @@
-"""`sparse_attention`: one function for all implementations of attention over a layout."""
+"""Attention over a layout or a pattern: `sparse_attention` chooses the implementation. `PatternAttention` is for the
+layers of a model.
+
+`PatternAttention` takes sequences of any length. The layout of a short sequence is the corner of the layout of the
+longest one. The tokens that a token sees therefore do not depend on the number of later tokens. Generation with a cache
+gives the same result as a forward over the whole text, and random blocks are the same at every length.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from twinflow.attention.extras import Extras
-from twinflow.attention.layout import Layout
-from twinflow.attention.patterns import SparsityConfig
+from twinflow.attention.layout import Layout, from_flat
+from twinflow.attention.patterns import (
+    BigBirdSparsityConfig,
+    BSLongformerSparsityConfig,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    SparsityConfig,
+    VariableSparsityConfig,
+)
 from twinflow.attention.reference import block_attention
 from twinflow.attention.triton_attention import triton_attention
 from twinflow.errors import invalid_value
 
 BACKENDS = ("auto", "triton", "flex", "torch")
-CACHED_LAYOUTS = 32
+CACHED_LAYOUTS = 32  # of patterns that are given to sparse_attention
+CACHED_CORNERS = 8  # of each PatternAttention
+# Patterns whose rows are the same at every length if there are no random blocks.
+_EVEN = (
+    BigBirdSparsityConfig,
+    BSLongformerSparsityConfig,
+    DenseSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    VariableSparsityConfig,
+)
 
 
 def sparse_attention(
@@ -56,3 +81,137 @@ def sparse_attention(
 @lru_cache(maxsize=CACHED_LAYOUTS)
 def _layout(pattern: SparsityConfig, length: int) -> Layout:
     return pattern.layout(length)
+
+
+class PatternAttention:
+    """Attention over the blocks that a pattern keeps. Layouts are built for each new length, and the last few are
+    cached.
+
+    The layout is built for sequences of up to `max_tokens` tokens. A longer sequence gets a layout of its own length.
+    With `heads`, q has only this range of the pattern's heads, as under tensor parallelism.
+    """
+
+    def __init__(
+        self,
+        pattern: SparsityConfig,
+        max_tokens: int = 1,
+        *,
+        backend: str = "auto",
+        heads: tuple[int, int] | None = None,
+    ) -> None:
+        if not isinstance(pattern, SparsityConfig):
+            allowed = "a SparsityConfig, such as FixedSparsityConfig(num_heads=...)"
+            raise invalid_value("pattern", type(pattern).__name__, allowed)
+        if backend not in BACKENDS:
+            raise invalid_value("backend", backend, BACKENDS)
+        if heads is not None and not 0 <= heads[0] < heads[1] <= pattern.num_heads:
+            raise invalid_value("heads", heads, f"a nonempty range within 0 to {pattern.num_heads}")
+        self.pattern = pattern
+        self.max_tokens = max_tokens
+        self.backend = backend
+        self.heads = heads
+        self._layouts: OrderedDict[tuple[int, int, bool], Layout] = OrderedDict()
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout: float = 0.0,
+        *,
+        is_causal: bool | None = None,
+        **extras: Any,
+    ) -> Tensor:
+        """Attention of q [B, H, nq, D] to k and v [B, Hkv, nk, D]. The queries have the last nq positions.
+
+        `is_causal`: whether the layer is causal. None: as the pattern. The seed of dropout is drawn from torch's CPU
+        generator, so that a layer that runs again in backward drops the same scores.
+        """
+        q, k, v = _autocast(q, k, v)
+        num_queries, num_keys = q.shape[2], k.shape[2]
+        if num_queries > num_keys:
+            raise invalid_value(
+                "keys",
+                num_keys,
+                f"at least the number of queries, {num_queries}",
+                "The queries must be the last positions of the keys.",
+            )
+        start = num_keys - num_queries
+        causal = self.pattern.is_causal if is_causal is None else is_causal
+        layout = self.layout(self._rounded(num_keys) if start else num_keys, q.shape[1], causal)
+        if dropout:
+            extras["seed"] = int(torch.randint(2**62, ()))
+        return sparse_attention(q, k, v, layout, backend=self.backend, q_start=start, dropout=dropout, **extras)
+
+    def layout(self, num_tokens: int, num_heads: int, is_causal: bool | None = None) -> Layout:
+        """The layout for `num_tokens` tokens and for the `num_heads` heads of q."""
+        causal = self.pattern.is_causal if is_causal is None else is_causal
+        if causal and not self.pattern.is_causal and not isinstance(self.pattern, DenseSparsityConfig):
+            raise not_causal(self.pattern)
+        causal = causal or self.pattern.is_causal
+        num_blocks = -(-num_tokens // self.pattern.block)
+        key = num_blocks, num_heads, causal
+        if key not in self._layouts:
+            whole = self.pattern.layout(_laid_out(self.pattern, num_tokens, self.max_tokens))
+            self._layouts[key] = self._own_heads(corner(whole, num_blocks, causal), num_heads)
+            if len(self._layouts) > CACHED_CORNERS:
+                self._layouts.popitem(last=False)
+        self._layouts.move_to_end(key)
+        return self._layouts[key]
+
+    def _rounded(self, num_keys: int) -> int:
+        """The number of keys rounded up, so that generation with a growing cache needs only a few layouts."""
+        return max(num_keys, min(1 << (num_keys - 1).bit_length(), self.max_tokens))
+
+    def _own_heads(self, layout: Layout, num_heads: int) -> Layout:
+        if self.heads is not None:
+            layout = layout.for_heads(*self.heads)
+        if num_heads == layout.num_heads:
+            return layout
+        if self.heads is None and layout.num_patterns == 1 and layout.num_heads % num_heads == 0:
+            return layout.for_heads(0, num_heads)  # all heads have the same pattern
+        remedy = "Pass the range of the pattern's heads that the layer has: heads=(first, last + 1)."
+        raise invalid_value("heads of q", num_heads, [layout.num_heads], remedy)
+
+
+def not_causal(pattern: SparsityConfig) -> ValueError:
+    """The error for a pattern with which tokens of a decoder would see later tokens."""
+    remedy = (
+        'In a decoder a token must not see later tokens. Build the pattern with attention="unidirectional" '
+        "(in JSON: sparse_attention.attention)."
+    )
+    return invalid_value("pattern", f"{type(pattern).__name__}, bidirectional", "a unidirectional pattern", remedy)
+
+
+def corner(layout: Layout, num_blocks: int, is_causal: bool) -> Layout:
+    """The first rows and columns of a square layout, made causal if `is_causal`."""
+    if layout.num_rows == num_blocks and layout.is_causal == is_causal:
+        return layout
+    flats = []
+    for pattern in range(layout.num_patterns):
+        rows, cols = layout.rows_of(pattern).long(), layout.cols_of(pattern).long()
+        keep = (rows < num_blocks) & (cols < num_blocks)
+        flats.append(rows[keep] * num_blocks + cols[keep])
+    return from_flat(
+        flats, num_blocks, num_blocks, layout.block, is_causal=is_causal, head_to_pattern=layout.head_to_pattern
+    )
+
+
+def _laid_out(pattern: SparsityConfig, num_tokens: int, max_tokens: int) -> int:
+    """Number of tokens for which the layout is built, so that its first `num_tokens` are as in the longest sequence."""
+    if type(pattern) in _EVEN and not getattr(pattern, "num_random_blocks", 0):
+        return num_tokens
+    if type(pattern) is FixedSparsityConfig:
+        window = pattern.num_local_blocks * pattern.block
+        # whole windows only, because an incomplete window has other global blocks
+        return -(-num_tokens // window) * window
+    return max(num_tokens, max_tokens)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype of autocast if it is enabled, as in torch's attention."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(tensor.to(dtype) for tensor in tensors)

@@ -16,15 +16,17 @@ from twinflow.attention.cells import CELL, OWN, CellPlan, device_cells
 from twinflow.attention.extras import scale_of
 from twinflow.attention.launch import (
     Call,
-    ForwardStrides,
     Rows,
     bind_context,
+    forward_scratch,
+    gradient_scratch,
     is_interpreting,
     launch,
+    reduce_forward,
+    reduce_gradients,
     rows_of,
     strides_of,
 )
-from twinflow.attention.pieces import forward_scratch, gradient_scratch, reduce_forward, reduce_gradients
 
 HEAD_DIM = 128
 HALF = 64
@@ -67,8 +69,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, plan: CellPlan) -> tupl
     other = plan.size.other
     rows, places = _described((q, HALF), (k, other), (v, other), (out, HALF))
     _launch(kernels.forward, (*rows, lse, *pieces), places, call, plan, by_keys=False, num_stages=STAGES[other])
-    strides = ForwardStrides(*(strides_of(tensor) for tensor in (q, k, v, out)))
-    reduce_forward(out, lse, strides, call, plan.tiles, plan.size, pieces)
+    reduce_forward(out, lse, strides_of(q=q, k=k, v=v, out=out), call, plan.tiles, plan.size, pieces)
     return out, lse
 
 
@@ -122,10 +123,10 @@ def _launch(
     total = tiles.max_items * sizes.batch * num_heads
     rows = (sizes.num_keys, sizes.num_queries) if by_keys else (sizes.num_queries, sizes.num_keys)
     numbers = (total, tiles.max_items, tiles.num_long, *rows, tiles.num_slots // num_heads)
-    words = plan.words if plan.words is not None else tiles.items
+    words = plan.words if plan.words is not None else tiles.tables.items
     scale = float(scale_of(call.extras, sizes.head_dim))
     shape = Shape(num_stages, sizes.group, tiles.num_slots > 0, plan.words is not None, call.layout.is_causal)
-    args = (*tensors, (tiles.items, tiles.codes, words), places, *numbers, scale, shape)
+    args = (*tensors, (tiles.tables.items, tiles.tables.codes, words), places, *numbers, scale, shape)
     launch(kernel, min(total, _num_processors(call.device)), args, OPTIONS)
 
 

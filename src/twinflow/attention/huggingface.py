@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from twinflow.attention.pattern_attention import PatternAttention, not_causal
+from twinflow.attention.function import PatternAttention, not_causal
 from twinflow.attention.patterns import DenseSparsityConfig, SparsityConfig
 from twinflow.errors import invalid_value
 
@@ -146,9 +146,7 @@ class TransformersAttention:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attention of query [B, H, nq, D] to key and value [B, Hkv, nk, D]. Returns [B, nq, H, D] and no
-        probabilities.
-        """
+        """Attention of query [B, H, nq, D] to key and value [B, Hkv, nk, D]. Returns [B, nq, H, D] and None."""
         for name in _REFUSED:
             if kwargs.get(name) is not None and kwargs[name] is not False:
                 raise _refusal(name, kwargs[name])

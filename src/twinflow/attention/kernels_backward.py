@@ -1,9 +1,9 @@
-# mypy: disallow-untyped-decorators=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Backward. Probabilities are recomputed from the log-sum-exp that forward has saved.
 
 Programs of `query_gradients` own tiles of queries, and programs of `key_gradients` own tiles of keys. No two programs
-write to the same place, and the order of every sum is fixed. If tiles.py has cut a row or column into pieces,
-kernels_sums.py sums the pieces.
+write to the same place, and the order of every sum is fixed. If tiles.py has cut a row or column into pieces, `reduce`
+sums the pieces.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from twinflow.attention.kernels_common import (
+    CUT_COLUMNS,
     LOG2E,
     code_positions,
     dropout_factor,
@@ -34,18 +35,7 @@ from twinflow.attention.kernels_common import (
 
 
 @triton.jit
-def probabilities(
-    scores: tl.tensor,
-    keep: tl.tensor,
-    query: tl.tensor,
-    key: tl.tensor,
-    lse: tl.tensor,
-    where: tl.tuple,
-    extras: tl.tuple,
-    sizes: tl.tuple,
-    MASKED: tl.constexpr,
-    S: tl.constexpr,
-) -> tl.tensor:
+def probabilities(scores, keep, query, key, lse, where, extras, sizes, MASKED: tl.constexpr, S: tl.constexpr):
     """Probabilities from products of queries and keys. `lse` broadcasts. It is infinite for queries outside of the
     call.
     """
@@ -61,26 +51,8 @@ def probabilities(
 
 
 @triton.jit(do_not_specialize=["drop", "sizes"])
-def query_gradients(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    out: tl.tensor,
-    lse: tl.tensor,
-    grad: tl.tensor,
-    delta: tl.tensor,
-    dq: tl.tensor,
-    strides: tl.tuple,
-    plan: tl.tuple,
-    scratch: tl.tuple,
-    extras: tl.tuple,
-    drop: tl.tuple,
-    sizes: tl.tuple,
-    S: tl.constexpr,
-) -> None:
-    """Compute dq for one item of one head. Also writes delta, the sum of out * grad of each query, for the other
-    kernels.
-    """
+def query_gradients(q, k, v, out, lse, grad, delta, dq, strides, plan, scratch, extras, drop, sizes, S: tl.constexpr):
+    """Compute dq for one item of one head, and delta, the sum of out * grad of each query, for the other kernels."""
     item, batch_head = own_item(sizes)
     first = 0
     if not S.ONE_PATTERN:  # With one pattern all heads have the same number of items, and the reads are not needed.
@@ -131,24 +103,8 @@ def query_gradients(
 
 
 @triton.jit
-def _walk_keys(
-    acc: tl.tensor,
-    tiles: tl.tuple,
-    lines: tl.tuple,
-    query: tl.tensor,
-    keys: tl.tuple,
-    values: tl.tuple,
-    codes: tl.tensor,
-    start: tl.tensor,
-    stop: tl.tensor,
-    next_code: tl.tensor,
-    where: tl.tuple,
-    extras: tl.tuple,
-    drop: tl.tuple,
-    sizes: tl.tuple,
-    MASKED: tl.constexpr,
-    S: tl.constexpr,
-) -> tl.tensor:
+def _walk_keys(acc, tiles, lines, query, keys, values, codes, start, stop, next_code, where, extras, drop, sizes,
+               MASKED: tl.constexpr, S: tl.constexpr):  # fmt: skip
     """Add the contributions of the key tiles start to stop to the gradient of queries, without the scale."""
     q_tile, grad_tile = tiles
     lse, delta = lines
@@ -173,23 +129,7 @@ def _walk_keys(
 
 
 @triton.jit(do_not_specialize=["drop", "sizes"])
-def key_gradients(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    lse: tl.tensor,
-    grad: tl.tensor,
-    delta: tl.tensor,
-    dk: tl.tensor,
-    dv: tl.tensor,
-    strides: tl.tuple,
-    plan: tl.tuple,
-    scratch: tl.tuple,
-    extras: tl.tuple,
-    drop: tl.tuple,
-    sizes: tl.tuple,
-    S: tl.constexpr,
-) -> None:
+def key_gradients(q, k, v, lse, grad, delta, dk, dv, strides, plan, scratch, extras, drop, sizes, S: tl.constexpr):
     """Compute dk and dv for one item of one head.
 
     GROUP query heads share a head of keys. A program sums IN_PROGRAM of them, so that dk and dv have num_heads //
@@ -246,28 +186,9 @@ def key_gradients(
 
 
 @triton.jit
-def _walk_queries(
-    dk_acc: tl.tensor,
-    dv_acc: tl.tensor,
-    tiles: tl.tuple,
-    key: tl.tensor,
-    queries: tl.tuple,
-    grads: tl.tuple,
-    lines: tl.tuple,
-    codes: tl.tensor,
-    start: tl.tensor,
-    stop: tl.tensor,
-    next_code: tl.tensor,
-    where: tl.tuple,
-    extras: tl.tuple,
-    drop: tl.tuple,
-    sizes: tl.tuple,
-    MASKED: tl.constexpr,
-    S: tl.constexpr,
-) -> tl.tuple:
-    """Add the contributions of the query tiles start to stop to the gradients of keys (without the
-    scale) and values.
-    """
+def _walk_queries(dk_acc, dv_acc, tiles, key, queries, grads, lines, codes, start, stop, next_code, where, extras, drop,
+                  sizes, MASKED: tl.constexpr, S: tl.constexpr):  # fmt: skip
+    """Add the query tiles start to stop to the gradients of keys (without the scale) and values."""
     k_tile, v_tile = tiles
     rows = key[:, None]
     for tile in tl.range(start, stop):
@@ -297,3 +218,39 @@ def _walk_queries(
         ds = p * (dp - row_delta)
         dk_acc = product(ds.to(q_tile.dtype), q_tile, dk_acc, S)
     return dk_acc, dv_acc
+
+
+@triton.jit(do_not_specialize=["sizes", "count", "start"])
+def reduce(first, second, strides, plan, scratch, sizes, count, start, ROWS: tl.constexpr, S: tl.constexpr):
+    """Sum the pieces of a tile that was cut, for one or two gradients. A program has ROWS rows.
+
+    A gradient has `count` rows, the first of which has the position `start`.
+    """
+    part = tl.program_id(0) % (S.OWN // ROWS)
+    cut = tl.program_id(0) // (S.OWN // ROWS) % sizes.num_items
+    batch = (tl.program_id(0) // (S.OWN // ROWS) // sizes.num_items // sizes.num_heads).to(tl.int64)
+    head = (tl.program_id(0) // (S.OWN // ROWS) // sizes.num_items % sizes.num_heads).to(tl.int64)
+    pattern = tl.load(plan.heads + head * 2)
+    cuts = tl.load(plan.cut_starts + pattern)
+    if cut >= tl.load(plan.cut_starts + pattern + 1) - cuts:
+        return
+    row = plan.cuts + (cuts + cut) * CUT_COLUMNS
+    place = batch * sizes.num_slots + tl.load(plan.heads + head * 2 + 1) + tl.load(row + 1)  # int64
+    stop = place + tl.load(row + 2)
+    own = part * ROWS + tl.arange(0, ROWS)
+    index = tl.load(row) * S.OWN - start + own
+    is_there = (index >= 0) & (index < count)
+    acc = _sum_pieces(scratch.first, place, stop, own, ROWS, S)
+    store_rows(head_base(first, strides[0], batch, head), index, is_there, strides[0][2], acc, S)
+    if second is not None:
+        acc = _sum_pieces(scratch.second, place, stop, own, ROWS, S)
+        store_rows(head_base(second, strides[1], batch, head), index, is_there, strides[1][2], acc, S)
+
+
+@triton.jit
+def _sum_pieces(scratch, start, stop, own, ROWS: tl.constexpr, S: tl.constexpr):
+    """The sum of the pieces start to stop, in their order."""
+    acc = tl.full([ROWS, S.PADDED_DIM], 0.0, tl.float32)
+    for place in tl.range(start, stop):
+        acc += tl.load(scratch_rows(scratch, place, own, S))
+    return acc

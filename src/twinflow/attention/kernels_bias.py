@@ -1,4 +1,4 @@
-# mypy: disallow-untyped-decorators=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Gradients of bias and relative positions: sums of score gradients over lists of cells.
 
 A cell is a small square of scores. One program sums the cells of one list over some (batch, head) pairs. If a bias has
@@ -16,23 +16,8 @@ from twinflow.attention.kernels_common import dropout_factor, head_base, load_ro
 
 
 @triton.jit(do_not_specialize=["drop", "sizes", "num_members"])
-def score_sums(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    lse: tl.tensor,
-    grad: tl.tensor,
-    delta: tl.tensor,
-    sums: tl.tensor,
-    strides: tl.tuple,
-    cells: tl.tuple,
-    extras: tl.tuple,
-    drop: tl.tuple,
-    sizes: tl.tuple,
-    num_members: tl.tensor,
-    DENSE: tl.constexpr,
-    S: tl.constexpr,
-) -> None:
+def score_sums(q, k, v, lse, grad, delta, sums, strides, cells, extras, drop, sizes, num_members, DENSE: tl.constexpr,
+               S: tl.constexpr):  # fmt: skip
     """Sum one list for one set of members. With DENSE, sums are added at the position of each score. Otherwise `sums`
     has one square per list.
     """
@@ -58,22 +43,7 @@ def score_sums(
 
 
 @triton.jit
-def _score_gradient(
-    batch_head: tl.tensor,
-    query: tl.tensor,
-    key: tl.tensor,
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    lse: tl.tensor,
-    grad: tl.tensor,
-    delta: tl.tensor,
-    strides: tl.tuple,
-    extras: tl.tuple,
-    drop: tl.tuple,
-    sizes: tl.tuple,
-    S: tl.constexpr,
-) -> tl.tensor:
+def _score_gradient(batch_head, query, key, q, k, v, lse, grad, delta, strides, extras, drop, sizes, S: tl.constexpr):
     """Score gradients of one cell [OWN, OWN] of one head. Zero where no score exists."""
     batch = (batch_head // sizes.num_heads).to(tl.int64)
     head = (batch_head % sizes.num_heads).to(tl.int64)

@@ -1,12 +1,12 @@
-# mypy: disallow-untyped-decorators=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Functions that all attention kernels share: positions of tokens in a tile, masks, bias and dropout.
 
 Scores are in base 2: they are multiplied by log2(e), so that the softmax uses exp2. Kernels that own queries have
 scores as [queries, keys], and kernels that own keys have them as [keys, queries]. The functions here take indices that
 broadcast to either shape.
 
-launch.py defines the tuples `plan`, `extras`, `drop`, `sizes` and `scratch` and the constants S. A tensor in `extras`
-that is None has no cost.
+Arguments are tensors or tuples. launch.py defines `strides`, `extras`, `drop`, `sizes` and `scratch` and the constants
+S, and tiles.py defines `plan`. A tensor in `extras` that is None has no cost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEY = tl.constexpr(0xC2B2AE3D)
 
 
 @triton.jit
-def own_item(sizes: tl.tuple) -> tl.tuple:
+def own_item(sizes):
     """The item and the head (over the whole batch) of this program.
 
     Long items of all heads come first, so that none of them runs at the end. The other items are ordered by head, so
@@ -45,28 +45,26 @@ def own_item(sizes: tl.tuple) -> tl.tuple:
 
 
 @triton.jit
-def read_item(plan: tl.tuple, number: tl.tensor) -> tl.tuple:
+def read_item(plan, number):
     """Fields of an item: own tile, first other tile, first other tile with a mask, end, and slot of a piece."""
     row = plan.items + number * ITEM_COLUMNS
     return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
 
 
 @triton.jit
-def split_head(batch_head: tl.tensor, num_heads: tl.tensor) -> tl.tuple:
+def split_head(batch_head, num_heads):
     """Batch index and head as int64."""
     return (batch_head // num_heads).to(tl.int64), (batch_head % num_heads).to(tl.int64)
 
 
 @triton.jit
-def first_codes(plan: tl.tuple, start: tl.tensor, mid: tl.tensor, S: tl.constexpr) -> tl.tuple:
-    """Codes of the first tiles without and with a mask. They are read first, because loads of these tiles depend on
-    them.
-    """
+def first_codes(plan, start, mid, S: tl.constexpr):
+    """Codes of the first tiles without and with a mask, read first because loads of these tiles depend on them."""
     return read_code(plan.codes, start, S), read_code(plan.codes, mid, S)
 
 
 @triton.jit
-def read_code(codes: tl.tensor, tile: tl.tensor, S: tl.constexpr) -> tl.tensor:
+def read_code(codes, tile, S: tl.constexpr):
     """The code of a tile with one unit, or the code of each token's unit [OTHER] for a tile with several units.
 
     A loop reads the code of the next tile while it processes the current one. Loads whose addresses depend on the code
@@ -79,21 +77,13 @@ def read_code(codes: tl.tensor, tile: tl.tensor, S: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def code_positions(code: tl.tensor, S: tl.constexpr) -> tl.tensor:
+def code_positions(code, S: tl.constexpr):
     """Positions [OTHER] of the tokens of a tile."""
     return (code >> BITS) * S.UNIT + tl.arange(0, S.OTHER) % S.UNIT
 
 
 @triton.jit
-def load_tile(
-    base: tl.tensor,
-    code: tl.tensor,
-    first: tl.tensor,
-    count: tl.tensor,
-    stride: tl.tensor,
-    MASKED: tl.constexpr,
-    S: tl.constexpr,
-) -> tl.tensor:
+def load_tile(base, code, first, count, stride, MASKED: tl.constexpr, S: tl.constexpr):
     """Load rows [OTHER, PADDED_DIM] of a matrix with `count` rows, the first of which has the position `first`.
 
     For rows that do not exist, other rows are read, because a mask would be slower; their scores are masked later. With
@@ -118,7 +108,7 @@ def load_tile(
 
 
 @triton.jit
-def product(a: tl.tensor, b: tl.tensor, acc: tl.tensor | None, S: tl.constexpr) -> tl.tensor:
+def product(a, b, acc, S: tl.constexpr):
     """a @ b + acc in fp32. UPCAST is for Triton's interpreter, which has no products of bf16."""
     if S.UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
@@ -127,15 +117,13 @@ def product(a: tl.tensor, b: tl.tensor, acc: tl.tensor | None, S: tl.constexpr) 
 
 
 @triton.jit
-def head_base(base: tl.tensor, strides: tl.tuple, batch: tl.tensor, head: tl.tensor) -> tl.tensor:
+def head_base(base, strides, batch, head):
     """Address of the matrix of one head. `batch` and `head` are int64."""
     return base + batch * strides[0] + head * strides[1]
 
 
 @triton.jit
-def head_rows(
-    base: tl.tensor, strides: tl.tuple, batch: tl.tensor, head: tl.tensor, first_row: tl.tensor, S: tl.constexpr
-) -> tl.tuple:
+def head_rows(base, strides, batch, head, first_row, S: tl.constexpr):
     """Arguments of `load_tile` for the matrix of one head: base and stride, or a descriptor and a row with TMA."""
     if S.TMA:
         return base, first_row.to(tl.int32)
@@ -144,7 +132,7 @@ def head_rows(
 
 
 @triton.jit
-def load_rows(base: tl.tensor, index: tl.tensor, is_there: tl.tensor, stride: tl.tensor, S: tl.constexpr) -> tl.tensor:
+def load_rows(base, index, is_there, stride, S: tl.constexpr):
     """Load rows [n, PADDED_DIM] of a matrix. Rows that do not exist are zeros."""
     d = tl.arange(0, S.PADDED_DIM)
     pointers = base + (index.to(tl.int64)[:, None] * stride + d[None, :])
@@ -152,9 +140,7 @@ def load_rows(base: tl.tensor, index: tl.tensor, is_there: tl.tensor, stride: tl
 
 
 @triton.jit
-def store_rows(
-    base: tl.tensor, index: tl.tensor, is_there: tl.tensor, stride: tl.tensor, x: tl.tensor, S: tl.constexpr
-) -> None:
+def store_rows(base, index, is_there, stride, x, S: tl.constexpr):
     """Store the rows that exist, in the dtype of the memory."""
     d = tl.arange(0, S.PADDED_DIM)
     pointers = base + (index.to(tl.int64)[:, None] * stride + d[None, :])
@@ -162,15 +148,13 @@ def store_rows(
 
 
 @triton.jit
-def scratch_rows(base: tl.tensor, slot: tl.tensor, own: tl.tensor, S: tl.constexpr) -> tl.tensor:
+def scratch_rows(base, slot, own, S: tl.constexpr):
     """Pointers [n, PADDED_DIM] to rows of a slot of scratch memory. `slot` is int64."""
     return base + (slot * S.OWN + own)[:, None] * S.PADDED_DIM + tl.arange(0, S.PADDED_DIM)[None, :]
 
 
 @triton.jit
-def layout_mask(
-    code: tl.tensor, own: tl.tensor, query: tl.tensor, key: tl.tensor, sizes: tl.tuple, S: tl.constexpr
-) -> tl.tensor:
+def layout_mask(code, own, query, key, sizes, S: tl.constexpr):
     """A mask of the scores that the layout keeps. `own` [n, 1] counts from the start of the tile. `query` and `key`
     broadcast.
     """
@@ -183,16 +167,7 @@ def layout_mask(
 
 
 @triton.jit
-def extra_mask(
-    keep: tl.tensor,
-    query: tl.tensor,
-    key: tl.tensor,
-    batch: tl.tensor,
-    head: tl.tensor,
-    extras: tl.tuple,
-    sizes: tl.tuple,
-    S: tl.constexpr,
-) -> tl.tensor:
+def extra_mask(keep, query, key, batch, head, extras, sizes, S: tl.constexpr):
     """`keep` without scores of padding keys and without scores that the mask removes."""
     if extras.padding is not None:
         has_key = key < sizes.num_keys
@@ -206,16 +181,7 @@ def extra_mask(
 
 
 @triton.jit
-def extra_bias(
-    scores: tl.tensor,
-    query: tl.tensor,
-    key: tl.tensor,
-    batch: tl.tensor,
-    head: tl.tensor,
-    extras: tl.tuple,
-    sizes: tl.tuple,
-    S: tl.constexpr,
-) -> tl.tensor:
+def extra_bias(scores, query, key, batch, head, extras, sizes, S: tl.constexpr):
     """Scores with bias and relative positions added, in base 2."""
     is_there = (query >= 0) & (query < sizes.num_queries) & (key < sizes.num_keys)
     if extras.bias is not None:
@@ -229,9 +195,7 @@ def extra_bias(
 
 
 @triton.jit
-def dropout_factor(
-    query: tl.tensor, key: tl.tensor, batch: tl.tensor, head: tl.tensor, drop: tl.tuple, sizes: tl.tuple
-) -> tl.tensor:
+def dropout_factor(query, key, batch, head, drop, sizes):
     """The factor of dropout for each probability: 0 or 1 / (1 - p)."""
     number = (batch * sizes.num_heads + head).to(tl.uint32)
     x = _mix(drop.seed.to(tl.uint32, bitcast=True) ^ (number * HEAD))
@@ -241,7 +205,7 @@ def dropout_factor(
 
 
 @triton.jit
-def _mix(x: tl.tensor) -> tl.tensor:
+def _mix(x):
     x = x ^ (x >> 16)
     x = x * MIX_1
     x = x ^ (x >> 15)

@@ -1,4 +1,4 @@
-# mypy: disallow-untyped-decorators=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Forward. A program owns a tile of queries and iterates over its tiles of keys, first those without a mask.
 
 If tiles.py has cut a row into pieces, each piece writes its unnormalised sum, its maximum and its sum of weights to
@@ -35,20 +35,7 @@ from twinflow.attention.kernels_common import (
 
 
 @triton.jit(do_not_specialize=["drop", "sizes"])
-def forward(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    out: tl.tensor,
-    lse: tl.tensor,
-    strides: tl.tuple,
-    plan: tl.tuple,
-    scratch: tl.tuple,
-    extras: tl.tuple,
-    drop: tl.tuple,
-    sizes: tl.tuple,
-    S: tl.constexpr,
-) -> None:
+def forward(q, k, v, out, lse, strides, plan, scratch, extras, drop, sizes, S: tl.constexpr):
     """Compute the output and log-sum-exp for one item of one head."""
     item, batch_head = own_item(sizes)
     first = 0
@@ -97,23 +84,8 @@ def forward(
 
 
 @triton.jit
-def _walk(
-    state: tl.tuple,
-    q_tile: tl.tensor,
-    query: tl.tensor,
-    keys: tl.tuple,
-    values: tl.tuple,
-    codes: tl.tensor,
-    start: tl.tensor,
-    stop: tl.tensor,
-    next_code: tl.tensor,
-    where: tl.tuple,
-    extras: tl.tuple,
-    drop: tl.tuple,
-    sizes: tl.tuple,
-    MASKED: tl.constexpr,
-    S: tl.constexpr,
-) -> tl.tuple:
+def _walk(state, q_tile, query, keys, values, codes, start, stop, next_code, where, extras, drop, sizes,
+          MASKED: tl.constexpr, S: tl.constexpr):  # fmt: skip
     """Add the key tiles start to stop to the state: the weighted sum, the maximum in base 2, and the sum of weights."""
     acc, top, weight = state
     factor = sizes.scale * LOG2E
@@ -152,15 +124,7 @@ def _walk(
 
 
 @triton.jit
-def _finish(
-    state: tl.tuple,
-    query: tl.tensor,
-    is_there: tl.tensor,
-    out: tl.tensor,
-    stride: tl.tensor,
-    lse: tl.tensor,
-    S: tl.constexpr,
-) -> None:
+def _finish(state, query, is_there, out, stride, lse, S: tl.constexpr):
     """Normalise and store rows. Rows without a key become zeros with an infinite log-sum-exp, for which backward
     computes probabilities of zero.
     """
@@ -172,16 +136,7 @@ def _finish(
 
 
 @triton.jit(do_not_specialize=["sizes"])
-def reduce(
-    out: tl.tensor,
-    lse: tl.tensor,
-    strides: tl.tuple,
-    plan: tl.tuple,
-    scratch: tl.tuple,
-    sizes: tl.tuple,
-    ROWS: tl.constexpr,
-    S: tl.constexpr,
-) -> None:
+def reduce(out, lse, strides, plan, scratch, sizes, ROWS: tl.constexpr, S: tl.constexpr):
     """Combine the pieces of a tile that was cut. A program has ROWS rows."""
     part = tl.program_id(0) % (S.OWN // ROWS)
     cut = tl.program_id(0) // (S.OWN // ROWS) % sizes.num_items

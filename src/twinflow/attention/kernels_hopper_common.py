@@ -1,4 +1,4 @@
-# mypy: disallow-untyped-decorators=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Functions that the kernels for Hopper share: the items of a program, the warp that loads, and the stores of results.
 
 Programs are persistent. A program processes the items number, number + programs, and so on. Two warpgroups each own 64
@@ -39,7 +39,7 @@ sync = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # named thre
 
 
 @gluon.jit
-def read_item(items: gl.tensor, number: gl.tensor, sizes: gl.tuple) -> gl.tuple:
+def read_item(items, number, sizes):
     """Fields of an item: head, own tile, first other tile, end of other tiles, and slot. After the last item, the last
     item is returned again.
 
@@ -56,14 +56,14 @@ def read_item(items: gl.tensor, number: gl.tensor, sizes: gl.tuple) -> gl.tuple:
 
 
 @gluon.jit
-def corner(head: gl.tensor, num_rows: gl.tensor, places: gl.tuple, NUMBER: gl.constexpr) -> gl.tuple:
+def corner(head, num_rows, places, NUMBER: gl.constexpr):
     """First row and column of a head (over the whole batch) in the matrix of a tensor."""
     fold = places[2 * NUMBER]
     return head // fold * num_rows, head % fold * places[2 * NUMBER + 1]
 
 
 @gluon.jit
-def make_bars(STAGES: gl.constexpr) -> gl.tuple:
+def make_bars(STAGES: gl.constexpr):
     """Barriers for full and empty buffers: of own tiles, and of two kinds of other tiles. The loading warp fills
     buffers, and the two warpgroups empty them.
     """
@@ -71,7 +71,7 @@ def make_bars(STAGES: gl.constexpr) -> gl.tuple:
 
 
 @gluon.jit
-def _bars(NUM: gl.constexpr, ARRIVALS: gl.constexpr) -> gl.tuple:
+def _bars(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
     bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM):
         mbarrier.init(bars.index(i), count=ARRIVALS)
@@ -80,17 +80,8 @@ def _bars(NUM: gl.constexpr, ARRIVALS: gl.constexpr) -> gl.tuple:
 
 @gluon.jit
 def load_tiles(
-    own: gl.tuple,
-    others: gl.tuple,
-    own_bufs: gl.tuple,
-    other_bufs: gl.tuple,
-    bars: gl.tuple,
-    plan: gl.tuple,
-    places: gl.tuple,
-    sizes: gl.tuple,
-    GROUP: gl.constexpr,
-    MEMBERS: gl.constexpr,
-) -> None:
+    own, others, own_bufs, other_bufs, bars, plan, places, sizes, GROUP: gl.constexpr, MEMBERS: gl.constexpr
+):
     """The work of the loading warp. `own` and `others` are descriptors, in the order of the buffers."""
     STAGES: gl.constexpr = other_bufs[0].shape[0]
     OTHER: gl.constexpr = other_bufs[0].shape[1]
@@ -140,14 +131,14 @@ def load_tiles(
 
 
 @gluon.jit
-def give_back(bars: gl.tuple, slot: gl.tensor) -> None:
+def give_back(bars, slot):
     """Release the own tiles of a slot for the next item, after the stores through them are complete."""
     tma.store_wait(0)
     mbarrier.arrive(bars[1].index(slot), count=1)
 
 
 @gluon.jit
-def store_rows(rows: gl.tensor, row: gl.tensor, col: gl.tensor, buf: gl.tensor, value: gl.tensor) -> None:
+def store_rows(rows, row, col, buf, value):
     """Store rows by TMA through the buffer of an own tile that is not read any more."""
     buf.store(value)
     fence_async_shared()
@@ -156,7 +147,7 @@ def store_rows(rows: gl.tensor, row: gl.tensor, col: gl.tensor, buf: gl.tensor, 
 
 
 @gluon.jit
-def store_piece(sums: gl.tensor, place: gl.tensor, value: gl.tensor, PART: gl.constexpr, LAYOUT: gl.constexpr) -> None:
+def store_piece(sums, place, value, PART: gl.constexpr, LAYOUT: gl.constexpr):
     """Store a piece to scratch memory in fp32."""
     DIM: gl.constexpr = value.shape[1]
     rows = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT)) + PART * HALF
@@ -165,9 +156,7 @@ def store_piece(sums: gl.tensor, place: gl.tensor, value: gl.tensor, PART: gl.co
 
 
 @gluon.jit
-def masked(
-    scores: gl.tensor, word: gl.tensor, CAUSAL: gl.constexpr, BY_KEYS: gl.constexpr, LAYOUT: gl.constexpr
-) -> gl.tensor:
+def masked(scores, word, CAUSAL: gl.constexpr, BY_KEYS: gl.constexpr, LAYOUT: gl.constexpr):
     """The scores of a cell, with minus infinity for scores that are not kept."""
     rows = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))[:, None]
     cols = gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))[None, :]

@@ -1,4 +1,4 @@
-# mypy: disallow-untyped-decorators=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Forward for Hopper. See kernels_hopper_common.py. Results are those of kernels_forward.py, whose `reduce` also
 combines the pieces of rows that are cut.
 """
@@ -37,26 +37,8 @@ LOWEST = gl.constexpr(-1e30)  # lower than any real score, but finite, so that d
 
 
 @gluon.jit(do_not_specialize=["total", "num_items", "num_long", "num_own", "num_other", "num_slots"])
-def forward(
-    q: gl.tensor,
-    k: gl.tensor,
-    v: gl.tensor,
-    out: gl.tensor,
-    lse: gl.tensor,
-    sums: gl.tensor,
-    tops: gl.tensor,
-    weights: gl.tensor,
-    plan: gl.tuple,
-    places: gl.tuple,
-    total: gl.tensor,
-    num_items: gl.tensor,
-    num_long: gl.tensor,
-    num_own: gl.tensor,
-    num_other: gl.tensor,
-    num_slots: gl.tensor,
-    scale: gl.tensor,
-    S: gl.constexpr,
-) -> None:
+def forward(q, k, v, out, lse, sums, tops, weights, plan, places, total, num_items, num_long, num_own, num_other,
+            num_slots, scale, S: gl.constexpr):  # fmt: skip
     """A program owns queries. q, k, v and out are descriptors. Without cells, every tile is whole."""
     OTHER: gl.constexpr = k.block_type.shape[0]
     DIM: gl.constexpr = k.block_type.shape[1]
@@ -70,14 +52,12 @@ def forward(
     sync()
     sizes = (total, num_items, num_long, num_own, num_other, num_slots)
     results = (out, lse, sums, tops, weights)
+    loads = ((q,), (k, v), own_bufs, other_bufs, bars, plan, places, sizes, gl.constexpr(S.GROUP), gl.constexpr(1))
     gl.warp_specialize(
         [
             (_own_rows, (gl.constexpr(0), own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S)),
             (_own_rows, (gl.constexpr(1), own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S)),
-            (
-                load_tiles,
-                ((q,), (k, v), own_bufs, other_bufs, bars, plan, places, sizes, gl.constexpr(S.GROUP), gl.constexpr(1)),
-            ),
+            (load_tiles, loads),
         ],
         [4, 1],
         [REGISTERS, LOADER_REGISTERS],
@@ -85,18 +65,7 @@ def forward(
 
 
 @gluon.jit
-def _own_rows(
-    PART: gl.constexpr,
-    own_bufs: gl.tuple,
-    other_bufs: gl.tuple,
-    bars: gl.tuple,
-    plan: gl.tuple,
-    places: gl.tuple,
-    sizes: gl.tuple,
-    results: gl.tuple,
-    scale: gl.tensor,
-    S: gl.constexpr,
-) -> None:
+def _own_rows(PART: gl.constexpr, own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S: gl.constexpr):
     """The work of one warpgroup, which has one half of each own tile."""
     DIM: gl.constexpr = other_bufs[0].shape[2]
     OTHER: gl.constexpr = other_bufs[0].shape[1]
@@ -149,21 +118,9 @@ def _own_rows(
 
 @gluon.jit
 def _walk(
-    state: gl.tuple,
-    q_tile: gl.tensor,
-    other_bufs: gl.tuple,
-    bars: gl.tuple,
-    num_tiles: gl.tensor,
-    count: gl.tensor,
-    slot: gl.tensor,
-    is_held: gl.tensor,
-    factor: gl.tensor,
-    SCORES: gl.constexpr,
-    SUMS: gl.constexpr,
-) -> gl.tuple:
-    """Process whole tiles. The product of probabilities and values of a tile overlaps with the
-    scores of the next tile.
-    """
+    state, q_tile, other_bufs, bars, num_tiles, count, slot, is_held, factor, SCORES: gl.constexpr, SUMS: gl.constexpr
+):
+    """Process whole tiles. The product of probabilities and values of a tile overlaps with the next tile's scores."""
     k_bufs, v_bufs = other_bufs
     STAGES: gl.constexpr = k_bufs.shape[0]
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -206,21 +163,8 @@ def _walk(
 
 
 @gluon.jit
-def _walk_cells(
-    state: gl.tuple,
-    q_tile: gl.tensor,
-    other_bufs: gl.tuple,
-    bars: gl.tuple,
-    words: gl.tensor,
-    num_tiles: gl.tensor,
-    count: gl.tensor,
-    slot: gl.tensor,
-    is_held: gl.tensor,
-    factor: gl.tensor,
-    CAUSAL: gl.constexpr,
-    SCORES: gl.constexpr,
-    SUMS: gl.constexpr,
-) -> gl.tuple:
+def _walk_cells(state, q_tile, other_bufs, bars, words, num_tiles, count, slot, is_held, factor, CAUSAL: gl.constexpr,
+                SCORES: gl.constexpr, SUMS: gl.constexpr):  # fmt: skip
     """Process the cells that this half keeps, whole or in part."""
     k_bufs, v_bufs = other_bufs
     STAGES: gl.constexpr = k_bufs.shape[0]
@@ -256,7 +200,7 @@ def _walk_cells(
 
 
 @gluon.jit
-def _weigh(scores: gl.tensor, top: gl.tensor, weight: gl.tensor, factor: gl.tensor) -> gl.tuple:
+def _weigh(scores, top, weight, factor):
     """Probabilities relative to the new maximum, the new maximum, the factor for sums relative to the old maximum, and
     the sum of weights.
     """

@@ -1,4 +1,4 @@
-# mypy: disallow-untyped-decorators=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Gradients of keys and values for Hopper. See kernels_hopper_common.py. Results are those of kernels_backward.py."""
 
 from __future__ import annotations
@@ -33,31 +33,9 @@ from twinflow.attention.kernels_hopper_common import (
 
 
 @gluon.jit(do_not_specialize=["total", "num_items", "num_long", "num_own", "num_other", "num_slots"])
-def key_gradients(
-    k: gl.tensor,
-    v: gl.tensor,
-    q: gl.tensor,
-    grad: gl.tensor,
-    dk: gl.tensor,
-    dv: gl.tensor,
-    lse: gl.tensor,
-    delta: gl.tensor,
-    sums_k: gl.tensor,
-    sums_v: gl.tensor,
-    plan: gl.tuple,
-    places: gl.tuple,
-    total: gl.tensor,
-    num_items: gl.tensor,
-    num_long: gl.tensor,
-    num_own: gl.tensor,
-    num_other: gl.tensor,
-    num_slots: gl.tensor,
-    scale: gl.tensor,
-    S: gl.constexpr,
-) -> None:
-    """A program owns keys and sums over the query heads that share them. All tensors but scratch and plan are
-    descriptors.
-    """
+def key_gradients(k, v, q, grad, dk, dv, lse, delta, sums_k, sums_v, plan, places, total, num_items, num_long, num_own,
+                  num_other, num_slots, scale, S: gl.constexpr):  # fmt: skip
+    """A program owns keys and sums over the query heads that share them. All but scratch and plan are descriptors."""
     OTHER: gl.constexpr = q.block_type.shape[0]
     DIM: gl.constexpr = q.block_type.shape[1]
     own_bufs = (
@@ -76,25 +54,12 @@ def key_gradients(
     sizes = (total, num_items, num_long, num_own, num_other, num_slots)
     others = (q, grad, lse, delta)
     results = (dk, dv, sums_k, sums_v)
+    loads = ((k, v), others, own_bufs, other_bufs, bars, plan, places, sizes, gl.constexpr(1), gl.constexpr(S.GROUP))
     gl.warp_specialize(
         [
             (_key_rows, (gl.constexpr(0), own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S)),
             (_key_rows, (gl.constexpr(1), own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S)),
-            (
-                load_tiles,
-                (
-                    (k, v),
-                    others,
-                    own_bufs,
-                    other_bufs,
-                    bars,
-                    plan,
-                    places,
-                    sizes,
-                    gl.constexpr(1),
-                    gl.constexpr(S.GROUP),
-                ),
-            ),
+            (load_tiles, loads),
         ],
         [4, 1],
         [REGISTERS, LOADER_REGISTERS],
@@ -102,18 +67,7 @@ def key_gradients(
 
 
 @gluon.jit
-def _key_rows(
-    PART: gl.constexpr,
-    own_bufs: gl.tuple,
-    other_bufs: gl.tuple,
-    bars: gl.tuple,
-    plan: gl.tuple,
-    places: gl.tuple,
-    sizes: gl.tuple,
-    results: gl.tuple,
-    scale: gl.tensor,
-    S: gl.constexpr,
-) -> None:
+def _key_rows(PART: gl.constexpr, own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S: gl.constexpr):
     """The work of one warpgroup, which has one half of each own tile. Scores are [keys, queries]."""
     STAGES: gl.constexpr = other_bufs[0].shape[0]
     DIM: gl.constexpr = other_bufs[0].shape[2]
@@ -175,19 +129,7 @@ def _key_rows(
 
 
 @gluon.jit
-def _add_to_keys(
-    dk: gl.tensor,
-    dv: gl.tensor,
-    own: gl.tuple,
-    other_bufs: gl.tuple,
-    bars: gl.tuple,
-    stage: gl.tensor,
-    phase: gl.tensor,
-    scale: gl.tensor,
-    word: gl.tensor,
-    S: gl.constexpr,
-    SCORES: gl.constexpr,
-) -> gl.tuple:
+def _add_to_keys(dk, dv, own, other_bufs, bars, stage, phase, scale, word, S: gl.constexpr, SCORES: gl.constexpr):
     """Add the contribution of one tile of queries to the gradients of keys and values."""
     k_tile, v_tile = own
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)

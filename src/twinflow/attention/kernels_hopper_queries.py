@@ -1,4 +1,4 @@
-# mypy: disallow-untyped-decorators=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Gradients of queries for Hopper. See kernels_hopper_common.py. Results are those of kernels_backward.py."""
 
 from __future__ import annotations
@@ -33,27 +33,8 @@ from twinflow.attention.kernels_hopper_common import (
 
 
 @gluon.jit(do_not_specialize=["total", "num_items", "num_long", "num_own", "num_other", "num_slots"])
-def query_gradients(
-    q: gl.tensor,
-    grad: gl.tensor,
-    k: gl.tensor,
-    v: gl.tensor,
-    dq: gl.tensor,
-    out: gl.tensor,
-    lse: gl.tensor,
-    delta: gl.tensor,
-    sums: gl.tensor,
-    plan: gl.tuple,
-    places: gl.tuple,
-    total: gl.tensor,
-    num_items: gl.tensor,
-    num_long: gl.tensor,
-    num_own: gl.tensor,
-    num_other: gl.tensor,
-    num_slots: gl.tensor,
-    scale: gl.tensor,
-    S: gl.constexpr,
-) -> None:
+def query_gradients(q, grad, k, v, dq, out, lse, delta, sums, plan, places, total, num_items, num_long, num_own,
+                    num_other, num_slots, scale, S: gl.constexpr):  # fmt: skip
     """A program owns queries. q, grad, k, v and dq are descriptors."""
     OTHER: gl.constexpr = k.block_type.shape[0]
     DIM: gl.constexpr = k.block_type.shape[1]
@@ -70,25 +51,12 @@ def query_gradients(
     sync()
     sizes = (total, num_items, num_long, num_own, num_other, num_slots)
     results = (out, lse, delta, dq, sums)
+    loads = ((q, grad), (k, v), own_bufs, other_bufs, bars, plan, places, sizes, gl.constexpr(S.GROUP), gl.constexpr(1))
     gl.warp_specialize(
         [
             (_query_rows, (gl.constexpr(0), own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S)),
             (_query_rows, (gl.constexpr(1), own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S)),
-            (
-                load_tiles,
-                (
-                    (q, grad),
-                    (k, v),
-                    own_bufs,
-                    other_bufs,
-                    bars,
-                    plan,
-                    places,
-                    sizes,
-                    gl.constexpr(S.GROUP),
-                    gl.constexpr(1),
-                ),
-            ),
+            (load_tiles, loads),
         ],
         [4, 1],
         [REGISTERS, LOADER_REGISTERS],
@@ -96,21 +64,8 @@ def query_gradients(
 
 
 @gluon.jit
-def _query_rows(
-    PART: gl.constexpr,
-    own_bufs: gl.tuple,
-    other_bufs: gl.tuple,
-    bars: gl.tuple,
-    plan: gl.tuple,
-    places: gl.tuple,
-    sizes: gl.tuple,
-    results: gl.tuple,
-    scale: gl.tensor,
-    S: gl.constexpr,
-) -> None:
-    """The work of one warpgroup, which has one half of each own tile. Rows of `out` are read into registers one item
-    ahead.
-    """
+def _query_rows(PART: gl.constexpr, own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S: gl.constexpr):
+    """The work of one warpgroup, which has one half of each own tile. Rows of `out` are read one item ahead."""
     STAGES: gl.constexpr = other_bufs[0].shape[0]
     DIM: gl.constexpr = other_bufs[0].shape[2]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -173,15 +128,7 @@ def _query_rows(
 
 
 @gluon.jit
-def _read_out(
-    out: gl.tensor,
-    head: gl.tensor,
-    position: gl.tensor,
-    places: gl.tuple,
-    sizes: gl.tuple,
-    DIM: gl.constexpr,
-    ROWS: gl.constexpr,
-) -> gl.tensor:
+def _read_out(out, head, position, places, sizes, DIM: gl.constexpr, ROWS: gl.constexpr):
     """Load rows of `out`, the sixth tensor in `places`. Its stride between rows follows all places."""
     row, col = corner(head, sizes[3], places, 5)
     stride = places[12]
@@ -192,18 +139,7 @@ def _read_out(
 
 
 @gluon.jit
-def _add_to_queries(
-    acc: gl.tensor,
-    own: gl.tuple,
-    other_bufs: gl.tuple,
-    bars: gl.tuple,
-    stage: gl.tensor,
-    phase: gl.tensor,
-    scale: gl.tensor,
-    word: gl.tensor,
-    S: gl.constexpr,
-    SCORES: gl.constexpr,
-) -> gl.tensor:
+def _add_to_queries(acc, own, other_bufs, bars, stage, phase, scale, word, S: gl.constexpr, SCORES: gl.constexpr):
     """Add the contribution of one tile of keys to the gradients of queries."""
     q_tile, g_tile, row_lse, row_delta = own
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)

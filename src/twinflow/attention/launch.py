@@ -1,4 +1,4 @@
-"""Arguments of the kernels: tuples of tensors, numbers, and constants for which kernels are compiled."""
+"""Arguments of the kernels (tuples of tensors, numbers, and constants for which kernels are compiled) and launches."""
 
 from __future__ import annotations
 
@@ -17,20 +17,10 @@ from twinflow.attention.tiles import Span, TilePlan, TileSize, Work, device_plan
 from twinflow.attention.tuning import Tuning, Tunings, padded_dim
 
 REDUCE_ROWS = 16  # rows of a program that combines pieces; small, because few tiles are cut
+REDUCE_OPTIONS = {"num_warps": 4}
 
 Strides = tuple[int, int, int]
 _BOUND = threading.local()  # devices whose CUDA context is bound to a thread
-
-
-class PlanArgs(NamedTuple):
-    """The tensors of a TilePlan."""
-
-    codes: Tensor
-    items: Tensor
-    item_starts: Tensor
-    cuts: Tensor
-    cut_starts: Tensor
-    heads: Tensor
 
 
 class ExtraArgs(NamedTuple):
@@ -98,13 +88,17 @@ class Shape(NamedTuple):
     TMA: bool = False
 
 
-class ForwardStrides(NamedTuple):
-    """Strides of batch, head and token."""
+class TensorStrides(NamedTuple):
+    """Strides of batch, head and token of the tensors that a kernel uses."""
 
-    q: Strides
-    k: Strides
-    v: Strides
-    out: Strides
+    q: Strides | None = None
+    k: Strides | None = None
+    v: Strides | None = None
+    out: Strides | None = None
+    grad: Strides | None = None
+    dq: Strides | None = None
+    dk: Strides | None = None
+    dv: Strides | None = None
 
 
 class ForwardScratch(NamedTuple):
@@ -113,6 +107,13 @@ class ForwardScratch(NamedTuple):
     sums: Tensor
     tops: Tensor
     weights: Tensor
+
+
+class GradientScratch(NamedTuple):
+    """Scratch memory of rows that are cut, per slot."""
+
+    first: Tensor
+    second: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,6 @@ class Call:
 
     @property
     def span(self) -> Span:
-        """The ranges of positions of queries and keys."""
         start = self.extras.q_start
         return Span((start, start + self.sizes.num_queries), (0, self.sizes.num_keys))
 
@@ -147,7 +147,6 @@ class Call:
         return group if is_shared else 1
 
     def plan(self, size: TileSize, by_keys: bool) -> TilePlan:
-        """The plan of a kernel, on the device."""
         return device_plan(self.layout, self.span, size, by_keys, self.work(by_keys), self.device)
 
     def work(self, by_keys: bool) -> Work:
@@ -196,9 +195,7 @@ class Call:
         )
 
     def prepare(self, tuning: Tuning, others: Sequence[Tensor], by_keys: bool) -> tuple[Tuning, TilePlan, Shape]:
-        """The tuning that this call allows for a kernel that iterates over `others`, with its plan
-        and its constants.
-        """
+        """The tuning that this call allows for a kernel that iterates over `others`, with its plan and constants."""
         if tuning.tma and not self._allows_descriptors(tuning.size, others, by_keys):
             tuning = tuning.otherwise or replace(tuning, tma=False)
         plan = self.plan(tuning.size, by_keys)
@@ -219,7 +216,6 @@ class Call:
         return is_whole and are_rows and self.is_plain and has_loader
 
     def extra_args(self) -> ExtraArgs:
-        """The tensors of the extras as arguments."""
         extras = self.extras
         mask, bias = _expanded(extras.mask, self.sizes)[0], _expanded(extras.bias, self.sizes)[0]
         padding = extras.key_padding.contiguous().view(torch.uint8) if extras.key_padding is not None else None
@@ -227,7 +223,6 @@ class Call:
         return ExtraArgs(padding, mask.view(torch.uint8) if mask is not None else None, bias, relative)
 
     def drop(self) -> Drop:
-        """The arguments of dropout."""
         p = self.extras.dropout
         return Drop(_as_int32(seed_word(self.extras.seed)), _as_int32(threshold(p)), 1.0 / (1.0 - p))
 
@@ -237,13 +232,12 @@ def is_interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
-def plan_args(plan: TilePlan) -> PlanArgs:
-    """The tensors of a plan as arguments."""
-    return PlanArgs(plan.codes, plan.items, plan.item_starts, plan.cuts, plan.cut_starts, plan.heads)
+def strides_of(**tensors: Tensor) -> TensorStrides:
+    """Strides of the named tensors. The elements of a token must be contiguous."""
+    return TensorStrides(**{name: _strides(tensor) for name, tensor in tensors.items()})
 
 
-def strides_of(tensor: Tensor) -> Strides:
-    """Strides of batch, head and token. The elements of a token must be contiguous."""
+def _strides(tensor: Tensor) -> Strides:
     assert tensor.stride(3) == 1 or tensor.shape[3] == 1, tensor.stride()
     return tensor.stride(0), tensor.stride(1), tensor.stride(2)
 
@@ -314,6 +308,69 @@ def bind_context(device: torch.device) -> None:
     if device.type == "cuda" and device not in _BOUND.__dict__.setdefault("devices", set()):
         torch.zeros((), device=device)
         _BOUND.devices.add(device)
+
+
+# Rows that are cut into pieces: scratch memory, and launches of the kernels that combine the pieces in order.
+
+
+def forward_scratch(call: Call, plan: TilePlan, size: TileSize) -> ForwardScratch:
+    """Scratch memory of forward. It is empty if no row is cut."""
+    (sums,) = _scratch(call, plan, size, 1)
+    tops, weights = (torch.empty(sums.shape[:2], dtype=torch.float32, device=sums.device) for _ in range(2))
+    return ForwardScratch(sums, tops, weights)
+
+
+def gradient_scratch(call: Call, plan: TilePlan, size: TileSize, count: int) -> GradientScratch:
+    """Scratch memory of `count` gradients, one or two. It is empty if no row is cut."""
+    return GradientScratch(*_scratch(call, plan, size, count))
+
+
+def reduce_forward(
+    out: Tensor,
+    lse: Tensor,
+    strides: TensorStrides,
+    call: Call,
+    plan: TilePlan,
+    size: TileSize,
+    pieces: ForwardScratch,
+) -> None:
+    """Combine the pieces and write the cut rows of `out` and `lse`."""
+    from twinflow.attention import kernels_forward
+
+    if not plan.num_slots:
+        return
+    num_programs = plan.max_cuts * call.sizes.batch * call.sizes.num_heads * (size.own // REDUCE_ROWS)
+    size_args = call.size_args(plan.max_cuts, plan.num_slots)
+    args = (out, lse, strides, plan.tables, pieces, size_args, REDUCE_ROWS, call.shape(size, plan))
+    launch(kernels_forward.reduce, num_programs, args, REDUCE_OPTIONS)
+
+
+def reduce_gradients(
+    first: Tensor,
+    second: Tensor | None,
+    start: int,
+    call: Call,
+    plan: TilePlan,
+    size: TileSize,
+    pieces: GradientScratch,
+) -> None:
+    """Sum the pieces and write the cut rows of one or two gradients. The first row has the position `start`."""
+    from twinflow.attention import kernels_backward
+
+    if not plan.num_slots:
+        return
+    num_heads = first.shape[1]
+    num_programs = plan.max_cuts * call.sizes.batch * num_heads * (size.own // REDUCE_ROWS)
+    size_args = call.size_args(plan.max_cuts, plan.num_slots)._replace(num_heads=num_heads)
+    strides = (_strides(first), _strides(second) if second is not None else None)
+    places = (first.shape[2], start)
+    args = (first, second, strides, plan.tables, pieces, size_args, *places, REDUCE_ROWS, call.shape(size, plan))
+    launch(kernels_backward.reduce, num_programs, args, REDUCE_OPTIONS)
+
+
+def _scratch(call: Call, plan: TilePlan, size: TileSize, count: int) -> list[Tensor]:
+    shape = (call.sizes.batch * plan.num_slots, size.own, padded_dim(call.sizes.head_dim))
+    return [torch.empty(shape, dtype=torch.float32, device=call.device) for _ in range(count)]
 
 
 def _expanded(tensor: Tensor | None, sizes: Sizes) -> tuple[Tensor | None, Strides, int]:

@@ -8,7 +8,7 @@ memory is proportional to the number of kept blocks: a million tokens in blocks 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -51,12 +51,10 @@ class Layout:
 
     @property
     def num_heads(self) -> int:
-        """Number of heads."""
         return len(self.head_to_pattern)
 
     @property
     def num_patterns(self) -> int:
-        """Number of distinct patterns."""
         return self.row_starts.shape[0]
 
     @property
@@ -99,9 +97,7 @@ class Layout:
         return torch.repeat_interleave(torch.arange(self.num_rows, dtype=torch.int32), lengths)
 
     def transposed(self) -> tuple[Tensor, Tensor]:
-        """The kept blocks by columns: col_starts int64 [num_patterns, num_cols + 1], and rows int32
-        [kept], ascending.
-        """
+        """The kept blocks by columns: col_starts int64 [num_patterns, num_cols + 1] and ascending rows int32 [kept]."""
         counts = torch.zeros(self.num_patterns, self.num_cols, dtype=torch.int64)
         rows = torch.empty_like(self.cols)
         for pattern in range(self.num_patterns):
@@ -189,9 +185,7 @@ def from_flat(
 
 
 def from_dense(grid: Tensor, block: int, is_causal: bool = False, num_heads: int | None = None) -> Layout:
-    """A layout from a bool or integer grid [heads, rows, cols] or [rows, cols]. One grid may be used for `num_heads`
-    heads.
-    """
+    """A layout from a bool or integer grid [heads, rows, cols] or [rows, cols]. `num_heads` heads may use one grid."""
     if grid.dim() == 2:
         grid = grid[None]
     if grid.dim() != 3:
@@ -277,20 +271,14 @@ def from_function(
     flats = []
     for test in tests:
         parts = []
-        for start, stop in _chunks(num_rows, max(1, CHUNK_PAIRS // num_cols)):
-            rows = torch.arange(start, stop)[:, None]
-            answer = test(rows, cols)
+        for rows in torch.split(torch.arange(num_rows), max(1, CHUNK_PAIRS // num_cols)):
+            answer = test(rows[:, None], cols)
             if answer.dtype != torch.bool:
                 raise invalid_value("keeps(rows, cols).dtype", answer.dtype, [torch.bool])
-            parts.append(answer.expand(stop - start, num_cols).reshape(-1).nonzero()[:, 0] + start * num_cols)
+            parts.append(answer.expand(len(rows), num_cols).reshape(-1).nonzero()[:, 0] + rows[0] * num_cols)
         flats.append(torch.cat(parts))
     heads = [0] * num_heads if callable(keeps) else None
     return from_flat(flats, num_rows, num_cols, block, is_causal=is_causal, head_to_pattern=heads)
-
-
-def _chunks(total: int, size: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, total, size):
-        yield start, min(start + size, total)
 
 
 def _starts(counts: Tensor) -> Tensor:

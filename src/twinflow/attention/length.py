@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twinflow.attention.patch import sparsify
-from twinflow.attention.patterns import FixedSparsityConfig, SparsityConfig
+from twinflow.attention.patterns import FixedSparsityConfig, SparsityConfig, check_count
 from twinflow.errors import invalid_value
 
 
@@ -87,8 +87,7 @@ def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
     everywhere. The rows that RoBERTa reserves for padding are kept. A rotary model has no table, and only its config
     changes. Call this function before `sparsify` and before an optimizer is built. Raises ValueError for other models.
     """
-    if isinstance(max_position, bool) or not isinstance(max_position, int) or max_position < 1:
-        raise invalid_value("max_position", max_position, "a whole number >= 1")
+    check_count("max_position", max_position, 1)
     config: Any = getattr(model, "config", None)
     known = getattr(config, "max_position_embeddings", None)
     if not isinstance(known, int):
@@ -145,10 +144,9 @@ def _extend_buffers(holder: nn.Module, num_rows: int) -> None:
 class SparseAttentionUtils:
     """The functions of this package as static methods with DeepSpeed's names."""
 
-    @staticmethod
-    def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
-        """Calls the function `extend_position_embedding` of this module."""
-        return extend_position_embedding(model, max_position)
+    extend_position_embedding = staticmethod(extend_position_embedding)
+    pad_to_block_size = staticmethod(pad_to_block_size)
+    unpad_sequence_output = staticmethod(unpad_sequence_output)
 
     @staticmethod
     def update_tokenizer_model_max_length(tokenizer: Any, max_position: int) -> Any:
@@ -167,31 +165,3 @@ class SparseAttentionUtils:
             extend_position_embedding(model, max_position)
         pattern = sparsity_config or FixedSparsityConfig(num_heads=config.num_attention_heads)
         return sparsify(model, pattern)
-
-    @staticmethod
-    def pad_to_block_size(
-        block_size: int,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        token_type_ids: Tensor | None,
-        position_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        pad_token_id: int,
-        model_embeddings: Any,
-    ) -> Padded:
-        """Calls the function `pad_to_block_size` of this module."""
-        return pad_to_block_size(
-            block_size,
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            pad_token_id,
-            model_embeddings,
-        )
-
-    @staticmethod
-    def unpad_sequence_output(pad_len: int, sequence_output: Tensor) -> Tensor:
-        """Calls the function `unpad_sequence_output` of this module."""
-        return unpad_sequence_output(pad_len, sequence_output)

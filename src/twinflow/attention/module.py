@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from twinflow.attention.function import PatternAttention
 from twinflow.attention.layout import Layout
-from twinflow.attention.pattern_attention import PatternAttention
-from twinflow.attention.patterns import FixedSparsityConfig, SparsityConfig
+from twinflow.attention.patterns import FixedSparsityConfig, SparsityConfig, check_count
 from twinflow.errors import invalid_value
 
 MASK_MODES = ("add", "mul")
@@ -37,8 +37,7 @@ class SparseSelfAttention(nn.Module):
         for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
             if mode not in MASK_MODES:
                 raise invalid_value(name, mode, MASK_MODES)
-        if isinstance(max_seq_length, bool) or not isinstance(max_seq_length, int) or max_seq_length < 1:
-            raise invalid_value("max_seq_length", max_seq_length, "a whole number >= 1")
+        check_count("max_seq_length", max_seq_length, 1)
         pattern = FixedSparsityConfig(num_heads=4) if sparsity_config is None else sparsity_config
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
@@ -47,17 +46,16 @@ class SparseSelfAttention(nn.Module):
 
     @property
     def sparsity_config(self) -> SparsityConfig:
-        """The pattern of this layer."""
         return self.attend.pattern
 
     def set_pattern(self, pattern: SparsityConfig) -> None:
-        """Replace the pattern of this layer."""
         old = self.attend
         self.attend = PatternAttention(pattern, self.max_seq_length, backend=old.backend, heads=old.heads)
 
     def get_layout(self, seq_len: int) -> Layout:
         """The layout for `seq_len` tokens."""
-        return self.attend.layout(self._length(seq_len), self._num_heads())
+        start, stop = self.attend.heads or (0, self.sparsity_config.num_heads)
+        return self.attend.layout(self._length(seq_len), stop - start)
 
     def forward(
         self,
@@ -84,15 +82,13 @@ class SparseSelfAttention(nn.Module):
         extras: dict[str, Any] = {}
         biases = [] if rpe is None else [rpe]
         if attn_mask is not None:
-            mask = attn_mask.reshape(_no_ones(attn_mask, 2, "attn_mask", (num_tokens, num_tokens)))
+            mask = _as_2d("attn_mask", attn_mask, (num_tokens, num_tokens))
             if self.attn_mask_mode == "mul":
                 extras["mask"] = mask != 0
             else:
                 biases.append(_additive("attn_mask", mask))
         if key_padding_mask is not None:
-            mask = key_padding_mask.reshape(
-                _no_ones(key_padding_mask, 2, "key_padding_mask", (query.shape[0], num_tokens))
-            )
+            mask = _as_2d("key_padding_mask", key_padding_mask, (query.shape[0], num_tokens))
             if self.key_padding_mask_mode == "mul":
                 extras["key_padding"] = mask != 0
             else:
@@ -103,10 +99,6 @@ class SparseSelfAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.sparsity_config}, max_seq_length={self.max_seq_length}"
-
-    def _num_heads(self) -> int:
-        heads = self.attend.heads
-        return self.sparsity_config.num_heads if heads is None else heads[1] - heads[0]
 
     def _length(self, seq_len: int) -> int:
         if seq_len > self.max_seq_length:
@@ -155,15 +147,14 @@ class BertSparseSelfAttention(nn.Module):
         return out.transpose(1, 2).reshape(batch, tokens, hidden)
 
 
-def _no_ones(mask: Tensor, num_dims: int, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape without surplus dimensions of size one."""
-    found = tuple(size for size in mask.shape if size != 1)
-    wanted = tuple(size for size in shape if size != 1)
-    if found != wanted or mask.dim() < num_dims:
+def _as_2d(name: str, mask: Tensor, shape: tuple[int, int]) -> Tensor:
+    """The mask without surplus dimensions of size one."""
+    found, wanted = ([size for size in sizes if size != 1] for sizes in (mask.shape, shape))
+    if found != wanted or mask.dim() < 2:
         raise invalid_value(
             f"{name}.shape", tuple(mask.shape), f"{list(shape)}, also with further dimensions of size one"
         )
-    return shape
+    return mask.reshape(shape)
 
 
 def _additive(name: str, mask: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from twinflow.attention.function import PatternAttention, not_causal
 from twinflow.attention.huggingface import dense_transformers, num_heads_of, sparse_transformers, transformers_models
 from twinflow.attention.module import SparseSelfAttention
-from twinflow.attention.pattern_attention import PatternAttention, not_causal
 from twinflow.attention.patterns import DenseSparsityConfig, SparsityConfig, pattern_from_config
 from twinflow.errors import invalid_value
 
@@ -36,7 +36,7 @@ def sparsify(model: Model, pattern: Pattern, *, backend: str = "auto", heads: tu
         raise _nothing_to_change(model)
     for_hooks = _by_layer(pattern, [int(layer.num_heads) for layer in hooks])
     made = [_for_hook(layer, its, backend, heads) for layer, its in zip(hooks, for_hooks, strict=True)]
-    for_own = _by_layer(pattern, [_num_heads(layer) for layer in own])
+    for_own = _by_layer(pattern, [layer.sparsity_config.num_heads for layer in own])
     for part in found:
         counts = [num_heads_of(part)] * part.config.num_hidden_layers
         sparse_transformers(part, _by_layer(pattern, counts), backend, heads)
@@ -57,12 +57,10 @@ def unsparsify(model: Model) -> Model:
 
 
 def apply_section(model: nn.Module, section: Mapping[str, Any]) -> None:
-    """Apply the `sparse_attention` section of a config. The mode "dense" changes only models that have
-    SparseSelfAttention.
-    """
+    """Apply the `sparse_attention` section of a config. The mode "dense" changes only SparseSelfAttention."""
     is_dense = section.get("mode", "fixed") == "dense"
     own = _own(model)
-    counts = {_num_heads(layer) for layer in own}
+    counts = {layer.sparsity_config.num_heads for layer in own}
     if not is_dense:
         counts |= {num_heads_of(part) for part in transformers_models(model)}
         counts |= {int(layer.num_heads) for layer in _hooks(model)}
@@ -90,20 +88,12 @@ def _own(model: nn.Module) -> list[SparseSelfAttention]:
     return [part for part in model.modules() if isinstance(part, SparseSelfAttention)]
 
 
-def _num_heads(layer: SparseSelfAttention) -> int:
-    return layer.sparsity_config.num_heads
-
-
 def _for_hook(layer: Any, pattern: SparsityConfig, backend: str, heads: tuple[int, int] | None) -> Attend:
     is_causal = bool(getattr(layer, "is_causal", True))
     if is_causal and not pattern.is_causal and not isinstance(pattern, DenseSparsityConfig):
         raise not_causal(pattern)
     attend = PatternAttention(pattern, getattr(layer, "max_tokens", 1), backend=backend, heads=heads)
-    return partial(_attend, attend, is_causal)
-
-
-def _attend(attend: PatternAttention, is_causal: bool, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    return attend(q, k, v, is_causal=is_causal, dropout=dropout)
+    return partial(attend, is_causal=is_causal)
 
 
 def _by_layer(pattern: Pattern, num_heads: Sequence[int]) -> list[SparsityConfig]:

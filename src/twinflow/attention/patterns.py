@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,12 +32,18 @@ class SparsityConfig:
     different_layout_per_head: bool = False
     seed: int = field(default=0, kw_only=True)
 
+    _MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("seed", "num_random_blocks")
+
     def __post_init__(self) -> None:
-        _check_count("num_heads", self.num_heads, 1)
+        for name in (item.name for item in fields(self)):
+            if name == "seed" or name.startswith("num_"):
+                check_count(name, getattr(self, name), 0 if name in self._MAY_BE_ZERO else 1)
         check_block(self.block)
         if not isinstance(self.different_layout_per_head, bool):
             raise invalid_value("different_layout_per_head", self.different_layout_per_head, [True, False])
-        _check_count("seed", self.seed, 0)
+        _check_attention(
+            getattr(self, "attention", "bidirectional"), getattr(self, "horizontal_global_attention", False)
+        )
 
     @property
     def is_causal(self) -> bool:
@@ -46,7 +52,7 @@ class SparsityConfig:
 
     def layout(self, seq_len: int) -> Layout:
         """The layout for `seq_len` tokens. The last block may be incomplete."""
-        _check_count("seq_len", seq_len, 1)
+        check_count("seq_len", seq_len, 1)
         num_blocks = -(-seq_len // self.block)
         generator = torch.Generator().manual_seed(self.seed)
         num_variants = self._num_variants()
@@ -58,7 +64,7 @@ class SparsityConfig:
         """The grid as int64 [heads, blocks, blocks], 1 = kept. Raises ValueError for an incomplete block or a grid that
         is too large.
         """
-        _check_count("seq_len", seq_len, 1)
+        check_count("seq_len", seq_len, 1)
         if seq_len % self.block:
             raise invalid_value("seq_len", seq_len, f"a multiple of block {self.block}", "layout() takes any length.")
         if self.num_heads * (seq_len // self.block) ** 2 > DENSE_LIMIT:
@@ -69,7 +75,8 @@ class SparsityConfig:
 
     def _num_variants(self) -> int:
         """Number of different patterns, which the heads use in turn."""
-        return 1
+        num_random = getattr(self, "num_random_blocks", 0)
+        return self.num_heads if self.different_layout_per_head and num_random else 1
 
     def _flat(self, num_blocks: int, variant: int, generator: torch.Generator) -> Tensor:
         """Kept blocks as row * num_blocks + col. Order and duplicates do not matter."""
@@ -81,7 +88,7 @@ class DenseSparsityConfig(SparsityConfig):
     """All blocks are kept, as in dense attention."""
 
     def _flat(self, num_blocks: int, variant: int, generator: torch.Generator) -> Tensor:
-        return _rows(_all(num_blocks), num_blocks)
+        return _rows(torch.arange(num_blocks), num_blocks)
 
 
 @dataclass(frozen=True)
@@ -101,10 +108,6 @@ class FixedSparsityConfig(SparsityConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_count("num_local_blocks", self.num_local_blocks, 1)
-        _check_count("num_global_blocks", self.num_global_blocks, 1)
-        _check_count("num_different_global_patterns", self.num_different_global_patterns, 1)
-        _check_attention(self.attention, self.horizontal_global_attention)
         if self.num_local_blocks % self.num_global_blocks:
             allowed = f"a divisor of num_local_blocks {self.num_local_blocks}"
             raise invalid_value("num_global_blocks", self.num_global_blocks, allowed)
@@ -127,7 +130,7 @@ class FixedSparsityConfig(SparsityConfig):
 
     def _flat(self, num_blocks: int, variant: int, generator: torch.Generator) -> Tensor:
         width, num_global = self.num_local_blocks, self.num_global_blocks
-        rows = _all(num_blocks)
+        rows = torch.arange(num_blocks)
         first = rows // width * width
         local = _spans(rows, first, (first + width).clamp(max=num_blocks), num_blocks, self.is_causal)
         offset = width - (1 + variant) * num_global
@@ -154,15 +157,10 @@ class VariableSparsityConfig(SparsityConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_count("num_random_blocks", self.num_random_blocks, 0)
         _freeze(self, "local_window_blocks", least=1)
         if not self.local_window_blocks:
             raise invalid_value("local_window_blocks", self.local_window_blocks, "at least one width")
         _freeze_globals(self)
-        _check_attention(self.attention, self.horizontal_global_attention)
-
-    def _num_variants(self) -> int:
-        return self.num_heads if self.different_layout_per_head and self.num_random_blocks else 1
 
     def _flat(self, num_blocks: int, variant: int, generator: torch.Generator) -> Tensor:
         widths = torch.tensor(self.local_window_blocks)
@@ -171,7 +169,7 @@ class VariableSparsityConfig(SparsityConfig):
         more = torch.arange(1, -(-rest // int(widths[-1])) + 1) * widths[-1] + ends[-1]
         ends = torch.cat([ends, more])
         starts = torch.cat([ends.new_zeros(1), ends[:-1]])
-        rows = _all(num_blocks)
+        rows = torch.arange(num_blocks)
         window = torch.searchsorted(ends, rows, right=True)
         local = _spans(rows, starts[window], ends[window].clamp(max=num_blocks), num_blocks, self.is_causal)
         chosen = _chosen(self.global_block_indices, self.global_block_end_indices, num_blocks)
@@ -189,20 +187,12 @@ class BigBirdSparsityConfig(SparsityConfig):
     num_global_blocks: int = 1
     attention: str = "bidirectional"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_count("num_random_blocks", self.num_random_blocks, 0)
-        _check_count("num_sliding_window_blocks", self.num_sliding_window_blocks, 1)
-        _check_count("num_global_blocks", self.num_global_blocks, 0)
-        _check_attention(self.attention)
-
-    def _num_variants(self) -> int:
-        return self.num_heads if self.different_layout_per_head and self.num_random_blocks else 1
+    _MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("seed", "num_random_blocks", "num_global_blocks")
 
     def _flat(self, num_blocks: int, variant: int, generator: torch.Generator) -> Tensor:
         drawn = _random(num_blocks, self.num_random_blocks, self.is_causal, generator)
         window = _sliding(num_blocks, self.num_sliding_window_blocks, self.is_causal)
-        chosen = _all(num_blocks)[: self.num_global_blocks]
+        chosen = torch.arange(num_blocks)[: self.num_global_blocks]
         return torch.cat([drawn, window, *_globals(chosen, num_blocks, self.is_causal, has_rows=True)])
 
 
@@ -217,9 +207,7 @@ class BSLongformerSparsityConfig(SparsityConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_count("num_sliding_window_blocks", self.num_sliding_window_blocks, 1)
         _freeze_globals(self)
-        _check_attention(self.attention)
 
     def _flat(self, num_blocks: int, variant: int, generator: torch.Generator) -> Tensor:
         window = _sliding(num_blocks, self.num_sliding_window_blocks, self.is_causal)
@@ -234,11 +222,6 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
     different_layout_per_head: bool = field(default=False, init=False)
     num_sliding_window_blocks: int = 3
     attention: str = "unidirectional"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_count("num_sliding_window_blocks", self.num_sliding_window_blocks, 1)
-        _check_attention(self.attention)
 
     def _flat(self, num_blocks: int, variant: int, generator: torch.Generator) -> Tensor:
         return _sliding(num_blocks, self.num_sliding_window_blocks, self.is_causal)
@@ -278,10 +261,6 @@ def _arguments(pattern: type[SparsityConfig]) -> list[str]:
     return [item.name for item in fields(pattern) if item.init and item.name != "num_heads"]
 
 
-def _all(num_blocks: int) -> Tensor:
-    return torch.arange(num_blocks)
-
-
 def _spans(rows: Tensor, first: Tensor, end: Tensor, num_blocks: int, is_causal: bool = False) -> Tensor:
     """Blocks in the columns from `first` to `end` (exclusive) of each row, or up to the diagonal if causal."""
     end = torch.minimum(end, rows + 1) if is_causal else end
@@ -310,7 +289,7 @@ def _globals(chosen: Tensor, num_blocks: int, is_causal: bool, has_rows: bool) -
 
 def _sliding(num_blocks: int, width: int, is_causal: bool) -> Tensor:
     """For each row its own column and width // 2 columns on each side."""
-    rows, half = _all(num_blocks), width // 2
+    rows, half = torch.arange(num_blocks), width // 2
     return _spans(rows, (rows - half).clamp(min=0), (rows + half + 1).clamp(max=num_blocks), num_blocks, is_causal)
 
 
@@ -320,7 +299,7 @@ def _random(num_blocks: int, num_random: int, is_causal: bool, generator: torch.
     This is Floyd's sampling, with one step for all rows at once: draw j is from the first j + 1 columns, and a column
     that was drawn before is replaced by column j.
     """
-    rows = _all(num_blocks)
+    rows = torch.arange(num_blocks)
     available = rows + 1 if is_causal else torch.full_like(rows, num_blocks)
     drawn = torch.full((num_blocks, min(num_random, num_blocks)), -1)
     _check_kept(drawn.numel())
@@ -360,11 +339,11 @@ def _freeze(pattern: SparsityConfig, name: str, least: int) -> None:
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise invalid_value(name, values, f"a list of whole numbers >= {least}")
     for value in values:
-        _check_count(name, value, least)
+        check_count(name, value, least)
     object.__setattr__(pattern, name, tuple(values))
 
 
-def _check_count(name: str, value: object, least: int) -> None:
+def check_count(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise invalid_value(name, value, f"a whole number >= {least}")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from twinflow.attention.extras import Extras, Sizes, as_4d, check_call, dropout_keep, scale_of
+from twinflow.attention.extras import Extras, Sizes, as_4d, check_call, dropout_keep, scale_of, sizes_of
 from twinflow.attention.layout import Layout
 
 PIECE_NUMEL = 2**24
@@ -125,7 +125,7 @@ class _Piece:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) -> Tensor:
-    sizes = _sizes(q, k)
+    sizes = sizes_of(q, k)
     blocks = _to_blocks(q, k, v, layout, extras)
     out = torch.zeros_like(blocks.q)
     for piece in _pieces(layout, sizes, blocks):
@@ -142,7 +142,7 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, bias and relative. `wants`: whether the last two are needed."""
     q, k, v = inputs
-    sizes = _sizes(q, k)
+    sizes = sizes_of(q, k)
     blocks = _to_blocks(q, k, v, layout, extras)
     grad_blocks = _query_blocks(grad.to(blocks.q.dtype), layout, extras)
     grad_q, grad_k, grad_v = (torch.zeros_like(tensor) for tensor in (blocks.q, blocks.k, blocks.v))
@@ -178,10 +178,6 @@ def _backward(
         None if grad_bias is None or extras.bias is None else grad_bias.to(extras.bias.dtype),
         None if grad_relative is None or extras.relative is None else grad_relative.to(extras.relative.dtype),
     )
-
-
-def _sizes(q: Tensor, k: Tensor) -> Sizes:
-    return Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
 
 
 def _zeros_like(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

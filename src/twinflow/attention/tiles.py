@@ -17,9 +17,9 @@ are cut into pieces. A second kernel sums the results of the pieces.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,9 +63,8 @@ class Work:
     min_piece: int = MIN_PIECE
 
 
-@dataclass(frozen=True)
-class TilePlan:
-    """The work of all programs of one kernel. All tensors are int32."""
+class Tables(NamedTuple):
+    """The int32 tensors of a plan, as an argument of the kernels."""
 
     codes: Tensor  # codes of units, tile after tile
     items: Tensor  # [n, 5]: own tile; start of other tiles, first one with a mask, stop; slot in scratch memory or -1
@@ -73,6 +72,13 @@ class TilePlan:
     cuts: Tensor  # [m, 3]: own tile, its first slot, number of its slots
     cut_starts: Tensor  # [patterns + 1]
     heads: Tensor  # [heads, 2]: pattern, first slot
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """The work of all programs of one kernel."""
+
+    tables: Tables
     max_items: int  # maximum items of a pattern
     num_long: int  # maximum long items of a pattern; they come first
     max_cuts: int
@@ -83,16 +89,11 @@ class TilePlan:
     @property
     def num_bytes(self) -> int:
         """Size of all tensors in bytes."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors().values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tables)
 
     def to(self, device: torch.device) -> TilePlan:
         """A copy of the plan on a device."""
-        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors().items()}
-        return replace(self, **moved)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, tables=Tables(*(tensor.to(device) for tensor in self.tables)))
 
 
 @lru_cache(maxsize=CACHED_PLANS)
@@ -104,9 +105,7 @@ def device_plan(
 
 
 def cells(layout: Layout, pattern: int, span: Span, width: int) -> tuple[Tensor, Tensor]:
-    """Rows and columns of all squares of `width` tokens that contain scores of a pattern. `width`
-    is at most the block.
-    """
+    """Rows and columns of all squares of `width` tokens, at most the block, that contain scores of a pattern."""
     rows, cols = _expanded(layout.block, layout.row_starts[pattern], layout.cols, width, width, span.queries)
     inside = _overlaps(rows, width, span.queries) & _overlaps(cols, width, span.keys)
     if layout.is_causal:
@@ -140,13 +139,16 @@ def tile_plan(layout: Layout, span: Span, size: TileSize, by_keys: bool, work: W
     heads = torch.tensor([[pattern, slots[pattern]] for pattern in work.heads], dtype=torch.int64)
     first_slot = heads[:, 1].cumsum(0) - heads[:, 1]
     num_slots = int(heads[:, 1].sum())
-    return TilePlan(
-        torch.cat([*(tiles.codes for tiles in lists), torch.zeros(size.other, dtype=torch.int64)]).to(torch.int32),
-        torch.cat(items).to(torch.int32),
+    tables = (
+        torch.cat([*(tiles.codes for tiles in lists), torch.zeros(size.other, dtype=torch.int64)]),
+        torch.cat(items),
         _offsets([len(x) for x in items]),
-        torch.cat(cuts).to(torch.int32),
+        torch.cat(cuts),
         _offsets([len(x) for x in cuts]),
-        torch.stack([heads[:, 0], first_slot], dim=1).to(torch.int32),
+        torch.stack([heads[:, 0], first_slot], dim=1),
+    )
+    return TilePlan(
+        Tables(*(table.to(torch.int32) for table in tables)),
         max(len(x) for x in items),
         _num_long(items),
         max(len(x) for x in cuts),
@@ -264,4 +266,4 @@ def _cut(tiles: _Tiles, piece: int, offset: int) -> tuple[Tensor, Tensor, int]:
 
 
 def _offsets(counts: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *counts], dtype=torch.int64).cumsum(0).to(torch.int32)
+    return torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,18 +20,23 @@ from twinflow.attention.bias_gradients import bias_gradient, relative_gradient
 from twinflow.attention.extras import Extras, check_call
 from twinflow.attention.launch import (
     Call,
-    ForwardStrides,
-    Strides,
+    ForwardScratch,
+    GradientScratch,
+    Shape,
+    TensorStrides,
+    forward_scratch,
+    gradient_scratch,
     is_interpreting,
     launch,
     other_rows,
-    plan_args,
+    reduce_forward,
+    reduce_gradients,
     strides_of,
     with_dense_rows,
 )
 from twinflow.attention.layout import Layout
-from twinflow.attention.pieces import forward_scratch, gradient_scratch, reduce_forward, reduce_gradients
-from twinflow.attention.tuning import Tunings, tunings_for
+from twinflow.attention.tiles import TilePlan
+from twinflow.attention.tuning import Tuning, Tunings, tunings_for
 from twinflow.errors import invalid_value
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -96,41 +101,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     cells = hopper.plan_for(call, (q, k, v), by_keys=False, is_forward=True)
     if cells is not None:
         return hopper.forward(q, k, v, call, cells)
-    sizes = call.sizes
     tuning, plan, shape = call.prepare(call.tunings.forward, (k, v), by_keys=False)
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    strides = ForwardStrides(strides_of(q), strides_of(k), strides_of(v), strides_of(out))
+    strides = strides_of(q=q, k=k, v=v, out=out)
     pieces = forward_scratch(call, plan, tuning.size)
     tensors = (q, other_rows(k, shape), other_rows(v, shape), out, lse)
-    args = (*tensors, strides, plan_args(plan), pieces if plan.num_slots else None, call.extra_args(), call.drop())
-    heads = sizes.batch * sizes.num_heads
-    size_args = call.size_args(plan.max_items, plan.num_slots, plan.num_long)
-    launch(kernels.forward, plan.max_items * heads, (*args, size_args, shape), tuning.options)
+    _launch(kernels.forward, call.sizes.num_heads, tensors, strides, pieces, call, tuning, plan, shape)
     reduce_forward(out, lse, strides, call, plan, tuning.size, pieces)
     return out, lse
-
-
-class QueryStrides(NamedTuple):
-    """Strides of batch, head and token."""
-
-    q: Strides
-    k: Strides
-    v: Strides
-    out: Strides
-    grad: Strides
-    dq: Strides
-
-
-class KeyStrides(NamedTuple):
-    """Strides of batch, head and token."""
-
-    q: Strides
-    k: Strides
-    v: Strides
-    grad: Strides
-    dk: Strides
-    dv: Strides
 
 
 def query_gradients(
@@ -142,16 +121,12 @@ def query_gradients(
     cells = hopper.plan_for(call, (q, k, v, out, grad), by_keys=False)
     if cells is not None:
         return hopper.query_gradients(q, k, v, out, lse, grad, call, cells)
-    sizes = call.sizes
     tuning, plan, shape = call.prepare(call.tunings.queries, (k, v), by_keys=False)
     dq, delta = torch.empty_like(q), torch.empty_like(lse)
-    strides = QueryStrides(*(strides_of(tensor) for tensor in (q, k, v, out, grad, dq)))
+    strides = strides_of(q=q, k=k, v=v, out=out, grad=grad, dq=dq)
     pieces = gradient_scratch(call, plan, tuning.size, 1)
     tensors = (q, other_rows(k, shape), other_rows(v, shape), out, lse, grad, delta, dq)
-    args = (*tensors, strides, plan_args(plan), pieces if plan.num_slots else None, call.extra_args(), call.drop())
-    heads = sizes.batch * sizes.num_heads
-    size_args = call.size_args(plan.max_items, plan.num_slots, plan.num_long)
-    launch(kernels.query_gradients, plan.max_items * heads, (*args, size_args, shape), tuning.options)
+    _launch(kernels.query_gradients, call.sizes.num_heads, tensors, strides, pieces, call, tuning, plan, shape)
     reduce_gradients(dq, None, call.extras.q_start, call, plan, tuning.size, pieces)
     return dq, delta
 
@@ -170,24 +145,37 @@ def key_gradients(
         return hopper.key_gradients(q, k, v, lse, grad, delta, call, cells)
     sizes, in_program = call.sizes, call.in_program
     tuning, plan, shape = call.prepare(call.tunings.keys, (q, grad), by_keys=True)
-    num_outputs = sizes.num_heads // in_program
     if in_program == sizes.group:
         dk, dv = torch.empty_like(k), torch.empty_like(v)
     else:
         whole = (sizes.batch, sizes.num_heads, sizes.num_keys, sizes.head_dim)
         dk, dv = (torch.empty(whole, dtype=torch.float32, device=k.device) for _ in range(2))
-    strides = KeyStrides(*(strides_of(tensor) for tensor in (q, k, v, grad, dk, dv)))
+    strides = strides_of(q=q, k=k, v=v, grad=grad, dk=dk, dv=dv)
     pieces = gradient_scratch(call, plan, tuning.size, 2)
     tensors = (other_rows(q, shape), k, v, lse, other_rows(grad, shape), delta, dk, dv)
-    args = (*tensors, strides, plan_args(plan), pieces if plan.num_slots else None, call.extra_args(), call.drop())
-    heads = sizes.batch * num_outputs
-    size_args = call.size_args(plan.max_items, plan.num_slots, plan.num_long)
-    launch(kernels.key_gradients, plan.max_items * heads, (*args, size_args, shape), tuning.options)
+    num_outputs = sizes.num_heads // in_program
+    _launch(kernels.key_gradients, num_outputs, tensors, strides, pieces, call, tuning, plan, shape)
     reduce_gradients(dk, dv, 0, call, plan, tuning.size, pieces)
     if in_program != sizes.group:
         grouped = (sizes.batch, sizes.num_kv_heads, sizes.group, sizes.num_keys, sizes.head_dim)
         dk, dv = (tensor.view(grouped).sum(2).to(k.dtype) for tensor in (dk, dv))
     return dk, dv
+
+
+def _launch(
+    kernel: Any,
+    num_heads: int,
+    tensors: tuple[Any, ...],
+    strides: TensorStrides,
+    pieces: ForwardScratch | GradientScratch,
+    call: Call,
+    tuning: Tuning,
+    plan: TilePlan,
+    shape: Shape,
+) -> None:
+    args = (*tensors, strides, plan.tables, pieces if plan.num_slots else None, call.extra_args(), call.drop())
+    size_args = call.size_args(plan.max_items, plan.num_slots, plan.num_long)
+    launch(kernel, plan.max_items * call.sizes.batch * num_heads, (*args, size_args, shape), tuning.options)
 
 
 def _on(device: torch.device) -> Any:

@@ -27,7 +27,6 @@ class Tuning:
 
     @property
     def size(self) -> TileSize:
-        """Sizes of the tiles."""
         return TileSize(self.tile_rows, self.tile_cols)
 
     @property
@@ -80,7 +79,6 @@ def padded_dim(head_dim: int) -> int:
 
 
 def tunings_for(head_dim: int, dtype: torch.dtype) -> Tunings:
-    """The tunings for a head dimension and a dtype."""
     found = TUNING[padded_dim(head_dim), dtype == torch.float32]
     fast = WITH_DESCRIPTORS.get(head_dim)
     if fast is None or dtype == torch.float32:

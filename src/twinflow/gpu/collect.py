@@ -14,7 +14,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from twinflow.gpu.update import is_available, is_interpreting
+from twinflow.attention.launch import is_interpreting
+from twinflow.gpu.update import is_available
 from twinflow.rules.formats import BLOCK
 
 TILE = 4096  # elements of one program

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from twinflow.attention.launch import is_interpreting
 from twinflow.codes.code import BLOCK, CODES, Code
-from twinflow.gpu.update import is_available, is_interpreting
+from twinflow.gpu.update import is_available
 
 _WARPS = 8  # 256 threads: sixteen elements per thread
 _MAX_REGISTERS = 64  # per thread, so that four programs fit on a multiprocessor; only incomplete blocks would use more

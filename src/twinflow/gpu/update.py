@@ -6,7 +6,6 @@ Triton is imported when the first FusedUpdate is built, because not every build 
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from twinflow.attention.launch import is_interpreting
 from twinflow.rules.formats import BLOCK, Key
 from twinflow.rules.rule import Hyper, Rule
 from twinflow.rules.segment import Store, check_format
@@ -85,11 +85,6 @@ class Numbers(NamedTuple):
 def is_available() -> bool:
     """Whether Triton can be imported, and CUDA is available or Triton's interpreter is on."""
     return importlib.util.find_spec("triton") is not None and (is_interpreting() or torch.cuda.is_available())
-
-
-def is_interpreting() -> bool:
-    """Whether Triton's interpreter runs kernels on the host, as in tests."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 class FusedUpdate:

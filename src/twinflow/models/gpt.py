@@ -208,12 +208,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Causal self-attention over `x` [batch, tokens, hidden]."""
-        batch, tokens, hidden = x.shape
-        heads = (batch, tokens, self.num_heads, hidden // self.num_heads)
-        q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(x).split(hidden, dim=-1))
-        dropout = self.dropout if self.training else 0.0
-        y = self.attend(q, k, v, dropout)
-        mixed: Tensor = self.out(y.transpose(1, 2).reshape(batch, tokens, hidden))
+        # A tensor rank has a part of the heads, so their width follows from the projection, not from `x`.
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        y = self.attend(q, k, v, self.dropout if self.training else 0.0)
+        mixed: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return mixed
 
 
@@ -277,24 +275,22 @@ class GPT(nn.Module):
             "position_embedding": self.position_embedding,
             "dropout": self.dropout,
         }
-        run = _run_again if self.config.checkpoint_activations else _run
         return [
             Part(first, partial(_embed, self.token_embedding, self.position_embedding, self.dropout)),
-            *(Part({f"blocks.{i}": block}, partial(run, block), is_block=True) for i, block in enumerate(self.blocks)),
+            *(Part({f"blocks.{i}": block}, self._runner(block), is_block=True) for i, block in enumerate(self.blocks)),
             Part({"norm": self.norm, "head": self.head}, partial(_finish, self.norm, self.head), is_loss=True),
         ]
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> GPTOutput:
         """Logits for `tokens` [batch, tokens]. If `targets` of the same shape are given: their loss, without logits."""
         x: Tensor = _embed(self.token_embedding, self.position_embedding, self.dropout, tokens)
-        run_again = self.config.checkpoint_activations and self.training and torch.is_grad_enabled()
         for block in self.blocks:
-            if run_again:
-                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
-            else:
-                x = block(x)
+            x = self._runner(block)(x)
         x = self.norm(x)
         return GPTOutput(self.head(x), None) if targets is None else GPTOutput(None, self.head(x, targets))
+
+    def _runner(self, block: nn.Module) -> Callable[[Tensor], Any]:
+        return partial(_run_again, block) if self.config.checkpoint_activations else block
 
 
 def _embed(tokens: nn.Module, positions: nn.Embedding, dropout: nn.Module, ids: Tensor) -> Any:
@@ -305,14 +301,10 @@ def _embed(tokens: nn.Module, positions: nn.Embedding, dropout: nn.Module, ids: 
     return dropout(tokens(ids) + positions(torch.arange(num_tokens, device=ids.device)))
 
 
-def _run(block: nn.Module, x: Tensor) -> Any:
-    return block(x)
-
-
-def _run_again(block: nn.Module, x: Tensor) -> Any:
+def _run_again(block: Any, x: Tensor) -> Any:
     """Run a block with activation checkpointing, as GPTConfig.checkpoint_activations requests."""
     if block.training and torch.is_grad_enabled():
-        return checkpoint(block, x, use_reentrant=False)
+        return checkpoint(block, x, use_reentrant=False, preserve_rng_state=block.dropout.p > 0)
     return block(x)
 
 

@@ -2,46 +2,4 @@
 replace the kernels. The library is C++ without torch, bound with ctypes.
 """
 
-from twinflow.native.kernels import (
-    Addresses,
-    Pointers,
-    accumulate,
-    advise_huge,
-    available,
-    cast,
-    get_threads,
-    huge_zeros,
-    isa,
-    isa_names,
-    join,
-    pointers,
-    scale_in_place,
-    set_isa,
-    set_threads,
-    split,
-    sum_squares,
-    update,
-    update_at,
-)
-
-__all__ = [
-    "Addresses",
-    "Pointers",
-    "accumulate",
-    "advise_huge",
-    "available",
-    "cast",
-    "get_threads",
-    "huge_zeros",
-    "isa",
-    "isa_names",
-    "join",
-    "pointers",
-    "scale_in_place",
-    "set_isa",
-    "set_threads",
-    "split",
-    "sum_squares",
-    "update",
-    "update_at",
-]
+from twinflow.native.kernels import *  # noqa: F403

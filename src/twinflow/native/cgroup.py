@@ -13,9 +13,7 @@ from pathlib import Path, PurePosixPath
 
 
 def cgroup_folders(controller: str, root: Path = Path("/")) -> list[Path]:
-    """Folders of this process's groups under `controller` (`cpu`, `memory`), and of all their
-    parents up to the mounts.
-    """
+    """Folders of this process's groups under `controller` (`cpu`, `memory`), and their parents up to the mounts."""
     mount = root / "sys/fs/cgroup"
     return [
         mount / base / group

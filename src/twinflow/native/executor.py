@@ -1,4 +1,5 @@
-"""ctypes bindings for the executor of csrc/executor.h and its events: structures and functions of csrc/api.h.
+"""ctypes bindings for the executor of csrc/executor.h and its events: structures and functions of csrc/api.h, where the
+structure CFetchItem is called tf_fetch_item.
 
 Functions that only read or submit are called with the GIL held. They take about a microsecond, and taking the GIL again
 after a release could take milliseconds. Functions that may block release the GIL.
@@ -18,8 +19,6 @@ from twinflow.native.library import load
 
 
 class CSettings(Structure):
-    """tf_settings of csrc/api.h."""
-
     _fields_ = (
         ("device", c_int32),
         ("holds_on_host", c_int32),
@@ -32,8 +31,6 @@ class CSettings(Structure):
 
 
 class CSlice(Structure):
-    """tf_slice of csrc/api.h."""
-
     _fields_ = (
         ("offset", c_int64),
         ("numel", c_int64),
@@ -45,8 +42,6 @@ class CSlice(Structure):
 
 
 class CBucket(Structure):
-    """tf_bucket of csrc/api.h."""
-
     _fields_ = (
         ("numel", c_int64),
         ("layout", c_int64),
@@ -63,14 +58,10 @@ class CBucket(Structure):
 
 
 class CPointers(Structure):
-    """tf_pointers of csrc/api.h."""
-
     _fields_ = (("weight", c_void_p), ("master", c_void_p), ("state", c_void_p * 2), ("scale", c_void_p * 2))
 
 
 class CJob(Structure):
-    """tf_job of csrc/api.h."""
-
     _fields_ = (
         ("number", c_int64),
         ("scale", c_double),
@@ -84,20 +75,14 @@ class CJob(Structure):
 
 
 class CHyper(Structure):
-    """tf_hyper of csrc/api.h."""
-
     _fields_ = (("step", c_int64), ("group", c_int32), ("sign", c_float), ("hyper", c_float * 7))
 
 
 class CSource(Structure):
-    """tf_source of csrc/api.h."""
-
     _fields_ = (("from_", c_void_p), ("offset", c_int64), ("numel", c_int64))
 
 
 class CDecision(Structure):
-    """tf_decision of csrc/api.h."""
-
     _fields_ = (
         ("norm", c_double),
         ("factor", c_double),
@@ -110,8 +95,6 @@ class CDecision(Structure):
 
 
 class CUpdateTask(Structure):
-    """tf_update_task of csrc/api.h."""
-
     _fields_ = (
         ("task", c_int64),
         ("bucket", c_int64),
@@ -122,14 +105,10 @@ class CUpdateTask(Structure):
 
 
 class CFetchItem(Structure):
-    """tf_fetch_item of csrc/api.h."""
-
     _fields_ = (("bucket", c_int64), ("from_", c_void_p), ("into", c_void_p), ("num_bytes", c_int64))
 
 
 class CCounters(Structure):
-    """tf_counters of csrc/api.h."""
-
     _fields_ = (
         ("busy_s", c_double),
         ("bytes_out", c_int64),
@@ -142,8 +121,6 @@ class CCounters(Structure):
 
 
 class CSpan(Structure):
-    """tf_span of csrc/api.h."""
-
     _fields_ = (("kind", c_int32), ("bucket", c_int32), ("start_s", c_double), ("end_s", c_double))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,11 +18,27 @@ from twinflow.native.library import CSegment, load
 from twinflow.native.library import isa_names as _isa_names
 from twinflow.native.library import set_isa as _set_isa
 from twinflow.native.threads import check_threads
-from twinflow.rules import Rule, formats, reference
+from twinflow.rules import formats, reference
 from twinflow.rules.checks import FLOATS, check_tensor
-from twinflow.rules.formats import Key
-from twinflow.rules.rule import Hyper
 from twinflow.rules.segment import Segment, Store, check_segment
+
+__all__ = [
+    "accumulate",
+    "advise_huge",
+    "available",
+    "cast",
+    "get_threads",
+    "huge_zeros",
+    "isa",
+    "isa_names",
+    "join",
+    "scale_in_place",
+    "set_isa",
+    "set_threads",
+    "split",
+    "sum_squares",
+    "update",
+]
 
 DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 FORMAT_CODES = {"fp32": 0, "bf16": 1, "int8": 2}
@@ -39,7 +54,10 @@ def update(segments: Sequence[Segment], check: bool = True) -> None:
     library = load().library
     if library is None:
         return reference.update(segments)
-    update_at([_addresses(segment) for segment in segments])  # the caller keeps the tensors alive until this returns
+    table = (CSegment * len(segments))()
+    for entry, segment in zip(table, segments, strict=True):
+        _fill(entry, segment)
+    library.tf_update(table, len(segments))  # the caller keeps the tensors alive until this returns
 
 
 class Pointers(NamedTuple):
@@ -53,72 +71,25 @@ class Pointers(NamedTuple):
 
 def pointers(store: Store) -> Pointers:
     """Addresses of the buffers of a store. The buffers are not kept alive."""
-
-    def address(tensor: Tensor | None) -> int | None:
-        return tensor.data_ptr() if tensor is not None else None
-
     states = address(store.states[0]), address(store.states[1])
     scales = address(store.scales[0]), address(store.scales[1])
     return Pointers(address(store.weight), address(store.master), states, scales)
 
 
-@dataclass(frozen=True)
-class Addresses:
-    """A segment as plain numbers. The caller must keep all buffers alive and ensure their sizes."""
-
-    grad: int
-    grad_dtype: torch.dtype
-    numel: int
-    rule: Rule
-    format: str
-    hyper: Hyper
-    factor: float
-    key: Key
-    first_index: int
-    weight_dtype: torch.dtype | None
-    is_split: bool
-    read: Pointers
-    write: Pointers
+def address(tensor: Tensor | None) -> int | None:
+    return tensor.data_ptr() if tensor is not None else None
 
 
-def update_at(segments: Sequence[Addresses]) -> None:
-    """`update` without checks, for callers that have allocated all buffers themselves. Needs the native library."""
-    library = load().library
-    assert library is not None
-    table = (CSegment * len(segments))()
-    for entry, segment in zip(table, segments, strict=True):
-        _fill(entry, segment)
-    library.tf_update(table, len(segments))
-
-
-def _addresses(segment: Segment) -> Addresses:
-    store = segment.store
-    return Addresses(
-        grad=segment.grad.data_ptr(),
-        grad_dtype=segment.grad.dtype,
-        numel=segment.grad.numel(),
-        rule=segment.rule,
-        format=store.format,
-        hyper=segment.hyper,
-        factor=segment.factor,
-        key=segment.key,
-        first_index=segment.first_index,
-        weight_dtype=store.weight.dtype if store.weight is not None else None,
-        is_split=store.is_split,
-        read=pointers(store),
-        write=pointers(segment.target or store),
-    )
-
-
-def _fill(entry: CSegment, segment: Addresses) -> None:
-    entry.grad, entry.numel, entry.grad_type = segment.grad, segment.numel, DTYPE_CODES[segment.grad_dtype]
-    entry.rule, entry.format = segment.rule.code, FORMAT_CODES[segment.format]
+def _fill(entry: CSegment, segment: Segment) -> None:
+    grad, store = segment.grad, segment.store
+    entry.grad, entry.numel, entry.grad_type = grad.data_ptr(), grad.numel(), DTYPE_CODES[grad.dtype]
+    entry.rule, entry.format = segment.rule.code, FORMAT_CODES[store.format]
     entry.first_index, entry.factor, entry.key = segment.first_index, segment.factor, segment.key
     entry.hyper[: len(segment.hyper)] = segment.hyper
-    entry.weight_type = DTYPE_CODES[segment.weight_dtype] if segment.weight_dtype is not None else 0
-    entry.split_master = segment.is_split
-    entry.weight_in, entry.master_in, entry.state_in, entry.scale_in = segment.read
-    entry.weight, entry.master, entry.state, entry.scale = segment.write
+    entry.weight_type = DTYPE_CODES[store.weight.dtype] if store.weight is not None else 0
+    entry.split_master = store.is_split
+    entry.weight_in, entry.master_in, entry.state_in, entry.scale_in = pointers(store)
+    entry.weight, entry.master, entry.state, entry.scale = pointers(segment.target or store)
 
 
 def sum_squares(tensors: Sequence[Tensor]) -> list[float]:
@@ -190,9 +161,7 @@ def join(upper: Tensor, lower: Tensor) -> Tensor:
 
 
 def scale_in_place(values: Tensor, factor: float) -> None:
-    """Multiply `values` by `factor`, with the threads of the pool. Benchmarks use its memory rate
-    as the upper limit.
-    """
+    """Multiply `values` by `factor`, with the threads of the pool. Benchmarks take its memory rate as the limit."""
     check_tensor("values", values, (torch.float32,))
     library = load().library
     if library is None:

@@ -14,10 +14,9 @@ from torch import Tensor
 from twinflow.codes import reference
 from twinflow.codes.code import Code
 from twinflow.errors import invalid_value
+from twinflow.native.kernels import DTYPE_CODES, address
 from twinflow.native.library import CPacking, load
 from twinflow.rules.checks import FLOATS, check_tensor
-
-_DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
 def encode(
@@ -32,9 +31,7 @@ def encode(
     exponents: Tensor | None = None,
     is_scaled: bool = True,
 ) -> None:
-    """Pack (base_factor * base + factor * values) * 2**k + error into the rows of `packed`. Each row takes an equal
-    part.
-    """
+    """Pack (base_factor * base + factor * values) * 2**k + error into equal parts, one for each row of `packed`."""
     check_tensor("values", values, FLOATS)
     numel = _row_numel(packed, values)
     _check_packed(code, packed, numel)
@@ -62,8 +59,8 @@ def encode(
         )
         return
     packing = _packing(code, packed, values, numel, exponents, is_scaled)
-    packing.factor, packing.base_factor, packing.error = factor, base_factor, _address(error)
-    packing.base, packing.base_type = _address(base), _DTYPES[base.dtype] if base is not None else 0
+    packing.factor, packing.base_factor, packing.error = factor, base_factor, address(error)
+    packing.base, packing.base_type = address(base), DTYPE_CODES[base.dtype] if base is not None else 0
     library.tf_encode(ctypes.byref(packing))
 
 
@@ -134,18 +131,14 @@ def _packing(
     return CPacking(
         packed=packed.data_ptr(),
         values=values.data_ptr(),
-        exponents=_address(exponents),
+        exponents=address(exponents),
         num_rows=packed.shape[0],
         numel=numel,
         bits=code.bits,
-        values_type=_DTYPES[values.dtype],
+        values_type=DTYPE_CODES[values.dtype],
         is_scaled=is_scaled,
     )
 
 
 def _flat(tensor: Tensor | None) -> Tensor | None:
     return tensor.view(-1) if tensor is not None else None
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return tensor.data_ptr() if tensor is not None else None

@@ -214,9 +214,7 @@ def _homes(seats: Mapping[int, int], wanted: Sequence[int | None]) -> list[int]:
 
 
 def _across_nodes(rooms: Mapping[int, Sequence[Core]], wanted: Sequence[int | None]) -> list[Sequence[Core]]:
-    """The cores of each rank if there are more nodes than ranks: first from the node of its GPU, then from the
-    remaining cores.
-    """
+    """The cores of each rank if there are more nodes than ranks: first those of its GPU's node, then remaining ones."""
     left = {node: list(cores) for node, cores in rooms.items()}
     all_cores = [core for cores in rooms.values() for core in cores]
     sizes = [len(part) for part in _even(all_cores, len(wanted))]

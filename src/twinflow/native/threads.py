@@ -93,9 +93,7 @@ def launcher_cpus() -> frozenset[int] | None:
 
 
 def group_cpus(root: Path = Path("/")) -> frozenset[int]:
-    """The initial CPUs of a process in this control group: those online that every level allows,
-    without isolated CPUs.
-    """
+    """The initial CPUs of a process in this control group: online, allowed on every level, and not isolated."""
     cpus = root / "sys/devices/system/cpu"
     found = parse_cpus(read_text(cpus / "online")) or frozenset(range(os.cpu_count() or 1))
     for folder in cgroup_folders("cpuset", root):

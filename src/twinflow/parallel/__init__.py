@@ -6,8 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from twinflow.parallel.pipeline import PipelineModule
-    from twinflow.parallel.profile import profile_layers
+    from twinflow.parallel.pipeline import PipelineModule, profile_layers
     from twinflow.parallel.specs import LayerSpec, Part, TiedLayerSpec
     from twinflow.parallel.split import split_model
     from twinflow.parallel.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
@@ -21,7 +20,7 @@ _HOMES = {
     "PipelineModule": "pipeline",
     "ProcessTopology": "topology",
     "TiedLayerSpec": "specs",
-    "profile_layers": "profile",
+    "profile_layers": "pipeline",
     "split_model": "split",
 }
 __all__ = [

@@ -41,32 +41,22 @@ def gather_last(x: Tensor, group: Group) -> Tensor:
 
 def split_sequence(x: Tensor, group: Group, dim: int = SEQUENCE_DIM) -> Tensor:
     """This rank's part of a replicated tensor. Backward gathers the gradient of the whole tensor."""
-    if group.world == 1:
-        return x
-    _check_divides(x, group, dim)
-    return _go(x, partial(own_part, group=group, dim=dim), partial(joined, group=group, dim=dim))
+    return _along(x, group, dim, own_part, joined)
 
 
 def join_sequence(x: Tensor, group: Group, dim: int = SEQUENCE_DIM) -> Tensor:
     """The parts of all ranks, for replicated work. The gradient is replicated, and backward takes this rank's part."""
-    if group.world == 1:
-        return x
-    return _go(x, partial(joined, group=group, dim=dim), partial(own_part, group=group, dim=dim))
+    return _along(x, group, dim, joined, own_part)
 
 
 def gather_sequence(x: Tensor, group: Group, dim: int = SEQUENCE_DIM) -> Tensor:
     """The parts of all ranks, for a layer that is split by features. Backward reduce-scatters the gradient."""
-    if group.world == 1:
-        return x
-    return _go(x, partial(joined, group=group, dim=dim), partial(summed_part, group=group, dim=dim))
+    return _along(x, group, dim, joined, summed_part)
 
 
 def scatter_sequence(x: Tensor, group: Group, dim: int = SEQUENCE_DIM) -> Tensor:
     """This rank's part of the sum of the tensors of all ranks."""
-    if group.world == 1:
-        return x
-    _check_divides(x, group, dim)
-    return _go(x, partial(summed_part, group=group, dim=dim), partial(joined, group=group, dim=dim))
+    return _along(x, group, dim, summed_part, joined)
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
@@ -98,11 +88,14 @@ def summed_part(x: Tensor, group: Group, dim: int) -> Tensor:
     return out
 
 
-def _check_divides(x: Tensor, group: Group, dim: int) -> None:
-    if x.shape[dim] % group.world:
+def _along(x: Tensor, group: Group, dim: int, there: Callable[..., Tensor], back: Callable[..., Tensor]) -> Tensor:
+    if group.world == 1:
+        return x
+    if there is not joined and x.shape[dim] % group.world:
         what = "number of features" if dim in (-1, x.dim() - 1) else "length of the sequence"
         allowed = f"a multiple of {group.world}, the number of tensor ranks that share it"
         raise invalid_value(f"the {what}", x.shape[dim], allowed, "Pad it, or use fewer tensor ranks.")
+    return _go(x, partial(there, group=group, dim=dim), partial(back, group=group, dim=dim))
 
 
 def _sent_dtype(group: Group, dtype: torch.dtype) -> torch.dtype:

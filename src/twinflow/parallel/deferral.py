@@ -34,8 +34,7 @@ class Batch:
         return len(self._jobs)
 
     def add(self, weight: Tensor, make: Callable[[], Tensor]) -> None:
-        """Record `make`, which returns one addend of a weight's gradient. It is called once, possibly on another
-        thread."""
+        """Record `make`, which returns one addend of a weight's gradient. It is called once, on any thread."""
         self._jobs.append((weight, make))
 
     def run(self) -> None:
@@ -79,8 +78,7 @@ class Deferral:
             self._batch = None
 
     def add(self, weight: Tensor, make: Callable[[], Tensor]) -> None:
-        """Called in the backward of a layer: defer an addend of the weight's gradient, or compute it if nothing
-        collects."""
+        """For the backward of a layer: defer an addend of the weight's gradient, or compute it if nothing collects."""
         batch = self._batch if self._batch is not None else Batch()
         batch.add(weight, make)
         if self._batch is None:
@@ -103,8 +101,7 @@ def defer(module: nn.Module, deferral: Deferral) -> None:
 
 
 def linear(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-    """The output of a linear layer for `x` with this bias. The weight gradient is deferred if the module has a
-    deferral."""
+    """The output of a linear layer with this bias. The weight gradient is deferred if the module has a deferral."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     deferral: Deferral | None = module.__dict__.get(_MARK)
     is_in_out = is_conv1d(module)
@@ -128,8 +125,7 @@ def _forward(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether the module is Hugging Face's Conv1D: a linear layer with a weight of [in, out]. It need not be
-    imported."""
+    """Whether the module is Hugging Face's Conv1D: a linear layer with a weight of [in, out]. Nothing is imported."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 

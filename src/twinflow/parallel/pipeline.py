@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any, Final
 
 import torch
@@ -153,8 +154,7 @@ class PipelineModule(nn.Module):
         return self.loss if self._loss_part is None else self._run_loss
 
     def forward(self, stage: int, *inputs: Any) -> Any:
-        """Run one stage of this rank. The output of the last stage is the input of `loss_fn(output, target)` or
-        `finish`."""
+        """Run one stage of this rank. The output of the last stage is the input of `loss_fn` or `finish`."""
         is_number = isinstance(stage, int)
         if is_number and stage == LOSS and self._loss_part is not None:
             return self._loss_part.call(*inputs)
@@ -284,8 +284,7 @@ def _ranks_of_layers(bounds: Sequence[int], shape: Schedule) -> list[int]:
 
 
 def _register(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Register a module under its name. A container with numbered members is a ModuleList, so that its members are
-    blocks."""
+    """Register a module under its name. A container of numbered members is a ModuleList: its members are blocks."""
     *path, last = name.split(".")
     here = root
     for step, after in zip(path, name.split(".")[1:], strict=True):
@@ -354,8 +353,7 @@ def _group(layers: Sequence[Layer], interval: int) -> tuple[Run, ...]:
 
 
 def _call_all(layers: Sequence[Layer], seeds: Seed | None, value: Any) -> Any:
-    """Call layers one after the other. A tuple with one element is replaced by the element, as at the end of a
-    stage."""
+    """Call layers one after the other. A tuple with one element is replaced by the element, as between stages."""
     for layer in layers:
         if seeds is not None:
             seeds(layer.index)
@@ -375,8 +373,7 @@ def _spread(call: Callable[..., Any], value: Any) -> Any:
 
 
 def _call_as(module: nn.Module, function: Callable[[nn.Module, Any], Any], value: Any) -> Any:
-    """Call `function(module, value)` through the module's `__call__`, so that hooks that fetch its weights are
-    called."""
+    """Call `function(module, value)` through the module's `__call__`, so that hooks that fetch its weights run."""
     before = vars(module).get("forward")
 
     def restore() -> None:
@@ -393,3 +390,29 @@ def _call_as(module: nn.Module, function: Callable[[nn.Module, Any], Any], value
         return module(value)
     finally:
         restore()
+
+
+@torch.no_grad()
+def profile_layers(module: PipelineModule, *inputs: Any, repeats: int = 3) -> tuple[float, ...]:
+    """Seconds of each layer's forward, the minimum of some runs: `layer_seconds` for partition_method="profile".
+
+    The module must have all layers, so build it with num_stages=1.
+    """
+    if module.num_ranks > 1:
+        raise invalid_value(
+            "the number of ranks", module.num_ranks, [1], "To measure the module, build it with num_stages=1."
+        )
+    value, found = single(inputs), []
+    for call in module.calls():
+        seconds, output = zip(*(_timed(call, value) for _ in range(repeats)), strict=True)
+        value = single(output[0]) if isinstance(output[0], tuple) else output[0]
+        found.append(min(seconds))
+    return tuple(found)
+
+
+def _timed(call: Callable[[Any], Any], value: Any) -> tuple[float, Any]:
+    start = perf_counter()
+    output = call(value)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return perf_counter() - start, output

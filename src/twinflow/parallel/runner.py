@@ -34,8 +34,7 @@ def forward_only(schedule: Schedule, num_micro_batches: int) -> Schedule:
 
 
 class _Kept(NamedTuple):
-    """Data of a stage's forward for its backward. Outputs are not kept, because backward starts at the edges of the
-    graph."""
+    """Data of a stage's forward for its backward, which starts at the edges of the graph, so outputs are not kept."""
 
     inputs: Value
     edges: tuple[GradientEdge | None, ...]
@@ -95,8 +94,7 @@ class Runner:
         return step.ordered() if self._has_last else None
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], compute_loss: bool = True) -> list[Any] | None:
-        """Run only forwards, for any number of micro-batches. Returns losses or outputs on the rank with the last
-        stage."""
+        """Run only forwards, of any number of micro-batches. The rank with the last stage returns losses or outputs."""
         step = _Step(micro_batches)
         with torch.no_grad():
             self._play(

@@ -188,8 +188,7 @@ def count_in_flight(actions: Sequence[Action]) -> int:
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Raise a ValueError unless every stage has one forward and one backward of each micro-batch, on its rank and in
-    order."""
+    """Raise a ValueError unless every stage has one forward and backward of each micro-batch, on its rank, in order."""
     seen: Counter[tuple[str, int, int]] = Counter()
     for rank, actions in enumerate(schedule.actions):
         for action in actions:

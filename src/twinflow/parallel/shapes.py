@@ -79,8 +79,7 @@ def shape_like(numel: float, sequence: int = 2048) -> Shape:
 
 
 def shape_of(model: ModelCost, sequence: int) -> Shape:
-    """The shape of a planner model. Blocks are assumed to be equal, and heads to have width 128 (64 in narrow
-    models)."""
+    """The shape of a planner model, with equal blocks. Heads are assumed to have width 128, or 64 in narrow models."""
     heads = max(1, model.attention_width // (_HEAD_WIDTH if model.attention_width >= 2048 else 64))
     num_layers = len(model.blocks)
     return Shape(

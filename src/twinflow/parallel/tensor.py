@@ -13,7 +13,9 @@ layer to the output of the last layer. Embeddings, the last norm and the head ge
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,9 +23,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from twinflow.dist.group import Group
 from twinflow.errors import incompatible, invalid_value
+from twinflow.loss import IGNORE_INDEX, LOSS_CHUNK, Targets, chunked_cross_entropy
 from twinflow.parallel.collectives import (
     SEQUENCE_DIM,
     copy_in,
@@ -36,14 +40,13 @@ from twinflow.parallel.collectives import (
     summed,
 )
 from twinflow.parallel.deferral import is_conv1d, linear
-from twinflow.parallel.gpt_attention import dropout_part, dropping_heads, gpt_attention
 from twinflow.parallel.plans import CUTTING, NAMING, REGIONS, Style, match
 from twinflow.parallel.shard import TensorShard, even_shard, mark, shard_of
-from twinflow.parallel.vocab import vocab_parallel_cross_entropy
 
 _SUMMED = "_twinflow_summed"  # attribute of a parameter whose gradient is summed over the ranks
 # Attributes of layers that are set to the sizes of the rank's part.
 _SIZES = ("in_features", "out_features", "nx", "nf", "num_embeddings")
+HEADS_DIM = 1  # heads in [batch, heads, queries, keys]
 
 
 def parallelize(
@@ -71,7 +74,9 @@ def parallelize(
     for name, style in styles.items():
         is_inside = any(name.startswith(f"{region}.") for region in regions)
         _set_sizes(modules[name], style, group.world)
-        _patch(modules[name], style, split, is_inside)
+        forward = _forward(modules[name], style, split, is_inside)
+        if forward is not None:
+            modules[name].forward = forward
 
 
 def same_randoms(group: Group, device: torch.device | None = None) -> None:
@@ -229,14 +234,8 @@ class Split:
             setattr(param, _SUMMED, True)
 
 
-def _patch(module: Any, style: Style, split: Split, is_inside: bool) -> None:
-    """Replace the forward of a module. `is_inside`: the module is in a region, which has already taken the input in."""
-    forward = _forward(module, style, split, is_inside)
-    if forward is not None:
-        module.forward = forward
-
-
 def _forward(module: Any, style: Style, split: Split, is_inside: bool) -> Callable[..., Any] | None:
+    """The new forward of a module. `is_inside`: the module is in a region, which has already taken the input in."""
     if style.kind == "column":
         return partial(_column, module, None if is_inside else split)
     if style.kind == "row":
@@ -248,8 +247,8 @@ def _forward(module: Any, style: Style, split: Split, is_inside: bool) -> Callab
     if style.kind == "dropout":
         return partial(_dropout, module, split.group, -1)
     if style.kind in REGIONS:
-        inner = partial(gpt_attention, module) if style.kind == "attention" else module.forward
-        return partial(_region, module, inner, _first_name(inner), split, style.kind in NAMING)
+        name = _first_name(module.forward)
+        return partial(_region, module, module.forward, name, split, style.kind in NAMING)
     if not split.sequence:
         return None
     if style.kind == "stream":
@@ -336,3 +335,120 @@ def _changed(
     if args:
         return (change(args[0]), *args[1:]), kwargs
     return args, {**kwargs, first: change(kwargs[first])}
+
+
+# Dropout as one process would have it. Every tensor rank draws the mask of all heads, from generators in the same
+# state, and takes its part. A fused kernel draws a mask only for the heads that it gets. So with dropout the attention
+# is computed here step by step, like torch does on the CPU, and takes memory for the square of the sequence. Without
+# dropout nothing changes.
+
+
+def dropout_part(x: Tensor, p: float, group: Group, dim: int) -> Tensor:
+    """Dropout of `x`, this rank's part of a tensor along `dim`, with the mask of the whole tensor."""
+    shape = list(x.shape)
+    shape[dim] *= group.world
+    mask = F.dropout(x.new_ones(shape), p)
+    return x * mask.chunk(group.world, dim)[group.rank].clone()  # the clone prevents that backward keeps the whole mask
+
+
+def dropping_heads(group: Group, is_training: bool) -> AbstractContextManager[object]:
+    """Context for an attention over this rank's heads: dropout of [batch, heads, ...] equals that of one process."""
+    return _HeadsDropout(group) if is_training and group.world > 1 else nullcontext()
+
+
+class _HeadsDropout(TorchFunctionMode):
+    """Replaces the dropout of attention probabilities in any function that a model calls."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self._group = group
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **given)
+        if func is F.dropout and args[0].dim() == 4:
+            return self._dropout(*args, **given)
+        return func(*args, **given)
+
+    def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return dropout_part(x, p, self._group, HEADS_DIM) if training and p > 0.0 else x
+
+    def _attention(
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, **options: Any
+    ) -> Tensor:
+        if dropout_p == 0.0:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, **options)
+        if options.pop("enable_gqa", False):
+            k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
+        probs = probabilities(q, k, attn_mask, **options)
+        return dropout_part(probs, dropout_p, self._group, HEADS_DIM) @ v
+
+
+def probabilities(
+    q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """The attention probabilities, with the arguments of torch's attention."""
+    scores = q @ k.transpose(-2, -1) * (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1)
+
+
+# Cross entropy with the rows of the head's weight split across ranks. Each rank computes the logits of its own symbols,
+# a chunk of tokens at a time. For each token the ranks exchange three numbers: the largest logit, the sum of
+# exponentials relative to it, and the logit of the target if the rank has it. From these all ranks compute the loss
+# with equal bits, and each rank computes the gradient of its own logits.
+
+
+def vocab_parallel_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, group: Group, chunk: int = LOSS_CHUNK
+) -> Tensor:
+    """Mean of `F.cross_entropy(hidden @ whole.T, targets)` in fp32 or wider, where `weight` has this rank's rows.
+
+    `hidden`: [tokens, hidden], replicated. `weight`: [vocab / world, hidden]. `targets`: [tokens]; a token with -100 is
+    ignored. A target that is outside of the vocabulary makes the loss infinite. The gradient of `hidden` is replicated:
+    each rank computes its share, and the shares are summed.
+    """
+    return chunked_cross_entropy(copy_in(hidden, group), weight, targets, chunk, SharedSoftmax(group))
+
+
+class SharedSoftmax:
+    """Softmax over the symbols of all ranks. All ranks have the same number of rows."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def find(self, targets: Tensor, num_rows: int) -> Targets:
+        """The rows of the targets on this rank."""
+        return own_targets(targets, num_rows, self._group.rank)
+
+    def losses_and_probs(self, logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+        """The losses, equal on all ranks, and the probabilities of this rank's symbols, in the memory of the logits."""
+        group, largest = self._group, logits.amax(-1)
+        chosen = logits.gather(-1, targets.rows).squeeze(-1).where(targets.is_here, -torch.inf)
+        probs = logits.sub_(largest[:, None]).exp_()
+        said = torch.stack([largest, probs.sum(-1), chosen])
+        heard = said.new_empty((group.world, *said.shape))
+        heard[group.rank] = said
+        group.all_gather(heard.view(-1))
+        top = heard[:, 0].amax(0)
+        sums = (heard[:, 1] * (heard[:, 0] - top).exp()).sum(0)
+        losses = (sums.log() - (heard[:, 2].amax(0) - top)).where(targets.is_counted, 0.0)
+        return losses, probs.mul_(((largest - top).exp() / sums)[:, None])
+
+
+def own_targets(targets: Tensor, num_rows: int, rank: int) -> Targets:
+    """The rows of the targets on a rank. All ranks have `num_rows` rows."""
+    is_counted = targets != IGNORE_INDEX
+    local = targets - rank * num_rows
+    is_here = is_counted & (local >= 0) & (local < num_rows)
+    return Targets(local.where(is_here, 0)[:, None], is_here, is_counted)

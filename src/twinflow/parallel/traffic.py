@@ -82,8 +82,7 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
 
 
 def reduces_a_layer(checkpointing: bool) -> int:
-    """All-reduces of a layer between tensor ranks: two in forward, two in backward, and two if forward is
-    recomputed."""
+    """All-reduces of a layer between tensor ranks: two in forward, two in backward, two if forward is recomputed."""
     return 6 if checkpointing else 4
 
 
@@ -100,16 +99,14 @@ def volume_of(shape: Shape, layout: Layout, grad_bits: float = 16.0) -> Volume:
 
 
 def tied_bytes(shape: Shape, layout: Layout) -> float:
-    """Bytes that the two ranks with an embedding and its copy send to each other in a step: the share of one
-    replica."""
+    """Bytes that the two ranks with an embedding and its copy exchange in a step: the share of one replica."""
     if not layout.ties_ranks:
         return 0.0
     return 2.0 * ring_bytes(HALF_BYTES * shape.end_numel / layout.num_tp / layout.num_dp, 2)
 
 
 def tied_seconds(shape: Shape, layout: Layout, cluster: Cluster) -> float:
-    """Time of the sum of a tied embedding's gradient: over the replicas, unless stage 3 has done so, then over both
-    stages."""
+    """Time of the sum of a tied embedding's gradient: over replicas (with stage 3 done before), then both stages."""
     if not layout.ties_ranks:
         return 0.0
     near = 0.0

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import product
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,9 +38,10 @@ from torch import Tensor
 
 from twinflow.dist.group import TIMEOUT, Group, backend_for, new_group
 from twinflow.errors import invalid_value, wrong_state
-from twinflow.parallel.first_cause import HANG_UP_S, FirstCause
+from twinflow.launch.store import group_store, own_keys, wait_for
 from twinflow.parallel.schedules import Action, Schedule
 
+T = TypeVar("T")
 Value = tuple[Tensor | None, ...]
 
 HEADER_NUMEL: Final = 512  # int64 numbers in a header; constant, because the receiver has to know the size
@@ -53,6 +54,8 @@ DTYPES: Final = tuple(
 )
 _KINDS: Final = ("F", "B")
 _PATIENCE_S: Final = 0.5  # interval of the checks for a timeout
+HANG_UP_S: Final = 5.0  # longer than threads need to return after connections are closed
+_CAUSE_CHARS: Final = 500  # limit of an error's text for other ranks
 _UNUSED_TAG: Final = 1  # messages have tag 0
 
 
@@ -154,7 +157,7 @@ class Wire:
         self.device = device
         self._index, self._timeout_s = index, timeout.total_seconds()
         self._links = _Links(ranks, index, device, timeout)
-        self._first = FirstCause(ranks, index)
+        self._first = _FirstCause(ranks, index)
         self._giving_up = threading.Lock()
         self._changed = threading.Condition()  # guards the attributes below up to _is_closed
         self._mailbox: dict[Key, Message] = {}
@@ -216,8 +219,7 @@ class Wire:
         self._first.wait_until_known()
 
     def close(self) -> None:
-        """Close the connections after the last batch. In the middle of a batch this counts as a failure of this
-        rank."""
+        """Close the connections after the last batch. In the middle of a batch this is a failure of this rank."""
         with self._changed:
             was_closed = self._is_closed
             has_failed = self._error is not None
@@ -370,6 +372,54 @@ class _Links:
                     work = dist.irecv(torch.empty(1), rank, group=group.handle, tag=_UNUSED_TAG)
                     assert work is not None
                     work.wait(timedelta(milliseconds=1))
+
+
+class _FirstCause:
+    """The first error of a pipeline, in the store of the process group. Every rank reads the same error.
+
+    The store ends with the process that hosts it. So every access runs on a daemon thread with a time limit (`_soon`).
+    """
+
+    def __init__(self, ranks: Sequence[int], index: int) -> None:
+        self._index, self._num_ranks = index, len(ranks)
+        kind = f"pipeline/{'-'.join(map(str, ranks))}"
+        self._keys = own_keys(group_store(), kind, index) if len(ranks) > 1 else None
+        self._has_waited = False
+
+    def after(self, error: BaseException) -> str:
+        """Report an error. Returns the rank and the text of the first reported error, which may be this one."""
+        text = f"{type(error).__name__}: {error}"[:_CAUSE_CHARS].encode(errors="replace").decode()
+        own = f"pipeline rank {self._index}: {text}"
+        return _soon(lambda: self._tell(own)) or own
+
+    def wait_until_known(self) -> None:
+        """Wait once until the other ranks have read the error, because the store may end with this process."""
+        keys, has_waited, self._has_waited = self._keys, self._has_waited, True
+        if keys is not None and not has_waited:
+            names = [f"known/{i}" for i in range(self._num_ranks)]
+            _soon(lambda: wait_for(keys, names, HANG_UP_S))
+
+    def _tell(self, own: str) -> str:
+        if self._keys is None:
+            return own
+        first = self._keys.compare_set("first", "", own)
+        self._keys.set(f"known/{self._index}", "1")
+        return first.decode(errors="replace")
+
+
+def _soon(work: Callable[[], T]) -> T | None:
+    """The result of `work`. None if it fails or does not return in time."""
+    results: list[T] = []
+
+    def run() -> None:
+        with suppress(Exception):
+            results.append(work())
+
+    with suppress(RuntimeError):  # a thread cannot be started while the interpreter shuts down
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(HANG_UP_S)
+    return results[0] if results else None
 
 
 def _not_sent(receiver: int, error: RuntimeError) -> RuntimeError:

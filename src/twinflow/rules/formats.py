@@ -106,9 +106,7 @@ def random_bits(first_index: int, numel: int, key: Key, device: torch.device | N
 
 
 def to_bf16_stochastic(x: Tensor, first_index: int, key: Key) -> Tensor:
-    """Round numbers >= 0 up or down at random, so that the mean is kept. The largest bf16 number never becomes
-    infinite.
-    """
+    """Round numbers >= 0 up or down at random, so that the mean is kept. Finite numbers never become infinite."""
     u = _bits(x)
     rounded = u + random_bits(first_index, x.numel(), key, x.device)
     return _as_bf16(torch.where(u >= 0x7F7F0000, u, rounded) >> 16)

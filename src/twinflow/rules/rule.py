@@ -161,9 +161,7 @@ class Rule:
         return {option.name: option.default for option in self.all_options}
 
     def with_defaults(self, given: Options) -> dict[str, object]:
-        """The given options, and defaults for all others. Raises ValueError for an option that the
-        rule does not have.
-        """
+        """The given options, and defaults for all others. Raises ValueError for an unknown option."""
         for name in given:
             if name not in self.defaults:
                 raise invalid_value(f"option of {self.name!r}", name, self.defaults)

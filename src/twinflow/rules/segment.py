@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -61,32 +62,24 @@ class Store:
             raise invalid_value("start", start, f"a multiple of {BLOCK}")
         first_block, num_blocks = start // BLOCK, -(-numel // BLOCK)
 
-        def cut(pair: Pair, at: int, count: int) -> Pair:
-            a, b = pair
-            return (
-                a.narrow(0, at, count) if a is not None else None,
-                b.narrow(0, at, count) if b is not None else None,
-            )
-
         return replace(
             self,
             master=self.master.narrow(0, start, numel),
             weight=self.weight.narrow(0, start, numel) if self.weight is not None else None,
-            states=cut(self.states, start, numel),
-            scales=cut(self.scales, first_block, num_blocks),
+            states=_each(self.states, lambda state: state.narrow(0, start, numel)),
+            scales=_each(self.scales, lambda scale: scale.narrow(0, first_block, num_blocks)),
         )
 
     def empty_like(self) -> Store:
-        """New buffers of the same shapes and dtypes, not initialised. An update can write to them and leave this store
-        unchanged.
-        """
-
-        def fresh(pair: Pair) -> Pair:
-            a, b = pair
-            return (torch.empty_like(a) if a is not None else None, torch.empty_like(b) if b is not None else None)
-
+        """New buffers like these, not initialised. An update can write to them and leave this store unchanged."""
         weight = torch.empty_like(self.weight) if self.weight is not None else None
-        return Store(self.format, torch.empty_like(self.master), weight, fresh(self.states), fresh(self.scales))
+        states, scales = (_each(pair, torch.empty_like) for pair in (self.states, self.scales))
+        return Store(self.format, torch.empty_like(self.master), weight, states, scales)
+
+
+def _each(pair: Pair, change: Callable[[Tensor], Tensor]) -> Pair:
+    first, second = (change(tensor) if tensor is not None else None for tensor in pair)
+    return first, second
 
 
 @dataclass(frozen=True)
