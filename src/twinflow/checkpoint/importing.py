@@ -10,14 +10,13 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from twinflow.checkpoint.deepspeed_files import Group, Saved, find_files, read_saved
-from twinflow.checkpoint.deepspeed_layout import Values
+from twinflow.checkpoint.deepspeed_files import Group, Saved, Values, find_files, read_saved
 from twinflow.checkpoint.disk import check_tag
-from twinflow.checkpoint.restricted import Record
 from twinflow.checkpoint.save import save
 from twinflow.checkpoint.tensors import Entry
-from twinflow.checkpoint.torch_files import SavedTensor
+from twinflow.checkpoint.torch_files import Record
 from twinflow.checkpoint.tree import Leaf, take_apart
 from twinflow.errors import invalid_value
 from twinflow.optim import loss_scale
@@ -71,7 +70,7 @@ def import_deepspeed(
     """Writes `root/<tag>` from the DeepSpeed checkpoint `source`. Without `tag`, its file `latest` determines the tag.
 
     `rule` is the update rule if the files do not determine it: `Adam` and `AdamW` have the same states. One parameter
-    is in memory at a time. No code in the pickles is run, see `restricted`.
+    is in memory at a time. No code in the pickles is run, see `torch_files`.
     """
     files = find_files(Path(source), tag)
     check_tag(files.tag)
@@ -79,7 +78,7 @@ def import_deepspeed(
         raise ValueError(f"{Path(root) / files.tag} exists. Choose another folder, or --force to replace it.")
     try:
         converted = _convert(read_saved(files, weights_only), rule, weights_only)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
         if isinstance(error, ValueError) and str(files.folder) in str(error):
             raise
         message = f"{files.folder}: The files do not have the layout of a DeepSpeed checkpoint: {error}"
@@ -185,7 +184,7 @@ def _options(group: Group, saved: Saved) -> dict[str, Any]:
     found = {key: group.options[key] for key in OPTIONS if group.options.get(key) is not None}
     if "betas" in found:
         found["betas"] = tuple(float(beta) for beta in found["betas"])
-    return {k: v.read().item() if isinstance(v, SavedTensor) and v.numel == 1 else v for k, v in found.items()}
+    return {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in found.items()}
 
 
 def _loss_scale(saved: Saved) -> loss_scale.LossScale:
@@ -232,7 +231,7 @@ def _states(saved: Saved, rule: str) -> tuple[dict[str, Any], list[Leaf]]:
                     f"{saved.files.folder}: {key} of {name} has the shape {values.shape}, but the weight has "
                     f"{saved.weights[name].shape}. The files do not belong to one checkpoint."
                 )
-        wide = {key: Values(v.shape, torch.float32, v.spans) for key, v in tensors.items()}
+        wide = {key: Values(v.shape, torch.float32, v.parts) for key, v in tensors.items()}
         streams = {key: Leaf(f"{name}/{key}", v.dtype, v.shape, v.read) for key, v in wide.items()}
         found[name], made = take_apart({"step": _step(entry["step"], name, saved), **streams}, name)
         leaves += made
@@ -241,8 +240,8 @@ def _states(saved: Saved, rule: str) -> tuple[dict[str, Any], list[Leaf]]:
 
 def _step(value: Any, name: str, saved: Saved) -> int:
     """The number of updates of a parameter. If no file contains it: all steps that were not skipped."""
-    if isinstance(value, SavedTensor) and value.numel == 1:
-        value = value.read().item()
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
     if value is None:
         value = int(saved.model.get("global_steps", 0)) - int(saved.model.get("skipped_steps", 0))
     if not isinstance(value, (int, float)) or value != int(value) or value < 0:
@@ -253,7 +252,7 @@ def _step(value: Any, name: str, saved: Saved) -> int:
 def _rest(saved: Saved, meta: dict[str, Any], notes: list[str]) -> list[Leaf]:
     """The schedule, the client state and extra state of modules, as far as they consist of plain values."""
     client = {key: value for key, value in saved.model.items() if key not in OWN_KEYS}
-    extra = {k: v for k, v in saved.model["module"].items() if not isinstance(v, SavedTensor) and v is not None}
+    extra = {k: v for k, v in saved.model["module"].items() if not isinstance(v, Tensor) and v is not None}
     parts: dict[str, Any] = {
         "scheduler": _plain(saved.model.get("lr_scheduler"), "the scheduler's state", notes),
         "loader": None,  # DeepSpeed does not save the position in the data.
@@ -281,8 +280,8 @@ def _plain(value: Any, what: str, notes: list[str]) -> Any:
         left[0] -= 1
         if left[0] < 0 or depth > 32:
             raise ValueError(f"it has more than {MAX_PLAIN} values, or more than 32 levels")
-        if isinstance(item, SavedTensor):
-            return item.read()
+        if isinstance(item, Tensor):
+            return item.clone()
         if isinstance(item, dict):
             return {key: copy(one, depth + 1) for key, one in item.items()}
         if isinstance(item, (list, tuple)):
