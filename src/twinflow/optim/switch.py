@@ -1,7 +1,7 @@
 """The switch of a TwinOptimizer to compressed communication (zero/compression.py), and its part of a checkpoint.
 
 Before the switch, training is ordinary. The sum of the second moment is read `LOOKS` times in a window, and the switch
-is made when the sum has become stable (onebit/freeze.py). A read must wait for the last update, so it does not happen
+is made when the sum has become stable (`VarianceWatch`). A read must wait for the last update, so it does not happen
 in every step.
 """
 
@@ -23,7 +23,6 @@ from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.settings import Tuning
 from twinflow.offload.updater import RuleUpdater
-from twinflow.optim.onebit.freeze import VarianceWatch, default_window
 from twinflow.optim.saved_errors import Read, Replica, SavedErrors, own_errors, tree_of
 from twinflow.rules import Rule
 from twinflow.rules.rule import number, numbers
@@ -33,7 +32,9 @@ from twinflow.zero.compression import (
     Compression,
     Exchange,
     Exchanges,
+    VarianceWatch,
     check_groups,
+    default_window,
     floor_of,
     raised,
     rounded_variance,
