@@ -15,13 +15,13 @@ from torch import Tensor
 from twinflow.checkpoint.deepspeed_files import Group, Saved, Values, find_files, read_saved
 from twinflow.checkpoint.disk import check_tag
 from twinflow.checkpoint.save import save
-from twinflow.checkpoint.tensors import Entry
 from twinflow.checkpoint.torch_files import Record
-from twinflow.checkpoint.tree import Leaf, take_apart
+from twinflow.checkpoint.tree import take_apart
 from twinflow.errors import invalid_value
 from twinflow.optim import loss_scale
 from twinflow.optim.twin_state import KIND, VERSION
 from twinflow.rules import RULES
+from twinflow.state_dict import Entry
 
 _MODEL_KEYS: Final = ("module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments")
 _RUN_KEYS: Final = ("optimizer", "lr_scheduler", "data_sampler", "random_ltd", "ds_config", "ds_version")
@@ -105,7 +105,7 @@ class _Converted:
 def _convert(saved: Saved, rule: str | None, weights_only: bool) -> _Converted:
     notes: list[str] = []
     meta = _counters(saved)
-    leaves: list[Leaf] = []
+    leaves: list[Entry] = []
     chosen = None
     if saved.states and not weights_only:
         chosen = _choose_rule(rule, saved)
@@ -116,7 +116,7 @@ def _convert(saved: Saved, rule: str | None, weights_only: bool) -> _Converted:
     rest = _rest(saved, meta, notes)
     meta |= {"aliases": dict(saved.aliases), "excluded": []}
     model = [Entry(name, values.dtype, values.shape, values.read) for name, values in saved.weights.items()]
-    contents = {"model": model, "optimizer": [Entry(*leaf) for leaf in leaves], "rest": [Entry(*leaf) for leaf in rest]}
+    contents = {"model": model, "optimizer": leaves, "rest": rest}
     return _Converted(saved.stage, chosen, contents, meta, tuple(notes))
 
 
@@ -212,11 +212,11 @@ def _loss_scale(saved: Saved) -> loss_scale.LossScale:
         raise ValueError(f"{saved.files.folder}: The loss scale cannot be imported: {error}") from error
 
 
-def _states(saved: Saved, rule: str) -> tuple[dict[str, Any], list[Leaf]]:
+def _states(saved: Saved, rule: str) -> tuple[dict[str, Any], list[Entry]]:
     """The entry of each parameter in the format of TwinOptimizer, and the tensors of all entries."""
     wanted = [name for name in RULES[rule].states if name]
     found: dict[str, Any] = {}
-    leaves: list[Leaf] = []
+    leaves: list[Entry] = []
     for name, entry in saved.states.items():
         master: Values = saved.masters.get(name) or saved.weights[name]
         tensors = {"master": master, **{key: entry[key] for key in wanted if key in entry}}
@@ -232,7 +232,7 @@ def _states(saved: Saved, rule: str) -> tuple[dict[str, Any], list[Leaf]]:
                     f"{saved.weights[name].shape}. The files do not belong to one checkpoint."
                 )
         wide = {key: Values(v.shape, torch.float32, v.parts) for key, v in tensors.items()}
-        streams = {key: Leaf(f"{name}/{key}", v.dtype, v.shape, v.read) for key, v in wide.items()}
+        streams = {key: Entry(f"{name}/{key}", v.dtype, v.shape, v.read) for key, v in wide.items()}
         found[name], made = take_apart({"step": _step(entry["step"], name, saved), **streams}, name)
         leaves += made
     return found, leaves
@@ -249,7 +249,7 @@ def _step(value: Any, name: str, saved: Saved) -> int:
     return int(value)
 
 
-def _rest(saved: Saved, meta: dict[str, Any], notes: list[str]) -> list[Leaf]:
+def _rest(saved: Saved, meta: dict[str, Any], notes: list[str]) -> list[Entry]:
     """The schedule, the client state and extra state of modules, as far as they consist of plain values."""
     client = {key: value for key, value in saved.model.items() if key not in OWN_KEYS}
     extra = {k: v for k, v in saved.model["module"].items() if not isinstance(v, Tensor) and v is not None}
@@ -260,7 +260,7 @@ def _rest(saved: Saved, meta: dict[str, Any], notes: list[str]) -> list[Leaf]:
         "client_state": _plain_items(client, "client state", notes),
         "extra": _plain_items(extra, "extra state", notes),
     }
-    leaves: list[Leaf] = []
+    leaves: list[Entry] = []
     for name, value in parts.items():
         meta[name], found = take_apart(value, name)
         leaves += found

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twinflow.checkpoint.cover import Span, check_cover
 from twinflow.checkpoint.disk import LATEST, check_tag, counting, read_latest
 from twinflow.checkpoint.manifest import (
     MANIFEST,
@@ -38,7 +37,9 @@ from twinflow.checkpoint.shards import Split, check_shards, gather, parse_splits
 from twinflow.checkpoint.tensors import (
     DTYPE_NAMES,
     Header,
+    Span,
     TensorInfo,
+    check_cover,
     check_crc32,
     is_possible,
     read_header,
@@ -167,11 +168,13 @@ class Checkpoint:
         one.fill(start, made)
         return made
 
-    def cut_shard(self, file: str, name: str, shard: TensorShard, start: int, numel: int) -> Tensor:
-        """Elements [start, start + numel) of the part `shard` of one tensor, flat.
+    def cut_shard(self, file: str, name: str, shard: TensorShard | None, start: int, numel: int) -> Tensor:
+        """Elements [start, start + numel) of the part `shard` of one tensor, or of the whole if it is None, flat.
 
         Only rows of the stored shards that contain such elements are read. As with `cut`, call `verify` before.
         """
+        if shard is None:
+            return self.cut(file, name, start, numel)
         one = self._one(file, name)
         shape, dim = one.shape, shard.dim
         if dim >= len(shape) or shape[dim] != shard.full:
@@ -227,15 +230,6 @@ class Checkpoint:
             remedy = f"Call names({file!r}) for their names."
             raise invalid_value(f"The tensor in {file!r} of the checkpoint {self.path}", name, expected, remedy)
         return stored[name]
-
-
-def cut_for(found: Checkpoint, file: str, name: str, shard: TensorShard | None, start: int, numel: int) -> Tensor:
-    """Elements [start, start + numel), flat, of a rank's part of one tensor: the part `shard`, or the whole if it is
-    None.
-    """
-    if shard is None:
-        return found.cut(file, name, start, numel)
-    return found.cut_shard(file, name, shard, start, numel)
 
 
 def _empty_cut(name: str, whole: int, start: int, numel: int, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any, Final
 from twinflow.checkpoint.disk import MAX_NAME_BYTES, check_name, file_status
 from twinflow.checkpoint.plain import parse_json
 from twinflow.checkpoint.sides import parse_side
-from twinflow.checkpoint.tensors import PartOf
+from twinflow.state_dict import PartOf
 from twinflow.version import __version__
 
 MANIFEST: Final = "manifest.json"

@@ -8,47 +8,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from twinflow.checkpoint.tensors import PartOf
 from twinflow.errors import invalid_value
+from twinflow.state_dict import Entry
 
 _TENSOR, _TUPLE, _FLOAT, _ITEMS = "__tensor__", "__tuple__", "__float__", "__items__"
 _MARKS = (_TENSOR, _TUPLE, _FLOAT, _ITEMS)
 
 
-class Leaf(NamedTuple):
-    """A tensor, or a part of one, that was separated from a value: the arguments of an `Entry`."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    read: Callable[[], Tensor]
-    part: PartOf | None = None
-
-
-def take_apart(value: Any, path: str) -> tuple[Any, list[Leaf]]:
-    """`value` as JSON, and the tensors in it. A named tuple `name, dtype, shape, read` counts as a tensor.
-
-    A fifth item that is not None makes it a part of a tensor. It is a PartOf or the tuple of its fields.
-    """
-    leaves: list[Leaf] = []
+def take_apart(value: Any, path: str) -> tuple[Any, list[Entry]]:
+    """`value` as JSON, and the tensors in it. An `Entry` in `value` counts as a tensor."""
+    leaves: list[Entry] = []
     return _strip(value, path, leaves), leaves
 
 
-def _strip(value: Any, path: str, leaves: list[Leaf]) -> Any:
+def _strip(value: Any, path: str, leaves: list[Entry]) -> Any:
     if isinstance(value, Tensor):
-        leaves.append(Leaf(path, value.dtype, tuple(value.shape), value.detach))
+        leaves.append(Entry(path, value.dtype, tuple(value.shape), value.detach))
         return {_TENSOR: path}
-    if isinstance(value, tuple) and hasattr(value, "read"):
-        name, dtype, shape, read, *rest = value
-        part = rest[0] if rest else None
-        leaves.append(Leaf(name, dtype, shape, read, PartOf(*part) if isinstance(part, tuple) else part))
-        return {_TENSOR: leaves[-1].name}
+    if isinstance(value, Entry):
+        leaves.append(value)
+        return {_TENSOR: value.name}
     if isinstance(value, tuple):
         return {_TUPLE: [_strip(item, f"{path}/{i}", leaves) for i, item in enumerate(value)]}
     if isinstance(value, list):

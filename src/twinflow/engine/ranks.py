@@ -6,12 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
-from twinflow.checkpoint import JSON
+from twinflow.checkpoint import JSON, Entry
 from twinflow.checkpoint.shards import join_marks
-from twinflow.checkpoint.tree import Leaf
 from twinflow.dist.agree import gather_json
 from twinflow.dist.group import Group, alone
-from twinflow.engine.background import num_bytes
 from twinflow.engine.parts import EngineParts
 from twinflow.state_dict import Kind, list_of, value_of
 
@@ -99,7 +97,7 @@ def ranks_of(engine: EngineParts) -> Ranks | None:
     )
 
 
-def deal(leaves: Sequence[Leaf], ranks: Ranks) -> list[Leaf]:
+def deal(leaves: Sequence[Entry], ranks: Ranks) -> list[Entry]:
     """Distributes leaves over the replicas and returns this rank's share.
 
     Leaves are assigned from the largest on, each to the rank with the fewest bytes so far. A rank always saves its own
@@ -109,9 +107,9 @@ def deal(leaves: Sequence[Leaf], ranks: Ranks) -> list[Leaf]:
         return list(leaves)
     is_own = {id(leaf): leaf.part is not None and ranks.are_partitioned for leaf in leaves}
     used, own = [0] * ranks.data.world, [leaf for leaf in leaves if is_own[id(leaf)]]
-    for leaf in sorted((leaf for leaf in leaves if not is_own[id(leaf)]), key=lambda leaf: -num_bytes(leaf)):
+    for leaf in sorted((leaf for leaf in leaves if not is_own[id(leaf)]), key=lambda leaf: -leaf.num_bytes):
         rank = used.index(min(used))
-        used[rank] += num_bytes(leaf)
+        used[rank] += leaf.num_bytes
         if rank == ranks.data.rank:
             own.append(leaf)
     return own

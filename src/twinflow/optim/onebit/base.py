@@ -311,17 +311,16 @@ class CompressedOptimizer(Optimizer):
 
         bucket.steps = [int_of(entry, "step") for entry in entries]
         bucket.second_steps = [int_of(entry, "frozen_at" if "frozen_at" in entry else "step") for entry in entries]
-        for flat, name in ((bucket.exp_avg, "exp_avg"), (bucket.exp_avg_sq, "exp_avg_sq")):
-            saved = flat_of(name)
-            if saved is not None:
-                flat.copy_(saved)
+        for own, name in ((bucket.exp_avg, "exp_avg"), (bucket.exp_avg_sq, "exp_avg_sq")):
+            if (saved := flat_of(name)) is not None:
+                own.copy_(saved)
         bucket.exponents = flat_of("exponents", torch.uint8)
         worker, server = flat_of("worker_error"), flat_of("server_error")
         bucket.errors = None
         if worker is not None and server is not None:
             bucket.errors = Errors(worker, own_part(self.group, server).clone())
         names = [name for name in entries[0] if name not in _STATES and isinstance(entries[0][name], Tensor)]
-        bucket.extra = {name: flat for name in names if (flat := flat_of(name)) is not None}
+        bucket.extra = {name: saved for name in names if (saved := flat_of(name)) is not None}
         for view, entry, param in zip(bucket.views(bucket.weights), entries, bucket.params, strict=True):
             if param.dtype == torch.float32:
                 continue  # the parameter is a view of the weights, and the model's state dict restores it
