@@ -39,8 +39,8 @@ from twinflow.checkpoint import Checkpoint, Entry, PartOf, Together, open_checkp
 from twinflow.checkpoint.disk import LATEST
 from twinflow.checkpoint.exporting import export_checkpoint
 from twinflow.checkpoint.manifest import MANIFEST, META
+from twinflow.checkpoint.plain import put_together, take_apart
 from twinflow.checkpoint.sides import parse_side
-from twinflow.checkpoint.tree import put_together, take_apart
 
 save_module = sys.modules[save.__module__]
 

@@ -18,11 +18,10 @@ from torch import Tensor
 from twinflow.checkpoint.disk import check_name, counting, remove, sync_folder, write_durable
 from twinflow.checkpoint.load import Checkpoint, open_checkpoint
 from twinflow.checkpoint.manifest import MANIFEST
-from twinflow.checkpoint.plain import parse_json
+from twinflow.checkpoint.plain import parse_json, tensor_names
 from twinflow.checkpoint.save import Part, plan_parts
 from twinflow.checkpoint.sides import abandoned, kept_alive, side_path, swap_in
 from twinflow.checkpoint.tensors import write_tensors
-from twinflow.checkpoint.tree import tensor_names
 from twinflow.errors import invalid_value
 from twinflow.rules.formats import rounds_to
 from twinflow.state_dict import Entry

@@ -14,29 +14,23 @@ from torch import Tensor
 
 from twinflow.checkpoint.deepspeed_files import Group, Saved, Values, find_files, read_saved
 from twinflow.checkpoint.disk import check_tag
+from twinflow.checkpoint.plain import take_apart
 from twinflow.checkpoint.save import save
 from twinflow.checkpoint.torch_files import Record
-from twinflow.checkpoint.tree import take_apart
 from twinflow.errors import invalid_value
 from twinflow.optim import loss_scale
 from twinflow.optim.twin_state import KIND, VERSION
 from twinflow.rules import RULES
 from twinflow.state_dict import Entry
 
-_MODEL_KEYS: Final = ("module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments")
-_RUN_KEYS: Final = ("optimizer", "lr_scheduler", "data_sampler", "random_ltd", "ds_config", "ds_version")
-_COUNT_KEYS: Final = (
-    "skipped_steps",
-    "global_steps",
-    "global_samples",
-    "dp_world_size",
-    "mp_world_size",
-    "num_experts",
-)
-_OTHER_KEYS: Final = ("shared_params", "sparse_tensor_module_names", "csr_tensor_module_names")
-_NEW_KEYS: Final = ("checkpoint_parallel_dimensions", "universal_checkpoint_info")
-# All other keys of a model file are the client_state that the user passed to save_checkpoint.
-OWN_KEYS: Final = frozenset((*_MODEL_KEYS, *_RUN_KEYS, *_COUNT_KEYS, *_OTHER_KEYS, *_NEW_KEYS))
+# Keys that DeepSpeed writes to a model file. All others are the client_state that the user passed to save_checkpoint.
+_OWN_KEYS: Final = """
+    module buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params
+    optimizer lr_scheduler data_sampler random_ltd ds_config ds_version
+    skipped_steps global_steps global_samples dp_world_size mp_world_size num_experts
+    sparse_tensor_module_names csr_tensor_module_names checkpoint_parallel_dimensions universal_checkpoint_info
+"""
+OWN_KEYS: Final = frozenset(_OWN_KEYS.split())
 OPTIONS: Final = ("initial_lr", *(option.name for rule in RULES.values() for option in rule.options))
 UNLIKE: Final = {"amsgrad": False, "maximize": False, "bias_correction": True}  # fixed options of twinflow's rules
 # The rule for a set of state names if no file names the rule. AdamW comes before Adam.
@@ -77,36 +71,27 @@ def import_deepspeed(
     if (Path(root) / files.tag).exists() and not replace:
         raise ValueError(f"{Path(root) / files.tag} exists. Choose another folder, or --force to replace it.")
     try:
-        converted = _convert(read_saved(files, weights_only), rule, weights_only)
+        saved = read_saved(files, weights_only)
+        contents, meta, notes = _convert(saved, rule, weights_only)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
         if isinstance(error, ValueError) and str(files.folder) in str(error):
             raise
         message = f"{files.folder}: The files do not have the layout of a DeepSpeed checkpoint: {error}"
         raise ValueError(message) from error
-    meta = converted.meta
-    path = save(Path(root), files.tag, converted.contents, meta, on_progress=on_progress)
+    path = save(Path(root), files.tag, contents, meta, on_progress=on_progress)
     num_params = len(meta.get("optimizer_state", {}))
     ranks = max(len(files.optim), len(files.model))
-    steps = meta["global_steps"]
-    return Imported(path, converted.stage, ranks, num_params, converted.rule, steps, converted.notes)
+    chosen = meta["optimizer"]["rule"] if "optimizer" in meta else None
+    return Imported(path, saved.stage, ranks, num_params, chosen, meta["global_steps"], tuple(notes))
 
 
-@dataclass(frozen=True)
-class _Converted:
-    """A twinflow checkpoint that is not written yet."""
-
-    stage: int
-    rule: str | None
-    contents: Mapping[str, Sequence[Entry]]
-    meta: dict[str, Any]
-    notes: tuple[str, ...]
-
-
-def _convert(saved: Saved, rule: str | None, weights_only: bool) -> _Converted:
+def _convert(
+    saved: Saved, rule: str | None, weights_only: bool
+) -> tuple[dict[str, list[Entry]], dict[str, Any], list[str]]:
+    """The files, the `meta` and the notes of a twinflow checkpoint that is not written yet."""
     notes: list[str] = []
     meta = _counters(saved)
     leaves: list[Entry] = []
-    chosen = None
     if saved.states and not weights_only:
         chosen = _choose_rule(rule, saved)
         meta["optimizer"] = _head(saved, chosen, meta["global_steps"])
@@ -116,8 +101,7 @@ def _convert(saved: Saved, rule: str | None, weights_only: bool) -> _Converted:
     rest = _rest(saved, meta, notes)
     meta |= {"aliases": dict(saved.aliases), "excluded": []}
     model = [Entry(name, values.dtype, values.shape, values.read) for name, values in saved.weights.items()]
-    contents = {"model": model, "optimizer": leaves, "rest": rest}
-    return _Converted(saved.stage, chosen, contents, meta, tuple(notes))
+    return {"model": model, "optimizer": leaves, "rest": rest}, meta, notes
 
 
 def _counters(saved: Saved) -> dict[str, Any]:
@@ -273,29 +257,24 @@ def _plain_items(values: Mapping[Any, Any], what: str, notes: list[str]) -> dict
 
 
 def _plain(value: Any, what: str, notes: list[str]) -> Any:
-    """A copy of `value` with its tensors read. None, and a note, if it contains other than plain values."""
-    left = [MAX_PLAIN]
+    """`value`, or None and a note if it contains other than plain values and tensors."""
+    num_left = MAX_PLAIN
 
-    def copy(item: Any, depth: int) -> Any:
-        left[0] -= 1
-        if left[0] < 0 or depth > 32:
+    def count(item: Any, depth: int) -> None:
+        nonlocal num_left
+        num_left -= 1
+        if num_left < 0 or depth > 32:
             raise ValueError(f"it has more than {MAX_PLAIN} values, or more than 32 levels")
-        if isinstance(item, Tensor):
-            return item.clone()
-        if isinstance(item, dict):
-            return {key: copy(one, depth + 1) for key, one in item.items()}
-        if isinstance(item, (list, tuple)):
-            made = [copy(one, depth + 1) for one in item]
-            return made if isinstance(item, list) else tuple(made)
-        return item
+        for one in item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else ():
+            count(one, depth + 1)
 
     try:
-        plain = copy(value, 0)
-        take_apart(plain, "it")
+        count(value, 0)
+        take_apart(value, "it")
     except ValueError as error:
         notes.append(f"{what} is left out: {error}")
         return None
-    return plain
+    return value
 
 
 def _fresh_random() -> dict[str, Any]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from twinflow.checkpoint import Checkpoint, open_checkpoint
+from twinflow.checkpoint.plain import put_together, tensor_names
 from twinflow.checkpoint.shards import local_shape
 from twinflow.checkpoint.together import agree
-from twinflow.checkpoint.tree import put_together, tensor_names
 from twinflow.engine.parts import EngineParts, Scheduler
 from twinflow.engine.randoms import set_random_states
 from twinflow.engine.ranks import Ranks, only_one, ranks_of

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from twinflow.checkpoint import JSON, Entry, PartOf
 from twinflow.checkpoint import save as save_files
+from twinflow.checkpoint.plain import take_apart
 from twinflow.checkpoint.shards import stored_name, to_mark
 from twinflow.checkpoint.together import agree
-from twinflow.checkpoint.tree import take_apart
 from twinflow.engine.background import BackgroundSave, freeze
 from twinflow.engine.parts import EngineParts
 from twinflow.engine.randoms import random_states

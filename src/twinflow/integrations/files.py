@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from twinflow.checkpoint import Checkpoint, open_checkpoint, save
-from twinflow.checkpoint.tree import put_together, take_apart, tensor_names
+from twinflow.checkpoint.plain import put_together, take_apart, tensor_names
 from twinflow.errors import invalid_value
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.rules.formats import BLOCK
