@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from twinflow.checkpoint.disk import LATEST, check_tag
+from twinflow.checkpoint.disk import LATEST, check_tag, read_latest
 from twinflow.checkpoint.torch_files import load_torch_file
 from twinflow.errors import invalid_value
 
@@ -128,12 +128,12 @@ def _tags(root: Path) -> list[str]:
 
 
 def _latest(root: Path) -> str:
-    path = root / LATEST
-    if not path.is_file():
+    tag = read_latest(root)
+    if tag is None:
         tags = _tags(root)
         remedy = f"Give one of the tags {', '.join(tags)}." if tags else "It contains no checkpoint either."
         raise ValueError(f"{root} has no file {LATEST!r}. {remedy}")
-    return check_tag(path.read_text(errors="replace").strip())
+    return tag
 
 
 def _by_rank(folder: Path, pattern: re.Pattern[str]) -> tuple[Path, ...]:

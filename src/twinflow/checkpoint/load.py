@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ from twinflow.checkpoint.tensors import (
 )
 from twinflow.errors import invalid_value
 from twinflow.parallel.shard import TensorShard
+from twinflow.state_dict import Entry
 
 Sums = dict[tuple[Path, str], int]  # checksums of the values of each piece that were read so far
 
@@ -115,6 +116,7 @@ class Sharded:
 
 
 AnyStored = Stored | Sharded
+Sized = TypeVar("Sized", Piece, Entry)
 Files = Mapping[str, Mapping[str, AnyStored]]
 
 
@@ -213,7 +215,10 @@ class Checkpoint:
         _, now = _read_folder(self.path)  # The files may have changed since the checkpoint was opened.
         pieces = [piece for stored in now.values() for one in stored.values() for piece in one.pieces]
         if share is not None:
-            pieces = _deal(pieces, *share)
+            rank, world = share
+            if not 0 <= rank < world:
+                raise invalid_value("share", share, "(rank, world) with 0 <= rank < world")
+            pieces = deal(pieces, rank, world)
         on_bytes = counting(on_progress, sum(piece.num_bytes for piece in pieces))
         for piece in pieces:
             verify_tensor(piece.path, piece.header, piece.info, piece.crc32, on_bytes)
@@ -254,19 +259,17 @@ def _fill_from(piece: Piece, start: int, into: Tensor, sums: Sums | None) -> Non
         sums[key] = found
 
 
-def _deal(pieces: Sequence[Piece], rank: int, world: int) -> list[Piece]:
-    """The pieces of one rank. Ranks get about the same number of bytes: the largest pieces come first, each to the rank
+def deal(items: Sequence[Sized], rank: int, world: int) -> list[Sized]:
+    """The items of one rank. Ranks get about the same number of bytes: the largest items come first, each to the rank
     with the fewest bytes.
     """
-    if not 0 <= rank < world:
-        raise invalid_value("share", (rank, world), "(rank, world) with 0 <= rank < world")
     loads = [(0, other) for other in range(world)]
     own = []
-    for piece in sorted(pieces, key=lambda piece: -piece.num_bytes):
+    for item in sorted(items, key=lambda item: -item.num_bytes):
         load, other = heapq.heappop(loads)
-        heapq.heappush(loads, (load + piece.num_bytes, other))
+        heapq.heappush(loads, (load + item.num_bytes, other))
         if other == rank:
-            own.append(piece)
+            own.append(item)
     return own
 
 
