@@ -26,11 +26,10 @@ from twinflow.checkpoint.manifest import (
     PICKLED,
     Manifest,
     PartRecord,
-    check_files,
     describe,
     find_all,
     locate,
-    read_manifest,
+    read_complete,
 )
 from twinflow.checkpoint.plain import decode_meta
 from twinflow.checkpoint.shards import Split, check_shards, gather, parse_splits, select, stored_name
@@ -302,8 +301,7 @@ def open_checkpoint(root: Path, tag: str | None = None) -> Checkpoint | None:
 
 def _read_folder(folder: Path) -> tuple[dict[str, Any], Files]:
     """The `meta` and the tensors of a checkpoint, after all checks that do not read tensors."""
-    manifest = read_manifest(folder)
-    check_files(folder, manifest)
+    manifest = read_complete(folder)
     stored = {file: _open_parts(folder, file, parts) for file, parts in manifest.files.items()}
     meta = _read_meta(folder, manifest)
     splits = parse_splits(str(folder / META), meta.get("shards", {}))

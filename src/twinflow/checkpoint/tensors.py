@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import FileIO
+from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -304,12 +304,8 @@ def read_range(
     """
     with _open_data(path, header, info, start) as file, Checksum(crc32 or 0) as checksum:
         for chunk in _chunks(_bytes_of(into)):
-            filled = 0
-            while filled < len(chunk):
-                count = file.readinto(chunk[filled:])
-                if not count:
-                    raise _cut_off(path, info)
-                filled += count
+            if file.readinto(chunk) < len(chunk):
+                raise _cut_off(path, info)
             if crc32 is not None:
                 checksum.add(chunk)
         return checksum.take() if crc32 is not None else None
@@ -334,9 +330,9 @@ def verify_tensor(
 
 
 @contextmanager
-def _open_data(path: Path, header: Header, info: TensorInfo, start: int = 0) -> Iterator[FileIO]:
+def _open_data(path: Path, header: Header, info: TensorInfo, start: int = 0) -> Iterator[BufferedReader]:
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open(path, "rb") as file:
             file.seek(header.data_start + info.start + start * info.dtype.itemsize)
             yield file
     except FileNotFoundError as error:

@@ -24,6 +24,7 @@ import pickletools
 import struct
 import warnings
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,12 +67,7 @@ class RefusedError(ValueError):
 class Record:
     """The attributes of an object of a known class."""
 
-    name: str
     state: dict[Any, Any] = field(default_factory=dict)
-
-
-class PlainDict(dict[Any, Any]):
-    """An OrderedDict of the file. Its attributes are dropped."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,8 @@ def load_torch_file(path: Path) -> Any:
             "containers of them are allowed. Save the file again with torch.save, without other objects."
         ) from error
     except Exception as error:  # A damaged pickle can cause any error.
-        raise ValueError(f"{path} is damaged: its pickle cannot be read ({error}).") from error
+        message = str(error) if str(path) in str(error) else f"{path} is damaged: its pickle cannot be read ({error})."
+        raise ValueError(message) from error
 
 
 class _Archive:
@@ -221,8 +218,8 @@ def _latin1(text: Any = "", encoding: Any = "latin1") -> bytes:
 
 
 _CALLS: Final[Mapping[tuple[str, str], Callable[..., Any]]] = {
-    ("collections", "OrderedDict"): lambda *items: PlainDict(_items(*items)),
-    ("collections", "Counter"): lambda *items: PlainDict(_items(*items)),
+    ("collections", "OrderedDict"): lambda *items: OrderedDict(_items(*items)),
+    ("collections", "Counter"): lambda *items: OrderedDict(_items(*items)),
     ("builtins", "set"): lambda *items: set(_items(*items)),
     ("__builtin__", "set"): lambda *items: set(_items(*items)),
     ("builtins", "frozenset"): lambda *items: set(_items(*items)),
@@ -248,7 +245,7 @@ _MEANINGS: Final[Mapping[tuple[str, str], Any]] = {
     # The size of an untyped storage is in bytes. The rebuild function has the dtype.
     ("torch.storage", "UntypedStorage"): torch.uint8,
     **{key: Meaning(call) for key, call in _CALLS.items()},
-    **{key: Meaning(lambda *_, name=key[1]: Record(name)) for key in RECORDS},
+    **dict.fromkeys(RECORDS, Meaning(lambda *_: Record())),
 }
 # Instructions of the standard library. `_Unpickler` has its own versions of those that call or change something.
 _NAMES: Final = """
@@ -302,7 +299,7 @@ class _Unpickler(pickle._Unpickler):
         state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, Record):
             target.state.update(state)
-        elif not isinstance(target, PlainDict | Tensor):
+        elif not isinstance(target, OrderedDict | Tensor):  # Attributes of these are dropped.
             raise RefusedError(f"sets attributes of a {type(target).__name__}, which torch.save never writes")
 
     def _append(self) -> None:
