@@ -21,8 +21,7 @@ from twinflow.codes import CODES
 from twinflow.dist.compressed import Coding, Errors, compressed_all_reduce, compressed_reduce_scatter, publish
 from twinflow.dist.group import Group
 from twinflow.optim.onebit import OneBitAdam, OneBitLamb, ZeroOneAdam
-from twinflow.optim.onebit.base import CompressedOptimizer
-from twinflow.optim.onebit.freezing import FreezingOptimizer
+from twinflow.optim.onebit.base import CompressedOptimizer, FreezingOptimizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WAIT = timedelta(seconds=120)

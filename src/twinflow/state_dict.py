@@ -1,4 +1,5 @@
-"""State dicts and param groups: mappings with values of several types, and checked access to the values.
+"""State dicts and param groups: mappings with values of several types, checked access to the values, and entries of
+state that are read when they are saved.
 
 Values from users and files are checked before use, with errors that contain a remedy (optim/saved.py,
 optim/twin_state_checks.py). The functions here raise TypeError for a value of another type.
@@ -6,9 +7,12 @@ optim/twin_state_checks.py). The functions here raise TypeError for a value of a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import SupportsFloat, SupportsInt, TypeVar
 
+import torch
 from torch import Tensor
 
 StateDict = dict[str, object]
@@ -93,3 +97,47 @@ def map_tensors(value: object, change: Callable[[Tensor], Tensor]) -> object:
     if type(value) is tuple:
         return tuple(map_tensors(item, change) for item in value)
     return value
+
+
+@dataclass(frozen=True)
+class PartOf:
+    """Describes flat values as the elements from `start` on of a flattened tensor of `shape`."""
+
+    shape: tuple[int, ...]
+    start: int
+
+    def key(self, name: str) -> str:
+        """The key of this part of the tensor `name` in a file."""
+        return f"{name}@{self.start}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to be saved, or a part of one. `read` returns its values and is called when they are written.
+
+    `shape` is the shape of the values that `read` returns. A part is flat, and `part` describes the whole tensor.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+    part: PartOf | None = None
+
+    @property
+    def key(self) -> str:
+        """The key of the entry in a file."""
+        return self.part.key(self.name) if self.part else self.name
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether this is an empty part of a tensor that is not empty. Such a part is not saved."""
+        return self.part is not None and not self.numel and math.prod(self.part.shape) > 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize

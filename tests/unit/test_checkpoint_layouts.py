@@ -21,7 +21,6 @@ from torch import Tensor
 
 from twinflow.checkpoint import Checkpoint, Entry, PartOf, open_checkpoint, save, shards
 from twinflow.checkpoint.exporting import export_checkpoint
-from twinflow.checkpoint.load import cut_for
 from twinflow.checkpoint.manifest import MANIFEST, META, encode_manifest, read_manifest
 from twinflow.checkpoint.shards import Split, gather, join_marks, parse_split, select, stored_name, to_mark
 from twinflow.parallel.shard import TensorShard, even_shard
@@ -339,10 +338,10 @@ def check_as_shards(found: Checkpoint, whole: Tensor, split: Split, others: Any,
     expected = part(plain, dim, shard.ranges).contiguous().view(whole.dtype).reshape(-1)
     start = data.draw(st.integers(0, expected.numel()))
     numel = data.draw(st.integers(0, expected.numel() - start))
-    assert bits(cut_for(found, "model", "w", shard, start, numel)) == bits(expected[start : start + numel])
-    assert bits(cut_for(found, "model", "w", None, 0, whole.numel())) == bits(whole)
+    assert bits(found.cut_shard("model", "w", shard, start, numel)) == bits(expected[start : start + numel])
+    assert bits(found.cut_shard("model", "w", None, 0, whole.numel())) == bits(whole)
     with pytest.raises(ValueError, match="The range of 'w'"):
-        cut_for(found, "model", "w", shard, start, expected.numel() - start + 1)
+        found.cut_shard("model", "w", shard, start, expected.numel() - start + 1)
 
 
 def test_a_shard_of_a_whole_is_read_without_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,14 +365,14 @@ def test_a_shard_of_a_whole_is_read_without_the_rest(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(load_module, "read_range", counted)
     rows = even_shard(0, 8, 1, 2)
-    assert torch.equal(cut_for(found, "model", "a", rows, 6, 12), whole[4:].reshape(-1)[6:18])
+    assert torch.equal(found.cut_shard("model", "a", rows, 6, 12), whole[4:].reshape(-1)[6:18])
     assert reads == [("a", 12)]
     reads.clear()
     columns = even_shard(1, 6, 1, 2)
-    assert torch.equal(cut_for(found, "model", "w", columns, 0, 24).view(8, 3), whole[:, 3:])
+    assert torch.equal(found.cut_shard("model", "w", columns, 0, 24).view(8, 3), whole[:, 3:])
     assert reads == [("w@1", 24)]
     reads.clear()
-    assert torch.equal(cut_for(found, "model", "w", columns, 7, 4), whole[:, 3:].reshape(-1)[7:11])
+    assert torch.equal(found.cut_shard("model", "w", columns, 7, 4), whole[:, 3:].reshape(-1)[7:11])
     assert reads == [("w@1", 2), ("w@1", 2)]
 
 
@@ -383,7 +382,7 @@ def test_a_shard_of_another_shape_is_refused(tmp_path: Path) -> None:
     assert found is not None
     for shard in (even_shard(0, 6, 0, 2), even_shard(2, 4, 0, 2)):
         with pytest.raises(ValueError, match="shape of 'a'"):
-            cut_for(found, "model", "a", shard, 0, 1)
+            found.cut_shard("model", "a", shard, 0, 1)
 
 
 def trained() -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:

@@ -39,8 +39,8 @@ from twinflow.checkpoint import Checkpoint, Entry, PartOf, Together, open_checkp
 from twinflow.checkpoint.disk import LATEST
 from twinflow.checkpoint.exporting import export_checkpoint
 from twinflow.checkpoint.manifest import MANIFEST, META
+from twinflow.checkpoint.plain import put_together, take_apart
 from twinflow.checkpoint.sides import parse_side
-from twinflow.checkpoint.tree import put_together, take_apart
 
 save_module = sys.modules[save.__module__]
 
@@ -357,20 +357,15 @@ def test_one_part_in_memory_at_a_time(tmp_path: Path) -> None:
 
 
 def test_parts_in_nested_values() -> None:
-    class Streamed(NamedTuple):
-        name: str
-        dtype: torch.dtype
-        shape: tuple[int, ...]
-        read: Callable[[], Tensor]
-        part: tuple[tuple[int, ...], int] | PartOf | None = None
-
     values = torch.arange(6.0)
     of = PartOf((2, 3), 2)
-    cut = {"plain": ((2, 3), 2), "made": of, "whole": None}
-    tree = {key: Streamed(key, torch.float32, (2,), lambda: values[2:4], part) for key, part in cut.items()}
+    tree = {
+        key: Entry(key, torch.float32, (2,), lambda: values[2:4], part) for key, part in (("cut", of), ("all", None))
+    }
     stripped, leaves = take_apart({"step": 1, **tree}, "p")
-    assert [Entry(*leaf).part for leaf in leaves] == [of, of, None]
-    assert put_together(stripped, str.upper) == {"step": 1, "plain": "PLAIN", "made": "MADE", "whole": "WHOLE"}  # type: ignore[arg-type]
+    assert leaves == list(tree.values())
+    assert [leaf.part for leaf in leaves] == [of, None]
+    assert put_together(stripped, str.upper) == {"step": 1, "cut": "CUT", "all": "ALL"}  # type: ignore[arg-type]
 
 
 V1 = {

@@ -17,9 +17,8 @@ from twin_support import run_engine as run
 from typer.testing import CliRunner, Result
 
 import twinflow
-from twinflow.checkpoint import open_checkpoint, save
+from twinflow.checkpoint import Entry, open_checkpoint, save
 from twinflow.checkpoint.exporting import export_checkpoint
-from twinflow.checkpoint.tensors import Entry
 from twinflow.cli.main import app
 from twinflow.engine import Engine
 

@@ -17,7 +17,7 @@ from twinflow.offload.bucket import Param
 from twinflow.offload.placement import place_by_ratio
 from twinflow.offload.plan import HOST, RESIDENT, ROOT, BucketPlan, ParamSpec, plan_buckets
 from twinflow.offload.shards import widen
-from twinflow.optim.saved_errors import Replica, own_errors, tree_of
+from twinflow.optim.switch import Replica, own_errors, tree_of
 from twinflow.parallel.shard import even_shard, mark
 
 

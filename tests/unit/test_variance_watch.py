@@ -7,8 +7,7 @@ import math
 
 import pytest
 
-from twinflow.optim.onebit.freeze import VarianceWatch, default_window
-from twinflow.zero.compression import THRESHOLD, Compression
+from twinflow.zero.compression import THRESHOLD, Compression, VarianceWatch, default_window
 
 LEVEL = 1e-3
 

@@ -1,4 +1,12 @@
-"""The files of a DeepSpeed checkpoint: finds them, checks that they are complete, and reads their contents by stage."""
+"""The files of a DeepSpeed checkpoint: finds them, checks that they are complete, and reads their contents by stage.
+
+Stages 1 and 2 concatenate the parameters of a group, split the result into equal parts and give one to each rank.
+Padding at the end makes the length divisible. Some files include the padding and others do not, so tensors of masters
+and of states may differ in length. Newer versions may also pad after each parameter.
+
+Stage 3 splits each parameter into equal parts, pads the last one and concatenates the parts of all parameters on a
+rank.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from twinflow.checkpoint.deepspeed_layout import Span, Values, in_parts, in_row, of_tensor, trim
-from twinflow.checkpoint.disk import LATEST, check_tag
-from twinflow.checkpoint.restricted import load_torch_file
-from twinflow.checkpoint.torch_files import SavedTensor
+import torch
+from torch import Tensor
+
+from twinflow.checkpoint.disk import LATEST, check_tag, read_latest
+from twinflow.checkpoint.torch_files import load_torch_file
 from twinflow.errors import invalid_value
 
 MODEL: Final = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -23,6 +32,28 @@ FOREIGN: Final = {
     r"expp_rank_.*": "a mixture of experts",
     r"zero": "DeepSpeed's universal format",
 }
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Values:
+    """A tensor that is assembled from parts, which are mapped from files."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[Tensor, ...]
+
+    def read(self) -> Tensor:
+        """The values in new memory. At most one part is in memory besides them."""
+        whole = torch.empty(math.prod(self.shape), dtype=self.dtype)
+        at = 0
+        for part in self.parts:
+            whole[at : at + part.numel()] = part.reshape(-1)
+            at += part.numel()
+        assert at == whole.numel()
+        return whole.view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -97,12 +128,12 @@ def _tags(root: Path) -> list[str]:
 
 
 def _latest(root: Path) -> str:
-    path = root / LATEST
-    if not path.is_file():
+    tag = read_latest(root)
+    if tag is None:
         tags = _tags(root)
         remedy = f"Give one of the tags {', '.join(tags)}." if tags else "It contains no checkpoint either."
         raise ValueError(f"{root} has no file {LATEST!r}. {remedy}")
-    return check_tag(path.read_text(errors="replace").strip())
+    return tag
 
 
 def _by_rank(folder: Path, pattern: re.Pattern[str]) -> tuple[Path, ...]:
@@ -209,8 +240,8 @@ def _shapes(head: Mapping[str, Any], path: Path) -> list[dict[str, tuple[int, ..
     return [{name: tuple(shape) for name, shape in group.items()} for group in shapes]
 
 
-def _tensors(values: Any, path: Path, what: str) -> list[SavedTensor]:
-    if not isinstance(values, list) or not all(isinstance(value, SavedTensor) for value in values):
+def _tensors(values: Any, path: Path, what: str) -> list[Tensor]:
+    if not isinstance(values, list) or not all(isinstance(value, Tensor) for value in values):
         raise ValueError(
             f"{path}: {what} must be a list of tensors, but is not. The state was saved elsewhere, or the file is "
             "damaged."
@@ -238,14 +269,14 @@ def _read_row(files: Files, head: Mapping[str, Any], states: Sequence[Mapping[st
     found: dict[str, dict[str, Any]] = {}
     for g, group in enumerate(shapes):
         what = f"{files.folder}: group {g}"
-        masters |= in_row(group, paddings[g], [flat[g] for flat in flats], what)
+        masters |= _in_row(group, paddings[g], [flat[g] for flat in flats], what)
         names = sorted(group, key=lambda name: order.get(name, 0)) if shuffled else list(group)
         entries = [_base_entry(base, g) for base in bases]
         groups.append(Group(_base_options(bases[0], g), tuple(names)))
         step = entries[0].get("step", groups[-1].options.get("step", states[0].get("base_optimizer_state_step")))
         for state in _state_names(entries, files.folder):
             row = [entry[state] for entry in entries]
-            for name, values in in_row(group, paddings[g], row, f"{what} {state}").items():
+            for name, values in _in_row(group, paddings[g], row, f"{what} {state}").items():
                 found.setdefault(name, {"step": step})[state] = values
     return tuple(groups), masters, found
 
@@ -266,7 +297,7 @@ def _base_options(base: Any, group: int) -> dict[str, Any]:
 
 def _state_names(entries: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
     """The names of the states that are flat tensors. ValueError if ranks have different ones."""
-    names = [sorted(k for k, v in entry.items() if isinstance(v, SavedTensor) and v.shape) for entry in entries]
+    names = [sorted(k for k, v in entry.items() if isinstance(v, Tensor) and v.shape) for entry in entries]
     if any(other != names[0] for other in names):
         raise ValueError(
             f"{folder}: All ranks must have the states of rank 0, which are {names[0]}. The files are not of one run."
@@ -279,7 +310,7 @@ def _read_stage3(files: Files, head: Mapping[str, Any], states: Sequence[Mapping
     flats = [_tensors(state.get(key), files.optim[i], key) for i, state in enumerate(states)]
     parts = _shapes(head, files.model[0])
     shapes = {name: shape for part in parts for name, shape in part.items()}
-    masters = in_parts(shapes, flats, f"{files.folder}")
+    masters = _in_parts(shapes, flats, f"{files.folder}")
     bases = [_dict(s.get("optimizer_state_dict", {}), files.optim[i]) for i, s in enumerate(states)]
     saved = bases[0].get("param_groups") or [{"params": list(range(len(parts)))}]
     if sum(len(group["params"]) for group in saved) == len(parts):
@@ -299,7 +330,7 @@ def _read_stage3(files: Files, head: Mapping[str, Any], states: Sequence[Mapping
         step = rows[0][0].get("step", saved[0].get("step"))
         for state in _state_names(everything, files.folder):
             row = [[entry[state] for entry in rank] for rank in rows]
-            for name, values in in_parts(shapes, row, f"{files.folder}: {state}").items():
+            for name, values in _in_parts(shapes, row, f"{files.folder}: {state}").items():
                 found.setdefault(name, {"step": step})[state] = values
     return tuple(groups), masters, found
 
@@ -313,7 +344,7 @@ def _read_stage0(path: Path, head: Mapping[str, Any], aliases: Mapping[str, str]
     masters = [tensor for group in optimizer.get("fp32_groups") or [] for tensor in group]
     numbers = [at for group in base["param_groups"] for at in group["params"]]
     flat = optimizer.get("fp32_groups_flat")
-    known = {n: t for n, t in head["module"].items() if isinstance(t, SavedTensor) and n not in aliases}
+    known = {n: t for n, t in head["module"].items() if isinstance(t, Tensor) and n not in aliases}
     candidates = [name for name in known if name not in set(head.get("buffer_names") or [])]
     if flat is not None:
         return _read_fused(path, base, _tensors(flat, path, "fp32_groups_flat"), {n: known[n] for n in candidates})
@@ -322,26 +353,26 @@ def _read_stage0(path: Path, head: Mapping[str, Any], aliases: Mapping[str, str]
     names = given if len(given) == len(numbers) else _match(path, shapes, known, candidates, base["param_groups"])
     by_number = dict(zip(numbers, names, strict=True))
     groups = tuple(Group(group, tuple(by_number[at] for at in group["params"])) for group in base["param_groups"])
-    wide = {name: of_tensor(tensor) for name, tensor in zip(names, masters, strict=False)}
+    wide = {name: _of_tensor(tensor) for name, tensor in zip(names, masters, strict=False)}
     found: dict[str, dict[str, Any]] = {}
     for at, name in by_number.items():
         entry = base["state"].get(at, {})
         found[name] = {"step": entry.get("step")} | {
-            key: of_tensor(value) for key, value in entry.items() if isinstance(value, SavedTensor) and value.shape
+            key: _of_tensor(value) for key, value in entry.items() if isinstance(value, Tensor) and value.shape
         }
     return groups, wide, {name: entry for name, entry in found.items() if len(entry) > 1}
 
 
-def _entry_shape(entry: Mapping[str, Any], master: SavedTensor | None) -> tuple[int, ...] | None:
+def _entry_shape(entry: Mapping[str, Any], master: Tensor | None) -> tuple[int, ...] | None:
     if master is not None:
         return master.shape
-    return next((value.shape for value in entry.values() if isinstance(value, SavedTensor) and value.shape), None)
+    return next((value.shape for value in entry.values() if isinstance(value, Tensor) and value.shape), None)
 
 
 def _match(
     path: Path,
     shapes: Sequence[tuple[int, ...] | None],
-    known: Mapping[str, SavedTensor],
+    known: Mapping[str, Tensor],
     candidates: Sequence[str],
     groups: Sequence[Any],
 ) -> list[str]:
@@ -362,19 +393,19 @@ def _match(
     return names
 
 
-def _read_fused(path: Path, base: Mapping[str, Any], flats: list[SavedTensor], known: Mapping[str, SavedTensor]) -> Any:
+def _read_fused(path: Path, base: Mapping[str, Any], flats: list[Tensor], known: Mapping[str, Tensor]) -> Any:
     """Reads half-precision training without a stage in which each group is one flat tensor."""
     shapes = {name: tensor.shape for name, tensor in known.items()}
-    if len(flats) != 1 or flats[0].numel != sum(tensor.numel for tensor in known.values()):
+    if len(flats) != 1 or flats[0].numel() != sum(tensor.numel() for tensor in known.values()):
         raise ValueError(
             f"{path}: The optimizer states cannot be matched to parameters. Stage 0 does not save which parameters are "
             "in a group, and the only group must contain all of them. Import only the weights with --weights-only."
         )
     entry = base["state"].get(base["param_groups"][0]["params"][0], {})
-    masters = in_row(shapes, [0] * len(shapes), flats, f"{path}: fp32_groups_flat")
+    masters = _in_row(shapes, [0] * len(shapes), flats, f"{path}: fp32_groups_flat")
     found: dict[str, dict[str, Any]] = {}
     for state in _state_names([entry], path):
-        for name, values in in_row(shapes, [0] * len(shapes), [entry[state]], f"{path}: {state}").items():
+        for name, values in _in_row(shapes, [0] * len(shapes), [entry[state]], f"{path}: {state}").items():
             found.setdefault(name, {"step": entry.get("step", base["param_groups"][0].get("step"))})[state] = values
     return (Group(base["param_groups"][0], tuple(shapes)),), masters, found
 
@@ -382,8 +413,9 @@ def _read_fused(path: Path, base: Mapping[str, Any], flats: list[SavedTensor], k
 def _same_storage(module: Mapping[str, Any]) -> dict[str, str]:
     """Names of tied weights: tensors at the same place in the file as an earlier one."""
     first: dict[Any, str] = {}
-    tensors = {name: value for name, value in module.items() if isinstance(value, SavedTensor) and value.numel}
-    return {name: first[t] for name, t in tensors.items() if first.setdefault(t, name) != name}
+    tensors = {name: value for name, value in module.items() if isinstance(value, Tensor) and value.numel()}
+    places = {name: (t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in tensors.items()}
+    return {name: first[place] for name, place in places.items() if first.setdefault(place, name) != name}
 
 
 def _weights(
@@ -402,15 +434,15 @@ def _weights(
     for name, tensor in head["module"].items():
         if name in masters:
             found[name] = masters[name]
-        elif name in aliases or not isinstance(tensor, SavedTensor):
+        elif name in aliases or not isinstance(tensor, Tensor):
             continue
         elif stage == 3 and name in frozen:
             parts = [model["frozen_param_fragments"][name] for model in models]
-            spans = [Span(part, 0, part.numel) for part in parts]
             shape = tuple(frozen[name])
-            found[name] = Values(shape, tensor.dtype, trim(spans, math.prod(shape)))
+            what = f"{files.folder}: {name}"
+            found[name] = Values(shape, tensor.dtype, _cut(parts, 0, math.prod(shape), what))
         else:
-            found[name] = of_tensor(tensor)
+            found[name] = _of_tensor(tensor)
     missing = [name for name in masters if name not in found]
     if missing:
         raise ValueError(
@@ -418,3 +450,67 @@ def _weights(
             "The file is damaged."
         )
     return found
+
+
+# The places of parameters in flat tensors.
+
+
+def _of_tensor(tensor: Tensor) -> Values:
+    """A saved tensor as it is."""
+    return Values(tuple(tensor.shape), tensor.dtype, (tensor,))
+
+
+def _in_row(shapes: Shapes, paddings: Sequence[int], row: Sequence[Tensor], what: str) -> dict[str, Values]:
+    """Stages 1 and 2: the parameters of one group, from its parts on all ranks."""
+    if len(paddings) != len(shapes):
+        raise ValueError(
+            f"{what}: There are {len(paddings)} paddings for {len(shapes)} parameters. The checkpoint is damaged."
+        )
+    found: dict[str, Values] = {}
+    at = 0
+    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+        numel = math.prod(shape)
+        found[name] = Values(shape, torch.float32, _cut(row, at, numel, f"{what}: {name}"))
+        at += numel + padding
+    total, slack = sum(part.numel() for part in row), 2 * len(row)
+    # The padding makes the length a multiple of twice the number of ranks. A larger rest means wrong shapes.
+    if -(-total // slack) != -(-at // slack):
+        raise ValueError(
+            f"{what}: The parameters need {at} values, but there are {total}. Shapes and values do not belong together."
+        )
+    return found
+
+
+def _in_parts(shapes: Shapes, ranks: Sequence[Sequence[Tensor]], what: str) -> dict[str, Values]:
+    """Stage 3: all parameters, from the concatenated parts of each rank, which may be split into several tensors."""
+    found: dict[str, Values] = {}
+    at = 0
+    for name, shape in shapes.items():
+        numel = math.prod(shape)
+        part = -(-numel // len(ranks))
+        parts = [one for row in ranks for one in _cut(row, at, part, f"{what}: {name}")]
+        found[name] = Values(shape, torch.float32, _cut(parts, 0, numel, f"{what}: {name}"))
+        at += part
+    totals = {sum(tensor.numel() for tensor in row) for row in ranks}
+    if totals != {at}:
+        raise ValueError(
+            f"{what}: The parameters of a rank need {at} values, but ranks have {sorted(totals)}. "
+            "The files do not belong to one model."
+        )
+    return found
+
+
+def _cut(row: Sequence[Tensor], start: int, numel: int, what: str) -> tuple[Tensor, ...]:
+    """Values `start` to `start + numel` of concatenated tensors."""
+    parts = []
+    at = 0
+    for tensor in row:
+        first, last = max(start, at), min(start + numel, at + tensor.numel())
+        if first < last:
+            parts.append(tensor.reshape(-1)[first - at : last - at])
+        at += tensor.numel()
+    if sum(part.numel() for part in parts) != numel:
+        raise ValueError(
+            f"{what} needs values up to {start + numel}, but there are {at}. Shapes and values do not belong together."
+        )
+    return tuple(parts)

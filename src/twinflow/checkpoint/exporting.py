@@ -1,11 +1,13 @@
-"""Exports the weights of a checkpoint as a model folder for other libraries: safetensors, an index and a
-config.json."""
+"""Exports weights for other libraries: as one safetensors file, as shards with an index in the format of Hugging Face,
+or as a model folder with a config.json.
+"""
 
 from __future__ import annotations
 
 import fnmatch
+import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,21 +15,72 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from twinflow.checkpoint.disk import check_name, counting, remove, write_durable
-from twinflow.checkpoint.export import SHARD_BYTES, export_weights
+from twinflow.checkpoint.disk import check_name, counting, remove, sync_folder, write_durable
 from twinflow.checkpoint.load import Checkpoint, open_checkpoint
 from twinflow.checkpoint.manifest import MANIFEST
-from twinflow.checkpoint.plain import parse_json
-from twinflow.checkpoint.sides import is_abandoned, kept_alive, parse_side, side_path, swap_in
-from twinflow.checkpoint.tensors import Entry
-from twinflow.checkpoint.tree import tensor_names
+from twinflow.checkpoint.plain import parse_json, tensor_names
+from twinflow.checkpoint.save import Part, plan_parts
+from twinflow.checkpoint.sides import abandoned, kept_alive, side_path, swap_in
+from twinflow.checkpoint.tensors import write_tensors
 from twinflow.errors import invalid_value
 from twinflow.rules.formats import rounds_to
+from twinflow.state_dict import Entry
 
+SHARD_BYTES: Final = 5_000_000_000
 CONFIG: Final = "config.json"
 CHUNK_NUMEL: Final = 4 << 20  # elements of a weight and of its master in memory, besides the tensor that is written
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WRITTEN: Final = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json", CONFIG)
+
+
+def export_weights(entries: Iterable[Entry], path: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes `entries` to the safetensors file `path` and replaces an existing file.
+
+    More than `shard_bytes` are split into shards `<stem>-00001-of-0000N.safetensors` next to `path`, with the index
+    `<path>.index.json`. All files are written under temporary names and renamed when all of them are on the disk. One
+    tensor is in memory at a time. After a crash between the renames of shards there is no index. An index never refers
+    to a mix of old and new shards.
+    """
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise invalid_value("path", str(path), "a file name that ends in .safetensors")
+    check_name("The stem of path", path.stem)
+    parts = plan_parts({path.stem: list(entries)}, shard_bytes)
+    assert all(entry.part is None for part in parts for entry in part.entries), (
+        "other libraries read whole tensors only"
+    )
+    index = path.with_name(f"{path.name}.index.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partials = {side_path(path.parent, part.name, "partial"): path.with_name(part.name) for part in parts}
+    index_partial = side_path(path.parent, index.name, "partial")
+    for other, _ in abandoned(path.parent, lambda side: side.kind == "partial" and side.tag.startswith(path.stem)):
+        remove(other)
+    try:
+        with kept_alive(*partials):
+            for partial, part in zip(partials, parts, strict=True):
+                write_tensors(partial, part.entries, part.raw_header, part.header)
+        if len(parts) > 1:
+            write_durable(index_partial, _encode_index(parts))
+            path.unlink(missing_ok=True)  # Loaders prefer a single file to an index.
+            index.unlink(missing_ok=True)
+            sync_folder(path.parent)
+        for partial, final in partials.items():
+            os.replace(partial, final)
+        if len(parts) > 1:
+            os.replace(index_partial, index)
+        else:
+            index.unlink(missing_ok=True)  # An earlier export may have written shards.
+        sync_folder(path.parent)
+    except Exception:
+        for partial in (*partials, index_partial):
+            remove(partial)
+        raise
+
+
+def _encode_index(parts: list[Part]) -> bytes:
+    total = sum(entry.num_bytes for part in parts for entry in part.entries)
+    weight_map = {entry.name: part.name for part in parts for entry in part.entries}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode() + b"\n"
 
 
 @dataclass(frozen=True)
@@ -71,7 +124,11 @@ def export_checkpoint(
     on_bytes = counting(on_progress, num_bytes)
     partial = side_path(out.parent, out.name, "partial")
     out.parent.mkdir(parents=True, exist_ok=True)
-    _clear_leftovers(out)
+    for path, side in abandoned(out.parent, lambda side: side.tag == out.name):
+        if side.kind == "old" and not os.path.lexists(out):
+            os.rename(path, out)  # A process has renamed the folder, and ended before it had a new one.
+        else:
+            remove(path)
     try:
         os.mkdir(partial)
         if raw_config is not None:
@@ -200,18 +257,6 @@ def _counted(entry: Entry, on_bytes: Callable[[int], None]) -> Entry:
         return tensor
 
     return Entry(entry.name, entry.dtype, entry.shape, read)
-
-
-def _clear_leftovers(out: Path) -> None:
-    """Deletes incomplete folders of processes that have ended, and restores a folder that they had renamed."""
-    for path in sorted(out.parent.iterdir()):
-        side = parse_side(path.name)
-        if side is None or side.tag != out.name or not is_abandoned(path, side):
-            continue
-        if side.kind == "old" and not os.path.lexists(out):
-            os.rename(path, out)
-        else:
-            remove(path)
 
 
 def _notes(found: Checkpoint) -> tuple[str, ...]:

@@ -10,34 +10,27 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from twinflow.checkpoint.deepspeed_files import Group, Saved, find_files, read_saved
-from twinflow.checkpoint.deepspeed_layout import Values
+from twinflow.checkpoint.deepspeed_files import Group, Saved, Values, find_files, read_saved
 from twinflow.checkpoint.disk import check_tag
-from twinflow.checkpoint.restricted import Record
+from twinflow.checkpoint.plain import take_apart
 from twinflow.checkpoint.save import save
-from twinflow.checkpoint.tensors import Entry
-from twinflow.checkpoint.torch_files import SavedTensor
-from twinflow.checkpoint.tree import Leaf, take_apart
+from twinflow.checkpoint.torch_files import Record
 from twinflow.errors import invalid_value
 from twinflow.optim import loss_scale
 from twinflow.optim.twin_state import KIND, VERSION
 from twinflow.rules import RULES
+from twinflow.state_dict import Entry
 
-_MODEL_KEYS: Final = ("module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments")
-_RUN_KEYS: Final = ("optimizer", "lr_scheduler", "data_sampler", "random_ltd", "ds_config", "ds_version")
-_COUNT_KEYS: Final = (
-    "skipped_steps",
-    "global_steps",
-    "global_samples",
-    "dp_world_size",
-    "mp_world_size",
-    "num_experts",
-)
-_OTHER_KEYS: Final = ("shared_params", "sparse_tensor_module_names", "csr_tensor_module_names")
-_NEW_KEYS: Final = ("checkpoint_parallel_dimensions", "universal_checkpoint_info")
-# All other keys of a model file are the client_state that the user passed to save_checkpoint.
-OWN_KEYS: Final = frozenset((*_MODEL_KEYS, *_RUN_KEYS, *_COUNT_KEYS, *_OTHER_KEYS, *_NEW_KEYS))
+# Keys that DeepSpeed writes to a model file. All others are the client_state that the user passed to save_checkpoint.
+_OWN_KEYS: Final = """
+    module buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params
+    optimizer lr_scheduler data_sampler random_ltd ds_config ds_version
+    skipped_steps global_steps global_samples dp_world_size mp_world_size num_experts
+    sparse_tensor_module_names csr_tensor_module_names checkpoint_parallel_dimensions universal_checkpoint_info
+"""
+OWN_KEYS: Final = frozenset(_OWN_KEYS.split())
 OPTIONS: Final = ("initial_lr", *(option.name for rule in RULES.values() for option in rule.options))
 UNLIKE: Final = {"amsgrad": False, "maximize": False, "bias_correction": True}  # fixed options of twinflow's rules
 # The rule for a set of state names if no file names the rule. AdamW comes before Adam.
@@ -71,43 +64,34 @@ def import_deepspeed(
     """Writes `root/<tag>` from the DeepSpeed checkpoint `source`. Without `tag`, its file `latest` determines the tag.
 
     `rule` is the update rule if the files do not determine it: `Adam` and `AdamW` have the same states. One parameter
-    is in memory at a time. No code in the pickles is run, see `restricted`.
+    is in memory at a time. No code in the pickles is run, see `torch_files`.
     """
     files = find_files(Path(source), tag)
     check_tag(files.tag)
     if (Path(root) / files.tag).exists() and not replace:
         raise ValueError(f"{Path(root) / files.tag} exists. Choose another folder, or --force to replace it.")
     try:
-        converted = _convert(read_saved(files, weights_only), rule, weights_only)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+        saved = read_saved(files, weights_only)
+        contents, meta, notes = _convert(saved, rule, weights_only)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
         if isinstance(error, ValueError) and str(files.folder) in str(error):
             raise
         message = f"{files.folder}: The files do not have the layout of a DeepSpeed checkpoint: {error}"
         raise ValueError(message) from error
-    meta = converted.meta
-    path = save(Path(root), files.tag, converted.contents, meta, on_progress=on_progress)
+    path = save(Path(root), files.tag, contents, meta, on_progress=on_progress)
     num_params = len(meta.get("optimizer_state", {}))
     ranks = max(len(files.optim), len(files.model))
-    steps = meta["global_steps"]
-    return Imported(path, converted.stage, ranks, num_params, converted.rule, steps, converted.notes)
+    chosen = meta["optimizer"]["rule"] if "optimizer" in meta else None
+    return Imported(path, saved.stage, ranks, num_params, chosen, meta["global_steps"], tuple(notes))
 
 
-@dataclass(frozen=True)
-class _Converted:
-    """A twinflow checkpoint that is not written yet."""
-
-    stage: int
-    rule: str | None
-    contents: Mapping[str, Sequence[Entry]]
-    meta: dict[str, Any]
-    notes: tuple[str, ...]
-
-
-def _convert(saved: Saved, rule: str | None, weights_only: bool) -> _Converted:
+def _convert(
+    saved: Saved, rule: str | None, weights_only: bool
+) -> tuple[dict[str, list[Entry]], dict[str, Any], list[str]]:
+    """The files, the `meta` and the notes of a twinflow checkpoint that is not written yet."""
     notes: list[str] = []
     meta = _counters(saved)
-    leaves: list[Leaf] = []
-    chosen = None
+    leaves: list[Entry] = []
     if saved.states and not weights_only:
         chosen = _choose_rule(rule, saved)
         meta["optimizer"] = _head(saved, chosen, meta["global_steps"])
@@ -117,8 +101,7 @@ def _convert(saved: Saved, rule: str | None, weights_only: bool) -> _Converted:
     rest = _rest(saved, meta, notes)
     meta |= {"aliases": dict(saved.aliases), "excluded": []}
     model = [Entry(name, values.dtype, values.shape, values.read) for name, values in saved.weights.items()]
-    contents = {"model": model, "optimizer": [Entry(*leaf) for leaf in leaves], "rest": [Entry(*leaf) for leaf in rest]}
-    return _Converted(saved.stage, chosen, contents, meta, tuple(notes))
+    return {"model": model, "optimizer": leaves, "rest": rest}, meta, notes
 
 
 def _counters(saved: Saved) -> dict[str, Any]:
@@ -185,7 +168,7 @@ def _options(group: Group, saved: Saved) -> dict[str, Any]:
     found = {key: group.options[key] for key in OPTIONS if group.options.get(key) is not None}
     if "betas" in found:
         found["betas"] = tuple(float(beta) for beta in found["betas"])
-    return {k: v.read().item() if isinstance(v, SavedTensor) and v.numel == 1 else v for k, v in found.items()}
+    return {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in found.items()}
 
 
 def _loss_scale(saved: Saved) -> loss_scale.LossScale:
@@ -213,11 +196,11 @@ def _loss_scale(saved: Saved) -> loss_scale.LossScale:
         raise ValueError(f"{saved.files.folder}: The loss scale cannot be imported: {error}") from error
 
 
-def _states(saved: Saved, rule: str) -> tuple[dict[str, Any], list[Leaf]]:
+def _states(saved: Saved, rule: str) -> tuple[dict[str, Any], list[Entry]]:
     """The entry of each parameter in the format of TwinOptimizer, and the tensors of all entries."""
     wanted = [name for name in RULES[rule].states if name]
     found: dict[str, Any] = {}
-    leaves: list[Leaf] = []
+    leaves: list[Entry] = []
     for name, entry in saved.states.items():
         master: Values = saved.masters.get(name) or saved.weights[name]
         tensors = {"master": master, **{key: entry[key] for key in wanted if key in entry}}
@@ -232,8 +215,8 @@ def _states(saved: Saved, rule: str) -> tuple[dict[str, Any], list[Leaf]]:
                     f"{saved.files.folder}: {key} of {name} has the shape {values.shape}, but the weight has "
                     f"{saved.weights[name].shape}. The files do not belong to one checkpoint."
                 )
-        wide = {key: Values(v.shape, torch.float32, v.spans) for key, v in tensors.items()}
-        streams = {key: Leaf(f"{name}/{key}", v.dtype, v.shape, v.read) for key, v in wide.items()}
+        wide = {key: Values(v.shape, torch.float32, v.parts) for key, v in tensors.items()}
+        streams = {key: Entry(f"{name}/{key}", v.dtype, v.shape, v.read) for key, v in wide.items()}
         found[name], made = take_apart({"step": _step(entry["step"], name, saved), **streams}, name)
         leaves += made
     return found, leaves
@@ -241,8 +224,8 @@ def _states(saved: Saved, rule: str) -> tuple[dict[str, Any], list[Leaf]]:
 
 def _step(value: Any, name: str, saved: Saved) -> int:
     """The number of updates of a parameter. If no file contains it: all steps that were not skipped."""
-    if isinstance(value, SavedTensor) and value.numel == 1:
-        value = value.read().item()
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
     if value is None:
         value = int(saved.model.get("global_steps", 0)) - int(saved.model.get("skipped_steps", 0))
     if not isinstance(value, (int, float)) or value != int(value) or value < 0:
@@ -250,10 +233,10 @@ def _step(value: Any, name: str, saved: Saved) -> int:
     return int(value)
 
 
-def _rest(saved: Saved, meta: dict[str, Any], notes: list[str]) -> list[Leaf]:
+def _rest(saved: Saved, meta: dict[str, Any], notes: list[str]) -> list[Entry]:
     """The schedule, the client state and extra state of modules, as far as they consist of plain values."""
     client = {key: value for key, value in saved.model.items() if key not in OWN_KEYS}
-    extra = {k: v for k, v in saved.model["module"].items() if not isinstance(v, SavedTensor) and v is not None}
+    extra = {k: v for k, v in saved.model["module"].items() if not isinstance(v, Tensor) and v is not None}
     parts: dict[str, Any] = {
         "scheduler": _plain(saved.model.get("lr_scheduler"), "the scheduler's state", notes),
         "loader": None,  # DeepSpeed does not save the position in the data.
@@ -261,7 +244,7 @@ def _rest(saved: Saved, meta: dict[str, Any], notes: list[str]) -> list[Leaf]:
         "client_state": _plain_items(client, "client state", notes),
         "extra": _plain_items(extra, "extra state", notes),
     }
-    leaves: list[Leaf] = []
+    leaves: list[Entry] = []
     for name, value in parts.items():
         meta[name], found = take_apart(value, name)
         leaves += found
@@ -274,29 +257,24 @@ def _plain_items(values: Mapping[Any, Any], what: str, notes: list[str]) -> dict
 
 
 def _plain(value: Any, what: str, notes: list[str]) -> Any:
-    """A copy of `value` with its tensors read. None, and a note, if it contains other than plain values."""
-    left = [MAX_PLAIN]
+    """`value`, or None and a note if it contains other than plain values and tensors."""
+    num_left = MAX_PLAIN
 
-    def copy(item: Any, depth: int) -> Any:
-        left[0] -= 1
-        if left[0] < 0 or depth > 32:
+    def count(item: Any, depth: int) -> None:
+        nonlocal num_left
+        num_left -= 1
+        if num_left < 0 or depth > 32:
             raise ValueError(f"it has more than {MAX_PLAIN} values, or more than 32 levels")
-        if isinstance(item, SavedTensor):
-            return item.read()
-        if isinstance(item, dict):
-            return {key: copy(one, depth + 1) for key, one in item.items()}
-        if isinstance(item, (list, tuple)):
-            made = [copy(one, depth + 1) for one in item]
-            return made if isinstance(item, list) else tuple(made)
-        return item
+        for one in item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else ():
+            count(one, depth + 1)
 
     try:
-        plain = copy(value, 0)
-        take_apart(plain, "it")
+        count(value, 0)
+        take_apart(value, "it")
     except ValueError as error:
         notes.append(f"{what} is left out: {error}")
         return None
-    return plain
+    return value
 
 
 def _fresh_random() -> dict[str, Any]:

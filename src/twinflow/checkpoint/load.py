@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from twinflow.checkpoint.cover import Span, check_cover
 from twinflow.checkpoint.disk import LATEST, check_tag, counting, read_latest
 from twinflow.checkpoint.manifest import (
     MANIFEST,
@@ -27,18 +26,19 @@ from twinflow.checkpoint.manifest import (
     PICKLED,
     Manifest,
     PartRecord,
-    check_files,
     describe,
     find_all,
     locate,
-    read_manifest,
+    read_complete,
 )
 from twinflow.checkpoint.plain import decode_meta
 from twinflow.checkpoint.shards import Split, check_shards, gather, parse_splits, select, stored_name
 from twinflow.checkpoint.tensors import (
     DTYPE_NAMES,
     Header,
+    Span,
     TensorInfo,
+    check_cover,
     check_crc32,
     is_possible,
     read_header,
@@ -47,6 +47,7 @@ from twinflow.checkpoint.tensors import (
 )
 from twinflow.errors import invalid_value
 from twinflow.parallel.shard import TensorShard
+from twinflow.state_dict import Entry
 
 Sums = dict[tuple[Path, str], int]  # checksums of the values of each piece that were read so far
 
@@ -114,6 +115,7 @@ class Sharded:
 
 
 AnyStored = Stored | Sharded
+Sized = TypeVar("Sized", Piece, Entry)
 Files = Mapping[str, Mapping[str, AnyStored]]
 
 
@@ -167,11 +169,13 @@ class Checkpoint:
         one.fill(start, made)
         return made
 
-    def cut_shard(self, file: str, name: str, shard: TensorShard, start: int, numel: int) -> Tensor:
-        """Elements [start, start + numel) of the part `shard` of one tensor, flat.
+    def cut_shard(self, file: str, name: str, shard: TensorShard | None, start: int, numel: int) -> Tensor:
+        """Elements [start, start + numel) of the part `shard` of one tensor, or of the whole if it is None, flat.
 
         Only rows of the stored shards that contain such elements are read. As with `cut`, call `verify` before.
         """
+        if shard is None:
+            return self.cut(file, name, start, numel)
         one = self._one(file, name)
         shape, dim = one.shape, shard.dim
         if dim >= len(shape) or shape[dim] != shard.full:
@@ -210,7 +214,10 @@ class Checkpoint:
         _, now = _read_folder(self.path)  # The files may have changed since the checkpoint was opened.
         pieces = [piece for stored in now.values() for one in stored.values() for piece in one.pieces]
         if share is not None:
-            pieces = _deal(pieces, *share)
+            rank, world = share
+            if not 0 <= rank < world:
+                raise invalid_value("share", share, "(rank, world) with 0 <= rank < world")
+            pieces = deal(pieces, rank, world)
         on_bytes = counting(on_progress, sum(piece.num_bytes for piece in pieces))
         for piece in pieces:
             verify_tensor(piece.path, piece.header, piece.info, piece.crc32, on_bytes)
@@ -227,15 +234,6 @@ class Checkpoint:
             remedy = f"Call names({file!r}) for their names."
             raise invalid_value(f"The tensor in {file!r} of the checkpoint {self.path}", name, expected, remedy)
         return stored[name]
-
-
-def cut_for(found: Checkpoint, file: str, name: str, shard: TensorShard | None, start: int, numel: int) -> Tensor:
-    """Elements [start, start + numel), flat, of a rank's part of one tensor: the part `shard`, or the whole if it is
-    None.
-    """
-    if shard is None:
-        return found.cut(file, name, start, numel)
-    return found.cut_shard(file, name, shard, start, numel)
 
 
 def _empty_cut(name: str, whole: int, start: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -260,19 +258,17 @@ def _fill_from(piece: Piece, start: int, into: Tensor, sums: Sums | None) -> Non
         sums[key] = found
 
 
-def _deal(pieces: Sequence[Piece], rank: int, world: int) -> list[Piece]:
-    """The pieces of one rank. Ranks get about the same number of bytes: the largest pieces come first, each to the rank
+def deal(items: Sequence[Sized], rank: int, world: int) -> list[Sized]:
+    """The items of one rank. Ranks get about the same number of bytes: the largest items come first, each to the rank
     with the fewest bytes.
     """
-    if not 0 <= rank < world:
-        raise invalid_value("share", (rank, world), "(rank, world) with 0 <= rank < world")
     loads = [(0, other) for other in range(world)]
     own = []
-    for piece in sorted(pieces, key=lambda piece: -piece.num_bytes):
+    for item in sorted(items, key=lambda item: -item.num_bytes):
         load, other = heapq.heappop(loads)
-        heapq.heappush(loads, (load + piece.num_bytes, other))
+        heapq.heappush(loads, (load + item.num_bytes, other))
         if other == rank:
-            own.append(piece)
+            own.append(item)
     return own
 
 
@@ -305,8 +301,7 @@ def open_checkpoint(root: Path, tag: str | None = None) -> Checkpoint | None:
 
 def _read_folder(folder: Path) -> tuple[dict[str, Any], Files]:
     """The `meta` and the tensors of a checkpoint, after all checks that do not read tensors."""
-    manifest = read_manifest(folder)
-    check_files(folder, manifest)
+    manifest = read_complete(folder)
     stored = {file: _open_parts(folder, file, parts) for file, parts in manifest.files.items()}
     meta = _read_meta(folder, manifest)
     splits = parse_splits(str(folder / META), meta.get("shards", {}))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +18,7 @@ from typing import Any, Final
 from twinflow.checkpoint.disk import MAX_NAME_BYTES, check_name, file_status
 from twinflow.checkpoint.plain import parse_json
 from twinflow.checkpoint.sides import parse_side
-from twinflow.checkpoint.tensors import PartOf
+from twinflow.state_dict import PartOf
 from twinflow.version import __version__
 
 MANIFEST: Final = "manifest.json"
@@ -162,6 +163,13 @@ def check_files(folder: Path, manifest: Manifest) -> None:
             )
 
 
+def read_complete(folder: Path) -> Manifest:
+    """The manifest of the checkpoint in `folder`, after `check_files`."""
+    manifest = read_manifest(folder)
+    check_files(folder, manifest)
+    return manifest
+
+
 def describe(path: Path) -> str:
     """A description of a file or of a folder without a manifest, for error messages."""
     if path.is_file():
@@ -206,12 +214,8 @@ def find_asides(root: Path, tag: str) -> list[Found]:
         side = parse_side(folder.name)
         if side is None or side.tag != tag or side.kind != "old":
             continue
-        try:
-            manifest = read_manifest(folder)
-            check_files(folder, manifest)
-        except (ValueError, OSError):  # The folder is damaged, or another process deletes it.
-            continue
-        asides.append(Found(tag, folder, manifest))
+        with suppress(ValueError, OSError):  # The folder is damaged, or another process deletes it.
+            asides.append(Found(tag, folder, read_complete(folder)))
     return sorted(asides, key=lambda found: found.manifest.age_key, reverse=True)
 
 
@@ -236,10 +240,7 @@ def find_all(root: Path) -> tuple[list[Found], list[ValueError]]:
                 found.append(Found(side.tag, folder, read_manifest(folder)))
             continue
         try:
-            manifest = read_manifest(folder)
-            check_files(folder, manifest)
+            found.append(Found(folder.name, folder, read_complete(folder)))
         except ValueError as error:
             damaged.append(error)
-        else:
-            found.append(Found(folder.name, folder, manifest))
     return sorted(found, key=lambda one: one.manifest.age_key), damaged

@@ -1,8 +1,9 @@
-"""JSON that decodes to the encoded values, and errors for values that JSON cannot represent.
+"""Nested values (options, counters, state) as JSON with their tensors separate, and back. Nothing is pickled.
 
-JSON has no NaN and no infinities, but metrics such as a best loss can have these values. In `meta` such a float is
-written as `{"__nonfinite__": "inf"}`, and a key of that name is an error. Tuples become lists. Other values raise a
-ValueError with their path in `meta`.
+`take_apart` replaces a tensor by a marker with its name, and a tuple by another marker, so that `put_together` restores
+the types. `encode_meta` encodes the result, and any other JSON that a user saves. JSON has no NaN and no infinities,
+but metrics such as a best loss can have these values: such a float is written as `{"__nonfinite__": "inf"}`, and a key
+of that name is an error. Tuples become lists there. Other values raise a ValueError with their path.
 """
 
 from __future__ import annotations
@@ -13,14 +14,77 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+import numpy as np
+from torch import Tensor
+
 from twinflow.errors import invalid_value
+from twinflow.state_dict import Entry
 
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
 
 FLOAT_KEY: Final = "__nonfinite__"
 SPECIAL_FLOATS: Final = ("nan", "inf", "-inf")
+_TENSOR, _TUPLE, _FLOAT, _ITEMS = "__tensor__", "__tuple__", "__float__", "__items__"
+_MARKS: Final = (_TENSOR, _TUPLE, _FLOAT, _ITEMS)
 MAX_DEPTH: Final = 64
 MAX_INT_BITS: Final = 4096  # Python does not parse integers of more than about 14,000 bits.
+
+
+def take_apart(value: Any, path: str) -> tuple[Any, list[Entry]]:
+    """`value` as JSON, and the tensors in it. An `Entry` in `value` counts as a tensor."""
+    leaves: list[Entry] = []
+    return _strip(value, path, leaves), leaves
+
+
+def _strip(value: Any, path: str, leaves: list[Entry]) -> Any:
+    if isinstance(value, Tensor):
+        leaves.append(Entry(path, value.dtype, tuple(value.shape), value.detach))
+        return {_TENSOR: path}
+    if isinstance(value, Entry):
+        leaves.append(value)
+        return {_TENSOR: value.name}
+    if isinstance(value, tuple):
+        return {_TUPLE: [_strip(item, f"{path}/{i}", leaves) for i, item in enumerate(value)]}
+    if isinstance(value, list):
+        return [_strip(item, f"{path}/{i}", leaves) for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, (str, int, float)):
+                raise invalid_value(f"A key of {path}", key, "a string or a number", "Checkpoints are never pickled.")
+        if any(not isinstance(key, str) or key in _MARKS for key in value):
+            return {_ITEMS: [[key, _strip(item, f"{path}/{key}", leaves)] for key, item in value.items()]}
+        return {key: _strip(item, f"{path}/{key}", leaves) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: repr(value)}
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    allowed = "None, bool, int, float, str, list, tuple, dict or a tensor"
+    remedy = "Convert the value: checkpoints are never pickled."
+    raise invalid_value(path, f"a {type(value).__name__}", allowed, remedy)
+
+
+def put_together(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """The value that `take_apart` converted. `tensor` returns a tensor by its name."""
+    if isinstance(value, list):
+        return [put_together(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TENSOR in value:
+        return tensor(value[_TENSOR])
+    if _TUPLE in value:
+        return tuple(put_together(item, tensor) for item in value[_TUPLE])
+    if _FLOAT in value:
+        return float(value[_FLOAT])
+    if _ITEMS in value:
+        return {key: put_together(item, tensor) for key, item in value[_ITEMS]}
+    return {key: put_together(item, tensor) for key, item in value.items()}
+
+
+def tensor_names(value: Any) -> dict[str, str]:
+    """The names of the tensors among the direct values of a converted dict, by key."""
+    return {key: item[_TENSOR] for key, item in value.items() if isinstance(item, dict) and _TENSOR in item}
 
 
 def encode_meta(meta: Mapping[str, JSON]) -> bytes:

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from twinflow.checkpoint.cover import Span, check_cover
 from twinflow.checkpoint.disk import (
     LATEST,
     check_name,
@@ -43,11 +42,12 @@ from twinflow.checkpoint.manifest import (
     parse_files,
 )
 from twinflow.checkpoint.plain import JSON, encode_meta
-from twinflow.checkpoint.sides import discard, is_abandoned, kept_alive, parse_side, side_path, swap_in
+from twinflow.checkpoint.sides import abandoned, discard, kept_alive, side_path, swap_in
 from twinflow.checkpoint.tensors import (
     DTYPE_NAMES,
-    Entry,
     Header,
+    Span,
+    check_cover,
     check_entries,
     encode_header,
     part_names,
@@ -56,6 +56,7 @@ from twinflow.checkpoint.tensors import (
 )
 from twinflow.checkpoint.together import Alone, Together, agree
 from twinflow.errors import invalid_value
+from twinflow.state_dict import Entry
 
 PART_BYTES: Final = 4 << 30
 SEEN_S: Final = 10.0  # limit for a new folder to become visible to all machines of a shared file system
@@ -295,10 +296,7 @@ def _finish(job: Job, partial: Path, pointer: Path, records: dict[str, tuple[Par
 
 def clear_leftovers(root: Path) -> None:
     """Deletes incomplete folders of processes that have ended, and restores folders that they had renamed."""
-    for path in sorted(root.iterdir()):
-        side = parse_side(path.name)
-        if side is None or not is_abandoned(path, side):
-            continue
+    for path, side in abandoned(root):
         if side.kind != "old":
             remove(path)
         elif os.path.lexists(root / side.tag):

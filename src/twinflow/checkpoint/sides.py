@@ -24,7 +24,7 @@ import platform
 import re
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +76,14 @@ def is_abandoned(path: Path, side: Side) -> bool:
     if side.machine == _machine():
         return side.pid == os.getpid() or not _is_running(side)
     return _idle_s(path) > LEASE_S
+
+
+def abandoned(root: Path, is_wanted: Callable[[Side], bool] = lambda _: True) -> Iterator[tuple[Path, Side]]:
+    """The temporary files and folders under `root` on which no process can be working."""
+    for path in sorted(root.iterdir()):
+        side = parse_side(path.name)
+        if side is not None and is_wanted(side) and is_abandoned(path, side):
+            yield path, side
 
 
 def _machine() -> str:

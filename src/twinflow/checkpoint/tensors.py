@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import FileIO
+from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -26,6 +26,7 @@ from torch import Tensor
 from twinflow.checkpoint.disk import DurableFile, file_status
 from twinflow.checkpoint.plain import parse_json
 from twinflow.errors import invalid_value
+from twinflow.state_dict import Entry
 
 CHUNK_BYTES: Final = 16 << 20
 THREAD_BYTES: Final = 1 << 20  # For fewer bytes, a checksum costs less than a thread switch.
@@ -54,50 +55,6 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES: Final[Mapping[torch.dtype, str]] = {dtype: name for name, dtype in DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class PartOf:
-    """Describes flat values as the elements from `start` on of a flattened tensor of `shape`."""
-
-    shape: tuple[int, ...]
-    start: int
-
-    def key(self, name: str) -> str:
-        """The key of this part of the tensor `name` in a file."""
-        return f"{name}@{self.start}"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor to be saved, or a part of one. `read` returns its values and is called when they are written.
-
-    `shape` is the shape of the values that `read` returns. A part is flat, and `part` describes the whole tensor.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    read: Callable[[], Tensor]
-    part: PartOf | None = None
-
-    @property
-    def key(self) -> str:
-        """The key of the entry in a file."""
-        return self.part.key(self.name) if self.part else self.name
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def is_nothing(self) -> bool:
-        """Whether this is an empty part of a tensor that is not empty. Such a part is not saved."""
-        return self.part is not None and not self.numel and math.prod(self.part.shape) > 0
-
-    @property
-    def num_bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -337,15 +294,6 @@ def _chunks(view: memoryview) -> Iterator[memoryview]:
         yield view[start : start + CHUNK_BYTES]
 
 
-def read_tensor(path: Path, header: Header, info: TensorInfo, crc32: int | None = None) -> Tensor:
-    """One tensor of a file in new memory. ValueError if it does not match `crc32`."""
-    tensor = torch.empty(info.shape, dtype=info.dtype)
-    found = read_range(path, header, info, 0, tensor, None if crc32 is None else 0)
-    if crc32 is not None and found is not None:
-        check_crc32(path, info, crc32, found)
-    return tensor
-
-
 def read_range(
     path: Path, header: Header, info: TensorInfo, start: int, into: Tensor, crc32: int | None = None
 ) -> int | None:
@@ -356,12 +304,8 @@ def read_range(
     """
     with _open_data(path, header, info, start) as file, Checksum(crc32 or 0) as checksum:
         for chunk in _chunks(_bytes_of(into)):
-            filled = 0
-            while filled < len(chunk):
-                count = file.readinto(chunk[filled:])
-                if not count:
-                    raise _cut_off(path, info)
-                filled += count
+            if file.readinto(chunk) < len(chunk):
+                raise _cut_off(path, info)
             if crc32 is not None:
                 checksum.add(chunk)
         return checksum.take() if crc32 is not None else None
@@ -386,9 +330,9 @@ def verify_tensor(
 
 
 @contextmanager
-def _open_data(path: Path, header: Header, info: TensorInfo, start: int = 0) -> Iterator[FileIO]:
+def _open_data(path: Path, header: Header, info: TensorInfo, start: int = 0) -> Iterator[BufferedReader]:
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open(path, "rb") as file:
             file.seek(header.data_start + info.start + start * info.dtype.itemsize)
             yield file
     except FileNotFoundError as error:
@@ -408,3 +352,53 @@ def check_crc32(path: Path, info: TensorInfo, expected: int, found: int) -> None
             f"{path}: tensor {info.name!r} does not match its checksum: the file was changed or damaged after it was "
             "saved. Use another checkpoint."
         )
+
+
+# Parts of a tensor.
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements [start, start + numel) of a flattened tensor of `dtype` and `shape`. `where`: the rank or file that has
+    them, for errors.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+    where: str
+
+
+def check_cover(what: str, spans: Sequence[Span]) -> None:
+    """Raises ValueError if the spans of the tensor `what` leave out elements, overlap, or belong to different
+    tensors."""
+    first = spans[0]
+    for span in spans:
+        if (span.dtype, span.shape) != (first.dtype, first.shape):
+            one, other = (f"{s.dtype} {list(s.shape)} in {s.where}" for s in (first, span))
+            raise ValueError(f"{what} is {one}, but {other}. All parts must belong to one tensor.")
+    numel = math.prod(first.shape)
+    end, last = 0, first
+    for span in sorted(spans, key=lambda span: (span.start, span.numel)):
+        if not span.numel:
+            continue
+        if span.start > end:
+            raise _gap(what, end, span.start, numel)
+        if span.start < end:
+            stop = min(end, span.start + span.numel) - 1
+            raise ValueError(
+                f"{what}: Elements {span.start} to {stop} are in {last.where} and again in {span.where}. "
+                "Each element must be in one part."
+            )
+        end, last = span.start + span.numel, span
+    if end > numel:
+        raise ValueError(f"{what}: {last.where} has elements up to {end - 1}, but the tensor has only {numel}.")
+    if end < numel:
+        raise _gap(what, end, numel, numel)
+
+
+def _gap(what: str, start: int, stop: int, numel: int) -> ValueError:
+    return ValueError(
+        f"{what}: Elements {start} to {stop - 1} of {numel} are in no part. Each element must be in one part."
+    )

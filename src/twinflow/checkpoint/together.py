@@ -16,14 +16,10 @@ class Together(Protocol):
     """The ranks that save together. All of them make the same calls in the same order."""
 
     @property
-    def rank(self) -> int:
-        """The rank of this process."""
-        ...
+    def rank(self) -> int: ...
 
     @property
-    def world(self) -> int:
-        """The number of ranks."""
-        ...
+    def world(self) -> int: ...
 
     def gather(self, value: Told) -> list[Told]:
         """The values of all ranks in the order of ranks, on every rank. Raises an exception if a rank is gone."""

@@ -10,14 +10,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
-from twinflow.checkpoint.tree import Leaf
+from twinflow.checkpoint import Entry
 from twinflow.offload.frozen import Frozen
 
 LOGGER = logging.getLogger("twinflow")
-Buckets = Callable[[Leaf], Sequence[int] | None]  # the buckets that a leaf depends on; None: its value does not change
+Buckets = Callable[[Entry], Sequence[int] | None]  # the buckets that a leaf depends on; None: its value does not change
 
 
 class BackgroundSave:
@@ -69,30 +70,22 @@ class BackgroundSave:
             raise error
 
 
-def freeze(files: Mapping[str, Sequence[Leaf]], frozen: Frozen, buckets: Buckets) -> dict[str, list[Leaf]]:
+def freeze(files: Mapping[str, Sequence[Entry]], frozen: Frozen, buckets: Buckets) -> dict[str, list[Entry]]:
     """Replaces the `read` of each leaf by a function that returns its present value at any later time.
 
     A leaf that may change and depends on no bucket is read at once.
     """
-    made: dict[str, list[Leaf]] = {}
+    made: dict[str, list[Entry]] = {}
     for file, leaves in files.items():
         made[file] = []
         for leaf in leaves:
             read, depends_on = leaf.read, buckets(leaf)
             if depends_on is not None:
-                read = frozen.add(leaf.read, depends_on, num_bytes(leaf))
+                read = frozen.add(leaf.read, depends_on, leaf.num_bytes)
                 read = read if depends_on else _kept(read())
-            made[file].append(leaf._replace(read=read))
+            made[file].append(replace(leaf, read=read))
     return made
 
 
 def _kept(value: Tensor) -> Callable[[], Tensor]:
     return lambda: value
-
-
-def num_bytes(leaf: Leaf) -> int:
-    """Bytes of the leaf's value."""
-    numel = 1
-    for size in leaf.shape:
-        numel *= size
-    return numel * leaf.dtype.itemsize

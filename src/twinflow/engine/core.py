@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 
 from twinflow.activations import Handle
-from twinflow.checkpoint import Entry, export_weights
+from twinflow.checkpoint import export_weights
 from twinflow.conflicts import conflict
 from twinflow.dist.agree import gather_json
 from twinflow.engine import restore, state
@@ -433,7 +433,7 @@ class Engine(Answers):
             return True  # all ranks have the same weights, and the first one writes them
         folder = Path(save_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        entries = [Entry(*leaf) for leaf in state.weights(self.module, exclude_frozen_parameters)[0]]
+        entries, _, _ = state.weights(self.module, exclude_frozen_parameters)
         export_weights(entries, folder / save_filename)
         return True
 

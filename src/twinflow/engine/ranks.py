@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
-from twinflow.checkpoint import JSON
+from twinflow.checkpoint import JSON, Entry
+from twinflow.checkpoint.load import deal as deal_out
 from twinflow.checkpoint.shards import join_marks
-from twinflow.checkpoint.tree import Leaf
 from twinflow.dist.agree import gather_json
 from twinflow.dist.group import Group, alone
-from twinflow.engine.background import num_bytes
 from twinflow.engine.parts import EngineParts
 from twinflow.state_dict import Kind, list_of, value_of
 
@@ -99,22 +98,16 @@ def ranks_of(engine: EngineParts) -> Ranks | None:
     )
 
 
-def deal(leaves: Sequence[Leaf], ranks: Ranks) -> list[Leaf]:
-    """Distributes leaves over the replicas and returns this rank's share.
+def deal(leaves: Sequence[Entry], ranks: Ranks) -> list[Entry]:
+    """Distributes leaves over the replicas and returns this rank's share, of about as many bytes as the others'.
 
-    Leaves are assigned from the largest on, each to the rank with the fewest bytes so far. A rank always saves its own
-    parts of partitioned tensors.
+    A rank always saves its own parts of partitioned tensors.
     """
     if ranks.data.world == 1:
         return list(leaves)
-    is_own = {id(leaf): leaf.part is not None and ranks.are_partitioned for leaf in leaves}
-    used, own = [0] * ranks.data.world, [leaf for leaf in leaves if is_own[id(leaf)]]
-    for leaf in sorted((leaf for leaf in leaves if not is_own[id(leaf)]), key=lambda leaf: -num_bytes(leaf)):
-        rank = used.index(min(used))
-        used[rank] += num_bytes(leaf)
-        if rank == ranks.data.rank:
-            own.append(leaf)
-    return own
+    own = [leaf for leaf in leaves if leaf.part is not None and ranks.are_partitioned]
+    common = [leaf for leaf in leaves if leaf.part is None or not ranks.are_partitioned]
+    return own + deal_out(common, ranks.data.rank, ranks.data.world)
 
 
 class Said(TypedDict, total=False):

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from twinflow.checkpoint import Checkpoint, open_checkpoint
-from twinflow.checkpoint.load import cut_for
+from twinflow.checkpoint.plain import put_together, tensor_names
 from twinflow.checkpoint.shards import local_shape
 from twinflow.checkpoint.together import agree
-from twinflow.checkpoint.tree import put_together, tensor_names
 from twinflow.engine.parts import EngineParts, Scheduler
 from twinflow.engine.randoms import set_random_states
 from twinflow.engine.ranks import Ranks, only_one, ranks_of
@@ -209,7 +208,7 @@ def _reader(found: Checkpoint, file: str, shard: TensorShard | None = None) -> C
         own = local_shape(shard, shape)
         if own == shape:
             return found.tensor(file, name)
-        return cut_for(found, file, name, shard, 0, math.prod(own)).view(own)
+        return found.cut_shard(file, name, shard, 0, math.prod(own)).view(own)
 
     return read
 
@@ -242,7 +241,7 @@ class _FileSource:
         cut: StateDict = {}
         for key, path in tensors.items():
             if not key.endswith("_scale"):
-                cut[key] = cut_for(self._found, "optimizer", path, shard, start, numel)
+                cut[key] = self._found.cut_shard("optimizer", path, shard, start, numel)
             elif shard is None:  # a shard's quantization blocks differ from those of the whole tensor
                 end = -(-(start + numel) // BLOCK)
                 cut[key] = self._found.cut("optimizer", path, start // BLOCK, end - start // BLOCK)
@@ -312,7 +311,7 @@ def _load_weights(
         if name in offloaded:
             assert param_offload is not None
             for piece in param_offload.pieces(offloaded[name]):
-                piece.write(cut_for(found, "model", path, shard, piece.start, piece.numel))
+                piece.write(found.cut_shard("model", path, shard, piece.start, piece.numel))
             continue
         local = local_of(own[name])
         key = (local.data_ptr(), own[name].shape)
@@ -323,6 +322,6 @@ def _load_weights(
             if local is own[name]:
                 local.copy_(_reader(found, "model", shard)(path))
             else:
-                local.copy_(cut_for(found, "model", path, shard, first_of(own[name]), local.numel()).view(local.shape))
+                local.copy_(found.cut_shard("model", path, shard, first_of(own[name]), local.numel()).view(local.shape))
     if foreign:
         module.load_state_dict(foreign, strict=False)

@@ -12,12 +12,11 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from twinflow.checkpoint import JSON, Entry
+from twinflow.checkpoint import JSON, Entry, PartOf
 from twinflow.checkpoint import save as save_files
+from twinflow.checkpoint.plain import take_apart
 from twinflow.checkpoint.shards import stored_name, to_mark
-from twinflow.checkpoint.tensors import PartOf
 from twinflow.checkpoint.together import agree
-from twinflow.checkpoint.tree import Leaf, take_apart
 from twinflow.engine.background import BackgroundSave, freeze
 from twinflow.engine.parts import EngineParts
 from twinflow.engine.randoms import random_states
@@ -67,7 +66,7 @@ def save(
 
     def write(together: Ranks | None) -> None:
         entries = {
-            file: [Entry(*leaf._replace(name=own.names[file].get(leaf.name, leaf.name))) for leaf in leaves]
+            file: [replace(leaf, name=own.names[file].get(leaf.name, leaf.name)) for leaf in leaves]
             for file, leaves in files.items()
         }
         save_files(
@@ -122,7 +121,7 @@ def _freeze(engine: EngineParts) -> Frozen | None:
     return Frozen(runtime.frozen, runtime.device, limit)
 
 
-def _buckets_of(engine: EngineParts) -> Callable[[Leaf], Sequence[int] | None]:
+def _buckets_of(engine: EngineParts) -> Callable[[Entry], Sequence[int] | None]:
     """A function that returns the buckets whose updates would change a leaf: those of its parameter."""
     assert engine.optimizer is not None
     params = engine.optimizer.runtime.params
@@ -131,7 +130,7 @@ def _buckets_of(engine: EngineParts) -> Callable[[Leaf], Sequence[int] | None]:
     for name, tensor in engine.module.named_parameters(remove_duplicate=False):
         found[name] = by_tensor.get(tensor)  # None for a frozen parameter, which does not change
 
-    def buckets(leaf: Leaf) -> Sequence[int] | None:
+    def buckets(leaf: Entry) -> Sequence[int] | None:
         name = leaf.name
         while name not in found and "/" in name:  # the name has the form parameter/key/key
             name = name.rpartition("/")[0]
@@ -158,7 +157,7 @@ class _Own:
             "groups": None,
             "shards": {},
         }
-        self.files: dict[str, list[Leaf]] = {"model": [], "optimizer": [], "rest": []}
+        self.files: dict[str, list[Entry]] = {"model": [], "optimizer": [], "rest": []}
         self.names: dict[str, dict[str, str]] = {"model": {}, "optimizer": {}, "rest": {}}
 
     def add_optimizer(self) -> None:
@@ -173,7 +172,7 @@ class _Own:
             named = [[ranks.canonical(name) for name in group["params"]] for group in groups]
             self.said["groups"] = [{**group, "params": names} for group, names in zip(groups, named, strict=True)]
         params = {param.name: param.tensor for param in optimizer.runtime.params}
-        leaves: list[Leaf] = []
+        leaves: list[Entry] = []
         shards: dict[str, TensorShard] = {}
         for name, entry in entries:
             stripped, found = take_apart(entry, name)
@@ -223,7 +222,7 @@ class _Own:
         self.files["rest"] += found
         return stripped
 
-    def _add(self, file: str, leaves: list[Leaf], shards: Mapping[str, TensorShard]) -> None:
+    def _add(self, file: str, leaves: list[Entry], shards: Mapping[str, TensorShard]) -> None:
         """Adds leaves that this rank writes, and reports those that are shards."""
         names, marks = self.names[file], self.said["shards"].setdefault(file, {})
         self.files[file] = leaves
@@ -246,7 +245,7 @@ def _collect(engine: EngineParts, client_state: StateDict, exclude_frozen: bool,
     return own, own.said
 
 
-def sharded_leaves(leaves: Sequence[Leaf], param: Tensor) -> dict[str, TensorShard]:
+def sharded_leaves(leaves: Sequence[Entry], param: Tensor) -> dict[str, TensorShard]:
     """The leaves of a parameter's optimizer state that are sharded like the parameter.
 
     All tensor ranks have the same scalars. Raises ValueError for a leaf of another shape.
@@ -265,7 +264,7 @@ def sharded_leaves(leaves: Sequence[Leaf], param: Tensor) -> dict[str, TensorSha
     return {leaf.name: shard for leaf in leaves if _whole_shape(leaf) == shape}
 
 
-def _whole_shape(leaf: Leaf) -> tuple[int, ...]:
+def _whole_shape(leaf: Entry) -> tuple[int, ...]:
     return tuple(leaf.shape if leaf.part is None else leaf.part.shape)
 
 
@@ -295,9 +294,9 @@ def param_offload_of(engine: EngineParts) -> ParamOffload | None:
 
 def weights(
     module: nn.Module, exclude_frozen: bool, param_offload: ParamOffload | None = None
-) -> tuple[list[Leaf], dict[str, str], list[str]]:
+) -> tuple[list[Entry], dict[str, str], list[str]]:
     """The leaves of a model, each tensor once; aliases of tensors with several names; names that were left out."""
-    leaves: list[Leaf] = []
+    leaves: list[Entry] = []
     seen: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
     frozen = {name for name, param in module.named_parameters(remove_duplicate=False) if not param.requires_grad}
@@ -316,13 +315,13 @@ def weights(
             assert param_offload is not None
             for piece in param_offload.pieces(offloaded[name]):
                 part = PartOf(tuple(tensor.shape), piece.start)
-                leaves.append(Leaf(name, tensor.dtype, (piece.numel,), piece.read, part))
+                leaves.append(Entry(name, tensor.dtype, (piece.numel,), piece.read, part))
         elif local is tensor:
-            leaves.append(Leaf(name, tensor.dtype, tuple(tensor.shape), tensor.detach))
+            leaves.append(Entry(name, tensor.dtype, tuple(tensor.shape), tensor.detach))
         else:
             rows = local.detach().reshape(-1)
             part = PartOf(tuple(tensor.shape), first)
-            leaves.append(Leaf(name, tensor.dtype, (rows.numel(),), rows.detach, part))
+            leaves.append(Entry(name, tensor.dtype, (rows.numel(),), rows.detach, part))
     return leaves, aliases, excluded
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from twinflow.checkpoint import Checkpoint, Entry, open_checkpoint, save
-from twinflow.checkpoint.tree import put_together, take_apart, tensor_names
+from twinflow.checkpoint import Checkpoint, open_checkpoint, save
+from twinflow.checkpoint.plain import put_together, take_apart, tensor_names
 from twinflow.errors import invalid_value
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.rules.formats import BLOCK
@@ -51,7 +51,7 @@ def save_state(optimizer: TwinOptimizer, folder: Path) -> None:
     for name, entry in entries:
         state[name], found = take_apart(entry, name)
         leaves += found
-    files = {"optimizer": [Entry(*leaf) for leaf in leaves], "rest": [Entry(*leaf) for leaf in rest]}
+    files = {"optimizer": leaves, "rest": rest}
     save(folder, TAG, files, {"optimizer": stripped_head, "optimizer_state": state}, save_latest=False)
 
 

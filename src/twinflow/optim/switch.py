@@ -1,16 +1,21 @@
 """The switch of a TwinOptimizer to compressed communication (zero/compression.py), and its part of a checkpoint.
 
 Before the switch, training is ordinary. The sum of the second moment is read `LOOKS` times in a window, and the switch
-is made when the sum has become stable (onebit/freeze.py). A read must wait for the last update, so it does not happen
+is made when the sum has become stable (`VarianceWatch`). A read must wait for the last update, so it does not happen
 in every step.
+
+Compression errors are saved by parameter and replica, so that any layout of ranks can load them. The errors of a
+parameter belong to a replica, independent of which of its pipeline and tensor ranks have the parameter. With the same
+number of replicas, each replica loads its own errors. Otherwise each loads the mean of all, which keeps the mean of
+what was not yet communicated.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,22 +23,23 @@ from torch import Tensor, nn
 from twinflow.codes import code_named
 from twinflow.codes.reference import exponents_of, two_to
 from twinflow.conflicts import refuse
-from twinflow.offload.bucket import Bucket, target
+from twinflow.offload.bucket import Bucket, Param, target
 from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.settings import Tuning
 from twinflow.offload.updater import RuleUpdater
-from twinflow.optim.onebit.freeze import VarianceWatch, default_window
-from twinflow.optim.saved_errors import Read, Replica, SavedErrors, own_errors, tree_of
+from twinflow.parallel.shard import TensorShard, shard_of
 from twinflow.rules import Rule
 from twinflow.rules.rule import number, numbers
-from twinflow.state_dict import StateDict, tensor_of
+from twinflow.state_dict import StateDict, int_of, tensor_of, value_of
 from twinflow.zero import Team
 from twinflow.zero.compression import (
     Compression,
     Exchange,
     Exchanges,
+    VarianceWatch,
     check_groups,
+    default_window,
     floor_of,
     raised,
     rounded_variance,
@@ -42,6 +48,9 @@ from twinflow.zero.compression import (
 LOGGER = logging.getLogger("twinflow")
 LOOKS = 10  # reads of the second moment in a window
 KEYS = ("is_exchanged", "second_step")  # entries of the param groups after the switch
+SavedErrors = StateDict  # the errors of one rank, as a tree of plain values and tensors; may be empty
+NameOf = Callable[[str], str]  # from a name on this rank to the name that is the same in all layouts
+Read = Callable[[object], Tensor]  # returns the tensor for a placeholder in a saved tree
 
 
 class Compressible(Protocol):
@@ -107,6 +116,12 @@ class Switch:
             self._reserved[bucket.plan.index] = Exchange(exponents, torch.zeros(whole, device=where), told, said)
 
     @property
+    def _team(self) -> Team:
+        team = self._optimizer.team
+        assert team is not None
+        return team
+
+    @property
     def is_made(self) -> bool:
         """Whether communication is compressed."""
         team = self._optimizer.team
@@ -114,8 +129,7 @@ class Switch:
 
     def after_step(self) -> None:
         """Makes the switch if it is due. With one rank there is no communication and no switch."""
-        optimizer, team = self._optimizer, self._optimizer.team
-        assert team is not None
+        optimizer, team = self._optimizer, self._team
         if self.is_made or not optimizer.can_compress:
             return
         step = self._compression.freeze_step
@@ -145,9 +159,8 @@ class Switch:
         optimizer = self._optimizer
         optimizer.runtime.wait()
         optimizer.runtime.wait_for_copies()
-        assert optimizer.team is not None
         own = max((step for bucket in optimizer.runtime.buckets for step in bucket.steps), default=1)
-        everyone = optimizer.team.everyone
+        everyone = self._team.everyone
         steps = max(1, int(everyone.gather_rows(torch.tensor([own])).max()))
         self._exchange_from_now_on(steps)
         for group in optimizer.param_groups:
@@ -160,8 +173,7 @@ class Switch:
 
     def _exchange_from_now_on(self, steps: int | None) -> None:
         """Gathers the exponents of all ranks. With `steps`, second moments are first rounded to powers of two."""
-        optimizer, team = self._optimizer, self._optimizer.team
-        assert team is not None
+        optimizer, team = self._optimizer, self._team
         floors = self._floors() if steps is not None else []
         for bucket in optimizer.runtime.buckets:
             own, part = self._reserved[bucket.plan.index], torch.zeros(bucket.plan.numel, dtype=torch.uint8)
@@ -178,8 +190,7 @@ class Switch:
 
     def _shared_momentum(self, bucket: Bucket, exponents: Tensor) -> Tensor:
         """The initial error of the first compressed step: the momenta of all ranks, in units of update / lr."""
-        team = self._optimizer.team
-        assert team is not None
+        team = self._team
         whole, size = torch.zeros(exponents.numel(), dtype=torch.bfloat16), bucket.plan.numel
         for i, piece in enumerate(bucket.slices):
             start = team.rank * size + piece.offset
@@ -189,8 +200,7 @@ class Switch:
 
     def _floors(self) -> list[float]:
         """The floor of each parameter's second moment, from the values on all ranks that own a part of it."""
-        optimizer, team = self._optimizer, self._optimizer.team
-        assert team is not None
+        optimizer, team = self._optimizer, self._team
         own = torch.zeros(2, len(optimizer.runtime.params), dtype=torch.float64)  # rows: sums, numbers of elements
         for bucket in optimizer.runtime.buckets:
             for i, piece in enumerate(bucket.slices):
@@ -219,9 +229,7 @@ class Switch:
 
     def errors(self) -> SavedErrors:
         """This rank's compression errors by parameter; empty before the switch."""
-        optimizer = self._optimizer
-        team = optimizer.team
-        assert team is not None
+        optimizer, team = self._optimizer, self._team
         if team.exchanges is None:
             return {}
         wholes = {param.index: torch.zeros(param.local.numel()) for param in optimizer.runtime.params}
@@ -234,8 +242,7 @@ class Switch:
 
     def restore(self, watch: Mapping[str, object] | None) -> None:
         """Continues from a loaded state. `watch` is what `state` has returned."""
-        team = self._optimizer.team
-        assert team is not None
+        team = self._team
         team.set_exchanges(None)
         if watch is not None:
             self._watch.load_state_dict(watch)
@@ -244,9 +251,7 @@ class Switch:
 
     def restore_errors(self, saved: Sequence[SavedErrors], read: Read) -> None:
         """Loads the errors of all ranks. With the same number of replicas each gets its own, otherwise the mean."""
-        optimizer = self._optimizer
-        team = optimizer.team
-        assert team is not None
+        optimizer, team = self._optimizer, self._team
         if team.exchanges is None or not saved or not saved[0]:
             return
         params = optimizer.runtime.params
@@ -285,3 +290,63 @@ def check(optimizer: Compressible, delayed_update: bool) -> None:
     }
     refuse("1-bit Adam", found, rule=optimizer.rule_name, streamed=optimizer.tuning.streamed)
     refuse("A list of parameters", {"compression": optimizer.model is None})
+
+
+# Errors in a checkpoint.
+
+
+class Replica(NamedTuple):
+    """Index of a replica and the number of replicas."""
+
+    which: int
+    number: int
+
+
+def tree_of(params: Sequence[Param], flats: Mapping[int, Tensor], name_of: NameOf, replica: Replica) -> SavedErrors:
+    """The tree that one rank saves. `flats` has the errors by index of the parameter."""
+    entries = {}
+    for param in params:
+        shard = shard_of(param.tensor)
+        part = None if shard is None else [shard.dim, shard.full, [list(one) for one in shard.ranges]]
+        entries[name_of(param.name)] = {"error": flats[param.index].view(param.local.shape), "part": part}
+    return {"replica": replica.which, "num_replicas": replica.number, "params": entries}
+
+
+def own_errors(
+    saved: Sequence[SavedErrors], params: Sequence[Param], name_of: NameOf, replica: Replica, read: Read
+) -> dict[int, Tensor]:
+    """This rank's errors from those of all ranks: flat tensors by index of the parameter.
+
+    The errors of all ranks are many times as large as the model, so one parameter of one replica is read at a time.
+    """
+    is_same = saved[0]["num_replicas"] == replica.number
+    chosen = [replica.which] if is_same else sorted({int_of(one, "replica") for one in saved})
+    found = {}
+    for param in params:
+        total: Tensor | None = None
+        for which in chosen:
+            whole = _whole([one for one in saved if one["replica"] == which], name_of(param.name), read)
+            total = whole if total is None else total + whole
+        assert total is not None
+        mean, shard = total / len(chosen), shard_of(param.tensor)
+        found[param.index] = (mean if shard is None else shard.cut(mean)).reshape(-1)
+    return found
+
+
+def _whole(saved: Sequence[SavedErrors], name: str, read: Read) -> Tensor:
+    """One replica's errors of a parameter, joined from the parts of its tensor ranks."""
+    all_params = [value_of(one, "params", dict) for one in saved]
+    entries = [params[name] for params in all_params if name in params]  # other stages do not have it
+    if entries[0]["part"] is None:
+        return read(entries[0]["error"])
+    whole: Tensor | None = None
+    for entry in entries:
+        dim, full, ranges = entry["part"]
+        error, start = read(entry["error"]), 0
+        if whole is None:
+            whole = torch.zeros(TensorShard(dim, full, (), 0, 1).whole_shape(error.shape))
+        for low, high in ranges:
+            whole.narrow(dim, low, high - low).copy_(error.narrow(dim, start, high - low))
+            start += high - low
+    assert whole is not None
+    return whole

@@ -33,9 +33,8 @@ from twinflow.optim import twin_state
 from twinflow.optim.auto import AutoPlacement, host_share, shares
 from twinflow.optim.loss_scale import LossScale, static
 from twinflow.optim.outcomes import Outcomes
-from twinflow.optim.saved_errors import Read, SavedErrors
 from twinflow.optim.state_kind import StateKind
-from twinflow.optim.switch import Switch
+from twinflow.optim.switch import Read, SavedErrors, Switch
 from twinflow.optim.switch import check as check_compression
 from twinflow.optim.twin_build import (
     Model,

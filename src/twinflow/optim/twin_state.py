@@ -6,9 +6,9 @@ the same format gives the same codes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,20 +33,10 @@ from twinflow.optim.twin_state_checks import (
 from twinflow.parallel.shard import shard_of
 from twinflow.rules import Rule
 from twinflow.rules.formats import BLOCK
-from twinflow.state_dict import StateDict, int_of, mapping_of, params_of, saved_groups, tensor_of
+from twinflow.state_dict import Entry, PartOf, StateDict, int_of, mapping_of, params_of, saved_groups, tensor_of
 
 KIND = "twinflow.TwinOptimizer"
 VERSION = 1
-
-
-class StreamedTensor(NamedTuple):
-    """A tensor of the state that is converted only when it is read."""
-
-    name: str  # parameter/key
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    read: Callable[[], Tensor]
-    part: tuple[tuple[int, ...], int] | None = None  # if it is a part: shape of the whole, and its flat start there
 
 
 class Saved(switch.Compressible, Protocol):
@@ -131,7 +121,7 @@ def head(optimizer: Saved) -> StateDict:
 
 
 def stream(optimizer: Saved) -> Iterator[tuple[str, StateDict]]:
-    """The entries of updated parameters as in `collect`, with a StreamedTensor instead of each tensor.
+    """The entries of updated parameters as in `collect`, with an `Entry` instead of each tensor.
 
     If ranks share a parameter, there is an entry for each part that this rank has.
     """
@@ -165,7 +155,7 @@ def _specs(rule: Rule, param: Param, bucket: Bucket) -> dict[str, tuple[torch.dt
 def _streamed(rule: Rule, param: Param) -> StateDict:
     bucket, index = _pieces(param)[0]
     streams = {
-        key: StreamedTensor(f"{param.name}/{key}", dtype, dims, partial(_read_one, param, key, dtype, dims))
+        key: Entry(f"{param.name}/{key}", dtype, dims, partial(_read_one, param, key, dtype, dims))
         for key, (dtype, dims) in _specs(rule, param, bucket).items()
     }
     return {"step": bucket.steps[index], **streams}
@@ -178,7 +168,7 @@ def _streamed_part(rule: Rule, param: Param, bucket: Bucket, index: int) -> Stat
         unit = BLOCK if key.endswith("_scale") else 1
         numel, read = -(-piece.numel // unit), partial(_read_flat, bucket, index, key)
         start = (param.first + piece.start) // unit
-        streams[key] = StreamedTensor(f"{param.name}/{key}", dtype, (numel,), read, (dims, start))
+        streams[key] = Entry(f"{param.name}/{key}", dtype, (numel,), read, PartOf(dims, start))
     return {"step": bucket.steps[index], **streams}
 
 
@@ -209,7 +199,7 @@ def _read_piece(bucket: Bucket, index: int, key: str) -> Tensor:
 
 def _as_streams(name: str, value: object) -> object:
     if isinstance(value, Tensor):
-        return StreamedTensor(name, value.dtype, tuple(value.shape), lambda: value)
+        return Entry(name, value.dtype, tuple(value.shape), lambda: value)
     if isinstance(value, dict):
         return {key: _as_streams(f"{name}/{key}", item) for key, item in value.items()}
     return value

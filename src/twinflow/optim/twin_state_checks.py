@@ -10,11 +10,11 @@ from torch import Tensor
 from twinflow.errors import invalid_value
 from twinflow.offload.bucket import Param
 from twinflow.optim import loss_scale
-from twinflow.optim.onebit.freeze import VarianceWatch
 from twinflow.optim.twin_checks import is_flag, number_of
 from twinflow.parallel.shard import shard_of
 from twinflow.rules import Rule
 from twinflow.rules.formats import BLOCK
+from twinflow.zero.compression import VarianceWatch
 
 _COUNTS = ("num_steps", "num_skipped", "num_jobs")
 _DICTS = ("state", "group")  # keys of an entry of a user's optimizer that are dicts

@@ -22,11 +22,8 @@ import torch
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from twinflow.optim.onebit.base import Shared
+from twinflow.optim.onebit.base import FreezingOptimizer, Shared
 from twinflow.optim.onebit.bucket import FlatBucket
-from twinflow.optim.onebit.freezing import FreezingOptimizer
-from twinflow.rules.adam import adamw_hyper
-from twinflow.rules.rule import Hyper, numbers
 from twinflow.zero.compression import THRESHOLD, Compression, floor_of, raised
 
 
@@ -55,26 +52,8 @@ class OneBitAdam(FreezingOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, Compression(code, freeze_step, freeze_threshold, freeze_window), **shared)
 
-    def _update(self, present: list[list[bool]], norms: Sequence[float]) -> None:
-        if self.is_compressed:
-            factor = self._bounded_norm(norms)
-            for bucket, hits in zip(self._buckets, present, strict=True):
-                self._compressed_step(bucket, hits, factor)
-            return
-        factor = self._mean_gradients()
-        for bucket, hits in zip(self._buckets, present, strict=True):
-            bucket.update(self._hypers(bucket, hits), factor)
-        self._maybe_freeze()
-
-    def _hypers(self, bucket: FlatBucket, hits: Sequence[bool]) -> list[Hyper | None]:
-        """The hyperparameters of each parameter with a gradient. Counts its step."""
-        options, found = self._options(bucket), []
-        for i, hit in enumerate(hits):
-            bucket.steps[i] += hit
-            if bucket.frozen_at is not None:
-                options = {**options, "second_step": bucket.frozen_at[i], "is_frozen": True}
-            found.append(adamw_hyper(options, bucket.steps[i]) if hit else None)
-        return found
+    def _update_bucket(self, bucket: FlatBucket, hits: Sequence[bool], factor: float) -> None:
+        self._adam_step(bucket, hits, factor, self.is_compressed)
 
     def _before_freezing(self, bucket: FlatBucket) -> None:
         found = [bucket.exp_avg_sq[where] for where in bucket.ranges()]
@@ -83,11 +62,3 @@ class OneBitAdam(FreezingOptimizer):
         self._agree.broadcast(floors)  # different machines may compute sums with different rounding
         for variance, floor in zip(found, floors.tolist(), strict=True):
             variance.copy_(raised(variance, floor))
-
-    def _compressed_step(self, bucket: FlatBucket, hits: Sequence[bool], factor: float) -> None:
-        self._warn_of_late(bucket, hits)
-        b1 = numbers(self._options(bucket), "betas")[0]
-        self._exchange(bucket, bucket.exp_avg, bucket.grads, (1.0 - b1) * factor, bucket.exp_avg, b1)
-        hypers = self._hypers(bucket, hits)
-        # exp_avg is the new momentum already, so the factor of the gradient is 0.
-        bucket.update([None if hyper is None else (0.0, *hyper[1:]) for hyper in hypers])

@@ -1,4 +1,4 @@
-"""Base class of the optimizers with compressed communication: buckets, groups of ranks, the step, and saving.
+"""Base classes of the optimizers with compressed communication: groups of ranks, the step, the switch, and saving.
 
 Every rank has the whole model and its own batches. `step` does all communication. Gradients must not be summed before
 (no DistributedDataParallel around the model). All ranks must call `step` equally often.
@@ -15,20 +15,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
+from typing_extensions import Unpack
 
 from twinflow.codes import code_named
-from twinflow.dist.compressed import Coding, Errors, compressed_all_reduce
+from twinflow.codes.reference import exponents_of
+from twinflow.dist.compressed import Coding, Errors, compressed_all_reduce, own_part
 from twinflow.dist.group import Group, alone, backend_for, new_group
-from twinflow.errors import invalid_value
+from twinflow.errors import invalid_value, wrong_state
 from twinflow.optim.onebit.bucket import FlatBucket, make_buckets
 from twinflow.rules import ADAMW
+from twinflow.rules.adam import adamw_hyper
 from twinflow.rules.checks import FLOATS
+from twinflow.rules.rule import Hyper, check_betas, number, numbers
 from twinflow.state_dict import StateDict, dict_of, int_of, list_of, saved_groups, tensor_of, value_of
+from twinflow.zero.compression import Compression, VarianceWatch, default_window
 
 LOGGER = logging.getLogger("twinflow")
 BUCKET_NUMEL = 1 << 24
 Loss = TypeVar("Loss")
-_STATES = ("exp_avg", "exp_avg_sq", "worker_error", "server_error", "exponents")
+_STATES = ("exp_avg", "exp_avg_sq", "worker_error", "server_error", "exponents", "master")
 
 
 class Shared(TypedDict, total=False):
@@ -81,8 +86,7 @@ class CompressedOptimizer(Optimizer):
                 for param in given["params"]:
                     self.group.broadcast(param)
         for i, given in enumerate(self.param_groups):
-            world, rank = self.group.world, self.group.rank
-            self._buckets += make_buckets(given["params"], i, world, rank, bucket_numel)
+            self._buckets += make_buckets(given["params"], i, self.group.world, bucket_numel)
         self._is_built = True
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
@@ -158,14 +162,44 @@ class CompressedOptimizer(Optimizer):
             return 1.0
         return self.max_grad_norm / (self.grad_norm + 1e-6)
 
+    def _adam_step(self, bucket: FlatBucket, hits: Sequence[bool], factor: float, is_frozen: bool) -> None:
+        """An AdamW step from mean gradients, or with a frozen second moment from an exchange of momenta."""
+        if is_frozen:
+            self._exchange_momenta(bucket, factor)
+            hypers = self._hypers(bucket, hits, is_frozen)
+            # exp_avg is the new momentum already, so the factor of the gradient is 0.
+            bucket.update([hyper and (0.0, *hyper[1:]) for hyper in hypers])
+        else:
+            bucket.update(self._hypers(bucket, hits, is_frozen), factor)
+
+    def _hypers(self, bucket: FlatBucket, hits: Sequence[bool], is_frozen: bool) -> list[Hyper | None]:
+        """The hyperparameters of each parameter with a gradient. Counts its step."""
+        found: list[Hyper | None] = []
+        for i, hit in enumerate(hits):
+            bucket.steps[i] += hit
+            bucket.second_steps[i] += hit and not is_frozen
+            options = {**self._options(bucket), "second_step": max(1, bucket.second_steps[i]), "is_frozen": is_frozen}
+            found.append(adamw_hyper(options, bucket.steps[i]) if hit else None)
+        return found
+
+    def _exchange_momenta(self, bucket: FlatBucket, factor: float) -> None:
+        """Sets the momentum to the mean of the ranks' momenta, each updated with the rank's own gradient."""
+        b1 = numbers(self._options(bucket), "betas")[0]
+        self._exchange(bucket, bucket.grads, (1.0 - b1) * factor, bucket.exp_avg, b1)
+
     def _exchange(
-        self, bucket: FlatBucket, out: Tensor, given: Tensor, factor: float, base: Tensor | None, base_factor: float
+        self,
+        bucket: FlatBucket,
+        given: Tensor,
+        factor: float = 1.0,
+        base: Tensor | None = None,
+        base_factor: float = 0.0,
     ) -> None:
-        """Sets `out` to the mean over ranks of factor * given + base_factor * base, with compressed communication."""
+        """Sets the momentum to the mean of factor * given + base_factor * base, with compressed communication."""
         if bucket.errors is None:
-            bucket.errors = Errors.zeros(bucket.numel, self.group.world, bucket.weights.device)
+            bucket.errors = Errors.zeros(bucket.weights.numel(), self.group.world, bucket.weights.device)
         coding = Coding(self.code, bucket.exponents, factor, self.has_feedback)
-        compressed_all_reduce(self.group, out, given, coding, bucket.errors, base, base_factor)
+        compressed_all_reduce(self.group, bucket.exp_avg, given, coding, bucket.errors, base, base_factor)
 
     def _options(self, bucket: FlatBucket) -> dict[str, object]:
         return self.param_groups[bucket.group]
@@ -187,57 +221,51 @@ class CompressedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, object]:
         """The complete state of this rank with its errors. It can be loaded by the same rank of as many ranks only."""
-        return self._dict(self.group.world, lambda errors: errors)
+        return self._dict(is_portable=False)
 
     def portable_state_dict(self) -> dict[str, object]:
         """The state for any number of ranks.
 
         All ranks must call it. Errors are replaced by their mean over the ranks.
         """
+        return self._dict(is_portable=True)
 
-        def share(errors: list[Tensor]) -> list[Tensor]:
-            worker, server = (error.clone() for error in errors)
-            self.group.all_reduce(worker, worker, torch.float32)
-            self.group.all_reduce(server, server, torch.float32)  # each part has one owner: zeros elsewhere
-            return [worker / self.group.world, server]
-
-        return self._dict(None, share)
-
-    def _dict(self, world: int | None, share: Callable[[list[Tensor]], list[Tensor]]) -> dict[str, object]:
-        numbers = {param: i for i, param in enumerate(p for given in self.param_groups for p in given["params"])}
+    def _dict(self, is_portable: bool) -> dict[str, object]:
+        numbers = {param: i for i, param in enumerate(self._params())}
         state: dict[int, dict[str, object]] = {}
         for bucket in self._buckets:
             flats = {"exp_avg": bucket.exp_avg, "exp_avg_sq": bucket.exp_avg_sq, **bucket.extra}
             if bucket.errors is not None:
-                whole = torch.zeros_like(bucket.weights)
+                worker, server = bucket.errors.worker.clone(), torch.zeros_like(bucket.weights)
                 assert bucket.errors.server is not None
-                whole[bucket.server_start : bucket.server_start + bucket.errors.server.numel()] = bucket.errors.server
-                flats["worker_error"], flats["server_error"] = share([bucket.errors.worker, whole])
+                own_part(self.group, server).copy_(bucket.errors.server)
+                if is_portable:
+                    self.group.all_reduce(worker, worker, torch.float32)
+                    self.group.all_reduce(server, server, torch.float32)  # each part has one owner: zeros elsewhere
+                    worker /= self.group.world
+                flats |= {"worker_error": worker, "server_error": server}
             if bucket.exponents is not None:
                 flats["exponents"] = bucket.exponents
             if bucket.params[0].dtype != torch.float32:
                 flats["master"] = bucket.weights
             views = {name: bucket.views(flat) for name, flat in flats.items()}
             for i, param in enumerate(bucket.params):
-                entry: dict[str, object] = {"step": bucket.steps[i]}
-                if bucket.frozen_at is not None:
-                    entry["frozen_at"] = bucket.frozen_at[i]
-                state[numbers[param]] = entry | {name: found[i].clone() for name, found in views.items()}
-        groups = []
-        for given in self.param_groups:
-            options = {key: value for key, value in given.items() if key != "params"}
-            groups.append({**options, "params": [numbers[param] for param in given["params"]]})
-        own = None if world is None else self.group.rank
-        counters = {"num_steps": self.num_steps, "num_skipped": self.num_skipped, "world": world, "rank": own}
+                counts = {"step": bucket.steps[i], "frozen_at": bucket.second_steps[i]}
+                state[numbers[param]] = counts | {name: found[i].clone() for name, found in views.items()}
+        world, rank = (None, None) if is_portable else (self.group.world, self.group.rank)
+        counters = {"num_steps": self.num_steps, "num_skipped": self.num_skipped, "world": world, "rank": rank}
         head = {"kind": type(self).__name__, **counters, **self._head()}
+        groups = super().state_dict()["param_groups"]
         return {"state": dict(sorted(state.items())), "param_groups": groups, "compression": head}
+
+    def _params(self) -> list[nn.Parameter]:
+        return [param for given in self.param_groups for param in given["params"]]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Loads a state of `state_dict` or `portable_state_dict`. The state is checked before the optimizer changes."""
         head, state = self._checked(state_dict)
-        params = [param for given in self.param_groups for param in given["params"]]
-        entries = {param: state[i] for i, param in enumerate(params)}
+        entries = {param: state[i] for i, param in enumerate(self._params())}
         for bucket in self._buckets:
             self._load_bucket(bucket, [entries[param] for param in bucket.params])
         for given, saved in zip(self.param_groups, saved_groups(state_dict), strict=True):
@@ -260,8 +288,7 @@ class CompressedOptimizer(Optimizer):
         if sizes != own_sizes:
             remedy = "Build the optimizer with the same groups as when the state was saved."
             raise invalid_value("state_dict: sizes of param_groups", sizes, [own_sizes], remedy)
-        params: list[nn.Parameter] = [param for given in self.param_groups for param in given["params"]]
-        for i, param in enumerate(params):
+        for i, param in enumerate(self._params()):
             for name, value in state.get(i, {}).items():
                 if isinstance(value, Tensor) and value.shape != param.shape:
                     raise invalid_value(
@@ -273,32 +300,125 @@ class CompressedOptimizer(Optimizer):
         return head, state
 
     def _load_bucket(self, bucket: FlatBucket, entries: Sequence[Mapping[str, object]]) -> None:
+        def flat_of(name: str, dtype: torch.dtype = torch.float32) -> Tensor | None:
+            """A saved state of all parameters; None if they do not have it."""
+            if not all(name in entry for entry in entries):
+                return None
+            flat = torch.zeros_like(bucket.weights, dtype=dtype)
+            for view, entry in zip(bucket.views(flat), entries, strict=True):
+                view.copy_(tensor_of(entry, name))
+            return flat
+
         bucket.steps = [int_of(entry, "step") for entry in entries]
-        has_errors = all("worker_error" in entry for entry in entries)
-        is_frozen = all("exponents" in entry for entry in entries)
-        server = torch.zeros_like(bucket.weights)
+        bucket.second_steps = [int_of(entry, "frozen_at" if "frozen_at" in entry else "step") for entry in entries]
+        for own, name in ((bucket.exp_avg, "exp_avg"), (bucket.exp_avg_sq, "exp_avg_sq")):
+            if (saved := flat_of(name)) is not None:
+                own.copy_(saved)
+        bucket.exponents = flat_of("exponents", torch.uint8)
+        worker, server = flat_of("worker_error"), flat_of("server_error")
         bucket.errors = None
-        if has_errors:
-            bucket.errors = Errors.zeros(bucket.numel, self.group.world, bucket.weights.device)
-        bucket.exponents = torch.zeros_like(bucket.weights, dtype=torch.uint8) if is_frozen else None
-        bucket.frozen_at = [int_of(entry, "frozen_at") for entry in entries] if "frozen_at" in entries[0] else None
-        flats: dict[str, Tensor | None] = {"exp_avg": bucket.exp_avg, "exp_avg_sq": bucket.exp_avg_sq}
-        flats["exponents"] = bucket.exponents
-        extra = [name for name in entries[0] if name not in _STATES and isinstance(entries[0][name], Tensor)]
-        bucket.extra = {name: torch.zeros_like(bucket.weights) for name in extra if name != "master"}
-        flats |= bucket.extra
-        flats |= {"worker_error": bucket.errors.worker if bucket.errors else None, "server_error": server}
-        for name, flat in flats.items():
-            if flat is not None:
-                for view, entry in zip(bucket.views(flat), entries, strict=True):
-                    if name in entry:
-                        view.copy_(tensor_of(entry, name))
-        if bucket.errors is not None and bucket.errors.server is not None:
-            start = bucket.server_start
-            bucket.errors.server.copy_(server[start : start + bucket.errors.server.numel()])
+        if worker is not None and server is not None:
+            bucket.errors = Errors(worker, own_part(self.group, server).clone())
+        names = [name for name in entries[0] if name not in _STATES and isinstance(entries[0][name], Tensor)]
+        bucket.extra = {name: saved for name in names if (saved := flat_of(name)) is not None}
         for view, entry, param in zip(bucket.views(bucket.weights), entries, bucket.params, strict=True):
             if param.dtype == torch.float32:
                 continue  # the parameter is a view of the weights, and the model's state dict restores it
             master = tensor_of(entry, "master") if entry.get("master") is not None else None
             is_same = master is not None and bool((master.to(param.device, param.dtype) == param).all())
             view.copy_(master if master is not None and is_same else param)
+
+
+class FreezingOptimizer(CompressedOptimizer):
+    """Freezes the second moment at one step and compresses communication from then on.
+
+    Subclasses implement `_update_bucket`, which makes a step of one bucket before and after the switch.
+    """
+
+    def __init__(
+        self, params: ParamsT, defaults: dict[str, object], compression: Compression, **shared: Unpack[Shared]
+    ) -> None:
+        check_betas(defaults["betas"])
+        window = compression.freeze_window or default_window(numbers(defaults, "betas")[1])
+        self._watch = VarianceWatch(window, compression.freeze_threshold)
+        self.freeze_step = compression.freeze_step
+        self.frozen_step: int | None = None  # the last uncompressed step; None before the switch
+        super().__init__(params, defaults, compression.code, **shared)
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether the switch has been made."""
+        return self.frozen_step is not None
+
+    def _update(self, present: list[list[bool]], norms: Sequence[float]) -> None:
+        is_frozen = self.is_compressed
+        factor = self._bounded_norm(norms) if is_frozen else self._mean_gradients()
+        for bucket, hits in zip(self._buckets, present, strict=True):
+            if is_frozen:
+                self._warn_of_late(bucket, hits)
+            self._update_bucket(bucket, hits, factor)
+        if not is_frozen:
+            self._maybe_freeze()
+
+    def _update_bucket(self, bucket: FlatBucket, hits: Sequence[bool], factor: float) -> None:
+        raise NotImplementedError
+
+    def _maybe_freeze(self) -> None:
+        """Makes the switch after an uncompressed step if it is due."""
+        if self.freeze_step is not None:
+            is_settled = self.num_steps >= self.freeze_step
+        else:
+            # All ranks use the sum of rank 0.
+            totals = self._agree.gather_rows(torch.tensor([self._total()], dtype=torch.float64))
+            is_settled = self._watch.see(float(totals[0, 0]), max(float(given["lr"]) for given in self.param_groups))
+        if is_settled:
+            self.freeze()
+
+    def _total(self) -> float:
+        """The bias-corrected sum of the second moment."""
+        total = 0.0
+        for bucket in self._buckets:
+            b2 = numbers(self._options(bucket), "betas")[1]
+            steps = max(1, *bucket.steps)
+            total += float(bucket.exp_avg_sq.sum(dtype=torch.float64)) / (1.0 - b2**steps)
+        return total
+
+    @torch.no_grad()
+    def freeze(self) -> None:
+        """Freezes the second moment and compresses from the next step on. All ranks must call it."""
+        if not self.num_steps:
+            raise wrong_state(
+                "freeze() cannot run", "there is no second moment before the first step", "Call step() first."
+            )
+        if self.is_compressed:
+            return
+        self.frozen_step = self.num_steps
+        for bucket in self._buckets:
+            self._before_freezing(bucket)
+            exponents = exponents_of(bucket.exp_avg_sq, number(self._options(bucket), "eps"))
+            self.group.broadcast(exponents)  # different machines may round a square root differently
+            bucket.set_exponents(exponents, self.group)
+        if self.group.rank == 0:
+            LOGGER.info(
+                f"{type(self).__name__}: the second moment is frozen, and communication is compressed from step "
+                f"{self.frozen_step + 1} on."
+            )
+
+    def _before_freezing(self, bucket: FlatBucket) -> None:
+        """Hook for a last change of a bucket's second moment, which must be equal on all ranks."""
+
+    def _warn_of_late(self, bucket: FlatBucket, hits: Sequence[bool]) -> None:
+        """Warns of parameters whose first gradient comes after the switch. They have no second moment, so they stay."""
+        num_late = sum(hit and not step for hit, step in zip(hits, bucket.steps, strict=True))
+        if num_late and self.group.rank == 0:
+            LOGGER.warning(
+                f"{type(self).__name__}: {num_late} parameters have got their first gradient after the second moment "
+                "was frozen, and are not updated. Freeze later, or build a new optimizer."
+            )
+
+    def _head(self) -> dict[str, object]:
+        return {"frozen_step": self.frozen_step, "watch": self._watch.state_dict()}
+
+    def _load_head(self, head: Mapping[str, object]) -> None:
+        self.frozen_step = None if head["frozen_step"] is None else int_of(head, "frozen_step")
+        self._watch.load_state_dict(dict_of(head, "watch"))

@@ -13,14 +13,13 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from twinflow.errors import invalid_value
-from twinflow.optim.onebit.base import Shared
+from twinflow.optim.onebit.base import FreezingOptimizer, Shared
 from twinflow.optim.onebit.bucket import FlatBucket
-from twinflow.optim.onebit.freezing import FreezingOptimizer
 from twinflow.rules.rule import numbers
 from twinflow.state_dict import float_of, value_of
 from twinflow.zero.compression import THRESHOLD, Compression
@@ -68,80 +67,55 @@ class OneBitLamb(FreezingOptimizer):
         self.factors = (factor_min, factor_max)
         self.coeff_beta = coeff_beta
         self.factor_threshold = factor_threshold
-        sizes = [len(bucket.params) for bucket in self._buckets]
-        self._mean_coeffs = [[0.0] * size for size in sizes]  # by bucket and parameter
-        self._last_factors = [[1.0] * size for size in sizes]
+        self._mean_coeffs = dict.fromkeys(self._params(), 0.0)
+        self._last_factors = dict.fromkeys(self._params(), 1.0)
 
-    def _update(self, present: list[list[bool]], norms: Sequence[float]) -> None:
-        if self.is_compressed:
-            factor = self._bounded_norm(norms)
-            for i in range(len(self._buckets)):
-                self._compressed_step(i, present[i], factor)
-            return
-        factor = self._mean_gradients()
-        for i in range(len(self._buckets)):
-            self._plain_step(i, present[i], factor)
-        self._maybe_freeze()
-
-    def _plain_step(self, number: int, hits: Sequence[bool], factor: float) -> None:
-        bucket = self._buckets[number]
-        (b1, b2), eps = numbers(self._options(bucket), "betas"), float_of(self._options(bucket), "eps")
-        for i, where in enumerate(bucket.ranges()):
-            if not hits[i]:
-                continue
-            bucket.steps[i] += 1
-            grad = bucket.grads[where].float() * factor
-            m, v = bucket.exp_avg[where], bucket.exp_avg_sq[where]
-            m.lerp_(grad, 1.0 - b1)
-            v.mul_(b2).addcmul_(grad, grad, value=1.0 - b2)
-            first, second = 1.0 - b1 ** bucket.steps[i], 1.0 - b2 ** bucket.steps[i]
-            move = (m / first) / ((v / second).sqrt() + eps)
-            coeff = self._step(bucket, i, where, move, None)
-            mean = self._mean_coeffs[number]
-            mean[i] = coeff if bucket.steps[i] == 1 else self.coeff_beta * mean[i] + (1.0 - self.coeff_beta) * coeff
-        bucket.write_params()
-
-    def _step(self, bucket: FlatBucket, i: int, where: slice, move: Tensor, coeff: float | None) -> float:
-        """Updates one parameter with factor `coeff`, or with its trust ratio (None). Returns the factor."""
-        options, weights = self._options(bucket), bucket.weights[where]
-        move = move.add(weights, alpha=float_of(options, "weight_decay"))
-        if coeff is None:
-            of_weights, of_move = float(weights.norm()), float(move.norm())
-            low, high = self.coeffs
-            coeff = min(max(of_weights / of_move, low), high) if of_weights > 0.0 and of_move > 0.0 else 1.0
-        weights.sub_(move, alpha=float_of(options, "lr") * coeff)
-        return coeff
-
-    def _compressed_step(self, number: int, hits: Sequence[bool], factor: float) -> None:
-        bucket, fresh = self._buckets[number], self._buckets[number].extra[_FRESH]
-        (b1, b2), eps = numbers(self._options(bucket), "betas"), float_of(self._options(bucket), "eps")
-        self._warn_of_late(bucket, hits)
-        before = bucket.exp_avg.clone()
-        self._exchange(bucket, bucket.exp_avg, bucket.grads, (1.0 - b1) * factor, bucket.exp_avg, b1)
-        implied = (bucket.exp_avg - before * b1).mul_(1.0 / (1.0 - b1))
-        fresh.mul_(b2).addcmul_(implied, implied, value=1.0 - b2)
-        assert bucket.frozen_at is not None
-        for i, where in enumerate(bucket.ranges()):
+    def _update_bucket(self, bucket: FlatBucket, hits: Sequence[bool], factor: float) -> None:
+        options = self._options(bucket)
+        (b1, b2), eps = numbers(options, "betas"), float_of(options, "eps")
+        fresh = bucket.extra.get(_FRESH)  # None before the switch
+        if fresh is not None:
+            before = bucket.exp_avg.clone()
+            self._exchange_momenta(bucket, factor)
+            implied = (bucket.exp_avg - before * b1).mul_(1.0 / (1.0 - b1))
+            fresh.mul_(b2).addcmul_(implied, implied, value=1.0 - b2)
+        for i, (param, where) in enumerate(zip(bucket.params, bucket.ranges(), strict=True)):
             if not hits[i]:
                 continue
             bucket.steps[i] += 1
             m, v = bucket.exp_avg[where], bucket.exp_avg_sq[where]
-            first, second = 1.0 - b1 ** bucket.steps[i], 1.0 - b2 ** bucket.frozen_at[i]
+            if fresh is None:
+                bucket.second_steps[i] += 1
+                grad = bucket.grads[where].float() * factor
+                m.lerp_(grad, 1.0 - b1)
+                v.mul_(b2).addcmul_(grad, grad, value=1.0 - b2)
+            first, second = 1.0 - b1 ** bucket.steps[i], 1.0 - b2 ** max(1, bucket.second_steps[i])
             divisor = (v / second).sqrt() + eps
-            move = torch.where(v != 0, (m / first) / divisor, 0.0)
-            coeff = self._mean_coeffs[number][i] * self._factor(
-                number, i, divisor, (fresh[where] / second).sqrt() + eps
-            )
-            self._step(bucket, i, where, move, coeff)
+            move, weights = (m / first) / divisor, bucket.weights[where]
+            if fresh is not None:
+                move = torch.where(v != 0, move, 0.0)
+            move = move.add(weights, alpha=float_of(options, "weight_decay"))
+            if fresh is None:
+                coeff = self._trust_ratio(weights, move)
+                mean, beta = self._mean_coeffs[param], self.coeff_beta
+                self._mean_coeffs[param] = coeff if bucket.steps[i] == 1 else beta * mean + (1.0 - beta) * coeff
+            else:
+                wanted = float((divisor / ((fresh[where] / second).sqrt() + eps)).max())
+                coeff = self._mean_coeffs[param] * self._factor(param, wanted)
+            weights.sub_(move, alpha=float_of(options, "lr") * coeff)
         bucket.write_params()
 
-    def _factor(self, number: int, i: int, frozen: Tensor, fresh: Tensor) -> float:
-        """The factor by which steps would be larger now if the second moment were not frozen."""
+    def _trust_ratio(self, weights: Tensor, move: Tensor) -> float:
+        of_weights, of_move = float(weights.norm()), float(move.norm())
+        low, high = self.coeffs
+        return min(max(of_weights / of_move, low), high) if of_weights > 0.0 and of_move > 0.0 else 1.0
+
+    def _factor(self, param: nn.Parameter, wanted: float) -> float:
+        """Limits the factor by which steps would be larger now if the second moment were not frozen."""
         low, high = self.factors
-        found = min(max(float((frozen / fresh).max()), low), high)
-        last, most = self._last_factors[number][i], self.factor_threshold
-        found = min(max(found, last * (1.0 - most)), last * (1.0 + most))
-        self._last_factors[number][i] = found
+        last, most = self._last_factors[param], self.factor_threshold
+        found = min(max(min(max(wanted, low), high), last * (1.0 - most)), last * (1.0 + most))
+        self._last_factors[param] = found
         return found
 
     @torch.no_grad()
@@ -152,15 +126,14 @@ class OneBitLamb(FreezingOptimizer):
             bucket.extra.setdefault(_FRESH, bucket.exp_avg_sq.clone())
 
     def _head(self) -> dict[str, object]:
-        mean_coeffs, last_factors = ([list(row) for row in rows] for rows in (self._mean_coeffs, self._last_factors))
+        mean_coeffs = [[self._mean_coeffs[param] for param in bucket.params] for bucket in self._buckets]
+        last_factors = [[self._last_factors[param] for param in bucket.params] for bucket in self._buckets]
         return {**super()._head(), "mean_coeffs": mean_coeffs, "last_factors": last_factors}
 
     def _load_head(self, head: Mapping[str, object]) -> None:
         super()._load_head(head)
-        self._mean_coeffs = self._by_bucket(value_of(head, "mean_coeffs", list))
-        self._last_factors = self._by_bucket(value_of(head, "last_factors", list))
-
-    def _by_bucket(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Distributes the numbers of all parameters over buckets, which may have been other ones in the saved state."""
-        numbers = iter([float(number) for row in rows for number in row])
-        return [[next(numbers) for _ in bucket.params] for bucket in self._buckets]
+        params = [param for bucket in self._buckets for param in bucket.params]
+        for own, name in ((self._mean_coeffs, "mean_coeffs"), (self._last_factors, "last_factors")):
+            # The buckets of the saved state may have been other ones. The order of parameters is the same.
+            saved = [float(number) for row in value_of(head, name, list) for number in row]
+            own.update(zip(params, saved, strict=True))

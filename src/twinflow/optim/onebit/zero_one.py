@@ -24,7 +24,6 @@ from twinflow.codes.reference import exponents_of
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.optim.onebit.base import CompressedOptimizer, Shared
 from twinflow.optim.onebit.bucket import FlatBucket
-from twinflow.rules.adam import adamw_hyper
 from twinflow.rules.rule import Hyper, number, numbers
 from twinflow.state_dict import value_of
 
@@ -109,27 +108,12 @@ class ZeroOneAdam(CompressedOptimizer):
             self._local_step(present, factor)
             return
         for bucket, hits in zip(self._buckets, present, strict=True):
-            b1, eps = numbers(self._options(bucket), "betas")[0], number(self._options(bucket), "eps")
+            self._adam_step(bucket, hits, factor, is_frozen=kind == _ONE_BIT)
             if kind == _REFRESH:
-                bucket.update(self._hypers(bucket, hits, refreshes=True), factor)
-                bucket.set_exponents(exponents_of(bucket.exp_avg_sq, eps))
-            else:
-                self._exchange(bucket, bucket.exp_avg, bucket.grads, (1.0 - b1) * factor, bucket.exp_avg, b1)
-                hypers = self._hypers(bucket, hits, refreshes=False)
-                bucket.update([hyper and (0.0, *hyper[1:]) for hyper in hypers])
+                eps = number(self._options(bucket), "eps")
+                bucket.set_exponents(exponents_of(bucket.exp_avg_sq, eps), self.group)
         if kind == _REFRESH:
             self._variance = self._variance.counted(self.var_update_scaler)
-
-    def _hypers(self, bucket: FlatBucket, hits: Sequence[bool], refreshes: bool) -> list[Hyper | None]:
-        """The hyperparameters of each parameter with a gradient. Counts steps and refreshes of second moments."""
-        seen = bucket.frozen_at = bucket.frozen_at or [0] * len(bucket.params)
-        found: list[Hyper | None] = []
-        for i, hit in enumerate(hits):
-            bucket.steps[i] += hit
-            seen[i] += hit and refreshes
-            options = {**self._options(bucket), "second_step": max(1, seen[i]), "is_frozen": not refreshes}
-            found.append(adamw_hyper(options, bucket.steps[i]) if hit else None)
-        return found
 
     def _local_step(self, present: list[list[bool]], factor: float) -> None:
         """Makes a local step, with an exchange if one is due."""
@@ -142,7 +126,7 @@ class ZeroOneAdam(CompressedOptimizer):
                 self._moved[i] = [Moved()] * len(bucket.params)
             bucket.exp_avg.mul_(b1).add_(bucket.grads, alpha=(1.0 - b1) * factor)
             bucket.exp_avg.mul_(bucket.exp_avg_sq != 0)  # elements that never had a gradient are not updated
-            hypers = self._hypers(bucket, hits, refreshes=False)
+            hypers = self._hypers(bucket, hits, is_frozen=True)
             self._add(i, bucket, hypers)
             if is_due:
                 self._take_over(i, bucket)
@@ -168,7 +152,7 @@ class ZeroOneAdam(CompressedOptimizer):
                 added[where].mul_(1.0 / moved.rate)  # errors are then in units of momenta
             else:
                 added[where].copy_(bucket.exp_avg[where])
-        self._exchange(bucket, bucket.exp_avg, added, 1.0, None, 0.0)
+        self._exchange(bucket, added)
         for where, moved in zip(bucket.ranges(), self._moved[i], strict=True):
             if moved != Moved():
                 move = bucket.exp_avg[where] / (bucket.exp_avg_sq[where].sqrt() + moved.eps)
