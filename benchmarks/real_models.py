@@ -212,7 +212,7 @@ def run_case(shape: str, is_compiled: bool, options: argparse.Namespace, rate: f
     windows, steps = options.windows, options.steps
     alone = measure(forward_backward, 3, windows, steps)
     few = data[:1, :64]  # after the others: blocks are compiled for the first shape that they get
-    alone_s = launch_seconds(model, few, lambda: model.zero_grad(set_to_none=True))
+    alone_s = 0.0 if options.no_hooks else launch_seconds(model, few, lambda: model.zero_grad(set_to_none=True))
     base = statistics.median(alone)
     forward_s = statistics.median(measure(forward, 1, windows, steps))
     label = f"{shape}, {'compiled' if is_compiled else 'eager'}"
@@ -258,7 +258,7 @@ def run_case(shape: str, is_compiled: bool, options: argparse.Namespace, rate: f
         found = measure(step, 0, windows, num_steps)
         busy_s = (optimizer.metrics()["host_busy_s"] - before_s) / (windows * num_steps)
         more = f"{optimizer.host_share:.2f} of the state on the host, which is busy for {busy_s:.3f} s"
-        if setting.num_backwards == 1:
+        if setting.num_backwards == 1 and not options.no_hooks:
             inside, beyond = (1e6 * s / num_params for s in hook_seconds(model, optimizer, few, alone_s))
             more = (
                 f"hooks {inside:.1f} us a parameter in our functions, {beyond:.1f} us beyond forward + backward alone, "
@@ -315,6 +315,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only settings whose name holds this text")
     parser.add_argument("--bucket-numel", type=int, help="elements of a bucket, instead of the default")
     parser.add_argument("--host-threads", type=int, help="threads of the host update, instead of the default")
+    parser.add_argument("--no-hooks", action="store_true", help="do not measure the time of the hooks")
     parser.add_argument("--windows", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--save", action="store_true")
