@@ -14,9 +14,18 @@ import torch
 import typer
 
 from twinflow.errors import incompatible, invalid_value
-from twinflow.launch.commands import LOOPBACK, Meeting, NodeCommand, Program, master_address, node_commands
+from twinflow.launch.commands import (
+    LOOPBACK,
+    Host,
+    Meeting,
+    NodeCommand,
+    Program,
+    choose_hosts,
+    master_address,
+    node_commands,
+    parse_hostfile,
+)
 from twinflow.launch.environment import DEFAULT_PORT
-from twinflow.launch.hosts import Host, choose_hosts, parse_hostfile
 from twinflow.launch.run import run_and_restart
 
 # Everything after the script's name is passed to the script, even if it looks like an option of ours.
