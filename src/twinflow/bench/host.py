@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any, Final
@@ -14,10 +15,7 @@ import torch
 
 from twinflow import native
 from twinflow.bench import jobs
-from twinflow.bench.buffers import FP32_BYTES, huge_random
-from twinflow.bench.jobs import JOBS
-from twinflow.bench.rivals import load_deepspeed
-from twinflow.bench.timing import Contender, take_turns
+from twinflow.bench.jobs import FP32_BYTES, JOBS, Contender, Work, huge_random, load_deepspeed
 from twinflow.errors import invalid_value
 from twinflow.native.threads import check_threads
 
@@ -150,6 +148,56 @@ def same_threads(threads: int) -> Iterator[None]:
     finally:
         native.set_threads(ours)
         torch.set_num_threads(theirs)
+
+
+@dataclass
+class Timing:
+    """Seconds of every timed call of one contender. For our kernels also of the memory passes before and after each
+    call.
+    """
+
+    call_s: list[float] = field(default_factory=list)
+    before_s: list[float] = field(default_factory=list)
+    after_s: list[float] = field(default_factory=list)
+
+
+def take_turns(
+    contenders: Sequence[Contender],
+    memory_pass: Work,
+    repeats: int,
+    warmup: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+    pause_s: float = 0.005,
+) -> dict[str, Timing]:
+    """Time each contender `repeats` times, with one call of each in every round, so that changes of the machine's speed
+    affect all of them alike. Returns timings by name.
+
+    After the last work the threads of OpenMP keep a core busy for some time. The pause lets them stop.
+    """
+    timings = {contender.name: Timing() for contender in contenders}
+    for round_index in range(warmup + repeats):
+        for contender in contenders:
+            if contender.prepare is not None:
+                contender.prepare()
+            time.sleep(pause_s)
+            is_kernel = contender.rival_of is None
+            before = _seconds(memory_pass, clock) if is_kernel else None
+            call = _seconds(contender.run, clock)
+            after = _seconds(memory_pass, clock) if is_kernel else None
+            if round_index < warmup:
+                continue
+            timing = timings[contender.name]
+            timing.call_s.append(call)
+            if before is not None and after is not None:
+                timing.before_s.append(before)
+                timing.after_s.append(after)
+    return timings
+
+
+def _seconds(work: Work, clock: Callable[[], float]) -> float:
+    start = clock()
+    work()
+    return clock() - start
 
 
 def run_job(job: str, contenders: Sequence[Contender], settings: Settings, state: torch.Tensor) -> list[Result]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from twinflow.native.cgroup import cgroup_cpus, cgroup_folders, read_text
+from twinflow.native.cgroup import cgroup_cpus, cgroup_folders, parse_meminfo, read_text
 from twinflow.version import __version__
 
 # On aarch64 /proc/cpuinfo has numbers instead of a name. The keys are (implementer, part) of common server cores.
@@ -85,11 +85,6 @@ def parse_cpu(cpuinfo: str) -> str:
     if implementer is None or part is None:
         return ""
     return _ARM_CORES.get((implementer, part), f"Arm core, implementer {implementer}, part {part}")
-
-
-def parse_meminfo(meminfo: str) -> dict[str, int]:
-    """Bytes by name in the text of /proc/meminfo."""
-    return {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", meminfo, flags=re.MULTILINE)}
 
 
 def parse_huge_pages(enabled: str) -> str:

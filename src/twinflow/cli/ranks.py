@@ -29,8 +29,7 @@ from twinflow.dist.agree import gather_json
 from twinflow.dist.group import Group, new_group
 from twinflow.engine import Engine
 from twinflow.launch.environment import ALONE, RankEnvironment, init_distributed
-from twinflow.monitor.load import LoadMeter
-from twinflow.monitor.metrics import StepRecord
+from twinflow.monitor.metrics import LoadMeter, StepRecord
 
 _JOIN_S: Final = 1800.0  # timeout of torch's process group, as in `initialize`
 _TALK: Final = timedelta(hours=2)  # the other ranks wait while one rank tokenizes a large text

@@ -14,8 +14,7 @@ from twinflow.cli.steps import Batch, Clock, Tell, run_step
 from twinflow.data.tokens import Split, TokenData
 from twinflow.engine import Engine
 from twinflow.models.gpt import flops_per_token
-from twinflow.monitor.load import LoadMeter
-from twinflow.monitor.metrics import Record, StepRecord, ValidRecord
+from twinflow.monitor.metrics import LoadMeter, Record, StepRecord, ValidRecord
 
 VALID_BATCHES: Final = 16
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+from twinflow.monitor.metrics import host_memory_bytes
 
 
 class Accelerator:
@@ -75,17 +75,19 @@ class Accelerator:
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Bytes in use on the GPU. On a CPU: resident memory of this process."""
-        return torch.cuda.memory_allocated(device_index) if self._name == "cuda" else _resident_bytes("VmRSS")
+        return torch.cuda.memory_allocated(device_index) if self._name == "cuda" else host_memory_bytes()
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         """Peak number of bytes in use on the GPU. On a CPU: peak resident memory of this process."""
-        return torch.cuda.max_memory_allocated(device_index) if self._name == "cuda" else _resident_bytes("VmHWM")
+        if self._name == "cuda":
+            return torch.cuda.max_memory_allocated(device_index)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def total_memory(self, device_index: int | None = None) -> int:
         """Memory of the GPU or of the host in bytes."""
         if self._name == "cuda":
             return torch.cuda.get_device_properties(device_index or 0).total_memory
-        return os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         """Resets the peak of the GPU. On a CPU this does nothing: a Linux process cannot reset its own peak."""
@@ -122,13 +124,6 @@ class Accelerator:
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
         """Calls `callback` at once."""
         return callback()
-
-
-def _resident_bytes(key: str) -> int:
-    """A memory figure of this process from /proc/self/status. 0 on systems without that file."""
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.is_file() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), 0)
 
 
 def get_accelerator() -> Accelerator:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from twinflow.errors import invalid_value
+from twinflow.integrations import need
 from twinflow.integrations.given import take_over
 from twinflow.integrations.norms import Clipping
-from twinflow.integrations.optional import need
 from twinflow.optim.twin import TwinOptimizer
 
 _PRECISIONS = ("no", "bf16")

@@ -16,10 +16,10 @@ from typing import Any
 from torch.optim.optimizer import Optimizer
 
 from twinflow.errors import incompatible, invalid_value
+from twinflow.integrations import need
 from twinflow.integrations.accelerate import check_accelerator, connect
 from twinflow.integrations.files import StreamedState
 from twinflow.integrations.given import own_options, take_over
-from twinflow.integrations.optional import need
 from twinflow.optim.twin import TwinOptimizer
 
 _PACKAGES = "transformers accelerate"

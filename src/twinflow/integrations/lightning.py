@@ -28,9 +28,9 @@ from twinflow.build_optimizer import TIMEOUT_S
 from twinflow.config.read import read_source
 from twinflow.engine import Engine
 from twinflow.errors import incompatible, invalid_value, wrong_state
+from twinflow.integrations import need
 from twinflow.integrations.given import follow, groups_for, rule_for, section_for
 from twinflow.integrations.norms import Clipping
-from twinflow.integrations.optional import need
 from twinflow.optim.twin import TwinOptimizer
 
 _IS_OLD_NAME = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
