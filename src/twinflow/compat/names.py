@@ -1,7 +1,7 @@
 """The table of DeepSpeed's names: the implementation of each available name, and a remedy for each unavailable one.
 
 The keys are modules, the values are the names in a module. An unavailable module is a name in its parent module.
-docs/compat.md shows this table (`python -m twinflow.compat.table` prints it), and a test compares the two.
+docs/compat.md shows this table (`python docs/tables.py` writes it), and a test compares the two.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ _ONEBIT = "optimizer.type OneBitAdam (docs/onebit.md)"
 _UNIVERSAL = "Leave the conversion out: checkpoints load with any number of ranks"
 
 _SAFE = _ours(
-    _OF + "fragments",
+    _OF + "zero",
     "safe_get_full_fp32_param",
     "safe_get_full_optimizer_state",
     "safe_set_full_fp32_param",
     "safe_set_full_optimizer_state",
 ) | {
-    "safe_get_full_grad": Ours(_OF + "fragments:safe_get_full_grad", "on one rank, after the last backward of a step"),
+    "safe_get_full_grad": Ours(_OF + "zero:safe_get_full_grad", "on one rank, after the last backward of a step"),
     "safe_set_full_grad": Refused(_NO_SET_GRAD),
     "safe_update_full_grad_vectorized": Refused(_NO_SET_GRAD),
     **{
@@ -93,8 +93,8 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
     | _ENGINE
     | _ours("twinflow.engine.pipeline", "PipelineEngine")
     | _ours(_OF + "pipe", "PipelineModule")
-    | _ours(_OF + "ds_config", "DeepSpeedConfig", "DeepSpeedConfigError")
-    | _ours(_OF + "accelerator", "get_accelerator")
+    | _ours(_OF + "start", "DeepSpeedConfig", "DeepSpeedConfigError")
+    | _ours(_OF + "utils", "get_accelerator")
     | _ours(_OF + "utils", "OnDevice", "log_dist", "logger")
     | _ours("twinflow.engine.loader", DeepSpeedDataLoader="ResumableLoader")
     | {
@@ -118,14 +118,14 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
         "DeepSpeedTransformerConfig": Refused(_NO_FUSED_LAYER),
         "DualPipeVModule": Refused('Use twinflow.parallel.PipelineModule(schedule="zbv")'),
     },
-    "accelerator": _ours(_OF + "accelerator", "get_accelerator"),
+    "accelerator": _ours(_OF + "utils", "get_accelerator"),
     "checkpoint": {
         "ds_to_universal": Refused(_UNIVERSAL),
         "DeepSpeedCheckpoint": Refused("Use `twinflow import`, which reads DeepSpeed's checkpoints"),
     },
     "checkpoint.utils": _ours(_OF + "utils", "clone_tensors_for_torch_save"),
     "comm": _ours(
-        _OF + "comm",
+        _OF + "start",
         "get_global_rank",
         "get_local_rank",
         "get_rank",
@@ -192,7 +192,7 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
         "data_pipeline": Refused("Choose and order the samples in your data loader"),
     },
     "runtime.activation_checkpointing.checkpointing": _ours(
-        _OF + "checkpointing", "checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"
+        _OF + "pipe", "checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"
     )
     | {
         "get_cuda_rng_tracker": Refused("Leave the call out: initialize() gives tensor ranks the same random numbers"),
@@ -201,7 +201,7 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
         ),
         "CheckpointFunction": Refused("Call deepspeed.checkpointing.checkpoint(function, *args)"),
     },
-    "runtime.config": _ours(_OF + "ds_config", "DeepSpeedConfig", "DeepSpeedConfigError"),
+    "runtime.config": _ours(_OF + "start", "DeepSpeedConfig", "DeepSpeedConfigError"),
     "runtime.dataloader": _ours(_OF + "utils", "RepeatingLoader")
     | _ours("twinflow.engine.loader", DeepSpeedDataLoader="ResumableLoader"),
     "runtime.engine": _ENGINE,
@@ -212,7 +212,7 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
     "runtime.pipe.engine": _ours("twinflow.engine.pipeline", "PipelineEngine"),
     "runtime.pipe.module": _PIPE_NAMES,
     "runtime.pipe.schedule": _ours(
-        _OF + "schedule",
+        _OF + "pipe",
         "BackwardPass",
         "BufferOpInstruction",
         "DataParallelSchedule",
@@ -251,20 +251,20 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
         "TiledLinearReturnBias": Refused("Use nn.Linear: weights are gathered block by block"),
         "MiCS_Init": Refused("Use deepspeed.zero.Init, or no context: stage 3 partitions over all ranks"),
     },
-    "runtime.zero.config": _ours(_OF + "ds_config", "ZeroStageEnum", "get_zero_config")
-    | _ours("twinflow.config.zero", DeepSpeedZeroConfig="ZeroOptimization"),
-    "runtime.zero.offload_config": _ours(_OF + "ds_config", "OffloadDeviceEnum")
+    "runtime.zero.config": _ours(_OF + "start", "ZeroStageEnum", "get_zero_config")
+    | _ours("twinflow.config.schema", DeepSpeedZeroConfig="ZeroOptimization"),
+    "runtime.zero.offload_config": _ours(_OF + "start", "OffloadDeviceEnum")
     | _ours(
-        "twinflow.config.zero",
+        "twinflow.config.schema",
         DeepSpeedZeroOffloadOptimizerConfig="OffloadOptimizer",
         DeepSpeedZeroOffloadParamConfig="OffloadParam",
     ),
     "runtime.zero.partition_parameters": _ZERO_NAMES,
     "runtime.zero.stage3": _ours(
-        _OF + "estimates", *_STAGE_3, _STAGE_3[0] + "_all_live", note="estimates for twinflow, not for DeepSpeed"
+        _OF + "zero", *_STAGE_3, _STAGE_3[0] + "_all_live", note="estimates for twinflow, not for DeepSpeed"
     ),
     "runtime.zero.stage_1_and_2": _ours(
-        _OF + "estimates", *_STAGE_2, _STAGE_2[0] + "_all_live", note="estimates for twinflow, not for DeepSpeed"
+        _OF + "zero", *_STAGE_2, _STAGE_2[0] + "_all_live", note="estimates for twinflow, not for DeepSpeed"
     ),
     "utils": _SAFE
     | _ours(_OF + "utils", "OnDevice", "RepeatingLoader", "log_dist", "logger", "set_z3_leaf_modules")
@@ -272,7 +272,7 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
     "utils.logging": _ours(_OF + "utils", "log_dist", "logger"),
     "utils.tensor_fragment": _SAFE,
     "utils.zero_to_fp32": _ours(
-        _OF + "zero_to_fp32",
+        _OF + "zero",
         "convert_zero_checkpoint_to_fp32_state_dict",
         "get_fp32_state_dict_from_zero_checkpoint",
         "load_state_dict_from_zero_checkpoint",

@@ -1,6 +1,6 @@
 """Reads a DeepSpeed config and returns a typed, frozen `Config`."""
 
-from twinflow.config.deepspeed import load_config
+from twinflow.config.load import load_config
 from twinflow.config.registry import json_schema
 from twinflow.config.resolve import (
     Axes,

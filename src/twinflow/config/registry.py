@@ -1,20 +1,25 @@
-"""All keys of the config with their rules, from the declarations, for docs, editors and tests."""
+"""All keys of the config with their rules, from the declarations, and the JSON Schema, for docs, editors and tests."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from twinflow.config.fields import HONOURED, REFUSED, UNUSED, Rule, Section, is_on, rule_of
-from twinflow.config.messages import Path, dotted, in_words, section_of
+from twinflow.config.fields import (
+    KeyPath,
+    Rule,
+    Section,
+    dotted,
+    in_words,
+    rule_of,
+    section_of,
+)
+from twinflow.config.load import RENAMES
 from twinflow.config.params import OPTIMIZERS, SCHEDULES
-from twinflow.config.renames import RENAMES
 from twinflow.config.schema import Config
-from twinflow.rules import RULES
 
 _AUTO = ({"const": "auto"},)
 
@@ -23,13 +28,13 @@ _AUTO = ({"const": "auto"},)
 class Key:
     """A key of the config with its declaration."""
 
-    path: Path
+    path: KeyPath
     rule: Rule
     default: Any
     allowed: str  # in words
 
 
-def keys(model: type[Section] = Config, at: Path = ()) -> Iterator[Key]:
+def keys(model: type[Section] = Config, at: KeyPath = ()) -> Iterator[Key]:
     """All keys below a section, in the order of declaration."""
     for name, info in model.model_fields.items():
         inner, rule = section_of(info.annotation), rule_of(info)
@@ -48,7 +53,7 @@ def json_schema() -> dict[str, Any]:
     schema = Config.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "twinflow config"
-    sections: dict[Path, dict[str, Any]] = {
+    sections: dict[KeyPath, dict[str, Any]] = {
         (): schema,
         ("zero_optimization",): schema["$defs"]["ZeroOptimization"],
         ("tensor_parallel",): schema["$defs"]["TensorParallel"],
@@ -81,83 +86,3 @@ def _options(sections: Mapping[str, type[Section]]) -> dict[str, Any]:
         for name, info in section.model_fields.items():
             found.setdefault(name, {"description": info.description})
     return found
-
-
-def key_tables() -> str:
-    """The tables of docs/config.md, one for each kind of rule."""
-    found = list(keys())
-    lines = ["### Honoured", "", "| key | default | values | effect |", "|---|---|---|---|"]
-    lines += [
-        f"| `{dotted(key.path)}`{' (ours)' if key.rule.ours else ''} | {_shown(key)} | {_cell(key.allowed)} "
-        f"| {_cell(key.rule.text)} |"
-        for key in found
-        if key.rule.kind == HONOURED
-    ]
-    lines += ["", "### Accepted, without effect", "", "| keys | reason |", "|---|---|"]
-    groups: dict[tuple[str, str], list[Key]] = {}
-    for key in found:
-        if key.rule.kind == UNUSED:
-            groups.setdefault((dotted(key.path[:-1]), key.rule.text), []).append(key)
-    lines += [
-        f"| {', '.join(f'`{dotted(key.path)}`' for key in group)} | {_cell(text)} |"
-        for (_, text), group in groups.items()
-    ]
-    lines += ["", "### Refused unless off", "", "| key | allowed values | alternative |", "|---|---|---|"]
-    lines += [
-        f"| `{dotted(key.path)}` | {_off(key)} | {_cell(key.rule.text)} |" for key in found if key.rule.kind == REFUSED
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def option_tables() -> str:
-    """The table of docs/config.md with `optimizer.params` and `scheduler.params`, except those of update rules."""
-    lines = ["| type | params (defaults) |", "|---|---|"]
-    others = {name: section for name, section in OPTIMIZERS.items() if name not in RULES}
-    for name, section in (*others.items(), *SCHEDULES.items()):
-        found = [key for key in keys(section) if key.rule.kind == HONOURED]
-        lines.append(f"| `{name}` | {', '.join(f'`{dotted(key.path)}` {_shown(key)}' for key in found)} |")
-    return "\n".join(lines) + "\n"
-
-
-def rule_table() -> str:
-    """The table of docs/rules.md with each update rule, its options and its defaults in a config and in `twinflow
-    train`.
-    """
-    lines = ["| rule | on CPU tensors | options (defaults) | in a config | `twinflow train` | states |"]
-    lines.append("|---|---|---|---|---|---|")
-    for name, rule in RULES.items():
-        in_config = {key.path[-1]: key.default for key in keys(OPTIMIZERS[name]) if key.rule.kind == HONOURED}
-        others = {key: value for key, value in in_config.items() if value != rule.defaults.get(key)}
-        cells = [f"`{name}`", f"`Host{rule.title}`", _listed(rule.defaults), _listed(others), _listed(rule.train)]
-        lines.append(f"| {' | '.join([*cells, ', '.join(rule.formats)])} |")
-    return "\n".join(lines) + "\n"
-
-
-def _listed(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"`{name}` {json.dumps(value)}" for name, value in options.items()) or "the same"
-
-
-def spelling_table() -> str:
-    """The table of docs/config.md with alternative names of keys."""
-    lines = [
-        "| spelling | taken as |",
-        "|---|---|",
-        "| `zero_optimization`: true, false | `zero_optimization.stage` 1, 0 |",
-    ]
-    lines += [f"| `{dotted(rename.old)}` | `{dotted(rename.new)}` |" for rename in RENAMES]
-    return "\n".join(lines) + "\n"
-
-
-def _shown(key: Key) -> str:
-    """The default of a key, as JSON."""
-    return key.default if key.default == "must be given" else json.dumps(key.default)
-
-
-def _off(key: Key) -> str:
-    if key.rule.switch is None:
-        return ", ".join(json.dumps(value) for value in (key.default, *key.rule.off))
-    return "`enabled` false" if key.rule.switch is is_on else "left out"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from twinflow.config.fields import UNUSED, Section, rule_of
-from twinflow.config.messages import Path, dotted
+from twinflow.config.fields import UNUSED, KeyPath, Section, dotted, rule_of
 from twinflow.config.params import AdamParams, Common, OneBitAdamParams, optimizer_kind, schedule_kind
 from twinflow.config.schema import Config
 from twinflow.errors import incompatible, invalid_value
@@ -146,7 +145,7 @@ def notes(config: Config) -> list[str]:
     return lines
 
 
-def _without_effect(section: Section, at: Path) -> Iterator[str]:
+def _without_effect(section: Section, at: KeyPath) -> Iterator[str]:
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)
         rule = rule_of(info)

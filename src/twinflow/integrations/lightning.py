@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer
 import twinflow
 from twinflow.build import own_device
 from twinflow.build_optimizer import TIMEOUT_S
-from twinflow.config.read import read_source
+from twinflow.config.load import read_source
 from twinflow.engine import Engine
 from twinflow.errors import incompatible, invalid_value, wrong_state
 from twinflow.integrations import need

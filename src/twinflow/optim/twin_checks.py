@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from twinflow.config.messages import in_words
+from twinflow.config.fields import in_words
 from twinflow.errors import incompatible, invalid_value
 from twinflow.offload.bucket import Param
 from twinflow.offload.changes import check_memory
