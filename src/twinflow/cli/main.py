@@ -29,7 +29,7 @@ COMMANDS = {
     "doctor": Command("doctor", "doctor", "Check this machine and say how to fix what is missing."),
     "launch": Command("launch", "launch", "Start a script on several processes, on this machine or over ssh."),
     "export": Command("export", "export", "Write the weights of a checkpoint as safetensors."),
-    "import": Command("importing", "import_", "Convert a DeepSpeed checkpoint to a twinflow checkpoint."),
+    "import": Command("export", "import_", "Convert a DeepSpeed checkpoint to a twinflow checkpoint."),
     "bench": Command("bench", "bench_app", "Measure the speed of the host kernels."),
     "attention": Command("attention", "attention_app", "Show patterns of sparse attention."),
 }

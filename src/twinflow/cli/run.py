@@ -4,34 +4,92 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
+import numpy as np
 import torch
 from rich.console import Console
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
-from twinflow.cli import axes
+from twinflow.build import initialize
 from twinflow.cli.memory import MemoryPlan, available_to, case_of, plan_memory
-from twinflow.cli.model import build_engine, set_rates
-from twinflow.cli.ranks import ONE_SIGNAL_S, RankLoop, Ranks, SharedError, Talk, watched
-from twinflow.cli.settings import TrainSettings, as_json, check_same_run, check_settings, engine_config
-from twinflow.cli.training import VALID_BATCHES, is_bad
+from twinflow.cli.ranks import ONE_SIGNAL_S, Ranks, SharedError, watched
+from twinflow.cli.settings import (
+    TrainSettings,
+    as_json,
+    axes_of,
+    check_combination,
+    check_same_run,
+    check_settings,
+    check_vocabulary,
+    describe_layout,
+    engine_config,
+    lr_factor,
+    num_replicas,
+)
+from twinflow.cli.training import VALID_BATCHES, Loop, Talk, is_bad
 from twinflow.data.tokens import TokenData, load_data
 from twinflow.engine import Engine
 from twinflow.errors import invalid_value
+from twinflow.models.gpt import GPT
 from twinflow.monitor.files import write_whole
 from twinflow.monitor.metrics import MetricsWriter, Record, StepRecord, ValidRecord, read_metrics
 from twinflow.monitor.progress import TrainProgress, duration
 from twinflow.native import set_threads
 from twinflow.native.cgroup import free_host_bytes
+from twinflow.offload.materialize import build as build_model
 
+DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 METRICS, SETTINGS, REPORT, CHECKPOINTS = "metrics.jsonl", "settings.json", "report.html", "checkpoints"
 TRACED_STEPS = 3
+
+
+def build_engine(settings: TrainSettings, config: dict[str, Any], ranks: Ranks) -> Engine:
+    """Build the model and the engine on all ranks. The seed determines the initial weights.
+
+    With pipeline or tensor parallelism the model is built on the host, because it need not fit on one GPU.
+    """
+    torch.manual_seed(settings.seed)
+    random.seed(settings.seed)  # checkpoints also store the states of Python's and NumPy's generators
+    np.random.seed(settings.seed)  # noqa: NPY002
+    axes = axes_of(config)
+    on_gpu = torch.cuda.is_available() and axes.pipe * axes.model == 1
+    with ranks.together():
+        made = build_model(lambda: GPT(settings.model), "cuda" if on_gpu else "cpu", DTYPES[settings.precision])
+    schedule = None
+    if "optimizer" not in settings.file_config and "scheduler" not in config:
+        schedule = partial(LambdaLR, lr_lambda=lambda step: lr_factor(step, settings.warmup, settings.steps))
+    engine, *_ = initialize(model=made, model_parameters=_groups(made), lr_scheduler=schedule, config=config)
+    return engine
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Parameter groups: weight decay applies to matrices, not to norms and biases."""
+    params = list(model.parameters())
+    return [
+        {"params": [param for param in params if param.dim() >= 2]},
+        {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def set_rates(engine: Engine) -> None:
+    """Set the learning rates of the next step from this command line's schedule.
+
+    A checkpoint stores the rates of the schedule that it was saved with, which may have had another --steps.
+    """
+    schedule, optimizer = engine.lr_scheduler, engine.optimizer
+    if isinstance(schedule, LambdaLR) and optimizer is not None:
+        for group, base, factor in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+            group["lr"] = base * factor(schedule.last_epoch)
 
 
 @dataclass(frozen=True)
@@ -59,7 +117,7 @@ class Run:
     @property
     def rank_rows(self) -> list[tuple[str, str]]:
         """Rows on ranks and parallel layout for the header and the report. Empty for one process."""
-        return self.ranks.rows_of_report(self.stage, axes.describe(self.config, self.ranks.world))
+        return self.ranks.rows_of_report(self.stage, describe_layout(self.config, self.ranks.world))
 
 
 @dataclass
@@ -95,10 +153,10 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
     with ranks.together():
         data.check_context(settings.context)
         _check_saved(saved, settings, data)
-        axes.check_vocabulary(settings.file_config, settings.model)
+        check_vocabulary(settings.file_config, settings.model)
         states = saved.get("chosen_states", "auto") if settings.states == "auto" else settings.states
         config = engine_config(settings, "fp32", ranks.world)
-        axes.check_combination(config, settings.model, ranks.here)
+        check_combination(config, settings.model, ranks.here)
         case = case_of(settings, config, ranks.world)
         plan = plan_memory(case, states, available_to(ranks.here, gpu_bytes, free_bytes))
     config = engine_config(settings, plan.states, ranks.world)
@@ -166,7 +224,7 @@ def _check_saved(saved: dict[str, Any], settings: TrainSettings, data: TokenData
 def _num_valid(started: dict[str, Any]) -> int:
     """Sequences in a validation, from the settings of the first start. Other numbers of ranks measure the same
     sequences."""
-    replicas = axes.num_replicas(started.get("file_config") or {}, int(started.get("world", 1)))
+    replicas = num_replicas(started.get("file_config") or {}, int(started.get("world", 1)))
     return VALID_BATCHES * int(started["batch_size"]) * replicas
 
 
@@ -235,9 +293,9 @@ def _train(run: Run, outcome: Outcome, console: Console) -> None:
         outcome.valids += [record for record in earlier if isinstance(record, ValidRecord)]
         measured = ranks.first([record.step for record in outcome.valids])
         talk = Talk(ranks, lambda: bool(stop), run.engine.device)
-        loop = RankLoop(settings, run.engine, run.data, talk, run.num_valid)
+        loop = Loop(settings, run.engine, run.data, talk, run.num_valid)
         try:
-            for record in loop.records(talk.should_stop, measured):
+            for record in loop.records(measured):
                 write(record)
                 if isinstance(record, ValidRecord):
                     outcome.valids.append(record)

@@ -13,19 +13,21 @@ import torch
 import typer
 from rich.console import Console
 
-from twinflow.cli.axes import check_layout, only_one, with_axes
 from twinflow.cli.outcome import EXIT_CODES, header_rows, make_report, print_rows, where
 from twinflow.cli.ranks import USER_ERRORS, Ranks, join
 from twinflow.cli.run import REPORT, Outcome, Run, prepare, run_training
 from twinflow.cli.settings import (
     BATCH_KEYS,
     TrainSettings,
+    check_layout,
     choose_shape,
     default_batch_size,
     default_lr,
+    only_one,
     parse_bytes,
     parse_ratio,
     rule_params,
+    with_axes,
 )
 from twinflow.config import load_config, resolve_batch
 from twinflow.errors import invalid_value

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from twinflow.monitor.files import write_whole
+from twinflow.monitor.timers import Clock
 
 Phase = Literal["forward", "backward"]
-Stamp = float | torch.cuda.Event
 
 Shape = Sequence[int]
 
@@ -200,11 +200,11 @@ class _Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in model.named_modules()}
-        self._device = next((param.device for param in model.parameters() if param.is_cuda), None)
-        self._open: list[tuple[str, Stamp]] = []  # the modules that are running, with their start times
+        self._clock = Clock(next((param.device for param in model.parameters() if param.is_cuda), None))
+        self._open: list[tuple[str, Any]] = []  # the modules that are running, with their start times
         # The module of each autograd node. The references keep the Python objects alive, so that nodes are found again.
         self._owners: dict[Any, str] = {}
-        self._times: list[tuple[str, Stamp, Stamp]] = []
+        self._times: list[tuple[str, Any, Any]] = []
         self._handles: list[Any] = []
         self._counter = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
         self._counter.mod_tracker = self  # type: ignore[assignment]
@@ -230,12 +230,7 @@ class _Watch:
     def seconds(self) -> dict[str, float]:
         total: dict[str, float] = defaultdict(float)
         for name, before, after in self._times:
-            if isinstance(before, float) and isinstance(after, float):
-                total[name] += after - before
-            else:
-                assert isinstance(before, torch.cuda.Event)
-                assert isinstance(after, torch.cuda.Event)
-                total[name] += before.elapsed_time(after) / 1000.0
+            total[name] += self._clock.seconds(before, after)
         return total
 
     @property
@@ -257,7 +252,7 @@ class _Watch:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._own((args, kwargs), self._open[-1][0] if self._open else "")
-        self._open.append((self._names[module], self._stamp()))
+        self._open.append((self._names[module], self._clock.now()))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self._names[module]
@@ -269,15 +264,7 @@ class _Watch:
             return
         self._own(output, name)
         if torch._C._current_autograd_node() is None:
-            self._times.append((name, before, self._stamp()))
-
-    def _stamp(self) -> Stamp:
-        """The current time: an event in the current stream of the GPU, or the host's clock."""
-        if self._device is None:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+            self._times.append((name, before, self._clock.now()))
 
     def _own(self, values: Any, name: str) -> None:
         nodes = [tensor.grad_fn for tensor in _tensors(values)]
