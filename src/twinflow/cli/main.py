@@ -4,9 +4,11 @@ takes seconds."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Annotated, Any, NamedTuple
+from inspect import Parameter, Signature
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -85,8 +87,28 @@ def load(name: str) -> Any:
 
 def _named(name: str, function: Callable[..., Any], **more: Any) -> Any:
     alone = _new_app(add_completion=False)
-    alone.command(name=name, **more)(function)
+    options = get_type_hints(function).get("options")
+    alone.command(name=name, **more)(function if options is None else _spread(function, options))
     return get_command(alone)
+
+
+def _spread(function: Callable[..., Any], options: type[Any]) -> Callable[..., Any]:
+    """A function with one parameter for each field of the dataclass `options`, which `function` takes as a whole.
+
+    typer makes the command line options from the parameters of a function.
+    """
+
+    def command(**values: Any) -> Any:
+        return function(options(**values))
+
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [
+        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
+        for field in fields(options)
+    ]
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    command.__doc__ = function.__doc__
+    return command
 
 
 def _new_app(**more: Any) -> typer.Typer:
