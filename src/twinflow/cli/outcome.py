@@ -19,7 +19,7 @@ from twinflow.cli.settings import as_json, option
 from twinflow.models.gpt import count_params, flops_per_token
 from twinflow.monitor.metrics import share_ahead, tokens_per_second
 from twinflow.monitor.progress import duration
-from twinflow.monitor.report import Report, write_report
+from twinflow.monitor.report import Report, number, write_report
 from twinflow.native import isa
 from twinflow.version import __version__
 
@@ -172,8 +172,3 @@ def print_rows(console: Console, title: str, rows: Sequence[tuple[str, str]]) ->
     width = max(len(name) for name, _ in rows)
     lines = [title, *(f"  {name:<{width}}  {value}" for name, value in rows)]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
-
-
-def number(value: float) -> str:
-    """A loss with four decimals, or "not finite"."""
-    return f"{value:.4f}" if math.isfinite(value) else "not finite"

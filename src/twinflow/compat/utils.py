@@ -89,7 +89,7 @@ class Accelerator:
         """Peak number of bytes in use on the GPU. On a CPU: peak resident memory of this process."""
         if self._name == "cuda":
             return torch.cuda.max_memory_allocated(device_index)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return max(host_memory_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
     def total_memory(self, device_index: int | None = None) -> int:
         """Memory of the GPU or of the host in bytes."""

@@ -12,6 +12,8 @@ from html import escape
 from itertools import accumulate
 from typing import Final, Literal
 
+from twinflow.monitor.page import framed
+
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 14, 42
 ROOMY: Final = (640, 280)
 SLIM: Final = (350, 230)
@@ -76,8 +78,7 @@ def figure(
         for kind, (width, height) in (("roomy", size), ("slim", SLIM))
     )
     keys = "".join(_legend_key(s) for s in series if s.label)
-    legend = f'<p class="legend">{keys}</p>' if keys else ""
-    return f"<figure><figcaption><h3>{escape(title)}</h3>{legend}</figcaption>{drawings}</figure>"
+    return framed(title, keys, drawings)
 
 
 def _drawing(
