@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from twinflow import compat
 from twinflow.cli.launch import CONTEXT, launch
-from twinflow.compat import CompatFinder, all_names, missing
+from twinflow.compat import CompatFinder, missing
 from twinflow.compat import __main__ as command
 from twinflow.compat.names import ALIASES, TABLE, Ours, Refused
 from twinflow.launch.worker import rank_words
@@ -90,7 +90,15 @@ def test_a_module_with_two_names_is_one_module(installed: None) -> None:
     assert importlib.import_module("twinflow.compat.deepspeed") is importlib.import_module("deepspeed")
 
 
-@pytest.mark.parametrize(("name", "entry"), [pair for pair in all_names() if isinstance(pair[1], Refused)])
+REFUSED = [
+    (f"deepspeed.{path}.{name}" if path else f"deepspeed.{name}", entry)
+    for path, names in TABLE.items()
+    for name, entry in names.items()
+    if isinstance(entry, Refused)
+]
+
+
+@pytest.mark.parametrize(("name", "entry"), REFUSED)
 def test_what_is_refused_says_what_to_use(name: str, entry: Refused, installed: None) -> None:
     above, _, last = name.rpartition(".")
     module = importlib.import_module(above)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from twinflow.monitor.progress import gib
 from twinflow.native.cgroup import cgroup_cpus, cgroup_folders, parse_meminfo, read_text
 from twinflow.version import __version__
 
@@ -142,17 +143,12 @@ def read_versions() -> dict[str, str | None]:
     return {"twinflow": __version__, "python": platform.python_version(), **packages}
 
 
-def describe_memory(num_bytes: int) -> str:
-    """A number of bytes as text, in GiB, or in MiB if it is less than 1 GiB."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
-
-
 def describe(machine: Machine) -> str:
     """The machine in one line."""
     quota = f", quota {machine.cgroup_cores}" if machine.cgroup_cores is not None else ""
     nodes = "1 NUMA node" if machine.numa_nodes == 1 else f"{machine.numa_nodes} NUMA nodes"
     return (
         f"{machine.system} {machine.architecture}, {machine.cpu}, {machine.affinity_cores} of {machine.logical_cores} "
-        f"cores{quota}, {describe_memory(machine.memory_bytes)} memory, {describe_memory(machine.available_bytes)} "
+        f"cores{quota}, {gib(machine.memory_bytes)} memory, {gib(machine.available_bytes)} "
         f"available, huge pages {machine.huge_pages}, {nodes}"
     )

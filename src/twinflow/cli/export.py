@@ -16,6 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from twinflow.checkpoint.exporting import export_checkpoint
 from twinflow.checkpoint.importing import describe, import_deepspeed
+from twinflow.cli import told_errors
 from twinflow.cli.settings import parse_bytes
 from twinflow.rules import RULES
 
@@ -49,16 +50,6 @@ def export(
     typer.echo(f"{done.path}: {what}, {done.num_bytes:,} bytes, from {done.source}")
     for note in done.notes:
         typer.echo(f"note: {note}")
-
-
-@contextmanager
-def told_errors() -> Iterator[None]:
-    """Print an error of the user or of the file system as one line, without a traceback, and exit with code 1."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
@@ -183,13 +183,6 @@ class CompatDistribution(importlib.metadata.Distribution):
 
     def locate_file(self, path: str | PathLike[str]) -> Any:
         raise FileNotFoundError(str(path))
-
-
-def all_names() -> Iterator[tuple[str, Entry]]:
-    """All names of the table with their full paths, for docs and tests."""
-    for path, names in TABLE.items():
-        for name, entry in names.items():
-            yield f"{NAME}.{join(path, name)}", entry
 
 
 def install() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Final, NamedTuple, Protocol
+from typing import Any, BinaryIO, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -170,25 +170,10 @@ def _json_lines(file: BinaryIO, path: Path, json_key: str) -> Iterator[Piece]:
 class Tokenizer(Protocol):
     """Encodes text as tokens."""
 
-    @property
-    def name(self) -> str:
-        """The name that the user gave."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """All tokens are less than this number."""
-        ...
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The narrowest dtype for all tokens."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Tokenizers with equal fingerprints give the same tokens."""
-        ...
+    name: str  # as the user gave it
+    vocab_size: int  # All tokens are less than this number.
+    dtype: np.dtype[Any]  # the narrowest for all tokens
+    fingerprint: str  # Tokenizers with equal fingerprints give the same tokens.
 
     def encode(self, texts: Sequence[bytes]) -> Sequence[Array]:
         """The tokens of each text."""
@@ -202,10 +187,10 @@ class Tokenizer(Protocol):
 class BytesTokenizer:
     """A tokenizer for which each byte is a token. Documents end with a newline."""
 
-    name: ClassVar[str] = "bytes"
-    vocab_size: ClassVar[int] = 256
-    dtype: ClassVar[np.dtype[Any]] = np.dtype(np.uint8)
-    fingerprint: ClassVar[str] = f"bytes {VERSION}"
+    name: str = "bytes"
+    vocab_size: int = 256
+    dtype: np.dtype[Any] = np.dtype(np.uint8)
+    fingerprint: str = f"bytes {VERSION}"
 
     def encode(self, texts: Sequence[bytes]) -> Sequence[Array]:
         return [np.frombuffer(text, dtype=np.uint8) for text in texts]

@@ -273,6 +273,13 @@ def interface_towards(address: str) -> str | None:
     return None
 
 
+def free_port() -> int:
+    """A port on which no process listens now."""
+    with socket.socket() as made:
+        made.bind((LOCAL_ADDRESS, 0))
+        return int(made.getsockname()[1])
+
+
 def attempt() -> int:
     """The number of restarts of this run."""
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -135,15 +135,6 @@ class AwakeClock:
         self._last_s = now_s
 
 
-@dataclass(frozen=True)
-class _Place:
-    step: int
-    doing: str
-    beats: int
-    limit_s: float
-    state: str = RUNNING
-
-
 class Watch:
     """Ends this rank when another rank fails, and the other ranks when this rank fails. See the module docstring.
 
@@ -174,7 +165,7 @@ class Watch:
         self._keys = own_keys(store, "watch", rank)
         self._pid = os.getpid()
         self._clock = AwakeClock()
-        self._place = _Place(0, "start", 0, float(hang_timeout_s))
+        self._place = Pulse(rank, 0, 0, 0, "start", 0.0, float(hang_timeout_s), RUNNING)
         self._num_aside = 0
         self._moved = (0, 0.0)  # number of beats, and the time at which the judge saw it
         self._life = 0
@@ -425,7 +416,7 @@ class Watch:
     def _pulse(self) -> Pulse:
         place, (beats, moved_s) = self._place, self._moved
         stalled_s = self._clock.now_s - moved_s if place.beats + self._num_aside == beats else 0.0
-        return Pulse(self.rank, self._life, place.beats, place.step, place.doing, stalled_s, place.limit_s, place.state)
+        return replace(place, life=self._life, stalled_s=stalled_s)
 
     def _cause(self, kind: str, text: str, of: Pulse | None = None) -> Cause:
         rank, step = (self.rank, self._place.step) if of is None else (of.rank, of.step)

@@ -9,29 +9,15 @@ from __future__ import annotations
 import csv
 import importlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from twinflow.errors import invalid_value
 from twinflow.monitor.files import keep_lines
 
 Event = tuple[str, float, int]
-
-TAGS: Final = "Train/Samples/"
-LOSS, LR, LOSS_SCALE = f"{TAGS}train_loss", f"{TAGS}lr", f"{TAGS}loss_scale"
-
-
-def step_events(samples: int, loss: float, lr: float, loss_scale: float | None = None) -> list[Event]:
-    """The events that DeepSpeed logs for each step. The loss scale is given only with fp16."""
-    events = [(LOSS, loss, samples), (LR, lr, samples)]
-    return events if loss_scale is None else [*events, (LOSS_SCALE, loss_scale, samples)]
-
-
-def timer_events(samples: int, means_ms: Mapping[str, float]) -> list[Event]:
-    """The events that DeepSpeed logs with `wall_clock_breakdown`: milliseconds of each timer."""
-    return [(f"{TAGS}elapsed_time_ms_{name}", value, samples) for name, value in means_ms.items()]
 
 
 class ScalarWriter(Protocol):
