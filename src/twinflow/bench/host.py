@@ -99,9 +99,7 @@ class Report:
 def choose_settings(
     numel: int | None, threads: int | None, repeats: int | None, quick: bool, available_bytes: int
 ) -> Settings:
-    """Settings with defaults for options that are None. Raises ValueError with the name of the option for an invalid
-    value.
-    """
+    """Settings with defaults for options that are None. Raises ValueError for an invalid value, with its option."""
     if threads is not None:
         check_threads(threads, "--threads")
     if repeats is not None and repeats < 1:
@@ -152,9 +150,7 @@ def same_threads(threads: int) -> Iterator[None]:
 
 @dataclass
 class Timing:
-    """Seconds of every timed call of one contender. For our kernels also of the memory passes before and after each
-    call.
-    """
+    """Seconds of every timed call of a contender, and for our kernels of the memory passes before and after it."""
 
     call_s: list[float] = field(default_factory=list)
     before_s: list[float] = field(default_factory=list)
@@ -201,9 +197,7 @@ def _seconds(work: Work, clock: Callable[[], float]) -> float:
 
 
 def run_job(job: str, contenders: Sequence[Contender], settings: Settings, state: torch.Tensor) -> list[Result]:
-    """Time the contenders of one job. A pass over `state` around each call of a kernel measures the
-    rate of the memory.
-    """
+    """Time the contenders of a job. A pass over `state` around each call of a kernel measures the memory's rate."""
     timings = take_turns(contenders, partial(native.scale_in_place, state, 1.0), settings.repeats)
     pass_bytes = 2 * FP32_BYTES * state.numel()
 

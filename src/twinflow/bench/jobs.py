@@ -56,15 +56,13 @@ PEAK_BYTES: Final = 14 + 14 + 12 + 12 + 8 + 6 + 2 + 18 + 18 + 12
 
 @dataclass(frozen=True)
 class Contender:
-    """A function to be timed. `bytes_per_param` is set for our kernels. A rival has the name of the kernel that it is
-    compared with.
-    """
+    """A function to be timed: one of our kernels, or a rival that is compared with a kernel."""
 
     name: str
     run: Work
     prepare: Work | None = None  # runs before every timed call and is not timed
-    bytes_per_param: float | None = None
-    rival_of: str | None = None
+    bytes_per_param: float | None = None  # of our kernels
+    rival_of: str | None = None  # name of the kernel that a rival is compared with
 
 
 def update_bytes(
@@ -87,9 +85,7 @@ def huge_empty(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def huge_random(numel: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, seed: int = 0) -> Tensor:
-    """Normally distributed numbers. A pattern is repeated, because drawing a billion numbers would take longer than the
-    benchmark.
-    """
+    """Normally distributed numbers. A pattern is repeated, because drawing a billion numbers would take too long."""
     tensor = huge_empty(numel, dtype)
     generator = torch.Generator().manual_seed(seed)
     pattern = torch.randn(min(numel, _PATTERN_NUMEL), generator=generator).mul_(scale).to(dtype)
@@ -288,9 +284,7 @@ def adamw_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
 
 
 def subnormal_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
-    """AdamW with subnormal numbers in half of the gradients, m and v. One step flushes them, so they are filled before
-    each call.
-    """
+    """AdamW with half of the gradients, m and v subnormal. A step flushes them, so they are filled before each call."""
     store = huge_store(ADAMW, "fp32", numel, torch.bfloat16)
     normal_grad, grad = huge_random(numel, torch.bfloat16), huge_random(numel, torch.bfloat16)
     fill_half_tiny(grad, normal=1e-2, tiny=1e-39)

@@ -95,9 +95,7 @@ def parse_huge_pages(enabled: str) -> str:
 
 
 def cgroup_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
-    """The smallest memory limit of this process's cgroups and the smallest free amount, in bytes.
-    None without a limit.
-    """
+    """The smallest limit and the smallest free amount of this process's cgroups in bytes. None without a limit."""
     found = [memory for folder in cgroup_folders("memory", root) if (memory := group_memory(folder)) is not None]
     return min((limit for limit, _ in found), default=None), min((free for _, free in found), default=None)
 

@@ -75,8 +75,7 @@ def show(
 
 
 def section(pattern: str, block: int, heads: int, counts: dict[str, int | None], causal: bool) -> dict[str, Any]:
-    """The pattern as the config section `sparse_attention`. Raises a ValueError for an option that the pattern does not
-    have."""
+    """The pattern as the config section `sparse_attention`. ValueError for an option that it does not have."""
     names = {
         "fixed": {"--window": "num_local_blocks", "--global": "num_global_blocks"},
         "variable": {

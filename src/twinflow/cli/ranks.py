@@ -97,8 +97,7 @@ class Ranks:
             raise SharedError(text if rank == 0 else f"rank {rank}: {text}") from error
 
     def in_turns(self, act: Callable[[], Any]) -> Any:
-        """Call `act` on the first rank of each machine, then on the other ranks, which find the files that the first
-        one wrote."""
+        """Call `act` on the first rank of each machine, then on the others, which find the files that it wrote."""
         made: Any = None
         for turn in (True, False):
             with self.together():
@@ -130,8 +129,7 @@ class Ranks:
             dist.destroy_process_group()
 
     def after_first(self) -> None:
-        """Wait, so that this rank fails later than the first rank. The launcher names the rank that fails first as the
-        cause."""
+        """Wait, so that the first rank fails first: the launcher names the rank that fails first as the cause."""
         if not self.is_first:
             time.sleep(_FIRST_LEAVES_S)
 

@@ -222,8 +222,7 @@ def _check_saved(saved: dict[str, Any], settings: TrainSettings, data: TokenData
 
 
 def _num_valid(started: dict[str, Any]) -> int:
-    """Sequences in a validation, from the settings of the first start. Other numbers of ranks measure the same
-    sequences."""
+    """Sequences in a validation, from the settings of the first start, so that any number of ranks uses the same."""
     replicas = num_replicas(started.get("file_config") or {}, int(started.get("world", 1)))
     return VALID_BATCHES * int(started["batch_size"]) * replicas
 
@@ -263,8 +262,7 @@ def _cap_gpu(settings: TrainSettings) -> int | None:
 
 
 def run_training(run: Run, console: Console) -> Outcome:
-    """Train. The outcome is finished, interrupted by the user, or stopped because a loss or a gradient is not
-    finite."""
+    """Train. The outcome is finished, interrupted by the user, or stopped by a loss or gradient that is not finite."""
     outcome, start = Outcome(), time.perf_counter()
     try:
         with watched(run.engine):
@@ -362,8 +360,7 @@ def _write_trace(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
 
 
 def _finish(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
-    """Save the last checkpoint. After a step with numbers that are not finite none is saved: --resume needs a good
-    one."""
+    """Save the last checkpoint. None is saved after numbers that are not finite: --resume needs a good one."""
     _write_trace(run, outcome, progress)  # the run may end before the last step that was to be recorded
     last = outcome.steps[-1] if outcome.steps else None
     if last is not None and is_bad(last, run.settings.precision):

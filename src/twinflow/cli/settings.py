@@ -137,8 +137,7 @@ def check_vocabulary(file_config: Mapping[str, Any], shape: GPTConfig) -> None:
 
 
 def check_combination(config: Mapping[str, Any], shape: GPTConfig, here: RankEnvironment) -> None:
-    """Raise the error of `initialize` for options that conflict with pipeline or tensor ranks, before the model is
-    built."""
+    """Raise the error of `initialize` for a conflict with pipeline or tensor ranks before the model is built."""
     axes = axes_of(config)
     if axes.pipe * axes.model > 1:
         checked_axes(load_config(config), _on_meta(shape), here, None)

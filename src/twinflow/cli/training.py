@@ -144,8 +144,7 @@ class Talk:
         return replace(record, **self._totals) if self.ranks.group is not None else record
 
     def mean(self, total: float, count: int, wanted: int) -> float | None:
-        """Sum of `total` over all ranks, divided by `wanted`. None if the ranks have counted fewer than `wanted`
-        sequences."""
+        """Sum of `total` over all ranks, divided by `wanted`. None if they have counted fewer sequences."""
         totals = self.ranks.rows([total, count, self.asked()])
         self._stops = bool(totals[:, 2].any())
         return float(totals[:, 0].sum()) / wanted if int(totals[:, 1].sum()) == wanted else None
@@ -196,8 +195,7 @@ class Loop:
             yield from self._valid_records()
 
     def _valid_records(self) -> Iterator[ValidRecord]:
-        """Validate if a validation is due. A validation that was interrupted yields no record: a resumed run repeats
-        it."""
+        """Validate if it is due. An interrupted validation yields no record: a resumed run repeats it."""
         engine, last, every = self._engine, self._settings.steps, self._settings.valid_every
         step = engine.global_steps
         if step not in (0, last) and not (every > 0 and step % every == 0):

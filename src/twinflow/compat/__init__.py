@@ -130,9 +130,7 @@ class CompatFinder(Loader):
     """A finder for sys.meta_path that answers for `deepspeed`, for the modules below it and for its version."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        """The spec of a module. ModuleNotFoundError with a remedy for a module below `deepspeed` that does not exist
-        here.
-        """
+        """The spec of a module. ModuleNotFoundError with a remedy for a module that does not exist here."""
         top, _, below = fullname.partition(".")
         if top != NAME:
             return None

@@ -42,9 +42,7 @@ Entry = Ours | Refused | Through
 
 
 def _ours(module: str, names: str = "", note: str = "", **others: str) -> dict[str, Entry]:
-    """Entries for `names`, separated by spaces, which have the same name in `module`, and for `others`, which have
-    another name there.
-    """
+    """Entries for `names` (separated by spaces) of `module`, and for `others`, which have other names there."""
     found = {name: name for name in names.split()} | others
     return {name: Ours(f"{module}:{target}", note) for name, target in found.items()}
 

@@ -24,9 +24,7 @@ class Named(Optimizer):
 
     @property
     def rule_name(self) -> str | None:
-        """The name of the rule in a config. None if `initialize` must use this optimizer itself: it has state, or its
-        state is not fp32.
-        """
+        """The name of the rule in a config. None for an optimizer with state or with state that is not fp32."""
         return None if self.state or getattr(self, "states", "fp32") != "fp32" else self._rule_name
 
     def options(self) -> dict[str, Any]:

@@ -168,9 +168,7 @@ class RepeatingLoader:
 
 
 class OnDevice:
-    """A context in which modules are created with a dtype on a device. With `meta`, they have no memory until
-    `initialize` fills them.
-    """
+    """A context in which modules get a dtype and a device. On `meta` they have no memory until `initialize`."""
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
         self._dtype = dtype
@@ -190,9 +188,7 @@ class OnDevice:
 
 
 def clone_tensors_for_torch_save(item: Any, device: str | torch.device = "cpu") -> Any:
-    """Copies of the tensors in nested dicts, lists and tuples. A copy holds only the memory of its own elements, unlike
-    a view.
-    """
+    """Copies of the tensors in nested dicts, lists and tuples. Unlike a view, a copy holds only its own elements."""
     if isinstance(item, Tensor):
         return item.detach().clone().to(device)
     if isinstance(item, Mapping):
@@ -210,9 +206,7 @@ def set_random_seed(seed: int) -> None:
 
 
 def move_to_device(item: Any, device: str | torch.device, criterion_func: Any = None) -> Any:
-    """Moves the tensors in nested dicts, lists and tuples to a device. With `criterion_func`: only tensors for which it
-    is true.
-    """
+    """Moves tensors in nested dicts, lists and tuples to a device: all, or those for which `criterion_func` is true."""
     if isinstance(item, Tensor):
         return item.to(device) if criterion_func is None or criterion_func(item) else item
     if criterion_func is None:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -371,9 +371,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """Moves a model to the host and loads a checkpoint's weights. Parameters that the checkpoint does not have keep
-    their values.
-    """
+    """Moves a model to the host and loads a checkpoint's weights. Other parameters keep their values."""
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
@@ -407,8 +405,7 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """Bytes on a host and on a GPU with stage 2: each rank has all weights and a part of gradients and optimizer
-    state."""
+    """Bytes on a host and on a GPU with stage 2: each rank has all weights and a part of gradients and state."""
     world, size = num_gpus_per_node * num_nodes, state_bytes("fp32")
     weights, gradients = _WIDTH * total_params, _WIDTH * total_params / world
     if cpu_offload:
@@ -452,13 +449,14 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Prints the stage 2 estimates for a number of parameters."""
-    rows = []
-    for offload in (True, False):
-        found = estimate_zero2_model_states_mem_needs(
-            total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
+    given = (total_params, num_gpus_per_node, num_nodes)
+    rows = {
+        f"offload_optimizer={name}": estimate_zero2_model_states_mem_needs(
+            *given, name == "cpu", additional_buffer_factor
         )
-        rows.append((found[0], found[1], f"offload_optimizer={'cpu' if offload else 'none'}"))
-    _show(total_params, num_gpus_per_node, num_nodes, rows)
+        for name in ("cpu", "none")
+    }
+    _show(*given, rows)
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
@@ -479,19 +477,18 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Prints the stage 3 estimates for a number of parameters."""
-    rows = []
-    for offload, params in ((True, True), (True, False), (False, False)):
-        found = estimate_zero3_model_states_mem_needs(
+    rows = {}
+    for params, states in (("cpu", "cpu"), ("none", "cpu"), ("none", "none")):
+        host, gpu, _ = estimate_zero3_model_states_mem_needs(
             total_params,
             largest_layer_params,
             num_gpus_per_node,
             num_nodes,
-            offload,
-            params,
+            cpu_offload=states == "cpu",
+            cpu_offload_params=params == "cpu",
             additional_buffer_factor=additional_buffer_factor,
         )
-        options = f"offload_param={'cpu' if params else 'none'}, offload_optimizer={'cpu' if offload else 'none'}"
-        rows.append((found[0], found[1], options))
+        rows[f"offload_param={params}, offload_optimizer={states}"] = (host, gpu)
     _show(total_params, num_gpus_per_node, num_nodes, rows)
 
 
@@ -500,9 +497,9 @@ def _count(model: nn.Module) -> int:
     return sum(param.numel() for param in set(model.parameters()))
 
 
-def _show(total: int, num_gpus: int, num_nodes: int, rows: Sequence[tuple[int, int, str]]) -> None:
+def _show(total: int, num_gpus: int, num_nodes: int, rows: Mapping[str, tuple[int, int]]) -> None:
     print(f"weights, gradients and AdamW's state of {total / 1e6:.0f}M parameters with twinflow,")
     print(f"bf16 weights, {num_nodes} machines with {num_gpus} GPUs each:")
     print(f"{'a host':>12}  {'a GPU':>12}  options")
-    for host, gpu, options in rows:
+    for options, (host, gpu) in rows.items():
         print(f"{host / 2**30:>9.2f} GB  {gpu / 2**30:>9.2f} GB  {options}")

@@ -75,9 +75,7 @@ def needed(text: str) -> Any:
 
 
 def unused(default: Any, because: str, *, quiet: tuple[object, ...] = ()) -> Any:
-    """Declares a key that is accepted and has no effect. Values in `quiet` cause no note, because they match what
-    twinflow does anyway.
-    """
+    """Declares a key that is accepted and has no effect. Values in `quiet` match twinflow and cause no note."""
     rule = Rule(UNUSED, because, quiet)
     return Field(default, description=f"No effect here: {because}", json_schema_extra=rule)
 

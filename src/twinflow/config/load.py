@@ -73,9 +73,7 @@ def _decoded(source: str | os.PathLike[str]) -> str:
 
 
 def parse(text: str, where: str) -> Mapping[Any, Any]:
-    """Parses JSON. Text that is not JSON is parsed as HJSON: it may have comments, missing or extra commas, and no
-    outer braces.
-    """
+    """Parses JSON, or else HJSON: it may have comments, missing or extra commas, and no outer braces."""
     if not text.strip():
         raise ValueError(f"{where}The config is empty. Write {{}} for a config without keys.")
     try:
@@ -341,8 +339,7 @@ def _refusals(section: Section, at: KeyPath) -> Iterator[tuple[KeyPath, object, 
 
 
 def _checked_params(kind: type[Any], chosen: Optimizer | Scheduler, name: str) -> dict[str, Any]:
-    """Checks the options of an optimizer or schedule. For torch's classes, only the names of the options are
-    checked."""
+    """Checks the options of an optimizer or schedule. For torch's classes, only the names are checked."""
     at, params = (name, "params"), dict(chosen.params)
     try:
         if issubclass(kind, Section):

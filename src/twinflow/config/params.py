@@ -232,9 +232,7 @@ def optimizer_kind(name: str) -> type[Any]:
 
 
 def schedule_kind(name: str) -> type[Any]:
-    """The section or the torch class for a value of `scheduler.type`, in upper or lower case. ValueError for an unknown
-    one.
-    """
+    """The section or the torch class for a value of `scheduler.type`, in any case. ValueError for an unknown one."""
     for own, section in SCHEDULES.items():
         if own.lower() == name.lower():
             return section

@@ -78,9 +78,7 @@ def _or_auto(key: dict[str, Any]) -> dict[str, Any]:
 
 
 def _options(sections: Mapping[str, type[Section]]) -> dict[str, Any]:
-    """The options of all types together. The schema does not say which options belong to which type, but the loader
-    checks it.
-    """
+    """The options of all types together. Only the loader checks which options belong to which type."""
     found: dict[str, Any] = {}
     for section in sections.values():
         for name, info in section.model_fields.items():

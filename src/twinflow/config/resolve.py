@@ -31,9 +31,7 @@ class Axes:
 
 
 def resolve_axes(config: Config, own_stages: int | None = None) -> Axes:
-    """The degrees of pipeline and tensor parallelism of a config. `own_stages`: the number of stages of a
-    PipelineModule.
-    """
+    """The degrees of pipeline and tensor parallelism of a config. `own_stages`: the stages of a PipelineModule."""
     asked = config.pipeline.stages
     if asked is not None and asked < 0:
         raise invalid_value("pipeline.stages", asked, "a whole number >= 0")

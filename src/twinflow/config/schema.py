@@ -220,8 +220,7 @@ class OffloadOptimizer(Section):
 
     @classmethod
     def own_keys(cls) -> tuple[str, ...]:
-        """The keys for TwinOptimizer. Each is an argument of TwinOptimizer or a field of `Tuning` with the same
-        name."""
+        """The keys for TwinOptimizer: each is an argument of it, or a field of `Tuning` with the same name."""
         keys = ((name, rule_of(info)) for name, info in cls.model_fields.items() if name != "device")
         return tuple(name for name, rule in keys if rule is not None and rule.kind == HONOURED)
 

@@ -310,9 +310,7 @@ def cached_tokens(
     cache: Path | str | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Array:
-    """All tokens, memory-mapped from a cache file. The file is written if it does not exist. It can be used as a source
-    itself.
-    """
+    """All tokens, memory-mapped from a cache file, which is written if needed and can be a source itself."""
     folder = default_cache() if cache is None else Path(cache).expanduser()
     file, side = folder / f"{fingerprint}.bin", folder / f"{fingerprint}.json"
     try:

@@ -113,9 +113,7 @@ class TokenData:
         )
 
     def batch(self, split: Split, index: int, batch_size: int, context: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of batch `index`, each [batch_size, context] int64. Targets are the
-        tokens shifted by one.
-        """
+        """Tokens and targets (the tokens shifted by one) of batch `index`, each [batch_size, context] int64."""
         data = self._part(split)
         rows = [data[start : start + context + 1] for start in self._starts(split, index, batch_size, context)]
         windows = np.stack(rows).astype(np.int64)

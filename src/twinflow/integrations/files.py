@@ -34,9 +34,7 @@ class StreamedState:
         return {"kind": KIND, "folder": TAG}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state from the folder if `state_dict` is a reference, or from a whole state dict
-        of a TwinOptimizer.
-        """
+        """Load the state from the folder if `state_dict` is a reference, else from a state dict of a TwinOptimizer."""
         if state_dict.get("kind") == KIND:
             load_state(self._optimizer, self._folder)
         else:

@@ -253,9 +253,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a folder. If only weights are saved, write a file in Lightning's format. Raises RuntimeError after
-        `fit`.
-        """
+        """Write a folder, or a file in Lightning's format for weights only. Raises RuntimeError after `fit`."""
         if "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return

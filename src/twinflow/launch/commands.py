@@ -27,9 +27,7 @@ class Host:
 
 
 def parse_hostfile(text: str, name: str = "hostfile") -> dict[str, int]:
-    """The number of slots of each host, in the order of the file. A line reads `worker-1 slots=4`. A comment starts
-    with #.
-    """
+    """The number of slots of each host, in the order of the file. A line reads `worker-1 slots=4  # comment`."""
     found: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split("#", 1)[0].strip()
@@ -191,8 +189,7 @@ def _torchrun(host: Host, node_rank: int, num_nodes: int, program: Program, meet
 
 
 def _visible_devices(host: Host, visible: str) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES for the chosen slots. Empty if they are the first slots, which are the local ranks
-    already."""
+    """CUDA_VISIBLE_DEVICES for the chosen slots. Empty for the first slots, which are the local ranks already."""
     if host.slots == tuple(range(len(host.slots))):
         return {}
     here = visible.split(",") if visible else [str(slot) for slot in range(host.num_slots)]

@@ -15,7 +15,7 @@ import struct
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -155,9 +155,7 @@ def _port(env: Mapping[str, str], default: int) -> int:
 
 
 def _checked(env: Mapping[str, str], names: Sequence[str], address: str, port: int) -> RankEnvironment:
-    """Checks that a rank is below its world size, on this machine and in total. `names`: rank, local rank, size, local
-    size.
-    """
+    """Checks that ranks are below their sizes, in total and here. `names`: rank, local rank, size, local size."""
     rank, local_rank, world_size, local_size = (_number(env, name) for name in names)
     for name, value, size_name, size in (
         (names[0], rank, names[2], world_size),
@@ -199,7 +197,8 @@ def init_distributed(
     if has_cuda:
         # With Slurm, each task may see only its own GPU, with index 0.
         torch.cuda.set_device(found.local_rank % torch.cuda.device_count())
-    os.environ.update(_torchrun_variables(found))  # torch and other libraries read some of them.
+    # torch and other libraries read some of the variables of torchrun.
+    os.environ.update({name.upper(): str(value) for name, value in asdict(found).items()})
     os.environ.update(gloo_variables(found, env))
     timeout = timedelta(seconds=timeout_s)
     store = _attempts_store(found, timeout)
@@ -312,14 +311,3 @@ def joined(env: Mapping[str, str] = os.environ) -> RankEnvironment:
         return found
     # The script created the group without a launcher, or inside one rank of a launcher. All ranks count as local.
     return RankEnvironment(rank, rank, world_size, world_size, LOCAL_ADDRESS, DEFAULT_PORT)
-
-
-def _torchrun_variables(found: RankEnvironment) -> dict[str, str]:
-    return {
-        "RANK": str(found.rank),
-        "LOCAL_RANK": str(found.local_rank),
-        "WORLD_SIZE": str(found.world_size),
-        "LOCAL_WORLD_SIZE": str(found.local_world_size),
-        "MASTER_ADDR": found.master_addr,
-        "MASTER_PORT": str(found.master_port),
-    }

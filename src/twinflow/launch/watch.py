@@ -189,9 +189,7 @@ class Watch:
         self._place = replace(self._place, step=step, doing=doing, beats=self._place.beats + 1)
 
     def go_on(self) -> None:
-        """Records progress of background work, such as a checkpoint. Steps that wait for this work do not count as
-        hanging.
-        """
+        """Records progress of background work, such as a checkpoint, so that steps that wait for it do not hang."""
         self._num_aside += 1
 
     @contextmanager

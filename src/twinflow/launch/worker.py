@@ -65,9 +65,7 @@ def read_failure(line: str) -> Failure | None:
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure | None:
-    """The earliest failure of the last attempt that is not the loss of another rank. If there is none, the earliest
-    failure.
-    """
+    """The earliest failure of the last attempt, if possible one that is not the loss of another rank."""
     return min(failures, key=lambda f: (-f.attempt, bool(LOST_PEER.search(f.error)), f.time_s), default=None)
 
 
@@ -114,9 +112,7 @@ class Tail:
         self._thread.start()
 
     def finish(self, timeout_s: float) -> None:
-        """Waits for the rest of the output. The wait has a limit, because a leftover process of the script may hold the
-        pipe open.
-        """
+        """Waits for the rest of the output, with a limit: a leftover process of the script may hold the pipe open."""
         self._thread.join(timeout_s)
 
     def _copy(self) -> None:
@@ -193,9 +189,7 @@ def _wait(child: subprocess.Popen[bytes], stop: Stop) -> int:
 
 
 def rank_words(words: list[str], local_rank: str) -> list[str]:
-    """The arguments of Python for a rank. With --compat, the script gets `--local_rank=N`, as from DeepSpeed's
-    launcher.
-    """
+    """The arguments of Python for a rank. With --compat, the script gets `--local_rank=N`, as from DeepSpeed."""
     words = list(words)
 
     def take(option: str) -> bool:

@@ -90,9 +90,7 @@ class FlopsReport:
 
     @property
     def backward_flops(self) -> float:
-        """Counted FLOPs of backward if it was run. Otherwise an estimate: twice the FLOPs of forward, and the
-        recomputed forwards.
-        """
+        """Counted FLOPs of backward. If it was not run: twice the FLOPs of forward, and the recomputed forwards."""
         counted = self.rows[0].backward_flops
         return counted if counted else (2.0 + self.recompute_fwd_factor) * self.forward_flops
 
@@ -138,49 +136,30 @@ class FlopsReport:
 
 
 class FlopsProfile:
-    """Counts FLOPs between `start()` and `stop()`, or within a `with` block. Then `report` has the result.
+    """Context manager that counts one step: `with profile(model) as p: model(x).sum().backward()`, then `p.report`.
 
     Profiling changes no result. FLOPs inside compiled functions cannot be counted: profile the model without
     compilation.
     """
 
+    report: FlopsReport  # exists after the block
+
     def __init__(self, model: nn.Module, recompute_fwd_factor: float = 0.0) -> None:
         self._model = model
         self._recompute_fwd_factor = recompute_fwd_factor
-        self._report: FlopsReport | None = None
-        self._watch: _Watch | None = None
+        self._watch = _Watch(model)
         self._start_s = 0.0
 
-    @property
-    def report(self) -> FlopsReport:
-        """The result. It exists after `stop()`."""
-        assert self._report is not None, "stop() the profile first"
-        return self._report
-
-    def start(self) -> None:
-        """Register the hooks and start to count."""
-        self._watch = _Watch(self._model)
+    def __enter__(self) -> FlopsProfile:
         self._start_s = self._now()
         self._watch.start()
-
-    def stop(self) -> None:
-        """Remove all hooks and make the report."""
-        watch, self._watch = self._watch, None
-        assert watch is not None, "start() the profile first"
-        watch.stop()
-        seconds = self._now() - self._start_s
-        rows = tuple(_rows(self._model, watch.flops(), watch.seconds()))
-        self._report = FlopsReport(rows, seconds, self._recompute_fwd_factor)
-
-    def text(self, module_depth: int = -1, top_modules: int = 1, detailed: bool = True) -> str:
-        return self.report.text(module_depth, top_modules, detailed)
-
-    def __enter__(self) -> FlopsProfile:
-        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self._watch.stop()
+        seconds = self._now() - self._start_s
+        rows = tuple(_rows(self._model, self._watch.flops(), self._watch.seconds()))
+        self.report = FlopsReport(rows, seconds, self._recompute_fwd_factor)
 
     def _now(self) -> float:
         for device in {param.device for param in self._model.parameters() if param.is_cuda}:
@@ -188,15 +167,11 @@ class FlopsProfile:
         return time.perf_counter()
 
 
-def profile(model: nn.Module, recompute_fwd_factor: float = 0.0) -> FlopsProfile:
-    """Context manager that counts one step: `with profile(model) as p: model(x).sum().backward()`, then `p.report`."""
-    return FlopsProfile(model, recompute_fwd_factor)
+profile = FlopsProfile
 
 
 class _Watch:
-    """Hooks on every module, and the tracker that gives `FlopCounterMode` the current module. See
-    the note at the top.
-    """
+    """Hooks on every module, and the tracker of `FlopCounterMode` for the current module. See the note at the top."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in model.named_modules()}
@@ -235,9 +210,7 @@ class _Watch:
 
     @property
     def parents(self) -> set[tuple[Phase, str]]:
-        """Phase and module of the current operation. `FlopCounterMode` reads this property at every operation that has
-        FLOPs.
-        """
+        """Phase and module of the current operation. `FlopCounterMode` reads it at every operation with FLOPs."""
         node = torch._C._current_autograd_node()
         inner = self._open[-1][0] if self._open else ""
         if node is None:

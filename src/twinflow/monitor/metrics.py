@@ -126,9 +126,7 @@ def tokens_per_second(records: list[StepRecord]) -> float:
 
 
 def share_ahead(records: list[StepRecord]) -> float:
-    """Share of the updates that were made before the gradient norm was known and were kept; NaN if no updates were
-    counted.
-    """
+    """Share of the updates that were made before the gradient norm was known and were kept; NaN without updates."""
     num_updates = sum(record.num_ahead + record.num_held for record in records)
     num_kept = sum(record.num_ahead - record.num_dropped for record in records)
     return num_kept / num_updates if num_updates else math.nan

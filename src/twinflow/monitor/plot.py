@@ -25,9 +25,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """One curve. `style`: a line, a faint line in the background, dots on a line, or an area stacked on the areas
-    before it.
-    """
+    """One curve: a line, a faint line in the background, dots on a line, or an area on top of the areas before it."""
 
     label: str
     points: Sequence[Point]
@@ -101,9 +99,7 @@ def finite(points: Sequence[Point]) -> list[Point]:
 
 
 def thin(points: Sequence[Point], max_points: int = MAX_POINTS) -> list[Point]:
-    """At most `max_points` points. Each is the mean of several successive points, so that no part of the curve is
-    skipped.
-    """
+    """At most `max_points` points. Each is the mean of several successive points, so that no part is skipped."""
     if len(points) <= max_points:
         return list(points)
     size = math.ceil(len(points) / max_points)

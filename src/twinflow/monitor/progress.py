@@ -109,9 +109,7 @@ def live_fields(record: StepRecord, total_steps: int, left_s: float) -> list[Fie
 
 
 def machine_texts(record: StepRecord) -> tuple[str, str, str, str, str]:
-    """Texts for FLOPS, GPU memory, host memory, CPU load and ratio. A text is empty if its value was not measured, or
-    if the ratio is 1.
-    """
+    """Texts for FLOPS, GPU memory, host memory, CPU load and ratio. Empty if not measured, or for ratio 1."""
     return (
         f"{record.tflops:.{1 if record.tflops >= 1 else 3}f} TFLOPS" if record.tflops > 0 else "",
         f"GPU {gib(record.gpu_bytes)}" if record.gpu_bytes > 0 else "",

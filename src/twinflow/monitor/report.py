@@ -186,9 +186,7 @@ COLUMNS: Final = (
 
 
 def steps_table(steps: Sequence[StepRecord], valids: Sequence[ValidRecord]) -> str:
-    """A table of at most 20 steps and one of at most 20 validations, evenly spread over the run, including first and
-    last.
-    """
+    """A table of at most 20 steps and one of at most 20 validations, evenly spread, including first and last."""
     chosen = spread(steps, NUM_TABLE_ROWS)
     columns = [column for column in COLUMNS if not chosen or any(map(column.is_used, chosen))]
     valid_rows = [

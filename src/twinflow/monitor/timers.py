@@ -43,9 +43,7 @@ class Timers:
     """Mean milliseconds per step of each part, over the steps since the last call of `means_ms`."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """`device`: the device of the model. For a GPU, times are measured on it. Default: the current GPU, if there is
-        one.
-        """
+        """`device`: the device of the model, on which times are measured. Default: the current GPU, if there is one."""
         if device is None and torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device if device is not None and device.type == "cuda" else None

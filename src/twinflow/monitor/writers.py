@@ -78,9 +78,7 @@ def is_later(row: str, samples: int) -> bool:
 
 
 class TensorBoardWriter:
-    """Writes an event file in `output_path/job_name`. `resume_after`: TensorBoard hides events after this number of
-    samples.
-    """
+    """Writes an event file in `output_path/job_name`. TensorBoard hides events after `resume_after` samples."""
 
     def __init__(self, output_path: str | Path, job_name: str, resume_after: int | None = None) -> None:
         try:
@@ -116,9 +114,7 @@ class WandbWriter:
         self._run: Any = wandb.init(project=project, group=group, entity=team)
 
     def write(self, events: Sequence[Event]) -> None:
-        """Log the events. Events with the same number of samples go into one call, because each call advances the step
-        of wandb.
-        """
+        """Log the events, those of one number of samples in one call, because each call advances the step of wandb."""
         rows: dict[int, dict[str, float]] = {}
         for tag, value, samples in events:
             rows.setdefault(samples, {})[tag] = value
