@@ -4,7 +4,6 @@ takes seconds."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from difflib import get_close_matches
 from importlib import import_module
 from inspect import Parameter, Signature
@@ -93,19 +92,18 @@ def _named(name: str, function: Callable[..., Any], **more: Any) -> Any:
 
 
 def _spread(function: Callable[..., Any], options: type[Any]) -> Callable[..., Any]:
-    """A function with one parameter for each field of the dataclass `options`, which `function` takes as a whole.
-
-    typer makes the command line options from the parameters of a function.
+    """A function with one parameter for each field of the dataclass `options`, which `function` takes as a whole: typer
+    makes command line options from the parameters of a function.
     """
 
     def command(**values: Any) -> Any:
         return function(options(**values))
 
-    hints = get_type_hints(options, include_extras=True)
-    parameters = [
-        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
-        for field in fields(options)
-    ]
+    parameters = []
+    for name, kind in get_type_hints(options).items():
+        field = options.__dataclass_fields__[name]
+        annotation = Annotated[kind, field.metadata["option"]]
+        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation))
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     command.__doc__ = function.__doc__
     return command

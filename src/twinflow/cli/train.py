@@ -6,12 +6,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 from rich.console import Console
 
+from twinflow.cli import option
 from twinflow.cli.outcome import EXIT_CODES, print_header, show
 from twinflow.cli.ranks import USER_ERRORS, Ranks, join
 from twinflow.cli.run import prepare, run_training
@@ -35,141 +36,94 @@ from twinflow.native import get_threads
 from twinflow.rules import RULES
 
 
-def _option(*names: str, help: str) -> Any:
-    return typer.Option(*names, help=help)
-
-
 @dataclass(frozen=True)
 class TrainOptions:
     """The command line options of `twinflow train`."""
 
-    preset: Annotated[
-        str | None, _option(help="Model: tiny, small, gpt-350m, gpt2-1.5b, gpt2-10b or gpt2-13b.  [default: tiny]")
-    ] = None
-    num_layers: Annotated[int | None, _option("--num-layers", help="Number of transformer blocks.")] = None
-    hidden: Annotated[int | None, _option("--hidden-size", help="Width of the model.")] = None
-    num_heads: Annotated[int | None, _option("--num-attention-heads", help="Number of attention heads.")] = None
-    vocab_size: Annotated[
-        int | None,
-        _option("--vocab-size", help="Size of the vocabulary. Default: what the preset and the tokenizer need."),
-    ] = None
-    context: Annotated[
-        int | None, _option("--seq-length", "--context", help="Tokens in a sequence. Default: the preset's.")
-    ] = None
-    checkpoint_activations: Annotated[
-        bool | None,
-        _option(
-            "--checkpoint-activations/--no-checkpoint-activations",
-            help="Keep only the input of each block and recompute the other activations in backward. "
-            "Default: on for models of width 1600 and more.",
-        ),
-    ] = None
-    steps: Annotated[int, _option("--steps", "--train-iters", help="Number of training steps.")] = 800
-    batch_size: Annotated[
-        int | None,
-        _option(
-            "--batch-size", "--micro-batch-size", help="Sequences in a micro-batch of a replica. Default: the preset's."
-        ),
-    ] = None
-    accumulation: Annotated[int | None, _option("--accumulation", help="Micro-batches in a step.  [default: 1]")] = None
-    lr: Annotated[
-        float | None, _option(help="Peak learning rate. Default: depends on the rule and the model size.")
-    ] = None
-    warmup: Annotated[
-        int | None, _option("--warmup", "--lr-warmup-iters", help="Steps of linear warmup. Default: 5% of the steps.")
-    ] = None
-    weight_decay: Annotated[float | None, _option(help="Weight decay. Default: depends on the rule.")] = None
-    grad_clip: Annotated[
-        float | None,
-        _option("--grad-clip", "--clip-grad", help="Largest gradient norm. 0 turns clipping off.  [default: 1]"),
-    ] = None
-    rule: Annotated[str | None, _option(help=f"Update rule: {', '.join(RULES)}.  [default: adamw]")] = None
-    states: Annotated[
-        str | None,
-        _option(
-            help="Optimizer state: fp32, bf16, int8 (adamw and adam), or auto: the widest that fits.  [default: auto]"
-        ),
-    ] = None
-    ratio: Annotated[
-        str | None,
-        _option(
-            "--ratio",
-            help="Share of the optimizer state on the host, 0 to 1, or auto: chosen after some steps.  [default: 1]",
-        ),
-    ] = None
-    placement: Annotated[
-        str | None,
-        _option("--placement", help="End of the model whose optimizer state stays on the GPU: auto, front or tail."),
-    ] = None
-    delayed_update: Annotated[
-        bool, _option("--delayed-update", help="Apply each update one step later, so that no step waits for it.")
-    ] = False
-    precision: Annotated[
-        str | None,
-        _option("--precision", help="Data type of the weights: bf16, fp16 or fp32. Default: bf16 on a GPU, else fp32."),
-    ] = None
-    data: Annotated[
-        str,
-        _option(
-            "--data",
-            "--data-path",
-            help="Training data: stdlib, a .txt, .jsonl, .bin or .npy file, or a folder of text files.",
-        ),
-    ] = "stdlib"
-    json_key: Annotated[str, _option("--json-key", help="Field of a JSONL line that holds the text.")] = "text"
-    tokenizer: Annotated[str, _option(help="bytes, or a folder with a Hugging Face tokenizer.json.")] = "bytes"
-    seed: Annotated[int, _option(help="Seed of the weights and of the order of the data.")] = 0
-    valid_every: Annotated[
-        int,
-        _option(
-            "--valid-every",
-            "--eval-interval",
-            help="Steps between validations. 0: only before the first and after the last step.",
-        ),
-    ] = 100
-    save: Annotated[bool, _option("--save/--no-save", help="Whether to save checkpoints.")] = True
-    save_every: Annotated[
-        int,
-        _option("--save-every", "--save-interval", help="Steps between checkpoints. 0: only one at the end."),
-    ] = 0
-    keep_last: Annotated[int | None, _option(help="How many checkpoints to keep. Default: 2.")] = None
-    resume: Annotated[bool, _option("--resume", help="Continue the run in --out from its last checkpoint.")] = False
-    gpu_memory: Annotated[str | None, _option("--gpu-memory", help="Limit of the GPU memory, for example 32GB.")] = None
-    threads: Annotated[
-        int | None, _option(help="CPU threads of each rank. Default: all that this process may use.")
-    ] = None
-    out: Annotated[Path | None, _option(help="Folder of the run. Default: a new folder in runs.")] = None
-    trace: Annotated[
-        Path | None, _option("--trace", help="Write a timeline of some steps to this file, for Perfetto.")
-    ] = None
-    config: Annotated[
-        Path | None,
-        _option("--deepspeed_config", "--deepspeed-config", "--config", help="A DeepSpeed config, JSON or HJSON."),
-    ] = None
-    of_megatron: Annotated[
-        bool,
-        _option(
-            "--deepspeed",
-            "--cpu-optimizer",
-            "--no-pipeline-parallel",
-            help="Options of Megatron that have no effect here.",
-        ),
-    ] = False
-    tensor_ranks: Annotated[
-        int | None,
-        _option("--model-parallel-size", "--tensor-model-parallel-size", help="Number of tensor-parallel ranks."),
-    ] = None
-    stages: Annotated[
-        int | None,
-        _option("--pipeline-parallel-size", "--pipeline-model-parallel-size", help="Number of pipeline stages."),
-    ] = None
-    pipeline_schedule: Annotated[
-        str | None,
-        _option("--pipeline-schedule", help="Pipeline schedule: gpipe, 1f1b, interleaved or zbv.  [default: 1f1b]"),
-    ] = None
-    max_positions: Annotated[int | None, _option("--max-position-embeddings", help="Same as --seq-length.")] = None
-    fp16: Annotated[bool, _option("--fp16", help="Same as --precision fp16.")] = False
-    bf16: Annotated[bool, _option("--bf16", help="Same as --precision bf16.")] = False
+    preset: str | None = option(None, "Model: tiny, small, gpt-350m, gpt2-1.5b, gpt2-10b or gpt2-13b.  [default: tiny]")
+    num_layers: int | None = option(None, "Number of transformer blocks.")
+    hidden: int | None = option(None, "Width of the model.", "--hidden-size")
+    num_heads: int | None = option(None, "Number of attention heads.", "--num-attention-heads")
+    vocab_size: int | None = option(None, "Size of the vocabulary. Default: what the preset and the tokenizer need.")
+    context: int | None = option(None, "Tokens in a sequence. Default: the preset's.", "--seq-length", "--context")
+    checkpoint_activations: bool | None = option(
+        None,
+        "Keep only the input of each block and recompute the other activations in backward. "
+        "Default: on for models of width 1600 and more.",
+        "--checkpoint-activations/--no-checkpoint-activations",
+    )
+    steps: int = option(800, "Number of training steps.", "--steps", "--train-iters")
+    batch_size: int | None = option(
+        None, "Sequences in a micro-batch of a replica. Default: the preset's.", "--batch-size", "--micro-batch-size"
+    )
+    accumulation: int | None = option(None, "Micro-batches in a step.  [default: 1]")
+    lr: float | None = option(None, "Peak learning rate. Default: depends on the rule and the model size.")
+    warmup: int | None = option(
+        None, "Steps of linear warmup. Default: 5% of the steps.", "--warmup", "--lr-warmup-iters"
+    )
+    weight_decay: float | None = option(None, "Weight decay. Default: depends on the rule.")
+    grad_clip: float | None = option(
+        None, "Largest gradient norm. 0 turns clipping off.  [default: 1]", "--grad-clip", "--clip-grad"
+    )
+    rule: str | None = option(None, f"Update rule: {', '.join(RULES)}.  [default: adamw]")
+    states: str | None = option(
+        None, "Optimizer state: fp32, bf16, int8 (adamw and adam), or auto: the widest that fits.  [default: auto]"
+    )
+    ratio: str | None = option(
+        None, "Share of the optimizer state on the host, 0 to 1, or auto: chosen after some steps.  [default: 1]"
+    )
+    placement: str | None = option(
+        None, "End of the model whose optimizer state stays on the GPU: auto, front or tail."
+    )
+    delayed_update: bool = option(
+        False, "Apply each update one step later, so that no step waits for it.", "--delayed-update"
+    )
+    precision: str | None = option(
+        None, "Data type of the weights: bf16, fp16 or fp32. Default: bf16 on a GPU, else fp32."
+    )
+    data: str = option(
+        "stdlib",
+        "Training data: stdlib, a .txt, .jsonl, .bin or .npy file, or a folder of text files.",
+        "--data",
+        "--data-path",
+    )
+    json_key: str = option("text", "Field of a JSONL line that holds the text.")
+    tokenizer: str = option("bytes", "bytes, or a folder with a Hugging Face tokenizer.json.")
+    seed: int = option(0, "Seed of the weights and of the order of the data.")
+    valid_every: int = option(
+        100,
+        "Steps between validations. 0: only before the first and after the last step.",
+        "--valid-every",
+        "--eval-interval",
+    )
+    save: bool = option(True, "Whether to save checkpoints.", "--save/--no-save")
+    save_every: int = option(0, "Steps between checkpoints. 0: only one at the end.", "--save-every", "--save-interval")
+    keep_last: int | None = option(None, "How many checkpoints to keep. Default: 2.")
+    resume: bool = option(False, "Continue the run in --out from its last checkpoint.", "--resume")
+    gpu_memory: str | None = option(None, "Limit of the GPU memory, for example 32GB.")
+    threads: int | None = option(None, "CPU threads of each rank. Default: all that this process may use.")
+    out: Path | None = option(None, "Folder of the run. Default: a new folder in runs.")
+    trace: Path | None = option(None, "Write a timeline of some steps to this file, for Perfetto.")
+    config: Path | None = option(
+        None, "A DeepSpeed config, JSON or HJSON.", "--deepspeed_config", "--deepspeed-config", "--config"
+    )
+    of_megatron: bool = option(
+        False,
+        "Options of Megatron that have no effect here.",
+        "--deepspeed",
+        "--cpu-optimizer",
+        "--no-pipeline-parallel",
+    )
+    tensor_ranks: int | None = option(
+        None, "Number of tensor-parallel ranks.", "--model-parallel-size", "--tensor-model-parallel-size"
+    )
+    stages: int | None = option(
+        None, "Number of pipeline stages.", "--pipeline-parallel-size", "--pipeline-model-parallel-size"
+    )
+    pipeline_schedule: str | None = option(None, "Pipeline schedule: gpipe, 1f1b, interleaved or zbv.  [default: 1f1b]")
+    max_positions: int | None = option(None, "Same as --seq-length.", "--max-position-embeddings")
+    fp16: bool = option(False, "Same as --precision fp16.", "--fp16")
+    bf16: bool = option(False, "Same as --precision bf16.", "--bf16")
 
 
 def train(options: TrainOptions) -> None:
@@ -289,11 +243,11 @@ def _batch(
     """Sequences in a micro-batch of a rank and micro-batches in a step, from the command line or the config file."""
     keys = BATCH_KEYS
     named = {key: file_config[key] for key in keys if file_config.get(key) not in (None, "auto")}
-    for option, value, key in (("--batch-size", batch_size, keys[1]), ("--accumulation", accumulation, keys[2])):
+    for name, value, key in (("--batch-size", batch_size, keys[1]), ("--accumulation", accumulation, keys[2])):
         if value is not None and value < 1:
-            raise invalid_value(option, value, "a whole number >= 1")
+            raise invalid_value(name, value, "a whole number >= 1")
         if value is not None and named.setdefault(key, value) != value:
-            raise invalid_value(option, value, [named[key]], f"The config file sets {key!r} to this value.")
+            raise invalid_value(name, value, [named[key]], f"The config file sets {key!r} to this value.")
     if keys[0] not in named:
         named.setdefault(keys[1], default)
         named.setdefault(keys[2], 1)

@@ -8,15 +8,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from twinflow.config.fields import (
-    KeyPath,
-    Rule,
-    Section,
-    dotted,
-    in_words,
-    rule_of,
-    section_of,
-)
+from twinflow.config.fields import KeyPath, Rule, Section, dotted, in_words, rule_of, section_of
 from twinflow.config.load import RENAMES
 from twinflow.config.params import OPTIMIZERS, SCHEDULES
 from twinflow.config.schema import Config

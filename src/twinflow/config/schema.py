@@ -212,10 +212,7 @@ class OffloadOptimizer(Section):
     )
     bucket_numel: Buckets | None = honoured(None, "number of elements in a bucket; null: twinflow chooses", ours=True)
     shadow_bytes: Whole | None = honoured(
-        None,
-        "host memory for updates before the clipping decision; null: the spare memory",
-        ours=True,
-        for_host=True,
+        None, "host memory for updates before the clipping decision; null: the spare memory", ours=True, for_host=True
     )
 
     @classmethod
