@@ -36,6 +36,10 @@ from twinflow.native import get_threads
 from twinflow.rules import RULES
 
 
+# Options that become settings without a change.
+_AS_GIVEN = "steps data json_key vocab_size tokenizer seed valid_every save save_every resume trace".split()
+
+
 @dataclass(frozen=True)
 class TrainOptions:
     """The command line options of `twinflow train`."""
@@ -171,7 +175,6 @@ def make_settings(options: TrainOptions, world: int) -> TrainSettings:
     return TrainSettings(
         preset=preset,
         model=shape,
-        steps=options.steps,
         batch_size=batch[0],
         accumulation=batch[1],
         lr=default_lr(rule, shape) if lr is None else lr,
@@ -181,22 +184,13 @@ def make_settings(options: TrainOptions, world: int) -> TrainSettings:
         rule=rule,
         **_offload(options, file_config),
         precision=_precision(options, file_config),
-        data=options.data,
-        json_key=options.json_key,
-        vocab_size=options.vocab_size,
-        tokenizer=options.tokenizer,
-        seed=options.seed,
-        valid_every=options.valid_every,
-        save=options.save,
-        save_every=options.save_every,
         keep_last=2 if options.keep_last is None else options.keep_last,
         gpu_memory=parse_bytes("--gpu-memory", options.gpu_memory),
         threads=get_threads() if options.threads is None else options.threads,
         out=default_out(preset, rule) if options.out is None else options.out,
-        resume=options.resume,
-        trace=options.trace,
         file_config=file_config,
         world=world,
+        **{name: getattr(options, name) for name in _AS_GIVEN},
     )
 
 
@@ -258,9 +252,7 @@ def _batch(
 
 
 def _precision(options: TrainOptions, file_config: Mapping[str, Any]) -> str:
-    named = {name: is_on(file_config, name) for name in ("fp16", "bf16")}
-    named["bf16"] |= is_on(file_config, "bfloat16")
-    asked = {name for name, is_asked in named.items() if is_asked}
+    asked = {name for name in ("fp16", "bf16") if is_on(file_config, name)}
     asked |= {name for name in (options.precision, options.fp16 and "fp16", options.bf16 and "bf16") if name}
     if len(asked) > 1:
         remedy = "The options --precision, --fp16 and --bf16 and the config file must name the same type."
