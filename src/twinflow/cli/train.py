@@ -35,8 +35,8 @@ from twinflow.errors import invalid_value
 from twinflow.native import get_threads
 from twinflow.rules import RULES
 
-# Options that become settings without a change.
-_AS_GIVEN = "steps data json_key vocab_size tokenizer seed valid_every save save_every resume trace".split()
+_DATA = ("data", "json_key", "vocab_size", "tokenizer", "seed")
+_AS_GIVEN = ("steps", *_DATA, "valid_every", "save", "save_every", "resume", "trace")  # options that need no default
 
 
 @dataclass(frozen=True)
