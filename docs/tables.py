@@ -15,9 +15,8 @@ from typing import Any, Final
 from twinflow.compat import NAME
 from twinflow.compat.names import ALIASES, TABLE, Ours, Refused, Through
 from twinflow.config.fields import HONOURED, REFUSED, UNUSED, dotted, is_on
-from twinflow.config.load import RENAMES
 from twinflow.config.params import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULES
-from twinflow.config.registry import Key, keys
+from twinflow.config.schema import RENAMES, Key, keys
 from twinflow.rules import RULES
 
 DOCS: Final = Path(__file__).parent

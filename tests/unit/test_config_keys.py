@@ -12,9 +12,7 @@ import pytest
 
 from twinflow.config import json_schema, load_config, notes, optimizer_choice, params
 from twinflow.config.fields import HONOURED, REFUSED, UNUSED, in_words
-from twinflow.config.load import RENAMES
-from twinflow.config.registry import Key, keys
-from twinflow.config.schema import OffloadOptimizer
+from twinflow.config.schema import RENAMES, Key, OffloadOptimizer, keys
 from twinflow.optim import schedules
 from twinflow.optim.twin import Tuning, TwinOptimizer
 from twinflow.rules import RULES

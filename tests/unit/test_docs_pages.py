@@ -16,7 +16,7 @@ import yaml
 
 import twinflow
 from twinflow.config.fields import HONOURED, dotted
-from twinflow.config.registry import keys
+from twinflow.config.schema import keys
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

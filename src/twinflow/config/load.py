@@ -9,7 +9,7 @@ import base64
 import binascii
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -36,7 +36,7 @@ from twinflow.config.fields import (
     wrong_values,
 )
 from twinflow.config.params import CLIPPING, FORMATS, arguments, optimizer_kind, schedule_kind
-from twinflow.config.schema import Config, Optimizer, Scheduler
+from twinflow.config.schema import RENAMES, ZERO, Config, Optimizer, Rename, Scheduler
 from twinflow.errors import incompatible, invalid_value
 from twinflow.rules import RULES
 
@@ -118,16 +118,6 @@ def plain(given: Mapping[Any, Any], at: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Rename:
-    """A key with another current name."""
-
-    old: KeyPath
-    new: KeyPath
-    note: bool = True  # Whether `notes` reports the renaming. Plain aliases are not reported.
-    convert: Callable[[KeyPath, Any], Any] | None = None  # Makes the new value. The key is not set if it returns None.
-
-
-@dataclass(frozen=True)
 class Renamed:
     """The renamings that were applied to a config."""
 
@@ -142,38 +132,6 @@ class Renamed:
         return dotted(path)
 
 
-def _offload(path: KeyPath, value: Any) -> Any:
-    if not isinstance(value, bool):
-        raise invalid_value(dotted(path), value, "true or false")
-    return {"device": "cpu"} if value else None
-
-
-_ZERO: Final = "zero_optimization"
-_BARE: Final = (
-    "prefetch_bucket_size",
-    "param_persistence_threshold",
-    "model_persistence_threshold",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "gather_16bit_weights_on_model_save",
-    "module_granularity_threshold",
-    "use_all_reduce_for_fetch_params",
-    "allgather_sequential",
-)
-RENAMES: Final = (
-    Rename(("bfloat16",), ("bf16",), note=False),
-    Rename(("allgather_size",), (_ZERO, "allgather_bucket_size")),
-    Rename(("offload_optimizer",), (_ZERO, "offload_optimizer")),
-    Rename(("offload_param",), (_ZERO, "offload_param")),
-    Rename((_ZERO, "cpu_offload"), (_ZERO, "offload_optimizer"), convert=_offload),
-    Rename((_ZERO, "cpu_offload_param"), (_ZERO, "offload_param"), convert=_offload),
-    Rename((_ZERO, "stage3_gather_fp16_weights_on_model_save"), (_ZERO, "stage3_gather_16bit_weights_on_model_save")),
-    *(Rename((_ZERO, name), (_ZERO, f"stage3_{name}"), note=False) for name in _BARE),
-    Rename(("tensor_parallel", "tensor_parallel"), ("tensor_parallel", "tp"), note=False),
-    Rename(("tensor_parallel", "kernel_inject"), ("tensor_parallel", "replace_with_kernel_inject"), note=False),
-)
-
-
 def other_names(section: KeyPath) -> list[str]:
     """Names that a section accepts besides its own keys."""
     return [rename.old[-1] for rename in RENAMES if rename.old[:-1] == section]
@@ -182,11 +140,11 @@ def other_names(section: KeyPath) -> list[str]:
 def modernised(given: dict[str, Any]) -> Renamed:
     """Converts old names in `given` to current ones, in place."""
     done = Renamed()
-    if isinstance(given.get(_ZERO), bool):
-        stage = int(given[_ZERO])
-        given[_ZERO] = {"stage": stage}
-        done.notes.append(f"{_ZERO}: a boolean is an old spelling and means stage {stage}")
-        done.origins[(_ZERO, "stage")] = (_ZERO,)
+    if isinstance(given.get(ZERO), bool):
+        stage = int(given[ZERO])
+        given[ZERO] = {"stage": stage}
+        done.notes.append(f"{ZERO}: a boolean is an old spelling and means stage {stage}")
+        done.origins[(ZERO, "stage")] = (ZERO,)
     for rename in RENAMES:
         _apply(rename, given, done)
     return done

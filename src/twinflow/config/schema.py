@@ -1,10 +1,16 @@
-"""The whole config as a typed, frozen model. Attributes have the names and defaults of DeepSpeed's keys."""
+"""The whole config as a typed, frozen model. Attributes have the names and defaults of DeepSpeed's keys.
+
+The alternative names of keys are here too, and the JSON Schema, which follows from the declarations.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import PrivateAttr
+from pydantic.fields import FieldInfo
 
 from twinflow.config.fields import (
     HONOURED,
@@ -18,10 +24,12 @@ from twinflow.config.fields import (
     Every,
     Free,
     Indices,
+    KeyPath,
     Names,
     Positive,
     Power,
     Ratio,
+    Rule,
     Section,
     Share,
     Side,
@@ -30,7 +38,9 @@ from twinflow.config.fields import (
     Threads,
     Whole,
     Widths,
+    dotted,
     honoured,
+    in_words,
     is_given,
     is_on,
     maybe_section,
@@ -38,8 +48,11 @@ from twinflow.config.fields import (
     refused,
     rule_of,
     section,
+    section_of,
     unused,
 )
+from twinflow.config.params import OPTIMIZERS, SCHEDULES
+from twinflow.errors import invalid_value
 
 _FIXED = "mode fixed: "
 _LISTED = "modes variable and bslongformer: "
@@ -574,3 +587,110 @@ class Config(Section):
     datastates_ckpt: Free | None = refused(None, "leave it out: checkpoints are written to a folder", switch=is_given)
 
     _renamed: tuple[str, ...] = PrivateAttr(())  # notes on old names of keys, for `notes`
+
+
+@dataclass(frozen=True)
+class Rename:
+    """A key with another current name."""
+
+    old: KeyPath
+    new: KeyPath
+    note: bool = True  # Whether `notes` reports the renaming. Plain aliases are not reported.
+    convert: Callable[[KeyPath, Any], Any] | None = None  # Makes the new value. The key is not set if it returns None.
+
+
+def _offload(path: KeyPath, value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise invalid_value(dotted(path), value, "true or false")
+    return {"device": "cpu"} if value else None
+
+
+ZERO: Final = "zero_optimization"
+_BARE: Final = (
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "gather_16bit_weights_on_model_save",
+    "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+)
+RENAMES: Final = (
+    Rename(("bfloat16",), ("bf16",), note=False),
+    Rename(("allgather_size",), (ZERO, "allgather_bucket_size")),
+    Rename(("offload_optimizer",), (ZERO, "offload_optimizer")),
+    Rename(("offload_param",), (ZERO, "offload_param")),
+    Rename((ZERO, "cpu_offload"), (ZERO, "offload_optimizer"), convert=_offload),
+    Rename((ZERO, "cpu_offload_param"), (ZERO, "offload_param"), convert=_offload),
+    Rename((ZERO, "stage3_gather_fp16_weights_on_model_save"), (ZERO, "stage3_gather_16bit_weights_on_model_save")),
+    *(Rename((ZERO, name), (ZERO, f"stage3_{name}"), note=False) for name in _BARE),
+    Rename(("tensor_parallel", "tensor_parallel"), ("tensor_parallel", "tp"), note=False),
+    Rename(("tensor_parallel", "kernel_inject"), ("tensor_parallel", "replace_with_kernel_inject"), note=False),
+)
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of the config with its declaration."""
+
+    path: KeyPath
+    rule: Rule
+    default: Any
+    allowed: str  # in words
+
+
+def keys(model: type[Section] = Config, at: KeyPath = ()) -> Iterator[Key]:
+    """All keys below a section, in the order of declaration."""
+    for name, info in model.model_fields.items():
+        inner, rule = section_of(info.annotation), rule_of(info)
+        if inner is not None:
+            yield from keys(inner, (*at, name))
+        elif rule is not None:
+            yield Key((*at, name), rule, _default(info), in_words(info.annotation, info.metadata))
+
+
+def _default(info: FieldInfo) -> Any:
+    return "must be given" if info.is_required() else info.get_default(call_default_factory=False)
+
+
+def json_schema() -> dict[str, Any]:
+    """A JSON Schema of the config for editors, with types, defaults and the treatment of each key."""
+    schema = Config.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "twinflow config"
+    sections: dict[KeyPath, dict[str, Any]] = {
+        (): schema,
+        ("zero_optimization",): schema["$defs"]["ZeroOptimization"],
+        ("tensor_parallel",): schema["$defs"]["TensorParallel"],
+    }
+    for part in (schema, *schema["$defs"].values()):
+        part["properties"] = {name: _or_auto(key) for name, key in part["properties"].items()}
+    for rename in RENAMES:
+        text = f"Alternative name of {dotted(rename.new)}"
+        sections[rename.old[:-1]]["properties"][rename.old[-1]] = {"description": text, "deprecated": True}
+    for name, options in (("Optimizer", OPTIMIZERS), ("Scheduler", SCHEDULES)):
+        schema["$defs"][name]["properties"]["params"]["properties"] = _options(options)
+    return schema
+
+
+def _or_auto(key: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a key, extended by the value "auto"."""
+    about = {name: value for name, value in key.items() if name in ("title", "description", "default", "x-twinflow")}
+    values = {name: value for name, value in key.items() if name not in about}
+    if not values:  # The key allows any value.
+        return key
+    return {
+        **about,
+        "anyOf": [*values["anyOf"], {"const": "auto"}] if list(values) == ["anyOf"] else [values, {"const": "auto"}],
+    }
+
+
+def _options(sections: Mapping[str, type[Section]]) -> dict[str, Any]:
+    """The options of all types together. Only the loader checks which options belong to which type."""
+    found: dict[str, Any] = {}
+    for kind in sections.values():
+        for name, info in kind.model_fields.items():
+            found.setdefault(name, {"description": info.description})
+    return found

@@ -59,8 +59,7 @@ def loss_plot(report: Report) -> str:
     raw = [(float(r.step), r.loss) for r in report.steps]
     valid = [(float(r.step), r.loss) for r in report.valids]
     curves = [
-        Series("", raw, 1, "faint"),
-        Series("train", smooth(raw), 1),
+        *_smoothed("train", raw, 1),
         Series("validation", valid, 2, "dots", number(valid[-1][1]) if valid else ""),
     ]
     return figure("Loss", curves, size=(1130, 320))
@@ -103,9 +102,7 @@ def load_plot(report: Report) -> str:
     if not any(busy):
         return ""
     mean = f"mean {sum(busy) / len(busy):.1f}"
-    points = _per_step(report, busy)
-    curves = [Series("", points, 3, "faint"), Series("cores busy", smooth(points), 3, "line", mean)]
-    return figure("Host load (cores)", curves, from_zero=True)
+    return figure("Host load (cores)", _smoothed("cores busy", _per_step(report, busy), 3, mean), from_zero=True)
 
 
 def speed_plot(report: Report) -> str:
@@ -113,17 +110,14 @@ def speed_plot(report: Report) -> str:
     tflops = [r.tflops for r in report.steps]
     if not any(tflops):
         return ""
-    points = _per_step(report, tflops)
     mean = f"{tokens_per_second(list(report.steps)):,.0f} tokens/s"
-    curves = [Series("", points, 1, "faint"), Series("model", smooth(points), 1, "line", mean)]
-    return figure("Speed (TFLOPS)", curves, from_zero=True)
+    return figure("Speed (TFLOPS)", _smoothed("model", _per_step(report, tflops), 1, mean), from_zero=True)
 
 
 def norm_plot(report: Report) -> str:
     """Gradient norm before clipping."""
     points = [(float(r.step), r.grad_norm) for r in report.steps]
-    curves = [Series("", points, 1, "faint"), Series("before clipping", smooth(points), 1)]
-    return figure("Gradient norm", curves, from_zero=True, cut_spikes=True)
+    return figure("Gradient norm", _smoothed("before clipping", points, 1), from_zero=True, cut_spikes=True)
 
 
 def rate_plot(report: Report) -> str:
@@ -140,6 +134,11 @@ def scale_plot(report: Report) -> str:
     points = [(float(r.step), math.log2(r.loss_scale)) for r in report.steps if r.loss_scale > 0]
     skipped = f"{sum(r.skipped for r in report.steps):,} steps skipped"
     return figure("Loss scale (power of two)", [Series("scale", points, 2, "line", skipped)])
+
+
+def _smoothed(label: str, points: Sequence[Point], color: int, note: str = "") -> list[Series]:
+    """The raw curve in the background, and its moving average."""
+    return [Series("", points, color, "faint"), Series(label, smooth(points), color, "line", note)]
 
 
 def _per_step(report: Report, values: Sequence[float], factor: float = 1.0) -> list[Point]:
