@@ -103,6 +103,16 @@ def rule_of(info: FieldInfo) -> Rule | None:
     return info.json_schema_extra if isinstance(info.json_schema_extra, Rule) else None
 
 
+def values_in(section: Section, at: KeyPath = ()) -> Iterator[tuple[KeyPath, Section, FieldInfo, Any, Rule]]:
+    """All keys below a section, except the sections: path, own section, declaration, value and rule."""
+    for name, info in type(section).model_fields.items():
+        value, rule = getattr(section, name), rule_of(info)
+        if isinstance(value, Section):
+            yield from values_in(value, (*at, name))
+        elif rule is not None:
+            yield (*at, name), section, info, value, rule
+
+
 def asks_for(rule: Rule, info: FieldInfo, value: object) -> bool:
     """Whether the value of a refused key requests the feature."""
     if rule.switch is not None:

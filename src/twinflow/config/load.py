@@ -29,10 +29,10 @@ from twinflow.config.fields import (
     dotted,
     in_words,
     is_given,
-    rule_of,
     section_of,
     switch_of,
     unknown,
+    values_in,
     wrong_values,
 )
 from twinflow.config.params import CLIPPING, FORMATS, arguments, optimizer_kind, schedule_kind
@@ -243,7 +243,7 @@ def _validated(model: type[_Model], given: dict[str, Any], at: KeyPath, renamed:
     else:
         mistakes = [
             str(invalid_value(name_of(path), Shown(value), allowed, rule.text[0].upper() + rule.text[1:]))
-            for path, value, allowed, rule in _refusals(found, ())
+            for path, value, allowed, rule in _refusals(found)
         ]
     _raise(mistakes)
     return found
@@ -281,19 +281,15 @@ def _paths(model: type[Section], at: KeyPath) -> Iterator[KeyPath]:
             yield from _paths(inner, (*at, name))
 
 
-def _refusals(section: Section, at: KeyPath) -> Iterator[tuple[KeyPath, object, str | list[object], Rule]]:
+def _refusals(found: Section) -> Iterator[tuple[KeyPath, object, str | list[object], Rule]]:
     """The refused keys of a section that are not off, with the values that are allowed."""
-    for name, info in type(section).model_fields.items():
-        value = getattr(section, name)
-        rule = rule_of(info)
-        if isinstance(value, Section):
-            yield from _refusals(value, (*at, name))
-        elif rule is not None and rule.kind == REFUSED and asks_for(rule, info, value):
+    for path, _, info, value, rule in values_in(found):
+        if rule.kind == REFUSED and asks_for(rule, info, value):
             below = switch_of(value) or ()
             for part in below:
                 value = value[part]
             allowed = [info.default, *rule.off] if rule.switch is None else "False" if below else "left out"
-            yield (*at, name, *below), value, allowed, rule
+            yield (*path, *below), value, allowed, rule
 
 
 def _checked_params(kind: type[Any], chosen: Optimizer | Scheduler, name: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from twinflow.config.fields import UNUSED, KeyPath, Section, dotted, rule_of
+from twinflow.config.fields import UNUSED, KeyPath, Section, dotted, rule_of, values_in
 from twinflow.config.params import AdamParams, Common, OneBitAdamParams, optimizer_kind, schedule_kind
 from twinflow.config.schema import Config
 from twinflow.errors import incompatible, invalid_value
@@ -144,10 +144,6 @@ def notes(config: Config) -> list[str]:
 
 
 def _without_effect(section: Section, at: KeyPath) -> Iterator[str]:
-    for name, info in type(section).model_fields.items():
-        value = getattr(section, name)
-        rule = rule_of(info)
-        if isinstance(value, Section):
-            yield from _without_effect(value, (*at, name))
-        elif name in section.model_fields_set and rule is not None and rule.kind == UNUSED and value not in rule.off:
-            yield f"{dotted((*at, name))}: no effect here, because {rule.text}"
+    for path, own, _, value, rule in values_in(section, at):
+        if path[-1] in own.model_fields_set and rule.kind == UNUSED and value not in rule.off:
+            yield f"{dotted(path)}: no effect here, because {rule.text}"

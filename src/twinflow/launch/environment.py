@@ -27,6 +27,9 @@ DEFAULT_PORT = 29500
 # No machine has this address (RFC 5737). The route to it uses the interface to the outside.
 OUTSIDE = "192.0.2.1"
 _SIOCGIFADDR = 0x8915
+# variables of rank, local rank, size and local size
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
+_MPICH = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,13 @@ def rank_environment(env: Mapping[str, str]) -> RankEnvironment | None:
     if "RANK" in env or "LOCAL_RANK" in env:
         return _torchrun(env)
     if "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env:
-        return _open_mpi(env)
+        return _mpi(env, _OPEN_MPI, "mpirun")
     if "MPI_LOCALRANKID" in env:
-        return _mpich(env)
+        return _mpi(env, _MPICH, "mpiexec")
     if "SLURM_PROCID" in env or "SLURM_STEP_NODELIST" in env:
         return _slurm(env)
     if "PMI_RANK" in env or "PMI_SIZE" in env:
-        return _mpich(env)
+        return _mpi(env, _MPICH, "mpiexec")
     if "WORLD_SIZE" in env:
         return _torchrun(env)
     return None
@@ -70,16 +73,8 @@ def _torchrun(env: Mapping[str, str]) -> RankEnvironment:
     return _checked(env, names, env["MASTER_ADDR"], _number(env, "MASTER_PORT"))
 
 
-def _open_mpi(env: Mapping[str, str]) -> RankEnvironment:
-    prefix = "OMPI_COMM_WORLD_"
-    names = (f"{prefix}RANK", f"{prefix}LOCAL_RANK", f"{prefix}SIZE", f"{prefix}LOCAL_SIZE")
-    _need(env, names, "Start the script with mpirun.")
-    return _checked(env, names, _mpi_address(env, names[2], names[3]), _port(env, DEFAULT_PORT))
-
-
-def _mpich(env: Mapping[str, str]) -> RankEnvironment:
-    names = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")
-    _need(env, names, "Start the script with mpiexec.")
+def _mpi(env: Mapping[str, str], names: Sequence[str], starter: str) -> RankEnvironment:
+    _need(env, names, f"Start the script with {starter}.")
     return _checked(env, names, _mpi_address(env, names[2], names[3]), _port(env, DEFAULT_PORT))
 
 
