@@ -79,14 +79,9 @@ def update_bytes(
     return grad_dtype.itemsize + (2 * sum(kept) + weight_passes * weight) / BLOCK
 
 
-def huge_empty(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor that is not initialised, on huge pages if the system provides them."""
-    return native.advise_huge(torch.empty(numel, dtype=dtype))
-
-
 def huge_random(numel: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, seed: int = 0) -> Tensor:
     """Normally distributed numbers. A pattern is repeated, because drawing a billion numbers would take too long."""
-    tensor = huge_empty(numel, dtype)
+    tensor = native.advise_huge(torch.empty(numel, dtype=dtype))
     generator = torch.Generator().manual_seed(seed)
     pattern = torch.randn(min(numel, _PATTERN_NUMEL), generator=generator).mul_(scale).to(dtype)
     for start in range(0, numel, _PATTERN_NUMEL):

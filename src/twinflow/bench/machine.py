@@ -58,20 +58,21 @@ def read_machine(root: Path = Path("/")) -> Machine:
     memory = parse_meminfo(read_text(root / "proc/meminfo"))
     limit, free = cgroup_memory(root)
     available = memory.get("MemAvailable", 0)
-    logical = os.cpu_count() or 1
+    logical, cpus = os.cpu_count() or 1, root / "sys/devices/system/cpu"
+    siblings = {read_text(path) for path in cpus.glob("cpu[0-9]*/topology/thread_siblings_list")}
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
     return Machine(
         system=platform.system(),
         architecture=platform.machine(),
         cpu=parse_cpu(read_text(root / "proc/cpuinfo")) or platform.processor() or platform.machine(),
         logical_cores=logical,
-        physical_cores=_count_physical(root / "sys/devices/system/cpu") or logical,
+        physical_cores=len(siblings) or logical,
         affinity_cores=affinity,
         cgroup_cores=cgroup_cpus(root),
         memory_bytes=memory.get("MemTotal", 0),
         available_bytes=min(available, free) if free is not None else available,
         cgroup_memory_bytes=limit,
-        cache_bytes=_last_level_cache(root / "sys/devices/system/cpu"),
+        cache_bytes=_last_level_cache(cpus),
         huge_pages=parse_huge_pages(read_text(root / "sys/kernel/mm/transparent_hugepage/enabled")),
         numa_nodes=len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or 1,
     )
@@ -111,10 +112,6 @@ def group_memory(folder: Path) -> tuple[int, int] | None:
     stat: dict[str, str] = dict(re.findall(r"^(\w+) (\d+)$", read_text(folder / "memory.stat"), flags=re.MULTILINE))
     reclaimable = int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
     return int(limit), max(0, int(limit) - (int(used) if used.isdigit() else 0) + reclaimable)
-
-
-def _count_physical(folder: Path) -> int:
-    return len({read_text(path) for path in folder.glob("cpu[0-9]*/topology/thread_siblings_list")})
 
 
 def _last_level_cache(folder: Path) -> int:

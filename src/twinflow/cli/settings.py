@@ -31,26 +31,12 @@ SCHEDULES: Final = ("gpipe", "1f1b", "interleaved", "zbv")
 _STAGES, _TENSOR = "--pipeline-parallel-size", "--model-parallel-size"
 MIN_LR_SHARE: Final = 0.1  # learning rate at the end of the cosine, as a share of the peak
 PRECISIONS: Final = ("bf16", "fp16", "fp32")
-STATES: Final = ("auto", "fp32", "bf16", "int8")
 RANKS_STAGE: Final = 2  # default ZeRO stage of several ranks
 BATCH_KEYS: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 GPT2: Final = "gpt2-1.5b"  # default vocabulary and context of a shape given by options
-# Settings that must not change when a run is resumed.
-KEPT: Final = (
-    "model",
-    "batch_size",
-    "accumulation",
-    "rule",
-    "lr",  # the checkpoint's lr and weight_decay would override new values
-    "weight_decay",
-    "data",
-    "json_key",
-    "tokenizer",
-    "seed",
-    "precision",
-    "file_config",
-)
-
+# Settings that must not change when a run is resumed, besides the model and the config file. The checkpoint's lr and
+# weight_decay would override new values.
+KEPT: Final = ("rule", "lr", "weight_decay", "data", "json_key", "tokenizer", "seed", "precision")
 SEQUENCES: Final = "number of sequences in a step (--batch-size x --accumulation x replicas)"
 SHAPE_OPTIONS: Final = {"hidden": "--hidden-size", "num_heads": "--num-attention-heads", "context": "--seq-length"}
 LARGE_LR: Final = 1.5e-4  # for the GPT-2 shapes, which diverge at the learning rate of a tiny model
@@ -396,8 +382,8 @@ def check_same_run(saved: Mapping[str, Any], settings: TrainSettings) -> None:
 def _kept(values: Mapping[str, Any], with_batch: bool) -> dict[str, Any]:
     """The settings that must not change, by their options."""
     shape = {SHAPE_OPTIONS.get(name, option(name)): value for name, value in (values.get("model") or {}).items()}
-    dropped = () if with_batch else ("batch_size", "accumulation")
-    rest = {option(name): values.get(name) for name in KEPT if name not in ("model", "file_config", *dropped)}
+    names = ("batch_size", "accumulation", *KEPT) if with_batch else KEPT
+    rest = {option(name): values.get(name) for name in names}
     file = dict(values.get("file_config") or {})
     for key in SECTIONS if with_batch else (*SECTIONS, *BATCH_KEYS):
         file.pop(key, None)

@@ -88,7 +88,8 @@ _ENGINE: dict[str, Entry] = {
 }
 
 TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
-    "": _ours(_OF + "start", "add_config_arguments init_distributed initialize tp_model_init")
+    "": _ours(_OF + "start", "init_distributed initialize tp_model_init")
+    | _ours("twinflow.build", "add_config_arguments")
     | _ours(_OF + "names", __version__="VERSION", version="VERSION")
     | _ENGINE
     | _ours("twinflow.engine.pipeline", "PipelineEngine")

@@ -119,12 +119,10 @@ class PipeInstruction:
         return f"{self.name}({', '.join(f'{key}={value}' for key, value in self.kwargs.items())})"
 
 
-class OptimizerStep(PipeInstruction):
-    """Updates the weights."""
+class OptimizerStep(PipeInstruction): ...
 
 
-class ReduceGrads(PipeInstruction):
-    """Sums gradients over data-parallel replicas."""
+class ReduceGrads(PipeInstruction): ...
 
 
 class ReduceTiedGrads(PipeInstruction):
@@ -142,28 +140,22 @@ class LoadMicroBatch(BufferOpInstruction):
     """Loads inputs on the first stage and targets on the last stage."""
 
 
-class ForwardPass(BufferOpInstruction):
-    """Runs the forward of the stage."""
+class ForwardPass(BufferOpInstruction): ...
 
 
-class BackwardPass(BufferOpInstruction):
-    """Runs the backward of the stage."""
+class BackwardPass(BufferOpInstruction): ...
 
 
-class SendActivation(BufferOpInstruction):
-    """Sends outputs to the next stage."""
+class SendActivation(BufferOpInstruction): ...
 
 
-class RecvActivation(BufferOpInstruction):
-    """Receives inputs from the previous stage."""
+class RecvActivation(BufferOpInstruction): ...
 
 
-class SendGrad(BufferOpInstruction):
-    """Sends gradients of the inputs to the previous stage."""
+class SendGrad(BufferOpInstruction): ...
 
 
-class RecvGrad(BufferOpInstruction):
-    """Receives gradients of the outputs from the next stage."""
+class RecvGrad(BufferOpInstruction): ...
 
 
 class PipeSchedule:

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from twinflow import build
 from twinflow.compat.optimizers import Named
-from twinflow.compat.zero import OWNERS
+from twinflow.compat.zero import add_owner
 from twinflow.config import load_config, resolve_batch
 from twinflow.config.load import read_source
 from twinflow.config.schema import ZeroOptimization
@@ -133,7 +133,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Engine, Any, Any, Any]:
     found = build.initialize(**given)
     engine = found[0]
     if engine.optimizer is not None:
-        OWNERS.add(engine.optimizer)
+        add_owner(engine.optimizer)
         if isinstance(optimizer, Named):
             # A scheduler that was built with the DeepSpeed optimizer writes to its param_groups.
             optimizer.param_groups = engine.optimizer.param_groups
@@ -184,11 +184,6 @@ def init_distributed(
             remedy = "Start the script with `twinflow launch` or torchrun, or give init_method."
             raise incompatible(f"world_size={world_size}", "a process without a launcher", "it has one rank", remedy)
         dist.init_process_group(backend, store=HashStore(), timeout=timeout, rank=0, world_size=1)
-
-
-def add_config_arguments(parser: Any) -> Any:
-    """Adds DeepSpeed's options `--deepspeed` and `--deepspeed_config` to an argparse parser."""
-    return build.add_config_arguments(parser)
 
 
 def tp_model_init(model: Any, tp_size: int, dtype: Any, config: Any = None, **kwargs: Any) -> Any:

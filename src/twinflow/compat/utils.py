@@ -7,7 +7,7 @@ import os
 import random
 import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -167,24 +167,19 @@ class RepeatingLoader:
         return len(self.loader)  # type: ignore[arg-type]
 
 
-class OnDevice:
+@contextmanager
+def OnDevice(dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> Iterator[None]:
     """A context in which modules get a dtype and a device. On `meta` they have no memory until `initialize`."""
-
-    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
-        self._dtype = dtype
-        self._device = device
-        self._enabled = enabled
-        self._exit = ExitStack()
-
-    def __enter__(self) -> OnDevice:
-        if self._enabled:
-            self._exit.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(self._dtype)
-            self._exit.enter_context(torch.device(self._device))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._exit.close()
+    if not enabled:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def clone_tensors_for_torch_save(item: Any, device: str | torch.device = "cpu") -> Any:

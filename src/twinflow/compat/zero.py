@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,42 +34,34 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _WIDTH = WEIGHT_BYTES["bf16"]
 
 
-class Owners:
-    """The optimizers that `initialize` has built, by parameter. Both are weak references."""
-
-    def __init__(self) -> None:
-        self._found: Any = WeakTensorKeyDictionary()
-
-    def add(self, optimizer: TwinOptimizer) -> None:
-        """Registers the parameters of an optimizer."""
-        for index, param in enumerate(optimizer.runtime.params):
-            self._found[param.tensor] = (weakref.ref(optimizer), index)
-
-    def find(self, tensor: Tensor) -> tuple[TwinOptimizer, Param] | None:
-        """The optimizer and its record of a parameter. None for a parameter that is not trained."""
-        found = self._found.get(tensor)
-        optimizer = found[0]() if found is not None else None
-        if optimizer is None or optimizer.runtime.is_closed:
-            return None
-        return optimizer, optimizer.runtime.params[found[1]]
-
-    def need(self, tensor: Tensor) -> tuple[TwinOptimizer, Param]:
-        """Like `find`, but ValueError if no optimizer has the parameter."""
-        found = self.find(tensor)
-        if found is None:
-            raise invalid_value(
-                "param",
-                f"a tensor of shape {tuple(tensor.shape)}",
-                "a parameter that initialize() was given to train",
-                "Take the parameter from engine.module.named_parameters().",
-            )
-        return found
+# The optimizers that `initialize` has built, by parameter: DeepSpeed's functions get only the parameter. Both are weak
+# references.
+_OWNERS: Any = WeakTensorKeyDictionary()
 
 
-OWNERS = Owners()  # One for each process, as the functions of DeepSpeed get no engine.
+def add_owner(optimizer: TwinOptimizer) -> None:
+    for index, param in enumerate(optimizer.runtime.params):
+        _OWNERS[param.tensor] = (weakref.ref(optimizer), index)
 
 
-class Init:
+def find_owner(tensor: Tensor) -> tuple[TwinOptimizer, Param] | None:
+    """The optimizer and its record of a parameter. None for a parameter that is not trained."""
+    found = _OWNERS.get(tensor)
+    optimizer = found[0]() if found is not None else None
+    if optimizer is None or optimizer.runtime.is_closed:
+        return None
+    return optimizer, optimizer.runtime.params[found[1]]
+
+
+def need_owner(tensor: Tensor) -> tuple[TwinOptimizer, Param]:
+    found = find_owner(tensor)
+    if found is None:
+        given, allowed = f"a tensor of shape {tuple(tensor.shape)}", "a parameter that initialize() was given to train"
+        raise invalid_value("param", given, allowed, "Take the parameter from engine.module.named_parameters().")
+    return found
+
+
+class Init(nullcontext[None]):
     """A context without effect: models are created as usual, and `initialize` partitions them.
 
     DeepSpeed partitions a model during its creation. For a model that does not fit into one host, give `initialize` a
@@ -89,6 +81,7 @@ class Init:
         dtype: torch.dtype | None = None,
         mpu: Any = None,
     ) -> None:
+        super().__init__()
         if remote_device not in (None, "none", "cpu"):
             remedy = "twinflow does not offload to NVMe."
             raise invalid_value("remote_device", remote_device, (None, "none", "cpu"), remedy)
@@ -98,12 +91,6 @@ class Init:
         for name, value in (("data_parallel_group", data_parallel_group), ("mpu", mpu)):
             if value is not None:
                 raise invalid_value(name, type(value).__name__, "None", "initialize() creates the process groups.")
-
-    def __enter__(self) -> Init:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 class GatheredParameters:
@@ -126,7 +113,7 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         for param in self._params:
-            found = OWNERS.find(param)
+            found = find_owner(param)
             if isinstance(param, DTensor) or (found is not None and found[0].offloads_params):
                 kind = "that are partitioned (stage 3)" if isinstance(param, DTensor) else "that live on the host"
                 raise invalid_value("params", f"weights {kind}", "weights that are whole on this rank", _WHOLE)
@@ -171,7 +158,7 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
     """The fp32 master of a parameter after all pending updates. None for a frozen parameter."""
     if _is_frozen(param):
         return None
-    optimizer, known = OWNERS.need(param)
+    optimizer, known = need_owner(param)
     return _read(optimizer, known, MASTER)
 
 
@@ -182,7 +169,7 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     """
     if _is_frozen(param):
         return None
-    optimizer, known = OWNERS.need(param)
+    optimizer, known = need_owner(param)
     _check_key(optimizer, optim_state_key)
     return _read(optimizer, known, optim_state_key)
 
@@ -195,7 +182,7 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """
     if _is_frozen(param):
         return None
-    optimizer, known = OWNERS.need(param)
+    optimizer, known = need_owner(param)
     runtime = optimizer.runtime
     if runtime.sharing is not None or known.is_sharded or runtime.settings.sums_on_host:
         raise incompatible(
@@ -228,7 +215,7 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
 @torch.no_grad()
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     """Writes the master of a parameter, and its weight rounded from the master."""
-    optimizer, known = OWNERS.need(param)
+    optimizer, known = need_owner(param)
     _check_shape(known, value)
     if optimizer.offloads_params:
         raise incompatible(
@@ -248,7 +235,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 @torch.no_grad()
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Writes one tensor of a parameter's optimizer state."""
-    optimizer, known = OWNERS.need(param)
+    optimizer, known = need_owner(param)
     _check_shape(known, value)
     _check_key(optimizer, optim_state_key)
     _settle(optimizer, known)
@@ -257,7 +244,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 
 
 def _is_frozen(param: Tensor) -> bool:
-    return not param.requires_grad and OWNERS.find(param) is None
+    return not param.requires_grad and find_owner(param) is None
 
 
 def _settle(optimizer: TwinOptimizer, param: Param) -> None:

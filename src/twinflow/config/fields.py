@@ -64,14 +64,9 @@ class Section(BaseModel):
 def honoured(
     default: Any, text: str, *, hints: Mapping[str, str] | None = None, ours: bool = False, for_host: bool = False
 ) -> Any:
-    """Declares a key that has the effect `text`."""
+    """Declares a key that has the effect `text`. The default `...` means that the key must be given."""
     rule = Rule(HONOURED, text, hints=hints, ours=ours, for_host=for_host)
     return Field(default, description=text, json_schema_extra=rule)
-
-
-def needed(text: str) -> Any:
-    """Declares an honoured key without a default."""
-    return Field(description=text, json_schema_extra=Rule(HONOURED, text))
 
 
 def unused(default: Any, because: str, *, quiet: tuple[object, ...] = ()) -> Any:

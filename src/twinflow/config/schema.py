@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import PrivateAttr
-from pydantic.fields import FieldInfo
 
 from twinflow.config.fields import (
     HONOURED,
@@ -44,7 +43,6 @@ from twinflow.config.fields import (
     is_given,
     is_on,
     maybe_section,
-    needed,
     refused,
     rule_of,
     section,
@@ -365,7 +363,7 @@ class TorchAutocast(Section):
 class Optimizer(Section):
     """`optimizer`: the update rule and its options."""
 
-    type: OptimizerName = needed("the update rule; names of twinflow's rules may be in upper or lower case")
+    type: OptimizerName = honoured(..., "the update rule; names of twinflow's rules may be in upper or lower case")
     params: Free = honoured({}, "options of the optimizer")
     legacy_fusion: bool = unused(False, "it is an option of LAMB, which is not supported")
 
@@ -373,7 +371,7 @@ class Optimizer(Section):
 class Scheduler(Section):
     """`scheduler`: the schedule of the learning rate."""
 
-    type: ScheduleName = needed("the schedule; its name may be in upper or lower case")
+    type: ScheduleName = honoured(..., "the schedule; its name may be in upper or lower case")
     params: Free = honoured({}, "options of the schedule")
 
 
@@ -648,11 +646,8 @@ def keys(model: type[Section] = Config, at: KeyPath = ()) -> Iterator[Key]:
         if inner is not None:
             yield from keys(inner, (*at, name))
         elif rule is not None:
-            yield Key((*at, name), rule, _default(info), in_words(info.annotation, info.metadata))
-
-
-def _default(info: FieldInfo) -> Any:
-    return "must be given" if info.is_required() else info.get_default(call_default_factory=False)
+            default = "must be given" if info.is_required() else info.get_default(call_default_factory=False)
+            yield Key((*at, name), rule, default, in_words(info.annotation, info.metadata))
 
 
 def json_schema() -> dict[str, Any]:

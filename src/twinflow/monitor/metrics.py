@@ -57,11 +57,6 @@ class StepRecord:
         """Duration of the step in seconds, without validation and reporting."""
         return self.forward_s + self.backward_s + self.update_s
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether loss and gradient norm are finite. If not, the update was not applied."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
 
 @dataclass(frozen=True)
 class ValidRecord:
