@@ -83,14 +83,9 @@ def refused(
     return Field(default, description=f"Only off: {instead}", json_schema_extra=rule)
 
 
-def section(kind: type[Section], text: str) -> Any:
-    """Declares a section with its own keys."""
-    return Field(default_factory=kind, description=text)
-
-
-def maybe_section(text: str) -> Any:
-    """Declares a section whose absence differs from an empty section."""
-    return Field(None, description=text)
+def section(kind: type[Section] | None, text: str) -> Any:
+    """Declares a section with its own keys. None: the absence of the section differs from an empty section."""
+    return Field(None, description=text) if kind is None else Field(default_factory=kind, description=text)
 
 
 def rule_of(info: FieldInfo) -> Rule | None:

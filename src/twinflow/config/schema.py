@@ -42,7 +42,6 @@ from twinflow.config.fields import (
     in_words,
     is_given,
     is_on,
-    maybe_section,
     refused,
     rule_of,
     section,
@@ -264,8 +263,8 @@ class ZeroOptimization(Section):
         "state that is partitioned over ranks: 1 the optimizer state, 2 also summed gradients, 3 also weights; "
         "no effect with one process",
     )
-    offload_optimizer: OffloadOptimizer | None = maybe_section("master weights, optimizer state and update on the host")
-    offload_param: OffloadParam | None = maybe_section("weights on the host, besides the optimizer state")
+    offload_optimizer: OffloadOptimizer | None = section(None, "master weights, optimizer state and update on the host")
+    offload_param: OffloadParam | None = section(None, "weights on the host, besides the optimizer state")
     zenflow: Free | None = refused(
         None, "use offload_optimizer with delayed_update, which also hides the whole update", switch=is_given
     )
@@ -520,11 +519,11 @@ class Config(Section):
     bf16: Bf16 = section(Bf16, "train in bf16")
     torch_autocast: TorchAutocast = section(TorchAutocast, "run the forward under torch.autocast")
     data_types: DataTypes = section(DataTypes, "dtypes besides those of the weights")
-    optimizer: Optimizer | None = maybe_section("the update rule")
-    scheduler: Scheduler | None = maybe_section("the schedule of the learning rate")
+    optimizer: Optimizer | None = section(None, "the update rule")
+    scheduler: Scheduler | None = section(None, "the schedule of the learning rate")
     zero_optimization: ZeroOptimization = section(ZeroOptimization, "ZeRO stage and offload to the host")
     activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing, "recomputed activations")
-    sparse_attention: SparseAttention | None = maybe_section("the sparsity pattern of the attention layers")
+    sparse_attention: SparseAttention | None = section(None, "the sparsity pattern of the attention layers")
     checkpoint: Checkpoint = section(Checkpoint, "how checkpoints are written")
     tensorboard: Files = section(Files, "metrics as TensorBoard files")
     csv_monitor: Files = section(Files, "metrics as CSV files")
