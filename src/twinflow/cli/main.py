@@ -102,7 +102,7 @@ def _spread(function: Callable[..., Any], options: type[Any]) -> Callable[..., A
     parameters = []
     for name, kind in get_type_hints(options).items():
         field = options.__dataclass_fields__[name]
-        annotation = Annotated[kind, field.metadata["option"]]
+        annotation = Annotated[kind, field.metadata["option"]]  # type: ignore[valid-type]
         parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation))
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     command.__doc__ = function.__doc__

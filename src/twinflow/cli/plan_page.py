@@ -163,10 +163,7 @@ def _rates(place: Place) -> list[tuple[str, str]]:
     return [
         ("matrix products", f"{rates.flops / 1e12:,.0f} TFLOPS"),
         ("GPU memory", f"{rates.device_bytes / 1e12:.2f} TB/s"),
-        (
-            "PCIe",
-            f"{out:.0f} GB/s to the host, {back:.0f} GB/s to the GPU, {both:.0f} GB/s each way at once",
-        ),
+        ("PCIe", f"{out:.0f} GB/s to the host, {back:.0f} GB/s to the GPU, {both:.0f} GB/s each way at once"),
         ("host updates", f"{hosts} G parameters/s"),
         ("host updates during copies", f"{busy} G parameters/s"),
     ]

@@ -133,11 +133,6 @@ class Ranks:
         if not self.is_first:
             time.sleep(_FIRST_LEAVES_S)
 
-    def rows_of_report(self, stage: int, layout: str = "") -> list[tuple[str, str]]:
-        """Rows for the header and the report. Empty for one process."""
-        spread = f": {layout}" if layout else ""
-        return [("ranks", f"{self.world}{spread}, ZeRO stage {stage}")] if self.world > 1 else []
-
 
 def _text(error: Exception) -> str:
     return str(error) if isinstance(error, USER_ERRORS) else f"{type(error).__name__}: {error}"

@@ -110,14 +110,12 @@ class Run:
         return self.settings.out / CHECKPOINTS
 
     @property
-    def stage(self) -> int:
-        """ZeRO stage of the run."""
-        return int(self.config["zero_optimization"].get("stage", 0))
-
-    @property
     def rank_rows(self) -> list[tuple[str, str]]:
         """Rows on ranks and parallel layout for the header and the report. Empty for one process."""
-        return self.ranks.rows_of_report(self.stage, describe_layout(self.config, self.ranks.world))
+        world, layout = self.ranks.world, describe_layout(self.config, self.ranks.world)
+        stage = self.config["zero_optimization"].get("stage", 0)
+        spread = f": {layout}" if layout else ""
+        return [("ranks", f"{world}{spread}, ZeRO stage {stage}")] if world > 1 else []
 
 
 @dataclass

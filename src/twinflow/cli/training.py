@@ -121,10 +121,6 @@ class Talk:
         """Whether a rank has reported a signal in the last exchange."""
         return self.asked() if self.ranks.group is None else self._stops
 
-    def any_asked(self) -> bool:
-        """Whether any rank has got a signal by now. All ranks have to call this."""
-        return bool(self.ranks.rows([self.asked()]).any())
-
     def after_step(self, loss: float) -> None:
         """Exchange the loss, the load and the stop flag of a step."""
         load = self._meter.look()
@@ -271,8 +267,8 @@ class Loop:
 
     def _stops_now(self) -> bool:
         """Whether to stop a validation. The ranks of one replica compute together, so they stop together."""
-        is_alone = self._engine.settings.grid is None
-        return self._talk.asked() if is_alone else self._talk.any_asked()
+        asked = self._talk.asked()
+        return asked if self._engine.settings.grid is None else bool(self._talk.ranks.rows([asked]).any())
 
     def _valid_batch(self, index: int, num: int) -> Batch:
         tokens, targets = self.batch("valid", index)
