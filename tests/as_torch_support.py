@@ -521,7 +521,7 @@ class EngineLoop(Loop):
 @functools.cache
 def config_has_early() -> bool:
     """Whether the config knows `offload_optimizer.early`. Without it the engine runs as it does by default."""
-    from twinflow.config.zero import OffloadOptimizer
+    from twinflow.config.schema import OffloadOptimizer
 
     return "early" in OffloadOptimizer.model_fields
 

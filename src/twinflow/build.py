@@ -276,7 +276,7 @@ def _make_reports(config: Config, rank: int) -> Reports:
             if options.output_file:
                 done.report.write(Path(options.output_file), *shape)
             else:
-                LOGGER.info(done.text(*shape))
+                LOGGER.info(done.report.text(*shape))
 
         profiler = Profiler(options.profile_step, profile, show)
     return Reports(

@@ -18,11 +18,10 @@ import torch
 from torch import distributed
 
 import twinflow
-from twinflow.launch import pulse as pulse_module
-from twinflow.launch.failure import Failure, read_failure
-from twinflow.launch.pulse import AwakeClock, Cause, Pulse, hung_rank
+from twinflow.launch import watch as watch_module
 from twinflow.launch.same import first_difference, param_lines
-from twinflow.launch.watch import Watch
+from twinflow.launch.watch import AwakeClock, Cause, Pulse, Watch, hung_rank
+from twinflow.launch.worker import Failure, read_failure
 
 LIMIT_S = 30.0  # in which all ranks have to end
 SOURCE = Path(twinflow.__file__).parents[1]
@@ -35,7 +34,7 @@ import torch
 import torch.distributed as dist
 from twinflow.launch.same import check_same, param_lines
 from twinflow.launch.store import group_store
-from twinflow.launch.pulse import Timing
+from twinflow.launch.watch import Timing
 from twinflow.launch.watch import Watch
 
 def wait_for_all(pids, kill_last, limit_s):
@@ -490,11 +489,11 @@ def test_nothing_hangs_before_the_first_beat_or_without_a_limit() -> None:
 
 def test_time_stands_still_while_the_process_does(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([0.0, 0.5, 1000.0, 1000.5])
-    monkeypatch.setattr(pulse_module.time, "monotonic", lambda: next(moments))
+    monkeypatch.setattr(watch_module.time, "monotonic", lambda: next(moments))
     clock = AwakeClock()
     for _ in range(3):
         clock.tick()
-    assert clock.now_s == 0.5 + pulse_module.LONGEST_TICK_S + 0.5
+    assert clock.now_s == 0.5 + watch_module.LONGEST_TICK_S + 0.5
 
 
 @pytest.mark.parametrize(

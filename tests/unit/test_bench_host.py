@@ -16,9 +16,9 @@ import typer
 from typer.testing import CliRunner, Result
 
 from twinflow import native
-from twinflow.bench import check, host, jobs, machine, rivals
-from twinflow.bench.buffers import fill_half_tiny, huge_like, huge_random, huge_store, update_bytes
-from twinflow.bench.timing import Contender, Work, take_turns
+from twinflow.bench import check, host, jobs, machine
+from twinflow.bench.host import take_turns
+from twinflow.bench.jobs import Contender, Work, fill_half_tiny, huge_like, huge_random, huge_store, update_bytes
 from twinflow.cli import bench as cli
 from twinflow.rules import ADAGRAD, ADAM, ADAMW, LION, RULES, SGD, Rule
 from twinflow.rules.segment import Segment, check_segment
@@ -35,7 +35,7 @@ def quick_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinflow.bench.timing.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("twinflow.bench.host.time.sleep", lambda seconds: None)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def deepspeed(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     for name in ("deepspeed", "deepspeed.ops", "deepspeed.ops.adam"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(sys.modules["deepspeed.ops.adam"], "DeepSpeedCPUAdam", DeepSpeedCPUAdam, raising=False)
-    monkeypatch.setattr(rivals, "version_of", lambda name: "0.1")
+    monkeypatch.setattr(jobs, "version_of", lambda name: "0.1")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     yield seen
     assert os.environ["OMP_NUM_THREADS"] == "7"
@@ -272,23 +272,23 @@ def test_a_deepspeed_that_does_not_build_is_left_out(monkeypatch: pytest.MonkeyP
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(sys.modules["deepspeed.ops.adam"], "DeepSpeedCPUAdam", fail)
-    loaded = rivals.load_deepspeed(threads=1)
+    loaded = jobs.load_deepspeed(threads=1)
     assert loaded.make is None
     assert loaded.about == "0.1, does not load: no compiler"
 
 
 def test_without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    monkeypatch.setattr(rivals, "version_of", lambda name: None)
-    assert rivals.load_deepspeed(threads=1) == rivals.DeepSpeed(None, "not installed")
+    monkeypatch.setattr(jobs, "version_of", lambda name: None)
+    assert jobs.load_deepspeed(threads=1) == jobs.DeepSpeed(None, "not installed")
 
 
 def test_lion_in_torch_operations_is_our_lion() -> None:
     param, grad = torch.randn(500), torch.randn(500)
-    options = {"lr": rivals.LR, "betas": (0.9, 0.99), "weight_decay": 0.01}
+    options = {"lr": jobs.LR, "betas": (0.9, 0.99), "weight_decay": 0.01}
     truth, momentum, _ = LION.apply(param.clone(), torch.zeros(500), None, grad, LION.hyper(options, 1))
     param.grad = grad
-    optimizer = rivals.Lion([param])
+    optimizer = jobs.Lion([param])
     optimizer.step()
     torch.testing.assert_close(param, truth)
     torch.testing.assert_close(optimizer.state[param]["exp_avg"], momentum)

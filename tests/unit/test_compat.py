@@ -18,13 +18,10 @@ from typer.testing import CliRunner
 
 from twinflow import compat
 from twinflow.cli.launch import CONTEXT, launch
+from twinflow.compat import CompatFinder, missing
 from twinflow.compat import __main__ as command
-from twinflow.compat.finder import CompatFinder, all_names, missing
 from twinflow.compat.names import ALIASES, TABLE, Ours, Refused
-from twinflow.compat.table import markdown
 from twinflow.launch.worker import rank_words
-
-DOCS = Path(__file__).parents[2] / "docs" / "compat.md"
 
 
 @pytest.fixture
@@ -93,7 +90,15 @@ def test_a_module_with_two_names_is_one_module(installed: None) -> None:
     assert importlib.import_module("twinflow.compat.deepspeed") is importlib.import_module("deepspeed")
 
 
-@pytest.mark.parametrize(("name", "entry"), [pair for pair in all_names() if isinstance(pair[1], Refused)])
+REFUSED = [
+    (f"deepspeed.{path}.{name}" if path else f"deepspeed.{name}", entry)
+    for path, names in TABLE.items()
+    for name, entry in names.items()
+    if isinstance(entry, Refused)
+]
+
+
+@pytest.mark.parametrize(("name", "entry"), REFUSED)
 def test_what_is_refused_says_what_to_use(name: str, entry: Refused, installed: None) -> None:
     above, _, last = name.rpartition(".")
     module = importlib.import_module(above)
@@ -114,12 +119,6 @@ def test_a_name_that_nobody_knows(installed: None) -> None:
     with pytest.raises(ImportError, match=r"ops\.adam\.FusedAdm is not available.*Did you mean FusedAdam\?"):
         exec("from deepspeed.ops.adam import FusedAdm")
     assert "Available names: DeepSpeedCPULion" in missing("ops.lion", "zzz")
-
-
-def test_the_docs_have_the_table() -> None:
-    assert markdown() in DOCS.read_text(), (
-        "run python -m twinflow.compat.table, and put what it prints into docs/compat.md"
-    )
 
 
 # The command.

@@ -11,11 +11,8 @@ from typing import Any, get_type_hints
 import pytest
 
 from twinflow.config import json_schema, load_config, notes, optimizer_choice, params
-from twinflow.config.fields import HONOURED, REFUSED, UNUSED
-from twinflow.config.messages import in_words
-from twinflow.config.registry import Key, keys
-from twinflow.config.renames import RENAMES
-from twinflow.config.zero import OffloadOptimizer
+from twinflow.config.fields import HONOURED, REFUSED, UNUSED, in_words
+from twinflow.config.schema import RENAMES, Key, OffloadOptimizer, keys
 from twinflow.optim import schedules
 from twinflow.optim.twin import Tuning, TwinOptimizer
 from twinflow.rules import RULES

@@ -17,11 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twinflow.data import documents, encode, files, load_data, tokens
-from twinflow.data.documents import TextSource, pieces, stdlib_files
-from twinflow.data.encode import BytesTokenizer
-from twinflow.data.order import epoch_keys, shuffled
-from twinflow.data.tokens import Split, TokenData
+from twinflow.data import encode, files, load_data, tokens
+from twinflow.data.encode import BytesTokenizer, TextSource, pieces, stdlib_files
+from twinflow.data.tokens import Split, TokenData, epoch_keys, shuffled
 
 # The order.
 
@@ -230,7 +228,7 @@ def test_much_text_of_several_files_goes_through_a_file(tmp_path: Path, monkeypa
 def test_pieces_are_the_text_cut_between_lines_or_characters(
     text: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(documents, "PIECE_BYTES", 10)
+    monkeypatch.setattr(encode, "PIECE_BYTES", 10)
     (tmp_path / "text").write_bytes(text)
     found = list(pieces(TextSource((tmp_path / "text",), len(text)), "text"))
     assert b"".join(piece.text for piece in found) == text
@@ -415,10 +413,10 @@ class Pairs(BytesTokenizer):
 
 
 def test_the_cache_with_any_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "PIECE_BYTES", 100)
+    monkeypatch.setattr(encode, "PIECE_BYTES", 100)
     monkeypatch.setattr(encode, "BATCH_BYTES", 1000)
     (tmp_path / "a.txt").write_bytes(b"0123456789\n" * 999)
-    text = documents.find_text(str(tmp_path / "a.txt"))
+    text = encode.find_text(str(tmp_path / "a.txt"))
     told: list[tuple[int, int]] = []
     found = encode.cached_tokens(text, Pairs(), "text", "name", tmp_path / "c", lambda *at: told.append(at))
     decoded = found.tobytes().replace(b" ", b"")
@@ -512,7 +510,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    text = documents.find_text(str(tmp_path / "a.txt"))
+    text = encode.find_text(str(tmp_path / "a.txt"))
     with pytest.raises(ValueError, match=r"cannot write the tokens to .*a\.txt.*cache folder"):
         encode.cached_tokens(text, Pairs(), "text", "name", tmp_path / "a.txt" / "in a file")
 

@@ -15,10 +15,8 @@ import pytest
 import yaml
 
 import twinflow
-from twinflow.config.fields import HONOURED
-from twinflow.config.messages import dotted
-from twinflow.config.migration import DIFFERENCES, STATUSES, deepspeed_keys, migration_tables, status
-from twinflow.config.registry import keys
+from twinflow.config.fields import HONOURED, dotted
+from twinflow.config.schema import keys
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -52,25 +50,27 @@ def test_names_in_the_text_exist(page: Path) -> None:
         resolve(name)
 
 
+tables = load(DOCS / "tables.py")
+
+
 def test_tables_say_what_the_declarations_say() -> None:
-    tables = load(DOCS / "tables.py")
     for (page, name), table in tables.TABLES.items():
         text = (DOCS / page).read_text()
         assert tables.with_table(text, name, table()) == text, f"{page} is old. Run: python docs/tables.py"
 
 
 def test_every_key_of_deepspeeds_is_there_once_with_a_status() -> None:
-    rows = re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|", migration_tables(), re.M)
+    rows = re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|", tables.migration_tables(), re.M)
     names = [name for name, _ in rows]
     for key in keys():
         assert names.count(dotted(key.path)) == (0 if key.rule.ours else 1), key.path
-    assert {status(key) for key in deepspeed_keys()} == set(STATUSES)
-    assert {found for _, found in rows} == {*STATUSES, "refused"}  # the last: of optimizers that are not here
+    assert {tables.status(key) for key in tables.deepspeed_keys()} == set(tables.STATUSES)
+    assert {found for _, found in rows} == {*tables.STATUSES, "refused"}  # the last: of optimizers that are not here
 
 
 def test_differences_are_of_keys_that_work() -> None:
-    working = {dotted(key.path) for key in deepspeed_keys() if key.rule.kind == HONOURED}
-    assert set(DIFFERENCES) <= working
+    working = {dotted(key.path) for key in tables.deepspeed_keys() if key.rule.kind == HONOURED}
+    assert set(tables.DIFFERENCES) <= working
 
 
 def texts(source: str) -> set[str]:

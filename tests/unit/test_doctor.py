@@ -16,11 +16,12 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from twinflow.bench import machine as machine_module
-from twinflow.bench.machine import Machine, describe_memory, parse_cpu, parse_huge_pages, parse_meminfo
+from twinflow.bench.machine import Machine, parse_cpu, parse_huge_pages, parse_meminfo
 from twinflow.cli import doctor as doctor_module
 from twinflow.cli import facts as facts_module
 from twinflow.cli.doctor import doctor, print_report
 from twinflow.cli.facts import Cuda, Extra, Facts, Gpu, Kernels, Pinned, findings, is_usable, threads_source
+from twinflow.monitor.progress import gib
 
 MACHINE = Machine(
     system="Linux",
@@ -85,8 +86,8 @@ def test_small_parsers() -> None:
     }
     assert parse_huge_pages("always [madvise] never") == "madvise"
     assert parse_huge_pages("") == "unknown"
-    assert describe_memory(3 << 29) == "1.5 GiB"
-    assert describe_memory(8 << 20) == "8 MiB"
+    assert gib(3 << 29) == "1.5 GiB"
+    assert gib(8 << 20) == "8 MiB"
 
 
 def test_a_machine_in_a_container(tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ def test_the_log_and_the_csv_files(make: Any, tmp_path: Path, caplog: pytest.Log
     assert [line.split(",")[0] for line in lines] == ["step 2", "step 4"]
     assert any("forward" in record.getMessage() for record in caplog.records)
     found = {path.name: list(csv.reader(path.open())) for path in (tmp_path / "job").glob("*.csv")}
-    assert any("loss" in name for name in found)
+    assert set(found) == {f"Train_Samples_{tag}.csv" for tag in ("train_loss", "lr", "loss_scale")}  # as in DeepSpeed
     for rows in found.values():
         assert [int(row[0]) for row in rows[1:]] == [2, 4, 6, 8]
 

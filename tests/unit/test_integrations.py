@@ -12,10 +12,10 @@ import torch
 from integrations_support import assert_same_weights
 from torch import nn
 
+from twinflow.integrations import need
 from twinflow.integrations.files import StreamedState
 from twinflow.integrations.given import rule_for, section_for, take_over
 from twinflow.integrations.norms import Clipping, PendingNorm
-from twinflow.integrations.optional import need
 from twinflow.optim.twin import Tuning, TwinOptimizer
 from twinflow.rules import RULES
 

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore
 
 import twinflow
 from twinflow.cli.launch import free_port
-from twinflow.launch.commands import Meeting, Program, master_address, node_commands
+from twinflow.launch.commands import Host, Meeting, Program, choose_hosts, master_address, node_commands, parse_hostfile
 from twinflow.launch.environment import (
     ALONE,
     RankEnvironment,
@@ -28,8 +28,7 @@ from twinflow.launch.environment import (
     shared_card,
     tasks_per_node,
 )
-from twinflow.launch.failure import Failure, error_of, first_failure, read_failure
-from twinflow.launch.hosts import Host, choose_hosts, parse_hostfile
+from twinflow.launch.worker import Failure, error_of, first_failure, read_failure
 
 POOL = {"worker-0": 2, "worker-1": 4, "worker-2": 1}
 

@@ -165,10 +165,10 @@ def test_a_forward_that_raises_leaves_nothing_behind() -> None:
 def test_several_micro_batches_add_up() -> None:
     model = Model()
     p = profile(model)
-    p.start()
+    p.__enter__()
     for _ in range(3):
         model(torch.randn(ROWS, SIZE)).backward()
-    p.stop()
+    p.__exit__()
     assert p.report.forward_flops == 3 * 7 * LINEAR
     assert p.report.backward_flops == 3 * 12 * LINEAR
 
@@ -179,7 +179,7 @@ def test_a_backward_that_was_not_run_is_estimated() -> None:
         model(torch.randn(ROWS, SIZE))
     assert p.report.rows[0].backward_flops == 0
     assert p.report.backward_flops == 3 * p.report.forward_flops
-    assert "not run; estimated" in p.text()
+    assert "not run; estimated" in p.report.text()
 
 
 def test_times_are_those_of_the_modules() -> None:
@@ -246,7 +246,7 @@ def test_a_model_that_was_not_run_has_a_report() -> None:
     with profile(nn.Linear(2, 2)) as p:
         pass
     assert p.report.flops_per_second == 0.0
-    assert "0 FLOP" in p.text()
+    assert "0 FLOP" in p.report.text()
 
 
 def test_prefixes() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from twinflow.monitor.flops import profile
-from twinflow.monitor.load import LoadMeter
+from twinflow.monitor.metrics import LoadMeter
 from twinflow.monitor.timers import MANY_EVENTS, Timers
 
 pytestmark = [

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from twinflow.monitor import load, timers
-from twinflow.monitor.load import LoadMeter, available_bytes
+from twinflow.monitor import metrics, timers
+from twinflow.monitor.metrics import LoadMeter, available_bytes
 from twinflow.monitor.timers import Timers
 
 CPU = torch.device("cpu")
@@ -211,4 +211,4 @@ def test_a_look_is_cheap_enough_for_every_step() -> None:
         meter.look()
         times.append(time.perf_counter() - start)
     assert min(times) < 2e-3
-    assert load.host_memory_bytes() > 0
+    assert metrics.host_memory_bytes() > 0

@@ -11,6 +11,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,15 +22,16 @@ from twin_support import quick_torch
 from typer.testing import CliRunner, Result
 
 from twinflow.build import initialize
-from twinflow.cli import axes, run
+from twinflow.cli import run, settings
 from twinflow.cli.main import app
 from twinflow.cli.memory import Available, case_of, plan_memory
+from twinflow.cli.ranks import Ranks
 from twinflow.cli.settings import TrainSettings, as_json, check_same_run, engine_config, lr_factor
-from twinflow.cli.steps import Clock, batches_at_once, measure, run_step
-from twinflow.cli.training import Loop
+from twinflow.cli.training import Loop, Talk, batches_at_once, measure, run_step
 from twinflow.launch.environment import ALONE
 from twinflow.models.gpt import GPT, GPTConfig
 from twinflow.monitor.metrics import StepRecord, ValidRecord, read_metrics
+from twinflow.monitor.timers import Clock
 from twinflow.native import get_threads, set_threads
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel import split_model
@@ -646,7 +648,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_numbers(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("twinflow.cli.train.write_report", full)
+    monkeypatch.setattr("twinflow.cli.outcome.write_report", full)
     result = megatron("--data", text, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     assert "No space left" in result.stderr
@@ -662,11 +664,14 @@ def test_a_validation_can_be_stopped() -> None:
         return asked >= 5
 
     model = torch.nn.Linear(1, 1)
-    loop = Loop.__new__(Loop)
-    loop._engine = type("Fake", (), {"module": model})()  # type: ignore[assignment]
     model.forward = lambda *_: type("Out", (), {"loss": torch.tensor(1.0)})()  # type: ignore[method-assign]
-    loop.batch = lambda *_: (torch.zeros(1), torch.zeros(1))  # type: ignore[method-assign]
-    assert loop.valid_loss(stop_at_the_fifth) is None
+    parts = {"module": model, "dp_rank": 0, "dp_world_size": 1, "watch": None, "settings": SimpleNamespace(grid=None)}
+    loop: Any = Loop.__new__(Loop)
+    loop._engine, loop._settings, loop._num_valid = SimpleNamespace(**parts), SimpleNamespace(batch_size=1), 16
+    loop.batch = lambda *_: (torch.zeros(1), torch.zeros(1))
+    loop._talk = Talk(Ranks(), stop_at_the_fifth, torch.device("cpu"))
+    assert loop.valid_loss() is None
+    loop._talk = Talk(Ranks(), lambda: False, torch.device("cpu"))
     assert loop.valid_loss() == 1.0
     assert model.training
 
@@ -677,7 +682,7 @@ SHAPE = GPTConfig(vocab_size=256, context=16, num_layers=4, hidden=32, num_heads
 
 
 def layout(stages: int = 1, tensor: int = 1, schedule: str | None = None) -> dict[str, Any]:
-    return axes.with_axes({}, stages, tensor, schedule)
+    return settings.with_axes({}, stages, tensor, schedule)
 
 
 @pytest.mark.parametrize(
@@ -694,24 +699,24 @@ def layout(stages: int = 1, tensor: int = 1, schedule: str | None = None) -> dic
 )
 def test_a_layout_that_does_not_come_out_even_is_refused(config: dict[str, Any], world: int, words: list[str]) -> None:
     with pytest.raises(ValueError, match=r" is .*, but must be ") as found:
-        axes.check_layout(config, SHAPE, world)
+        settings.check_layout(config, SHAPE, world)
     for word in words:
         assert word in str(found.value)
 
 
 def test_a_layout_is_dealt_to_replicas_and_described() -> None:
     for stages, tensor, world in ((1, 1, 1), (1, 1, 8), (2, 1, 2), (2, 2, 8), (4, 1, 4)):
-        replicas = axes.check_layout(layout(stages, tensor), SHAPE, world)
-        assert replicas == axes.num_replicas(layout(stages, tensor), world) == world // (stages * tensor)
-    assert axes.describe(layout(2, 2, "zbv"), 8) == "pipeline 2 (zbv) x tensor 2 x data 2"
-    assert axes.describe(layout(1, 2), 2) == "tensor 2 x data 1"
-    assert axes.describe({}, 4) == ""
+        replicas = settings.check_layout(layout(stages, tensor), SHAPE, world)
+        assert replicas == settings.num_replicas(layout(stages, tensor), world) == world // (stages * tensor)
+    assert settings.describe_layout(layout(2, 2, "zbv"), 8) == "pipeline 2 (zbv) x tensor 2 x data 2"
+    assert settings.describe_layout(layout(1, 2), 2) == "tensor 2 x data 1"
+    assert settings.describe_layout({}, 4) == ""
     assert layout(1, 1) == {}  # as without the options
 
 
 def test_a_vocabulary_that_tensor_ranks_cannot_share_is_refused() -> None:
     with pytest.raises(ValueError, match=r"vocabulary is 257, but .*Use --vocab-size 258"):
-        axes.check_vocabulary(layout(1, 2), replace(SHAPE, vocab_size=257))
+        settings.check_vocabulary(layout(1, 2), replace(SHAPE, vocab_size=257))
 
 
 @pytest.mark.parametrize(
@@ -720,9 +725,9 @@ def test_a_vocabulary_that_tensor_ranks_cannot_share_is_refused() -> None:
 )
 def test_what_does_not_go_with_a_pipeline_is_refused(offload: dict[str, Any], word: str) -> None:
     config = {"zero_optimization": {"offload_optimizer": {"device": "cpu", **offload}}}
-    axes.check_combination(config, SHAPE, replace(ALONE, world_size=2))
+    settings.check_combination(config, SHAPE, replace(ALONE, world_size=2))
     with pytest.raises(ValueError, match=word):
-        axes.check_combination({**config, **layout(2)}, SHAPE, replace(ALONE, world_size=2))
+        settings.check_combination({**config, **layout(2)}, SHAPE, replace(ALONE, world_size=2))
 
 
 def settings_of(world: int, batch_size: int, config: dict[str, Any]) -> TrainSettings:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any, Final
@@ -14,10 +15,7 @@ import torch
 
 from twinflow import native
 from twinflow.bench import jobs
-from twinflow.bench.buffers import FP32_BYTES, huge_random
-from twinflow.bench.jobs import JOBS
-from twinflow.bench.rivals import load_deepspeed
-from twinflow.bench.timing import Contender, take_turns
+from twinflow.bench.jobs import FP32_BYTES, JOBS, Contender, Work, huge_random, load_deepspeed
 from twinflow.errors import invalid_value
 from twinflow.native.threads import check_threads
 
@@ -101,9 +99,7 @@ class Report:
 def choose_settings(
     numel: int | None, threads: int | None, repeats: int | None, quick: bool, available_bytes: int
 ) -> Settings:
-    """Settings with defaults for options that are None. Raises ValueError with the name of the option for an invalid
-    value.
-    """
+    """Settings with defaults for options that are None. Raises ValueError for an invalid value, with its option."""
     if threads is not None:
         check_threads(threads, "--threads")
     if repeats is not None and repeats < 1:
@@ -152,10 +148,56 @@ def same_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(theirs)
 
 
-def run_job(job: str, contenders: Sequence[Contender], settings: Settings, state: torch.Tensor) -> list[Result]:
-    """Time the contenders of one job. A pass over `state` around each call of a kernel measures the
-    rate of the memory.
+@dataclass
+class Timing:
+    """Seconds of every timed call of a contender, and for our kernels of the memory passes before and after it."""
+
+    call_s: list[float] = field(default_factory=list)
+    before_s: list[float] = field(default_factory=list)
+    after_s: list[float] = field(default_factory=list)
+
+
+def take_turns(
+    contenders: Sequence[Contender],
+    memory_pass: Work,
+    repeats: int,
+    warmup: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+    pause_s: float = 0.005,
+) -> dict[str, Timing]:
+    """Time each contender `repeats` times, with one call of each in every round, so that changes of the machine's speed
+    affect all of them alike. Returns timings by name.
+
+    After the last work the threads of OpenMP keep a core busy for some time. The pause lets them stop.
     """
+    timings = {contender.name: Timing() for contender in contenders}
+    for round_index in range(warmup + repeats):
+        for contender in contenders:
+            if contender.prepare is not None:
+                contender.prepare()
+            time.sleep(pause_s)
+            is_kernel = contender.rival_of is None
+            before = _seconds(memory_pass, clock) if is_kernel else None
+            call = _seconds(contender.run, clock)
+            after = _seconds(memory_pass, clock) if is_kernel else None
+            if round_index < warmup:
+                continue
+            timing = timings[contender.name]
+            timing.call_s.append(call)
+            if before is not None and after is not None:
+                timing.before_s.append(before)
+                timing.after_s.append(after)
+    return timings
+
+
+def _seconds(work: Work, clock: Callable[[], float]) -> float:
+    start = clock()
+    work()
+    return clock() - start
+
+
+def run_job(job: str, contenders: Sequence[Contender], settings: Settings, state: torch.Tensor) -> list[Result]:
+    """Time the contenders of a job. A pass over `state` around each call of a kernel measures the memory's rate."""
     timings = take_turns(contenders, partial(native.scale_in_place, state, 1.0), settings.repeats)
     pass_bytes = 2 * FP32_BYTES * state.numel()
 

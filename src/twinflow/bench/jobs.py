@@ -1,25 +1,32 @@
-"""The jobs of the benchmark. Each job builds contenders on its own buffers: our kernels, and rivals
-for the same work.
+"""The jobs of the benchmark. Each job builds contenders on its own large buffers: our kernels, and rivals for the same
+work, which are the optimizers of torch, and of DeepSpeed if it is installed.
 """
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from twinflow import native
-from twinflow.bench.buffers import fill_half_tiny, huge_like, huge_random, huge_store, update_bytes
 from twinflow.bench.check import OPTIONS
-from twinflow.bench.rivals import DeepSpeed, DeepSpeedJob, Fp32Job, Lion, MakeOptimizer, MixedJob, torch_optimizer
-from twinflow.bench.timing import Contender, Work
+from twinflow.bench.machine import version_of
 from twinflow.rules import ADAGRAD, ADAM, ADAMW, LION, SGD, Rule
-from twinflow.rules.formats import rounding_key
-from twinflow.rules.segment import Segment, Store
+from twinflow.rules.formats import BLOCK, rounding_key
+from twinflow.rules.segment import Segment, Store, new_states, splits_master
 
+Work = Callable[[], object]
+_PATTERN_NUMEL: Final = 1 << 20
+FP32_BYTES: Final = 4
+MakeOptimizer = Callable[[list[Tensor]], Optimizer]
+LR = 1e-3
 ADAMW_FP32_STATE: Final = "AdamW bf16 in/out, fp32 state"
 ADAMW_SCALED: Final = "AdamW bf16 in/out, fp32 state, gradient scaled"
 ADAMW_SPLIT: Final = "AdamW bf16 in/out, fp32 state, split master"
@@ -45,6 +52,182 @@ STEP: Final = 10
 # Bytes per parameter of the largest job: stores of 14 and 12 (both twice), 8 and 6, the gradient, two rivals of 18, and
 # the memory pass.
 PEAK_BYTES: Final = 14 + 14 + 12 + 12 + 8 + 6 + 2 + 18 + 18 + 12
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A function to be timed: one of our kernels, or a rival that is compared with a kernel."""
+
+    name: str
+    run: Work
+    prepare: Work | None = None  # runs before every timed call and is not timed
+    bytes_per_param: float | None = None  # of our kernels
+    rival_of: str | None = None  # name of the kernel that a rival is compared with
+
+
+def update_bytes(
+    rule: Rule, format: str, grad_dtype: torch.dtype, weight_dtype: torch.dtype | None, split: bool | None = None
+) -> float:
+    """Bytes of memory traffic per parameter in one update. Each buffer is read once and written once.
+
+    The number is the same for updates in place and out of place.
+    """
+    store = huge_store(rule, format, BLOCK, weight_dtype, split)  # one block has whole scales
+    kept = [tensor.nbytes for tensor in (store.master, *store.states, *store.scales) if tensor is not None]
+    weight = store.weight.nbytes if store.weight is not None else 0
+    weight_passes = 2 if store.is_split else 1  # the weight of a split master is also read
+    return grad_dtype.itemsize + (2 * sum(kept) + weight_passes * weight) / BLOCK
+
+
+def huge_random(numel: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, seed: int = 0) -> Tensor:
+    """Normally distributed numbers. A pattern is repeated, because drawing a billion numbers would take too long."""
+    tensor = native.advise_huge(torch.empty(numel, dtype=dtype))
+    generator = torch.Generator().manual_seed(seed)
+    pattern = torch.randn(min(numel, _PATTERN_NUMEL), generator=generator).mul_(scale).to(dtype)
+    for start in range(0, numel, _PATTERN_NUMEL):
+        part = tensor[start : start + _PATTERN_NUMEL]
+        part.copy_(pattern[: part.numel()])
+    return tensor
+
+
+def huge_store(
+    rule: Rule, format: str, numel: int, weight_dtype: torch.dtype | None, split: bool | None = None
+) -> Store:
+    """A store for random values as from `rules.segment.new_store`, but on huge pages and without fp32 temporaries."""
+    values = huge_random(numel, weight_dtype or torch.float32, scale=0.02)
+    store = Store(format, values, None, *new_states(rule, format, numel, native.huge_zeros))
+    if weight_dtype is None:
+        return store
+    # Any pair of halves is a valid master. With a lower half of zero, the master equals the weight.
+    is_split = splits_master(format, weight_dtype) if split is None else split
+    master = native.huge_zeros(numel, dtype=torch.int16) if is_split else huge_random(numel, scale=0.02)
+    return replace(store, weight=values, master=master)
+
+
+def huge_like(store: Store) -> Store:
+    """A target for updates out of place. Its pages are allocated already."""
+    target = store.empty_like()
+    for tensor in (target.master, target.weight, *target.states, *target.scales):
+        if tensor is not None:
+            native.advise_huge(tensor).zero_()
+    return target
+
+
+def fill_half_tiny(tensor: Tensor, normal: float, tiny: float) -> None:
+    """Fill with alternating blocks of 128 numbers: `tiny` (a subnormal number), then `normal`. The rest is normal."""
+    whole = tensor.numel() // (2 * BLOCK) * (2 * BLOCK)
+    pairs = tensor[:whole].view(-1, 2, BLOCK)
+    pairs[:, 0] = tiny
+    pairs[:, 1] = normal
+    tensor[whole:] = normal
+
+
+def torch_optimizer(name: str, **options: Any) -> MakeOptimizer:
+    """A function that builds `torch.optim.NAME(params, lr, **options)`."""
+    return lambda params: getattr(torch.optim, name)(params, lr=LR, **options)
+
+
+class Fp32Job:
+    """An fp32 parameter with an fp32 gradient, updated in place by a torch optimizer."""
+
+    def __init__(self, numel: int, make: MakeOptimizer) -> None:
+        self.param = huge_random(numel, scale=0.02)
+        self.grad = self.param.grad = huge_random(numel, seed=1)
+        self.optimizer = make([self.param])
+        self.optimizer.step()  # creates the states
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def other(self, make: MakeOptimizer) -> Work:
+        """The step of another optimizer that shares parameter and states with this one, to save memory."""
+        optimizer = make([self.param])
+        optimizer.state[self.param] = self.optimizer.state[self.param]
+        return optimizer.step
+
+    def states(self, *names: str) -> list[Tensor]:
+        """The optimizer's state tensors of these names."""
+        return [self.optimizer.state[self.param][name] for name in names]
+
+
+class MixedJob(Fp32Job):
+    """An fp32 optimizer with a bf16 gradient and a bf16 weight: cast, step, cast."""
+
+    def __init__(self, grad: Tensor, make: MakeOptimizer) -> None:
+        super().__init__(grad.numel(), make)
+        self.grad_in = grad
+        self.weight = native.huge_zeros(grad.numel(), dtype=torch.bfloat16)
+
+    def step(self) -> None:
+        self.grad.copy_(self.grad_in)
+        self.optimizer.step()
+        self.weight.copy_(self.param)
+
+
+class DeepSpeedJob(Fp32Job):
+    """The host update of DeepSpeed: the gradient is fp32 on the host. It is scaled in place, then step, then a cast to
+    bf16.
+    """
+
+    def __init__(self, numel: int, make: MakeOptimizer) -> None:
+        super().__init__(numel, make)
+        self.weight = native.huge_zeros(numel, dtype=torch.bfloat16)
+
+    def step(self) -> None:
+        self.grad.mul_(0.999)
+        self.optimizer.step()
+        self.weight.copy_(self.param)
+
+
+class Lion(Optimizer):
+    """Lion in torch operations, because torch.optim has no Lion."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params, {"lr": LR, "betas": (0.9, 0.99), "weight_decay": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            b1, b2 = group["betas"]
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                direction = state["exp_avg"].lerp(p.grad, 1.0 - b1).sign_()
+                p.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+                state["exp_avg"].lerp_(p.grad, 1.0 - b2)
+
+
+@dataclass(frozen=True)
+class DeepSpeed:
+    """DeepSpeedCPUAdam, or None and the reason."""
+
+    make: MakeOptimizer | None
+    about: str
+
+
+def load_deepspeed(threads: int) -> DeepSpeed:
+    """Import DeepSpeed and build its operator if necessary. Never raises.
+
+    DeepSpeed's OpenMP runtime may differ from torch's. It reads its number of threads from the environment once.
+    """
+    version = version_of("deepspeed")
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    try:
+        adam: Any = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+        adam([torch.zeros(8)], lr=LR, adamw_mode=True)  # builds and loads the operator
+    except ModuleNotFoundError as error:
+        missing = "not installed" if version is None else f"{version}, needs {error.name}"
+        return DeepSpeed(None, missing)
+    except Exception as error:  # The benchmark continues after any error of the compiler or of DeepSpeed.
+        return DeepSpeed(None, f"{version}, does not load: {error}")
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+    return DeepSpeed(lambda params: adam(params, lr=LR, adamw_mode=True), str(version))
 
 
 Build = Callable[[int, DeepSpeed], list[Contender]]  # from the number of parameters to the contenders
@@ -96,9 +279,7 @@ def adamw_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
 
 
 def subnormal_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
-    """AdamW with subnormal numbers in half of the gradients, m and v. One step flushes them, so they are filled before
-    each call.
-    """
+    """AdamW with half of the gradients, m and v subnormal. A step flushes them, so they are filled before each call."""
     store = huge_store(ADAMW, "fp32", numel, torch.bfloat16)
     normal_grad, grad = huge_random(numel, torch.bfloat16), huge_random(numel, torch.bfloat16)
     fill_half_tiny(grad, normal=1e-2, tiny=1e-39)
@@ -112,7 +293,7 @@ def subnormal_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
 
         return work
 
-    contenders = [
+    return [
         kernel(ADAMW_NORMAL, ADAMW, "fp32", update_work(ADAMW, normal_grad, store), refill(ours, tiny=1e-5)),
         kernel(ADAMW_SUBNORMAL, ADAMW, "fp32", update_work(ADAMW, grad, store), refill(ours, tiny=1e-39)),
         Contender(
@@ -122,7 +303,6 @@ def subnormal_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
             rival_of=ADAMW_SUBNORMAL,
         ),
     ]
-    return contenders
 
 
 def fp32_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
@@ -135,13 +315,12 @@ def fp32_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
         "foreach": torch_optimizer("Adam", foreach=True),
         "fused": torch_optimizer("Adam", fused=True),
     }
-    contenders = [
+    return [
         Contender(ADAMW_FP32, update_work(ADAMW, grad, store, factor=1.0), bytes_per_param=num_bytes),
         Contender(TORCH_FP32, rival.step, rival_of=ADAMW_FP32),
         Contender(ADAM_FP32, update_work(ADAM, grad, store, factor=1.0), bytes_per_param=num_bytes),
         *(Contender(TORCH_ADAM[kind], rival.other(make), rival_of=ADAM_FP32) for kind, make in adams.items()),
     ]
-    return contenders
 
 
 def rule_job(rule: Rule, title: str, rival_name: str, make: MakeOptimizer) -> Build:
@@ -177,11 +356,10 @@ def accumulate_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
     """Gradient accumulation of bf16 gradients into an fp32 buffer."""
     into, other, values = huge_random(numel), huge_random(numel), huge_random(numel, torch.bfloat16, scale=1e-3)
     name = "accumulate fp32 += bf16"
-    contenders = [
+    return [
         Contender(name, partial(native.accumulate, into, values), bytes_per_param=2.0 * 4 + 2),
         Contender("torch: Tensor.add_", partial(other.add_, values), rival_of=name),
     ]
-    return contenders
 
 
 JOBS: Final[dict[str, Build]] = {

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from twinflow.native.cgroup import cgroup_cpus, cgroup_folders, read_text
+from twinflow.monitor.progress import gib
+from twinflow.native.cgroup import cgroup_cpus, cgroup_folders, parse_meminfo, read_text
 from twinflow.version import __version__
 
 # On aarch64 /proc/cpuinfo has numbers instead of a name. The keys are (implementer, part) of common server cores.
@@ -57,20 +58,21 @@ def read_machine(root: Path = Path("/")) -> Machine:
     memory = parse_meminfo(read_text(root / "proc/meminfo"))
     limit, free = cgroup_memory(root)
     available = memory.get("MemAvailable", 0)
-    logical = os.cpu_count() or 1
+    logical, cpus = os.cpu_count() or 1, root / "sys/devices/system/cpu"
+    siblings = {read_text(path) for path in cpus.glob("cpu[0-9]*/topology/thread_siblings_list")}
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
     return Machine(
         system=platform.system(),
         architecture=platform.machine(),
         cpu=parse_cpu(read_text(root / "proc/cpuinfo")) or platform.processor() or platform.machine(),
         logical_cores=logical,
-        physical_cores=_count_physical(root / "sys/devices/system/cpu") or logical,
+        physical_cores=len(siblings) or logical,
         affinity_cores=affinity,
         cgroup_cores=cgroup_cpus(root),
         memory_bytes=memory.get("MemTotal", 0),
         available_bytes=min(available, free) if free is not None else available,
         cgroup_memory_bytes=limit,
-        cache_bytes=_last_level_cache(root / "sys/devices/system/cpu"),
+        cache_bytes=_last_level_cache(cpus),
         huge_pages=parse_huge_pages(read_text(root / "sys/kernel/mm/transparent_hugepage/enabled")),
         numa_nodes=len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or 1,
     )
@@ -87,11 +89,6 @@ def parse_cpu(cpuinfo: str) -> str:
     return _ARM_CORES.get((implementer, part), f"Arm core, implementer {implementer}, part {part}")
 
 
-def parse_meminfo(meminfo: str) -> dict[str, int]:
-    """Bytes by name in the text of /proc/meminfo."""
-    return {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", meminfo, flags=re.MULTILINE)}
-
-
 def parse_huge_pages(enabled: str) -> str:
     """The policy that is marked by brackets: "madvise" for `always [madvise] never`."""
     chosen = re.search(r"\[(\w+)\]", enabled)
@@ -99,9 +96,7 @@ def parse_huge_pages(enabled: str) -> str:
 
 
 def cgroup_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
-    """The smallest memory limit of this process's cgroups and the smallest free amount, in bytes.
-    None without a limit.
-    """
+    """The smallest limit and the smallest free amount of this process's cgroups in bytes. None without a limit."""
     found = [memory for folder in cgroup_folders("memory", root) if (memory := group_memory(folder)) is not None]
     return min((limit for limit, _ in found), default=None), min((free for _, free in found), default=None)
 
@@ -117,10 +112,6 @@ def group_memory(folder: Path) -> tuple[int, int] | None:
     stat: dict[str, str] = dict(re.findall(r"^(\w+) (\d+)$", read_text(folder / "memory.stat"), flags=re.MULTILINE))
     reclaimable = int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
     return int(limit), max(0, int(limit) - (int(used) if used.isdigit() else 0) + reclaimable)
-
-
-def _count_physical(folder: Path) -> int:
-    return len({read_text(path) for path in folder.glob("cpu[0-9]*/topology/thread_siblings_list")})
 
 
 def _last_level_cache(folder: Path) -> int:
@@ -147,17 +138,12 @@ def read_versions() -> dict[str, str | None]:
     return {"twinflow": __version__, "python": platform.python_version(), **packages}
 
 
-def describe_memory(num_bytes: int) -> str:
-    """A number of bytes as text, in GiB, or in MiB if it is less than 1 GiB."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
-
-
 def describe(machine: Machine) -> str:
     """The machine in one line."""
     quota = f", quota {machine.cgroup_cores}" if machine.cgroup_cores is not None else ""
     nodes = "1 NUMA node" if machine.numa_nodes == 1 else f"{machine.numa_nodes} NUMA nodes"
     return (
         f"{machine.system} {machine.architecture}, {machine.cpu}, {machine.affinity_cores} of {machine.logical_cores} "
-        f"cores{quota}, {describe_memory(machine.memory_bytes)} memory, {describe_memory(machine.available_bytes)} "
+        f"cores{quota}, {gib(machine.memory_bytes)} memory, {gib(machine.available_bytes)} "
         f"available, huge pages {machine.huge_pages}, {nodes}"
     )

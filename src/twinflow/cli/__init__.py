@@ -1,1 +1,25 @@
 """Command line interface: the `twinflow` command and its subcommands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import field
+from typing import Any
+
+import typer
+
+
+@contextmanager
+def told_errors(exit_code: int = 1, kinds: tuple[type[Exception], ...] = (ValueError, OSError)) -> Iterator[None]:
+    """Print an error that the user can fix as one line, without a traceback, and exit."""
+    try:
+        yield
+    except kinds as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(exit_code) from None
+
+
+def option(default: Any, help: str, *names: str) -> Any:
+    """A field in a dataclass of command line options. `names`: those of the option if they differ from the field's."""
+    return field(default=default, metadata={"option": typer.Option(*names, help=help)})

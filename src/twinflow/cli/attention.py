@@ -16,6 +16,7 @@ from rich.text import Text
 from twinflow.attention.draw import Cost, Shades, cost_of, png_bytes, shades, text_lines
 from twinflow.attention.layout import Layout
 from twinflow.attention.patterns import SparsityConfig, pattern_from_config
+from twinflow.cli import told_errors
 from twinflow.errors import incompatible
 
 attention_app = typer.Typer(no_args_is_help=True, help="Show patterns of sparse attention.")
@@ -58,13 +59,10 @@ def show(
 ) -> None:
     """Draw a pattern and compare its cost with dense attention."""
     counts = {"--window": window, "--global": num_global, "--random": random}
-    try:
+    with told_errors(exit_code=2):
         config = pattern_from_config(section(pattern.value, block, heads, counts, causal), heads)
         layout = config.layout(seq)
         cost = cost_of(layout, head_dim)
-    except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
     if png is not None:
         write_png(png, layout)
     if as_json:
@@ -77,8 +75,7 @@ def show(
 
 
 def section(pattern: str, block: int, heads: int, counts: dict[str, int | None], causal: bool) -> dict[str, Any]:
-    """The pattern as the config section `sparse_attention`. Raises a ValueError for an option that the pattern does not
-    have."""
+    """The pattern as the config section `sparse_attention`. ValueError for an option that it does not have."""
     names = {
         "fixed": {"--window": "num_local_blocks", "--global": "num_global_blocks"},
         "variable": {

@@ -17,6 +17,7 @@ from twinflow import native
 from twinflow.bench import check
 from twinflow.bench.host import Figure, Report, Result, choose_settings, measure, speedup, to_dict
 from twinflow.bench.machine import Machine, describe, read_machine, read_versions
+from twinflow.cli import told_errors
 from twinflow.errors import wrong_state
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure the speed of the host kernels.")
@@ -81,15 +82,12 @@ def run_host(
     For wrong results `json_file` gets an object with `"correct": false`.
     """
     machine = read_machine()
-    try:
+    with told_errors(kinds=(ValueError, RuntimeError)):
         settings = choose_settings(numel, threads, repeats, quick, machine.available_bytes)
         if not native.available():
             problem = native.library.load().problem
             reason = f"the native library cannot be loaded ({problem})"
             raise wrong_state("The host kernels cannot be measured", reason, "Run `twinflow doctor` for the remedy.")
-    except (ValueError, RuntimeError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
     # Progress goes to stderr, because stdout is the report.
     with Console(stderr=True).status("checking the kernels against their references") as status:
         refuse_if_wrong(check.disagreements(), json_file)

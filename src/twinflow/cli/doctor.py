@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from twinflow.bench.machine import Machine, describe_memory
+from twinflow.bench.machine import Machine
 from twinflow.cli.facts import Cuda, Facts, Finding, Kernels, Pinned, findings, gather, is_usable
+from twinflow.monitor.progress import gib
 
 STYLES = {"broken": "bold red", "warning": "yellow", "note": "cyan"}
 PIPE_WIDTH = 120  # for output into a pipe, which has no width
@@ -75,14 +76,14 @@ def grid(rows: Sequence[tuple[Text, Text]], name_width: int) -> Table:
 def machine_rows(machine: Machine) -> Rows:
     quota = f"{machine.cgroup_cores} by the cgroup's quota" if machine.cgroup_cores is not None else "no cgroup quota"
     limit = machine.cgroup_memory_bytes
-    capped = f", cgroup limit {describe_memory(limit)}" if limit is not None else ""
-    available = describe_memory(machine.available_bytes)
+    capped = f", cgroup limit {gib(limit)}" if limit is not None else ""
+    available = gib(machine.available_bytes)
     return [
         ("system", f"{machine.system} {machine.architecture}"),
         ("CPU", machine.cpu),
         ("cores", f"{machine.physical_cores} physical, {machine.logical_cores} logical"),
         ("usable cores", f"{machine.usable_cores}: {machine.affinity_cores} by affinity, {quota}"),
-        ("memory", f"{describe_memory(machine.memory_bytes)}, {available} available{capped}"),
+        ("memory", f"{gib(machine.memory_bytes)}, {available} available{capped}"),
         ("huge pages", machine.huge_pages),
         ("NUMA nodes", str(machine.numa_nodes)),
     ]
@@ -105,10 +106,10 @@ def kernel_rows(kernels: Kernels) -> Rows:
 
 def cuda_rows(cuda: Cuda, pinned: Pinned) -> Rows:
     gpus = [
-        (f"GPU {i}", f"{gpu.name}, {describe_memory(gpu.memory_bytes)}, compute capability {gpu.capability}")
+        (f"GPU {i}", f"{gpu.name}, {gib(gpu.memory_bytes)}, compute capability {gpu.capability}")
         for i, gpu in enumerate(cuda.gpus)
     ]
-    limit = describe_memory(pinned.limit_bytes) if pinned.limit_bytes is not None else "no limit"
+    limit = gib(pinned.limit_bytes) if pinned.limit_bytes is not None else "no limit"
     trial = {True: "works", False: f"fails: {pinned.problem}", None: "not tried without a GPU"}[pinned.works]
     return [
         *(gpus or [("GPU", f"none: {cuda.problem}")]),

@@ -1,4 +1,6 @@
-"""`twinflow export`: writes the weights of a checkpoint as a model folder that other libraries load."""
+"""`twinflow export` writes the weights of a checkpoint as a model folder that other libraries load. `twinflow import`
+converts a DeepSpeed checkpoint without executing the pickled code in it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from twinflow.checkpoint.exporting import export_checkpoint
+from twinflow.checkpoint.importing import describe, import_deepspeed
+from twinflow.cli import told_errors
 from twinflow.cli.settings import parse_bytes
+from twinflow.rules import RULES
 
 LINE_S: Final = 10.0  # least interval of progress lines without a terminal
 
@@ -48,16 +53,6 @@ def export(
 
 
 @contextmanager
-def told_errors() -> Iterator[None]:
-    """Print an error of the user or of the file system as one line, without a traceback, and exit with code 1."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
-
-
-@contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Yield a callback for (bytes done, bytes in total). It updates a bar on a terminal and prints lines otherwise."""
     console = Console(stderr=True)
@@ -80,3 +75,26 @@ def _lines(what: str) -> Callable[[int, int], None]:
             typer.echo(f"{what}: {done / 1e9:.1f} of {total / 1e9:.1f} GB", err=True)
 
     return tell
+
+
+def import_(
+    source: Annotated[
+        Path, typer.Argument(metavar="DIR", help="DeepSpeed's checkpoint folder, or the folder of one tag.")
+    ],
+    out: Annotated[Path, typer.Argument(help="Folder to write, for engine.load_checkpoint.")],
+    tag: Annotated[str | None, typer.Option(help="Tag of the checkpoint. Default: the latest.")] = None,
+    rule: Annotated[
+        str | None, typer.Option(help=f"{', '.join(RULES)}. Default: determined from the config and the states.")
+    ] = None,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="Do not convert the optimizer state.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint with this tag.")] = False,
+) -> None:
+    """Convert a DeepSpeed checkpoint (ZeRO 0 to 3, any number of ranks) for engine.load_checkpoint."""
+    with told_errors(), progress("importing") as on_progress:
+        done = import_deepspeed(
+            source, out, tag, rule=rule, weights_only=weights_only, replace=force, on_progress=on_progress
+        )
+    first, *notes = describe(done)
+    typer.echo(first)
+    for note in notes:
+        typer.echo(f"note: {note}")

@@ -14,7 +14,8 @@ import torch
 
 from twinflow import native
 from twinflow.bench.check import disagreements
-from twinflow.bench.machine import Machine, describe_memory, read_machine, read_versions, version_of
+from twinflow.bench.machine import Machine, read_machine, read_versions, version_of
+from twinflow.monitor.progress import gib
 from twinflow.native.library import load
 
 OLDEST_TORCH: Final = (2, 8)
@@ -253,7 +254,7 @@ def _judge_machine(machine: Machine) -> list[Finding]:
         remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
         found.append(Finding("note", "Huge pages are off, so updates of large optimizer states are slower.", remedy))
     if machine.cgroup_memory_bytes is not None and machine.cgroup_memory_bytes < machine.memory_bytes:
-        limit = describe_memory(machine.cgroup_memory_bytes)
+        limit = gib(machine.cgroup_memory_bytes)
         what = f"A cgroup limits this process to {limit} of the machine's memory."
         remedy = "Raise the memory limit of the container, job or service to hold more optimizer state."
         found.append(Finding("note", what, remedy))

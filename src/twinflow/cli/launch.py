@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,10 +13,20 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from twinflow.cli import told_errors
 from twinflow.errors import incompatible, invalid_value
-from twinflow.launch.commands import LOOPBACK, Meeting, NodeCommand, Program, master_address, node_commands
-from twinflow.launch.environment import DEFAULT_PORT
-from twinflow.launch.hosts import Host, choose_hosts, parse_hostfile
+from twinflow.launch.commands import (
+    LOOPBACK,
+    Host,
+    Meeting,
+    NodeCommand,
+    Program,
+    choose_hosts,
+    master_address,
+    node_commands,
+    parse_hostfile,
+)
+from twinflow.launch.environment import DEFAULT_PORT, free_port
 from twinflow.launch.run import run_and_restart
 
 # Everything after the script's name is passed to the script, even if it looks like an option of ours.
@@ -69,7 +79,7 @@ def launch(
     The first rank that fails ends all ranks. The error names that rank, and its exit code is the exit code of this
     command.
     """
-    try:
+    with told_errors():
         if no_local_rank and not compat:
             reason = "only --compat passes --local_rank=N to the script"
             raise incompatible("--no_local_rank", "a launch without --compat", reason, "Leave it out, or add --compat.")
@@ -88,19 +98,11 @@ def launch(
             return node_commands(hosts, program, replace(meeting, attempt=attempt), os.environ, names)
 
         commands = commands_of(0)
-    except (ValueError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
     if dry_run:
         for command in commands:
             typer.echo(command.shell_line())
         return
-    run(commands_of, max_restarts if len(hosts) > 1 else 0)
-
-
-def run(commands_of: Callable[[int], list[NodeCommand]], max_restarts: int) -> None:
-    """Run the commands of all nodes with restarts, and exit with the code of the first failure."""
-    outcome = run_and_restart(commands_of, max_restarts)
+    outcome = run_and_restart(commands_of, max_restarts if len(hosts) > 1 else 0)
     if outcome.message:
         typer.echo(f"error: {outcome.message}", err=True)
     raise typer.Exit(outcome.exit_code)
@@ -147,13 +149,6 @@ def make_meeting(hosts: list[Host], address: str | None, port: int | None, max_r
     if port is None:
         port = free_port() if here else DEFAULT_PORT
     return Meeting(master_address(hosts, address), port, max_restarts)
-
-
-def free_port() -> int:
-    """A port on which no process listens now."""
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        return int(made.getsockname()[1])
 
 
 def local_names() -> set[str]:

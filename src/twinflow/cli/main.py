@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Annotated, Any, NamedTuple
+from inspect import Parameter, Signature
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -29,7 +30,7 @@ COMMANDS = {
     "doctor": Command("doctor", "doctor", "Check this machine and say how to fix what is missing."),
     "launch": Command("launch", "launch", "Start a script on several processes, on this machine or over ssh."),
     "export": Command("export", "export", "Write the weights of a checkpoint as safetensors."),
-    "import": Command("importing", "import_", "Convert a DeepSpeed checkpoint to a twinflow checkpoint."),
+    "import": Command("export", "import_", "Convert a DeepSpeed checkpoint to a twinflow checkpoint."),
     "bench": Command("bench", "bench_app", "Measure the speed of the host kernels."),
     "attention": Command("attention", "attention_app", "Show patterns of sparse attention."),
 }
@@ -85,8 +86,27 @@ def load(name: str) -> Any:
 
 def _named(name: str, function: Callable[..., Any], **more: Any) -> Any:
     alone = _new_app(add_completion=False)
-    alone.command(name=name, **more)(function)
+    options = get_type_hints(function).get("options")
+    alone.command(name=name, **more)(function if options is None else _spread(function, options))
     return get_command(alone)
+
+
+def _spread(function: Callable[..., Any], options: type[Any]) -> Callable[..., Any]:
+    """A function with one parameter for each field of the dataclass `options`, which `function` takes as a whole: typer
+    makes command line options from the parameters of a function.
+    """
+
+    def command(**values: Any) -> Any:
+        return function(options(**values))
+
+    parameters = []
+    for name, kind in get_type_hints(options).items():
+        field = options.__dataclass_fields__[name]
+        annotation = Annotated[kind, field.metadata["option"]]  # type: ignore[valid-type]
+        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation))
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    command.__doc__ = function.__doc__
+    return command
 
 
 def _new_app(**more: Any) -> typer.Typer:

@@ -104,8 +104,7 @@ class MemoryPlan:
 
 
 def available_to(ranks: RankEnvironment, gpu_bytes: int | None, free_bytes: int) -> Available:
-    """Memory available to a run, computed from the free host memory of this machine. Other machines are assumed to be
-    equal."""
+    """Memory available to a run, from the free host memory of this machine. Other machines are assumed to be equal."""
     return Available(gpu_bytes, share_of_memory(free_bytes, ranks.local_world_size) * ranks.world_size)
 
 
@@ -162,8 +161,7 @@ def _kept(axes: Axes, schedule: str | None, micro_batches: int) -> float:
 
 
 def _rule(config: Config) -> tuple[tuple[str, ...], int]:
-    """State formats and number of moments of the update rule. An optimizer of torch is assumed to have two moments in
-    fp32."""
+    """State formats and number of moments of the update rule. An optimizer of torch counts as two moments in fp32."""
     name, options = optimizer_choice(config)
     if name not in RULES:
         return ("fp32",), 2

@@ -6,18 +6,20 @@ import json
 import math
 import os
 import platform
+import shlex
 from collections.abc import Sequence
 from typing import Final
 
 import torch
+import typer
 from rich.console import Console
 
-from twinflow.cli.run import Outcome, Run
+from twinflow.cli.run import REPORT, Outcome, Run
 from twinflow.cli.settings import as_json, option
 from twinflow.models.gpt import count_params, flops_per_token
 from twinflow.monitor.metrics import share_ahead, tokens_per_second
 from twinflow.monitor.progress import duration
-from twinflow.monitor.report import Report
+from twinflow.monitor.report import Report, number, write_report
 from twinflow.native import isa
 from twinflow.version import __version__
 
@@ -69,7 +71,7 @@ def make_report(run: Run, outcome: Outcome) -> Report:
         status=outcome.status,
         message=outcome.message,
         numbers=outcome.numbers,
-        settings=[*header_rows(run)[:2], ("data", run.data.describe()), *settings],
+        settings=[*run.rank_rows, *header_rows(run)[:2], ("data", run.data.describe()), *settings],
         machine=machine_rows(run.settings.threads),
         steps=outcome.steps,
         valids=outcome.valids,
@@ -115,6 +117,36 @@ def header_rows(run: Run) -> list[tuple[str, str]]:
     ]
 
 
+def print_header(run: Run, console: Console) -> None:
+    title = f"twinflow {__version__}: training a GPT ({run.settings.preset}) on {where()}"
+    print_rows(console, title, [*header_rows(run), *run.rank_rows])
+
+
+def show(run: Run, outcome: Outcome, console: Console) -> None:
+    """Write the report page and print the final numbers."""
+    report = make_report(run, outcome)
+    rows, path = outcome.numbers, run.settings.out / REPORT
+    try:
+        write_report(path, report)
+        rows.append(("report", str(path)))
+    except OSError as error:  # for example a full disk
+        typer.echo(f"warning: The report could not be written: {error}", err=True)
+    print_rows(console, outcome.message, rows)
+    if outcome.status == "finished":
+        console.print(f"Next: {next_command(run)}", highlight=False, markup=False, soft_wrap=True)
+    if outcome.status == "stopped" and run.ranks.world > 1:
+        typer.echo(f"error: {outcome.message}", err=True)  # the launcher shows this line as the cause
+
+
+def next_command(run: Run) -> str:
+    """A command to try after a finished run: export the weights, or without a checkpoint plan a larger model."""
+    if run.checkpoints.exists():
+        return shlex.join(["twinflow", "export", str(run.checkpoints), str(run.settings.out / "weights")])
+    return shlex.join(
+        ["twinflow", "plan", "--preset", "gpt2-10b", *([] if torch.cuda.is_available() else ["--gpu", "h200"])]
+    )
+
+
 def where() -> str:
     """Name of the model's device."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
@@ -140,8 +172,3 @@ def print_rows(console: Console, title: str, rows: Sequence[tuple[str, str]]) ->
     width = max(len(name) for name, _ in rows)
     lines = [title, *(f"  {name:<{width}}  {value}" for name, value in rows)]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
-
-
-def number(value: float) -> str:
-    """A loss with four decimals, or "not finite"."""
-    return f"{value:.4f}" if math.isfinite(value) else "not finite"

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from twinflow.cli.plan_input import Asked, Place, choose_model, choose_place, make_run, read_plan_config
 from twinflow.cli.plan_layouts import Flags, show_layouts, wants_layouts
-from twinflow.cli.plan_page import render_page
+from twinflow.cli.plan_page import plan_page
 from twinflow.cli.plan_scaling import TOTAL_BATCH, choose_cluster, show_scaling
 from twinflow.cli.plan_text import PIPE_WIDTH, print_plan
 from twinflow.errors import incompatible
@@ -160,7 +160,7 @@ def plan(
             )
         made = make_plan(run, place, file_config, states)
         if html is not None:
-            write_whole(html, render_page(made.run, made.place, made.cases, made.best, made.largest, made.config))
+            write_whole(html, plan_page(made.run, made.place, made.cases, made.best, made.largest, made.config))
         if write_config is not None and made.best is not None:
             write_whole(write_config, json.dumps(made.config, indent=2) + "\n")
     except (ValueError, OSError) as error:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, Final
 
 from twinflow.cli.plan_input import Place
 from twinflow.cli.plan_text import BOUND, advice, count, gb, how, lacks, seconds, title
-from twinflow.monitor.report import config_text, num_columns, table
-from twinflow.monitor.style import STYLE
+from twinflow.monitor.page import config_text, framed, notes, number_table, render_page, table, tiles
 from twinflow.planner.cases import Case
 from twinflow.planner.costs import GPU_KINDS, HOST_KINDS, Run
 
@@ -45,7 +44,7 @@ main > .notes, main > figure { margin: 0 0 16px; }
 """
 
 
-def render_page(
+def plan_page(
     run: Run,
     place: Place,
     cases: Sequence[Case],
@@ -56,37 +55,21 @@ def render_page(
     """The HTML text of the page."""
     shown = best or min(cases, key=lambda case: case.missing.gpu_bytes + case.missing.host_bytes)
     memory = place.setting.memory
-    tiles = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in _tiles(run, shown, largest))
-    status = ("finished", "fits") if best is not None else ("stopped", "does not fit")
-    config_json = json.dumps(config, indent=2) if config else ""
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<link rel="icon" href="data:,">
-<title>Plan: {escape(run.model.name)} · twinflow</title>
-<style>{STYLE}{_STYLE}</style>
-</head>
-<body>
-<header><p class="brand">twinflow plan</p>
-<h1>{escape(title(run))} <span class="badge {status[0]}">{status[1]}</span></h1>
-<p>{escape(place.text)}</p><p>{escape(how(run))}</p></header>
-<main>
-<dl class="tiles" style="--columns: {num_columns(len(_tiles(run, shown, largest)))}">{tiles}</dl>
-<section class="notes"><h2>Recommendation</h2><p style="margin:0">{escape(advice(best, shown, cases))}</p></section>
-{_stacks("GPU memory", cases, best, "gpu", memory.gpu_bytes)}
-{_stacks("Host memory", cases, best, "host", memory.host_bytes)}
-{_steps(cases, best)}
-<section class="notes"><h2>Cases</h2>{_table(cases, best)}</section>
-<section class="tables">{table("Largest model of this shape that fits", _largest(run, largest))}
-{table("Rates", _rates(place))}</section>
-{config_text(config_json)}
-</main>
-</body>
-</html>
-"""
+    tables = table("Largest model of this shape that fits", _largest(run, largest)) + table("Rates", _rates(place))
+    parts = [
+        tiles(_tiles(run, shown, largest)),
+        notes("Recommendation", f'<p style="margin:0">{escape(advice(best, shown, cases))}</p>'),
+        _stacks("GPU memory", cases, best, "gpu", memory.gpu_bytes),
+        _stacks("Host memory", cases, best, "host", memory.host_bytes),
+        _steps(cases, best),
+        notes("Cases", _table(cases, best)),
+        f'<section class="tables">{tables}</section>',
+        config_text(json.dumps(config, indent=2) if config else ""),
+    ]
+    badge = ("finished", "fits") if best is not None else ("stopped", "does not fit")
+    lines = [place.text, how(run)]
+    name = f"Plan: {run.model.name}"
+    return render_page(name, title(run), badge, lines, parts, brand="twinflow plan", style=_STYLE)
 
 
 def _tiles(run: Run, shown: Case, largest: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -106,34 +89,16 @@ def _tiles(run: Run, shown: Case, largest: Mapping[str, int]) -> list[tuple[str,
 def _stacks(name: str, cases: Sequence[Case], best: Case | None, side: str, limit: int) -> str:
     """Figure with the memory of every case by kind. A mark shows the available memory."""
     kinds = GPU_KINDS if side == "gpu" else HOST_KINDS
-    totals = [sum((case.used.gpu if side == "gpu" else case.used.host).values()) for case in cases]
-    scale = max([*totals, limit]) or 1
-    rows = "".join(
-        _stack(case, case.used.gpu if side == "gpu" else case.used.host, kinds, limit, scale, case is best)
-        for case in cases
-    )
-    used = [kind for kind in kinds if any((c.used.gpu if side == "gpu" else c.used.host).get(kind) for c in cases)]
-    keys = "".join(f'<span><i class="key area fill-{_COLORS[kind]}"></i>{kind}</span>' for kind in used)
-    keys += f"<span>mark: {gb(limit)} GB available</span>"
-    head = f'<figcaption><h3>{name}</h3><p class="legend">{keys}</p></figcaption>'
-    return f'<figure>{head}<div class="stacks">{rows}</div></figure>'
-
-
-def _stack(case: Case, used: Mapping[str, int], kinds: Sequence[str], limit: int, scale: int, is_best: bool) -> str:
-    total = sum(used.values())
-    parts = "".join(
-        f'<i class="fill-{_COLORS[kind]}" style="width:{100 * used[kind] / scale:.2f}%"'
-        f' title="{kind} {gb(used[kind])} GB"></i>'
-        for kind in kinds
-        if used.get(kind)
-    )
-    full = " full" if total > limit else ""
-    mark = f'<u style="left:calc({100 * limit / scale:.2f}% - 2px)"></u>'
-    best = " best" if is_best else ""
-    return (
-        f'<div class="stack{best}"><b>{escape(case.kind)}, {case.run.states}</b>'
-        f'<div class="track{full}">{parts}{mark}</div><span>{gb(total)} GB</span></div>'
-    )
+    used = [case.used.gpu if side == "gpu" else case.used.host for case in cases]
+    scale = max(*(sum(parts.values()) for parts in used), limit) or 1
+    rows = ""
+    for case, parts in zip(cases, used, strict=True):
+        shares = [(_COLORS[k], parts[k] / scale, f"{k} {gb(parts[k])} GB") for k in kinds if parts.get(k)]
+        total = sum(parts.values())
+        mark = f'<u style="left:calc({100 * limit / scale:.2f}% - 2px)"></u>'
+        rows += _stack(case, case is best, shares, f"{gb(total)} GB", mark, total > limit)
+    keys = _keys((_COLORS[kind], kind) for kind in kinds if any(parts.get(kind) for parts in used))
+    return framed(name, f"{keys}<span>mark: {gb(limit)} GB available</span>", f'<div class="stacks">{rows}</div>')
 
 
 def _steps(cases: Sequence[Case], best: Case | None) -> str:
@@ -142,35 +107,45 @@ def _steps(cases: Sequence[Case], best: Case | None) -> str:
     longest = max((case.prediction.step_s for case in fitting), default=1.0)
     rows = ""
     for case in fitting:
-        waited = case.prediction.waited_s
-        own = case.prediction.step_s - waited
-        widths = [(f"fill-{c}", 100 * s / longest, t) for c, s, t in (("c1", own, "GPU"), ("c2", waited, "waiting"))]
-        parts = "".join(f'<i class="{c}" style="width:{w:.2f}%" title="{t}"></i>' for c, w, t in widths)
-        rows += (
-            f'<div class="stack{" best" if case is best else ""}"><b>{escape(case.kind)}, {case.run.states}</b>'
-            f'<div class="track">{parts}</div><span>{seconds(case.prediction.step_s)} s</span></div>'
-        )
-    keys = "".join(
-        f'<span><i class="key area fill-{c}"></i>{t}</span>'
-        for c, t in (("c1", "GPU computes"), ("c2", "GPU waits for weights"))
+        step_s, waited_s = case.prediction.step_s, case.prediction.waited_s
+        shares = [("c1", (step_s - waited_s) / longest, "GPU"), ("c2", waited_s / longest, "waiting")]
+        rows += _stack(case, case is best, shares, f"{seconds(step_s)} s")
+    keys = _keys((("c1", "GPU computes"), ("c2", "GPU waits for weights")))
+    return framed("Predicted step", keys, f'<div class="stacks">{rows or "Nothing fits."}</div>')
+
+
+def _stack(
+    case: Case,
+    is_best: bool,
+    shares: Sequence[tuple[str, float, str]],
+    text: str,
+    mark: str = "",
+    is_full: bool = False,
+) -> str:
+    """The bar of a case. `shares`: colour, width and title of its parts."""
+    parts = "".join(f'<i class="fill-{c}" style="width:{100 * w:.2f}%" title="{name}"></i>' for c, w, name in shares)
+    return (
+        f'<div class="stack{" best" if is_best else ""}"><b>{escape(case.kind)}, {case.run.states}</b>'
+        f'<div class="track{" full" if is_full else ""}">{parts}{mark}</div><span>{text}</span></div>'
     )
-    head = f'<figcaption><h3>Predicted step</h3><p class="legend">{keys}</p></figcaption>'
-    return f'<figure>{head}<div class="stacks">{rows or "Nothing fits."}</div></figure>'
+
+
+def _keys(keys: Iterable[tuple[str, str]]) -> str:
+    return "".join(f'<span><i class="key area fill-{color}"></i>{text}</span>' for color, text in keys)
 
 
 def _table(cases: Sequence[Case], best: Case | None) -> str:
     names = ("offload", "states", "ratio", "GPU GB", "host GB", "s/step", "tokens/s", "bound by, or missing")
-    head = "".join(f'<th scope="col">{name}</th>' for name in names)
-    body = ""
+    rows, kinds = [], []
     for case in cases:
         cells = [case.kind, case.run.states, f"{case.ratio:.2f}", gb(case.used.gpu_total), gb(case.used.host_total)]
         if case.fits:
             cells += [seconds(case.prediction.step_s), f"{case.tokens_s:,.0f}", BOUND[case.prediction.bound_by]]
         else:
             cells += ["", "", lacks(case)]
-        kind = "best" if case is best else "" if case.fits else "out"
-        body += f'<tr class="{kind}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
-    return f'<div class="wide"><table class="numbers"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        rows.append(cells)
+        kinds.append("best" if case is best else "" if case.fits else "out")
+    return number_table(names, rows, kinds)
 
 
 def _largest(run: Run, largest: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -188,10 +163,7 @@ def _rates(place: Place) -> list[tuple[str, str]]:
     return [
         ("matrix products", f"{rates.flops / 1e12:,.0f} TFLOPS"),
         ("GPU memory", f"{rates.device_bytes / 1e12:.2f} TB/s"),
-        (
-            "PCIe",
-            f"{out:.0f} GB/s to the host, {back:.0f} GB/s to the GPU, {both:.0f} GB/s each way at once",
-        ),
+        ("PCIe", f"{out:.0f} GB/s to the host, {back:.0f} GB/s to the GPU, {both:.0f} GB/s each way at once"),
         ("host updates", f"{hosts} G parameters/s"),
         ("host updates during copies", f"{busy} G parameters/s"),
     ]

@@ -4,34 +4,92 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
+import numpy as np
 import torch
 from rich.console import Console
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
-from twinflow.cli import axes
+from twinflow.build import initialize
 from twinflow.cli.memory import MemoryPlan, available_to, case_of, plan_memory
-from twinflow.cli.model import build_engine, set_rates
-from twinflow.cli.ranks import ONE_SIGNAL_S, RankLoop, Ranks, SharedError, Talk, watched
-from twinflow.cli.settings import TrainSettings, as_json, check_same_run, check_settings, engine_config
-from twinflow.cli.training import VALID_BATCHES, is_bad
+from twinflow.cli.ranks import ONE_SIGNAL_S, Ranks, SharedError, watched
+from twinflow.cli.settings import (
+    TrainSettings,
+    as_json,
+    axes_of,
+    check_combination,
+    check_same_run,
+    check_settings,
+    check_vocabulary,
+    describe_layout,
+    engine_config,
+    lr_factor,
+    num_replicas,
+)
+from twinflow.cli.training import VALID_BATCHES, Loop, Talk, is_bad
 from twinflow.data.tokens import TokenData, load_data
 from twinflow.engine import Engine
 from twinflow.errors import invalid_value
+from twinflow.models.gpt import GPT
 from twinflow.monitor.files import write_whole
 from twinflow.monitor.metrics import MetricsWriter, Record, StepRecord, ValidRecord, read_metrics
 from twinflow.monitor.progress import TrainProgress, duration
 from twinflow.native import set_threads
 from twinflow.native.cgroup import free_host_bytes
+from twinflow.offload.materialize import build as build_model
 
+DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 METRICS, SETTINGS, REPORT, CHECKPOINTS = "metrics.jsonl", "settings.json", "report.html", "checkpoints"
 TRACED_STEPS = 3
+
+
+def build_engine(settings: TrainSettings, config: dict[str, Any], ranks: Ranks) -> Engine:
+    """Build the model and the engine on all ranks. The seed determines the initial weights.
+
+    With pipeline or tensor parallelism the model is built on the host, because it need not fit on one GPU.
+    """
+    torch.manual_seed(settings.seed)
+    random.seed(settings.seed)  # checkpoints also store the states of Python's and NumPy's generators
+    np.random.seed(settings.seed)  # noqa: NPY002
+    axes = axes_of(config)
+    on_gpu = torch.cuda.is_available() and axes.pipe * axes.model == 1
+    with ranks.together():
+        made = build_model(lambda: GPT(settings.model), "cuda" if on_gpu else "cpu", DTYPES[settings.precision])
+    schedule = None
+    if "optimizer" not in settings.file_config and "scheduler" not in config:
+        schedule = partial(LambdaLR, lr_lambda=lambda step: lr_factor(step, settings.warmup, settings.steps))
+    engine, *_ = initialize(model=made, model_parameters=_groups(made), lr_scheduler=schedule, config=config)
+    return engine
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Parameter groups: weight decay applies to matrices, not to norms and biases."""
+    params = list(model.parameters())
+    return [
+        {"params": [param for param in params if param.dim() >= 2]},
+        {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def set_rates(engine: Engine) -> None:
+    """Set the learning rates of the next step from this command line's schedule.
+
+    A checkpoint stores the rates of the schedule that it was saved with, which may have had another --steps.
+    """
+    schedule, optimizer = engine.lr_scheduler, engine.optimizer
+    if isinstance(schedule, LambdaLR) and optimizer is not None:
+        for group, base, factor in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+            group["lr"] = base * factor(schedule.last_epoch)
 
 
 @dataclass(frozen=True)
@@ -52,14 +110,12 @@ class Run:
         return self.settings.out / CHECKPOINTS
 
     @property
-    def stage(self) -> int:
-        """ZeRO stage of the run."""
-        return int(self.config["zero_optimization"].get("stage", 0))
-
-    @property
     def rank_rows(self) -> list[tuple[str, str]]:
         """Rows on ranks and parallel layout for the header and the report. Empty for one process."""
-        return self.ranks.rows_of_report(self.stage, axes.describe(self.config, self.ranks.world))
+        world, layout = self.ranks.world, describe_layout(self.config, self.ranks.world)
+        stage = self.config["zero_optimization"].get("stage", 0)
+        spread = f": {layout}" if layout else ""
+        return [("ranks", f"{world}{spread}, ZeRO stage {stage}")] if world > 1 else []
 
 
 @dataclass
@@ -95,10 +151,10 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
     with ranks.together():
         data.check_context(settings.context)
         _check_saved(saved, settings, data)
-        axes.check_vocabulary(settings.file_config, settings.model)
+        check_vocabulary(settings.file_config, settings.model)
         states = saved.get("chosen_states", "auto") if settings.states == "auto" else settings.states
         config = engine_config(settings, "fp32", ranks.world)
-        axes.check_combination(config, settings.model, ranks.here)
+        check_combination(config, settings.model, ranks.here)
         case = case_of(settings, config, ranks.world)
         plan = plan_memory(case, states, available_to(ranks.here, gpu_bytes, free_bytes))
     config = engine_config(settings, plan.states, ranks.world)
@@ -164,9 +220,8 @@ def _check_saved(saved: dict[str, Any], settings: TrainSettings, data: TokenData
 
 
 def _num_valid(started: dict[str, Any]) -> int:
-    """Sequences in a validation, from the settings of the first start. Other numbers of ranks measure the same
-    sequences."""
-    replicas = axes.num_replicas(started.get("file_config") or {}, int(started.get("world", 1)))
+    """Sequences in a validation, from the settings of the first start, so that any number of ranks uses the same."""
+    replicas = num_replicas(started.get("file_config") or {}, int(started.get("world", 1)))
     return VALID_BATCHES * int(started["batch_size"]) * replicas
 
 
@@ -205,8 +260,7 @@ def _cap_gpu(settings: TrainSettings) -> int | None:
 
 
 def run_training(run: Run, console: Console) -> Outcome:
-    """Train. The outcome is finished, interrupted by the user, or stopped because a loss or a gradient is not
-    finite."""
+    """Train. The outcome is finished, interrupted by the user, or stopped by a loss or gradient that is not finite."""
     outcome, start = Outcome(), time.perf_counter()
     try:
         with watched(run.engine):
@@ -235,9 +289,9 @@ def _train(run: Run, outcome: Outcome, console: Console) -> None:
         outcome.valids += [record for record in earlier if isinstance(record, ValidRecord)]
         measured = ranks.first([record.step for record in outcome.valids])
         talk = Talk(ranks, lambda: bool(stop), run.engine.device)
-        loop = RankLoop(settings, run.engine, run.data, talk, run.num_valid)
+        loop = Loop(settings, run.engine, run.data, talk, run.num_valid)
         try:
-            for record in loop.records(talk.should_stop, measured):
+            for record in loop.records(measured):
                 write(record)
                 if isinstance(record, ValidRecord):
                     outcome.valids.append(record)
@@ -304,8 +358,7 @@ def _write_trace(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
 
 
 def _finish(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
-    """Save the last checkpoint. After a step with numbers that are not finite none is saved: --resume needs a good
-    one."""
+    """Save the last checkpoint. None is saved after numbers that are not finite: --resume needs a good one."""
     _write_trace(run, outcome, progress)  # the run may end before the last step that was to be recorded
     last = outcome.steps[-1] if outcome.steps else None
     if last is not None and is_bad(last, run.settings.precision):

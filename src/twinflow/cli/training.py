@@ -1,23 +1,149 @@
-"""The training loop of `twinflow train` for one process. It takes an engine and data and yields records."""
+"""The training loop of `twinflow train`: steps, validations and their records, on one rank or on several.
+
+After each step the ranks exchange one row of numbers: the loss, the load, and whether a signal has arrived. A launcher
+signals its processes at slightly different times. All ranks stop after the step in which the first rank has reported a
+signal.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Container, Iterator
-from typing import Final
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import torch
+from torch import Tensor
 
+from twinflow.cli.ranks import Ranks, watched
 from twinflow.cli.settings import TrainSettings
-from twinflow.cli.steps import Batch, Clock, Tell, run_step
 from twinflow.data.tokens import Split, TokenData
 from twinflow.engine import Engine
+from twinflow.engine.late import LateScalar
+from twinflow.engine.pipeline import PipelineEngine
 from twinflow.models.gpt import flops_per_token
-from twinflow.monitor.load import LoadMeter
-from twinflow.monitor.metrics import Record, StepRecord, ValidRecord
+from twinflow.monitor.metrics import LoadMeter, Record, StepRecord, ValidRecord
+from twinflow.monitor.timers import Clock
 
 VALID_BATCHES: Final = 16
+Batch = tuple[Tensor, Tensor]  # tokens and targets
+Tell = Callable[[float], None]  # sends this rank's loss of a step to the other ranks
+
+
+@dataclass(frozen=True)
+class Done:
+    """Results of a step that the device may still be computing."""
+
+    losses: Sequence[Tensor]
+    marks: Sequence[tuple[Any, Any, Any]]  # of each micro-batch: start, end of the forward, end of the backward
+    is_mixed: bool = False  # forwards and backwards alternate, so only their sum is known
+
+    def loss(self) -> float:
+        """Mean loss of the micro-batches."""
+        return float(torch.stack(list(self.losses)).mean())
+
+    def seconds(self, clock: Clock, wait_s: float) -> tuple[float, float]:
+        """Seconds of forward and backward, without the time that forwards waited for new weights.
+
+        A mixed step reports all its time as backward.
+        """
+        forward_s = sum(clock.seconds(start, middle) for start, middle, _ in self.marks)
+        backward_s = sum(clock.seconds(middle, end) for _, middle, end in self.marks)
+        if self.is_mixed:
+            return 0.0, max(0.0, backward_s - wait_s)
+        return max(0.0, forward_s - wait_s), backward_s
+
+
+def run_step(engine: Engine, batches: Iterator[Batch], clock: Clock, tell: Tell | None = None) -> Done:
+    """Forward, backward and update on the micro-batches of a step."""
+    if isinstance(engine, PipelineEngine):
+        return _run_pipeline(engine, batches, clock, tell)
+    losses: list[Tensor] = []
+    late: list[LateScalar] = []
+    marks: list[tuple[Any, Any, Any]] = []
+    for batch in batches:
+        start = clock.now()
+        loss = engine(*batch).loss
+        middle = clock.now()
+        if tell is not None:
+            # The copy to the host starts here, so that reading the loss waits only for the forward.
+            late.append(LateScalar(loss))
+        engine.backward(loss)
+        marks.append((start, middle, clock.now()))
+        losses.append(loss.detach())
+        engine.step()
+    if tell is not None:  # the ranks exchange losses while the GPU computes the last backward
+        tell(sum(one.get() for one in late) / len(late))
+    return Done(losses, marks)
+
+
+def _run_pipeline(engine: PipelineEngine, batches: Iterator[Batch], clock: Clock, tell: Tell | None) -> Done:
+    start = clock.now()
+    loss = engine.train_batch(batches)
+    marks = [(start, start, clock.now())]
+    if tell is not None:
+        tell(float(loss))
+    return Done([loss], marks, is_mixed=True)
+
+
+def batches_at_once(engine: Engine) -> int:
+    """Batches to evaluate in one call. A pipeline keeps all its ranks busy only with several micro-batches."""
+    return engine.gradient_accumulation_steps() if isinstance(engine, PipelineEngine) else 1
+
+
+@torch.no_grad()
+def measure(engine: Engine, batches: Sequence[Batch]) -> list[float]:
+    """Losses of batches. Empty on ranks without the loss, and on all but the first tensor rank of a replica."""
+    if isinstance(engine, PipelineEngine):
+        found = engine.eval_batch(iter(batches), reduce_output=None, num_micro_batches=len(batches))
+    else:
+        module = engine.module.eval()
+        found = [module(*batch).loss for batch in batches]
+        module.train()
+    grid = engine.settings.grid
+    if found is None or (grid is not None and grid.model.rank > 0):
+        return []
+    return [float(loss) for loss in found]
+
+
+class Talk:
+    """Communication of the ranks during training. `asked`: whether this rank has got a signal to stop."""
+
+    def __init__(self, ranks: Ranks, asked: Callable[[], bool], device: torch.device) -> None:
+        self.ranks, self.asked = ranks, asked
+        self._device = device if device.type == "cuda" else None
+        self._meter = LoadMeter()  # host only: the loop reads and resets the peak of the GPU memory
+        self._stops = False
+        self._totals: dict[str, Any] = {}
+
+    def should_stop(self) -> bool:
+        """Whether a rank has reported a signal in the last exchange."""
+        return self.asked() if self.ranks.group is None else self._stops
+
+    def after_step(self, loss: float) -> None:
+        """Exchange the loss, the load and the stop flag of a step."""
+        load = self._meter.look()
+        peak = torch.cuda.max_memory_allocated(self._device) if self._device is not None else 0
+        rows = self.ranks.rows([self.asked(), loss, load.host_bytes, load.cores_busy, peak])
+        stops, losses, host_bytes, cores_busy, gpu_bytes = rows.unbind(dim=1)
+        self._stops = bool(stops.any())
+        self._totals = {
+            "loss": float(losses.mean()),  # equal bits on every rank, so that a loss that is not finite stops all ranks
+            "host_bytes": int(host_bytes.sum()),
+            "cores_busy": float(cores_busy.sum()),
+            "gpu_bytes": int(gpu_bytes.max()),
+        }
+
+    def of_all(self, record: StepRecord) -> StepRecord:
+        """The record of this rank with the numbers of all ranks."""
+        return replace(record, **self._totals) if self.ranks.group is not None else record
+
+    def mean(self, total: float, count: int, wanted: int) -> float | None:
+        """Sum of `total` over all ranks, divided by `wanted`. None if they have counted fewer sequences."""
+        totals = self.ranks.rows([total, count, self.asked()])
+        self._stops = bool(totals[:, 2].any())
+        return float(totals[:, 0].sum()) / wanted if int(totals[:, 1].sum()) == wanted else None
 
 
 def is_bad(record: StepRecord, precision: str) -> bool:
@@ -26,21 +152,27 @@ def is_bad(record: StepRecord, precision: str) -> bool:
 
 
 class Loop:
-    """Trains the GPT of an engine from the engine's current step to the last step."""
+    """Trains the GPT of an engine from the engine's current step to the last step, on this rank's part of every batch.
 
-    def __init__(self, settings: TrainSettings, engine: Engine, data: TokenData) -> None:
-        self._settings, self._engine, self._data = settings, engine, data
-        self._device = engine.device
-        self._meter = LoadMeter(self._device)
-        self._clock = Clock(self._device)
-        self._tell: Tell | None = None
+    The records have the numbers of all ranks. The position in the data is counted in sequences, so that a resumed run
+    with another number of ranks continues at the same position. All ranks of a replica get the same tokens.
+    `num_valid`: sequences in a validation.
+    """
+
+    def __init__(self, settings: TrainSettings, engine: Engine, data: TokenData, talk: Talk, num_valid: int) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._data = data
+        self._talk = talk
+        self._num_valid = num_valid
+        self._meter = LoadMeter(engine.device)
+        self._clock = Clock(engine.device)
+        self._tell = talk.after_step if talk.ranks.group is not None else None
         self._busy_s = self._waited_s = 0.0  # totals of the optimizer: busy time of the host, waiting time of forwards
         self._flops = flops_per_token(settings.model) * settings.tokens
 
-    def records(
-        self, should_stop: Callable[[], bool] = lambda: False, measured: Container[int] = ()
-    ) -> Iterator[Record]:
-        """Yield a record of each step and each validation as it happens. `should_stop` is called between steps.
+    def records(self, measured: Container[int] = ()) -> Iterator[Record]:
+        """Yield a record of each step and each validation as it happens, until a signal to stop.
 
         A step whose loss or gradient is not finite does not change the weights. Its record is yielded, and it is the
         last one.
@@ -50,29 +182,25 @@ class Loop:
         """
         settings, engine = self._settings, self._engine
         if engine.global_steps not in measured:
-            yield from self._valid_records(should_stop)
-        while engine.global_steps < settings.steps and not should_stop():
+            yield from self._valid_records()
+        while engine.global_steps < settings.steps and not self._talk.should_stop():
             record = self.step()
             yield record
-            if is_bad(record, self._settings.precision):
+            if is_bad(record, settings.precision):
                 return
-            yield from self._valid_records(should_stop)
+            yield from self._valid_records()
 
-    def _validates_after(self, step: int) -> bool:
-        every = self._settings.valid_every
-        return step in (0, self._settings.steps) or (every > 0 and step % every == 0)
-
-    def _valid_records(self, should_stop: Callable[[], bool]) -> Iterator[ValidRecord]:
-        """Validate if a validation is due. A validation that was interrupted yields no record: a resumed run repeats
-        it."""
-        engine = self._engine
-        if not self._validates_after(engine.global_steps):
+    def _valid_records(self) -> Iterator[ValidRecord]:
+        """Validate if it is due. An interrupted validation yields no record: a resumed run repeats it."""
+        engine, last, every = self._engine, self._settings.steps, self._settings.valid_every
+        step = engine.global_steps
+        if step not in (0, last) and not (every > 0 and step % every == 0):
             return
-        if engine.global_steps == self._settings.steps and engine.optimizer is not None:
+        if step == last and engine.optimizer is not None:
             engine.optimizer.flush()  # the last validation measures the model with its last delayed update
-        loss = self.valid_loss(should_stop)
+        loss = self.valid_loss()
         if loss is not None:
-            yield ValidRecord(engine.global_steps, loss)
+            yield ValidRecord(step, loss)
 
     def step(self) -> StepRecord:
         """Forward, backward and update on the micro-batches of this step.
@@ -83,7 +211,7 @@ class Loop:
         settings, engine = self._settings, self._engine
         lr = engine.get_lr()[0]
         start = time.perf_counter()
-        done = run_step(engine, self.train_batches(), self._clock, self._tell)
+        done = run_step(engine, self._train_batches(), self._clock, self._tell)
         assert engine.optimizer is not None
         counts = engine.optimizer.metrics()  # waits for the gradient norm, so the device has finished backward
         mean = done.loss()
@@ -92,7 +220,7 @@ class Loop:
         forward_s, backward_s = done.seconds(self._clock, wait_s)
         load = self._meter.look()
         host_s, self._busy_s = counts["host_busy_s"] - self._busy_s, counts["host_busy_s"]
-        return StepRecord(
+        record = StepRecord(
             step=engine.global_steps,
             loss=mean,
             lr=lr,
@@ -116,28 +244,47 @@ class Loop:
             tokens_total=engine.global_steps * settings.tokens,
             host_share=engine.optimizer.host_share,
         )
+        return self._talk.of_all(record)
 
-    @torch.no_grad()
-    def valid_loss(self, should_stop: Callable[[], bool] = lambda: False) -> float | None:
-        """Mean loss over the same batches each time, so that two measurements differ only by the weights.
-
-        Returns None if `should_stop` returned True during the validation.
+    def valid_loss(self) -> float | None:
+        """Mean loss over the same sequences each time, so that two measurements differ only by the weights. The
+        replicas share the sequences. None if a signal to stop arrived during the validation.
         """
-        module, losses = self._engine.module.eval(), []
-        for index in range(VALID_BATCHES):
-            if should_stop():
-                break
-            losses.append(float(module(*self.batch("valid", index)).loss))
-        module.train()
-        return sum(losses) / len(losses) if len(losses) == VALID_BATCHES else None
+        engine, size, total, count = self._engine, self._settings.batch_size, 0.0, 0
+        num_batches, at_once = -(-self._num_valid // size), batches_at_once(engine)
+        own = range(engine.dp_rank, num_batches, engine.dp_world_size)
+        with watched(engine, "validation"):
+            for first in range(0, -(-num_batches // engine.dp_world_size), at_once):
+                if self._stops_now():
+                    break
+                indices = own[first : first + at_once]
+                sizes = [min(size, self._num_valid - index * size) for index in indices]
+                losses = measure(engine, [self._valid_batch(*each) for each in zip(indices, sizes, strict=True)])
+                if losses:
+                    total += sum(num * loss for num, loss in zip(sizes, losses, strict=True))
+                    count += sum(sizes)
+            return self._talk.mean(total, count, self._num_valid)
 
-    def train_batches(self) -> Iterator[Batch]:
-        """The micro-batches of the current step. Each is built when it is requested."""
-        first = self._engine.micro_steps
+    def _stops_now(self) -> bool:
+        """Whether to stop a validation. The ranks of one replica compute together, so they stop together."""
+        asked = self._talk.asked()
+        return asked if self._engine.settings.grid is None else bool(self._talk.ranks.rows([asked]).any())
+
+    def _valid_batch(self, index: int, num: int) -> Batch:
+        tokens, targets = self.batch("valid", index)
+        return tokens[:num], targets[:num]
+
+    def _train_batches(self) -> Iterator[Batch]:
+        """The next micro-batches of this replica. Each is built when it is requested. Their position does not depend on
+        the number of ranks of the earlier run."""
+        engine, size = self._engine, self._settings.batch_size
+        assert engine.global_samples % size == 0
+        first = engine.global_samples // size + engine.dp_rank
         for part in range(self._settings.accumulation):
-            yield self.batch("train", first + part)
+            yield self.batch("train", first + part * engine.dp_world_size)
 
     def batch(self, split: Split, index: int) -> Batch:
         """Micro-batch number `index` of a split, on the model's device."""
         tokens, targets = self._data.batch(split, index, self._settings.batch_size, self._settings.context)
-        return tokens.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
+        device = self._engine.device
+        return tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)

@@ -1,19 +1,186 @@
 """DeepSpeed's names for twinflow, for DeepSpeed scripts that should run unchanged.
 
-Importing this package changes nothing. `install()` and `python -m twinflow.compat` make the names available.
+Importing this package changes nothing. `install()` and `python -m twinflow.compat` make the names available: an import
+finder and a distribution answer for `deepspeed`, with modules that are made from the table in names.py. A name is
+resolved at its first use. Every module is marked as a package. Python therefore asks the finder for `y` in
+`from deepspeed.x import y` if `x` has no `y`, and the finder can raise an error with a remedy.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import sys
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from os import PathLike
+from types import ModuleType
+from typing import Any
 
-from twinflow.compat.finder import NAME, CompatFinder, CompatModule
-from twinflow.compat.names import VERSION
+from twinflow.compat.names import ALIASES, TABLE, VERSION, Entry, Ours, Refused, Through
 from twinflow.errors import wrong_state
 
 __all__ = ["VERSION", "install", "uninstall"]
+
+NAME = "deepspeed"
+_DOCS = "docs/compat.md lists all names"
+
+
+class CompatModule(ModuleType):
+    """A module `deepspeed` or `deepspeed.x` whose attributes come from the table."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"{NAME}.{path}" if path else NAME, f"twinflow under the names of DeepSpeed {VERSION}.")
+        self._path = path
+        self.__path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__version__":
+            raise AttributeError(name)
+        found = self._find(name)
+        if found is None:
+            raise AttributeError(missing(self._path, name))
+        setattr(self, name, found[0])
+        return found[0]
+
+    def _find(self, name: str) -> tuple[Any] | None:
+        """The object for a name, in a tuple. None if the name does not exist here."""
+        entry = entries(self._path).get(name)
+        below = join(self._path, name)
+        if isinstance(entry, Ours):
+            return (entry.resolve(),)
+        if entry is None and is_module(below):
+            return (module_at(below),)
+        through = entries(self._path).get("*")
+        if entry is None and isinstance(through, Through):
+            source = importlib.import_module(through.module)
+            return (getattr(source, name),) if hasattr(source, name) else None
+        return None
+
+    def __dir__(self) -> list[str]:
+        own = [name for name, entry in entries(self._path).items() if isinstance(entry, Ours)]
+        return sorted({*own, *children(self._path)})
+
+
+def entries(path: str) -> Mapping[str, Entry]:
+    """The table's entries for one module, by name."""
+    return TABLE.get(real_path(path), {})
+
+
+def real_path(path: str) -> str:
+    """The path under which the table lists a module. Some modules have two paths."""
+    for alias, path_of_it in ALIASES.items():
+        if path == alias or path.startswith(f"{alias}."):
+            return path_of_it + path[len(alias) :]
+    return path
+
+
+def is_module(path: str) -> bool:
+    """Whether the table has a module at this path or below it."""
+    real = real_path(path)
+    return any(name == real or name.startswith(f"{real}.") for name in (*TABLE, *ALIASES))
+
+
+def children(path: str) -> list[str]:
+    """The names of the modules directly below a module."""
+    real = real_path(path)
+    start = f"{real}." if real else ""
+    return sorted({name[len(start) :].split(".")[0] for name in (*TABLE, *ALIASES) if name.startswith(start)} - {""})
+
+
+def join(path: str, name: str) -> str:
+    """The path of a module below another one."""
+    return f"{path}.{name}" if path else name
+
+
+def missing(path: str, name: str) -> str:
+    """The error message for a name that does not exist here."""
+    whole, entry = f"{NAME}.{join(path, name)}", entries(path).get(name)
+    if isinstance(entry, Refused):
+        return f"{whole} is not available in twinflow.compat. {entry.remedy}."
+    known = sorted({*(key for key, one in entries(path).items() if isinstance(one, Ours)), *children(path)})
+    near = get_close_matches(name, {*known, *entries(path)}, 1)
+    hint = f"Did you mean {near[0]}?" if near else f"Available names: {', '.join(known)}."
+    return (
+        f"{whole} is not available in twinflow.compat. {hint} {_DOCS}. To use DeepSpeed, run without twinflow.compat."
+    )
+
+
+def module_at(path: str) -> CompatModule:
+    """The module object of a path. There is one object for each path. The top module is twinflow.compat.deepspeed."""
+    if not path:
+        top = importlib.import_module("twinflow.compat.deepspeed")
+        assert isinstance(top, CompatModule)
+        return top
+    real = real_path(path)
+    if real != path:
+        return module_at(real)
+    parent, _, last = path.rpartition(".")
+    above = module_at(parent)
+    if last not in vars(above):
+        setattr(above, last, CompatModule(path))
+    found: CompatModule = vars(above)[last]
+    return found
+
+
+class CompatFinder(Loader):
+    """A finder for sys.meta_path that answers for `deepspeed`, for the modules below it and for its version."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        """The spec of a module. ModuleNotFoundError with a remedy for a module that does not exist here."""
+        top, _, below = fullname.partition(".")
+        if top != NAME:
+            return None
+        if is_module(below) or not below:
+            return ModuleSpec(fullname, self, is_package=True)
+        refused = _refused_above(below)
+        raise ModuleNotFoundError(missing(*refused) if refused else missing(*_split(below)))
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module of the table. Both paths of an alias give the same module object."""
+        return module_at(spec.name.partition(".")[2])
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Does nothing: the attributes of the module are resolved at their first use."""
+
+    def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
+        """For importlib.metadata: libraries ask for DeepSpeed's version before they import it."""
+        name = getattr(context, "name", None)
+        return [CompatDistribution()] if name in (None, NAME) else []
+
+    def invalidate_caches(self) -> None:
+        """Does nothing: this finder has no cache."""
+
+
+def _refused_above(path: str) -> tuple[str, str] | None:
+    """The first part of a path that the table refuses, as (parent path, name)."""
+    parts = path.split(".")
+    for i in range(len(parts)):
+        above = ".".join(parts[:i])
+        if isinstance(entries(above).get(parts[i]), Refused):
+            return above, parts[i]
+    return None
+
+
+def _split(path: str) -> tuple[str, str]:
+    above, _, last = path.rpartition(".")
+    return above, last
+
+
+class CompatDistribution(importlib.metadata.Distribution):
+    """The metadata of `deepspeed` for importlib.metadata."""
+
+    def read_text(self, filename: str | PathLike[str]) -> str | None:
+        """The METADATA file with name and version. None for other files."""
+        if str(filename) != "METADATA":
+            return None
+        return f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\nSummary: twinflow.compat, not DeepSpeed\n"
+
+    def locate_file(self, path: str | PathLike[str]) -> Any:
+        raise FileNotFoundError(str(path))
 
 
 def install() -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import runpy
-import socket
 import sys
 from pathlib import Path
 
 from twinflow.compat import install
 from twinflow.errors import invalid_value
-from twinflow.launch.environment import LOCAL_ADDRESS, rank_environment
+from twinflow.launch.environment import LOCAL_ADDRESS, free_port, rank_environment
 
 USAGE = "usage: python -m twinflow.compat [-m] SCRIPT [ARGUMENTS]"
 
@@ -38,11 +37,8 @@ def main(words: list[str]) -> None:
 
 def alone() -> dict[str, str]:
     """The variables that a launcher sets, for a single process. DeepSpeed scripts and Accelerate need them."""
-    with socket.socket() as made:
-        made.bind((LOCAL_ADDRESS, 0))
-        port = made.getsockname()[1]
     sizes = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return {**sizes, "MASTER_ADDR": LOCAL_ADDRESS, "MASTER_PORT": str(port)}
+    return {**sizes, "MASTER_ADDR": LOCAL_ADDRESS, "MASTER_PORT": str(free_port())}
 
 
 if __name__ == "__main__":

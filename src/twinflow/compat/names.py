@@ -1,7 +1,7 @@
 """The table of DeepSpeed's names: the implementation of each available name, and a remedy for each unavailable one.
 
 The keys are modules, the values are the names in a module. An unavailable module is a name in its parent module.
-docs/compat.md shows this table (`python -m twinflow.compat.table` prints it), and a test compares the two.
+docs/compat.md shows this table (`python docs/tables.py` writes it), and a test compares the two.
 """
 
 from __future__ import annotations
@@ -41,10 +41,14 @@ class Through(NamedTuple):
 Entry = Ours | Refused | Through
 
 
-def _ours(module: str, *names: str, note: str = "", **others: str) -> dict[str, Entry]:
-    """Entries for `names`, which have the same name in `module`, and for `others`, which have another name there."""
-    found = {name: name for name in names} | others
+def _ours(module: str, names: str = "", note: str = "", **others: str) -> dict[str, Entry]:
+    """Entries for `names` (separated by spaces) of `module`, and for `others`, which have other names there."""
+    found = {name: name for name in names.split()} | others
     return {name: Ours(f"{module}:{target}", note) for name, target in found.items()}
+
+
+def _refused(remedy: str, names: str) -> dict[str, Entry]:
+    return {name: Refused(remedy) for name in names.split()}
 
 
 _OF = "twinflow.compat."
@@ -61,13 +65,10 @@ _ONEBIT = "optimizer.type OneBitAdam (docs/onebit.md)"
 _UNIVERSAL = "Leave the conversion out: checkpoints load with any number of ranks"
 
 _SAFE = _ours(
-    _OF + "fragments",
-    "safe_get_full_fp32_param",
-    "safe_get_full_optimizer_state",
-    "safe_set_full_fp32_param",
-    "safe_set_full_optimizer_state",
+    _OF + "zero",
+    "safe_get_full_fp32_param safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_optimizer_state",
 ) | {
-    "safe_get_full_grad": Ours(_OF + "fragments:safe_get_full_grad", "on one rank, after the last backward of a step"),
+    "safe_get_full_grad": Ours(_OF + "zero:safe_get_full_grad", "on one rank, after the last backward of a step"),
     "safe_set_full_grad": Refused(_NO_SET_GRAD),
     "safe_update_full_grad_vectorized": Refused(_NO_SET_GRAD),
     **{
@@ -76,34 +77,32 @@ _SAFE = _ours(
         for what in ("fp32_param", "grad", "optimizer_state")
     },
 }
-_ZERO_NAMES = _ours(_OF + "zero", "GatheredParameters", "Init", "register_external_parameter")
-_STAGE_2 = ("estimate_zero2_model_states_mem_needs", "estimate_zero2_model_states_mem_needs_all_cold")
-_STAGE_3 = ("estimate_zero3_model_states_mem_needs", "estimate_zero3_model_states_mem_needs_all_cold")
-_PIPE_NAMES = _ours("twinflow.parallel.specs", "LayerSpec", "TiedLayerSpec") | {
+_ZERO_NAMES = _ours(_OF + "zero", "GatheredParameters Init register_external_parameter")
+_ESTIMATES = "estimate_{0} estimate_{0}_all_cold estimate_{0}_all_live"
+_NOT_THEIRS = "estimates for twinflow, not for DeepSpeed"
+_PIPE_NAMES = _ours("twinflow.parallel.specs", "LayerSpec TiedLayerSpec") | {
     "PipelineModule": Ours(_OF + "pipe:PipelineModule", "the seed of a LayerSpec's layer is base_seed plus its index")
 }
-_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _ENGINE: dict[str, Entry] = {
     "DeepSpeedEngine": Ours("twinflow.engine:Engine", "not an nn.Module, but engine.module is one")
 }
 
 TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
-    "": _ours(_OF + "start", "add_config_arguments", "init_distributed", "initialize", "tp_model_init")
+    "": _ours(_OF + "start", "init_distributed initialize tp_model_init")
+    | _ours("twinflow.build", "add_config_arguments")
     | _ours(_OF + "names", __version__="VERSION", version="VERSION")
     | _ENGINE
     | _ours("twinflow.engine.pipeline", "PipelineEngine")
     | _ours(_OF + "pipe", "PipelineModule")
-    | _ours(_OF + "ds_config", "DeepSpeedConfig", "DeepSpeedConfigError")
-    | _ours(_OF + "accelerator", "get_accelerator")
-    | _ours(_OF + "utils", "OnDevice", "log_dist", "logger")
+    | _ours(_OF + "start", "DeepSpeedConfig DeepSpeedConfigError")
+    | _ours(_OF + "utils", "get_accelerator")
+    | _ours(_OF + "utils", "OnDevice log_dist logger")
     | _ours("twinflow.engine.loader", DeepSpeedDataLoader="ResumableLoader")
     | {
-        "init_inference": Refused(_NO_INFERENCE),
-        "InferenceEngine": Refused(_NO_INFERENCE),
-        "DeepSpeedHybridEngine": Refused(_NO_INFERENCE),
-        "inference": Refused(_NO_INFERENCE),
-        "model_implementations": Refused(_NO_INFERENCE),
-        "module_inject": Refused(_NO_INFERENCE),
+        **_refused(
+            _NO_INFERENCE,
+            "init_inference InferenceEngine DeepSpeedHybridEngine inference model_implementations module_inject",
+        ),
         "moe": Refused(_NO_MOE),
         "sequence": Refused(_NO_SEQUENCE),
         "compression": Refused("Quantize or prune with another library, such as torchao"),
@@ -114,29 +113,21 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
         "monitor": Refused("Set tensorboard, csv_monitor or wandb in the config, and write with engine.monitor"),
         "nebula": Refused("Set checkpoint.background, which writes checkpoints during training"),
         "profiling": Refused(_PROFILE),
-        "DeepSpeedTransformerLayer": Refused(_NO_FUSED_LAYER),
-        "DeepSpeedTransformerConfig": Refused(_NO_FUSED_LAYER),
+        **_refused(_NO_FUSED_LAYER, "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"),
         "DualPipeVModule": Refused('Use twinflow.parallel.PipelineModule(schedule="zbv")'),
     },
-    "accelerator": _ours(_OF + "accelerator", "get_accelerator"),
+    "accelerator": _ours(_OF + "utils", "get_accelerator"),
     "checkpoint": {
         "ds_to_universal": Refused(_UNIVERSAL),
         "DeepSpeedCheckpoint": Refused("Use `twinflow import`, which reads DeepSpeed's checkpoints"),
     },
     "checkpoint.utils": _ours(_OF + "utils", "clone_tensors_for_torch_save"),
     "comm": _ours(
-        _OF + "comm",
-        "get_global_rank",
-        "get_local_rank",
-        "get_rank",
-        "get_world_group",
-        "get_world_size",
-        "is_initialized",
+        _OF + "start", "get_global_rank get_local_rank get_rank get_world_group get_world_size is_initialized"
     )
     | _ours(_OF + "start", "init_distributed")
     | {
-        "log_summary": Refused("Read the byte counters of engine.optimizer.team.groups"),
-        "configure": Refused("Read the byte counters of engine.optimizer.team.groups"),
+        **_refused("Read the byte counters of engine.optimizer.team.groups", "log_summary configure"),
         "*": Through("torch.distributed"),
     },
     "ops": {
@@ -147,36 +138,24 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
         "muon": Refused("Pass your own Muon to initialize(): any torch optimizer runs on the host"),
         "aio": Refused("Offload to host memory: twinflow does not use NVMe"),
     },
-    "ops.adam": _ours(_OF + "optimizers", "DeepSpeedCPUAdam", "FusedAdam")
+    "ops.adam": _ours(_OF + "optimizers", "DeepSpeedCPUAdam FusedAdam")
     | {"ZenFlowCPUAdam": Refused("Use offload_optimizer with delayed_update, which also hides the whole update")},
     "ops.adam.cpu_adam": _ours(_OF + "optimizers", "DeepSpeedCPUAdam"),
     "ops.adam.fused_adam": _ours(_OF + "optimizers", "FusedAdam"),
     "ops.adagrad": _ours(_OF + "optimizers", "DeepSpeedCPUAdagrad"),
     "ops.adagrad.cpu_adagrad": _ours(_OF + "optimizers", "DeepSpeedCPUAdagrad"),
-    "ops.lion": _ours(_OF + "optimizers", "DeepSpeedCPULion", "FusedLion"),
+    "ops.lion": _ours(_OF + "optimizers", "DeepSpeedCPULion FusedLion"),
     "ops.lion.cpu_lion": _ours(_OF + "optimizers", "DeepSpeedCPULion"),
     "ops.lion.fused_lion": _ours(_OF + "optimizers", "FusedLion"),
     "ops.sparse_attention": _ours(
         "twinflow.attention",
-        "BSLongformerSparsityConfig",
-        "BertSparseSelfAttention",
-        "BigBirdSparsityConfig",
-        "DenseSparsityConfig",
-        "FixedSparsityConfig",
-        "LocalSlidingWindowSparsityConfig",
-        "SparseAttentionUtils",
-        "SparseSelfAttention",
-        "SparsityConfig",
-        "VariableSparsityConfig",
+        "BSLongformerSparsityConfig BertSparseSelfAttention BigBirdSparsityConfig DenseSparsityConfig "
+        "FixedSparsityConfig LocalSlidingWindowSparsityConfig SparseAttentionUtils SparseSelfAttention "
+        "SparsityConfig VariableSparsityConfig",
     )
-    | {
-        "MatMul": Refused(
-            "Use twinflow.attention.sparse_attention(q, k, v, layout), one kernel for the whole attention"
-        ),
-        "Softmax": Refused(
-            "Use twinflow.attention.sparse_attention(q, k, v, layout), one kernel for the whole attention"
-        ),
-    },
+    | _refused(
+        "Use twinflow.attention.sparse_attention(q, k, v, layout), one kernel for the whole attention", "MatMul Softmax"
+    ),
     "pipe": _PIPE_NAMES,
     "runtime": {
         "domino": Refused(
@@ -192,89 +171,68 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
         "data_pipeline": Refused("Choose and order the samples in your data loader"),
     },
     "runtime.activation_checkpointing.checkpointing": _ours(
-        _OF + "checkpointing", "checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"
+        _OF + "pipe", "checkpoint configure is_configured non_reentrant_checkpoint reset"
     )
     | {
-        "get_cuda_rng_tracker": Refused("Leave the call out: initialize() gives tensor ranks the same random numbers"),
-        "model_parallel_cuda_manual_seed": Refused(
-            "Leave the call out: initialize() gives tensor ranks the same random numbers"
+        **_refused(
+            "Leave the call out: initialize() gives tensor ranks the same random numbers",
+            "get_cuda_rng_tracker model_parallel_cuda_manual_seed",
         ),
         "CheckpointFunction": Refused("Call deepspeed.checkpointing.checkpoint(function, *args)"),
     },
-    "runtime.config": _ours(_OF + "ds_config", "DeepSpeedConfig", "DeepSpeedConfigError"),
+    "runtime.config": _ours(_OF + "start", "DeepSpeedConfig DeepSpeedConfigError"),
     "runtime.dataloader": _ours(_OF + "utils", "RepeatingLoader")
     | _ours("twinflow.engine.loader", DeepSpeedDataLoader="ResumableLoader"),
     "runtime.engine": _ENGINE,
-    "runtime.lr_schedules": _ours("twinflow.optim.schedules", *_SCHEDULES)
-    | _ours("twinflow.optim.schedules", VALID_LR_SCHEDULES="SCHEDULES")
+    "runtime.lr_schedules": _ours(
+        "twinflow.optim.schedules",
+        "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR",
+        VALID_LR_SCHEDULES="SCHEDULES",
+    )
     | {"add_tuning_arguments": Refused("Set scheduler in the config")},
     "runtime.pipe": _PIPE_NAMES | _ours("twinflow.parallel.topology", "ProcessTopology"),
     "runtime.pipe.engine": _ours("twinflow.engine.pipeline", "PipelineEngine"),
     "runtime.pipe.module": _PIPE_NAMES,
     "runtime.pipe.schedule": _ours(
-        _OF + "schedule",
-        "BackwardPass",
-        "BufferOpInstruction",
-        "DataParallelSchedule",
-        "ForwardPass",
-        "InferenceSchedule",
-        "LoadMicroBatch",
-        "OptimizerStep",
-        "PipeInstruction",
-        "PipeSchedule",
-        "RecvActivation",
-        "RecvGrad",
-        "ReduceGrads",
-        "ReduceTiedGrads",
-        "SendActivation",
-        "SendGrad",
-        "TrainSchedule",
+        _OF + "pipe",
+        "BackwardPass BufferOpInstruction DataParallelSchedule ForwardPass InferenceSchedule LoadMicroBatch "
+        "OptimizerStep PipeInstruction PipeSchedule RecvActivation RecvGrad ReduceGrads ReduceTiedGrads "
+        "SendActivation SendGrad TrainSchedule",
         note="for inspection; the engine runs twinflow.parallel.schedules",
     ),
     "runtime.pipe.topology": _ours(
-        "twinflow.parallel.topology", "PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"
+        "twinflow.parallel.topology", "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology"
     )
     | {"PipelineParallelGrid": Refused(_NO_GROUPS)},
     "runtime.utils": _ours(
-        _OF + "utils",
-        "move_to_device",
-        "partition_balanced",
-        "partition_uniform",
-        "see_memory_usage",
-        "set_random_seed",
+        _OF + "utils", "move_to_device partition_balanced partition_uniform see_memory_usage set_random_seed"
     )
     | {"clip_grad_norm_": Refused("Set gradient_clipping in the config")},
     "runtime.zero": _ZERO_NAMES
     | _ours(_OF + "zero", "unwrap_model_for_generation")
     | {
-        "TiledLinear": Refused("Use nn.Linear: weights are gathered block by block"),
-        "TiledLinearReturnBias": Refused("Use nn.Linear: weights are gathered block by block"),
+        **_refused("Use nn.Linear: weights are gathered block by block", "TiledLinear TiledLinearReturnBias"),
         "MiCS_Init": Refused("Use deepspeed.zero.Init, or no context: stage 3 partitions over all ranks"),
     },
-    "runtime.zero.config": _ours(_OF + "ds_config", "ZeroStageEnum", "get_zero_config")
-    | _ours("twinflow.config.zero", DeepSpeedZeroConfig="ZeroOptimization"),
-    "runtime.zero.offload_config": _ours(_OF + "ds_config", "OffloadDeviceEnum")
+    "runtime.zero.config": _ours(_OF + "start", "ZeroStageEnum get_zero_config")
+    | _ours("twinflow.config.schema", DeepSpeedZeroConfig="ZeroOptimization"),
+    "runtime.zero.offload_config": _ours(_OF + "start", "OffloadDeviceEnum")
     | _ours(
-        "twinflow.config.zero",
+        "twinflow.config.schema",
         DeepSpeedZeroOffloadOptimizerConfig="OffloadOptimizer",
         DeepSpeedZeroOffloadParamConfig="OffloadParam",
     ),
     "runtime.zero.partition_parameters": _ZERO_NAMES,
-    "runtime.zero.stage3": _ours(
-        _OF + "estimates", *_STAGE_3, _STAGE_3[0] + "_all_live", note="estimates for twinflow, not for DeepSpeed"
-    ),
-    "runtime.zero.stage_1_and_2": _ours(
-        _OF + "estimates", *_STAGE_2, _STAGE_2[0] + "_all_live", note="estimates for twinflow, not for DeepSpeed"
-    ),
+    "runtime.zero.stage3": _ours(_OF + "zero", _ESTIMATES.format("zero3_model_states_mem_needs"), _NOT_THEIRS),
+    "runtime.zero.stage_1_and_2": _ours(_OF + "zero", _ESTIMATES.format("zero2_model_states_mem_needs"), _NOT_THEIRS),
     "utils": _SAFE
-    | _ours(_OF + "utils", "OnDevice", "RepeatingLoader", "log_dist", "logger", "set_z3_leaf_modules")
+    | _ours(_OF + "utils", "OnDevice RepeatingLoader log_dist logger set_z3_leaf_modules")
     | {"groups": Refused(_NO_GROUPS), "init_distributed": Ours(_OF + "start:init_distributed")},
-    "utils.logging": _ours(_OF + "utils", "log_dist", "logger"),
+    "utils.logging": _ours(_OF + "utils", "log_dist logger"),
     "utils.tensor_fragment": _SAFE,
     "utils.zero_to_fp32": _ours(
-        _OF + "zero_to_fp32",
-        "convert_zero_checkpoint_to_fp32_state_dict",
-        "get_fp32_state_dict_from_zero_checkpoint",
+        _OF + "zero",
+        "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
         "load_state_dict_from_zero_checkpoint",
         note="for checkpoints that the engine of twinflow saved",
     ),

@@ -20,17 +20,17 @@ class Named(Optimizer):
     """An optimizer that names the twinflow rule with the same update."""
 
     _rule_name: str
+    adam_w_mode: bool | None = None  # None: the rule has no such mode
 
     @property
     def rule_name(self) -> str | None:
-        """The name of the rule in a config. None if `initialize` must use this optimizer itself: it has state, or its
-        state is not fp32.
-        """
+        """The name of the rule in a config. None for an optimizer with state or with state that is not fp32."""
         return None if self.state or getattr(self, "states", "fp32") != "fp32" else self._rule_name
 
     def options(self) -> dict[str, Any]:
-        """The defaults of this optimizer as `optimizer.params` of a config."""
-        return {name: value for name, value in self.defaults.items() if name in _OPTIONS}
+        """The defaults as `optimizer.params` of a config, in which `adam_w_mode` selects AdamW or Adam."""
+        mode = {} if self.adam_w_mode is None else {"adam_w_mode": self.adam_w_mode}
+        return {name: value for name, value in self.defaults.items() if name in _OPTIONS} | mode
 
     def groups(self) -> list[dict[str, Any]]:
         """The parameter groups, with only the options that a rule has."""
@@ -64,10 +64,6 @@ class DeepSpeedCPUAdam(Named, HostOptimizer):
         HostOptimizer.__init__(
             self, model_params, lr, betas, eps, weight_decay, states="fp32" if fp32_optimizer_states else "bf16"
         )
-
-    def options(self) -> dict[str, Any]:
-        """The defaults with `adam_w_mode`, which selects AdamW or Adam in a config."""
-        return {**super().options(), "adam_w_mode": self.adam_w_mode}
 
 
 class DeepSpeedCPUAdagrad(Named, HostOptimizer):
@@ -140,10 +136,6 @@ class FusedAdam(Fused, torch.optim.Adam):
         torch.optim.Adam.__init__(
             self, params, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=adam_w_mode
         )
-
-    def options(self) -> dict[str, Any]:
-        """The defaults with `adam_w_mode`, which selects AdamW or Adam in a config."""
-        return {**super().options(), "adam_w_mode": self.adam_w_mode}
 
 
 class FusedLion(Fused):

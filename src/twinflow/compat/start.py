@@ -1,10 +1,11 @@
-"""`deepspeed.initialize`, the set-up of the process group and the command line options of a script."""
+"""`deepspeed.initialize` and the config as an object, `deepspeed.comm`, and the command line options of a script."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
 from datetime import timedelta
+from enum import Enum, IntEnum
 from typing import Any
 
 import torch
@@ -13,14 +14,108 @@ from torch._C._distributed_c10d import HashStore
 
 from twinflow import build
 from twinflow.compat.optimizers import Named
-from twinflow.compat.owners import OWNERS
-from twinflow.config.read import read_source
+from twinflow.compat.zero import add_owner
+from twinflow.config import load_config, resolve_batch
+from twinflow.config.load import read_source
+from twinflow.config.schema import ZeroOptimization
 from twinflow.engine import Engine
 from twinflow.errors import incompatible, invalid_value
 from twinflow.launch.environment import init_distributed as join_group
+from twinflow.launch.environment import joined
 
+DeepSpeedConfigError = ValueError
 _TIMEOUT_S = 1800.0
 _AUTO_PARALLEL = "tensor_parallel.autotp_size"
+
+
+def is_initialized() -> bool:
+    """Whether this process has a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_rank(group: Any = None) -> int:
+    """The rank of this process in a group. 0 without a process group."""
+    return dist.get_rank(group) if is_initialized() else 0
+
+
+def get_world_size(group: Any = None) -> int:
+    """The number of processes in a group. 1 without a process group."""
+    return dist.get_world_size(group) if is_initialized() else 1
+
+
+def get_local_rank() -> int:
+    """The rank of this process on its machine."""
+    return joined().local_rank
+
+
+def get_world_group() -> Any:
+    """The group of all processes."""
+    return dist.group.WORLD
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    """The global rank of a rank of a group."""
+    return dist.get_global_rank(group, group_rank) if group is not None else group_rank
+
+
+class ZeroStageEnum(IntEnum):
+    """The stages of ZeRO. Each is named after the state that it is the first to partition."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+class OffloadDeviceEnum(str, Enum):
+    """Devices to which DeepSpeed can offload."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class DeepSpeedConfig:
+    """A checked config with its batch sizes resolved. Other attributes are those of twinflow's `Config`."""
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+        for name, value in (("mpu", mpu), ("mesh_device", mesh_device)):
+            if value is not None:
+                raise invalid_value(name, type(value).__name__, "None", "initialize() creates the process groups.")
+        self._param_dict: Mapping[str, Any] = read_source(config)[1]
+        self._config = parsed = load_config(config)
+        batch = resolve_batch(parsed, get_world_size())
+        self.train_batch_size = batch.train_batch_size
+        self.train_micro_batch_size_per_gpu = batch.micro_batch_size
+        self.gradient_accumulation_steps = batch.accumulation_steps
+        self.zero_config = parsed.zero_optimization
+        self.zero_optimization_stage = self.zero_config.stage
+        self.zero_enabled = self.zero_optimization_stage > 0
+        self.float16_config = parsed.fp16
+        self.bfloat16_config = parsed.bf16
+        self.optimizer_name = parsed.optimizer.type.lower() if parsed.optimizer is not None else None
+        self.optimizer_params = dict(parsed.optimizer.params) if parsed.optimizer is not None else None
+        self.scheduler_name = parsed.scheduler.type if parsed.scheduler is not None else None
+        self.scheduler_params = dict(parsed.scheduler.params) if parsed.scheduler is not None else None
+        self.activation_checkpointing_config = parsed.activation_checkpointing
+        self.flops_profiler_config = parsed.flops_profiler
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._config, name)
+
+    def print_user_config(self) -> None:
+        """Prints the config with all defaults filled in."""
+        print(self._config.model_dump_json(indent=2))
+
+    print = print_user_config
+
+
+def get_zero_config(param_dict: Mapping[str, Any]) -> ZeroOptimization:
+    """The section `zero_optimization` of a whole config, checked."""
+    return load_config({"zero_optimization": param_dict.get("zero_optimization", {})}).zero_optimization
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Engine, Any, Any, Any]:
@@ -38,7 +133,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Engine, Any, Any, Any]:
     found = build.initialize(**given)
     engine = found[0]
     if engine.optimizer is not None:
-        OWNERS.add(engine.optimizer)
+        add_owner(engine.optimizer)
         if isinstance(optimizer, Named):
             # A scheduler that was built with the DeepSpeed optimizer writes to its param_groups.
             optimizer.param_groups = engine.optimizer.param_groups
@@ -89,11 +184,6 @@ def init_distributed(
             remedy = "Start the script with `twinflow launch` or torchrun, or give init_method."
             raise incompatible(f"world_size={world_size}", "a process without a launcher", "it has one rank", remedy)
         dist.init_process_group(backend, store=HashStore(), timeout=timeout, rank=0, world_size=1)
-
-
-def add_config_arguments(parser: Any) -> Any:
-    """Adds DeepSpeed's options `--deepspeed` and `--deepspeed_config` to an argparse parser."""
-    return build.add_config_arguments(parser)
 
 
 def tp_model_init(model: Any, tp_size: int, dtype: Any, config: Any = None, **kwargs: Any) -> Any:

@@ -1,7 +1,6 @@
 """Reads a DeepSpeed config and returns a typed, frozen `Config`."""
 
-from twinflow.config.deepspeed import load_config
-from twinflow.config.registry import json_schema
+from twinflow.config.load import load_config
 from twinflow.config.resolve import (
     Axes,
     Batch,
@@ -11,7 +10,7 @@ from twinflow.config.resolve import (
     resolve_axes,
     resolve_batch,
 )
-from twinflow.config.schema import Config
+from twinflow.config.schema import Config, json_schema
 
 __all__ = [
     "Axes",

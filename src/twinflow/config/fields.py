@@ -4,21 +4,31 @@ Every key is declared once, as a field of a `Section`, with one of three functio
 effect. An `unused` key is accepted and has no effect, for a stated reason. A `refused` key must be off, because
 ignoring other values would change results or memory use. The loader, the notes, the JSON Schema and the docs are made
 from these declarations.
+
+The last part of this module makes error messages from the declarations: paths of keys, allowed values in words, and the
+nearest known key.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from difflib import get_close_matches
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic.fields import FieldInfo
+
+from twinflow.errors import invalid_value
 
 HONOURED: Final = "honoured"
 UNUSED: Final = "no effect"
 REFUSED: Final = "refused"
+_MISSING = object()
+KeyPath = tuple[str, ...]
+_LONGEST = 120  # Longer values are cut in messages.
 
 
 @dataclass(frozen=True)
@@ -54,20 +64,13 @@ class Section(BaseModel):
 def honoured(
     default: Any, text: str, *, hints: Mapping[str, str] | None = None, ours: bool = False, for_host: bool = False
 ) -> Any:
-    """Declares a key that has the effect `text`."""
+    """Declares a key that has the effect `text`. The default `...` means that the key must be given."""
     rule = Rule(HONOURED, text, hints=hints, ours=ours, for_host=for_host)
     return Field(default, description=text, json_schema_extra=rule)
 
 
-def needed(text: str) -> Any:
-    """Declares an honoured key without a default."""
-    return Field(description=text, json_schema_extra=Rule(HONOURED, text))
-
-
 def unused(default: Any, because: str, *, quiet: tuple[object, ...] = ()) -> Any:
-    """Declares a key that is accepted and has no effect. Values in `quiet` cause no note, because they match what
-    twinflow does anyway.
-    """
+    """Declares a key that is accepted and has no effect. Values in `quiet` match twinflow and cause no note."""
     rule = Rule(UNUSED, because, quiet)
     return Field(default, description=f"No effect here: {because}", json_schema_extra=rule)
 
@@ -80,19 +83,24 @@ def refused(
     return Field(default, description=f"Only off: {instead}", json_schema_extra=rule)
 
 
-def section(kind: type[Section], text: str) -> Any:
-    """Declares a section with its own keys."""
-    return Field(default_factory=kind, description=text)
-
-
-def maybe_section(text: str) -> Any:
-    """Declares a section whose absence differs from an empty section."""
-    return Field(None, description=text)
+def section(kind: type[Section] | None, text: str) -> Any:
+    """Declares a section with its own keys. None: the absence of the section differs from an empty section."""
+    return Field(None, description=text) if kind is None else Field(default_factory=kind, description=text)
 
 
 def rule_of(info: FieldInfo) -> Rule | None:
     """The rule of a key. None for a section."""
     return info.json_schema_extra if isinstance(info.json_schema_extra, Rule) else None
+
+
+def values_in(section: Section, at: KeyPath = ()) -> Iterator[tuple[KeyPath, Section, FieldInfo, Any, Rule]]:
+    """All keys below a section, except the sections: path, own section, declaration, value and rule."""
+    for name, info in type(section).model_fields.items():
+        value, rule = getattr(section, name), rule_of(info)
+        if isinstance(value, Section):
+            yield from values_in(value, (*at, name))
+        elif rule is not None:
+            yield (*at, name), section, info, value, rule
 
 
 def asks_for(rule: Rule, info: FieldInfo, value: object) -> bool:
@@ -184,6 +192,15 @@ Buckets = Annotated[int, _INTEGER, Field(ge=128, multiple_of=128), Allowed("a mu
 _Rates = tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
 Rates = Annotated[Amount | _Rates, BeforeValidator(_sequence), Allowed("a finite number >= 0, or a list of them")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_sequence), Allowed("a list of strings")]
+Widths = Annotated[
+    tuple[Annotated[int, Field(ge=1)], ...],
+    Field(min_length=1),
+    BeforeValidator(_sequence),
+    Allowed("a list of whole numbers >= 1"),
+]
+Indices = Annotated[
+    tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_sequence), Allowed("a list of whole numbers >= 0")
+]
 Every = Annotated[
     Annotated[int, Field(ge=1)] | None, BeforeValidator(_never), Allowed("a whole number >= 1, or null for never")
 ]
@@ -202,3 +219,99 @@ AutocastDtype = Annotated[
 Side = Literal["auto", "device", "host"]  # a place for tensors
 Tags = Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capital), Allowed("'Ignore', 'Warn', 'Fail'")]
 Free = Mapping[str, Any]  # a section whose keys are not checked
+
+
+def dotted(path: Sequence[str]) -> str:
+    """The path of a key, such as "zero_optimization.stage"."""
+    return ".".join(path)
+
+
+class Shown:
+    """A value whose repr is cut to one line, for error messages."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        try:
+            text = repr(self.value)
+        except (ValueError, RecursionError):  # Python has no repr for an int of thousands of digits.
+            text = f"<{type(self.value).__name__}>"
+        return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section class in an annotation `Section` or `Section | None`. None for other annotations."""
+    for part in (annotation, *get_args(annotation)):
+        if isinstance(part, type) and issubclass(part, Section):
+            return part
+    return None
+
+
+def in_words(annotation: Any, metadata: Sequence[object] = ()) -> str:
+    """The values that an annotation allows, in words."""
+    for item in metadata:
+        if isinstance(item, Allowed):
+            return item.text
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return in_words(parts[0], parts[1:])
+    if origin in (Union, types.UnionType):
+        return ", or ".join(in_words(part) for part in parts)
+    if origin is Literal:
+        return ", ".join(repr(part) for part in parts)
+    section = section_of(annotation)
+    if section is not None:
+        return f"an object with any of the keys {', '.join(section.model_fields)}"
+    plain = {bool: "true, false", str: "a string", int: "a whole number", type(None): "null", Any: "anything"}
+    return plain.get(annotation, "an object")
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """A sentence with the name that was probably meant. Empty if no name is near."""
+    near = get_close_matches(name, names, 1)
+    return f"Did you mean {near[0]!r}?" if near else ""
+
+
+def unknown(place: str, key: str, value: object, names: Sequence[str], remedy: str = "") -> str:
+    """The error message for an unknown key. `place` is the section, and empty for the top of the config."""
+    remedy = remedy or nearest(key, names) or f"The keys are: {', '.join(sorted(names))}."
+    name = f"{place}.{key}" if place else key
+    return f"{name} is not a key of {place or 'the config'} (its value is {Shown(value)!r}). {remedy}"
+
+
+def wrong_values(
+    error: ValidationError, model: type[Section], given: Mapping[str, Any], name_of: Callable[[KeyPath], str]
+) -> Iterator[str]:
+    """Converts pydantic's errors about `given` to messages, one for each key."""
+    seen: set[KeyPath] = set()
+    for complaint in error.errors(include_url=False, include_context=False, include_input=False):
+        path, info = _field_at(model, complaint["loc"])
+        if path in seen:
+            continue
+        seen.add(path)
+        value: Any = given
+        for key in path:
+            value = value.get(key, _MISSING)
+        rule = rule_of(info)
+        hint = rule.hints.get(value, "") if rule and rule.hints and isinstance(value, str) else ""
+        allowed = in_words(info.annotation, info.metadata)
+        if value is _MISSING:
+            yield f"{name_of(path)} is missing, but must be {allowed}."
+        else:
+            yield str(invalid_value(name_of(path), Shown(value), allowed, hint))
+
+
+def _field_at(model: type[Section], loc: Sequence[str | int]) -> tuple[KeyPath, FieldInfo]:
+    """The field of a pydantic error. The error may concern a part of the field's value."""
+    path: list[str] = []
+    section: type[Section] | None = model
+    info: FieldInfo | None = None
+    for key in loc:
+        if section is None or not isinstance(key, str) or key not in section.model_fields:
+            break
+        path.append(key)
+        info = section.model_fields[key]
+        section = section_of(info.annotation)
+    assert info is not None, loc
+    return tuple(path), info

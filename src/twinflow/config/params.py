@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any, Final, Literal
 
 from pydantic import create_model
@@ -201,17 +202,18 @@ def torch_optimizers() -> dict[str, type[Any]]:
     """The optimizers of torch.optim by name."""
     import torch.optim
 
-    base = torch.optim.Optimizer
-    return {n: c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, base) and c is not base}
+    return _classes(torch.optim, torch.optim.Optimizer)
 
 
 def torch_schedules() -> dict[str, type[Any]]:
     """The schedules of torch.optim.lr_scheduler by name."""
     import torch.optim.lr_scheduler as module
 
-    base = module.LRScheduler
-    found = {n: c for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, base) and c is not base}
-    return {n: c for n, c in found.items() if not n.startswith("_")}
+    return {name: kind for name, kind in _classes(module, module.LRScheduler).items() if not name.startswith("_")}
+
+
+def _classes(module: ModuleType, base: type[Any]) -> dict[str, type[Any]]:
+    return {n: c for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, base) and c is not base}
 
 
 def arguments(kind: type[Any]) -> dict[str, bool]:
@@ -232,9 +234,7 @@ def optimizer_kind(name: str) -> type[Any]:
 
 
 def schedule_kind(name: str) -> type[Any]:
-    """The section or the torch class for a value of `scheduler.type`, in upper or lower case. ValueError for an unknown
-    one.
-    """
+    """The section or the torch class for a value of `scheduler.type`, in any case. ValueError for an unknown one."""
     for own, section in SCHEDULES.items():
         if own.lower() == name.lower():
             return section

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from twinflow.config.fields import UNUSED, Section, rule_of
-from twinflow.config.messages import Path, dotted
+from twinflow.config.fields import UNUSED, KeyPath, Section, dotted, rule_of, values_in
 from twinflow.config.params import AdamParams, Common, OneBitAdamParams, optimizer_kind, schedule_kind
 from twinflow.config.schema import Config
 from twinflow.conflicts import refuse
@@ -33,9 +32,7 @@ class Axes:
 
 
 def resolve_axes(config: Config, own_stages: int | None = None) -> Axes:
-    """The degrees of pipeline and tensor parallelism of a config. `own_stages`: the number of stages of a
-    PipelineModule.
-    """
+    """The degrees of pipeline and tensor parallelism of a config. `own_stages`: the stages of a PipelineModule."""
     asked = config.pipeline.stages
     if asked is not None and asked < 0:
         raise invalid_value("pipeline.stages", asked, "a whole number >= 0")
@@ -143,11 +140,7 @@ def notes(config: Config) -> list[str]:
     return lines
 
 
-def _without_effect(section: Section, at: Path) -> Iterator[str]:
-    for name, info in type(section).model_fields.items():
-        value = getattr(section, name)
-        rule = rule_of(info)
-        if isinstance(value, Section):
-            yield from _without_effect(value, (*at, name))
-        elif name in section.model_fields_set and rule is not None and rule.kind == UNUSED and value not in rule.off:
-            yield f"{dotted((*at, name))}: no effect here, because {rule.text}"
+def _without_effect(section: Section, at: KeyPath) -> Iterator[str]:
+    for path, own, _, value, rule in values_in(section, at):
+        if path[-1] in own.model_fields_set and rule.kind == UNUSED and value not in rule.off:
+            yield f"{dotted(path)}: no effect here, because {rule.text}"

@@ -1,39 +1,65 @@
-"""The whole config as a typed, frozen model. Attributes have the names and defaults of DeepSpeed's keys."""
+"""The whole config as a typed, frozen model. Attributes have the names and defaults of DeepSpeed's keys.
+
+The alternative names of keys are here too, and the JSON Schema, which follows from the declarations.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import PrivateAttr
 
-from twinflow.config.attention import SparseAttention
 from twinflow.config.fields import (
+    HONOURED,
     Above,
     Allowed,
     Amount,
     AnyWhole,
     AutocastDtype,
+    Buckets,
     Dtype,
     Every,
     Free,
+    Indices,
+    KeyPath,
     Names,
     Positive,
     Power,
+    Ratio,
+    Rule,
     Section,
+    Share,
+    Side,
+    Stage,
     Tags,
+    Threads,
     Whole,
+    Widths,
+    dotted,
     honoured,
+    in_words,
     is_given,
     is_on,
-    maybe_section,
-    needed,
     refused,
+    rule_of,
     section,
+    section_of,
     unused,
 )
-from twinflow.config.parallel import Pipeline, TensorParallel
-from twinflow.config.zero import ZeroOptimization
+from twinflow.config.params import OPTIMIZERS, SCHEDULES
+from twinflow.errors import invalid_value
 
+_FIXED = "mode fixed: "
+_LISTED = "modes variable and bslongformer: "
+_WHOLE = "tensors between stages are always sent whole"
+_PLAN = "tensor_parallel.plan determines how a model is split; twinflow has plans for known models"
+_STAGE_CHOOSES = "the stage determines the collectives: reduce-scatter and all-gather (1, 2) or all-reduce (0)"
+_FULLY_SHARD = "with stage 3 torch's fully_shard gathers and frees weights block by block; else they stay whole"
+_ALL_ON_HOST = "with device cpu all weights of blocks are on the host, page-locked, as part of the optimizer's state"
+_NVME = "twinflow does not use NVMe"
+_BUCKETS = "offload_optimizer.bucket_numel sets the size of the buckets"
 _TURNS_ON = "; like every true key of this section, it turns checkpointing on"
 _COMET = "use tensorboard, csv_monitor or wandb: Comet is not supported"
 _COMET_OFF = "Comet is not supported"
@@ -46,6 +72,251 @@ ScheduleName = Annotated[
     str,
     Allowed("LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a class of torch.optim.lr_scheduler"),
 ]
+
+
+class SparseAttention(Section):
+    """`sparse_attention`: the sparsity pattern of the attention layers. A key of another mode must have its default."""
+
+    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local"] = honoured(
+        "fixed", "the pattern; dense: the model's own attention; local (ours): only a sliding window"
+    )
+    block: Literal[16, 32, 64, 128] = honoured(16, "number of tokens in a block of queries or keys")
+    different_layout_per_head: bool = honoured(False, "whether heads may have different patterns")
+    num_local_blocks: Positive = honoured(4, _FIXED + "width of a local window")
+    num_global_blocks: Positive = honoured(
+        1, "mode fixed: global blocks in each window; mode bigbird: global blocks in all"
+    )
+    attention: Literal["unidirectional", "bidirectional"] = honoured(
+        "bidirectional", "unidirectional: a token attends to no later token, as in decoders"
+    )
+    horizontal_global_attention: bool = honoured(
+        False, "modes fixed and variable: global blocks also attend to all blocks"
+    )
+    num_different_global_patterns: Positive = honoured(
+        1, _FIXED + "number of different choices of global blocks among the heads"
+    )
+    num_random_blocks: Whole = honoured(0, "modes variable and bigbird: number of random blocks in each row")
+    local_window_blocks: Widths = honoured((4,), "mode variable: widths of the windows; the last one repeats")
+    global_block_indices: Indices = honoured((0,), _LISTED + "global blocks, or the starts of ranges of global blocks")
+    global_block_end_indices: Indices | None = honoured(None, _LISTED + "the ends of these ranges")
+    num_sliding_window_blocks: Positive = honoured(3, "modes bigbird, bslongformer and local: width of the window")
+    seed: Whole = honoured(0, "modes variable and bigbird: seed of the random blocks", ours=True)
+
+    def given(self) -> dict[str, Any]:
+        """The mode and all values that differ from the defaults. A config may spell out the defaults of other modes, as
+        DeepSpeed's docs do.
+
+        Mode local has another default for `attention`. With this mode, a value of `attention` counts if the config
+        gives it.
+        """
+        found = {name: getattr(self, name) for name in type(self).model_fields}
+        changed = {name for name, value in found.items() if value != type(self).model_fields[name].default}
+        if self.mode == "local":
+            changed |= {"attention"} & self.model_fields_set
+        return {name: value for name, value in found.items() if name == "mode" or name in changed}
+
+
+class Pipeline(Section):
+    """`pipeline`: pipeline parallelism."""
+
+    stages: AnyWhole | None = honoured(None, "number of pipeline stages; null, 0: those of the PipelineModule")
+    partition: str = honoured(
+        "best",
+        "method of the partition: uniform, parameters, type:REGEX; best: parameters. A PipelineModule has its own",
+    )
+    seed_layers: bool = unused(False, "every layer of a PipelineModule has its own seed")
+    activation_checkpoint_interval: Whole = honoured(
+        0, "number of layers that are recomputed together in backward; 0: none"
+    )
+    pipe_partitioned: bool = unused(True, _WHOLE)
+    grad_partitioned: bool = unused(True, _WHOLE)
+    use_reentrant: bool = unused(True, "layers are always recomputed without reentrant backwards")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"] | None = honoured(
+        None, "the order of forwards and backwards; null: that of the PipelineModule, or 1f1b", ours=True
+    )
+    chunks: Positive | None = honoured(None, "schedule interleaved: number of stages on a rank; null: 2", ours=True)
+
+
+class Tp(Section):
+    """`tensor_parallel.tp`: the degree of tensor parallelism."""
+
+    tp_size: Whole = honoured(1, "number of tensor-parallel ranks")
+    tp_grain_size: Positive = unused(1, "the sizes of split tensors must be divisible by the number of ranks")
+    mpu: Any = refused(None, "set only tp_size: initialize() creates the process groups", switch=is_given)
+    tp_group: Any = refused(None, "set only tp_size: initialize() creates the process groups", switch=is_given)
+
+
+class TensorParallel(Section):
+    """`tensor_parallel`: tensor parallelism."""
+
+    autotp_size: Whole = honoured(0, "number of tensor-parallel ranks; 0: tp.tp_size")
+    tp: Tp = section(Tp, "the degree of tensor parallelism, as in the config of DeepSpeed's inference")
+    dtype: Any = unused(None, "bf16.enabled or fp16.enabled determines the dtype")
+    tp_overlap_comm: bool = unused(False, "tensor ranks wait for their all-reduces")
+    vocab_parallel_lm_head: bool | None = unused(None, _PLAN)
+    vocab_parallel_ce_backend: str = unused("torch", "there is only one implementation of the cross entropy")
+    injection_policy_tuple: Any = unused(None, _PLAN)
+    partition_config: Free | None = unused(None, _PLAN)
+    preset_model: str | None = unused(None, _PLAN)
+    keep_module_on_host: bool = unused(False, "weights are split on the device of the model")
+    replace_with_kernel_inject: bool = refused(False, "leave it out: twinflow does not inject kernels into the model")
+    sequence: bool = honoured(
+        False, "norms and dropout between tensor-parallel layers work on parts of the sequence", ours=True
+    )
+    plan: Free | None = honoured(
+        None,
+        "how to split each module: patterns of module names to styles; null: twinflow's plan for the model",
+        ours=True,
+    )
+
+
+class OffloadOptimizer(Section):
+    """`zero_optimization.offload_optimizer`: master weights, optimizer state and update on the host."""
+
+    device: Literal["cpu", "none"] = honoured(
+        "none",
+        "place of the optimizer state; cpu: the share `ratio` of it is on the host; none: all of it is on the GPU",
+        hints={
+            "nvme": 'State on NVMe is not supported. Use "cpu". With states "int8" it takes half the memory of "fp32"'
+        },
+    )
+    nvme_path: str | None = unused(None, _NVME)
+    buffer_count: Whole = unused(4, _NVME)
+    pin_memory: bool = unused(True, "host buffers of transfers are always page-locked")
+    pipeline_read: bool = unused(False, _NVME)
+    pipeline_write: bool = unused(False, _NVME)
+    fast_init: bool = unused(False, _NVME)
+    ratio: Ratio = honoured(
+        1.0,
+        'share of the state that is on the host; "auto": the share with the fastest step, chosen after the first steps',
+        for_host=True,
+    )
+    super_offload: bool = refused(False, "leave it out: updates always overlap with backward")
+    cpuadam_cores_perc: Share = unused(0.8, "host_threads sets the number of threads of the update")
+
+    states: Literal["fp32", "bf16", "int8"] = honoured("fp32", "format of the optimizer state", ours=True)
+    placement: Literal["auto", "front", "tail"] = honoured(
+        "auto",
+        "with a ratio below 1: whether the state of the first or of the last layers stays on the GPU",
+        ours=True,
+        for_host=True,
+    )
+    delayed_update: bool = honoured(
+        False, "apply each update one step late, so that it overlaps with a whole step (changes results)", ours=True
+    )
+    delayed_update_start: Whole = honoured(0, "first step whose update may be late", ours=True)
+    early: bool | Literal["auto"] = honoured(
+        "auto",
+        "whether updates start during backward; auto: after some ordinary steps if updates cannot be undone",
+        ours=True,
+    )
+    host_threads: Threads | None = honoured(
+        None, "number of threads of the update; null: from the number of cores", ours=True, for_host=True
+    )
+    hold: Side = honoured("auto", "place of the gradients until the clipping decision", ours=True)
+    sums: Side = honoured(
+        "auto",
+        "place where gradients of several micro-batches are summed; auto with stage 2 on several ranks: parts are "
+        "reduced after each micro-batch",
+        ours=True,
+    )
+    bucket_numel: Buckets | None = honoured(None, "number of elements in a bucket; null: twinflow chooses", ours=True)
+    shadow_bytes: Whole | None = honoured(
+        None, "host memory for updates before the clipping decision; null: the spare memory", ours=True, for_host=True
+    )
+
+    @classmethod
+    def own_keys(cls) -> tuple[str, ...]:
+        """The keys for TwinOptimizer: each is an argument of it, or a field of `Tuning` with the same name."""
+        keys = ((name, rule_of(info)) for name, info in cls.model_fields.items() if name != "device")
+        return tuple(name for name, rule in keys if rule is not None and rule.kind == HONOURED)
+
+
+class OffloadParam(Section):
+    """`zero_optimization.offload_param`: weights on the host."""
+
+    device: Literal["cpu", "none"] = honoured(
+        "none",
+        "cpu: weights are on the host, and each block fetches its weights to run; needs stage 3 and offload_optimizer",
+        hints={"nvme": 'Weights on NVMe are not supported. Use "cpu"'},
+    )
+    nvme_path: str | None = unused(None, _NVME)
+    buffer_count: Whole = unused(5, _NVME)
+    buffer_size: Whole = unused(100_000_000, _NVME)
+    max_in_cpu: Whole = unused(1_000_000_000, _ALL_ON_HOST)
+    pin_memory: bool = unused(True, _ALL_ON_HOST)
+
+
+class LeafModule(Section):
+    """`zero_optimization.leaf_module`: modules that stage 3 gathers whole. Its keys have no effect."""
+
+    classes: Names = unused((), _FULLY_SHARD)
+    names: Names = unused((), _FULLY_SHARD)
+    name_suffixes: Names = unused((), _FULLY_SHARD)
+
+
+class ZeroOptimization(Section):
+    """`zero_optimization`: ZeRO stage and offload."""
+
+    stage: Stage = honoured(
+        0,
+        "state that is partitioned over ranks: 1 the optimizer state, 2 also summed gradients, 3 also weights; "
+        "no effect with one process",
+    )
+    offload_optimizer: OffloadOptimizer | None = section(None, "master weights, optimizer state and update on the host")
+    offload_param: OffloadParam | None = section(None, "weights on the host, besides the optimizer state")
+    zenflow: Free | None = refused(
+        None, "use offload_optimizer with delayed_update, which also hides the whole update", switch=is_given
+    )
+    cpu_offload_use_pin_memory: bool = unused(False, "host buffers of transfers are always page-locked")
+
+    contiguous_gradients: bool = unused(True, "gradients are always sent in contiguous buckets")
+    reduce_scatter: bool = unused(True, _STAGE_CHOOSES)
+    reduce_bucket_size: Positive = unused(500_000_000, _BUCKETS)
+    use_multi_rank_bucket_allreduce: bool = unused(True, _STAGE_CHOOSES)
+    allgather_partitions: bool = unused(True, _STAGE_CHOOSES)
+    allgather_bucket_size: Whole = unused(500_000_000, _BUCKETS)
+    overlap_comm: bool | None = unused(None, "transfers always overlap with the computation")
+    sub_group_size: Whole = unused(1_000_000_000, _BUCKETS)
+    round_robin_gradients: bool = unused(False, "every rank has an equal part of each bucket")
+    compute_grad_norm: bool = unused(True, "the norm is always computed during backward")
+    ignore_unused_parameters: bool = unused(True, "a parameter without a gradient is never updated")
+    parameter_alignment: bool = unused(False, "buckets are always aligned")
+    elastic_checkpoint: bool = unused(False, "a checkpoint does not depend on the number of processes")
+    pipeline_loading_checkpoint: bool = unused(
+        False, "each rank reads only the parts that it needs, at the same time as the others"
+    )
+    load_from_fp32_weights: bool = refused(True, "leave it true: fp32 masters are always loaded")
+    legacy_stage1: bool = refused(False, "leave it out: the legacy stage 1 is not supported")
+
+    stage3_prefetch_bucket_size: Whole = unused(50_000_000, _FULLY_SHARD)
+    stage3_param_persistence_threshold: Whole = unused(100_000, _FULLY_SHARD)
+    stage3_model_persistence_threshold: Whole = unused(2**63 - 1, _FULLY_SHARD)
+    stage3_max_live_parameters: Whole = unused(1_000_000_000, _FULLY_SHARD)
+    stage3_max_reuse_distance: Whole = unused(1_000_000_000, _FULLY_SHARD)
+    stage3_gather_16bit_weights_on_model_save: bool = unused(
+        False,
+        "`twinflow export` writes weights from a checkpoint; save_16bit_model fails with stage 3 on several ranks",
+    )
+    stage3_module_granularity_threshold: AnyWhole = unused(0, _FULLY_SHARD)
+    stage3_use_all_reduce_for_fetch_params: bool = unused(False, _FULLY_SHARD)
+    stage3_allgather_sequential: bool = unused(False, _FULLY_SHARD)
+    memory_efficient_linear: bool = unused(True, _FULLY_SHARD)
+    override_module_apply: bool = unused(True, _FULLY_SHARD)
+    leaf_module: LeafModule = section(LeafModule, "modules that stage 3 gathers whole; its keys have no effect")
+    enable_sanity_checks: bool = unused(False, _FULLY_SHARD)
+    log_trace_cache_warnings: bool = unused(False, _FULLY_SHARD)
+    save_muon_momentum_buffer_in_memory: bool = unused(False, "twinflow has no Muon")
+
+    mics_shard_size: AnyWhole = refused(-1, "leave it out: stage 3 partitions over all ranks", off=(0, 1))
+    mics_hierarchical_params_gather: bool = refused(False, "leave it out: weights are gathered from all ranks at once")
+    zero_hpz_partition_size: Whole = refused(
+        1, "leave it at 1: there is no secondary partition inside a machine", off=(0,)
+    )
+    zero_quantized_weights: bool = refused(False, "leave it out: weights are not sent quantized")
+    zero_quantized_nontrainable_weights: bool = refused(False, "leave it out, and quantize frozen weights in the model")
+    zero_quantized_gradients: bool = refused(False, "leave it out: gradients are not sent quantized")
+    zeropp_loco_param: Any = refused(None, "leave it out: gradients are not sent quantized", switch=is_given)
 
 
 class Fp16(Section):
@@ -91,7 +362,7 @@ class TorchAutocast(Section):
 class Optimizer(Section):
     """`optimizer`: the update rule and its options."""
 
-    type: OptimizerName = needed("the update rule; names of twinflow's rules may be in upper or lower case")
+    type: OptimizerName = honoured(..., "the update rule; names of twinflow's rules may be in upper or lower case")
     params: Free = honoured({}, "options of the optimizer")
     legacy_fusion: bool = unused(False, "it is an option of LAMB, which is not supported")
 
@@ -99,7 +370,7 @@ class Optimizer(Section):
 class Scheduler(Section):
     """`scheduler`: the schedule of the learning rate."""
 
-    type: ScheduleName = needed("the schedule; its name may be in upper or lower case")
+    type: ScheduleName = honoured(..., "the schedule; its name may be in upper or lower case")
     params: Free = honoured({}, "options of the schedule")
 
 
@@ -248,11 +519,11 @@ class Config(Section):
     bf16: Bf16 = section(Bf16, "train in bf16")
     torch_autocast: TorchAutocast = section(TorchAutocast, "run the forward under torch.autocast")
     data_types: DataTypes = section(DataTypes, "dtypes besides those of the weights")
-    optimizer: Optimizer | None = maybe_section("the update rule")
-    scheduler: Scheduler | None = maybe_section("the schedule of the learning rate")
+    optimizer: Optimizer | None = section(None, "the update rule")
+    scheduler: Scheduler | None = section(None, "the schedule of the learning rate")
     zero_optimization: ZeroOptimization = section(ZeroOptimization, "ZeRO stage and offload to the host")
     activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing, "recomputed activations")
-    sparse_attention: SparseAttention | None = maybe_section("the sparsity pattern of the attention layers")
+    sparse_attention: SparseAttention | None = section(None, "the sparsity pattern of the attention layers")
     checkpoint: Checkpoint = section(Checkpoint, "how checkpoints are written")
     tensorboard: Files = section(Files, "metrics as TensorBoard files")
     csv_monitor: Files = section(Files, "metrics as CSV files")
@@ -313,3 +584,107 @@ class Config(Section):
     datastates_ckpt: Free | None = refused(None, "leave it out: checkpoints are written to a folder", switch=is_given)
 
     _renamed: tuple[str, ...] = PrivateAttr(())  # notes on old names of keys, for `notes`
+
+
+@dataclass(frozen=True)
+class Rename:
+    """A key with another current name."""
+
+    old: KeyPath
+    new: KeyPath
+    note: bool = True  # Whether `notes` reports the renaming. Plain aliases are not reported.
+    convert: Callable[[KeyPath, Any], Any] | None = None  # Makes the new value. The key is not set if it returns None.
+
+
+def _offload(path: KeyPath, value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise invalid_value(dotted(path), value, "true or false")
+    return {"device": "cpu"} if value else None
+
+
+ZERO: Final = "zero_optimization"
+_BARE: Final = (
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "gather_16bit_weights_on_model_save",
+    "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+)
+RENAMES: Final = (
+    Rename(("bfloat16",), ("bf16",), note=False),
+    Rename(("allgather_size",), (ZERO, "allgather_bucket_size")),
+    Rename(("offload_optimizer",), (ZERO, "offload_optimizer")),
+    Rename(("offload_param",), (ZERO, "offload_param")),
+    Rename((ZERO, "cpu_offload"), (ZERO, "offload_optimizer"), convert=_offload),
+    Rename((ZERO, "cpu_offload_param"), (ZERO, "offload_param"), convert=_offload),
+    Rename((ZERO, "stage3_gather_fp16_weights_on_model_save"), (ZERO, "stage3_gather_16bit_weights_on_model_save")),
+    *(Rename((ZERO, name), (ZERO, f"stage3_{name}"), note=False) for name in _BARE),
+    Rename(("tensor_parallel", "tensor_parallel"), ("tensor_parallel", "tp"), note=False),
+    Rename(("tensor_parallel", "kernel_inject"), ("tensor_parallel", "replace_with_kernel_inject"), note=False),
+)
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of the config with its declaration."""
+
+    path: KeyPath
+    rule: Rule
+    default: Any
+    allowed: str  # in words
+
+
+def keys(model: type[Section] = Config, at: KeyPath = ()) -> Iterator[Key]:
+    """All keys below a section, in the order of declaration."""
+    for name, info in model.model_fields.items():
+        inner, rule = section_of(info.annotation), rule_of(info)
+        if inner is not None:
+            yield from keys(inner, (*at, name))
+        elif rule is not None:
+            default = "must be given" if info.is_required() else info.get_default(call_default_factory=False)
+            yield Key((*at, name), rule, default, in_words(info.annotation, info.metadata))
+
+
+def json_schema() -> dict[str, Any]:
+    """A JSON Schema of the config for editors, with types, defaults and the treatment of each key."""
+    schema = Config.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "twinflow config"
+    sections: dict[KeyPath, dict[str, Any]] = {
+        (): schema,
+        ("zero_optimization",): schema["$defs"]["ZeroOptimization"],
+        ("tensor_parallel",): schema["$defs"]["TensorParallel"],
+    }
+    for part in (schema, *schema["$defs"].values()):
+        part["properties"] = {name: _or_auto(key) for name, key in part["properties"].items()}
+    for rename in RENAMES:
+        text = f"Alternative name of {dotted(rename.new)}"
+        sections[rename.old[:-1]]["properties"][rename.old[-1]] = {"description": text, "deprecated": True}
+    for name, options in (("Optimizer", OPTIMIZERS), ("Scheduler", SCHEDULES)):
+        schema["$defs"][name]["properties"]["params"]["properties"] = _options(options)
+    return schema
+
+
+def _or_auto(key: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a key, extended by the value "auto"."""
+    about = {name: value for name, value in key.items() if name in ("title", "description", "default", "x-twinflow")}
+    values = {name: value for name, value in key.items() if name not in about}
+    if not values:  # The key allows any value.
+        return key
+    return {
+        **about,
+        "anyOf": [*values["anyOf"], {"const": "auto"}] if list(values) == ["anyOf"] else [values, {"const": "auto"}],
+    }
+
+
+def _options(sections: Mapping[str, type[Section]]) -> dict[str, Any]:
+    """The options of all types together. Only the loader checks which options belong to which type."""
+    found: dict[str, Any] = {}
+    for kind in sections.values():
+        for name, info in kind.model_fields.items():
+            found.setdefault(name, {"description": info.description})
+    return found

@@ -33,18 +33,14 @@ Array = npt.NDArray[Any]
 
 
 def open_tokens(path: Path) -> tuple[Array, int | None]:
-    """The memory-mapped tokens of a .bin or .npy file, and their vocabulary size if the JSON file
-    beside it gives one.
-    """
+    """The memory-mapped tokens of a .bin or .npy file, and the vocabulary size in the JSON file beside it, if any."""
     side = read_side_file(path)
     tokens = _open_npy(path) if path.suffix == ".npy" else _open_bin(path, side.get("dtype", "uint16"))
     return tokens, side.get("vocab_size")
 
 
 def read_side_file(path: Path) -> dict[str, Any]:
-    """The description of `tokens.bin` in `tokens.json` or `tokens.bin.json`: {"dtype": "uint16",
-    "vocab_size": 50257}.
-    """
+    """The description of a file in `NAME.json` or `NAME.bin.json`: {"dtype": "uint16", "vocab_size": 50257}."""
     side = next((p for p in (path.with_suffix(".json"), path.with_name(path.name + ".json")) if p.is_file()), None)
     if side is None:
         return {}
@@ -144,9 +140,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def missing_path(key: str, path: Path, allowed: str) -> ValueError:
-    """The error for a path that does not exist. It suggests a similar name in the folder, or names
-    the missing folder.
-    """
+    """The error for a path that does not exist. It names a similar path in the folder, or the missing folder."""
     path = path.absolute()
     remedy = f"There is no file or folder at {path}"
     if not path.parent.is_dir():

@@ -112,7 +112,7 @@ def _open(root: Path, tag: str | None) -> tuple[Checkpoint | None, str | None]:
 
 def _check(
     engine: EngineParts, found: Checkpoint, what: What, ranks: Ranks
-) -> tuple[dict[str, str], _FileSource | None, StateDict | None, StateDict]:
+) -> tuple[dict[str, str], FileSource | None, StateDict | None, StateDict]:
     """Checks everything before the engine changes: names and shapes of weights, the optimizer's state, the rest."""
     found.verify(share=(ranks.rank, ranks.world))
     meta, rest = found.meta, _reader(found, "rest")
@@ -122,7 +122,7 @@ def _check(
     if what.optimizer and engine.optimizer is not None and "optimizer" in meta:
         head = put_together(meta["optimizer"], rest)
         head = {**head, "param_groups": _own_groups(engine.optimizer, head["param_groups"], saved)}
-        source = _FileSource(found, engine.optimizer, saved)
+        source = _source(found, engine.optimizer, saved)
         engine.optimizer.check_state(head, source)
         _check_errors(found)
     return names, source, head, {key: put_together(meta[key], rest) for key in PARTS}
@@ -213,16 +213,24 @@ def _reader(found: Checkpoint, file: str, shard: TensorShard | None = None) -> C
     return read
 
 
-class _FileSource:
+def _source(found: Checkpoint, optimizer: TwinOptimizer, saved: _SavedNames) -> FileSource:
     """The optimizer's state in a checkpoint, cut for this rank's parameters."""
+    params, entries = optimizer.runtime.params, found.meta.get("optimizer_state", {})
+    names = {param.name: saved.find(param.name, entries) for param in params}
+    own = {name: entries[there] for name, there in names.items() if there is not None}
+    own |= {name: entries[name] for name in saved.unclaimed(entries)}  # its check reports them
+    return FileSource(found, own, {param.name: shard_of(param.tensor) for param in params})
 
-    def __init__(self, found: Checkpoint, optimizer: TwinOptimizer, saved: _SavedNames) -> None:
+
+class FileSource:
+    """The optimizer's state in a checkpoint. `shards`: the parts of parameters that this rank has; others are whole."""
+
+    def __init__(
+        self, found: Checkpoint, entries: Mapping[str, StateDict], shards: Mapping[str, TensorShard | None]
+    ) -> None:
         self._found = found
-        entries: dict[str, StateDict] = found.meta.get("optimizer_state", {})
-        names = {param.name: saved.find(param.name, entries) for param in optimizer.runtime.params}
-        self._entries = {name: entries[there] for name, there in names.items() if there is not None}
-        self._entries |= {name: entries[name] for name in saved.unclaimed(entries)}  # its check reports them
-        self._shards = {param.name: shard_of(param.tensor) for param in optimizer.runtime.params}
+        self._entries = entries
+        self._shards = shards
 
     def names(self) -> Iterable[str]:
         return self._entries
@@ -235,7 +243,7 @@ class _FileSource:
         return int_of(self._entries[name], "step")
 
     def cut(self, name: str, start: int, numel: int) -> Mapping[str, object]:
-        entry, shard = self._entries[name], self._shards[name]
+        entry, shard = self._entries[name], self._shards.get(name)
         read = _reader(self._found, "optimizer", shard)
         tensors = tensor_names(entry)
         cut: StateDict = {}

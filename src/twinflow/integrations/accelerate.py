@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from twinflow.errors import invalid_value
+from twinflow.integrations import need
 from twinflow.integrations.given import take_over
 from twinflow.integrations.norms import Clipping
-from twinflow.integrations.optional import need
 from twinflow.optim.twin import TwinOptimizer
 
 _PRECISIONS = ("no", "bf16")
@@ -44,9 +44,7 @@ def twin_optimizer(
 
 
 def connect(accelerator: Any, twin: TwinOptimizer, name: str = "max_norm") -> Any:
-    """Prepare the optimizer for the accelerator, and replace the accelerator's clipping. `name`: the clipping option of
-    the loop.
-    """
+    """Prepare the optimizer for the accelerator and replace its clipping. `name`: the clipping option of the loop."""
     if twin.runtime.settings.early:
         intercept_clipping(accelerator, twin, name)
     # The state must stay where it is, because it may be too large for the GPU. A later `prepare` does not change an

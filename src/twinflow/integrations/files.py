@@ -8,15 +8,15 @@ folder, and the file of the loop contains only a reference to the folder.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from twinflow.checkpoint import Checkpoint, open_checkpoint, save
-from twinflow.checkpoint.plain import put_together, take_apart, tensor_names
+from twinflow.checkpoint import open_checkpoint, save
+from twinflow.checkpoint.plain import put_together, take_apart
+from twinflow.engine.restore import FileSource
 from twinflow.errors import invalid_value
 from twinflow.optim.twin import TwinOptimizer
-from twinflow.rules.formats import BLOCK
 
 KIND: Final = "twinflow.StreamedState"
 TAG: Final = "twinflow"  # name of the folder
@@ -34,9 +34,7 @@ class StreamedState:
         return {"kind": KIND, "folder": TAG}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state from the folder if `state_dict` is a reference, or from a whole state dict
-        of a TwinOptimizer.
-        """
+        """Load the state from the folder if `state_dict` is a reference, else from a state dict of a TwinOptimizer."""
         if state_dict.get("kind") == KIND:
             load_state(self._optimizer, self._folder)
         else:
@@ -64,33 +62,4 @@ def load_state(optimizer: TwinOptimizer, folder: Path) -> None:
         raise invalid_value("checkpoint", str(folder / TAG), "a folder with the state of a TwinOptimizer")
     found.verify()
     head = put_together(found.meta["optimizer"], lambda name: found.tensor("rest", name))
-    optimizer.load_state_dict(head, _Source(found))
-
-
-class _Source:
-    """Reads the entries of parameters one at a time."""
-
-    def __init__(self, found: Checkpoint) -> None:
-        self._found = found
-        self._entries: dict[str, Any] = found.meta["optimizer_state"]
-
-    def names(self) -> Iterable[str]:
-        return self._entries
-
-    def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
-        return {key: self._found.shape("optimizer", path) for key, path in tensor_names(self._entries[name]).items()}
-
-    def step(self, name: str) -> int:
-        return int(self._entries[name]["step"])
-
-    def cut(self, name: str, start: int, numel: int) -> dict[str, Any]:
-        entry = self._entries[name]
-        tensors = tensor_names(entry)
-        cut: dict[str, Any] = {}
-        for key, path in tensors.items():
-            unit = BLOCK if key.endswith("_scale") else 1
-            first, end = start // unit, -(-(start + numel) // unit)
-            cut[key] = self._found.cut("optimizer", path, first, end - first)
-        others = {key: value for key, value in entry.items() if key not in tensors and isinstance(value, dict)}
-        read = self._found.tensor
-        return cut | {key: put_together(value, lambda path: read("optimizer", path)) for key, value in others.items()}
+    optimizer.load_state_dict(head, FileSource(found, found.meta["optimizer_state"], {}))

@@ -17,10 +17,10 @@ from torch.optim.optimizer import Optimizer
 
 from twinflow.conflicts import conflict
 from twinflow.errors import invalid_value
+from twinflow.integrations import need
 from twinflow.integrations.accelerate import check_accelerator, connect
 from twinflow.integrations.files import StreamedState
 from twinflow.integrations.given import own_options, take_over
-from twinflow.integrations.optional import need
 from twinflow.optim.twin import TwinOptimizer
 
 _PACKAGES = "transformers accelerate"

@@ -25,13 +25,13 @@ from torch.optim.optimizer import Optimizer
 import twinflow
 from twinflow.build import own_device
 from twinflow.build_optimizer import TIMEOUT_S
-from twinflow.config.read import read_source
+from twinflow.config.load import read_source
 from twinflow.conflicts import conflict
 from twinflow.engine import Engine
 from twinflow.errors import incompatible, invalid_value, wrong_state
+from twinflow.integrations import need
 from twinflow.integrations.given import follow, groups_for, rule_for, section_for
 from twinflow.integrations.norms import Clipping
-from twinflow.integrations.optional import need
 from twinflow.optim.twin import TwinOptimizer
 
 _IS_OLD_NAME = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
@@ -249,9 +249,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a folder. If only weights are saved, write a file in Lightning's format. Raises RuntimeError after
-        `fit`.
-        """
+        """Write a folder, or a file in Lightning's format for weights only. Raises RuntimeError after `fit`."""
         if "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return

@@ -104,9 +104,7 @@ class Clipping:
         return PendingNorm(step.norm)
 
     def covers(self, params: Iterable[Tensor]) -> bool:
-        """Whether the parameters are those of the optimizer. Frozen parameters are ignored. Raises ValueError if only
-        some of them are.
-        """
+        """Whether the trainable parameters are those of the optimizer. Raises ValueError if only some of them are."""
         optimizer = self._optimizer()
         if optimizer is None:
             return False

@@ -15,7 +15,7 @@ import struct
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +27,9 @@ DEFAULT_PORT = 29500
 # No machine has this address (RFC 5737). The route to it uses the interface to the outside.
 OUTSIDE = "192.0.2.1"
 _SIOCGIFADDR = 0x8915
+# variables of rank, local rank, size and local size
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
+_MPICH = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,13 @@ def rank_environment(env: Mapping[str, str]) -> RankEnvironment | None:
     if "RANK" in env or "LOCAL_RANK" in env:
         return _torchrun(env)
     if "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env:
-        return _open_mpi(env)
+        return _mpi(env, _OPEN_MPI, "mpirun")
     if "MPI_LOCALRANKID" in env:
-        return _mpich(env)
+        return _mpi(env, _MPICH, "mpiexec")
     if "SLURM_PROCID" in env or "SLURM_STEP_NODELIST" in env:
         return _slurm(env)
     if "PMI_RANK" in env or "PMI_SIZE" in env:
-        return _mpich(env)
+        return _mpi(env, _MPICH, "mpiexec")
     if "WORLD_SIZE" in env:
         return _torchrun(env)
     return None
@@ -70,16 +73,8 @@ def _torchrun(env: Mapping[str, str]) -> RankEnvironment:
     return _checked(env, names, env["MASTER_ADDR"], _number(env, "MASTER_PORT"))
 
 
-def _open_mpi(env: Mapping[str, str]) -> RankEnvironment:
-    prefix = "OMPI_COMM_WORLD_"
-    names = (f"{prefix}RANK", f"{prefix}LOCAL_RANK", f"{prefix}SIZE", f"{prefix}LOCAL_SIZE")
-    _need(env, names, "Start the script with mpirun.")
-    return _checked(env, names, _mpi_address(env, names[2], names[3]), _port(env, DEFAULT_PORT))
-
-
-def _mpich(env: Mapping[str, str]) -> RankEnvironment:
-    names = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")
-    _need(env, names, "Start the script with mpiexec.")
+def _mpi(env: Mapping[str, str], names: Sequence[str], starter: str) -> RankEnvironment:
+    _need(env, names, f"Start the script with {starter}.")
     return _checked(env, names, _mpi_address(env, names[2], names[3]), _port(env, DEFAULT_PORT))
 
 
@@ -155,9 +150,7 @@ def _port(env: Mapping[str, str], default: int) -> int:
 
 
 def _checked(env: Mapping[str, str], names: Sequence[str], address: str, port: int) -> RankEnvironment:
-    """Checks that a rank is below its world size, on this machine and in total. `names`: rank, local rank, size, local
-    size.
-    """
+    """Checks that ranks are below their sizes, in total and here. `names`: rank, local rank, size, local size."""
     rank, local_rank, world_size, local_size = (_number(env, name) for name in names)
     for name, value, size_name, size in (
         (names[0], rank, names[2], world_size),
@@ -199,7 +192,8 @@ def init_distributed(
     if has_cuda:
         # With Slurm, each task may see only its own GPU, with index 0.
         torch.cuda.set_device(found.local_rank % torch.cuda.device_count())
-    os.environ.update(_torchrun_variables(found))  # torch and other libraries read some of them.
+    # torch and other libraries read some of the variables of torchrun.
+    os.environ.update({name.upper(): str(value) for name, value in asdict(found).items()})
     os.environ.update(gloo_variables(found, env))
     timeout = timedelta(seconds=timeout_s)
     store = _attempts_store(found, timeout)
@@ -273,6 +267,13 @@ def interface_towards(address: str) -> str | None:
     return None
 
 
+def free_port() -> int:
+    """A port on which no process listens now."""
+    with socket.socket() as made:
+        made.bind((LOCAL_ADDRESS, 0))
+        return int(made.getsockname()[1])
+
+
 def attempt() -> int:
     """The number of restarts of this run."""
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -305,14 +306,3 @@ def joined(env: Mapping[str, str] = os.environ) -> RankEnvironment:
         return found
     # The script created the group without a launcher, or inside one rank of a launcher. All ranks count as local.
     return RankEnvironment(rank, rank, world_size, world_size, LOCAL_ADDRESS, DEFAULT_PORT)
-
-
-def _torchrun_variables(found: RankEnvironment) -> dict[str, str]:
-    return {
-        "RANK": str(found.rank),
-        "LOCAL_RANK": str(found.local_rank),
-        "WORLD_SIZE": str(found.world_size),
-        "LOCAL_WORLD_SIZE": str(found.local_world_size),
-        "MASTER_ADDR": found.master_addr,
-        "MASTER_PORT": str(found.master_port),
-    }

@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 from typing import IO, TextIO
 
 from twinflow.launch.commands import NodeCommand
-from twinflow.launch.failure import Failure, first_failure, read_failure
-from twinflow.launch.worker import end_with_parent
+from twinflow.launch.worker import Failure, end_with_parent, first_failure, read_failure
 
 TERMINATE_GRACE_S = 12.0  # longer than the grace period of a worker, so that workers end first
 DRAIN_S = 2.0

@@ -78,9 +78,7 @@ def _difference(facts: Mapping[str, str], keys: Store) -> list[str]:
 
 
 def first_difference(here: str, there: str) -> tuple[str, str]:
-    """The first line that differs between two texts, as `line N: ...` of each. A long line is cut around the
-    difference.
-    """
+    """The first line that differs between two texts, as `line N: ...` of each. A long line is cut around it."""
     for number, (a, b) in enumerate(zip_longest(here.splitlines(), there.splitlines()), 1):
         if a != b:
             pairs = enumerate(zip_longest(a or "", b or ""))

@@ -30,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
@@ -39,11 +39,11 @@ from torch._C._distributed_c10d import Store
 
 from twinflow.errors import invalid_value
 from twinflow.launch.environment import attempt
-from twinflow.launch.failure import LOST_PEER
-from twinflow.launch.pulse import CLOSED, LEFT, PAUSED, RUNNING, AwakeClock, Cause, Pulse, Timing, hung_rank
 from twinflow.launch.store import own_keys, wait_for
-from twinflow.launch.worker import write_all
+from twinflow.launch.worker import LOST_PEER, Failure, write_all
 
+LONGEST_TICK_S = 2.0
+RUNNING, PAUSED, CLOSED, LEFT = "running", "paused", "closed", "left"
 TICK_S = 0.2
 PUBLISH_S = 5.0  # time for the poller to publish the failure of this rank
 PAUSE_TIMES = 6.0  # limit of a pause, as a multiple of the limit of a step
@@ -51,12 +51,88 @@ STDERR = 2
 
 
 @dataclass(frozen=True)
-class _Place:
+class Timing:
+    """Intervals of the watch in seconds. With the defaults, a run ends within 30 s of the death of a rank."""
+
+    poll_s: float = 1.0  # interval between two reads of the store
+    dead_after_s: float = 20.0  # A rank without a heartbeat for this time is dead.
+    suspect_after_s: float = 6.0  # Replaces dead_after_s after a rank has lost its connection to another one.
+    grace_s: float = 3.0  # time for the main thread to end by itself
+    hold_s: float = 5.0  # time for which rank 0 keeps the store for the others
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The first failure, for which the run ends."""
+
+    rank: int
+    step: int
+    kind: str  # "error", "death" or "hang"
+    error: str
+    time_s: float
+    attempt: int
+
+    def __str__(self) -> str:
+        how = "hung" if self.kind == "hang" else f"failed in step {self.step}"
+        return f"rank {self.rank} {how}: {self.error}"
+
+    def failure(self) -> Failure:
+        """The cause as a `Failure`, which `twinflow launch` reads from the output."""
+        how = "hung" if self.kind == "hang" else f"in step {self.step}"
+        return Failure(self.rank, self.time_s, 1, self.attempt, f"{how}: {self.error}")
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """The state of a rank, which it publishes each second."""
+
+    rank: int
+    life: int  # number of heartbeats
+    beats: int  # number of signs of progress
     step: int
     doing: str
-    beats: int
-    limit_s: float
-    state: str = RUNNING
+    stalled_s: float  # time since the last sign of progress
+    limit_s: float  # limit of stalled_s; 0: no limit
+    state: str
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the rank has made no progress for longer than its limit. There is no limit before the first beat."""
+        return self.beats > 0 and 0 < self.limit_s <= self.stalled_s
+
+
+def hung_rank(me: Pulse, others: Sequence[Pulse]) -> Pulse | None:
+    """The rank that hangs, called when this rank has made no progress for too long. None if this rank may be waiting
+    for a rank that works.
+
+    A rank works if it is in a pause, or if it is not ahead of this rank and made progress recently. The rank in the
+    lowest step hangs. Among several in that step, the rank with the longest stall hangs: the others went further and
+    wait for it.
+    """
+    for other in others:
+        waiting_for = other.state == RUNNING and other.beats > 0 and other.step <= me.step
+        if waiting_for and other.stalled_s < me.limit_s / 2:
+            return None
+        if other.state == PAUSED and not other.is_over:
+            return None
+    here = [pulse for pulse in (me, *others) if pulse.state != CLOSED]
+    return min(here, key=lambda pulse: (pulse.step, -pulse.stalled_s))
+
+
+class AwakeClock:
+    """Counts the seconds in which this process runs. Time in which it is stopped (SIGSTOP, a debugger, a suspended
+    machine) counts for at most `LONGEST_TICK_S`.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._last_s = time.monotonic()
+
+    def tick(self) -> None:
+        """Advances the clock. The judge calls this method several times a second."""
+        now_s = time.monotonic()
+        self.now_s += min(now_s - self._last_s, LONGEST_TICK_S)
+        self._last_s = now_s
 
 
 class Watch:
@@ -89,7 +165,7 @@ class Watch:
         self._keys = own_keys(store, "watch", rank)
         self._pid = os.getpid()
         self._clock = AwakeClock()
-        self._place = _Place(0, "start", 0, float(hang_timeout_s))
+        self._place = Pulse(rank, 0, 0, 0, "start", 0.0, float(hang_timeout_s), RUNNING)
         self._num_aside = 0
         self._moved = (0, 0.0)  # number of beats, and the time at which the judge saw it
         self._life = 0
@@ -113,9 +189,7 @@ class Watch:
         self._place = replace(self._place, step=step, doing=doing, beats=self._place.beats + 1)
 
     def go_on(self) -> None:
-        """Records progress of background work, such as a checkpoint. Steps that wait for this work do not count as
-        hanging.
-        """
+        """Records progress of background work, such as a checkpoint, so that steps that wait for it do not hang."""
         self._num_aside += 1
 
     @contextmanager
@@ -340,7 +414,7 @@ class Watch:
     def _pulse(self) -> Pulse:
         place, (beats, moved_s) = self._place, self._moved
         stalled_s = self._clock.now_s - moved_s if place.beats + self._num_aside == beats else 0.0
-        return Pulse(self.rank, self._life, place.beats, place.step, place.doing, stalled_s, place.limit_s, place.state)
+        return replace(place, life=self._life, stalled_s=stalled_s)
 
     def _cause(self, kind: str, text: str, of: Pulse | None = None) -> Cause:
         rank, step = (self.rank, self._place.step) if of is None else (of.rank, of.step)

@@ -1,5 +1,7 @@
 """The process that torchrun starts for each rank. It runs the script as a child process and reports its failure.
 
+A failure is one line of text. Workers write it, and the launcher reads it from the output of the nodes.
+
 A thread copies the stderr of the script and keeps its end, from which the failure gets its text. A death by signal is
 seen at once. After a signal to stop, the script has some seconds to end (torchrun signals the whole process group).
 Then it is killed: a script with a SIGTERM handler that waits in a collective would delay the end of the run. This
@@ -10,22 +12,80 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import IO
 
-from twinflow.launch.failure import TRACEBACK, Failure, error_of, signal_name
-
+_LINE = re.compile(r"twinflow: rank ([0-9]+) failed at ([0-9.]+) with exit code ([0-9]+) in attempt ([0-9]+): (.*)")
+_RANK_PREFIX = re.compile(r"^\[rank[0-9]+\]: ?")  # With a process group, torch puts it before each line of a traceback.
+TRACEBACK = "Traceback (most recent call last)"
+# Errors of a rank that lost the connection to another one. They are never the first cause if there is another error.
+LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset)|broken pipe|socket closed|DistBackendError|DistNetworkError|Gloo"
+    r"|ends: rank [0-9]+ (failed|hung)",
+    re.I,
+)
 STOP_GRACE_S = 8.0
 FLUSH_S = 0.2
 TAIL_CHARS = 65536
 _PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure of one rank."""
+
+    rank: int
+    time_s: float
+    exit_code: int
+    attempt: int  # number of restarts before it
+    error: str
+
+    def line(self) -> str:
+        """The line that `read_failure` parses."""
+        error = " ".join(self.error.split())[:1000]  # One line that is short enough for one write.
+        how = f"with exit code {self.exit_code} in attempt {self.attempt}"
+        return f"twinflow: rank {self.rank} failed at {self.time_s:.6f} {how}: {error}\n"
+
+
+def read_failure(line: str) -> Failure | None:
+    """The failure in a line of output. None for other lines."""
+    match = _LINE.search(line)
+    if match is None:
+        return None
+    return Failure(int(match[1]), float(match[2]), int(match[3]), int(match[4]), match[5].rstrip())
+
+
+def first_failure(failures: Iterable[Failure]) -> Failure | None:
+    """The earliest failure of the last attempt, if possible one that is not the loss of another rank."""
+    return min(failures, key=lambda f: (-f.attempt, bool(LOST_PEER.search(f.error)), f.time_s), default=None)
+
+
+def error_of(tail: str) -> str:
+    """The exception at the end of a rank's stderr: the line after the last traceback, or the last line."""
+    lines = [_RANK_PREFIX.sub("", line) for line in tail.splitlines()]
+    starts = [number for number, line in enumerate(lines) if line.startswith(TRACEBACK)]
+    if starts:
+        for line in lines[starts[-1] + 1 :]:
+            if line.strip() and not line[0].isspace():
+                return line.strip()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "no output on stderr")
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal, such as SIGKILL for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def end_with_parent(number: int) -> Callable[[], None]:
@@ -52,9 +112,7 @@ class Tail:
         self._thread.start()
 
     def finish(self, timeout_s: float) -> None:
-        """Waits for the rest of the output. The wait has a limit, because a leftover process of the script may hold the
-        pipe open.
-        """
+        """Waits for the rest of the output, with a limit: a leftover process of the script may hold the pipe open."""
         self._thread.join(timeout_s)
 
     def _copy(self) -> None:
@@ -131,9 +189,7 @@ def _wait(child: subprocess.Popen[bytes], stop: Stop) -> int:
 
 
 def rank_words(words: list[str], local_rank: str) -> list[str]:
-    """The arguments of Python for a rank. With --compat, the script gets `--local_rank=N`, as from DeepSpeed's
-    launcher.
-    """
+    """The arguments of Python for a rank. With --compat, the script gets `--local_rank=N`, as from DeepSpeed."""
     words = list(words)
 
     def take(option: str) -> bool:

@@ -20,7 +20,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Literal
 
 import torch
@@ -28,9 +27,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from twinflow.monitor.files import write_whole
+from twinflow.monitor.timers import Clock
 
 Phase = Literal["forward", "backward"]
-Stamp = float | torch.cuda.Event
 
 Shape = Sequence[int]
 
@@ -91,9 +90,7 @@ class FlopsReport:
 
     @property
     def backward_flops(self) -> float:
-        """Counted FLOPs of backward if it was run. Otherwise an estimate: twice the FLOPs of forward, and the
-        recomputed forwards.
-        """
+        """Counted FLOPs of backward. If it was not run: twice the FLOPs of forward, and the recomputed forwards."""
         counted = self.rows[0].backward_flops
         return counted if counted else (2.0 + self.recompute_fwd_factor) * self.forward_flops
 
@@ -139,51 +136,30 @@ class FlopsReport:
 
 
 class FlopsProfile:
-    """Counts FLOPs between `start()` and `stop()`, or within a `with` block. Then `report` has the result.
+    """Context manager that counts one step: `with profile(model) as p: model(x).sum().backward()`, then `p.report`.
 
     Profiling changes no result. FLOPs inside compiled functions cannot be counted: profile the model without
     compilation.
     """
 
+    report: FlopsReport  # exists after the block
+
     def __init__(self, model: nn.Module, recompute_fwd_factor: float = 0.0) -> None:
         self._model = model
         self._recompute_fwd_factor = recompute_fwd_factor
-        self._report: FlopsReport | None = None
-        self._watch: _Watch | None = None
+        self._watch = _Watch(model)
         self._start_s = 0.0
 
-    @property
-    def report(self) -> FlopsReport:
-        """The result. It exists after `stop()`."""
-        assert self._report is not None, "stop() the profile first"
-        return self._report
-
-    def start(self) -> None:
-        """Register the hooks and start to count."""
-        self._watch = _Watch(self._model)
+    def __enter__(self) -> FlopsProfile:
         self._start_s = self._now()
         self._watch.start()
-
-    def stop(self) -> None:
-        """Remove all hooks and make the report."""
-        watch, self._watch = self._watch, None
-        assert watch is not None, "start() the profile first"
-        watch.stop()
-        seconds = self._now() - self._start_s
-        rows = tuple(_rows(self._model, watch.flops(), watch.seconds()))
-        self._report = FlopsReport(rows, seconds, self._recompute_fwd_factor)
-
-    def text(self, module_depth: int = -1, top_modules: int = 1, detailed: bool = True) -> str:
-        return self.report.text(module_depth, top_modules, detailed)
-
-    def __enter__(self) -> FlopsProfile:
-        self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
+    def __exit__(self, *_: object) -> None:
+        self._watch.stop()
+        seconds = self._now() - self._start_s
+        rows = tuple(_rows(self._model, self._watch.flops(), self._watch.seconds()))
+        self.report = FlopsReport(rows, seconds, self._recompute_fwd_factor)
 
     def _now(self) -> float:
         for device in {param.device for param in self._model.parameters() if param.is_cuda}:
@@ -191,23 +167,19 @@ class FlopsProfile:
         return time.perf_counter()
 
 
-def profile(model: nn.Module, recompute_fwd_factor: float = 0.0) -> FlopsProfile:
-    """Context manager that counts one step: `with profile(model) as p: model(x).sum().backward()`, then `p.report`."""
-    return FlopsProfile(model, recompute_fwd_factor)
+profile = FlopsProfile
 
 
 class _Watch:
-    """Hooks on every module, and the tracker that gives `FlopCounterMode` the current module. See
-    the note at the top.
-    """
+    """Hooks on every module, and the tracker of `FlopCounterMode` for the current module. See the note at the top."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in model.named_modules()}
-        self._device = next((param.device for param in model.parameters() if param.is_cuda), None)
-        self._open: list[tuple[str, Stamp]] = []  # the modules that are running, with their start times
+        self._clock = Clock(next((param.device for param in model.parameters() if param.is_cuda), None))
+        self._open: list[tuple[str, Any]] = []  # the modules that are running, with their start times
         # The module of each autograd node. The references keep the Python objects alive, so that nodes are found again.
         self._owners: dict[Any, str] = {}
-        self._times: list[tuple[str, Stamp, Stamp]] = []
+        self._times: list[tuple[str, Any, Any]] = []
         self._handles: list[Any] = []
         self._counter = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
         self._counter.mod_tracker = self  # type: ignore[assignment]
@@ -233,19 +205,12 @@ class _Watch:
     def seconds(self) -> dict[str, float]:
         total: dict[str, float] = defaultdict(float)
         for name, before, after in self._times:
-            if isinstance(before, float) and isinstance(after, float):
-                total[name] += after - before
-            else:
-                assert isinstance(before, torch.cuda.Event)
-                assert isinstance(after, torch.cuda.Event)
-                total[name] += before.elapsed_time(after) / 1000.0
+            total[name] += self._clock.seconds(before, after)
         return total
 
     @property
     def parents(self) -> set[tuple[Phase, str]]:
-        """Phase and module of the current operation. `FlopCounterMode` reads this property at every operation that has
-        FLOPs.
-        """
+        """Phase and module of the current operation. `FlopCounterMode` reads it at every operation with FLOPs."""
         node = torch._C._current_autograd_node()
         inner = self._open[-1][0] if self._open else ""
         if node is None:
@@ -260,7 +225,7 @@ class _Watch:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._own((args, kwargs), self._open[-1][0] if self._open else "")
-        self._open.append((self._names[module], self._stamp()))
+        self._open.append((self._names[module], self._clock.now()))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self._names[module]
@@ -272,15 +237,7 @@ class _Watch:
             return
         self._own(output, name)
         if torch._C._current_autograd_node() is None:
-            self._times.append((name, before, self._stamp()))
-
-    def _stamp(self) -> Stamp:
-        """The current time: an event in the current stream of the GPU, or the host's clock."""
-        if self._device is None:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+            self._times.append((name, before, self._clock.now()))
 
     def _own(self, values: Any, name: str) -> None:
         nodes = [tensor.grad_fn for tensor in _tensors(values)]

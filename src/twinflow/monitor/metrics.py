@@ -1,4 +1,6 @@
-"""Metrics of a run as JSON lines. The file has one record per line and is readable during the run and after a crash."""
+"""Metrics of a run as JSON lines, and measurements of load and memory. The file has one record per line and is readable
+during the run and after a crash.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,16 @@ import math
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+import torch
+
 from twinflow.monitor.files import keep_lines
+from twinflow.native.cgroup import parse_meminfo, read_text
 
 
 @dataclass(frozen=True)
@@ -52,11 +57,6 @@ class StepRecord:
         """Duration of the step in seconds, without validation and reporting."""
         return self.forward_s + self.backward_s + self.update_s
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether loss and gradient norm are finite. If not, the update was not applied."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
 
 @dataclass(frozen=True)
 class ValidRecord:
@@ -89,9 +89,7 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
 
@@ -123,9 +121,7 @@ def tokens_per_second(records: list[StepRecord]) -> float:
 
 
 def share_ahead(records: list[StepRecord]) -> float:
-    """Share of the updates that were made before the gradient norm was known and were kept; NaN if no updates were
-    counted.
-    """
+    """Share of the updates that were made before the gradient norm was known and were kept; NaN without updates."""
     num_updates = sum(record.num_ahead + record.num_held for record in records)
     num_kept = sum(record.num_ahead - record.num_dropped for record in records)
     return num_kept / num_updates if num_updates else math.nan
@@ -139,3 +135,53 @@ def host_memory_bytes() -> int:
     except OSError:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass(frozen=True)
+class Load:
+    """One measurement. Fields that cannot be measured are zero."""
+
+    cores_busy: float  # CPU seconds of all threads of this process per second, since the previous measurement
+    host_bytes: int  # resident memory of this process
+    host_available_bytes: int  # memory that the system could still allocate without swapping
+    gpu_bytes: int  # allocated now
+    gpu_peak_bytes: int  # peak of allocated memory since the previous measurement
+
+
+class LoadMeter:
+    """Measures load and memory use.
+
+    Each measurement resets the peak that torch records for the GPU. `torch.cuda.max_memory_allocated` therefore no
+    longer returns the peak of the whole run; `gpu_peak_bytes` does.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """`device`: the device of the model."""
+        self._device = device if device is not None and device.type == "cuda" else None
+        self._wall_s, self._cpu_s = time.perf_counter(), time.process_time()
+        self._cores_busy = 0.0
+        self.gpu_peak_bytes = 0
+
+    def look(self) -> Load:
+        """Measure the current memory use, and the load and peak since the previous measurement."""
+        gpu_bytes = gpu_peak_bytes = 0
+        if self._device is not None:
+            stats = torch.cuda.memory_stats(self._device)
+            gpu_bytes = int(stats.get("allocated_bytes.all.current", 0))
+            gpu_peak_bytes = int(stats.get("allocated_bytes.all.peak", 0))
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self.gpu_peak_bytes = max(self.gpu_peak_bytes, gpu_peak_bytes)
+        return Load(self._busy(), host_memory_bytes(), available_bytes(), gpu_bytes, gpu_peak_bytes)
+
+    def _busy(self) -> float:
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        elapsed_s = wall_s - self._wall_s
+        if elapsed_s >= 1e-3:  # The CPU clock is too coarse for shorter intervals.
+            self._cores_busy = (cpu_s - self._cpu_s) / elapsed_s
+            self._wall_s, self._cpu_s = wall_s, cpu_s
+        return self._cores_busy
+
+
+def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """The system's `MemAvailable`, or 0 if the system does not report it. Limits of containers are not considered."""
+    return parse_meminfo(read_text(meminfo)).get("MemAvailable", 0)

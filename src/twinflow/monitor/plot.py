@@ -12,6 +12,8 @@ from html import escape
 from itertools import accumulate
 from typing import Final, Literal
 
+from twinflow.monitor.page import framed
+
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 14, 42
 ROOMY: Final = (640, 280)
 SLIM: Final = (350, 230)
@@ -23,9 +25,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """One curve. `style`: a line, a faint line in the background, dots on a line, or an area stacked on the areas
-    before it.
-    """
+    """One curve: a line, a faint line in the background, dots on a line, or an area on top of the areas before it."""
 
     label: str
     points: Sequence[Point]
@@ -76,8 +76,7 @@ def figure(
         for kind, (width, height) in (("roomy", size), ("slim", SLIM))
     )
     keys = "".join(_legend_key(s) for s in series if s.label)
-    legend = f'<p class="legend">{keys}</p>' if keys else ""
-    return f"<figure><figcaption><h3>{escape(title)}</h3>{legend}</figcaption>{drawings}</figure>"
+    return framed(title, keys, drawings)
 
 
 def _drawing(
@@ -100,9 +99,7 @@ def finite(points: Sequence[Point]) -> list[Point]:
 
 
 def thin(points: Sequence[Point], max_points: int = MAX_POINTS) -> list[Point]:
-    """At most `max_points` points. Each is the mean of several successive points, so that no part of the curve is
-    skipped.
-    """
+    """At most `max_points` points. Each is the mean of several successive points, so that no part is skipped."""
     if len(points) <= max_points:
         return list(points)
     size = math.ceil(len(points) / max_points)

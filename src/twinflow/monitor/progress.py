@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -58,9 +57,7 @@ class TrainProgress:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -112,9 +109,7 @@ def live_fields(record: StepRecord, total_steps: int, left_s: float) -> list[Fie
 
 
 def machine_texts(record: StepRecord) -> tuple[str, str, str, str, str]:
-    """Texts for FLOPS, GPU memory, host memory, CPU load and ratio. A text is empty if its value was not measured, or
-    if the ratio is 1.
-    """
+    """Texts for FLOPS, GPU memory, host memory, CPU load and ratio. Empty if not measured, or for ratio 1."""
     return (
         f"{record.tflops:.{1 if record.tflops >= 1 else 3}f} TFLOPS" if record.tflops > 0 else "",
         f"GPU {gib(record.gpu_bytes)}" if record.gpu_bytes > 0 else "",

@@ -11,10 +11,9 @@ from typing import Final, Literal, TypeVar
 
 from twinflow.monitor.files import write_whole
 from twinflow.monitor.metrics import StepRecord, ValidRecord, tokens_per_second
+from twinflow.monitor.page import Rows, config_text, notes, number_table, render_page, table, tiles
 from twinflow.monitor.plot import Point, Series, figure, smooth
-from twinflow.monitor.style import STYLE
 
-Rows = Sequence[tuple[str, str]]
 NUM_TABLE_ROWS: Final = 20
 AnyRecord = TypeVar("AnyRecord", StepRecord, ValidRecord)
 
@@ -42,34 +41,17 @@ def write_report(path: Path, report: Report) -> None:
 
 def render(report: Report) -> str:
     """The report page as HTML."""
-    tiles = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in report.numbers)
     makers = (loss_plot, time_plot, memory_plot, load_plot, speed_plot, norm_plot, rate_plot, scale_plot)
-    plots = "".join(plot(report) for plot in makers)
-    title = escape(report.title)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<link rel="icon" href="data:,">
-<title>{title} · twinflow</title>
-<style>{STYLE}</style>
-</head>
-<body>
-<header><p class="brand">twinflow</p><h1>{title} <span class="badge {report.status}">{report.status}</span></h1>
-<p>{escape(report.message)}</p></header>
-<main>
-<dl class="tiles" style="--columns: {num_columns(len(report.numbers))}">{tiles}</dl>
-<section class="plots">{plots}</section>
-{notes_list(report.notes)}
-<section class="tables">{table("Settings", report.settings)}{table("Machine", report.machine)}</section>
-{config_text(report.config)}
-<details><summary>Numbers behind the plots</summary>{steps_table(report.steps, report.valids)}</details>
-</main>
-</body>
-</html>
-"""
+    items = "".join(f"<li>{escape(note)}</li>" for note in report.notes)
+    parts = [
+        tiles(report.numbers),
+        f'<section class="plots">{"".join(plot(report) for plot in makers)}</section>',
+        notes("Notes", f"<ul>{items}</ul>") if items else "",
+        f'<section class="tables">{table("Settings", report.settings)}{table("Machine", report.machine)}</section>',
+        config_text(report.config),
+        f"<details><summary>Numbers behind the plots</summary>{steps_table(report.steps, report.valids)}</details>",
+    ]
+    return render_page(report.title, report.title, (report.status, report.status), [report.message], parts)
 
 
 def loss_plot(report: Report) -> str:
@@ -77,9 +59,8 @@ def loss_plot(report: Report) -> str:
     raw = [(float(r.step), r.loss) for r in report.steps]
     valid = [(float(r.step), r.loss) for r in report.valids]
     curves = [
-        Series("", raw, 1, "faint"),
-        Series("train", smooth(raw), 1),
-        Series("validation", valid, 2, "dots", _number(valid[-1][1]) if valid else ""),
+        *_smoothed("train", raw, 1),
+        Series("validation", valid, 2, "dots", number(valid[-1][1]) if valid else ""),
     ]
     return figure("Loss", curves, size=(1130, 320))
 
@@ -121,9 +102,7 @@ def load_plot(report: Report) -> str:
     if not any(busy):
         return ""
     mean = f"mean {sum(busy) / len(busy):.1f}"
-    points = _per_step(report, busy)
-    curves = [Series("", points, 3, "faint"), Series("cores busy", smooth(points), 3, "line", mean)]
-    return figure("Host load (cores)", curves, from_zero=True)
+    return figure("Host load (cores)", _smoothed("cores busy", _per_step(report, busy), 3, mean), from_zero=True)
 
 
 def speed_plot(report: Report) -> str:
@@ -131,17 +110,14 @@ def speed_plot(report: Report) -> str:
     tflops = [r.tflops for r in report.steps]
     if not any(tflops):
         return ""
-    points = _per_step(report, tflops)
     mean = f"{tokens_per_second(list(report.steps)):,.0f} tokens/s"
-    curves = [Series("", points, 1, "faint"), Series("model", smooth(points), 1, "line", mean)]
-    return figure("Speed (TFLOPS)", curves, from_zero=True)
+    return figure("Speed (TFLOPS)", _smoothed("model", _per_step(report, tflops), 1, mean), from_zero=True)
 
 
 def norm_plot(report: Report) -> str:
     """Gradient norm before clipping."""
     points = [(float(r.step), r.grad_norm) for r in report.steps]
-    curves = [Series("", points, 1, "faint"), Series("before clipping", smooth(points), 1)]
-    return figure("Gradient norm", curves, from_zero=True, cut_spikes=True)
+    return figure("Gradient norm", _smoothed("before clipping", points, 1), from_zero=True, cut_spikes=True)
 
 
 def rate_plot(report: Report) -> str:
@@ -160,6 +136,11 @@ def scale_plot(report: Report) -> str:
     return figure("Loss scale (power of two)", [Series("scale", points, 2, "line", skipped)])
 
 
+def _smoothed(label: str, points: Sequence[Point], color: int, note: str = "") -> list[Series]:
+    """The raw curve in the background, and its moving average."""
+    return [Series("", points, color, "faint"), Series(label, smooth(points), color, "line", note)]
+
+
 def _per_step(report: Report, values: Sequence[float], factor: float = 1.0) -> list[Point]:
     """One point per step. A value that is not finite becomes 0, so that all stacked areas have the same x values."""
     return [
@@ -170,27 +151,6 @@ def _per_step(report: Report, values: Sequence[float], factor: float = 1.0) -> l
 
 def _peak(num_bytes: Sequence[int], unit: int, digits: int) -> str:
     return f"peak {max(num_bytes) / unit:,.{digits}f}" if num_bytes else ""
-
-
-def num_columns(num_tiles: int) -> int:
-    """Number of tiles per row: at most seven, and about the same number in each row."""
-    num_rows = max(1, math.ceil(num_tiles / 7))
-    return max(1, math.ceil(num_tiles / num_rows))
-
-
-def notes_list(notes: Sequence[str]) -> str:
-    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return f'<section class="notes"><h2>Notes</h2><ul>{items}</ul></section>' if notes else ""
-
-
-def config_text(config: str) -> str:
-    return f"<details><summary>Config</summary><pre>{escape(config)}</pre></details>" if config else ""
-
-
-def table(title: str, rows: Rows) -> str:
-    """A table of two columns, names and values, under a heading."""
-    body = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in rows)
-    return f"<div><h2>{escape(title)}</h2><table>{body}</table></div>"
 
 
 @dataclass(frozen=True)
@@ -204,9 +164,9 @@ class Column:
 
 COLUMNS: Final = (
     Column("step", lambda r: str(r.step)),
-    Column("loss", lambda r: _number(r.loss)),
+    Column("loss", lambda r: number(r.loss)),
     Column("learning rate", lambda r: f"{r.lr:.3g}"),
-    Column("gradient norm", lambda r: _number(r.grad_norm)),
+    Column("gradient norm", lambda r: number(r.grad_norm)),
     Column("forward ms", lambda r: f"{1000.0 * r.forward_s:.1f}"),
     Column("backward ms", lambda r: f"{1000.0 * r.backward_s:.1f}"),
     Column("wait ms", lambda r: f"{1000.0 * r.update_s:.1f}"),
@@ -225,22 +185,14 @@ COLUMNS: Final = (
 
 
 def steps_table(steps: Sequence[StepRecord], valids: Sequence[ValidRecord]) -> str:
-    """A table of at most 20 steps and one of at most 20 validations, evenly spread over the run, including first and
-    last.
-    """
+    """A table of at most 20 steps and one of at most 20 validations, evenly spread, including first and last."""
     chosen = spread(steps, NUM_TABLE_ROWS)
     columns = [column for column in COLUMNS if not chosen or any(map(column.is_used, chosen))]
-    head = "".join(f'<th scope="col">{column.name}</th>' for column in columns)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{column.text(record)}</td>" for column in columns) + "</tr>" for record in chosen
-    )
     valid_rows = [
-        (f"after step {r.step}" if r.step else "untrained", _number(r.loss)) for r in spread(valids, NUM_TABLE_ROWS)
+        (f"after step {r.step}" if r.step else "untrained", number(r.loss)) for r in spread(valids, NUM_TABLE_ROWS)
     ]
-    return (
-        f'<div class="wide"><table class="numbers"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-        + table("Validation loss", valid_rows)
-    )
+    rows = ([column.text(record) for column in columns] for record in chosen)
+    return number_table((column.name for column in columns), rows) + table("Validation loss", valid_rows)
 
 
 def spread(records: Sequence[AnyRecord], count: int) -> list[AnyRecord]:
@@ -250,5 +202,6 @@ def spread(records: Sequence[AnyRecord], count: int) -> list[AnyRecord]:
     return [records[round(i * (len(records) - 1) / (count - 1))] for i in range(count)]
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """A loss with four decimals, or "not finite"."""
     return f"{value:.4f}" if math.isfinite(value) else "not finite"

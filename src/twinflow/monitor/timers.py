@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -18,13 +18,32 @@ NAMES: Final = ("forward", "backward", "step", "wait")
 MANY_EVENTS: Final = 256  # above this number, completed events are read and reused
 
 
+class Clock:
+    """Timestamps on the device. They are read later, because reading a CUDA event at once would stall the queue."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device if device is not None and device.type == "cuda" else None
+
+    def now(self) -> Any:
+        if self._device is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds between two timestamps. Waits until the device has reached the second one."""
+        if self._device is None:
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
 class Timers:
     """Mean milliseconds per step of each part, over the steps since the last call of `means_ms`."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """`device`: the device of the model. For a GPU, times are measured on it. Default: the current GPU, if there is
-        one.
-        """
+        """`device`: the device of the model, on which times are measured. Default: the current GPU, if there is one."""
         if device is None and torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device if device is not None and device.type == "cuda" else None

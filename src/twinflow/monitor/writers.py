@@ -9,30 +9,15 @@ from __future__ import annotations
 import csv
 import importlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from twinflow.errors import invalid_value
 from twinflow.monitor.files import keep_lines
 
 Event = tuple[str, float, int]
-
-TAGS: Final = "Train/Samples/"
-LOSS, LR, LOSS_SCALE = f"{TAGS}train_loss", f"{TAGS}lr", f"{TAGS}loss_scale"
-
-
-def step_events(samples: int, loss: float, lr: float, loss_scale: float | None = None) -> list[Event]:
-    """The events that DeepSpeed logs for each step. The loss scale is given only with fp16."""
-    events = [(LOSS, loss, samples), (LR, lr, samples)]
-    return events if loss_scale is None else [*events, (LOSS_SCALE, loss_scale, samples)]
-
-
-def timer_events(samples: int, means_ms: Mapping[str, float]) -> list[Event]:
-    """The events that DeepSpeed logs with `wall_clock_breakdown`: milliseconds of each timer."""
-    return [(f"{TAGS}elapsed_time_ms_{name}", value, samples) for name, value in means_ms.items()]
 
 
 class ScalarWriter(Protocol):
@@ -93,9 +78,7 @@ def is_later(row: str, samples: int) -> bool:
 
 
 class TensorBoardWriter:
-    """Writes an event file in `output_path/job_name`. `resume_after`: TensorBoard hides events after this number of
-    samples.
-    """
+    """Writes an event file in `output_path/job_name`. TensorBoard hides events after `resume_after` samples."""
 
     def __init__(self, output_path: str | Path, job_name: str, resume_after: int | None = None) -> None:
         try:
@@ -131,9 +114,7 @@ class WandbWriter:
         self._run: Any = wandb.init(project=project, group=group, entity=team)
 
     def write(self, events: Sequence[Event]) -> None:
-        """Log the events. Events with the same number of samples go into one call, because each call advances the step
-        of wandb.
-        """
+        """Log the events, those of one number of samples in one call, because each call advances the step of wandb."""
         rows: dict[int, dict[str, float]] = {}
         for tag, value, samples in events:
             rows.setdefault(samples, {})[tag] = value
@@ -171,9 +152,7 @@ class Fanout:
     def __enter__(self) -> Fanout:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

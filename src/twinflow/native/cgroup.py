@@ -54,10 +54,15 @@ def cgroup_cpus(root: Path = Path("/")) -> int | None:
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
+def parse_meminfo(meminfo: str) -> dict[str, int]:
+    """Bytes by name in the text of /proc/meminfo."""
+    return {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", meminfo, flags=re.MULTILINE)}
+
+
 def free_host_bytes(root: Path = Path("/")) -> int:
     """Host memory that is available, considering the limits of control groups. 0 if it is not known."""
-    found = re.findall(r"^MemAvailable:\s+(\d+) kB$", read_text(root / "proc/meminfo"), flags=re.MULTILINE)
-    free = [int(kib) * 1024 for kib in found]
+    memory = parse_meminfo(read_text(root / "proc/meminfo"))
+    free = [memory["MemAvailable"]] if "MemAvailable" in memory else []
     for folder in cgroup_folders("memory", root):
         limit = read_text(folder / "memory.max") or read_text(folder / "memory.limit_in_bytes")
         used = read_text(folder / "memory.current") or read_text(folder / "memory.usage_in_bytes")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from twinflow.config.messages import in_words
+from twinflow.config.fields import in_words
 from twinflow.conflicts import conflict, refuse
 from twinflow.errors import invalid_value
 from twinflow.offload.bucket import Param

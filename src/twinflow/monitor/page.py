@@ -1,6 +1,16 @@
-"""Stylesheet of the report page, with a palette for light and one for dark mode. Plots use the classes c1 to c4."""
+"""HTML pages: one file without scripts and without references to other files.
 
+The stylesheet has a palette for light and one for dark mode. Plots and bars use the classes c1 to c4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from html import escape
 from typing import Final
+
+Rows = Sequence[tuple[str, str]]
 
 _COLORS: Final = "".join(
     f".key.c{i} {{ background: var(--c{i}); }} svg polyline.c{i} {{ stroke: var(--c{i}); }}\n"
@@ -86,3 +96,77 @@ pre {
 """
     + _COLORS
 )
+
+
+def render_page(
+    title: str,
+    heading: str,
+    badge: tuple[str, str],
+    lines: Iterable[str],
+    parts: Iterable[str],
+    brand: str = "twinflow",
+    style: str = "",
+) -> str:
+    """A page: a heading with a badge (its class and its text), lines of text under it, and parts in HTML.
+
+    `brand`: the name over the heading. `style`: further rules for the stylesheet.
+    """
+    text = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    body = "\n".join(parts)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>{escape(title)} · twinflow</title>
+<style>{STYLE}{style}</style>
+</head>
+<body>
+<header><p class="brand">{brand}</p>
+<h1>{escape(heading)} <span class="badge {badge[0]}">{badge[1]}</span></h1>
+{text}</header>
+<main>
+{body}
+</main>
+</body>
+</html>
+"""
+
+
+def tiles(rows: Rows) -> str:
+    """Numbers in large letters, at most seven in a row, and about the same number in each row."""
+    cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in rows)
+    columns = max(1, math.ceil(len(rows) / max(1, math.ceil(len(rows) / 7))))
+    return f'<dl class="tiles" style="--columns: {columns}">{cells}</dl>'
+
+
+def notes(title: str, body: str) -> str:
+    return f'<section class="notes"><h2>{escape(title)}</h2>{body}</section>'
+
+
+def framed(title: str, keys: str, drawing: str) -> str:
+    """A `<figure>` with heading and legend. `keys`: the entries of the legend."""
+    legend = f'<p class="legend">{keys}</p>' if keys else ""
+    return f"<figure><figcaption><h3>{escape(title)}</h3>{legend}</figcaption>{drawing}</figure>"
+
+
+def config_text(config: str) -> str:
+    return f"<details><summary>Config</summary><pre>{escape(config)}</pre></details>" if config else ""
+
+
+def table(title: str, rows: Rows) -> str:
+    """A table of two columns, names and values, under a heading."""
+    body = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in rows)
+    return f"<div><h2>{escape(title)}</h2><table>{body}</table></div>"
+
+
+def number_table(names: Iterable[str], rows: Iterable[Sequence[str]], kinds: Sequence[str] = ()) -> str:
+    """A table of numbers with a row of names. `kinds`: classes of the rows."""
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
+    body = ""
+    for i, row in enumerate(rows):
+        kind = f' class="{kinds[i]}"' if kinds else ""
+        body += f"<tr{kind}>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+    return f'<div class="wide"><table class="numbers"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
