@@ -220,7 +220,7 @@ def to_dict(made: Plan) -> dict[str, Any]:
             "text": made.place.text,
             "gpu_bytes": made.place.setting.memory.gpu_bytes,
             "host_bytes": made.place.setting.memory.host_bytes,
-            "rates": made.place.setting.rates.to_dict(),
+            "rates": asdict(made.place.setting.rates),
         },
         "run": {**settings, "step_tokens": run.step_tokens},
         "cases": [case_dict(case) for case in made.cases],

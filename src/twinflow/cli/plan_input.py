@@ -18,14 +18,14 @@ from torch import nn
 from twinflow.cli.settings import parse_bytes
 from twinflow.config import load_config, resolve_batch
 from twinflow.errors import invalid_value
-from twinflow.models.gpt import PRESET_BATCH, PRESETS
+from twinflow.models.gpt import PRESET_BATCH, PRESETS, cost_of
 from twinflow.native.cgroup import free_host_bytes
 from twinflow.offload.blocks import find_blocks, owners
 from twinflow.planner.cases import Setting
 from twinflow.planner.costs import Memory, Run
 from twinflow.planner.formats import STATES
 from twinflow.planner.machines import GPUS, Gpu, Host, Machine, gpu_named, link_rate, rates_of, recognise
-from twinflow.planner.models import ModelCost, from_counts, from_hf, gpt2_like, gpt_cost
+from twinflow.planner.models import ModelCost, from_counts, from_hf, gpt2_like
 
 RAM, CORES, DRAM_RATE = 128 * 10**9, 16, 150e9  # defaults of a machine that --gpu names
 _UNITS: Final = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
@@ -64,9 +64,7 @@ def choose_model(preset: str | None, model: str | None, params: str | None) -> t
     if preset is not None:
         if preset not in PRESETS:
             raise invalid_value("--preset", preset, PRESETS)
-        shape = PRESETS[preset]
-        numbers = (shape.vocab_size, shape.context, shape.num_layers, shape.hidden, shape.num_heads, shape.tied)
-        return gpt_cost(preset, *numbers), PRESET_BATCH.get(preset, 4)
+        return cost_of(PRESETS[preset], preset), PRESET_BATCH.get(preset, 4)
     if params is not None:
         return gpt2_like(parse_count("--params", params)), 4
     assert model is not None

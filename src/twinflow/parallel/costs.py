@@ -14,7 +14,7 @@ that two axes use at the same time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Final
 
 from twinflow.parallel.layout import Layout, check_layout, rank_layers, stage_layers
@@ -32,12 +32,11 @@ from twinflow.parallel.traffic import (
     tied_seconds,
     volume_of,
 )
-from twinflow.planner.machines import rates_of
+from twinflow.planner.formats import UPDATE_BYTES
+from twinflow.planner.machines import Rates, rates_of
 from twinflow.planner.models import GPT_LAUNCH_S, GPT_TRAFFIC
-from twinflow.planner.rates import Rates
 from twinflow.planner.scaling import Cluster, ring_bytes
 
-UPDATE_BYTES: Final = 30.0  # bytes that an update on the GPU reads and writes for each parameter
 DAY_S: Final = 86_400.0
 
 
@@ -151,20 +150,15 @@ def stage_times(shape: Shape, layout: Layout, cluster: Cluster) -> tuple[StageTi
     layer, rates = layer_time(shape, layout, cluster).time, _rates(cluster)
     tokens = shape.sequence * layout.micro_batch
     head = 2.0 * shape.end_numel * tokens / layout.num_tp / rates.flops
-    made: dict[tuple[int, bool], StageTime] = {}
-    counts = stage_layers(shape, layout)
-    for stage, count in enumerate(counts):
-        key = (count, stage == len(counts) - 1)
-        if key not in made:
-            end = head if key[1] else 0.0
-            time = StageTime(
-                count * layer.forward_s + end,
-                count * layer.input_s + end,
-                count * layer.weight_s + end,
-                count * layer.recompute_s,
-            )
-            made[key] = _with_zero_talk(time, count, shape, layout, cluster)
-    return tuple(made[count, stage == len(counts) - 1] for stage, count in enumerate(counts))
+
+    @cache
+    def stage_time(count: int, end: float) -> StageTime:
+        forward, backward, weight = (count * s + end for s in (layer.forward_s, layer.input_s, layer.weight_s))
+        time = StageTime(forward, backward, weight, count * layer.recompute_s)
+        return _with_zero_talk(time, count, shape, layout, cluster)
+
+    *others, last = stage_layers(shape, layout)
+    return (*(stage_time(count, 0.0) for count in others), stage_time(last, head))
 
 
 def _with_zero_talk(time: StageTime, count: int, shape: Shape, layout: Layout, cluster: Cluster) -> StageTime:
@@ -238,7 +232,7 @@ def _update_exposed(shape: Shape, layout: Layout, cluster: Cluster, window_s: fl
     rates = _rates(cluster)
     own = largest_numel(shape, layout) / (layout.num_dp if layout.zero else 1)
     if not layout.offload:
-        return own * UPDATE_BYTES / rates.device_bytes
+        return own * UPDATE_BYTES["fp32"] / rates.device_bytes
     host = max(own / rates.host_params_copying["fp32"], own * GRADIENT / rates.duplex_bytes)
     return max(0.0, host - window_s)
 

@@ -14,12 +14,13 @@ from typing import Final
 from twinflow.parallel.layout import Layout
 from twinflow.parallel.shapes import Shape
 from twinflow.parallel.topology import DATA, MODEL, PIPE
+from twinflow.planner.formats import WEIGHT_BYTES
 from twinflow.planner.machines import link_rate
 from twinflow.planner.scaling import Cluster, ring_bytes
 
 # Latency of a collective inside a machine and between machines. Both are estimates.
 LATENCY_S: Final = (1.0e-5, 2.5e-5)
-HALF_BYTES: Final = 2  # size of an activation, gradient or weight in a message
+HALF_BYTES: Final = WEIGHT_BYTES["bf16"]  # size of an activation, gradient or weight in a message
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from twinflow.planner.costs import (
     ways_of,
 )
 from twinflow.planner.formats import STATES
+from twinflow.planner.machines import Rates
 from twinflow.planner.placement import at_ratio, best_ratio
-from twinflow.planner.rates import Rates
 from twinflow.planner.simulate import Prediction, predict
 
 KINDS: Final = ("no offload", "full offload", "best ratio")

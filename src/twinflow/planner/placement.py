@@ -15,8 +15,9 @@ from functools import cache
 from typing import Final
 
 from twinflow.errors import not_enough
+from twinflow.planner.costs import Memory
 from twinflow.planner.formats import STATES, StateBytes, state_bytes
-from twinflow.planner.rates import Rates
+from twinflow.planner.machines import Rates
 from twinflow.planner.simulate import NUM_STAGES, ClipDecision, Item, Prediction, Timing, Ways, predict
 
 CLOSE: Final = 1.005  # steps within this factor are equally good, and the one with less GPU memory is chosen
@@ -24,14 +25,6 @@ STREAM_WIN: Final = 1.02  # least speedup for which streaming is chosen
 _SHARES: Final = (0.25, 0.5, 0.75, 1.0)  # shares of the non-resident buckets that are tried as streamed
 _NUM_TRIES: Final = 16
 _NUM_RATIOS: Final = 8
-
-
-@dataclass(frozen=True)
-class Room:
-    """Free bytes for optimizer state, on the GPU and on the host."""
-
-    gpu_bytes: int
-    host_bytes: int
 
 
 @dataclass(frozen=True)
@@ -68,13 +61,13 @@ class _Case:
         placed = [replace(item, place=place) for item, place in zip(self.items, places, strict=True)]
         return predict(placed, self.timing, self.rates, self.states, self.decision, self.ways)
 
-    def used(self, places: Sequence[str]) -> Room:
+    def used(self, places: Sequence[str]) -> Memory:
         """Bytes of the state with these places."""
         numel = {p: sum(i.numel for i, q in zip(self.items, places, strict=True) if q == p) for p in set(places)}
         largest = max((i.numel for i, p in zip(self.items, places, strict=True) if p == "streamed"), default=0)
         gpu = numel.get("resident", 0) * self.size.resident + NUM_STAGES * largest * self.size.streamed
         host = numel.get("host", 0) * self.size.host + numel.get("streamed", 0) * self.size.streamed
-        return Room(int(gpu), int(host))
+        return Memory(int(gpu), int(host))
 
 
 def choose(
@@ -83,7 +76,7 @@ def choose(
     rates: Rates,
     states: str,
     decision: ClipDecision,
-    room: Room,
+    room: Memory,
     size: StateBytes | None = None,
     ways: Ways | None = None,
 ) -> Choice:
@@ -119,7 +112,7 @@ def best_ratio(
     rates: Rates,
     states: str,
     decision: ClipDecision,
-    room: Room,
+    room: Memory,
     size: StateBytes | None = None,
     ways: Ways | None = None,
 ) -> Best:
@@ -229,7 +222,7 @@ def reason(places: Sequence[str], prediction: Prediction, timing: Timing) -> str
     )
 
 
-def _nothing_fits(case: _Case, room: Room) -> MemoryError:
+def _nothing_fits(case: _Case, room: Memory) -> MemoryError:
     """The error with the needed, available and missing bytes, and changes that help."""
     total = sum(item.numel for item in case.items)
     most_resident = min(total, int(room.gpu_bytes / case.size.resident)) if room.gpu_bytes > 0 else 0
