@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, Final
 
-from twinflow.cli.plan_input import Place
-from twinflow.cli.plan_text import BOUND, advice, count, gb, how, lacks, seconds, title
+from twinflow.cli.plan_text import BOUND, CASE_COLUMNS, advice, case_cells, count, gb, how, largest_rows, seconds, title
 from twinflow.monitor.report import config_text, num_columns, table
 from twinflow.monitor.style import STYLE
-from twinflow.planner.cases import Case
-from twinflow.planner.costs import GPU_KINDS, HOST_KINDS, Run
+from twinflow.planner.cases import Case, Plan
+from twinflow.planner.costs import GPU_KINDS, HOST_KINDS
+from twinflow.planner.machines import Rates
 
 _COLORS: Final = {
     "weights": "c1",
@@ -45,19 +45,11 @@ main > .notes, main > figure { margin: 0 0 16px; }
 """
 
 
-def render_page(
-    run: Run,
-    place: Place,
-    cases: Sequence[Case],
-    best: Case | None,
-    largest: Mapping[str, int],
-    config: Mapping[str, Any],
-) -> str:
-    """The HTML text of the page."""
-    shown = best or min(cases, key=lambda case: case.missing.gpu_bytes + case.missing.host_bytes)
-    memory = place.setting.memory
-    tiles = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in _tiles(run, shown, largest))
-    status = ("finished", "fits") if best is not None else ("stopped", "does not fit")
+def render_page(plan: Plan, machine: str, config: Mapping[str, Any]) -> str:
+    """The HTML text of the page. `machine`: its description. `config`: the recommended one, empty if nothing fits."""
+    run, memory, tiles = plan.run, plan.setting.memory, _tiles(plan)
+    tile_text = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in tiles)
+    status = ("finished", "fits") if plan.best is not None else ("stopped", "does not fit")
     config_json = json.dumps(config, indent=2) if config else ""
     return f"""<!doctype html>
 <html lang="en">
@@ -72,16 +64,16 @@ def render_page(
 <body>
 <header><p class="brand">twinflow plan</p>
 <h1>{escape(title(run))} <span class="badge {status[0]}">{status[1]}</span></h1>
-<p>{escape(place.text)}</p><p>{escape(how(run))}</p></header>
+<p>{escape(machine)}</p><p>{escape(how(run))}</p></header>
 <main>
-<dl class="tiles" style="--columns: {num_columns(len(_tiles(run, shown, largest)))}">{tiles}</dl>
-<section class="notes"><h2>Recommendation</h2><p style="margin:0">{escape(advice(best, shown, cases))}</p></section>
-{_stacks("GPU memory", cases, best, "gpu", memory.gpu_bytes)}
-{_stacks("Host memory", cases, best, "host", memory.host_bytes)}
-{_steps(cases, best)}
-<section class="notes"><h2>Cases</h2>{_table(cases, best)}</section>
-<section class="tables">{table("Largest model of this shape that fits", _largest(run, largest))}
-{table("Rates", _rates(place))}</section>
+<dl class="tiles" style="--columns: {num_columns(len(tiles))}">{tile_text}</dl>
+<section class="notes"><h2>Recommendation</h2><p style="margin:0">{escape(advice(plan))}</p></section>
+{_stacks("GPU memory", plan, "gpu", GPU_KINDS, memory.gpu_bytes)}
+{_stacks("Host memory", plan, "host", HOST_KINDS, memory.host_bytes)}
+{_steps(plan)}
+<section class="notes"><h2>Cases</h2>{_table(plan)}</section>
+<section class="tables">{table("Largest model of this shape that fits", largest_rows(plan))}
+{table("Rates", _rates(plan.setting.rates))}</section>
 {config_text(config_json)}
 </main>
 </body>
@@ -89,8 +81,8 @@ def render_page(
 """
 
 
-def _tiles(run: Run, shown: Case, largest: Mapping[str, int]) -> list[tuple[str, str]]:
-    deepest = max((run.model.with_layers(n).numel for n in largest.values() if n), default=0)
+def _tiles(plan: Plan) -> list[tuple[str, str]]:
+    shown, deepest = plan.nearest, max(map(plan.largest_numel, plan.largest))
     return [
         ("step", f"{seconds(shown.prediction.step_s)} s"),
         ("tokens/s", f"{shown.tokens_s:,.0f}"),
@@ -103,95 +95,66 @@ def _tiles(run: Run, shown: Case, largest: Mapping[str, int]) -> list[tuple[str,
     ]
 
 
-def _stacks(name: str, cases: Sequence[Case], best: Case | None, side: str, limit: int) -> str:
+def _stacks(name: str, plan: Plan, side: str, kinds: Sequence[str], limit: int) -> str:
     """Figure with the memory of every case by kind. A mark shows the available memory."""
-    kinds = GPU_KINDS if side == "gpu" else HOST_KINDS
-    totals = [sum((case.used.gpu if side == "gpu" else case.used.host).values()) for case in cases]
+    used: list[Mapping[str, int]] = [getattr(case.used, side) for case in plan.cases]
+    totals = [sum(each.values()) for each in used]
     scale = max([*totals, limit]) or 1
-    rows = "".join(
-        _stack(case, case.used.gpu if side == "gpu" else case.used.host, kinds, limit, scale, case is best)
-        for case in cases
-    )
-    used = [kind for kind in kinds if any((c.used.gpu if side == "gpu" else c.used.host).get(kind) for c in cases)]
-    keys = "".join(f'<span><i class="key area fill-{_COLORS[kind]}"></i>{kind}</span>' for kind in used)
-    keys += f"<span>mark: {gb(limit)} GB available</span>"
-    head = f'<figcaption><h3>{name}</h3><p class="legend">{keys}</p></figcaption>'
-    return f'<figure>{head}<div class="stacks">{rows}</div></figure>'
-
-
-def _stack(case: Case, used: Mapping[str, int], kinds: Sequence[str], limit: int, scale: int, is_best: bool) -> str:
-    total = sum(used.values())
-    parts = "".join(
-        f'<i class="fill-{_COLORS[kind]}" style="width:{100 * used[kind] / scale:.2f}%"'
-        f' title="{kind} {gb(used[kind])} GB"></i>'
-        for kind in kinds
-        if used.get(kind)
-    )
-    full = " full" if total > limit else ""
     mark = f'<u style="left:calc({100 * limit / scale:.2f}% - 2px)"></u>'
-    best = " best" if is_best else ""
-    return (
-        f'<div class="stack{best}"><b>{escape(case.kind)}, {case.run.states}</b>'
-        f'<div class="track{full}">{parts}{mark}</div><span>{gb(total)} GB</span></div>'
-    )
+    rows = ""
+    for case, each, total in zip(plan.cases, used, totals, strict=True):
+        parts = [(_COLORS[k], 100 * each[k] / scale, f"{k} {gb(each[k])} GB") for k in kinds if each.get(k)]
+        rows += _row(plan, case, " full" if total > limit else "", parts, mark, f"{gb(total)} GB")
+    keys = [(_COLORS[kind], kind) for kind in kinds if any(each.get(kind) for each in used)]
+    return _figure(name, keys, f"<span>mark: {gb(limit)} GB available</span>", rows)
 
 
-def _steps(cases: Sequence[Case], best: Case | None) -> str:
+def _steps(plan: Plan) -> str:
     """Figure with the predicted time of a step: computing time and waiting time of the GPU."""
-    fitting = [case for case in cases if case.fits]
+    fitting = [case for case in plan.cases if case.fits]
     longest = max((case.prediction.step_s for case in fitting), default=1.0)
     rows = ""
     for case in fitting:
-        waited = case.prediction.waited_s
-        own = case.prediction.step_s - waited
-        widths = [(f"fill-{c}", 100 * s / longest, t) for c, s, t in (("c1", own, "GPU"), ("c2", waited, "waiting"))]
-        parts = "".join(f'<i class="{c}" style="width:{w:.2f}%" title="{t}"></i>' for c, w, t in widths)
-        rows += (
-            f'<div class="stack{" best" if case is best else ""}"><b>{escape(case.kind)}, {case.run.states}</b>'
-            f'<div class="track">{parts}</div><span>{seconds(case.prediction.step_s)} s</span></div>'
-        )
-    keys = "".join(
-        f'<span><i class="key area fill-{c}"></i>{t}</span>'
-        for c, t in (("c1", "GPU computes"), ("c2", "GPU waits for weights"))
+        step_s, waited_s = case.prediction.step_s, case.prediction.waited_s
+        times = (("c1", step_s - waited_s, "GPU"), ("c2", waited_s, "waiting"))
+        parts = [(color, 100 * time / longest, text) for color, time, text in times]
+        rows += _row(plan, case, "", parts, "", f"{seconds(step_s)} s")
+    keys = (("c1", "GPU computes"), ("c2", "GPU waits for weights"))
+    return _figure("Predicted step", keys, "", rows or "Nothing fits.")
+
+
+def _row(plan: Plan, case: Case, full: str, parts: Iterable[tuple[str, float, str]], mark: str, total: str) -> str:
+    """A bar of parts: color, width in percent, and title."""
+    bar = "".join(f'<i class="fill-{c}" style="width:{width:.2f}%" title="{text}"></i>' for c, width, text in parts)
+    return (
+        f'<div class="stack{" best" if case is plan.best else ""}"><b>{escape(case.kind)}, {case.run.states}</b>'
+        f'<div class="track{full}">{bar}{mark}</div><span>{total}</span></div>'
     )
-    head = f'<figcaption><h3>Predicted step</h3><p class="legend">{keys}</p></figcaption>'
-    return f'<figure>{head}<div class="stacks">{rows or "Nothing fits."}</div></figure>'
 
 
-def _table(cases: Sequence[Case], best: Case | None) -> str:
-    names = ("offload", "states", "ratio", "GPU GB", "host GB", "s/step", "tokens/s", "bound by, or missing")
-    head = "".join(f'<th scope="col">{name}</th>' for name in names)
+def _figure(name: str, keys: Iterable[tuple[str, str]], note: str, rows: str) -> str:
+    legend = "".join(f'<span><i class="key area fill-{color}"></i>{text}</span>' for color, text in keys)
+    head = f'<figcaption><h3>{name}</h3><p class="legend">{legend}{note}</p></figcaption>'
+    return f'<figure>{head}<div class="stacks">{rows}</div></figure>'
+
+
+def _table(plan: Plan) -> str:
+    head = "".join(f'<th scope="col">{name}</th>' for name in (*CASE_COLUMNS[:-1], "bound by, or missing"))
     body = ""
-    for case in cases:
-        cells = [case.kind, case.run.states, f"{case.ratio:.2f}", gb(case.used.gpu_total), gb(case.used.host_total)]
-        if case.fits:
-            cells += [seconds(case.prediction.step_s), f"{case.tokens_s:,.0f}", BOUND[case.prediction.bound_by]]
-        else:
-            cells += ["", "", lacks(case)]
-        kind = "best" if case is best else "" if case.fits else "out"
-        body += f'<tr class="{kind}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+    for case in plan.cases:
+        kind = "best" if case is plan.best else "" if case.fits else "out"
+        body += f'<tr class="{kind}">' + "".join(f"<td>{escape(cell)}</td>" for cell in case_cells(case, "")) + "</tr>"
     return f'<div class="wide"><table class="numbers"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _largest(run: Run, largest: Mapping[str, int]) -> list[tuple[str, str]]:
-    return [
-        (states, f"{count(run.model.with_layers(n).numel)}, {n} blocks" if n else "none")
-        for states, n in largest.items()
-    ]
-
-
-def _rates(place: Place) -> list[tuple[str, str]]:
-    rates = place.setting.rates
+def _rates(rates: Rates) -> list[tuple[str, str]]:
     out, back, both = (rate / 1e9 for rate in (rates.out_bytes, rates.in_bytes, rates.duplex_bytes))
     hosts = ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in rates.host_params.items())
     busy = ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in rates.host_params_copying.items())
     return [
         ("matrix products", f"{rates.flops / 1e12:,.0f} TFLOPS"),
         ("GPU memory", f"{rates.device_bytes / 1e12:.2f} TB/s"),
-        (
-            "PCIe",
-            f"{out:.0f} GB/s to the host, {back:.0f} GB/s to the GPU, {both:.0f} GB/s each way at once",
-        ),
+        ("PCIe", f"{out:.0f} GB/s to the host, {back:.0f} GB/s to the GPU, {both:.0f} GB/s each way at once"),
         ("host updates", f"{hosts} G parameters/s"),
         ("host updates during copies", f"{busy} G parameters/s"),
     ]
