@@ -9,20 +9,23 @@ import pytest
 
 from twinflow.parallel.costs import (
     Estimate,
+    amplified,
     estimate,
     lacking_bytes,
     largest_numel,
     layer_time,
+    link_of,
+    ring_count,
     rough_seconds,
     seconds_of,
     stage_times,
+    volume_of,
 )
 from twinflow.parallel.layout import Layout, check_layout, layers_of, rank_layers, stage_layers
 from twinflow.parallel.memory import fullest_rank, kept_bytes, published_bytes, rank_bytes
 from twinflow.parallel.shapes import Shape, shape_like, shape_of
 from twinflow.parallel.simulate import Pipeline, step_seconds
 from twinflow.parallel.topology import DATA, MODEL, PIPE
-from twinflow.parallel.traffic import amplified, link_of, ring_count, volume_of
 from twinflow.planner.machines import GB, GPUS, Host, Machine, gpu_named
 from twinflow.planner.models import gpt_cost
 from twinflow.planner.scaling import Cluster, default_network, ring_bytes

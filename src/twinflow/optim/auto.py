@@ -28,7 +28,7 @@ from twinflow.offload.runtime import Runtime
 from twinflow.planner.costs import Memory
 from twinflow.planner.formats import StateBytes
 from twinflow.planner.machines import Rates
-from twinflow.planner.placement import choose, input_side_first
+from twinflow.planner.placement import choose, input_side_first, shares
 from twinflow.planner.simulate import ClipDecision, Item, Timing, Ways
 from twinflow.state_dict import Kind
 from twinflow.zero import Team
@@ -297,11 +297,6 @@ class AutoPlacement:
                 f"ratio auto: the device has too little free memory. {num_moved} buckets were moved to the host, which "
                 f"has {host_share(runtime.buckets):.2f} of the state now{self._trouble}"
             )
-
-
-def shares(places: Sequence[str]) -> str:
-    """The number of buckets in each place, as text."""
-    return ", ".join(f"{count} {place}" for place in (RESIDENT, HOST, STREAMED) if (count := places.count(place)))
 
 
 def host_share(buckets: Sequence[Bucket]) -> float:

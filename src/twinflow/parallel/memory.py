@@ -22,10 +22,9 @@ from functools import lru_cache
 from typing import Final
 
 from twinflow.loss import LOSS_CHUNK, PRODUCT_ROWS
-from twinflow.parallel.layout import Layout, rank_layers, stage_layers
+from twinflow.parallel.layout import Layout, rank_layers, stage_layers, stream_bytes
 from twinflow.parallel.schedules import Schedule, make_schedule, peak_in_flight, stages_of
 from twinflow.parallel.shapes import Shape
-from twinflow.parallel.traffic import activation_bytes
 from twinflow.planner.costs import BUCKET_NUMEL, FLAT_BYTES
 from twinflow.planner.formats import WEIGHT_BYTES, block_bytes, state_bytes
 from twinflow.planner.scaling import SCATTERS
@@ -111,7 +110,7 @@ def layer_bytes(shape: Shape, layout: Layout) -> float:
 def kept_bytes(shape: Shape, layout: Layout) -> float:
     """Activations that one layer keeps of a micro-batch. With checkpointing: only its input."""
     if layout.checkpointing:
-        return activation_bytes(shape, layout) / layout.kept_by
+        return stream_bytes(shape, layout) / layout.kept_by
     return layer_bytes(shape, layout)
 
 

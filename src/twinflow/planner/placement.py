@@ -18,7 +18,7 @@ from twinflow.errors import not_enough
 from twinflow.planner.costs import Memory
 from twinflow.planner.formats import STATES, StateBytes, state_bytes
 from twinflow.planner.machines import Rates
-from twinflow.planner.simulate import NUM_STAGES, ClipDecision, Item, Prediction, Timing, Ways, predict
+from twinflow.planner.simulate import NUM_STAGES, PLACES, ClipDecision, Item, Prediction, Timing, Ways, predict
 
 CLOSE: Final = 1.005  # steps within this factor are equally good, and the one with less GPU memory is chosen
 STREAM_WIN: Final = 1.02  # least speedup for which streaming is chosen
@@ -212,14 +212,16 @@ def _edges(tried: Callable[[int], object | None], num_items: int) -> set[int]:
     return {fits, low}
 
 
+def shares(places: Sequence[str]) -> str:
+    """The number of buckets in each place, as text."""
+    return ", ".join(f"{count} {name}" for name in PLACES if (count := places.count(name)))
+
+
 def reason(places: Sequence[str], prediction: Prediction, timing: Timing) -> str:
     """The choice as one line for a log."""
-    count = {name: places.count(name) for name in ("resident", "host", "streamed") if name in places}
-    shares = ", ".join(f"{n} {name}" for name, n in count.items())
     over = 100.0 * (prediction.step_s / timing.gpu_s - 1.0) if timing.gpu_s else 0.0
-    return (
-        f"{shares} of {len(places)} buckets; predicted step {prediction.step_s:.3f} s, {over:.0f}% over the GPU alone"
-    )
+    step = f"predicted step {prediction.step_s:.3f} s, {over:.0f}% over the GPU alone"
+    return f"{shares(places)} of {len(places)} buckets; {step}"
 
 
 def _nothing_fits(case: _Case, room: Memory) -> MemoryError:
