@@ -177,7 +177,7 @@ def plan_memory(case: Case, states: str, available: Available) -> MemoryPlan:
     """
     formats = [name for name in STATES if name in case.formats] if states == "auto" else [states]
     cases = [replace(case, run=replace(case.run, states=name)) for name in formats]
-    possible = [each for each in cases if not _is_short(_missing(each, available))]
+    possible = [each for each in cases if _missing(each, available).is_zero]
     if not possible:
         raise _too_large(cases[-1], available)
     # A narrower format does not help if the activations are too large, so it is chosen only if it makes one side fit.
@@ -224,7 +224,7 @@ def bytes_at(case: Case, ratio: float, available: Available) -> Bytes:
 
 def has_room(case: Case, available: Available) -> bool:
     """Whether the run fits with the reserves on GPU and host."""
-    return not _is_short(_missing(case, available)) and all(_rooms(case, available))
+    return _missing(case, available).is_zero and all(_rooms(case, available))
 
 
 def _rooms(case: Case, available: Available) -> tuple[bool, bool]:
@@ -259,10 +259,6 @@ def _sure(case: Case, available: Available) -> Bytes:
         free = max(0, available.gpu_bytes - gpu["weights"] - gpu.get("state", 0))
         gpu["gradients"] -= min(gpu["gradients"], FLAT_BYTES, free // 8)
     return Bytes(gpu, host)
-
-
-def _is_short(missing: Memory) -> bool:
-    return bool(missing.gpu_bytes or missing.host_bytes)
 
 
 def _would_need(case: Case, available: Available) -> str:

@@ -2,11 +2,11 @@
 
 1. Start: as much state as possible is on the host. The memory of activations is not yet known, and state on the device
    must not take memory that a forward needs.
-2. Fill (`_fill`): after the first step the peak memory is known, and the free device memory is filled with state. 3.
-Time (`_time`): forward and backward are timed with a barrier between steps. Little work on the host disturbs them. 4.
-Watch (`_watch`): some steps without the barrier give the time of a step. 5. Choose (`_choose`): the planner chooses the
-fastest placement, or an equally fast one with less device memory. Buckets
-   move, and steps are watched again. If they are slower than before, the buckets move back (`_keep_best`).
+2. Fill (`_fill`): after the first step the peak memory is known, and the free device memory is filled with state.
+3. Time (`_time`): forward and backward are timed with a barrier between steps. Little work on the host disturbs them.
+4. Watch (`_watch`): some steps without the barrier give the time of a step.
+5. Choose (`_choose`): the planner chooses the fastest placement, or an equally fast one with less device memory.
+   Buckets move, and steps are watched again. If they are slower than before, the buckets move back (`_keep_best`).
 6. Later (`_back_off`): only the free device memory is checked, every `_WATCH_EVERY` steps. If activations have grown,
    state moves to the host.
 """

@@ -19,7 +19,7 @@ that two axes use at the same time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Final
 
 from twinflow.parallel.layout import HALF_BYTES, Layout, check_layout, rank_layers, stage_layers, stream_bytes
@@ -29,7 +29,7 @@ from twinflow.parallel.shapes import Shape
 from twinflow.parallel.simulate import Pipeline, StageTime, rank_seconds, step_seconds
 from twinflow.parallel.topology import DATA, MODEL, PIPE
 from twinflow.planner.formats import UPDATE_BYTES
-from twinflow.planner.machines import Rates, link_rate, rates_of
+from twinflow.planner.machines import link_rate, rates_of
 from twinflow.planner.models import GPT_LAUNCH_S, GPT_TRAFFIC
 from twinflow.planner.scaling import Cluster, ring_bytes
 
@@ -70,20 +70,12 @@ class Amplified:
     times: float  # total rate relative to the network rate of one machine
 
 
-def group_span(layout: Layout, axis: str) -> tuple[int, int]:
-    """The distance between neighbours of a group, and the number of ranks from its first to its last rank."""
-    stride, size = {
-        MODEL: (1, layout.num_tp),
-        DATA: (layout.num_tp, layout.num_dp),
-        PIPE: (layout.num_tp * layout.num_dp, layout.num_pp),
-    }[axis]
-    return stride, stride * size
-
-
 def link_of(cluster: Cluster, layout: Layout, axis: str) -> Link:
     """The link of an axis. `map_ranks` gives the same result rank by rank."""
     per_node, links = cluster.machine.num_gpus, link_rate(cluster.machine)
-    stride, span = group_span(layout, axis)
+    # The distance between neighbours of a group, and the number of ranks from its first to its last rank.
+    stride = {MODEL: 1, DATA: layout.num_tp, PIPE: layout.num_tp * layout.num_dp}[axis]
+    span = stride * {MODEL: layout.num_tp, DATA: layout.num_dp, PIPE: layout.num_pp}[axis]
     if stride == span or layout.world <= per_node or (span <= per_node and per_node % span == 0):
         return Link(False, links, LATENCY_S[0])
     # In a machine with several stages, only the ranks of one stage send to the next machine.
@@ -92,18 +84,13 @@ def link_of(cluster: Cluster, layout: Layout, axis: str) -> Link:
     return Link(True, min(links, cluster.network_rate / sharing), LATENCY_S[1])
 
 
-def reduces_a_layer(checkpointing: bool) -> int:
-    """All-reduces of a layer between tensor ranks: two in forward, two in backward, and two if forward is
-    recomputed."""
-    return 6 if checkpointing else 4
-
-
 def volume_of(shape: Shape, layout: Layout, grad_bits: float = 16.0) -> Volume:
     """Bytes that a GPU sends in a step, with layers divided evenly. `grad_bits`: less than 16 for compressed gradients
     and weights."""
     kept, m = stream_bytes(shape, layout), layout.num_micro_batches
     reduced = 2.0 * ring_bytes(kept, layout.num_tp)
-    tensor = reduces_a_layer(layout.checkpointing) * reduced * m * shape.num_layers / layout.num_pp
+    # All-reduces of a layer between tensor ranks: two in forward, two in backward, and two if forward is recomputed.
+    tensor = (6 if layout.checkpointing else 4) * reduced * m * shape.num_layers / layout.num_pp
     pipe = kept * m * layout.num_chunks / layout.kept_by if layout.num_pp > 1 else 0.0
     numel = shape.numel / (layout.num_pp * layout.num_tp)
     data = ring_count(layout) * ring_bytes(numel * grad_bits / 8.0, layout.num_dp)
@@ -164,7 +151,6 @@ class Seconds:
 
     @property
     def step_s(self) -> float:
-        """Time of the whole step."""
         return self.pipeline_s + self.tied_s + self.data_s + self.update_s
 
     @property
@@ -196,12 +182,10 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the memory of GPUs and hosts is sufficient."""
         return self.missing_bytes == 0.0 and self.host_bytes <= self.host_limit
 
     @property
     def step_tokens(self) -> int:
-        """Tokens in a step."""
         return self.layout.batch * self.shape.sequence
 
     @property
@@ -226,11 +210,6 @@ def lacking_bytes(shape: Shape, layout: Layout, cluster: Cluster) -> float:
     return max(0.0, fullest.gpu_bytes - memory.gpu_bytes) + max(0.0, over_host)
 
 
-@lru_cache(maxsize=64)
-def _rates(cluster: Cluster) -> Rates:
-    return rates_of(cluster.machine)
-
-
 @dataclass(frozen=True)
 class LayerTime:
     """Time of one layer and micro-batch on a tensor rank, and the communication in a forward."""
@@ -242,7 +221,7 @@ class LayerTime:
 def layer_time(shape: Shape, layout: Layout, cluster: Cluster) -> LayerTime:
     """Time of a layer: matrix products, memory traffic, and two all-reduces each in forward, backward and
     recomputation."""
-    rates, tokens = _rates(cluster), shape.sequence * layout.micro_batch
+    rates, tokens = rates_of(cluster.machine), shape.sequence * layout.micro_batch
     products, attention = (flops / layout.num_tp / rates.flops for flops in shape.layer_flops(tokens))
     traffic = GPT_TRAFFIC * shape.hidden * tokens / rates.device_bytes / layout.num_tp
     talk = 0.0
@@ -258,7 +237,7 @@ def layer_time(shape: Shape, layout: Layout, cluster: Cluster) -> LayerTime:
 def stage_times(shape: Shape, layout: Layout, cluster: Cluster) -> tuple[StageTime, ...]:
     """Time of every stage: its layers, the head on the last stage, and the communication of ZeRO-2 and 3 that compute
     does not hide."""
-    layer, rates = layer_time(shape, layout, cluster).time, _rates(cluster)
+    layer, rates = layer_time(shape, layout, cluster).time, rates_of(cluster.machine)
     tokens = shape.sequence * layout.micro_batch
     head = 2.0 * shape.end_numel * tokens / layout.num_tp / rates.flops
 
@@ -340,7 +319,7 @@ def _data_exposed(shape: Shape, layout: Layout, cluster: Cluster, forward_s: flo
 
 def _update_exposed(shape: Shape, layout: Layout, cluster: Cluster, window_s: float) -> float:
     """Exposed time of the update: on the GPU after the last backward, on the host during one micro-batch."""
-    rates = _rates(cluster)
+    rates = rates_of(cluster.machine)
     own = largest_numel(shape, layout) / (layout.num_dp if layout.zero else 1)
     if not layout.offload:
         return own * UPDATE_BYTES["fp32"] / rates.device_bytes

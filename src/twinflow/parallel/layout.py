@@ -43,7 +43,6 @@ class Layout:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of the model."""
         return self.num_pp * self.num_chunks
 
     @property

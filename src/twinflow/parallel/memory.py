@@ -48,7 +48,6 @@ class RankState:
 
     @property
     def gpu_bytes(self) -> float:
-        """Bytes on the GPU."""
         return self.weights + self.gradients + self.states
 
 
@@ -65,7 +64,6 @@ class RankBytes:
 
     @property
     def gpu_bytes(self) -> float:
-        """Total bytes on the GPU."""
         return self.state.gpu_bytes + self.activations + self.working + self.staging + self.workspace
 
 

@@ -98,8 +98,9 @@ def layouts(ask: LayoutAsk) -> Iterator[Layout]:
 
 
 def _ways(ask: LayoutAsk, layout: Layout) -> Iterator[Layout]:
-    """One grid and micro-batch with every schedule and ZeRO stage, with and without checkpointing and offload."""
-    zeros = [zero for zero in ask.zeros if _is_supported(layout, zero)]
+    """One grid and micro-batch with every schedule and every ZeRO stage that the engine supports, with and without
+    checkpointing and offload."""
+    zeros = [zero for zero in ask.zeros if not any(broken(Combination(layout.num_pp, layout.num_tp, zero)))]
     for schedule, chunks in _schedules(layout, ask.shape.num_layers):
         for zero in zeros if layout.num_dp > 1 else zeros[:1]:
             for checkpointing in ask.checkpointing:
@@ -112,11 +113,6 @@ def _ways(ask: LayoutAsk, layout: Layout) -> Iterator[Layout]:
                         checkpointing=checkpointing,
                         offload=offload,
                     )
-
-
-def _is_supported(layout: Layout, zero: int) -> bool:
-    """Whether the engine supports the layout."""
-    return not any(broken(Combination(layout.num_pp, layout.num_tp, zero)))
 
 
 def _schedules(layout: Layout, num_layers: int) -> Iterator[tuple[str, int]]:

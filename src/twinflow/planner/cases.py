@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -52,8 +53,7 @@ class Case:
 
     @property
     def fits(self) -> bool:
-        """Whether the memory is sufficient."""
-        return not (self.missing.gpu_bytes or self.missing.host_bytes)
+        return self.missing.is_zero
 
     @property
     def tokens_s(self) -> float:
@@ -141,13 +141,7 @@ def recommended(cases: Sequence[Case]) -> Case | None:
 def largest_layers(run: Run, memory: Memory) -> int:
     """Number of blocks of the deepest model of this shape that fits. 0 if not even one block fits."""
 
-    def is_small_enough(layers: int) -> bool:
-        return fits(replace(run, model=run.model.with_layers(layers)), memory)
+    def is_too_large(num_layers: int) -> bool:
+        return not fits(replace(run, model=run.model.with_layers(num_layers)), memory)
 
-    if not is_small_enough(1):
-        return 0
-    low, high = 1, _MAX_LAYERS
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if is_small_enough(middle) else (low, middle)
-    return low
+    return bisect_left(range(1, _MAX_LAYERS), True, key=is_too_large)

@@ -33,6 +33,10 @@ class Memory:
     gpu_bytes: int
     host_bytes: int
 
+    @property
+    def is_zero(self) -> bool:
+        return not (self.gpu_bytes or self.host_bytes)
+
 
 @dataclass(frozen=True)
 class Run:

@@ -7,8 +7,9 @@ from typing import Final
 
 from twinflow.errors import invalid_value
 from twinflow.loss import LOSS_CHUNK
+from twinflow.rules.formats import FORMATS
 
-STATES: Final = ("fp32", "bf16", "int8")
+STATES: Final = FORMATS
 WEIGHT_BYTES: Final = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Bytes of two moments. int8 has a scale of 4 bytes for 128 codes.
 MOMENT_BYTES: Final = {"fp32": 8.0, "bf16": 4.0, "int8": 2.0 + 8.0 / 128.0}

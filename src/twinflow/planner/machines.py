@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from twinflow.errors import invalid_value
@@ -107,6 +108,7 @@ def recognise(title: str) -> Gpu | None:
     return None
 
 
+@lru_cache(maxsize=64)
 def rates_of(machine: Machine) -> Rates:
     """Rates of one GPU of a machine. The GPUs share the cores and the memory of the host equally."""
     gpu, host, n = machine.gpu, machine.host, machine.num_gpus

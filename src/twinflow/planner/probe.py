@@ -50,7 +50,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -123,7 +123,6 @@ def probe(device: torch.device, *, folder: Path | None = None, refresh: bool = F
 
 
 def machine_facts(device: torch.device) -> Facts:
-    """Facts of the machine that affect the rates."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return {
         "probe": FORMAT_VERSION,
@@ -226,16 +225,10 @@ def measure(device: torch.device, formats: Sequence[str] = STATES, budget_s: flo
         memory = _halve_until_it_fits(partial(_measure_memory, device, share_s), device_part)
         flops = _halve_until_it_fits(partial(_measure_products, device, share_s), device_part)
     is_complete = host is not None and memory is not None
-    host = host or _HostRates.unmeasured(formats)
-    return Rates(
-        out_bytes=host.out_bytes,
-        in_bytes=host.in_bytes,
-        duplex_bytes=host.duplex_bytes,
-        host_params=host.params,
-        host_params_copying=host.params_copying,
-        device_bytes=memory or _UNMEASURED_BYTES,
-        flops=(flops or 0.0) if is_complete else 0.0,
-    )
+    if host is None:
+        params = dict.fromkeys(formats, _UNMEASURED_PARAMS)
+        host = Rates(_UNMEASURED_BYTES, _UNMEASURED_BYTES, _UNMEASURED_BYTES, params, params, _UNMEASURED_BYTES, 0.0)
+    return replace(host, device_bytes=memory or _UNMEASURED_BYTES, flops=(flops or 0.0) if is_complete else 0.0)
 
 
 def _halve_until_it_fits(work: Callable[[int], T], first_part: int) -> T | None:
@@ -261,23 +254,8 @@ def _fitting_part(free_bytes: int) -> int:
     return part
 
 
-class _HostRates(NamedTuple):
-    """Rates that depend on the host memory."""
-
-    out_bytes: float
-    in_bytes: float
-    duplex_bytes: float
-    params: dict[str, float]
-    params_copying: dict[str, float]
-
-    @staticmethod
-    def unmeasured(formats: Sequence[str]) -> _HostRates:
-        params = dict.fromkeys(formats, _UNMEASURED_PARAMS)
-        return _HostRates(_UNMEASURED_BYTES, _UNMEASURED_BYTES, _UNMEASURED_BYTES, params, dict(params))
-
-
-def _measure_host(device: torch.device, formats: Sequence[str], share_s: float, part: int) -> _HostRates:
-    """Measure copies, updates, and updates during copies."""
+def _measure_host(device: torch.device, formats: Sequence[str], share_s: float, part: int) -> Rates:
+    """Measure copies, updates, and updates during copies. The rates of the device are 0."""
     streams = device_for(device)
     try:
         copies = _Copies(streams, device, _COPY_BYTES // part)
@@ -293,7 +271,7 @@ def _measure_host(device: torch.device, formats: Sequence[str], share_s: float, 
             with copies.running():
                 copying[format] = call_numel / _seconds_each(work, share_s)
             del lower, store, work  # release memory before the next format allocates
-        return _HostRates(rates[0], rates[1], rates[2], alone, copying)
+        return Rates(rates[0], rates[1], rates[2], alone, copying, device_bytes=0.0, flops=0.0)
     finally:
         streams.close()
 
