@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from twinflow.cli.settings import option, parse_bytes
+from twinflow.cli.settings import BATCH_KEYS, option, parse_bytes
 from twinflow.config import load_config, resolve_batch
 from twinflow.errors import invalid_value
 from twinflow.models.gpt import PRESET_BATCH, PRESETS, cost_of
@@ -252,8 +252,9 @@ def make_run(model: ModelCost, default_batch: int, flags: Flags, config: Mapping
     if states not in STATES:
         raise invalid_value("--states", states, STATES)
     tokens = flags.seq_length if flags.seq_length is not None else model.context
-    for name, value in (("--batch-size", micro), ("--seq-length", tokens), ("--accumulation", parts)):
-        check_positive(name, value)
+    check_positive("--batch-size", micro)
+    check_positive("--seq-length", tokens)
+    check_positive("--accumulation", parts)
     clip = flags.grad_clip if flags.grad_clip is not None else config.get("gradient_clipping", 1.0)
     if not clip >= 0.0:
         raise invalid_value("--grad-clip", clip, "a number >= 0")
@@ -276,13 +277,13 @@ def make_run(model: ModelCost, default_batch: int, flags: Flags, config: Mapping
 
 def _batch(flags: Flags, config: Mapping[str, Any], default: int, num_gpus: int) -> tuple[int, int]:
     """Sequences in a micro-batch and micro-batches in a step."""
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    named = {key: config[key] for key in keys if config.get(key) not in (None, "auto")}
+    whole, micro, parts = BATCH_KEYS
+    named = {key: config[key] for key in BATCH_KEYS if config.get(key) not in (None, "auto")}
     if flags.batch_size is not None or flags.accumulation is not None:
-        named.pop(keys[0], None)  # the flag replaces the batch size of the file
-    named |= {keys[1]: flags.batch_size} if flags.batch_size is not None else {}
-    named |= {keys[2]: flags.accumulation} if flags.accumulation is not None else {}
-    if keys[0] not in named:
-        return int(named.get(keys[1], default)), int(named.get(keys[2], 1))
+        named.pop(whole, None)  # the flag replaces the batch size of the file
+    named |= {micro: flags.batch_size} if flags.batch_size is not None else {}
+    named |= {parts: flags.accumulation} if flags.accumulation is not None else {}
+    if whole not in named:
+        return int(named.get(micro, default)), int(named.get(parts, 1))
     batch = resolve_batch(load_config(named), world_size=num_gpus)
     return batch.micro_batch_size, batch.accumulation_steps

@@ -25,11 +25,11 @@ def make_console() -> Console:
 
 
 def make_table(names: Sequence[str], left: Sequence[str] = ()) -> Table:
-    """A table without lines. The columns in `left` and the last one of most tables, "bound by", are aligned left."""
+    """A table without lines. Columns in `left` are aligned left, and so is "bound by", which may wrap."""
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold", collapse_padding=True)
     for name in names:
-        is_last = name == "bound by"
-        table.add_column(name, justify="left" if is_last or name in left else "right", no_wrap=not is_last)
+        is_text = name == "bound by"
+        table.add_column(name, justify="left" if is_text or name in left else "right", no_wrap=not is_text)
     return table
 
 
