@@ -8,8 +8,7 @@ from html import escape
 from typing import Any, Final
 
 from twinflow.cli.plan_text import BOUND, CASE_COLUMNS, advice, case_cells, count, gb, how, largest_rows, seconds, title
-from twinflow.monitor.report import config_text, num_columns, table
-from twinflow.monitor.style import STYLE
+from twinflow.monitor.report import config_text, html_page, table, tiles
 from twinflow.planner.cases import Case, Plan
 from twinflow.planner.costs import GPU_KINDS, HOST_KINDS
 from twinflow.planner.machines import Rates
@@ -47,26 +46,12 @@ main > .notes, main > figure { margin: 0 0 16px; }
 
 def render_page(plan: Plan, machine: str, config: Mapping[str, Any]) -> str:
     """The HTML text of the page. `machine`: its description. `config`: the recommended one, empty if nothing fits."""
-    run, memory, tiles = plan.run, plan.setting.memory, _tiles(plan)
-    tile_text = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in tiles)
+    run, memory = plan.run, plan.setting.memory
     status = ("finished", "fits") if plan.best is not None else ("stopped", "does not fit")
-    config_json = json.dumps(config, indent=2) if config else ""
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<link rel="icon" href="data:,">
-<title>Plan: {escape(run.model.name)} · twinflow</title>
-<style>{STYLE}{_STYLE}</style>
-</head>
-<body>
-<header><p class="brand">twinflow plan</p>
+    header = f"""<p class="brand">twinflow plan</p>
 <h1>{escape(title(run))} <span class="badge {status[0]}">{status[1]}</span></h1>
-<p>{escape(machine)}</p><p>{escape(how(run))}</p></header>
-<main>
-<dl class="tiles" style="--columns: {num_columns(len(tiles))}">{tile_text}</dl>
+<p>{escape(machine)}</p><p>{escape(how(run))}</p>"""
+    main = f"""{tiles(_numbers(plan))}
 <section class="notes"><h2>Recommendation</h2><p style="margin:0">{escape(advice(plan))}</p></section>
 {_stacks("GPU memory", plan, "gpu", GPU_KINDS, memory.gpu_bytes)}
 {_stacks("Host memory", plan, "host", HOST_KINDS, memory.host_bytes)}
@@ -74,14 +59,11 @@ def render_page(plan: Plan, machine: str, config: Mapping[str, Any]) -> str:
 <section class="notes"><h2>Cases</h2>{_table(plan)}</section>
 <section class="tables">{table("Largest model of this shape that fits", largest_rows(plan))}
 {table("Rates", _rates(plan.setting.rates))}</section>
-{config_text(config_json)}
-</main>
-</body>
-</html>
-"""
+{config_text(json.dumps(config, indent=2) if config else "")}"""
+    return html_page(f"Plan: {run.model.name}", header, main, _STYLE)
 
 
-def _tiles(plan: Plan) -> list[tuple[str, str]]:
+def _numbers(plan: Plan) -> list[tuple[str, str]]:
     shown, deepest = plan.nearest, max(map(plan.largest_numel, plan.largest))
     return [
         ("step", f"{seconds(shown.prediction.step_s)} s"),

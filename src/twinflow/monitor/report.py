@@ -42,10 +42,22 @@ def write_report(path: Path, report: Report) -> None:
 
 def render(report: Report) -> str:
     """The report page as HTML."""
-    tiles = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in report.numbers)
     makers = (loss_plot, time_plot, memory_plot, load_plot, speed_plot, norm_plot, rate_plot, scale_plot)
     plots = "".join(plot(report) for plot in makers)
-    title = escape(report.title)
+    badge = f'<span class="badge {report.status}">{report.status}</span>'
+    header = f"""<p class="brand">twinflow</p><h1>{escape(report.title)} {badge}</h1>
+<p>{escape(report.message)}</p>"""
+    main = f"""{tiles(report.numbers)}
+<section class="plots">{plots}</section>
+{notes_list(report.notes)}
+<section class="tables">{table("Settings", report.settings)}{table("Machine", report.machine)}</section>
+{config_text(report.config)}
+<details><summary>Numbers behind the plots</summary>{steps_table(report.steps, report.valids)}</details>"""
+    return html_page(report.title, header, main)
+
+
+def html_page(title: str, header: str, main: str, style: str = "") -> str:
+    """A page of one file. `style`: CSS beside that of the report."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -53,23 +65,25 @@ def render(report: Report) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <link rel="icon" href="data:,">
-<title>{title} · twinflow</title>
-<style>{STYLE}</style>
+<title>{escape(title)} · twinflow</title>
+<style>{STYLE}{style}</style>
 </head>
 <body>
-<header><p class="brand">twinflow</p><h1>{title} <span class="badge {report.status}">{report.status}</span></h1>
-<p>{escape(report.message)}</p></header>
+<header>{header}</header>
 <main>
-<dl class="tiles" style="--columns: {num_columns(len(report.numbers))}">{tiles}</dl>
-<section class="plots">{plots}</section>
-{notes_list(report.notes)}
-<section class="tables">{table("Settings", report.settings)}{table("Machine", report.machine)}</section>
-{config_text(report.config)}
-<details><summary>Numbers behind the plots</summary>{steps_table(report.steps, report.valids)}</details>
+{main}
 </main>
 </body>
 </html>
 """
+
+
+def tiles(numbers: Sequence[tuple[str, str]]) -> str:
+    """Names and values in a grid: at most seven in a row, and about the same number in each row."""
+    num_rows = max(1, math.ceil(len(numbers) / 7))
+    columns = max(1, math.ceil(len(numbers) / num_rows))
+    cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in numbers)
+    return f'<dl class="tiles" style="--columns: {columns}">{cells}</dl>'
 
 
 def loss_plot(report: Report) -> str:
@@ -170,12 +184,6 @@ def _per_step(report: Report, values: Sequence[float], factor: float = 1.0) -> l
 
 def _peak(num_bytes: Sequence[int], unit: int, digits: int) -> str:
     return f"peak {max(num_bytes) / unit:,.{digits}f}" if num_bytes else ""
-
-
-def num_columns(num_tiles: int) -> int:
-    """Number of tiles per row: at most seven, and about the same number in each row."""
-    num_rows = max(1, math.ceil(num_tiles / 7))
-    return max(1, math.ceil(num_tiles / num_rows))
 
 
 def notes_list(notes: Sequence[str]) -> str:
