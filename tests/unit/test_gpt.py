@@ -26,13 +26,13 @@ from twinflow.models.gpt import (
     PRESETS,
     Block,
     GPTConfig,
+    activation_bytes,
     cost_of,
     count_params,
     flops_per_token,
 )
 from twinflow.offload.materialize import build
 from twinflow.optim.twin import TwinOptimizer
-from twinflow.planner.models import activation_bytes
 
 SMALL = GPTConfig(vocab_size=37, context=11, num_layers=3, hidden=24, num_heads=3)
 
@@ -451,18 +451,18 @@ def test_the_whole_model_keeps_its_blocks_and_what_the_loss_needs() -> None:
         3 * 96 * cost_of(config, dtype_bytes=4).activations.block_bytes + 2 * stream + 64 * 48 * 4
     )  # two: the last norm's input, hidden's gradient
     assert kept[0] == pytest.approx(expected, rel=0.02)
-    assert expected <= activation_bytes(cost_of(config, dtype_bytes=4), 3 * 32, checkpointing=False) <= 1.5 * expected
+    assert expected <= activation_bytes(config, 3, 32, checkpointing=False, dtype_bytes=4) <= 1.5 * expected
 
 
 def test_activation_bytes_by_hand() -> None:
     config = PRESETS["gpt2-10b"]
     stream = 10 * 1024 * 4096 * 2
-    plain, checkpointed = (activation_bytes(cost_of(config), 10 * 1024, flag) for flag in (False, True))
+    plain, checkpointed = (activation_bytes(config, 10, 1024, flag, 2) for flag in (False, True))
     assert plain == pytest.approx(50 * 16 * stream, rel=0.05)
     head = 50304 * 4096 * 4 + LOSS_CHUNK * 50304 * 6
     assert checkpointed == pytest.approx(50 * stream + max(head + 2 * stream, 2 * 16 * stream), rel=0.05)
-    assert activation_bytes(cost_of(config), 20 * 1024, True) > 1.9 * checkpointed
-    assert activation_bytes(cost_of(replace(config, dropout=0.1)), 10 * 1024, False) > plain
+    assert activation_bytes(config, 20, 1024, True, 2) > 1.9 * checkpointed
+    assert activation_bytes(replace(config, dropout=0.1), 10, 1024, False, 2) > plain
 
 
 # With the optimizer on the host: weights are waited for in hooks, and the head's are the embedding's.

@@ -22,10 +22,9 @@ from twinflow.cli.memory import (
 from twinflow.cli.settings import TrainSettings, choose_shape, default_lr, engine_config, parse_bytes, parse_ratio
 from twinflow.config import load_config
 from twinflow.launch.environment import RankEnvironment
-from twinflow.models.gpt import PRESET_BATCH, PRESETS, cost_of, count_params
+from twinflow.models.gpt import PRESET_BATCH, PRESETS, activation_bytes, count_params
 from twinflow.offload.plan import HOST, RESIDENT, BucketPlan
 from twinflow.optim.state_kind import state_bytes
-from twinflow.planner.models import activation_bytes
 from twinflow.rules import RULES
 
 GB = 10**9
@@ -264,7 +263,7 @@ def test_the_lines_of_the_header() -> None:
     assert found.host_line == ("82.23 GB of bf16 state, about 117.2 GB in all of 128.0 GB: fp32 would need 147.5 GB")
     assert found.gpu_line == "20.6 GB of weights, 0.6 GB of gradients, about 7.0 GB of activations, of 32.0 GB"
     shape = settings("gpt2-10b").model
-    assert found.used.gpu["activations"] == activation_bytes(cost_of(shape), 10 * 1024, checkpointing=True)
+    assert found.used.gpu["activations"] == activation_bytes(shape, 10, 1024, checkpointing=True)
     half = plan("gpt2-10b", "fp32", gpu=H200, ratio=0.5)
     assert half.gpu_line.startswith("20.6 GB of weights, 51.4 GB of fp32 state, 20.6 GB of gradients")
     assert half.host_line.startswith("61.68 GB of fp32 state")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any, Final
 
 from twinflow.cli.plan_text import BOUND, CASE_COLUMNS, advice, case_cells, count, gb, how, largest_rows, seconds, title
 from twinflow.monitor.report import config_text, html_page, table, tiles
 from twinflow.planner.cases import Case, Plan
-from twinflow.planner.costs import GPU_KINDS, HOST_KINDS
 from twinflow.planner.machines import Rates
 
 _COLORS: Final = {
@@ -53,8 +52,8 @@ def render_page(plan: Plan, machine: str, config: Mapping[str, Any]) -> str:
 <p>{escape(machine)}</p><p>{escape(how(run))}</p>"""
     main = f"""{tiles(_numbers(plan))}
 <section class="notes"><h2>Recommendation</h2><p style="margin:0">{escape(advice(plan))}</p></section>
-{_stacks("GPU memory", plan, "gpu", GPU_KINDS, memory.gpu_bytes)}
-{_stacks("Host memory", plan, "host", HOST_KINDS, memory.host_bytes)}
+{_stacks("GPU memory", plan, "gpu", memory.gpu_bytes)}
+{_stacks("Host memory", plan, "host", memory.host_bytes)}
 {_steps(plan)}
 <section class="notes"><h2>Cases</h2>{_table(plan)}</section>
 <section class="tables">{table("Largest model of this shape that fits", largest_rows(plan))}
@@ -77,7 +76,7 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def _stacks(name: str, plan: Plan, side: str, kinds: Sequence[str], limit: int) -> str:
+def _stacks(name: str, plan: Plan, side: str, limit: int) -> str:
     """Figure with the memory of every case by kind. A mark shows the available memory."""
     used: list[Mapping[str, int]] = [getattr(case.used, side) for case in plan.cases]
     totals = [sum(each.values()) for each in used]
@@ -85,9 +84,9 @@ def _stacks(name: str, plan: Plan, side: str, kinds: Sequence[str], limit: int) 
     mark = f'<u style="left:calc({100 * limit / scale:.2f}% - 2px)"></u>'
     rows = ""
     for case, each, total in zip(plan.cases, used, totals, strict=True):
-        parts = [(_COLORS[k], 100 * each[k] / scale, f"{k} {gb(each[k])} GB") for k in kinds if each.get(k)]
+        parts = [(_COLORS[k], 100 * each[k] / scale, f"{k} {gb(each[k])} GB") for k in each if each[k]]
         rows += _row(plan, case, " full" if total > limit else "", parts, mark, f"{gb(total)} GB")
-    keys = [(_COLORS[kind], kind) for kind in kinds if any(each.get(kind) for each in used)]
+    keys = [(_COLORS[kind], kind) for kind in used[0] if any(each[kind] for each in used)]
     return _figure(name, keys, f"<span>mark: {gb(limit)} GB available</span>", rows)
 
 

@@ -1,8 +1,8 @@
 """A GPT-2 style decoder, and functions that compute its size and cost.
 
-`cost_of`, `count_params` and `flops_per_token` need only a `GPTConfig`, so that a plan can be made without building the
-model. Tests compare them with the real module. Every layer initialises its weights in `reset_parameters`,
-so that a model on the meta device can be materialised one layer at a time.
+`cost_of`, `count_params`, `flops_per_token` and `activation_bytes` need only a `GPTConfig`, so that a plan can be made
+without building the model. Tests compare them with the real module. Every layer initialises its weights in
+`reset_parameters`, so that a model on the meta device can be materialised one layer at a time.
 """
 
 from __future__ import annotations
@@ -92,6 +92,15 @@ def flops_per_token(config: GPTConfig) -> int:
     scores, including the masked half, as is usual when model FLOPs are compared.
     """
     return int(cost_of(config).model_flops(config.context))
+
+
+def activation_bytes(config: GPTConfig, batch: int, tokens: int, checkpointing: bool, dtype_bytes: int = 2) -> int:
+    """Estimate of the peak memory of a training step, without weights, their gradients and optimizer state.
+
+    The step has `batch` sequences of `tokens` tokens in a dtype of `dtype_bytes`.
+    """
+    activations = cost_of(config, dtype_bytes=dtype_bytes).activations
+    return activations.peak_bytes(config.num_layers, batch * tokens, checkpointing)
 
 
 class GPTOutput(NamedTuple):

@@ -22,8 +22,6 @@ HOST_RESERVE: Final = 0.03  # share of the host memory that is left to other pro
 _FLATS_OUT: Final = 6  # device buffers in use if every gradient is copied to the host at once
 # Time of backward relative to forward, measured as 1.77 to 1.86. Activation checkpointing adds one more forward.
 BACKWARD: Final = 1.83
-GPU_KINDS: Final = ("weights", "gradients", "state", "activations", "staging")
-HOST_KINDS: Final = ("state", "gradients", "shadows", "rings", "process")
 
 
 @dataclass(frozen=True)
