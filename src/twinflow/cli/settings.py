@@ -21,7 +21,6 @@ from twinflow.rules import RULES
 
 MIN_LR_SHARE: Final = 0.1  # learning rate at the end of the cosine, as a share of the peak
 PRECISIONS: Final = ("bf16", "fp16", "fp32")
-STATES: Final = ("auto", "fp32", "bf16", "int8")
 RANKS_STAGE: Final = 2  # default ZeRO stage of several ranks
 BATCH_KEYS: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 GPT2: Final = "gpt2-1.5b"  # default vocabulary and context of a shape given by options
