@@ -29,9 +29,9 @@ from twinflow.bench.machine import read_machine
 from twinflow.optim.twin import Tuning, TwinOptimizer
 from twinflow.planner.cases import Setting, case_at
 from twinflow.planner.costs import PROCESS_BYTES, Memory, Run
+from twinflow.planner.machines import Rates
 from twinflow.planner.models import from_hf
 from twinflow.planner.probe import load_or_measure
-from twinflow.planner.rates import Rates
 
 SIZES |= {"13b": (5120, 40, 13824, 40), "16b": (5120, 50, 13824, 40), "28b": (6656, 52, 17920, 52)}
 RATIOS = (1.0, 0.75, 0.5, 0.25, 0.0)
@@ -211,7 +211,7 @@ def predicted(size: str, row: dict[str, Any], rates: dict[str, Any]) -> dict[str
     run = Run(cost, row["batch"], offload.TOKENS, states=row["states"], clips=clips)
     machine = read_machine()
     memory = Memory(torch.cuda.get_device_properties(0).total_memory, machine.memory_bytes)
-    case = case_at("", run, Setting(Rates.from_dict(rates), memory), row["host_share"])
+    case = case_at("", run, Setting(Rates(**rates), memory), row["host_share"])
     host = case.used.host_total - PROCESS_BYTES
     return {"said_s": case.prediction.step_s, "said_gpu_gb": case.used.gpu_total / 1e9, "said_host_gb": host / 1e9}
 

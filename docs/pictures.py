@@ -33,8 +33,7 @@ from twinflow.parallel.topology import PipeModelDataParallelTopology
 from twinflow.planner.cases import Setting, all_cases
 from twinflow.planner.costs import Memory, Run
 from twinflow.planner.formats import MOMENT_BYTES, STATES, WEIGHT_BYTES, state_bytes
-from twinflow.planner.machines import GPUS, Host, Machine, rates_of
-from twinflow.planner.rates import Rates
+from twinflow.planner.machines import GPUS, Host, Machine, Rates, rates_of
 from twinflow.planner.simulate import ClipDecision, Item, Play, Timing, Ways
 
 FOLDER: Final = Path(__file__).parent / "assets" / "pictures"

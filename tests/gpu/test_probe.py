@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from twinflow.planner import probe
-from twinflow.planner.rates import Rates
+from twinflow.planner.machines import Rates
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 CUDA = torch.device("cuda", 0)
@@ -38,7 +38,7 @@ def test_copies(rates: Rates) -> None:
 
 
 def test_updates_share_the_memory_with_copies(rates: Rates) -> None:
-    for format in probe.FORMATS:
+    for format in probe.STATES:
         assert 1e7 < rates.host_params_copying[format] <= 1.1 * rates.host_params[format]
 
 

@@ -27,7 +27,7 @@ from twinflow.models.gpt import (
     Block,
     GPTConfig,
     activation_bytes,
-    block_bytes,
+    cost_of,
     count_params,
     flops_per_token,
 )
@@ -437,7 +437,7 @@ def test_block_bytes_is_what_autograd_keeps(dtype: torch.dtype) -> None:
         y = block(x)
     del y
     # The norms of a bf16 layer keep their statistics in bf16 on the CPU, in fp32 on a GPU.
-    assert kept[0] == pytest.approx(block_bytes(config, 96, dtype.itemsize), rel=0.02)
+    assert kept[0] == pytest.approx(96 * cost_of(config, dtype_bytes=dtype.itemsize).activations.block_bytes, rel=0.02)
 
 
 def test_the_whole_model_keeps_its_blocks_and_what_the_loss_needs() -> None:
@@ -448,7 +448,7 @@ def test_the_whole_model_keeps_its_blocks_and_what_the_loss_needs() -> None:
     assert loss.requires_grad
     stream = 96 * 48 * 4
     expected = (
-        3 * block_bytes(config, 96, 4) + 2 * stream + 64 * 48 * 4
+        3 * 96 * cost_of(config, dtype_bytes=4).activations.block_bytes + 2 * stream + 64 * 48 * 4
     )  # two: the last norm's input, hidden's gradient
     assert kept[0] == pytest.approx(expected, rel=0.02)
     assert expected <= activation_bytes(config, 3, 32, checkpointing=False, dtype_bytes=4) <= 1.5 * expected

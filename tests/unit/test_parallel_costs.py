@@ -9,20 +9,23 @@ import pytest
 
 from twinflow.parallel.costs import (
     Estimate,
+    amplified,
     estimate,
     lacking_bytes,
     largest_numel,
     layer_time,
+    link_of,
+    ring_count,
     rough_seconds,
     seconds_of,
     stage_times,
+    volume_of,
 )
 from twinflow.parallel.layout import Layout, check_layout, layers_of, rank_layers, stage_layers
-from twinflow.parallel.memory import fullest_rank, kept_bytes, rank_bytes, state_bytes
+from twinflow.parallel.memory import fullest_rank, kept_bytes, published_bytes, rank_bytes
 from twinflow.parallel.shapes import Shape, shape_like, shape_of
 from twinflow.parallel.simulate import Pipeline, step_seconds
 from twinflow.parallel.topology import DATA, MODEL, PIPE
-from twinflow.parallel.traffic import amplified, link_of, ring_count, volume_of
 from twinflow.planner.machines import GB, GPUS, Host, Machine, gpu_named
 from twinflow.planner.models import gpt_cost
 from twinflow.planner.scaling import Cluster, default_network, ring_bytes
@@ -47,8 +50,8 @@ def test_states_of_the_trillion() -> None:
     assert near(1.084e12) == NUMEL
     assert TRILLION.numel == near(NUMEL)
     for numel, plain, shared in ((1e12, 31.25e9, 10.7e9), (NUMEL, 33.9e9, 11.6e9)):
-        assert state_bytes(numel / 512, 0, 8).gpu_bytes == near(plain)
-        assert state_bytes(numel / 512, 1, 8).gpu_bytes == near(shared)
+        assert published_bytes(numel / 512, 0, 8).gpu_bytes == near(plain)
+        assert published_bytes(numel / 512, 1, 8).gpu_bytes == near(shared)
 
 
 def test_activations_of_the_trillion() -> None:
@@ -120,7 +123,7 @@ def test_the_trillion_on_800_v100() -> None:
     """1.4 B parameters a GPU fit 32 GB; the article measured 47 TFLOPS. Heads must be 16 tensor ranks' to share."""
     shape, layout = replace(TRILLION, num_heads=128), Layout(50, 16, 1, 2048)
     assert near(1.354e9) == NUMEL / 800
-    assert state_bytes(NUMEL / 800, 1, 1).gpu_bytes == near(21.7e9)
+    assert published_bytes(NUMEL / 800, 1, 1).gpu_bytes == near(21.7e9)
     assert 298 * kept_bytes(shape, layout) == near(1.33e9)
     found = estimate(shape, layout, V100S)
     assert found.fits

@@ -20,9 +20,9 @@ from twinflow.parallel.memory import (
     kept_bytes,
     layer_bytes,
     most_held,
+    published_bytes,
     put_off_bytes,
     rank_bytes,
-    state_bytes,
 )
 from twinflow.parallel.shapes import Shape, shape_like
 from twinflow.planner.costs import Memory, Run, bytes_of, placed_at
@@ -39,8 +39,8 @@ def a_param(layout: Layout) -> tuple[float, float]:
 
 
 def test_zero_shares_what_it_says_as_published() -> None:
-    assert [state_bytes(100.0, stage, 4).gpu_bytes for stage in range(4)] == [1600.0, 700.0, 550.0, 400.0]
-    offloaded = state_bytes(100.0, 2, 4, offload=True)
+    assert [published_bytes(100.0, stage, 4).gpu_bytes for stage in range(4)] == [1600.0, 700.0, 550.0, 400.0]
+    offloaded = published_bytes(100.0, 2, 4, offload=True)
     assert (offloaded.gpu_bytes, offloaded.host_states) == (250.0, 300.0)
     table = [Layout(2, 1, 4, 8, zero=stage, published=True) for stage in range(4)]
     block = shape_like(13e9).layer_numel

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from twinflow.parallel.costs import link_of
 from twinflow.parallel.layout import Layout
 from twinflow.parallel.topology import (
     DATA,
@@ -16,7 +17,6 @@ from twinflow.parallel.topology import (
     ProcessTopology,
     map_ranks,
 )
-from twinflow.parallel.traffic import link_of
 from twinflow.planner.machines import GB, GPUS, Host, Machine, link_rate
 from twinflow.planner.scaling import Cluster
 

@@ -6,12 +6,12 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
+import torch
 
-from twinflow.models.gpt import PRESETS, count_params, flops_per_token
-from twinflow.models.gpt import activation_bytes as gpt_activation_bytes
+from twinflow.models.gpt import GPT, PRESETS, cost_of, count_params, flops_per_token
 from twinflow.planner.cases import Setting, all_cases, best_case, case_at, largest_layers, recommended
 from twinflow.planner.costs import (
     PROCESS_BYTES,
@@ -23,17 +23,15 @@ from twinflow.planner.costs import (
     fits,
     items_of,
     placed_at,
-    placed_of,
     room_of,
     timing_of,
     ways_of,
 )
-from twinflow.planner.formats import STATES, state_bytes
-from twinflow.planner.machines import GB, GPUS, Host, Machine, gpu_named, rates_of, recognise
-from twinflow.planner.models import ModelCost, activation_bytes, from_counts, from_hf, gpt2_like, gpt_cost
-from twinflow.planner.placement import Room, at_ratio, best_ratio, choose
-from twinflow.planner.rates import Rates
-from twinflow.planner.simulate import DEVICE_BYTES, ClipDecision, Item, Timing, predict
+from twinflow.planner.formats import STATES, UPDATE_BYTES, state_bytes
+from twinflow.planner.machines import GB, GPUS, Host, Machine, Rates, gpu_named, rates_of, recognise
+from twinflow.planner.models import ModelCost, activation_bytes, from_counts, from_hf, gpt2_like
+from twinflow.planner.placement import at_ratio, best_ratio, choose
+from twinflow.planner.simulate import PLACES, ClipDecision, Item, Timing, predict
 
 
 def llama(hidden: int, layers: int, inner: int) -> ModelCost:
@@ -50,8 +48,7 @@ def llama(hidden: int, layers: int, inner: int) -> ModelCost:
 
 
 def preset(name: str, **changes: int) -> ModelCost:
-    shape = replace(PRESETS[name], **changes)  # type: ignore[arg-type]
-    return gpt_cost(name, shape.vocab_size, shape.context, shape.num_layers, shape.hidden, shape.num_heads, shape.tied)
+    return cost_of(replace(PRESETS[name], **changes), name)  # type: ignore[arg-type]
 
 
 # The machine of record: H200, 16 Xeon cores, 126 GiB.
@@ -247,7 +244,7 @@ def test_resident_updates_cost_the_gpu_their_traffic() -> None:
     numel = sum(item.numel for item in items)
     for decision in (ClipDecision(False), ClipDecision(True, 0)):
         found = predict(placed(items, "resident"), timing, RATES, "bf16", decision)
-        assert found.step_s == pytest.approx(timing.gpu_s + numel * DEVICE_BYTES["bf16"] / RATES.device_bytes)
+        assert found.step_s == pytest.approx(timing.gpu_s + numel * UPDATE_BYTES["bf16"] / RATES.device_bytes)
         assert found.host_busy_s == found.out_s == found.in_s == 0.0
 
 
@@ -293,11 +290,16 @@ def test_less_on_the_host_is_never_slower_but_for_the_gpus_own_updates(states: s
     ratios = [i / 20 for i in range(21)]
     steps = [predict(at_ratio(items, r), timing, RATES, states, decision).step_s for r in ratios]
     for low, high, less, more in zip(ratios, ratios[1:], steps, steps[1:], strict=False):
-        on_gpu = (high - low) * run.own_numel * DEVICE_BYTES[states] / RATES.device_bytes
+        on_gpu = (high - low) * run.own_numel * UPDATE_BYTES[states] / RATES.device_bytes
         assert less <= more + on_gpu + 0.01 * more, (low, high)
 
 
 # Placement.
+
+
+def numel_by_place(items: Sequence[Item], places: Sequence[str]) -> dict[str, int]:
+    pairs = list(zip(items, places, strict=True))
+    return {place: sum(item.numel for item, at in pairs if at == place) for place in PLACES}
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -311,17 +313,17 @@ def test_what_is_chosen_fits_and_is_no_slower_than_all_on_the_host(seed: int) ->
     ]
     states, clips = random.choice(STATES), random.choice((False, True))
     total = sum(item.numel for item in items)
-    room = Room(int(random.uniform(0, 12) * total), int(random.uniform(5, 14) * total))
+    room = Memory(int(random.uniform(0, 12) * total), int(random.uniform(5, 14) * total))
     decision = ClipDecision(clips, random.randrange(total))
     try:
         found = choose(items, timing, RATES, states, decision, room)
     except MemoryError as error:
         assert "are missing" in str(error)  # noqa: PT017
         return
-    size, numel = state_bytes(states), placed_of(items, found.places)
-    assert numel.host + numel.resident + numel.streamed == total
-    assert numel.resident * size.resident <= room.gpu_bytes
-    assert numel.host * size.host + numel.streamed * size.streamed <= room.host_bytes
+    size, numel = state_bytes(states), numel_by_place(items, found.places)
+    assert numel["host"] + numel["resident"] + numel["streamed"] == total
+    assert numel["resident"] * size.resident <= room.gpu_bytes
+    assert numel["host"] * size.host + numel["streamed"] * size.streamed <= room.host_bytes
     if total * size.host <= room.host_bytes:
         assert found.prediction.step_s <= predict(items, timing, RATES, states, decision).step_s * 1.006
 
@@ -330,7 +332,7 @@ def test_resident_state_is_the_input_side() -> None:
     run = Run(B3, 4, 2048)
     timing = timing_of(run, RATES)
     items = items_of(run, timing)
-    found = choose(items, timing, RATES, "fp32", ClipDecision(False), Room(30 * GB, 100 * GB))
+    found = choose(items, timing, RATES, "fp32", ClipDecision(False), Memory(30 * GB, 100 * GB))
     first = max(item.need for item, place in zip(items, found.places, strict=True) if place == "resident")
     rest = min(item.need for item, place in zip(items, found.places, strict=True) if place != "resident")
     assert first <= rest
@@ -342,7 +344,7 @@ def test_no_more_gpu_memory_is_taken_than_pays() -> None:
     run = Run(B3, 4, 2048)
     timing = timing_of(run, RATES)
     items = items_of(run, timing)
-    found = choose(items, timing, RATES, "fp32", ClipDecision(False), Room(10**12, 10**12))
+    found = choose(items, timing, RATES, "fp32", ClipDecision(False), Memory(10**12, 10**12))
     assert 0 < found.places.count("resident") < len(items) // 2
 
 
@@ -351,15 +353,15 @@ def test_nothing_fits_says_what_is_missing_and_what_would_fit() -> None:
     timing = timing_of(run, RATES)
     items = items_of(run, timing)
     with pytest.raises(MemoryError, match=r"17\.\d GB are missing.*\"int8\" would fit.*Without clipping"):
-        choose(items, timing, RATES, "fp32", ClipDecision(True, 0), Room(3 * GB, 20 * GB))
+        choose(items, timing, RATES, "fp32", ClipDecision(True, 0), Memory(3 * GB, 20 * GB))
     with pytest.raises(MemoryError, match="are missing"):
-        best_ratio(items, timing, RATES, "fp32", ClipDecision(False), Room(0, 20 * GB))
+        best_ratio(items, timing, RATES, "fp32", ClipDecision(False), Memory(0, 20 * GB))
 
 
 def test_the_best_ratio_is_the_same_as_the_best_buckets() -> None:
     run = Run(B3, 4, 2048)
     timing = timing_of(run, RATES)
-    items, room = items_of(run, timing), Room(60 * GB, 100 * GB)
+    items, room = items_of(run, timing), Memory(60 * GB, 100 * GB)
     best = best_ratio(items, timing, RATES, "fp32", ClipDecision(False), room)
     found = choose(items, timing, RATES, "fp32", ClipDecision(False), room)
     on_host = sum(i.numel for i, p in zip(items, found.places, strict=True) if p != "resident")
@@ -421,14 +423,20 @@ def test_many_gpus_share_state_and_stage_three_weights() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_costs_what_its_model_says(name: str) -> None:
-    shape, cost = PRESETS[name], preset(name)
-    assert cost.numel == count_params(shape)
-    assert cost.model_flops(shape.context) == flops_per_token(shape)
-    for checkpointing in (False, True):
-        for batch in (1, 4, 16):
-            expected = gpt_activation_bytes(shape, batch, shape.context, checkpointing)
-            assert activation_bytes(cost, batch * shape.context, checkpointing) == expected
+def test_a_preset_costs_what_its_model_has(name: str) -> None:
+    shape, cost = PRESETS[name], cost_of(PRESETS[name], name)
+    with torch.device("meta"):
+        assert cost.numel == count_params(shape) == sum(p.numel() for p in GPT(shape).parameters())
+    h, layers = shape.hidden, shape.num_layers
+    products = layers * 12 * h * h + shape.vocab_size * h
+    assert cost.model_flops(shape.context) == flops_per_token(shape) == 6 * (products + layers * 2 * shape.context * h)
+    for checkpointing, batch in product((False, True), (1, 4, 16)):
+        num_tokens = batch * shape.context
+        stream, block = 2 * num_tokens * h, num_tokens * (32 * h + 4 * (4 + shape.num_heads))
+        kept = layers * (stream if checkpointing else block) + stream + 24 * num_tokens
+        loss = 2 * stream + shape.vocab_size * h * 4 + min(num_tokens, 2048) * shape.vocab_size * 6
+        expected = kept + max(loss, block * (2 if checkpointing else 1))
+        assert activation_bytes(cost, num_tokens, checkpointing) == expected
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
@@ -451,7 +459,6 @@ HF = {
 @pytest.mark.parametrize("kind", HF)
 def test_a_hugging_face_config_counts_as_its_model_does(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
     name, numbers = HF[kind]
     heads = {"num_attention_heads": 4} if kind != "gpt2" else {}
     config = getattr(transformers, name)(vocab_size=1000, **numbers, **heads)

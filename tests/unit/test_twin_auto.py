@@ -19,7 +19,7 @@ from twinflow.optim import auto as module
 from twinflow.optim import twin as twin_module
 from twinflow.optim.auto import first_ratio, items_of
 from twinflow.optim.twin import TwinOptimizer
-from twinflow.planner.rates import Rates
+from twinflow.planner.machines import Rates
 from twinflow.planner.simulate import Timing
 
 GB = 10**9

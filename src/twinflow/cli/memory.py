@@ -18,12 +18,12 @@ from twinflow.config import Axes, Config, load_config, resolve_axes
 from twinflow.config.resolve import optimizer_choice
 from twinflow.errors import not_enough
 from twinflow.launch.environment import RankEnvironment
-from twinflow.models.gpt import GPTConfig, activation_bytes
+from twinflow.models.gpt import cost_of
 from twinflow.native.shares import share_of_memory
 from twinflow.optim.auto import first_ratio
 from twinflow.planner.costs import FLAT_BYTES, GPU_RESERVE, Bytes, Memory, Run, bytes_of, placed_at
 from twinflow.planner.formats import STATES, WEIGHT_BYTES
-from twinflow.planner.models import gpt_cost
+from twinflow.planner.models import activation_bytes
 from twinflow.rules import RULES
 
 _HOST_SHARE: Final = 0.95  # usable share of the free memory; the rest is left to other processes
@@ -47,7 +47,6 @@ class Case:
     """The properties of a run that determine its memory."""
 
     run: Run
-    shape: GPTConfig
     ratio: float | str  # share of the state on the host, or "auto"
     formats: tuple[str, ...]  # state formats of the update rule
     only_clips: bool  # clipping is the only reason why gradients wait for the norm
@@ -115,7 +114,6 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any], num_ranks: int =
     share it.
     """
     shape, checked = settings.model, load_config(config)
-    numbers = (shape.vocab_size, shape.context, shape.num_layers, shape.hidden, shape.num_heads, shape.tied)
     offload = checked.zero_optimization.offload_optimizer
     assert offload is not None
     formats, num_moments = _rule(checked)
@@ -126,7 +124,7 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any], num_ranks: int =
     num_parts = axes.pipe * axes.model  # parts that the model is split into
     is_in_file = any(is_on(settings.file_config, name) for name in ("bf16", "bfloat16"))
     run = Run(
-        model=gpt_cost(settings.preset, *numbers),
+        model=cost_of(shape, settings.preset, WEIGHT_BYTES[settings.precision]),
         batch=settings.batch_size,
         tokens=settings.context,
         micro_batches=settings.accumulation,
@@ -141,7 +139,6 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any], num_ranks: int =
     )
     return Case(
         run=run,
-        shape=shape,
         ratio=offload.ratio if offload.device == "cpu" else 0.0,
         formats=formats,
         only_clips=bool(checked.gradient_clipping) and checked.bf16.enabled and not (is_in_file and overflow),
@@ -178,7 +175,7 @@ def plan_memory(case: Case, states: str, available: Available) -> MemoryPlan:
     """
     formats = [name for name in STATES if name in case.formats] if states == "auto" else [states]
     cases = [replace(case, run=replace(case.run, states=name)) for name in formats]
-    possible = [each for each in cases if not _is_short(_missing(each, available))]
+    possible = [each for each in cases if _missing(each, available).is_zero]
     if not possible:
         raise _too_large(cases[-1], available)
     # A narrower format does not help if the activations are too large, so it is chosen only if it makes one side fit.
@@ -214,8 +211,7 @@ def bytes_at(case: Case, ratio: float, available: Available) -> Bytes:
     left = _NO_LIMIT if gpu_bytes is None else gpu_bytes - int(placed.resident * run.size.resident)
     found = bytes_of(run, placed, Memory(left, available.host_bytes // case.num_copies))
     host = {kind: count * case.num_copies for kind, count in found.host.items()}
-    width = WEIGHT_BYTES[run.weights]
-    activations = activation_bytes(case.shape, run.batch, run.tokens, run.checkpointing, width)
+    activations = activation_bytes(run.model, run.batch * run.tokens, run.checkpointing)
     gpu = {**found.gpu, "activations": int(activations * case.kept)}
     if gpu_bytes is not None:
         return Bytes(gpu, host)
@@ -226,7 +222,7 @@ def bytes_at(case: Case, ratio: float, available: Available) -> Bytes:
 
 def has_room(case: Case, available: Available) -> bool:
     """Whether the run fits with the reserves on GPU and host."""
-    return not _is_short(_missing(case, available)) and all(_rooms(case, available))
+    return _missing(case, available).is_zero and all(_rooms(case, available))
 
 
 def _rooms(case: Case, available: Available) -> tuple[bool, bool]:
@@ -261,10 +257,6 @@ def _sure(case: Case, available: Available) -> Bytes:
         free = max(0, available.gpu_bytes - gpu["weights"] - gpu.get("state", 0))
         gpu["gradients"] -= min(gpu["gradients"], FLAT_BYTES, free // 8)
     return Bytes(gpu, host)
-
-
-def _is_short(missing: Memory) -> bool:
-    return bool(missing.gpu_bytes or missing.host_bytes)
 
 
 def _would_need(case: Case, available: Available) -> str:

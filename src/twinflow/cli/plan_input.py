@@ -15,17 +15,18 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from twinflow.cli.settings import parse_bytes
+from twinflow.cli.settings import BATCH_KEYS, option, parse_bytes
 from twinflow.config import load_config, resolve_batch
 from twinflow.errors import invalid_value
-from twinflow.models.gpt import PRESET_BATCH, PRESETS
+from twinflow.models.gpt import PRESET_BATCH, PRESETS, cost_of
 from twinflow.native.cgroup import free_host_bytes
 from twinflow.offload.blocks import find_blocks, owners
 from twinflow.planner.cases import Setting
 from twinflow.planner.costs import Memory, Run
 from twinflow.planner.formats import STATES
 from twinflow.planner.machines import GPUS, Gpu, Host, Machine, gpu_named, link_rate, rates_of, recognise
-from twinflow.planner.models import ModelCost, from_counts, from_hf, gpt2_like, gpt_cost
+from twinflow.planner.models import ModelCost, from_counts, from_hf, gpt2_like
+from twinflow.planner.scaling import Cluster, default_network
 
 RAM, CORES, DRAM_RATE = 128 * 10**9, 16, 150e9  # defaults of a machine that --gpu names
 _UNITS: Final = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
@@ -42,15 +43,42 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Flags on the run. None: not given."""
+class Flags:
+    """The options of the command line, by the names of the parameters of `plan`. None: not given."""
 
-    batch_size: int | None = None
-    seq_length: int | None = None
-    accumulation: int | None = None
-    states: str | None = None
-    grad_clip: float | None = None
-    checkpointing: bool | None = None
+    preset: str | None
+    model: str | None
+    params: str | None
+    config: Path | None
+    gpu: str | None
+    ram: str | None
+    cores: int | None
+    dram: str | None
+    gpus: int
+    batch_size: int | None
+    seq_length: int | None
+    accumulation: int | None
+    checkpoint_activations: bool | None
+    states: str | None
+    grad_clip: float | None
+    as_json: bool
+    html: Path | None
+    write_config: Path | None
+    scaling: int | None
+    total_batch: int | None
+    network: str | None
+    per_node: int | None
+    tokens: str | None
+    layouts: int | None
+
+    def given(self, *names: str) -> dict[str, object]:
+        """The named options that were given, with their values."""
+        return {option(name): getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+def check_positive(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise invalid_value(name, value, "a whole number >= 1")
 
 
 def choose_model(preset: str | None, model: str | None, params: str | None) -> tuple[ModelCost, int]:
@@ -64,9 +92,7 @@ def choose_model(preset: str | None, model: str | None, params: str | None) -> t
     if preset is not None:
         if preset not in PRESETS:
             raise invalid_value("--preset", preset, PRESETS)
-        shape = PRESETS[preset]
-        numbers = (shape.vocab_size, shape.context, shape.num_layers, shape.hidden, shape.num_heads, shape.tied)
-        return gpt_cost(preset, *numbers), PRESET_BATCH.get(preset, 4)
+        return cost_of(PRESETS[preset], preset), PRESET_BATCH.get(preset, 4)
     if params is not None:
         return gpt2_like(parse_count("--params", params)), 4
     assert model is not None
@@ -144,19 +170,32 @@ def parse_count(name: str, text: str) -> float:
     return float(found[1]) * _UNITS.get(found[2].upper(), 1.0)
 
 
-def choose_place(gpu: str | None, ram: str | None, cores: int | None, dram: str | None, num_gpus: int) -> Place:
+def parse_rate(name: str, text: str | None) -> int | None:
+    """Parse a rate such as 25GB/s to bytes per second."""
+    return parse_bytes(name, text.lower().removesuffix("/s") if text is not None else None)
+
+
+def choose_host(flags: Flags, ram_bytes: int = RAM, cores: int = CORES, dram_rate: float = DRAM_RATE) -> Host:
+    """The host that the flags describe. The arguments are its values without flags."""
+    check_positive("--cores", flags.cores)
+    ram, rate = parse_bytes("--ram", flags.ram), parse_rate("--dram", flags.dram)
+    return Host(ram or ram_bytes, flags.cores or cores, rate or dram_rate)
+
+
+def choose_cluster(flags: Flags, host: Host, num_gpus: int, why: str) -> Cluster:
+    """Machines with this host and the GPU and the network that the flags name. `why`: for the error without a GPU."""
+    if flags.gpu is None:
+        raise invalid_value("--gpu", None, GPUS, why)
+    machine = Machine(gpu_named(flags.gpu), host, num_gpus)
+    return Cluster(machine, parse_rate("--network", flags.network) or default_network(machine))
+
+
+def choose_place(flags: Flags) -> Place:
     """The machine that the flags name, or this machine."""
-    if num_gpus < 1:
-        raise invalid_value("--gpus", num_gpus, "a whole number >= 1")
-    if cores is not None and cores < 1:
-        raise invalid_value("--cores", cores, "a whole number >= 1")
-    ram_bytes = parse_bytes("--ram", ram)
-    dram_rate = parse_bytes("--dram", dram.lower().removesuffix("/s") if dram is not None else None)
-    if gpu is None:
-        return _this_machine(ram_bytes, cores, dram_rate, num_gpus)
-    card = gpu_named(gpu)
-    host = Host(ram_bytes or RAM, cores or CORES, dram_rate or DRAM_RATE)
-    return _sheet(card, host, num_gpus, "from a data sheet, not measured")
+    check_positive("--gpus", flags.gpus)
+    if flags.gpu is None:
+        return _this_machine(choose_host(flags, 0, 0, 0.0), flags.gpus)
+    return _sheet(gpu_named(flags.gpu), choose_host(flags), flags.gpus, "from a data sheet, not measured")
 
 
 def _sheet(card: Gpu, host: Host, num_gpus: int, source: str) -> Place:
@@ -169,19 +208,20 @@ def _sheet(card: Gpu, host: Host, num_gpus: int, source: str) -> Place:
     return Place(setting, f"{text} ({source})", num_gpus, card.weights)
 
 
-def _this_machine(ram_bytes: int | None, cores: int | None, dram_rate: int | None, num_gpus: int) -> Place:
+def _this_machine(given: Host, num_gpus: int) -> Place:
+    """This machine. `given`: the values that flags give, or 0."""
     if not torch.cuda.is_available():
         remedy = "This machine has no GPU that torch can use, so name the GPU to plan for."
         raise invalid_value("--gpu", None, GPUS, remedy)
     title = torch.cuda.get_device_name()
     free, _ = torch.cuda.mem_get_info()
-    host_bytes = ram_bytes or free_host_bytes()
+    host_bytes = given.ram_bytes or free_host_bytes()
     card = recognise(title)
     # --cores, --dram and --gpus describe another machine, which cannot be measured.
-    if cores is not None or dram_rate is not None or num_gpus > 1:
+    if given.cores or given.dram_rate or num_gpus > 1:
         if card is None:
             raise invalid_value("--gpu", None, GPUS, f"There is no data sheet for {title}. Name the most similar GPU.")
-        host = Host(host_bytes, cores or os.cpu_count() or CORES, dram_rate or DRAM_RATE)
+        host = Host(host_bytes, given.cores or os.cpu_count() or CORES, given.dram_rate or DRAM_RATE)
         return _sheet(card, host, num_gpus, f"{title} from its data sheet, not measured")
     from twinflow.planner.probe import load_or_measure
 
@@ -204,22 +244,22 @@ def read_plan_config(path: Path | None) -> dict[str, Any]:
     return load_config(path).model_dump(mode="json", exclude_unset=True)
 
 
-def make_run(model: ModelCost, default_batch: int, asked: Asked, config: Mapping[str, Any], place: Place) -> Run:
+def make_run(model: ModelCost, default_batch: int, flags: Flags, config: Mapping[str, Any], place: Place) -> Run:
     """The run, from the flags, then the config file, then defaults."""
     offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
-    micro, parts = _batch(asked, config, default_batch, place.num_gpus)
-    states = asked.states or offload.get("states") or "fp32"
+    micro, parts = _batch(flags, config, default_batch, place.num_gpus)
+    states = flags.states or offload.get("states") or "fp32"
     if states not in STATES:
         raise invalid_value("--states", states, STATES)
-    tokens = asked.seq_length if asked.seq_length is not None else model.context
-    for name, value in (("--batch-size", micro), ("--seq-length", tokens), ("--accumulation", parts)):
-        if value < 1:
-            raise invalid_value(name, value, "a whole number >= 1")
-    clip = asked.grad_clip if asked.grad_clip is not None else config.get("gradient_clipping", 1.0)
+    tokens = flags.seq_length if flags.seq_length is not None else model.context
+    check_positive("--batch-size", micro)
+    check_positive("--seq-length", tokens)
+    check_positive("--accumulation", parts)
+    clip = flags.grad_clip if flags.grad_clip is not None else config.get("gradient_clipping", 1.0)
     if not clip >= 0.0:
         raise invalid_value("--grad-clip", clip, "a number >= 0")
     weights = next((name for name in ("fp16", "bf16") if (config.get(name) or {}).get("enabled")), place.weights)
-    checkpointing = asked.checkpointing if asked.checkpointing is not None else model.hidden >= 1600
+    checkpointing = flags.checkpoint_activations
     return Run(
         model=model,
         batch=micro,
@@ -228,22 +268,22 @@ def make_run(model: ModelCost, default_batch: int, asked: Asked, config: Mapping
         states=states,
         clips=clip > 0 or weights == "fp16",
         delayed=bool(offload.get("delayed_update")),
-        checkpointing=checkpointing,
+        checkpointing=model.hidden >= 1600 if checkpointing is None else checkpointing,
         weights=weights,
         world=place.num_gpus,
         stage=int((config.get("zero_optimization") or {}).get("stage", 2)) if place.num_gpus > 1 else 0,
     )
 
 
-def _batch(asked: Asked, config: Mapping[str, Any], default: int, num_gpus: int) -> tuple[int, int]:
+def _batch(flags: Flags, config: Mapping[str, Any], default: int, num_gpus: int) -> tuple[int, int]:
     """Sequences in a micro-batch and micro-batches in a step."""
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    named = {key: config[key] for key in keys if config.get(key) not in (None, "auto")}
-    if asked.batch_size is not None or asked.accumulation is not None:
-        named.pop(keys[0], None)  # the flag replaces the batch size of the file
-    named |= {keys[1]: asked.batch_size} if asked.batch_size is not None else {}
-    named |= {keys[2]: asked.accumulation} if asked.accumulation is not None else {}
-    if keys[0] not in named:
-        return int(named.get(keys[1], default)), int(named.get(keys[2], 1))
+    whole, micro, parts = BATCH_KEYS
+    named = {key: config[key] for key in BATCH_KEYS if config.get(key) not in (None, "auto")}
+    if flags.batch_size is not None or flags.accumulation is not None:
+        named.pop(whole, None)  # the flag replaces the batch size of the file
+    named |= {micro: flags.batch_size} if flags.batch_size is not None else {}
+    named |= {parts: flags.accumulation} if flags.accumulation is not None else {}
+    if whole not in named:
+        return int(named.get(micro, default)), int(named.get(parts, 1))
     batch = resolve_batch(load_config(named), world_size=num_gpus)
     return batch.micro_batch_size, batch.accumulation_steps

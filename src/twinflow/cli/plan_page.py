@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any, Final
 
-from twinflow.cli.plan_input import Place
-from twinflow.cli.plan_text import BOUND, advice, count, gb, how, lacks, seconds, title
+from twinflow.cli.plan_text import BOUND, CASE_COLUMNS, advice, case_cells, count, gb, how, largest_rows, seconds, title
 from twinflow.monitor.page import config_text, framed, notes, number_table, render_page, table, tiles
-from twinflow.planner.cases import Case
-from twinflow.planner.costs import GPU_KINDS, HOST_KINDS, Run
+from twinflow.planner.cases import Case, Plan
+from twinflow.planner.machines import Rates
 
 _COLORS: Final = {
     "weights": "c1",
@@ -44,36 +43,27 @@ main > .notes, main > figure { margin: 0 0 16px; }
 """
 
 
-def plan_page(
-    run: Run,
-    place: Place,
-    cases: Sequence[Case],
-    best: Case | None,
-    largest: Mapping[str, int],
-    config: Mapping[str, Any],
-) -> str:
-    """The HTML text of the page."""
-    shown = best or min(cases, key=lambda case: case.missing.gpu_bytes + case.missing.host_bytes)
-    memory = place.setting.memory
-    tables = table("Largest model of this shape that fits", _largest(run, largest)) + table("Rates", _rates(place))
+def plan_page(plan: Plan, machine: str, config: Mapping[str, Any]) -> str:
+    """The HTML text of the page. `machine`: its description. `config`: the recommended one, empty if nothing fits."""
+    run, memory = plan.run, plan.setting.memory
+    largest = table("Largest model of this shape that fits", largest_rows(plan))
     parts = [
-        tiles(_tiles(run, shown, largest)),
-        notes("Recommendation", f'<p style="margin:0">{escape(advice(best, shown, cases))}</p>'),
-        _stacks("GPU memory", cases, best, "gpu", memory.gpu_bytes),
-        _stacks("Host memory", cases, best, "host", memory.host_bytes),
-        _steps(cases, best),
-        notes("Cases", _table(cases, best)),
-        f'<section class="tables">{tables}</section>',
+        tiles(_numbers(plan)),
+        notes("Recommendation", f'<p style="margin:0">{escape(advice(plan))}</p>'),
+        _stacks("GPU memory", plan, "gpu", memory.gpu_bytes),
+        _stacks("Host memory", plan, "host", memory.host_bytes),
+        _steps(plan),
+        notes("Cases", _table(plan)),
+        f'<section class="tables">{largest}{table("Rates", _rates(plan.setting.rates))}</section>',
         config_text(json.dumps(config, indent=2) if config else ""),
     ]
-    badge = ("finished", "fits") if best is not None else ("stopped", "does not fit")
-    lines = [place.text, how(run)]
+    badge = ("finished", "fits") if plan.best is not None else ("stopped", "does not fit")
     name = f"Plan: {run.model.name}"
-    return render_page(name, title(run), badge, lines, parts, brand="twinflow plan", style=_STYLE)
+    return render_page(name, title(run), badge, [machine, how(run)], parts, brand="twinflow plan", style=_STYLE)
 
 
-def _tiles(run: Run, shown: Case, largest: Mapping[str, int]) -> list[tuple[str, str]]:
-    deepest = max((run.model.with_layers(n).numel for n in largest.values() if n), default=0)
+def _numbers(plan: Plan) -> list[tuple[str, str]]:
+    shown, deepest = plan.nearest, max(map(plan.largest_numel, plan.largest))
     return [
         ("step", f"{seconds(shown.prediction.step_s)} s"),
         ("tokens/s", f"{shown.tokens_s:,.0f}"),
@@ -86,77 +76,55 @@ def _tiles(run: Run, shown: Case, largest: Mapping[str, int]) -> list[tuple[str,
     ]
 
 
-def _stacks(name: str, cases: Sequence[Case], best: Case | None, side: str, limit: int) -> str:
+def _stacks(name: str, plan: Plan, side: str, limit: int) -> str:
     """Figure with the memory of every case by kind. A mark shows the available memory."""
-    kinds = GPU_KINDS if side == "gpu" else HOST_KINDS
-    used = [case.used.gpu if side == "gpu" else case.used.host for case in cases]
-    scale = max(*(sum(parts.values()) for parts in used), limit) or 1
+    used: list[Mapping[str, int]] = [getattr(case.used, side) for case in plan.cases]
+    totals = [sum(each.values()) for each in used]
+    scale = max([*totals, limit]) or 1
+    mark = f'<u style="left:calc({100 * limit / scale:.2f}% - 2px)"></u>'
     rows = ""
-    for case, parts in zip(cases, used, strict=True):
-        shares = [(_COLORS[k], parts[k] / scale, f"{k} {gb(parts[k])} GB") for k in kinds if parts.get(k)]
-        total = sum(parts.values())
-        mark = f'<u style="left:calc({100 * limit / scale:.2f}% - 2px)"></u>'
-        rows += _stack(case, case is best, shares, f"{gb(total)} GB", mark, total > limit)
-    keys = _keys((_COLORS[kind], kind) for kind in kinds if any(parts.get(kind) for parts in used))
-    return framed(name, f"{keys}<span>mark: {gb(limit)} GB available</span>", f'<div class="stacks">{rows}</div>')
+    for case, each, total in zip(plan.cases, used, totals, strict=True):
+        parts = [(_COLORS[k], 100 * each[k] / scale, f"{k} {gb(each[k])} GB") for k in each if each[k]]
+        rows += _row(plan, case, " full" if total > limit else "", parts, mark, f"{gb(total)} GB")
+    keys = [(_COLORS[kind], kind) for kind in used[0] if any(each[kind] for each in used)]
+    return _figure(name, keys, f"<span>mark: {gb(limit)} GB available</span>", rows)
 
 
-def _steps(cases: Sequence[Case], best: Case | None) -> str:
+def _steps(plan: Plan) -> str:
     """Figure with the predicted time of a step: computing time and waiting time of the GPU."""
-    fitting = [case for case in cases if case.fits]
+    fitting = [case for case in plan.cases if case.fits]
     longest = max((case.prediction.step_s for case in fitting), default=1.0)
     rows = ""
     for case in fitting:
         step_s, waited_s = case.prediction.step_s, case.prediction.waited_s
-        shares = [("c1", (step_s - waited_s) / longest, "GPU"), ("c2", waited_s / longest, "waiting")]
-        rows += _stack(case, case is best, shares, f"{seconds(step_s)} s")
-    keys = _keys((("c1", "GPU computes"), ("c2", "GPU waits for weights")))
-    return framed("Predicted step", keys, f'<div class="stacks">{rows or "Nothing fits."}</div>')
+        times = (("c1", step_s - waited_s, "GPU"), ("c2", waited_s, "waiting"))
+        parts = [(color, 100 * time / longest, text) for color, time, text in times]
+        rows += _row(plan, case, "", parts, "", f"{seconds(step_s)} s")
+    keys = (("c1", "GPU computes"), ("c2", "GPU waits for weights"))
+    return _figure("Predicted step", keys, "", rows or "Nothing fits.")
 
 
-def _stack(
-    case: Case,
-    is_best: bool,
-    shares: Sequence[tuple[str, float, str]],
-    text: str,
-    mark: str = "",
-    is_full: bool = False,
-) -> str:
-    """The bar of a case. `shares`: colour, width and title of its parts."""
-    parts = "".join(f'<i class="fill-{c}" style="width:{100 * w:.2f}%" title="{name}"></i>' for c, w, name in shares)
+def _row(plan: Plan, case: Case, full: str, parts: Iterable[tuple[str, float, str]], mark: str, total: str) -> str:
+    """A bar of parts: color, width in percent, and title."""
+    bar = "".join(f'<i class="fill-{c}" style="width:{width:.2f}%" title="{text}"></i>' for c, width, text in parts)
     return (
-        f'<div class="stack{" best" if is_best else ""}"><b>{escape(case.kind)}, {case.run.states}</b>'
-        f'<div class="track{" full" if is_full else ""}">{parts}{mark}</div><span>{text}</span></div>'
+        f'<div class="stack{" best" if case is plan.best else ""}"><b>{escape(case.kind)}, {case.run.states}</b>'
+        f'<div class="track{full}">{bar}{mark}</div><span>{total}</span></div>'
     )
 
 
-def _keys(keys: Iterable[tuple[str, str]]) -> str:
-    return "".join(f'<span><i class="key area fill-{color}"></i>{text}</span>' for color, text in keys)
+def _figure(name: str, keys: Iterable[tuple[str, str]], note: str, rows: str) -> str:
+    legend = "".join(f'<span><i class="key area fill-{color}"></i>{text}</span>' for color, text in keys)
+    return framed(name, legend + note, f'<div class="stacks">{rows}</div>')
 
 
-def _table(cases: Sequence[Case], best: Case | None) -> str:
-    names = ("offload", "states", "ratio", "GPU GB", "host GB", "s/step", "tokens/s", "bound by, or missing")
-    rows, kinds = [], []
-    for case in cases:
-        cells = [case.kind, case.run.states, f"{case.ratio:.2f}", gb(case.used.gpu_total), gb(case.used.host_total)]
-        if case.fits:
-            cells += [seconds(case.prediction.step_s), f"{case.tokens_s:,.0f}", BOUND[case.prediction.bound_by]]
-        else:
-            cells += ["", "", lacks(case)]
-        rows.append(cells)
-        kinds.append("best" if case is best else "" if case.fits else "out")
-    return number_table(names, rows, kinds)
+def _table(plan: Plan) -> str:
+    kinds = ["best" if case is plan.best else "" if case.fits else "out" for case in plan.cases]
+    names = (*CASE_COLUMNS[:-1], "bound by, or missing")
+    return number_table(names, [case_cells(case, "") for case in plan.cases], kinds)
 
 
-def _largest(run: Run, largest: Mapping[str, int]) -> list[tuple[str, str]]:
-    return [
-        (states, f"{count(run.model.with_layers(n).numel)}, {n} blocks" if n else "none")
-        for states, n in largest.items()
-    ]
-
-
-def _rates(place: Place) -> list[tuple[str, str]]:
-    rates = place.setting.rates
+def _rates(rates: Rates) -> list[tuple[str, str]]:
     out, back, both = (rate / 1e9 for rate in (rates.out_bytes, rates.in_bytes, rates.duplex_bytes))
     hosts = ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in rates.host_params.items())
     busy = ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in rates.host_params_copying.items())

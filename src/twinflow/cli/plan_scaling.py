@@ -7,16 +7,14 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from twinflow.cli.plan_input import CORES, DRAM_RATE, Place
-from twinflow.cli.plan_text import BOUND, PIPE_WIDTH, gb, seconds, title
-from twinflow.cli.settings import parse_bytes
-from twinflow.errors import invalid_value
+from twinflow.cli.plan_input import Flags, check_positive, choose_cluster, choose_host
+from twinflow.cli.plan_text import BOUND, gb, make_console, make_table, seconds, title
+from twinflow.errors import incompatible
 from twinflow.planner.costs import Run
-from twinflow.planner.machines import GPUS, Host, Machine, gpu_named, link_rate
+from twinflow.planner.machines import link_rate
 from twinflow.planner.scaling import (
     OFFLOAD,
     PLAIN,
@@ -25,7 +23,6 @@ from twinflow.planner.scaling import (
     Point,
     Row,
     crossover,
-    default_network,
     doubling,
     efficiency,
     scaling,
@@ -34,31 +31,22 @@ from twinflow.planner.scaling import (
 TOTAL_BATCH: Final = 512  # sequences, as in the papers on offload
 
 
-def choose_cluster(gpu: str | None, cores: int | None, dram: str | None, network: str | None, place: Place) -> Cluster:
-    """The machines that the flags name, from data sheets."""
-    if gpu is None:
-        raise invalid_value("--gpu", None, GPUS, "--scaling is computed from data sheets, so name the GPU.")
-    dram_rate = parse_rate("--dram", dram) or DRAM_RATE
-    host = Host(place.setting.memory.host_bytes, cores or CORES, dram_rate)
-    machine = Machine(gpu_named(gpu), host, place.num_gpus)
-    return Cluster(machine, parse_rate("--network", network) or default_network(machine))
-
-
-def parse_rate(name: str, text: str | None) -> int | None:
-    """Parse a rate such as 25GB/s to bytes per second."""
-    return parse_bytes(name, text.lower().removesuffix("/s") if text is not None else None)
-
-
-def show_scaling(run: Run, cluster: Cluster, limit: int, total_batch: int, as_json: bool) -> int:
+def show_scaling(flags: Flags, run: Run) -> int:
     """Print the table or the JSON object, and return the exit code: 1 if nothing fits on any number of GPUs."""
-    if total_batch < 1:
-        raise invalid_value("--total-batch", total_batch, "a whole number >= 1")
-    rows = scaling(run, cluster, doubling(limit), Ask(total_batch))
-    if as_json:
+    assert flags.scaling is not None
+    why = "--scaling is computed from data sheets, so name the GPU."
+    cluster = choose_cluster(flags, choose_host(flags), flags.gpus, why)
+    unused = flags.given("html", "write_config", "tokens", "layouts", "per_node")
+    if unused:
+        reason, remedy = "it prints one table for all numbers of GPUs", "Leave them out. To save the table, use --json."
+        raise incompatible(f"--scaling {flags.scaling}", " and ".join(unused), reason, remedy)
+    check_positive("--total-batch", flags.total_batch)
+    total_batch = flags.total_batch or TOTAL_BATCH
+    rows = scaling(run, cluster, doubling(flags.scaling), Ask(total_batch))
+    if flags.as_json:
         typer.echo(json.dumps(to_dict(run, cluster, rows)))
     else:
-        console = Console(highlight=False)
-        console = console if console.is_terminal else Console(width=PIPE_WIDTH, highlight=False)
+        console = make_console()
         console.print(Text(title(run), style="bold"))
         console.print(Text(f"{cluster_text(cluster)}\n{how(run, total_batch)}\n", style="dim"))
         console.print(scaling_table(rows))
@@ -83,12 +71,8 @@ def how(run: Run, total_batch: int) -> str:
 
 def scaling_table(rows: Sequence[Row]) -> Table:
     """A table with two rows for each number of GPUs: with offload and without."""
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold", collapse_padding=True)
-    table.add_column("GPUs", justify="right", no_wrap=True)
-    table.add_column("method", no_wrap=True)
-    for name in ("batch", "GPU GB", "s/step", "TFLOPS/GPU", "total", "linear"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("bound by")
+    names = ("GPUs", "method", "batch", "GPU GB", "s/step", "TFLOPS/GPU", "total", "linear", "bound by")
+    table = make_table(names, left=["method"])
     shares = zip(*(efficiency(points) for points in _by_way(rows)), strict=True)
     for row, (offload_share, plain_share) in zip(rows, shares, strict=True):
         for name, point, share in ((OFFLOAD, row.offload, offload_share), (PLAIN, row.plain, plain_share)):

@@ -9,37 +9,44 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from twinflow.cli.plan_input import Place
-from twinflow.planner.cases import Case
+from twinflow.planner.cases import Case, Plan
 from twinflow.planner.costs import Run
 
 PIPE_WIDTH: Final = 100  # for output into a pipe, which has no width
 BOUND: Final = {"gpu": "GPU", "host": "host update", "copies": "PCIe", "gate": "clipping norm"}
+CASE_COLUMNS: Final = ("offload", "states", "ratio", "GPU GB", "host GB", "s/step", "tokens/s", "bound by")
 _BAR: Final = 34
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
 
 
-def print_plan(
-    console: Console,
-    run: Run,
-    place: Place,
-    cases: Sequence[Case],
-    best: Case | None,
-    largest: Mapping[str, int],
-) -> None:
-    console.print(Text(title(run), style="bold"))
-    console.print(Text(f"{place.text}\n{how(run)}\n", style="dim"))
-    console.print(case_table(cases, best))
-    shown = best or min(cases, key=lambda case: case.missing.gpu_bytes + case.missing.host_bytes)
-    memory = place.setting.memory
-    sides = (("GPU", shown.used.gpu, memory.gpu_bytes), ("host", shown.used.host, memory.host_bytes))
-    for where, used, limit in sides:
+def make_console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=PIPE_WIDTH, highlight=False)
+
+
+def make_table(names: Sequence[str], left: Sequence[str] = ()) -> Table:
+    """A table without lines. Columns in `left` are aligned left, and so is "bound by", which may wrap."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold", collapse_padding=True)
+    for name in names:
+        is_text = name == "bound by"
+        table.add_column(name, justify="left" if is_text or name in left else "right", no_wrap=not is_text)
+    return table
+
+
+def print_plan(plan: Plan, machine: str) -> None:
+    """Print the tables. `machine`: its description."""
+    console, shown, memory = make_console(), plan.nearest, plan.setting.memory
+    console.print(Text(title(plan.run), style="bold"))
+    console.print(Text(f"{machine}\n{how(plan.run)}\n", style="dim"))
+    console.print(case_table(plan))
+    for where, used, limit in (("GPU", shown.used.gpu, memory.gpu_bytes), ("host", shown.used.host, memory.host_bytes)):
         total = f"{gb(sum(used.values()))} of {gb(limit)} GB"
         console.print(Text(f"\n{where}, {shown.kind}, {shown.run.states}: {total}", style="bold"))
         console.print(bars(used, limit))
     console.print(Text("\nlargest model of this shape that fits", style="bold"))
-    console.print(Text(f"{largest_text(run, largest)}\n"))
-    console.print(Text(advice(best, shown, cases), style="bold green" if best is not None else "bold red"))
+    for states, text in largest_rows(plan):
+        console.print(Text(f"  {states}  {text}"))
+    console.print(Text(f"\n{advice(plan)}", style="bold green" if plan.best is not None else "bold red"))
 
 
 def title(run: Run) -> str:
@@ -56,26 +63,24 @@ def how(run: Run) -> str:
     return ", ".join(parts)
 
 
-def case_table(cases: Sequence[Case], best: Case | None) -> Table:
+def case_table(plan: Plan) -> Table:
     """A table with a row for each case. The row of a case that does not fit shows how many GB are missing."""
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold", collapse_padding=True)
-    table.add_column("offload", no_wrap=True)
-    table.add_column("states", no_wrap=True)
-    for name in ("ratio", "GPU GB", "host GB", "s/step", "tokens/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("bound by")
+    table = make_table(CASE_COLUMNS, left=("offload", "states"))
     kind = ""
-    for case in cases:
-        row = [case.kind if case.kind != kind else "", case.run.states, f"{case.ratio:.2f}"]
-        row += [gb(case.used.gpu_total), gb(case.used.host_total)]
-        if case.fits:
-            row += [seconds(case.prediction.step_s), f"{case.tokens_s:,.0f}", BOUND[case.prediction.bound_by]]
-        else:
-            row += ["-", "-", lacks(case)]
-        style = "green" if case is best else "" if case.fits else "dim"
-        table.add_row(*row, style=style, end_section=False)
-        kind = case.kind
+    for case in plan.cases:
+        name, *cells = case_cells(case, "-")
+        style = "green" if case is plan.best else "" if case.fits else "dim"
+        table.add_row(name if name != kind else "", *cells, style=style)
+        kind = name
     return table
+
+
+def case_cells(case: Case, empty: str) -> list[str]:
+    """The cells of `CASE_COLUMNS`. `empty`: text in place of the speed of a case that does not fit."""
+    cells = [case.kind, case.run.states, f"{case.ratio:.2f}", gb(case.used.gpu_total), gb(case.used.host_total)]
+    if not case.fits:
+        return [*cells, empty, empty, lacks(case)]
+    return [*cells, seconds(case.prediction.step_s), f"{case.tokens_s:,.0f}", BOUND[case.prediction.bound_by]]
 
 
 def lacks(case: Case) -> str:
@@ -104,26 +109,24 @@ def bar(share: float) -> str:
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
 
-def largest_text(run: Run, largest: Mapping[str, int]) -> str:
-    """The deepest model that fits, for each state format."""
-    found = [
-        f"  {states}  {count(run.model.with_layers(layers).numel)}, {layers:,} blocks"
-        if layers
-        else f"  {states}  none"
-        for states, layers in largest.items()
+def largest_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Each state format with the deepest model that fits."""
+    return [
+        (states, f"{count(plan.largest_numel(states))}, {layers:,} blocks" if layers else "none")
+        for states, layers in plan.largest.items()
     ]
-    return "\n".join(found)
 
 
-def advice(best: Case | None, nearest: Case, cases: Sequence[Case]) -> str:
+def advice(plan: Plan) -> str:
     """The recommendation, or the reason why nothing fits and what to change."""
+    best, nearest = plan.best, plan.nearest
     if best is None:
         case = f"{nearest.kind} with {nearest.run.states} states"
         sides = (("GPU", nearest.missing.gpu_bytes), ("host", nearest.missing.host_bytes))
         missing = " and ".join(f"{gb(amount)} GB of {side} memory" for side, amount in sides if amount)
         return f"Nothing fits. The closest is {case}, which lacks {missing}. {_remedy(nearest)}"
     keys = f'"ratio": {best.ratio:.3g}, "states": "{best.run.states}"'
-    gain = _gain(best, cases)
+    gain = _gain(best, plan.cases)
     bound = BOUND[best.prediction.bound_by]
     return f"Use {keys}. A step takes {seconds(best.prediction.step_s)} s and is bound by {bound}{gain}."
 

@@ -1,8 +1,8 @@
 """A GPT-2 style decoder, and functions that compute its size and cost.
 
-`count_params`, `flops_per_token` and `activation_bytes` need only a `GPTConfig`, so that a plan can be made without
-building the model. Tests compare them with the real module. Every layer initialises its weights in `reset_parameters`,
-so that a model on the meta device can be materialised one layer at a time.
+`cost_of`, `count_params`, `flops_per_token` and `activation_bytes` need only a `GPTConfig`, so that a plan can be made
+without building the model. Tests compare them with the real module. Every layer initialises its weights in
+`reset_parameters`, so that a model on the meta device can be materialised one layer at a time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from twinflow.errors import invalid_value
-from twinflow.loss import LOSS_CHUNK, chunked_cross_entropy
+from twinflow.loss import chunked_cross_entropy
 from twinflow.parallel.specs import Part
+from twinflow.planner.models import ModelCost, gpt_cost
 
 # Standard deviation of GPT-2's initial weight matrices and embeddings.
 INIT_STD: Final = 0.02
@@ -72,15 +73,16 @@ PRESET_BATCH: Final[Mapping[str, int]] = MappingProxyType(
 )
 
 
+def cost_of(config: GPTConfig, name: str = "GPT", dtype_bytes: int = 2) -> ModelCost:
+    """Elements, FLOPs and activations of `GPT(config)`, with weights of `dtype_bytes`."""
+    c = config
+    sizes = (c.vocab_size, c.context, c.num_layers, c.hidden, c.num_heads)
+    return gpt_cost(name, *sizes, tied=c.tied, width=dtype_bytes, has_dropout=c.dropout > 0.0)
+
+
 def count_params(config: GPTConfig) -> int:
     """Number of trainable parameters of `GPT(config)`. A tied weight counts once."""
-    h = config.hidden
-    norms = 2 * (2 * h)
-    attention = (3 * h * h + 3 * h) + (h * h + h)
-    mlp = (4 * h * h + 4 * h) + (4 * h * h + h)
-    embeddings = (config.vocab_size + config.context) * h
-    head = 0 if config.tied else config.vocab_size * h
-    return config.num_layers * (norms + attention + mlp) + 2 * h + embeddings + head
+    return cost_of(config).numel
 
 
 def flops_per_token(config: GPTConfig) -> int:
@@ -89,45 +91,16 @@ def flops_per_token(config: GPTConfig) -> int:
     Only matrix products count: 2 FLOPs per weight in forward and 4 in backward. Attention counts the whole square of
     scores, including the masked half, as is usual when model FLOPs are compared.
     """
-    h = config.hidden
-    matmul_weights = config.num_layers * 12 * h * h + config.vocab_size * h
-    attention_products = config.num_layers * 2 * config.context * h
-    return 6 * (matmul_weights + attention_products)
-
-
-def block_bytes(config: GPTConfig, num_tokens: int, dtype_bytes: int) -> int:
-    """Bytes that one block saves for backward: 16 values per token and hidden unit, and statistics in fp32.
-
-    The 16 values are the inputs of both norms (2), the inputs of qkv and up (2), q, k and v (3), the output of
-    attention (1), and input and output of the GELU (8). Fused attention is assumed. It saves one sum per head and token
-    instead of the square of scores.
-    """
-    statistics = 2 * 2 + config.num_heads  # mean and deviation of two norms; one sum per head
-    masks = 2 * config.hidden if config.dropout else 0  # one byte per value
-    return num_tokens * (16 * config.hidden * dtype_bytes + 4 * statistics + masks)
+    return int(cost_of(config).model_flops(config.context))
 
 
 def activation_bytes(config: GPTConfig, batch: int, tokens: int, checkpointing: bool, dtype_bytes: int = 2) -> int:
     """Estimate of the peak memory of a training step, without weights, their gradients and optimizer state.
 
-    The step has `batch` sequences of `tokens` tokens in a dtype of `dtype_bytes`. The estimate is the memory that all
-    blocks save (only their inputs with `checkpointing`), plus the larger of two needs: that of the loss, which has the
-    gradients of its inputs and a chunk of logits, and that of the backward of one block, which has the gradients inside
-    the block.
+    The step has `batch` sequences of `tokens` tokens in a dtype of `dtype_bytes`.
     """
-    num_tokens, h = batch * tokens, config.hidden
-    stream = num_tokens * h * dtype_bytes  # one copy of the residual stream
-    block = block_bytes(config, num_tokens, dtype_bytes)
-    kept = config.num_layers * (stream if checkpointing else block)
-    ends = stream + 8 * num_tokens + 2 * 8 * num_tokens  # input and statistics of the last norm, tokens and targets
-    if config.dropout:
-        ends += num_tokens * h
-    wide = max(dtype_bytes, 4)
-    logits = min(num_tokens, LOSS_CHUNK) * config.vocab_size * (wide + dtype_bytes)
-    # hidden states, their gradient and the gradient of the head's weight
-    loss = 2 * stream + config.vocab_size * h * wide + logits
-    backward = block * (2 if checkpointing else 1)
-    return kept + ends + max(loss, backward)
+    activations = cost_of(config, dtype_bytes=dtype_bytes).activations
+    return activations.peak_bytes(config.num_layers, batch * tokens, checkpointing)
 
 
 class GPTOutput(NamedTuple):

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import torch
 
+from twinflow.planner.costs import BUCKET_NUMEL
 from twinflow.rules.formats import BLOCK
 
 ROOT = -1  # the block number of parameters that belong to no block
-BUCKET_NUMEL = 1 << 26  # 128 MiB of bf16: a copy over PCIe and an update on the host take some milliseconds each
 
 # Places: where the state of a bucket is, and which processor updates it.
 HOST = "host"  # state in host memory, updated by the CPU

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 
 from twinflow.config.fields import Buckets, Positive, Share, Side, Whole
 from twinflow.offload.clipping import Limits
-from twinflow.offload.plan import BUCKET_NUMEL
-
-FLAT_BYTES = 3 << 29
+from twinflow.planner.costs import BUCKET_NUMEL, FLAT_BYTES, NUM_SLOTS
 
 
 @dataclass(frozen=True)
@@ -20,7 +18,7 @@ class Tuning:
     """
 
     bucket_numel: Buckets = BUCKET_NUMEL  # elements of a bucket, which are copied and updated together
-    num_slots: Positive = 4  # page-locked slots of one bucket each, for gradients and again for weights
+    num_slots: Positive = NUM_SLOTS  # page-locked slots of one bucket each, for gradients and again for weights
     flat_bytes: Whole | None = None  # device memory for gradients before their copy; None: FLAT_BYTES, or less if short
     hold: Side = "auto"  # where gradients wait for the clipping decision; "auto": where they fit
     sums: Side = "auto"  # where gradients of several backwards are summed in fp32; "auto": where the sum fits

@@ -27,9 +27,10 @@ from twinflow.offload import reconfigure
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.plan import HOST, PLACES, RESIDENT, ROOT, STREAMED, BucketPlan
 from twinflow.offload.runtime import Runtime
+from twinflow.planner.costs import Memory
 from twinflow.planner.formats import StateBytes
-from twinflow.planner.placement import Room, choose, input_side_first
-from twinflow.planner.rates import Rates
+from twinflow.planner.machines import Rates
+from twinflow.planner.placement import choose, input_side_first, shares
 from twinflow.planner.simulate import ClipDecision, Item, Timing, Ways
 from twinflow.state_dict import Kind
 from twinflow.zero import Team
@@ -70,7 +71,7 @@ class AutoPlacement:
         self._rates = rates
         self._team = team  # ranks that must make the same choice
         if team is not None:
-            self._rates = Rates.from_dict(gather_json(team.calls, asdict(rates))[0])
+            self._rates = Rates(**gather_json(team.calls, asdict(rates))[0])
         self._on_placed = on_placed  # called after a move, when the remaining memory is free for other uses
         self._phase: Callable[[], None] = self._fill
         self._timings: list[Timing] = []
@@ -235,7 +236,7 @@ class AutoPlacement:
         streams = not (settings.hold_on_host and settings.limits.any) and not settings.sums_on_host
         return Ways(width, width, settings.num_slots, settings.delayed_update, streams)
 
-    def _room(self, share: float = 1.0) -> Room:
+    def _room(self, share: float = 1.0) -> Memory:
         """Memory for state: what it uses now, plus free memory, minus a reserve.
 
         `share` scales the device's reserve.
@@ -251,7 +252,7 @@ class AutoPlacement:
             there = capacity - runtime.device.peak_bytes() + on_device - reserve
         if self._team is not None:
             there, host = (int(value) for value in self._team.least([there, host]))
-        return Room(there, host)
+        return Memory(there, host)
 
     def _agreed(self, value: Kind) -> Kind:
         """Rank 0's value on all ranks. Measured times differ, but all ranks must make the same choice."""
@@ -266,7 +267,7 @@ class AutoPlacement:
         on_device = sum(size for place, size in sizes if place == RESIDENT)
         return on_device, sum(size for place, size in sizes if place != RESIDENT)
 
-    def _ahead_numel(self, items: Sequence[Item], size: StateBytes, room: Room) -> int:
+    def _ahead_numel(self, items: Sequence[Item], size: StateBytes, room: Memory) -> int:
         """Number of elements whose updates can run ahead of the clipping decision, with half of the free memory."""
         runtime = self._runtime
         if not (runtime.settings.may_run_ahead and runtime.worker is None):
@@ -297,11 +298,6 @@ class AutoPlacement:
                 f"ratio auto: the device has too little free memory. {num_moved} buckets were moved to the host, which "
                 f"has {host_share(runtime.buckets):.2f} of the state now{self._trouble}"
             )
-
-
-def shares(places: Sequence[str]) -> str:
-    """The number of buckets in each place, as text."""
-    return ", ".join(f"{count} {place}" for place in (RESIDENT, HOST, STREAMED) if (count := places.count(place)))
 
 
 def host_share(buckets: Sequence[Bucket]) -> float:

@@ -67,7 +67,7 @@ def state_bytes(
     A user's optimizer (`rule=None`) counts as fp32 with two states.
     """
     if rule is None:
-        return 12 * plan.numel
+        return int(formats.state_bytes("fp32").host * plan.numel)
     num_states = sum(name is not None for name in rule.states) if keeps_states else 0
     keeps_weights = keeps_weights or not plan.can_alias
     each = formats.state_bytes(format, _NAMES[plan.dtype], keeps_weights, num_states)

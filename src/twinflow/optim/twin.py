@@ -30,7 +30,7 @@ from twinflow.offload.taken_gradient import TakenGradient
 from twinflow.offload.torch_state import host_options
 from twinflow.offload.weight_guard import check_free, plain
 from twinflow.optim import twin_state
-from twinflow.optim.auto import AutoPlacement, host_share, shares
+from twinflow.optim.auto import AutoPlacement, host_share
 from twinflow.optim.loss_scale import LossScale, static
 from twinflow.optim.outcomes import Outcomes
 from twinflow.optim.state_kind import StateKind
@@ -64,6 +64,7 @@ from twinflow.optim.twin_checks import (
 )
 from twinflow.optim.twin_state_checks import Source
 from twinflow.parallel.pipeline import PipelineModule
+from twinflow.planner.placement import shares
 from twinflow.planner.probe import load_or_measure
 from twinflow.rules import RULES, Rule
 from twinflow.rules.segment import check_format

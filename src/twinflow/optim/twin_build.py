@@ -17,11 +17,12 @@ from twinflow.offload.bucket import Param
 from twinflow.offload.materialize import build
 from twinflow.offload.param_offload import take_aside
 from twinflow.offload.plan import HOST, RESIDENT, ROOT, BucketPlan, ParamSpec, plan_buckets
-from twinflow.offload.settings import FLAT_BYTES, Settings, Tuning
+from twinflow.offload.settings import Settings, Tuning
 from twinflow.optim.auto import first_ratio
 from twinflow.optim.state_kind import StateKind
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.parallel.shard import is_copy, shard_of
+from twinflow.planner.costs import FLAT_BYTES
 from twinflow.state_dict import ParamEntry
 from twinflow.zero import Team, Zero
 from twinflow.zero.partitioned import gathered_blocks

@@ -7,6 +7,11 @@ ranks, which compute waits for; the pipeline, by simulating the schedule; commun
 behind the last backward and the first forward; the all-reduce of a tied embedding's gradient between the first and the
 last stage after the last backward; the update of the optimizer.
 
+Ranks fill machines in this order: tensor ranks are neighbours, then data ranks, then stages (`topology.py`). A group
+inside a machine uses the links of the machine. Groups over several machines share the network: a group with k ranks in
+a machine of n GPUs gets k/n of the network rate of the machine. Volumes are those of a ring: a rank sends all but its
+own part, once for a reduce-scatter and once for an all-gather.
+
 Not included: the lower rate of small products, dropped packets, stragglers, reading data, saving checkpoints, and links
 that two axes use at the same time.
 """
@@ -14,31 +19,123 @@ that two axes use at the same time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Final
 
-from twinflow.parallel.layout import Layout, check_layout, rank_layers, stage_layers
+from twinflow.parallel.layout import HALF_BYTES, Layout, check_layout, rank_layers, stage_layers, stream_bytes
 from twinflow.parallel.memory import GRADIENT, WEIGHT, RankBytes, fullest_rank
 from twinflow.parallel.schedules import rank_of
 from twinflow.parallel.shapes import Shape
 from twinflow.parallel.simulate import Pipeline, StageTime, rank_seconds, step_seconds
 from twinflow.parallel.topology import DATA, MODEL, PIPE
-from twinflow.parallel.traffic import (
-    Amplified,
-    Volume,
-    activation_bytes,
-    amplified,
-    link_of,
-    tied_seconds,
-    volume_of,
-)
-from twinflow.planner.machines import rates_of
+from twinflow.planner.formats import UPDATE_BYTES
+from twinflow.planner.machines import link_rate, rates_of
 from twinflow.planner.models import GPT_LAUNCH_S, GPT_TRAFFIC
-from twinflow.planner.rates import Rates
 from twinflow.planner.scaling import Cluster, ring_bytes
 
-UPDATE_BYTES: Final = 30.0  # bytes that an update on the GPU reads and writes for each parameter
 DAY_S: Final = 86_400.0
+# Latency of a collective inside a machine and between machines. Both are estimates.
+LATENCY_S: Final = (1.0e-5, 2.5e-5)
+
+
+@dataclass(frozen=True)
+class Link:
+    """The link that a group uses."""
+
+    crosses: bool  # whether the group spans several machines
+    rate: float  # bytes/s of one group's ring while all groups communicate
+    latency_s: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """Time of a message or a ring of `num_bytes` for each GPU."""
+        return num_bytes / self.rate + self.latency_s if num_bytes else 0.0
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Bytes that a GPU of an inner stage sends in a step."""
+
+    tensor_bytes: float
+    pipe_bytes: float  # in each direction
+    data_bytes: float
+    tied_bytes: float = 0.0  # gradient of the tied embedding, only on the first and the last stage
+
+
+@dataclass(frozen=True)
+class Amplified:
+    """Rate of all data groups together, compared with the network of one machine."""
+
+    num_groups: int
+    total_rate: float  # bytes/s of all groups
+    times: float  # total rate relative to the network rate of one machine
+
+
+def link_of(cluster: Cluster, layout: Layout, axis: str) -> Link:
+    """The link of an axis. `map_ranks` gives the same result rank by rank."""
+    per_node, links = cluster.machine.num_gpus, link_rate(cluster.machine)
+    # The distance between neighbours of a group, and the number of ranks from its first to its last rank.
+    stride = {MODEL: 1, DATA: layout.num_tp, PIPE: layout.num_tp * layout.num_dp}[axis]
+    span = stride * {MODEL: layout.num_tp, DATA: layout.num_dp, PIPE: layout.num_pp}[axis]
+    if stride == span or layout.world <= per_node or (span <= per_node and per_node % span == 0):
+        return Link(False, links, LATENCY_S[0])
+    # In a machine with several stages, only the ranks of one stage send to the next machine.
+    members = max(1, min(per_node, span) // stride)
+    sharing = min(per_node, stride) if axis == PIPE else per_node / members
+    return Link(True, min(links, cluster.network_rate / sharing), LATENCY_S[1])
+
+
+def volume_of(shape: Shape, layout: Layout, grad_bits: float = 16.0) -> Volume:
+    """Bytes that a GPU sends in a step, with layers divided evenly. `grad_bits`: less than 16 for compressed gradients
+    and weights."""
+    kept, m = stream_bytes(shape, layout), layout.num_micro_batches
+    reduced = 2.0 * ring_bytes(kept, layout.num_tp)
+    # All-reduces of a layer between tensor ranks: two in forward, two in backward, and two if forward is recomputed.
+    tensor = (6 if layout.checkpointing else 4) * reduced * m * shape.num_layers / layout.num_pp
+    pipe = kept * m * layout.num_chunks / layout.kept_by if layout.num_pp > 1 else 0.0
+    numel = shape.numel / (layout.num_pp * layout.num_tp)
+    data = ring_count(layout) * ring_bytes(numel * grad_bits / 8.0, layout.num_dp)
+    return Volume(tensor, pipe, data, tied_bytes(shape, layout))
+
+
+def tied_bytes(shape: Shape, layout: Layout) -> float:
+    """Bytes that the two ranks with an embedding and its copy send to each other in a step: the share of one
+    replica."""
+    if not layout.ties_ranks:
+        return 0.0
+    return 2.0 * ring_bytes(HALF_BYTES * shape.end_numel / layout.num_tp / layout.num_dp, 2)
+
+
+def tied_seconds(shape: Shape, layout: Layout, cluster: Cluster) -> float:
+    """Time of the sum of a tied embedding's gradient: over the replicas, unless stage 3 has done so, then over both
+    stages."""
+    if not layout.ties_ranks:
+        return 0.0
+    near = 0.0
+    if layout.num_dp > 1 and layout.zero < 3:
+        whole = HALF_BYTES * shape.end_numel / layout.num_tp
+        near = link_of(cluster, layout, DATA).seconds(ring_bytes(whole, layout.num_dp))
+    return near + link_of(cluster, layout, PIPE).seconds(tied_bytes(shape, layout))
+
+
+def ring_count(layout: Layout) -> int:
+    """Rings over all gradients or weights in a step.
+
+    One ring reduces gradients and one gathers weights. Stage 2 without a pipeline has no room for sums, so it reduces
+    in every micro-batch. Stage 3 also gathers in every forward and every backward.
+    """
+    if layout.num_dp == 1:
+        return 0
+    m = layout.num_micro_batches
+    if layout.zero == 3:
+        return 3 * m
+    return m + 1 if layout.reduces_each else 2
+
+
+def amplified(cluster: Cluster, layout: Layout) -> Amplified:
+    """The rate of all data groups together. There are as many groups as stages times tensor ranks."""
+    num_groups = layout.num_pp * layout.num_tp
+    total = num_groups * link_of(cluster, layout, DATA).rate
+    return Amplified(num_groups, total, total / cluster.network_rate)
 
 
 @dataclass(frozen=True)
@@ -54,7 +151,6 @@ class Seconds:
 
     @property
     def step_s(self) -> float:
-        """Time of the whole step."""
         return self.pipeline_s + self.tied_s + self.data_s + self.update_s
 
     @property
@@ -86,12 +182,10 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the memory of GPUs and hosts is sufficient."""
         return self.missing_bytes == 0.0 and self.host_bytes <= self.host_limit
 
     @property
     def step_tokens(self) -> int:
-        """Tokens in a step."""
         return self.layout.batch * self.shape.sequence
 
     @property
@@ -116,11 +210,6 @@ def lacking_bytes(shape: Shape, layout: Layout, cluster: Cluster) -> float:
     return max(0.0, fullest.gpu_bytes - memory.gpu_bytes) + max(0.0, over_host)
 
 
-@lru_cache(maxsize=64)
-def _rates(cluster: Cluster) -> Rates:
-    return rates_of(cluster.machine)
-
-
 @dataclass(frozen=True)
 class LayerTime:
     """Time of one layer and micro-batch on a tensor rank, and the communication in a forward."""
@@ -132,12 +221,12 @@ class LayerTime:
 def layer_time(shape: Shape, layout: Layout, cluster: Cluster) -> LayerTime:
     """Time of a layer: matrix products, memory traffic, and two all-reduces each in forward, backward and
     recomputation."""
-    rates, tokens = _rates(cluster), shape.sequence * layout.micro_batch
+    rates, tokens = rates_of(cluster.machine), shape.sequence * layout.micro_batch
     products, attention = (flops / layout.num_tp / rates.flops for flops in shape.layer_flops(tokens))
     traffic = GPT_TRAFFIC * shape.hidden * tokens / rates.device_bytes / layout.num_tp
     talk = 0.0
     if layout.num_tp > 1:
-        ring = 2.0 * ring_bytes(activation_bytes(shape, layout), layout.num_tp)
+        ring = 2.0 * ring_bytes(stream_bytes(shape, layout), layout.num_tp)
         talk = 2.0 * link_of(cluster, layout, MODEL).seconds(ring)
     forward = max(products + attention + traffic, GPT_LAUNCH_S) + talk
     backward = max(products + 2.0 * attention + traffic, GPT_LAUNCH_S) + talk
@@ -148,23 +237,18 @@ def layer_time(shape: Shape, layout: Layout, cluster: Cluster) -> LayerTime:
 def stage_times(shape: Shape, layout: Layout, cluster: Cluster) -> tuple[StageTime, ...]:
     """Time of every stage: its layers, the head on the last stage, and the communication of ZeRO-2 and 3 that compute
     does not hide."""
-    layer, rates = layer_time(shape, layout, cluster).time, _rates(cluster)
+    layer, rates = layer_time(shape, layout, cluster).time, rates_of(cluster.machine)
     tokens = shape.sequence * layout.micro_batch
     head = 2.0 * shape.end_numel * tokens / layout.num_tp / rates.flops
-    made: dict[tuple[int, bool], StageTime] = {}
-    counts = stage_layers(shape, layout)
-    for stage, count in enumerate(counts):
-        key = (count, stage == len(counts) - 1)
-        if key not in made:
-            end = head if key[1] else 0.0
-            time = StageTime(
-                count * layer.forward_s + end,
-                count * layer.input_s + end,
-                count * layer.weight_s + end,
-                count * layer.recompute_s,
-            )
-            made[key] = _with_zero_talk(time, count, shape, layout, cluster)
-    return tuple(made[count, stage == len(counts) - 1] for stage, count in enumerate(counts))
+
+    @cache
+    def stage_time(count: int, end: float) -> StageTime:
+        forward, backward, weight = (count * s + end for s in (layer.forward_s, layer.input_s, layer.weight_s))
+        time = StageTime(forward, backward, weight, count * layer.recompute_s)
+        return _with_zero_talk(time, count, shape, layout, cluster)
+
+    *others, last = stage_layers(shape, layout)
+    return (*(stage_time(count, 0.0) for count in others), stage_time(last, head))
 
 
 def _with_zero_talk(time: StageTime, count: int, shape: Shape, layout: Layout, cluster: Cluster) -> StageTime:
@@ -186,7 +270,7 @@ def _with_zero_talk(time: StageTime, count: int, shape: Shape, layout: Layout, c
 def seconds_of(shape: Shape, layout: Layout, cluster: Cluster, plays: bool = True) -> Seconds:
     """Time of a step. `plays`: simulate the schedule; otherwise use a formula, to select the layouts to simulate."""
     times = stage_times(shape, layout, cluster)
-    kept = activation_bytes(shape, layout) / layout.kept_by
+    kept = stream_bytes(shape, layout) / layout.kept_by
     send_s = link_of(cluster, layout, PIPE).seconds(kept) if layout.num_pp > 1 else 0.0
     pipe = Pipeline(layout.schedule, layout.num_pp, layout.num_micro_batches, layout.num_chunks, times, send_s)
     pipeline_s = step_seconds(pipe) if plays else rough_seconds(pipe)
@@ -235,10 +319,10 @@ def _data_exposed(shape: Shape, layout: Layout, cluster: Cluster, forward_s: flo
 
 def _update_exposed(shape: Shape, layout: Layout, cluster: Cluster, window_s: float) -> float:
     """Exposed time of the update: on the GPU after the last backward, on the host during one micro-batch."""
-    rates = _rates(cluster)
+    rates = rates_of(cluster.machine)
     own = largest_numel(shape, layout) / (layout.num_dp if layout.zero else 1)
     if not layout.offload:
-        return own * UPDATE_BYTES / rates.device_bytes
+        return own * UPDATE_BYTES["fp32"] / rates.device_bytes
     host = max(own / rates.host_params_copying["fp32"], own * GRADIENT / rates.duplex_bytes)
     return max(0.0, host - window_s)
 

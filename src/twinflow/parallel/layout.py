@@ -10,6 +10,9 @@ from twinflow.errors import invalid_value
 from twinflow.parallel.partition import partition_balanced
 from twinflow.parallel.schedules import LOOP, V, make_schedule, rank_of, round_size
 from twinflow.parallel.shapes import Shape
+from twinflow.planner.formats import WEIGHT_BYTES
+
+HALF_BYTES = WEIGHT_BYTES["bf16"]  # size of an activation, gradient or weight
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,11 @@ def check_layout(layout: Layout, shape: Shape) -> None:
         round_size(layout.num_pp, layout.num_micro_batches)
     else:
         make_schedule(layout.schedule, 1, 1)  # raises for an unknown name
+
+
+def stream_bytes(shape: Shape, layout: Layout) -> int:
+    """Bytes of a micro-batch between two layers."""
+    return HALF_BYTES * shape.sequence * layout.micro_batch * shape.hidden
 
 
 @lru_cache(maxsize=1024)

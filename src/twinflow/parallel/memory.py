@@ -22,23 +22,23 @@ from functools import lru_cache
 from typing import Final
 
 from twinflow.loss import LOSS_CHUNK, PRODUCT_ROWS
-from twinflow.offload.plan import BUCKET_NUMEL
-from twinflow.offload.settings import FLAT_BYTES
-from twinflow.parallel.layout import Layout, rank_layers, stage_layers
+from twinflow.parallel.layout import Layout, rank_layers, stage_layers, stream_bytes
 from twinflow.parallel.schedules import Schedule, make_schedule, peak_in_flight, stages_of
 from twinflow.parallel.shapes import Shape
-from twinflow.parallel.traffic import activation_bytes
+from twinflow.planner.costs import BUCKET_NUMEL, FLAT_BYTES
+from twinflow.planner.formats import WEIGHT_BYTES, block_bytes, state_bytes
 from twinflow.planner.scaling import SCATTERS
 
 HALF, WIDE = 2.0, 4.0  # bytes of a number in half precision and in fp32
-WEIGHT, GRADIENT, STATE = 2.0, 2.0, 12.0  # bytes for each parameter, mixed precision and Adam, as published
-OWN_STATE: Final = 10.0  # bytes for each parameter that the engine keeps without the weight; 12 on the host
+WEIGHT = GRADIENT = float(WEIGHT_BYTES["bf16"])  # bytes for each parameter
+STATE: Final = state_bytes("fp32").host  # of Adam on the host, and as published
+OWN_STATE: Final = state_bytes("fp32").resident  # on the GPU, without the weight
 LOGIT_BYTES: Final = 6  # half precision, and fp32 for the loss
 WORKSPACE: Final = float(64 << 20)  # memory that libraries allocate for matrix products
 
 
 @dataclass(frozen=True)
-class StateBytes:
+class RankState:
     """Weights, gradients and optimizer state of a rank."""
 
     weights: float
@@ -48,7 +48,6 @@ class StateBytes:
 
     @property
     def gpu_bytes(self) -> float:
-        """Bytes on the GPU."""
         return self.weights + self.gradients + self.states
 
 
@@ -57,7 +56,7 @@ class RankBytes:
     """GPU memory of one rank by kind."""
 
     rank: int
-    state: StateBytes
+    state: RankState
     activations: float  # activations kept for backward
     working: float  # largest temporary peak: a layer's backward, the loss, or gradients of the embedding
     staging: float  # unsharded gradients and weights
@@ -65,20 +64,19 @@ class RankBytes:
 
     @property
     def gpu_bytes(self) -> float:
-        """Total bytes on the GPU."""
         return self.state.gpu_bytes + self.activations + self.working + self.staging + self.workspace
 
 
-def state_bytes(numel: float, zero: int, num_dp: int, offload: bool = False) -> StateBytes:
+def published_bytes(numel: float, zero: int, num_dp: int, offload: bool = False) -> RankState:
     """Bytes of `numel` parameters of a data group as published: stage 1 shards the state, 2 also gradients, 3 also
     weights."""
     weights = WEIGHT * numel / (num_dp if zero >= 3 else 1)
     gradients = GRADIENT * numel / (num_dp if zero >= 2 else 1)
     states = STATE * numel / (num_dp if zero >= 1 else 1)
-    return StateBytes(weights, gradients, 0.0, states) if offload else StateBytes(weights, gradients, states)
+    return RankState(weights, gradients, 0.0, states) if offload else RankState(weights, gradients, states)
 
 
-def held_bytes(numel: float, layout: Layout) -> StateBytes:
+def held_bytes(numel: float, layout: Layout) -> RankState:
     """Bytes of `numel` parameters as twinflow's engine allocates them."""
     part = numel / (layout.num_dp if layout.zero >= 1 else 1)
     whole = part if layout.zero == 3 else numel
@@ -90,31 +88,27 @@ def held_bytes(numel: float, layout: Layout) -> StateBytes:
             sums, host = 0.0, WIDE * part
     gradients = sums + GRADIENT * part
     if layout.offload:
-        return StateBytes(WEIGHT * whole, gradients, 0.0, STATE * part + host)
-    return StateBytes(WEIGHT * whole, gradients, OWN_STATE * part)
+        return RankState(WEIGHT * whole, gradients, 0.0, STATE * part + host)
+    return RankState(WEIGHT * whole, gradients, OWN_STATE * part)
 
 
 def layer_bytes(shape: Shape, layout: Layout) -> float:
     """Activations that one layer keeps of a micro-batch on a tensor rank, without checkpointing.
 
-    32 bytes for each token and unit of width: 8 for the inputs of both norms and of the layers after them, which tensor
-    ranks may split; 24 for q, k, v, the output of attention and both sides of the activation function, which they
-    always split. Added are statistics of norms and heads, and 5 bytes for each score if attention keeps its scores. As
-    published: 2 bytes of dropout masks instead of statistics.
+    Added to those of a block are 5 bytes for each score if attention keeps its scores. As published: 2 bytes of dropout
+    masks for each token and unit of width instead of statistics.
     """
-    tokens = shape.sequence * layout.micro_batch
-    units = tokens * shape.hidden
-    scores = 5.0 * shape.num_heads * shape.sequence / shape.hidden if shape.keeps_scores else 0.0
+    tokens, whole, parts = shape.sequence * layout.micro_batch, layout.kept_by, layout.num_tp
+    scores = 5.0 * shape.num_heads * shape.sequence / parts if shape.keeps_scores else 0.0
     if layout.published:
-        return units * (10.0 / layout.kept_by + (24.0 + scores) / layout.num_tp)
-    statistics = WIDE * tokens * (4.0 / layout.kept_by + shape.num_heads / layout.num_tp)
-    return units * (8.0 / layout.kept_by + (24.0 + scores) / layout.num_tp) + statistics
+        return tokens * (shape.hidden * (10.0 / whole + 24.0 / parts) + scores)
+    return tokens * (block_bytes(shape.hidden, shape.num_heads, kept_by=whole, num_tp=parts) + scores)
 
 
 def kept_bytes(shape: Shape, layout: Layout) -> float:
     """Activations that one layer keeps of a micro-batch. With checkpointing: only its input."""
     if layout.checkpointing:
-        return activation_bytes(shape, layout) / layout.kept_by
+        return stream_bytes(shape, layout) / layout.kept_by
     return layer_bytes(shape, layout)
 
 
@@ -168,27 +162,23 @@ def rank_bytes(shape: Shape, layout: Layout, rank: int) -> RankBytes:
     numel = layers * shape.layer_numel / layout.num_tp + end
     activations = in_flight_bytes(shape, layout, rank, layers)
     if layout.published:
-        state = state_bytes(numel, layout.zero, layout.num_dp, layout.offload)
+        state = published_bytes(numel, layout.zero, layout.num_dp, layout.offload)
         return RankBytes(rank, state, activations, _published_work(shape, layout, is_last), _gathered(shape, layout))
-    ends = Ends(is_first, is_last, end, layout.ties_ranks and bool(end))
-    working = max(0.0, *(bytes - activations for bytes in moments(shape, layout, layers, ends, activations)))
-    tied = WIDE * end if ends.is_tied else 0.0
+    is_tied = layout.ties_ranks and bool(end)
+    peaks = _peaks(shape, layout, layers, activations, end if is_first else 0.0, end if is_last else 0.0, is_tied)
+    working = max(0.0, *(peak - activations for peak in peaks))
+    tied = WIDE * end if is_tied else 0.0
     staging = _staging(shape, layout, end, layers if rank else layers / layout.num_chunks)
     return RankBytes(rank, held_bytes(numel, layout), activations, tied + working, staging, WORKSPACE)
 
 
-@dataclass(frozen=True)
-class Ends:
-    """The ends of the model that a rank has."""
-
-    is_first: bool
-    is_last: bool
-    numel: float  # parameters of the embedding or of its copy
-    is_tied: bool  # another rank has the other copy
-
-
-def moments(shape: Shape, layout: Layout, layers: int, ends: Ends, activations: float) -> list[float]:
+def _peaks(
+    shape: Shape, layout: Layout, layers: int, activations: float, first_numel: float, last_numel: float, is_tied: bool
+) -> list[float]:
     """Activations plus temporary memory at each possible peak (see the module's docstring).
+
+    `first_numel`, `last_numel`: parameters of the embedding and of the head, if the rank has them. `is_tied`: another
+    rank has a copy.
 
     The backward of a layer has the gradient of its output, that of the wide side of the activation function, and that
     of a weight.
@@ -206,18 +196,19 @@ def moments(shape: Shape, layout: Layout, layers: int, ends: Ends, activations: 
     again = layer_bytes(shape, layout) - kept_bytes(shape, layout) if layout.checkpointing else 0.0
     weight = HALF * 4.0 * shape.hidden**2 / tp
     found = [activations + again + stream + 4.0 * stream / tp + weight]
-    if ends.is_last:
+    if last_numel:
         at_once = min(tokens, LOSS_CHUNK)
         logits = (1 if tokens <= LOSS_CHUNK else 2) * LOGIT_BYTES * at_once * shape.vocab_size / tp
         rows = WIDE * min(PRODUCT_ROWS, shape.vocab_size / tp) * shape.hidden
-        kept = 2.0 * stream + WIDE * ends.numel  # output of the norm and its gradient
+        kept = 2.0 * stream + WIDE * last_numel  # output of the norm and its gradient
         others = (layout.num_micro_batches - 1) * (kept + stream) if layout.schedule == "gpipe" else 0.0
-        found += [activations + stream + others + kept + max(logits + rows, 3.0 * stream + HALF * ends.numel)]
-    if ends.is_first:
+        found += [activations + stream + others + kept + max(logits + rows, 3.0 * stream + HALF * last_numel)]
+    if first_numel:
         one = layers / layout.num_chunks * kept_bytes(shape, layout)
-        found += [activations - one + stream + HALF * ends.numel]
-    if ends.is_tied:
-        found += [HALF * ends.numel, HALF * ends.numel * (1.0 + 3.0 / layout.num_dp) - WIDE * ends.numel]
+        found += [activations - one + stream + HALF * first_numel]
+    if is_tied:
+        end = first_numel or last_numel
+        found += [HALF * end, HALF * end * (1.0 + 3.0 / layout.num_dp) - WIDE * end]
     return found
 
 

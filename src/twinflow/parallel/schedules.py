@@ -47,7 +47,6 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of all ranks."""
         return self.num_ranks * self.num_chunks
 
     def rank_of(self, stage: int) -> int:

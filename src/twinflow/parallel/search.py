@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Final
 
 from twinflow.errors import invalid_value
@@ -98,25 +99,13 @@ def layouts(ask: LayoutAsk) -> Iterator[Layout]:
 
 
 def _ways(ask: LayoutAsk, layout: Layout) -> Iterator[Layout]:
-    """One grid and micro-batch with every schedule and ZeRO stage, with and without checkpointing and offload."""
-    zeros = [zero for zero in ask.zeros if _is_supported(layout, zero)]
-    for schedule, chunks in _schedules(layout, ask.shape.num_layers):
-        for zero in zeros if layout.num_dp > 1 else zeros[:1]:
-            for checkpointing in ask.checkpointing:
-                for offload in ask.offload:
-                    yield replace(
-                        layout,
-                        schedule=schedule,
-                        num_chunks=chunks,
-                        zero=zero,
-                        checkpointing=checkpointing,
-                        offload=offload,
-                    )
-
-
-def _is_supported(layout: Layout, zero: int) -> bool:
-    """Whether the engine supports the layout."""
-    return not any(broken(Combination(layout.num_pp, layout.num_tp, zero)))
+    """One grid and micro-batch with every schedule and every ZeRO stage that the engine supports, with and without
+    checkpointing and offload."""
+    zeros = [zero for zero in ask.zeros if not any(broken(Combination(layout.num_pp, layout.num_tp, zero)))]
+    zeros = zeros if layout.num_dp > 1 else zeros[:1]
+    schedules = _schedules(layout, ask.shape.num_layers)
+    for (schedule, chunks), zero, again, offload in product(schedules, zeros, ask.checkpointing, ask.offload):
+        yield replace(layout, schedule=schedule, num_chunks=chunks, zero=zero, checkpointing=again, offload=offload)
 
 
 def _schedules(layout: Layout, num_layers: int) -> Iterator[tuple[str, int]]:

@@ -37,7 +37,6 @@ class StageTime:
     recompute_s: float = 0.0  # recomputation before the gradient of the input, with activation checkpointing
 
     def seconds(self, kind: str) -> float:
-        """Time of one action."""
         if kind == "F":
             return self.forward_s
         if kind == "W":

@@ -49,7 +49,6 @@ class ProcessTopology:
         self.axes, self.dims = tuple(axes), tuple(dims)
 
     def world_size(self) -> int:
-        """Number of ranks in the grid."""
         return math.prod(self.dims)
 
     def get_axis_names(self) -> list[str]:
@@ -151,24 +150,18 @@ class RankPlace:
 class Group:
     """Ranks that communicate along one axis."""
 
-    axis: str
     ranks: tuple[int, ...]
     nodes: tuple[int, ...]  # machines of the ranks
 
     @property
     def crosses(self) -> bool:
-        """Whether the group spans several machines."""
         return len(self.nodes) > 1
 
 
 @dataclass(frozen=True)
 class Mapped:
-    """A grid on machines with `per_node` GPUs."""
+    """A grid on machines."""
 
-    num_pp: int
-    num_mp: int
-    num_dp: int
-    per_node: int
     places: tuple[RankPlace, ...]
     groups: Mapping[str, tuple[Group, ...]]  # by axis
 
@@ -197,12 +190,12 @@ def map_ranks(num_pp: int, num_mp: int, num_dp: int, per_node: int, world: int |
     )
     groups = {
         axis: tuple(
-            Group(axis, tuple(ranks), tuple(sorted({rank // per_node for rank in ranks})))
+            Group(tuple(ranks), tuple(sorted({rank // per_node for rank in ranks})))
             for ranks in topology.get_axis_comm_lists(axis)
         )
         for axis in (PIPE, DATA, MODEL)
     }
-    return Mapped(num_pp, num_mp, num_dp, per_node, places, groups)
+    return Mapped(places, groups)
 
 
 def check_product(num_pp: int, num_mp: int, num_dp: int, world: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -22,11 +23,10 @@ from twinflow.planner.costs import (
     ways_of,
 )
 from twinflow.planner.formats import STATES
+from twinflow.planner.machines import Rates
 from twinflow.planner.placement import at_ratio, best_ratio
-from twinflow.planner.rates import Rates
 from twinflow.planner.simulate import Prediction, predict
 
-KINDS: Final = ("no offload", "full offload", "best ratio")
 WIDER: Final = 1.05  # a wider format is recommended if its step takes at most this factor longer
 _MAX_LAYERS: Final = 1 << 18
 
@@ -53,13 +53,41 @@ class Case:
 
     @property
     def fits(self) -> bool:
-        """Whether the memory is sufficient."""
-        return not (self.missing.gpu_bytes or self.missing.host_bytes)
+        return self.missing.is_zero
 
     @property
     def tokens_s(self) -> float:
         """Tokens per second on all GPUs."""
         return self.run.step_tokens / self.prediction.step_s
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All cases of a run on a machine."""
+
+    run: Run
+    setting: Setting
+    cases: Sequence[Case]
+    best: Case | None  # the recommended case; None if nothing fits
+    largest: Mapping[str, int]  # number of blocks of the largest model that fits, by state format
+
+    @property
+    def nearest(self) -> Case:
+        """The recommended case. If nothing fits, the case that lacks the least memory."""
+        return self.best or min(self.cases, key=lambda case: case.missing.gpu_bytes + case.missing.host_bytes)
+
+    def largest_numel(self, states: str) -> int:
+        """Elements of the largest model that fits. 0 if not even one block fits."""
+        num_layers = self.largest[states]
+        return self.run.model.with_layers(num_layers).numel if num_layers else 0
+
+
+def make_plan(run: Run, setting: Setting, states: Sequence[str] = STATES, ratio: float | None = None) -> Plan:
+    """The plan of a run. `ratio`: add the case with this share on the host, which is not recommended."""
+    cases = all_cases(run, setting, states)
+    largest = {name: largest_layers(replace(run, states=name), setting.memory) for name in states}
+    given = [case_at("config's", run, setting, float(ratio))] if ratio is not None else []
+    return Plan(run, setting, [*cases, *given], recommended(cases), largest)
 
 
 def all_cases(run: Run, setting: Setting, states: Sequence[str] = STATES) -> list[Case]:
@@ -113,13 +141,7 @@ def recommended(cases: Sequence[Case]) -> Case | None:
 def largest_layers(run: Run, memory: Memory) -> int:
     """Number of blocks of the deepest model of this shape that fits. 0 if not even one block fits."""
 
-    def is_small_enough(layers: int) -> bool:
-        return fits(replace(run, model=run.model.with_layers(layers)), memory)
+    def is_too_large(num_layers: int) -> bool:
+        return not fits(replace(run, model=run.model.with_layers(num_layers)), memory)
 
-    if not is_small_enough(1):
-        return 0
-    low, high = 1, _MAX_LAYERS
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if is_small_enough(middle) else (low, middle)
-    return low
+    return bisect_left(range(1, _MAX_LAYERS), True, key=is_too_large)

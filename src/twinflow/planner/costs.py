@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
 from twinflow.planner.formats import WEIGHT_BYTES, StateBytes, state_bytes
+from twinflow.planner.machines import Rates
 from twinflow.planner.models import ModelCost, activation_bytes
-from twinflow.planner.placement import Room, at_ratio
-from twinflow.planner.rates import Rates
-from twinflow.planner.simulate import NUM_STAGES, PLACES, ClipDecision, Item, Timing, Ways
+from twinflow.planner.simulate import NUM_STAGES, ClipDecision, Item, Timing, Ways
 
-BUCKET_NUMEL: Final = 1 << 26  # elements of the runtime's buckets
-FLAT_BYTES: Final = 3 << 29
-NUM_SLOTS: Final = 4
+# Defaults of the runtime.
+BUCKET_NUMEL: Final = 1 << 26  # 128 MiB of bf16: a copy over PCIe and an update on the host take some milliseconds each
+FLAT_BYTES: Final = 3 << 29  # device memory for gradients before their copy
+NUM_SLOTS: Final = 4  # page-locked slots of one bucket each
 PROCESS_BYTES: Final = 3 * 10**9  # interpreter, torch and CUDA on the host, measured as 2 to 5 GB
 _LOOSE_BYTES: Final = 6 * 10**8  # small allocations that grow during training, measured as -0.7 to 2 GB
 GPU_RESERVE: Final = 0.02  # share of the GPU memory that is left free for gaps between tensors
@@ -22,16 +22,18 @@ HOST_RESERVE: Final = 0.03  # share of the host memory that is left to other pro
 _FLATS_OUT: Final = 6  # device buffers in use if every gradient is copied to the host at once
 # Time of backward relative to forward, measured as 1.77 to 1.86. Activation checkpointing adds one more forward.
 BACKWARD: Final = 1.83
-GPU_KINDS: Final = ("weights", "gradients", "state", "activations", "staging")
-HOST_KINDS: Final = ("state", "gradients", "shadows", "rings", "process")
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Available memory: of one GPU, and of the host that all GPUs of the machine share."""
+    """Bytes of one GPU and of the host, which all GPUs of the machine share: available, free for state, or missing."""
 
     gpu_bytes: int
     host_bytes: int
+
+    @property
+    def is_zero(self) -> bool:
+        return not (self.gpu_bytes or self.host_bytes)
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ def _even(numel: int) -> int:
     return -(-numel // max(1, -(-numel // BUCKET_NUMEL)))
 
 
-def room_of(run: Run, memory: Memory) -> Room:
+def room_of(run: Run, memory: Memory) -> Memory:
     """Memory left for optimizer state beside weights, activations, gradients, rings and the process.
 
     The numbers are negative if those do not fit. Gradients are counted as if all state were on the host, because state
@@ -189,7 +191,7 @@ def room_of(run: Run, memory: Memory) -> Room:
     base = bytes_of(run, Placed(run.own_numel), memory)
     gpu = int(memory.gpu_bytes * (1.0 - GPU_RESERVE)) - base.gpu_total
     host = int(memory.host_bytes * (1.0 - HOST_RESERVE)) - (base.host_total - base.host["state"] - base.host["shadows"])
-    return Room(gpu, host // run.world)
+    return Memory(gpu, host // run.world)
 
 
 def placing_size(run: Run, memory: Memory) -> StateBytes:
@@ -278,21 +280,3 @@ def placed_at(run: Run, ratio: float) -> Placed:
     """The placement with a share of `ratio` on the host."""
     host = round(run.own_numel * ratio)
     return Placed(host, run.own_numel - host)
-
-
-def placed_of(items: Sequence[Item], places: Sequence[str]) -> Placed:
-    """Number of elements in each place."""
-    numel = dict.fromkeys(PLACES, 0)
-    for item, place in zip(items, places, strict=True):
-        numel[place] += item.numel
-    return Placed(**numel)
-
-
-def items_at(run: Run, timing: Timing, ratio: float) -> list[Item]:
-    """The buckets with a share of `ratio` on the host."""
-    return at_ratio(items_of(run, timing), ratio)
-
-
-def with_states(run: Run, states: str) -> Run:
-    """The same run with another state format."""
-    return replace(run, states=states)

@@ -1,4 +1,4 @@
-"""Bytes of optimizer state for each parameter, by state format, weight dtype and place."""
+"""Bytes that optimizer state takes for each parameter, and activations for each token."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from typing import Final
 
 from twinflow.errors import invalid_value
+from twinflow.loss import LOSS_CHUNK
+from twinflow.rules.formats import FORMATS
 
-STATES: Final = ("fp32", "bf16", "int8")
+STATES: Final = FORMATS
 WEIGHT_BYTES: Final = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Bytes of two moments. int8 has a scale of 4 bytes for 128 codes.
 MOMENT_BYTES: Final = {"fp32": 8.0, "bf16": 4.0, "int8": 2.0 + 8.0 / 128.0}
-HOST_BYTES_MOVED: Final = {"fp32": 26.0, "bf16": 18.0, "int8": 14.125}  # DRAM traffic of an update on the host
+# Memory traffic of an update on host or GPU, with bf16 weights: the state, weight and gradient are read, all but the
+# gradient are written.
+UPDATE_BYTES: Final = {"fp32": 26.0, "bf16": 18.0, "int8": 14.125}
 
 
 @dataclass(frozen=True)
@@ -37,3 +41,73 @@ def state_bytes(states: str, weights: str = "bf16", delayed: bool = False, num_m
     beside = {"bf16": 2.0, "fp16": 4.0, "fp32": 0.0}[weights]  # bytes of the master beside the weight
     late = WEIGHT_BYTES[weights] if delayed else 0.0  # new weights that wait for the next step
     return StateBytes(host=4.0 + moments, resident=beside + moments + late, streamed=beside + moments)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes for each token of a forward, except `fixed_bytes`."""
+
+    stream_bytes: float  # input of a block, which checkpointing keeps
+    block_bytes: float  # activations of a block without checkpointing
+    end_bytes: float  # activations outside of the blocks
+    loss_bytes: float  # all copies of the logits that the loss holds
+    fixed_bytes: int = 0  # part of the loss that does not depend on the number of tokens
+    chunk_tokens: int = 0  # tokens in a chunk, if the loss is computed in chunks
+    chunk_bytes: float = 0.0  # bytes for each token of a chunk
+
+    def peak_bytes(self, num_blocks: int, num_tokens: int, checkpointing: bool) -> int:
+        """Peak memory of a micro-batch on the GPU beside weights, gradients and state.
+
+        The activations that the blocks keep, and the larger of the loss with its logits and the backward of one block.
+        """
+        kept = num_blocks * (self.stream_bytes if checkpointing else self.block_bytes) + self.end_bytes
+        loss = num_tokens * self.loss_bytes + self.fixed_bytes + min(num_tokens, self.chunk_tokens) * self.chunk_bytes
+        backward = num_tokens * self.block_bytes * (2 if checkpointing else 1)
+        return int(num_tokens * kept + max(loss, backward))
+
+
+def block_bytes(hidden: int, num_heads: int, width: int = 2, kept_by: int = 1, num_tp: int = 1) -> float:
+    """Bytes that a block of a GPT saves for backward, for each token: 16 values for each hidden unit, and statistics in
+    fp32.
+
+    Four values are the inputs of both norms and of the layers after them, which `kept_by` tensor ranks split. The
+    others are q, k and v (3), the output of attention (1), and input and output of the GELU (8), which all `num_tp`
+    tensor ranks split. Fused attention is assumed. It saves one sum per head instead of the square of scores. The norms
+    save a mean and a deviation each.
+    """
+    statistics = 4 * (4 / kept_by + num_heads / num_tp)
+    return width * hidden * (4 / kept_by + 12 / num_tp) + statistics
+
+
+def gpt_activations(
+    hidden: int, num_heads: int, vocab_size: int, width: int = 2, has_dropout: bool = False
+) -> Activations:
+    """Activations of the GPT of `twinflow train`, with weights of `width` bytes.
+
+    The loss has its input, the gradients of its input and of the head, and a chunk of logits in `width` bytes and in
+    fp32.
+    """
+    masks = hidden if has_dropout else 0  # a byte for each value: two in a block, one after the embedding
+    return Activations(
+        stream_bytes=width * hidden,
+        block_bytes=block_bytes(hidden, num_heads, width) + 2 * masks,
+        end_bytes=width * hidden + 24 + masks,  # input and statistics of the last norm, tokens and targets
+        loss_bytes=2 * width * hidden,
+        fixed_bytes=vocab_size * hidden * max(width, 4),
+        chunk_tokens=LOSS_CHUNK,
+        chunk_bytes=(max(width, 4) + width) * vocab_size,
+    )
+
+
+def hf_activations(hidden: int, inner: int, vocab_size: int, num_wide: int) -> Activations:
+    """Activations of transformers models. `num_wide`: activations of MLP width that a block keeps.
+
+    Measured with checkpointing on two Llama shapes (within 0.1%): inputs of blocks, three fp32 copies of the logits,
+    four times the hidden state. The activations within a block are an estimate.
+    """
+    return Activations(
+        stream_bytes=2 * hidden,
+        block_bytes=24 * hidden + 2 * (num_wide + 1) * inner,
+        end_bytes=8 * hidden,
+        loss_bytes=12 * vocab_size,
+    )

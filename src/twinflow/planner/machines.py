@@ -1,4 +1,4 @@
-"""Rates of machines from data sheets and from measurements on other machines.
+"""Rates of machines from data sheets and from measurements on other machines. `probe.py` measures those of this one.
 
 Memory is what a process can allocate: the memory of the GPU without the 0.6 GB of CUDA. Rates of matrix products and
 memory are those of large kernels, not peaks.
@@ -10,14 +10,29 @@ peak for memory. PCIe 5 is as measured, PCIe 4 and 3 are a half and a quarter of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from twinflow.errors import invalid_value
-from twinflow.planner.formats import HOST_BYTES_MOVED
-from twinflow.planner.rates import Rates
+from twinflow.planner.formats import UPDATE_BYTES
 
 GB: Final = 10**9
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates per second. Updates are those of AdamW with bf16 gradients and weights. The keys of mappings are state
+    formats."""
+
+    out_bytes: float  # copies from the device to page-locked host memory, alone
+    in_bytes: float  # copies from the host to the device, alone
+    duplex_bytes: float  # each direction while both copy
+    host_params: Mapping[str, float]  # updates on the host, alone
+    host_params_copying: Mapping[str, float]  # updates on the host while both directions copy at full rate
+    device_bytes: float  # bytes of device memory that the fused update reads and writes
+    flops: float  # matrix products in bf16, as in a training step; 0: unknown
 
 
 @dataclass(frozen=True)
@@ -93,14 +108,14 @@ def recognise(title: str) -> Gpu | None:
     return None
 
 
+@lru_cache(maxsize=64)
 def rates_of(machine: Machine) -> Rates:
     """Rates of one GPU of a machine. The GPUs share the cores and the memory of the host equally."""
     gpu, host, n = machine.gpu, machine.host, machine.num_gpus
     out, back, duplex = _PCIE[gpu.pcie]
     dram = host.dram_rate / n
     alone = {
-        states: min(_OF_DRAM * dram / moved, host.cores / n * _A_CORE[states])
-        for states, moved in HOST_BYTES_MOVED.items()
+        states: min(_OF_DRAM * dram / moved, host.cores / n * _A_CORE[states]) for states, moved in UPDATE_BYTES.items()
     }
     # Copies use the same memory: copies of 100 GB/s, at 150 GB/s of memory, left 0.5 to 0.6 of the update rate.
     left = max(0.3, 1.0 - 0.6 * 2.0 * duplex / dram)

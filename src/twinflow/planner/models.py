@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from twinflow.errors import invalid_value
+from twinflow.planner.formats import Activations, gpt_activations, hf_activations
 
 # Memory traffic of a forward without its matrix products: bytes for each hidden unit, token and block. Fitted on an
 # H200 to two Llama shapes of transformers (alone, they would give 372 and 240) and to the GPT of `twinflow train`.
@@ -15,7 +16,6 @@ GPT_TRAFFIC: Final = 52.0
 # Time to launch the kernels of a block's forward, its least time: 57 and 70 ms for 26 blocks of Llama shapes.
 HF_LAUNCH_S: Final = 2.2e-3
 GPT_LAUNCH_S: Final = 6e-4  # an estimate: the GPT has a third of the operations
-LOSS_CHUNK: Final = 2048  # tokens whose logits the GPT of `twinflow train` computes at a time
 # Widths of GPT-2 shapes in papers on offload, each with the least number of parameters.
 _WIDTHS: Final = (
     (0.0, 768),
@@ -29,19 +29,6 @@ _WIDTHS: Final = (
     (65e9, 9216),
     (100e9, 12288),
 )
-
-
-@dataclass(frozen=True)
-class Activations:
-    """Bytes for each token of a forward, except `fixed_bytes`. Weights have 2 bytes."""
-
-    stream_bytes: float  # input of a block, which checkpointing keeps
-    block_bytes: float  # activations of a block without checkpointing
-    end_bytes: float  # activations outside of the blocks
-    loss_bytes: float  # all copies of the logits that the loss holds
-    fixed_bytes: int = 0  # part of the loss that does not depend on the number of tokens
-    chunk_tokens: int = 0  # tokens in a chunk, if the loss is computed in chunks
-    chunk_bytes: float = 0.0  # bytes for each token of a chunk
 
 
 @dataclass(frozen=True)
@@ -87,44 +74,35 @@ class ModelCost:
 
 
 def activation_bytes(model: ModelCost, num_tokens: int, checkpointing: bool) -> int:
-    """Peak memory of a micro-batch on the GPU beside weights, gradients and state.
-
-    The activations that the blocks keep, and the larger of the loss with its logits and the backward of one block.
-    """
-    a = model.activations
-    kept = len(model.blocks) * (a.stream_bytes if checkpointing else a.block_bytes) + a.end_bytes
-    loss = num_tokens * a.loss_bytes + a.fixed_bytes + min(num_tokens, a.chunk_tokens) * a.chunk_bytes
-    backward = num_tokens * a.block_bytes * (2 if checkpointing else 1)
-    return int(num_tokens * kept + max(loss, backward))
+    """Peak memory of a micro-batch on the GPU beside weights, gradients and state."""
+    return model.activations.peak_bytes(len(model.blocks), num_tokens, checkpointing)
 
 
 def gpt_cost(
-    name: str, vocab_size: int, context: int, num_layers: int, hidden: int, num_heads: int, tied: bool = True
+    name: str,
+    vocab_size: int,
+    context: int,
+    num_layers: int,
+    hidden: int,
+    num_heads: int,
+    tied: bool = True,
+    width: int = 2,
+    has_dropout: bool = False,
 ) -> ModelCost:
-    """Costs of the GPT of `twinflow train`. Tests check that they equal the arithmetic of `models/gpt.py`."""
+    """Costs of the GPT of `twinflow train`, with weights of `width` bytes."""
     h, products = hidden, 12 * hidden * hidden
-    head = 2 * h + (0 if tied else vocab_size * h)
-    activations = Activations(
-        stream_bytes=2 * h,
-        block_bytes=32 * h + 4 * (4 + num_heads),
-        end_bytes=2 * h + 24,
-        loss_bytes=4 * h,
-        fixed_bytes=vocab_size * h * 4,
-        chunk_tokens=LOSS_CHUNK,
-        chunk_bytes=6 * vocab_size,
-    )
     return ModelCost(
         name=name,
         blocks=(products + 13 * h,) * num_layers,
         embedding_numel=(vocab_size + context) * h,
-        head_numel=head,
+        head_numel=2 * h + (0 if tied else vocab_size * h),
         block_products=(products,) * num_layers,
         head_products=vocab_size * h,
         hidden=h,
         attention_width=h,
         vocab_size=vocab_size,
         context=context,
-        activations=activations,
+        activations=gpt_activations(h, num_heads, vocab_size, width, has_dropout),
         traffic_bytes=GPT_TRAFFIC * h,
         launch_s=GPT_LAUNCH_S,
     )
@@ -138,23 +116,31 @@ def from_counts(
     hidden: int,
     vocab_size: int,
     context: int = 1024,
+    *,
+    products: int | None = None,
+    inner: int | None = None,
+    attention_width: int | None = None,
+    num_wide: int = 2,
 ) -> ModelCost:
-    """Costs of any model from the elements of its blocks. All elements are assumed to be weights of matrix products."""
-    products = tuple(blocks)
-    head_products = vocab_size * hidden
-    inner = max(4 * hidden, (max(blocks, default=0) - 4 * hidden * hidden) // max(1, 2 * hidden))
+    """Costs of any model from the elements of its blocks.
+
+    `products`: weights of a block in matrix products; by default all elements. `inner`: width of the MLP; by default it
+    follows from the largest block. `num_wide`: activations of this width that a block keeps.
+    """
+    if inner is None:
+        inner = max(4 * hidden, (max(blocks, default=0) - 4 * hidden * hidden) // max(1, 2 * hidden))
     return ModelCost(
         name=name,
         blocks=tuple(blocks),
         embedding_numel=embedding_numel,
         head_numel=head_numel,
-        block_products=products,
-        head_products=head_products,
+        block_products=tuple(blocks) if products is None else (products,) * len(blocks),
+        head_products=vocab_size * hidden,
         hidden=hidden,
-        attention_width=hidden,
+        attention_width=attention_width or hidden,
         vocab_size=vocab_size,
         context=context,
-        activations=_hf_activations(hidden, inner, vocab_size, num_wide=2),
+        activations=hf_activations(hidden, inner, vocab_size, num_wide),
         traffic_bytes=HF_TRAFFIC * hidden,
         launch_s=HF_LAUNCH_S,
     )
@@ -183,56 +169,6 @@ def from_hf(config: Mapping[str, Any], name: str = "") -> ModelCost:
         raise invalid_value("config.json", key, f"a complete config of a {kind} model") from None
 
 
-def _hf_activations(h: int, inner: int, vocab_size: int, num_wide: int) -> Activations:
-    """Activations of transformers models.
-
-    Measured with checkpointing on two Llama shapes (within 0.1%): inputs of blocks, three fp32 copies of the logits,
-    four times the hidden state. The activations within a block are an estimate.
-    """
-    return Activations(
-        stream_bytes=2 * h,
-        block_bytes=24 * h + 2 * (num_wide + 1) * inner,
-        end_bytes=8 * h,
-        loss_bytes=12 * vocab_size,
-    )
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """Numbers of a model that each family computes in its own way."""
-
-    hidden: int
-    layers: int
-    inner: int  # width of the MLP
-    context: int
-    block: int  # elements of a block
-    products: int  # elements of a block in matrix products
-    embedding: int
-    head: int
-    attention_width: int = 0  # 0: the hidden width
-    num_wide: int = 2  # activations of MLP width that a block keeps
-
-
-def _hf(config: Mapping[str, Any], name: str, parts: _Parts) -> ModelCost:
-    """Costs from the numbers of a family."""
-    vocab_size = int(config["vocab_size"])
-    return ModelCost(
-        name=name,
-        blocks=(parts.block,) * parts.layers,
-        embedding_numel=parts.embedding,
-        head_numel=parts.head,
-        block_products=(parts.products,) * parts.layers,
-        head_products=vocab_size * parts.hidden,
-        hidden=parts.hidden,
-        attention_width=parts.attention_width or parts.hidden,
-        vocab_size=vocab_size,
-        context=parts.context,
-        activations=_hf_activations(parts.hidden, parts.inner, vocab_size, parts.num_wide),
-        traffic_bytes=HF_TRAFFIC * parts.hidden,
-        launch_s=HF_LAUNCH_S,
-    )
-
-
 def _llama(config: Mapping[str, Any], name: str) -> ModelCost:
     """Llama, Mistral and Qwen2: rotary positions, gated MLP, RMS norms."""
     h, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
@@ -247,94 +183,64 @@ def _llama(config: Mapping[str, Any], name: str) -> ModelCost:
         biases += wide + 2 * narrow + h
     if config.get("mlp_bias"):
         biases += 2 * inner + h
-    embedding = config["vocab_size"] * h
-    parts = _Parts(
-        block=products + biases,
-        products=products,
-        embedding=embedding,
-        head=h + (0 if config.get("tie_word_embeddings") else embedding),
+    vocab_size = config["vocab_size"]
+    return from_counts(
+        name,
+        [products + biases] * config["num_hidden_layers"],
+        embedding_numel=vocab_size * h,
+        head_numel=h + (0 if config.get("tie_word_embeddings") else vocab_size * h),
         hidden=h,
-        layers=config["num_hidden_layers"],
+        vocab_size=vocab_size,
+        context=min(2048, config.get("max_position_embeddings", 2048)),
+        products=products,
         inner=inner,
         attention_width=wide,
-        context=min(2048, config.get("max_position_embeddings", 2048)),
         num_wide=3,
     )
-    return _hf(config, name, parts)
 
 
 def _opt(config: Mapping[str, Any], name: str) -> ModelCost:
     """OPT: learned positions, tied head."""
-    h, inner = config["hidden_size"], config["ffn_dim"]
+    h, positions = config["hidden_size"], config["max_position_embeddings"]
     narrow = config.get("word_embed_proj_dim") or h
-    products = 4 * h * h + 2 * h * inner
-    positions = config["max_position_embeddings"] + 2
     projections = 2 * h * narrow if narrow != h else 0
-    parts = _Parts(
-        block=products + 9 * h + inner,
-        products=products,
-        embedding=config["vocab_size"] * narrow + positions * h + projections,
-        head=0 if config.get("_remove_final_layer_norm") or narrow != h else 2 * h,
-        hidden=h,
-        layers=config["num_hidden_layers"],
-        inner=inner,
-        context=min(2048, config["max_position_embeddings"]),
-    )
-    return _hf(config, name, parts)
+    embedding = config["vocab_size"] * narrow + (positions + 2) * h + projections
+    head = 0 if config.get("_remove_final_layer_norm") or narrow != h else 2 * h
+    layers = config["num_hidden_layers"]
+    return _classic(name, config, h, config["ffn_dim"], layers, embedding, head, min(2048, positions))
 
 
 def _gpt2(config: Mapping[str, Any], name: str) -> ModelCost:
     """GPT-2: learned positions, tied head."""
-    h = config["n_embd"]
-    inner = config.get("n_inner") or 4 * h
-    products = 4 * h * h + 2 * h * inner
-    parts = _Parts(
-        block=products + 9 * h + inner,
-        products=products,
-        embedding=(config["vocab_size"] + config["n_positions"]) * h,
-        head=2 * h,
-        hidden=h,
-        layers=config["n_layer"],
-        inner=inner,
-        context=config["n_positions"],
-    )
-    return _hf(config, name, parts)
+    h, positions = config["n_embd"], config["n_positions"]
+    embedding = (config["vocab_size"] + positions) * h
+    return _classic(name, config, h, config.get("n_inner") or 4 * h, config["n_layer"], embedding, 2 * h, positions)
 
 
 def _gpt_neox(config: Mapping[str, Any], name: str) -> ModelCost:
     """GPT-NeoX and Pythia: rotary positions, untied head."""
-    h, inner = config["hidden_size"], config["intermediate_size"]
-    products = 4 * h * h + 2 * h * inner
+    h, layers = config["hidden_size"], config["num_hidden_layers"]
     embedding = config["vocab_size"] * h
-    parts = _Parts(
-        block=products + 9 * h + inner,
-        products=products,
-        embedding=embedding,
-        head=2 * h + (0 if config.get("tie_word_embeddings") else embedding),
-        hidden=h,
-        layers=config["num_hidden_layers"],
-        inner=inner,
-        context=min(2048, config.get("max_position_embeddings", 2048)),
-    )
-    return _hf(config, name, parts)
+    head = 2 * h + (0 if config.get("tie_word_embeddings") else embedding)
+    context = min(2048, config.get("max_position_embeddings", 2048))
+    return _classic(name, config, h, config["intermediate_size"], layers, embedding, head, context)
 
 
 def _bert(config: Mapping[str, Any], name: str) -> ModelCost:
     """BERT with its masked-language head, which is tied except for a bias."""
-    h, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    positions, types = config["max_position_embeddings"], config.get("type_vocab_size", 2)
+    h, vocab, positions = config["hidden_size"], config["vocab_size"], config["max_position_embeddings"]
+    embedding = (vocab + positions + config.get("type_vocab_size", 2)) * h + 2 * h
+    head, layers = h * h + 3 * h + vocab, config["num_hidden_layers"]
+    return _classic(name, config, h, config["intermediate_size"], layers, embedding, head, min(512, positions))
+
+
+def _classic(
+    name: str, config: Mapping[str, Any], h: int, inner: int, layers: int, embedding: int, head: int, context: int
+) -> ModelCost:
+    """A model whose blocks have full attention, a plain MLP, biases and two layer norms."""
     products = 4 * h * h + 2 * h * inner
-    parts = _Parts(
-        block=products + 9 * h + inner,
-        products=products,
-        embedding=(vocab + positions + types) * h + 2 * h,
-        head=h * h + 3 * h + vocab,
-        hidden=h,
-        layers=config["num_hidden_layers"],
-        inner=inner,
-        context=min(512, positions),
-    )
-    return _hf(config, name, parts)
+    blocks, vocab_size = [products + 9 * h + inner] * layers, config["vocab_size"]
+    return from_counts(name, blocks, embedding, head, h, vocab_size, context, products=products, inner=inner)
 
 
 _FAMILIES: Final[Mapping[str, Callable[[Mapping[str, Any], str], ModelCost]]] = {

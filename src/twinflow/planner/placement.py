@@ -9,29 +9,23 @@ between GPU and host. They are chosen only if they are clearly faster.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Final
 
 from twinflow.errors import not_enough
+from twinflow.planner.costs import Memory
 from twinflow.planner.formats import STATES, StateBytes, state_bytes
-from twinflow.planner.rates import Rates
-from twinflow.planner.simulate import NUM_STAGES, ClipDecision, Item, Prediction, Timing, Ways, predict
+from twinflow.planner.machines import Rates
+from twinflow.planner.simulate import NUM_STAGES, PLACES, ClipDecision, Item, Prediction, Timing, Ways, predict
 
 CLOSE: Final = 1.005  # steps within this factor are equally good, and the one with less GPU memory is chosen
 STREAM_WIN: Final = 1.02  # least speedup for which streaming is chosen
 _SHARES: Final = (0.25, 0.5, 0.75, 1.0)  # shares of the non-resident buckets that are tried as streamed
 _NUM_TRIES: Final = 16
 _NUM_RATIOS: Final = 8
-
-
-@dataclass(frozen=True)
-class Room:
-    """Free bytes for optimizer state, on the GPU and on the host."""
-
-    gpu_bytes: int
-    host_bytes: int
 
 
 @dataclass(frozen=True)
@@ -51,39 +45,13 @@ class Best:
     prediction: Prediction
 
 
-@dataclass(frozen=True)
-class _Case:
-    """The inputs of a prediction."""
-
-    items: Sequence[Item]
-    timing: Timing
-    rates: Rates
-    states: str
-    decision: ClipDecision
-    size: StateBytes
-    ways: Ways
-
-    def run(self, places: Sequence[str]) -> Prediction:
-        """Predict the step with these places."""
-        placed = [replace(item, place=place) for item, place in zip(self.items, places, strict=True)]
-        return predict(placed, self.timing, self.rates, self.states, self.decision, self.ways)
-
-    def used(self, places: Sequence[str]) -> Room:
-        """Bytes of the state with these places."""
-        numel = {p: sum(i.numel for i, q in zip(self.items, places, strict=True) if q == p) for p in set(places)}
-        largest = max((i.numel for i, p in zip(self.items, places, strict=True) if p == "streamed"), default=0)
-        gpu = numel.get("resident", 0) * self.size.resident + NUM_STAGES * largest * self.size.streamed
-        host = numel.get("host", 0) * self.size.host + numel.get("streamed", 0) * self.size.streamed
-        return Room(int(gpu), int(host))
-
-
 def choose(
     items: Sequence[Item],
     timing: Timing,
     rates: Rates,
     states: str,
     decision: ClipDecision,
-    room: Room,
+    room: Memory,
     size: StateBytes | None = None,
     ways: Ways | None = None,
 ) -> Choice:
@@ -91,25 +59,25 @@ def choose(
 
     The places of `items` are ignored. Raises a MemoryError if nothing fits.
     """
-    case = _Case(items, timing, rates, states, decision, size or state_bytes(states), ways or Ways())
-    order = input_side_first(items)
+    size, ways, order = size or state_bytes(states), ways or Ways(), input_side_first(items)
 
     @cache
     def tried(num_resident: int, share: float) -> tuple[tuple[str, ...], Prediction] | None:
         """A placement and its prediction, or None if it does not fit."""
         places = place(len(items), order, num_resident, share)
-        used = case.used(places)
+        placed = [replace(item, place=where) for item, where in zip(items, places, strict=True)]
+        used = _used(placed, size)
         if used.gpu_bytes > room.gpu_bytes or used.host_bytes > room.host_bytes:
             return None
-        return places, case.run(places)
+        return places, predict(placed, timing, rates, states, decision, ways)
 
-    found = _fewest(lambda n: tried(n, 0.0), len(items))
-    for share in _SHARES if case.ways.streams and not case.ways.delayed else ():
-        streamed = _fewest(lambda n, share=share: tried(n, share), len(items))  # type: ignore[misc]
+    found = _fewest(partial(tried, share=0.0), len(items))
+    for share in _SHARES if ways.streams and not ways.delayed else ():
+        streamed = _fewest(partial(tried, share=share), len(items))
         if streamed is not None and (found is None or streamed[1].step_s * STREAM_WIN < found[1].step_s):
             found = streamed
     if found is None:
-        raise _nothing_fits(case, room)
+        raise _nothing_fits(items, states, decision, room, size)
     return Choice(*found, reason(found[0], found[1], timing))
 
 
@@ -119,7 +87,7 @@ def best_ratio(
     rates: Rates,
     states: str,
     decision: ClipDecision,
-    room: Room,
+    room: Memory,
     size: StateBytes | None = None,
     ways: Ways | None = None,
 ) -> Best:
@@ -132,8 +100,7 @@ def best_ratio(
     least = max(0.0, 1.0 - room.gpu_bytes / (size.resident * total))
     most = min(1.0, room.host_bytes / (size.host * total))
     if least > most:
-        case = _Case(items, timing, rates, states, decision, size, ways or Ways())
-        raise _nothing_fits(case, room)
+        raise _nothing_fits(items, states, decision, room, size)
 
     @cache
     def run(ratio: float) -> Prediction:
@@ -163,6 +130,14 @@ def at_ratio(items: Sequence[Item], ratio: float) -> list[Item]:
         if numel < item.numel:
             placed.append(replace(item, numel=item.numel - numel, place="host"))
     return placed
+
+
+def _used(items: Sequence[Item], size: StateBytes) -> Memory:
+    """Bytes of the state of items in their places."""
+    numel = {place: sum(item.numel for item in items if item.place == place) for place in PLACES}
+    largest = max((item.numel for item in items if item.place == "streamed"), default=0)
+    gpu = numel["resident"] * size.resident + NUM_STAGES * largest * size.streamed
+    return Memory(int(gpu), int(numel["host"] * size.host + numel["streamed"] * size.streamed))
 
 
 def input_side_first(items: Sequence[Item]) -> list[int]:
@@ -212,41 +187,41 @@ def _edges(tried: Callable[[int], object | None], num_items: int) -> set[int]:
     fits = next((n for n in range(num_items + 1) if tried(n) is not None), None)
     if fits is None:
         return set()
-    low, high = fits, num_items + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if tried(middle) is not None else (low, middle)
-    return {fits, low}
+    beyond = bisect_left(range(num_items + 1), True, lo=fits, key=lambda n: tried(n) is None)
+    return {fits, beyond - 1}
+
+
+def shares(places: Sequence[str]) -> str:
+    """The number of buckets in each place, as text."""
+    return ", ".join(f"{count} {name}" for name in PLACES if (count := places.count(name)))
 
 
 def reason(places: Sequence[str], prediction: Prediction, timing: Timing) -> str:
     """The choice as one line for a log."""
-    count = {name: places.count(name) for name in ("resident", "host", "streamed") if name in places}
-    shares = ", ".join(f"{n} {name}" for name, n in count.items())
     over = 100.0 * (prediction.step_s / timing.gpu_s - 1.0) if timing.gpu_s else 0.0
-    return (
-        f"{shares} of {len(places)} buckets; predicted step {prediction.step_s:.3f} s, {over:.0f}% over the GPU alone"
-    )
+    step = f"predicted step {prediction.step_s:.3f} s, {over:.0f}% over the GPU alone"
+    return f"{shares(places)} of {len(places)} buckets; {step}"
 
 
-def _nothing_fits(case: _Case, room: Room) -> MemoryError:
+def _nothing_fits(
+    items: Sequence[Item], states: str, decision: ClipDecision, room: Memory, size: StateBytes
+) -> MemoryError:
     """The error with the needed, available and missing bytes, and changes that help."""
-    total = sum(item.numel for item in case.items)
-    most_resident = min(total, int(room.gpu_bytes / case.size.resident)) if room.gpu_bytes > 0 else 0
-    missing = (total - most_resident) * case.size.host - room.host_bytes
+    total = sum(item.numel for item in items)
+    most_resident = min(total, int(room.gpu_bytes / size.resident)) if room.gpu_bytes > 0 else 0
+    missing = (total - most_resident) * size.host - room.host_bytes
     remedies = [f"{_gb(missing)} are missing."]
-    for other in STATES[STATES.index(case.states) + 1 :]:
-        size = state_bytes(other)
-        resident = min(total, max(0, room.gpu_bytes) / size.resident)
-        if (total - resident) * size.host <= room.host_bytes:
+    for other in STATES[STATES.index(states) + 1 :]:
+        narrow = state_bytes(other)
+        resident = min(total, max(0, room.gpu_bytes) / narrow.resident)
+        if (total - resident) * narrow.host <= room.host_bytes:
             remedies.append(f'The states "{other}" would fit.')
             break
-    if case.decision.clips:
+    if decision.clips:
         remedies.append("Without clipping, no gradients wait for the norm, and their memory is free for the state.")
     remedies.append("A smaller batch or activation checkpointing frees GPU memory.")
     have = f"{_gb(room.host_bytes)} on the host and {_gb(room.gpu_bytes)} on the GPU"
-    state = f"the {case.states} optimizer state"
-    return not_enough("memory", state, _gb(total * case.size.host), have, " ".join(remedies))
+    return not_enough("memory", f"the {states} optimizer state", _gb(total * size.host), have, " ".join(remedies))
 
 
 def _gb(count: float) -> str:

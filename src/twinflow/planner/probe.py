@@ -1,4 +1,4 @@
-"""Measures the rates of this machine in about three seconds.
+"""Measures the rates of this machine in about three seconds, and keeps them in a file.
 
 Measurements
 ------------
@@ -25,22 +25,36 @@ which the first matrix product of training would allocate anyway.
 
 Threads: `_Copies.running` starts one thread for each copy direction. Each thread owns one stream and enqueues copies
 on it, at most `_MAX_IN_FLIGHT` ahead. The calling thread runs the updates, and stops the copies with an event.
+
+The cache has one file for each kind of machine. The file name contains a hash of everything that affects the rates:
+processor, usable cores, threads and ISA of the native pool, GPU, versions. The file also contains these facts as text,
+so that a file copied from another machine is rejected. A file that cannot be read or written is not an error: the
+machine is measured again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
+import math
+import os
+import platform
 import re
+import tempfile
 import threading
 import time
+import uuid
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,14 +63,16 @@ from torch.nn.functional import linear
 from twinflow import native
 from twinflow.device import Device, Event, Stream, device_for
 from twinflow.errors import invalid_value
-from twinflow.native.cgroup import free_host_bytes
-from twinflow.planner.rate_cache import is_sane, machine_facts, rates_file, read_rates, write_rates
-from twinflow.planner.rates import Rates
+from twinflow.native.cgroup import free_host_bytes, read_text
+from twinflow.native.threads import default_threads
+from twinflow.planner.formats import STATES
+from twinflow.planner.machines import Rates
 from twinflow.rules import ADAMW
 from twinflow.rules.formats import rounding_key
 from twinflow.rules.segment import Segment, Store, check_format, new_states
+from twinflow.version import __version__
 
-FORMATS: Final = ("fp32", "bf16", "int8")
+FORMAT_VERSION: Final = 1  # changes with the file format and with the meaning of the rates
 _COPY_BYTES: Final = 128 << 20
 _HOST_NUMEL: Final = 1 << 26
 _CALL_NUMEL: Final = 1 << 23  # enough work to make the wake-up of the pool negligible
@@ -74,6 +90,7 @@ _UNMEASURED_PARAMS: Final = 1e8
 _OPTIONS: Final = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|ALLOC_FAILED", re.IGNORECASE)
 
+Facts = dict[str, str | int]
 Work = Callable[[int], None]  # runs an operation that many times and waits for it
 T = TypeVar("T")
 
@@ -96,16 +113,103 @@ def probe(device: torch.device, *, folder: Path | None = None, refresh: bool = F
     start = time.perf_counter()
     facts = machine_facts(device)
     path = rates_file(facts, folder)
-    rates = None if refresh else read_rates(path, facts, FORMATS)
+    rates = None if refresh else read_rates(path, facts, STATES)
     is_cached = rates is not None
     if rates is None:
         rates = measure(device)
-        if is_sane(rates, FORMATS):
+        if is_sane(rates, STATES):
             write_rates(path, facts, rates)
     return Probed(rates, time.perf_counter() - start, is_cached)
 
 
-def measure(device: torch.device, formats: Sequence[str] = FORMATS, budget_s: float = 3.0) -> Rates:
+def machine_facts(device: torch.device) -> Facts:
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return {
+        "probe": FORMAT_VERSION,
+        "cpu": _cpu_name(read_text(Path("/proc/cpuinfo"))) or platform.processor() or platform.machine(),
+        "cores": default_threads({}),  # cores that this process may use, independent of TWINFLOW_THREADS
+        "threads": native.get_threads(),
+        "isa": native.isa(),
+        "gpu": gpu.name if gpu is not None else "",
+        "gpu_bytes": gpu.total_memory if gpu is not None else 0,
+        "twinflow": __version__,
+        "torch": str(torch.__version__),
+    }
+
+
+def _cpu_name(cpuinfo: str) -> str:
+    """All types of cores in /proc/cpuinfo: names on x86, numbers of implementer and part on Arm."""
+    kinds = re.findall(r"^(?:model name|CPU implementer|CPU part)\s*: (.*)$", cpuinfo, flags=re.MULTILINE)
+    return ", ".join(sorted({" ".join(kind.split()) for kind in kinds}))
+
+
+def rates_file(facts: Facts, folder: Path | None = None) -> Path:
+    """Path of the cache file of such a machine, in `folder` or in the user's cache."""
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return (default_folder(os.environ) if folder is None else folder) / f"rates-{key}.json"
+
+
+def default_folder(environ: Mapping[str, str]) -> Path:
+    """$TWINFLOW_CACHE, or the folder `twinflow` in the user's cache."""
+    if environ.get("TWINFLOW_CACHE"):
+        return Path(environ["TWINFLOW_CACHE"])
+    if environ.get("XDG_CACHE_HOME"):
+        return Path(environ["XDG_CACHE_HOME"]) / "twinflow"
+    home = Path(os.path.expanduser("~"))
+    # In a container a user may have no home. Then a temporary folder is better than a folder with the name "~".
+    return (home / ".cache" if home.is_absolute() else Path(tempfile.gettempdir())) / "twinflow"
+
+
+def read_rates(path: Path, facts: Facts, formats: Sequence[str]) -> Rates | None:
+    """The rates in a file. None if the file is missing, of another machine, or invalid."""
+    # ValueError: not JSON or not UTF-8. RecursionError: JSON nested too deeply.
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if saved["machine"] == facts:
+            rates = Rates(**saved["rates"])
+            return rates if is_sane(rates, formats) else None
+    return None
+
+
+def is_sane(rates: Rates, formats: Sequence[str]) -> bool:
+    """Whether all rates are positive numbers, and the rates of the host exist for every format."""
+    hosts = (rates.host_params, rates.host_params_copying)
+    if not all(isinstance(host, Mapping) and set(formats) <= set(host) for host in hosts):
+        return False
+    alone = (rates.out_bytes, rates.in_bytes, rates.duplex_bytes, rates.device_bytes, rates.flops)
+    return all(_is_positive(rate) for rate in (*alone, *hosts[0].values(), *hosts[1].values()))
+
+
+def _is_positive(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 < value < math.inf  # no conversion to float: an integer may be too large for it
+
+
+def write_rates(path: Path, facts: Facts, rates: Rates) -> None:
+    """Write the rates atomically. A failure is only a warning."""
+    text = json.dumps({"machine": facts, "rates": asdict(rates)}, indent=1) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_whole(path, text)
+    except OSError as error:
+        warnings.warn(
+            f"The measured rates of this machine cannot be kept in {path.parent} ({error}). Every start measures them "
+            "again, which takes some seconds. Set TWINFLOW_CACHE to a folder that can be written.",
+            stacklevel=2,
+        )
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write to a temporary file and rename it, so that concurrent readers and writers see a complete file."""
+    temporary = path.with_name(f".{path.stem}-{uuid.uuid4().hex}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def measure(device: torch.device, formats: Sequence[str] = STATES, budget_s: float = 3.0) -> Rates:
     """Measure the rates in `budget_s` seconds plus the time for allocations."""
     for format in formats:
         check_format(ADAMW, format)
@@ -121,16 +225,10 @@ def measure(device: torch.device, formats: Sequence[str] = FORMATS, budget_s: fl
         memory = _halve_until_it_fits(partial(_measure_memory, device, share_s), device_part)
         flops = _halve_until_it_fits(partial(_measure_products, device, share_s), device_part)
     is_complete = host is not None and memory is not None
-    host = host or _HostRates.unmeasured(formats)
-    return Rates(
-        out_bytes=host.out_bytes,
-        in_bytes=host.in_bytes,
-        duplex_bytes=host.duplex_bytes,
-        host_params=host.params,
-        host_params_copying=host.params_copying,
-        device_bytes=memory or _UNMEASURED_BYTES,
-        flops=(flops or 0.0) if is_complete else 0.0,
-    )
+    if host is None:
+        params = dict.fromkeys(formats, _UNMEASURED_PARAMS)
+        host = Rates(_UNMEASURED_BYTES, _UNMEASURED_BYTES, _UNMEASURED_BYTES, params, params, _UNMEASURED_BYTES, 0.0)
+    return replace(host, device_bytes=memory or _UNMEASURED_BYTES, flops=(flops or 0.0) if is_complete else 0.0)
 
 
 def _halve_until_it_fits(work: Callable[[int], T], first_part: int) -> T | None:
@@ -156,23 +254,8 @@ def _fitting_part(free_bytes: int) -> int:
     return part
 
 
-class _HostRates(NamedTuple):
-    """Rates that depend on the host memory."""
-
-    out_bytes: float
-    in_bytes: float
-    duplex_bytes: float
-    params: dict[str, float]
-    params_copying: dict[str, float]
-
-    @staticmethod
-    def unmeasured(formats: Sequence[str]) -> _HostRates:
-        params = dict.fromkeys(formats, _UNMEASURED_PARAMS)
-        return _HostRates(_UNMEASURED_BYTES, _UNMEASURED_BYTES, _UNMEASURED_BYTES, params, dict(params))
-
-
-def _measure_host(device: torch.device, formats: Sequence[str], share_s: float, part: int) -> _HostRates:
-    """Measure copies, updates, and updates during copies."""
+def _measure_host(device: torch.device, formats: Sequence[str], share_s: float, part: int) -> Rates:
+    """Measure copies, updates, and updates during copies. The rates of the device are 0."""
     streams = device_for(device)
     try:
         copies = _Copies(streams, device, _COPY_BYTES // part)
@@ -188,7 +271,7 @@ def _measure_host(device: torch.device, formats: Sequence[str], share_s: float, 
             with copies.running():
                 copying[format] = call_numel / _seconds_each(work, share_s)
             del lower, store, work  # release memory before the next format allocates
-        return _HostRates(rates[0], rates[1], rates[2], alone, copying)
+        return Rates(rates[0], rates[1], rates[2], alone, copying, device_bytes=0.0, flops=0.0)
     finally:
         streams.close()
 

@@ -196,8 +196,7 @@ def largest_batch(run: Run, cluster: Cluster, ratio: float, total_batch: int) ->
     tries = [*((batch, most // batch) for batch in sizes), *((batch, 1) for batch in sizes)]
     for batch, micro_batches in tries:
         tried = replace(run, batch=batch, micro_batches=micro_batches)
-        missing = used_bytes(tried, ratio, memory).missing(memory)
-        if not (missing.gpu_bytes or missing.host_bytes):
+        if used_bytes(tried, ratio, memory).missing(memory).is_zero:
             return tried
     return None
 

@@ -13,13 +13,10 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Final
 
-from twinflow.planner.rates import Rates
+from twinflow.planner.formats import UPDATE_BYTES, state_bytes
+from twinflow.planner.machines import Rates
 
 PLACES: Final = ("resident", "host", "streamed")
-# Bytes for each parameter with bf16 weights: traffic of an update on the GPU, and size of a streamed state.
-DEVICE_BYTES: Final = {"fp32": 26.0, "bf16": 18.0, "int8": 14.125}
-STREAMED_BYTES: Final = {"fp32": 10.0, "bf16": 6.0, "int8": 4.0625}
-
 NUM_STAGES: Final = 3  # streamed buckets on the GPU at a time: one is loaded, one is updated, one is stored
 _HOST_TASK_S: Final = 3e-4  # overhead of an update: threads wake up, a bucket is selected
 _COPY_TASK_S: Final = 2e-4  # overhead of a copy
@@ -105,8 +102,8 @@ def predict(
 def _delayed(items: Sequence[Item], timing: Timing, rates: Rates, states: str, ways: Ways) -> Prediction:
     """Prediction with delayed updates. All work has a whole step, so the slowest unit determines the time."""
     numel = {place: sum(i.numel for i in items if i.place == place) for place in PLACES}
-    on_gpu = (numel["resident"] + numel["streamed"]) * DEVICE_BYTES[states] / rates.device_bytes
-    stream = numel["streamed"] * STREAMED_BYTES[states]
+    on_gpu = (numel["resident"] + numel["streamed"]) * UPDATE_BYTES[states] / rates.device_bytes
+    stream = numel["streamed"] * state_bytes(states).streamed
     out_s = (numel["host"] * ways.grad_bytes + stream) / rates.duplex_bytes
     in_s = (numel["host"] * ways.weight_bytes + stream) / rates.duplex_bytes
     host_s = numel["host"] / rates.host_params[states] + _HOST_TASK_S * sum(i.place == "host" for i in items)
@@ -123,8 +120,8 @@ class Play:
         self, items: Sequence[Item], timing: Timing, rates: Rates, states: str, decision: ClipDecision, ways: Ways
     ) -> None:
         self.items, self.timing, self.rates, self.decision, self.ways = items, timing, rates, decision, ways
-        self.device_s = [item.numel * DEVICE_BYTES[states] / rates.device_bytes for item in items]
-        self.stream_bytes = STREAMED_BYTES[states]
+        self.device_s = [item.numel * UPDATE_BYTES[states] / rates.device_bytes for item in items]
+        self.stream_bytes = state_bytes(states).streamed
         host, copying = rates.host_params[states], rates.host_params_copying[states]
         self.host_rates = (host, 0.5 * (host + copying), copying)  # indexed by the number of directions that copy
         self.program = self._program()
