@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Conversions between state formats and fp32, for Triton. They give the same bits as rules/formats.py and
 csrc/codecs.h.
 
@@ -21,38 +22,38 @@ VARIANCE_MAX = tl.constexpr(formats.VARIANCE_MAX)
 
 
 @triton.jit
-def bits(x: tl.tensor) -> tl.tensor:
+def bits(x):
     """The bit patterns of fp32 numbers as int32."""
     return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def value(u: tl.tensor) -> tl.tensor:
+def value(u):
     """The fp32 numbers with these bit patterns."""
     return u.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def is_nan(u: tl.tensor) -> tl.tensor:
+def is_nan(u):
     """Whether these are the bits of a NaN."""
     return (u & 0x7FFFFFFF) > 0x7F800000
 
 
 @triton.jit
-def from_bf16(upper: tl.tensor) -> tl.tensor:
+def from_bf16(upper):
     """Convert bf16 numbers, given as int16, to fp32."""
     return value(upper.to(tl.int32) << 16)
 
 
 @triton.jit
-def to_bf16(x: tl.tensor) -> tl.tensor:
+def to_bf16(x):
     """Round to nearest, ties to even. The result is bf16 as int16. NaN becomes 0x7FC0."""
     u = bits(x)
     return tl.where(is_nan(u), 0x7FC0, (u + 0x7FFF + ((u >> 16) & 1)) >> 16).to(tl.int16)
 
 
 @triton.jit
-def to_bf16_stochastic(x: tl.tensor, random: tl.tensor) -> tl.tensor:
+def to_bf16_stochastic(x, random):
     """Round numbers >= 0 up or down at random: the carry from the lower half rounds up. The largest never becomes
     infinite.
     """
@@ -61,13 +62,13 @@ def to_bf16_stochastic(x: tl.tensor, random: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def join(upper: tl.tensor, lower: tl.tensor) -> tl.tensor:
+def join(upper, lower):
     """The fp32 numbers from the halves (both int16) that `split` returns."""
     return value((upper.to(tl.int32) << 16) + lower.to(tl.int32))
 
 
 @triton.jit
-def split(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def split(x):
     """Upper and lower halves of fp32 numbers, both int16."""
     u = bits(x)
     upper = tl.where(is_nan(u), (u >> 16) | 0x40, (u + 0x8000) >> 16)
@@ -75,7 +76,7 @@ def split(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 
 @triton.jit
-def random_bits(first_block: tl.tensor, key_pointer: tl.tensor, BLOCKS: tl.constexpr) -> tl.tensor:
+def random_bits(first_block, key_pointer, BLOCKS: tl.constexpr):
     """16 random bits, as int32, for each element of a tile. The tile starts at block `first_block` of its parameter."""
     first_key = tl.load(key_pointer).to(tl.uint32, bitcast=True)
     second_key = tl.load(key_pointer + 1).to(tl.uint32, bitcast=True)
@@ -90,7 +91,7 @@ def random_bits(first_block: tl.tensor, key_pointer: tl.tensor, BLOCKS: tl.const
 
 
 @triton.jit
-def block_scales(x: tl.tensor, TOP: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+def block_scales(x, TOP: tl.constexpr):
     """For each block: the factor that scales it into the range of the codes, the inverse scale, and whether all of it
     is finite.
 
@@ -104,7 +105,7 @@ def block_scales(x: tl.tensor, TOP: tl.constexpr) -> tuple[tl.tensor, tl.tensor,
 
 
 @triton.jit
-def encode_e4m3(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def encode_e4m3(x):
     """Codes (rounded to nearest) and scales.
 
     The sum of a number and 2**20 times its power of two (at least 2**-6) has the rounded mantissa in its lowest bits.
@@ -119,7 +120,7 @@ def encode_e4m3(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 
 @triton.jit
-def encode_e5m3(x: tl.tensor, random: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def encode_e5m3(x, random):
     """Codes (rounded stochastically; only 0 has the code 0) and scales, for x >= 0."""
     inverse, scales, is_finite = block_scales(x, VARIANCE_MAX)
     scaled = x * inverse
@@ -131,7 +132,7 @@ def encode_e5m3(x: tl.tensor, random: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 
 @triton.jit
-def decode_e4m3(codes: tl.tensor, scales: tl.tensor) -> tl.tensor:
+def decode_e4m3(codes, scales):
     """Decode e4m3. A code is the upper part of an fp16 number times 2**-8, except that its sign is one bit lower."""
     half = codes.to(tl.int32) << 7
     half = half + (half & 0x4000)
@@ -139,7 +140,7 @@ def decode_e4m3(codes: tl.tensor, scales: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def decode_e5m3(codes: tl.tensor, scales: tl.tensor) -> tl.tensor:
+def decode_e5m3(codes, scales):
     """Decode e5m3. A code is the upper part of an fp16 number."""
     half = (codes.to(tl.int32) << 7).to(tl.int16)
     return half.to(tl.float16, bitcast=True).to(tl.float32) * scales

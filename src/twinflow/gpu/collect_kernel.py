@@ -19,13 +19,7 @@ TABLE_COLUMNS = tl.constexpr(4)  # int64: address, number of elements, start of 
 
 
 @triton.jit(do_not_specialize=["numel"])
-def collect(
-    values: tl.tensor,
-    rows: tl.tensor,
-    offset: tl.tensor,
-    numel: tl.tensor,
-    TILE: tl.constexpr,
-) -> None:
+def collect(values, rows, offset, numel, TILE: tl.constexpr):
     """Write the norms of the blocks of `values` to rows[offset // 128:]. Each program has one tile."""
     at = offset.to(tl.int64)  # a bucket may have more than 2**31 elements
     start = tl.program_id(0).to(tl.int64) * TILE
@@ -37,12 +31,7 @@ def collect(
 
 
 @triton.jit
-def collect_many(
-    table: tl.tensor,
-    rows: tl.tensor,
-    ELEMENT: tl.constexpr,
-    TILE: tl.constexpr,
-) -> None:
+def collect_many(table, rows, ELEMENT: tl.constexpr, TILE: tl.constexpr):
     """`collect` for several buffers. A row of the table has the address of a buffer (a multiple of 16), its number of
     elements, and the start of its norms, counted in elements. Each program has one tile, and each row of programs one
     buffer.
@@ -60,13 +49,13 @@ def collect_many(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def norm(rows: tl.tensor, num_rows: tl.tensor, into: tl.tensor, CHUNK: tl.constexpr) -> None:
+def norm(rows, num_rows, into, CHUNK: tl.constexpr):
     """Write the fp64 norm of all rows of one buffer."""
     tl.store(into, _norm(rows, num_rows, CHUNK))
 
 
 @triton.jit
-def norm_many(table: tl.tensor, rows: tl.tensor, norms: tl.tensor, CHUNK: tl.constexpr) -> None:
+def norm_many(table, rows, norms, CHUNK: tl.constexpr):
     """`norm` for each buffer of a table. The last column of the table is the index in `norms`."""
     own = table + tl.program_id(0).to(tl.int64) * TABLE_COLUMNS
     found = _norm(rows + tl.load(own + 2) // BLOCK, tl.load(own + 1) // BLOCK, CHUNK)
@@ -74,7 +63,7 @@ def norm_many(table: tl.tensor, rows: tl.tensor, norms: tl.tensor, CHUNK: tl.con
 
 
 @triton.jit
-def _norm(rows: tl.tensor, num_rows: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
+def _norm(rows, num_rows, CHUNK: tl.constexpr):
     index = tl.arange(0, CHUNK)
     total = tl.zeros([CHUNK], tl.float64)
     for start in range(0, num_rows, CHUNK):
@@ -84,15 +73,7 @@ def _norm(rows: tl.tensor, num_rows: tl.tensor, CHUNK: tl.constexpr) -> tl.tenso
 
 
 @triton.jit
-def _collect_tile(
-    values: tl.tensor,
-    rows: tl.tensor,
-    at: tl.tensor,
-    start: tl.tensor,
-    numel: tl.tensor,
-    TILE: tl.constexpr,
-    MASKED: tl.constexpr,
-) -> None:
+def _collect_tile(values, rows, at, start, numel, TILE: tl.constexpr, MASKED: tl.constexpr):
     BLOCKS: tl.constexpr = TILE // BLOCK
     block = start + tl.arange(0, BLOCKS)[:, None] * BLOCK  # [blocks, 1]
     index = block + tl.arange(0, BLOCK)[None, :]  # [blocks, 128]
@@ -103,13 +84,13 @@ def _collect_tile(
 
 
 @triton.jit
-def _load(pointers: tl.tensor, mask: tl.tensor) -> tl.tensor:
+def _load(pointers, mask):
     x = tl.load(pointers, mask=mask, other=0)
     return from_bf16(x.to(tl.int16, bitcast=True)) if x.dtype == tl.bfloat16 else x.to(tl.float32)
 
 
 @triton.jit
-def _row_norms(x: tl.tensor) -> tl.tensor:
+def _row_norms(x):
     """The norm of each row, from [blocks, 128] to [blocks, 1]."""
     s = x * x
     for _ in tl.static_range(LEVELS):

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The update kernel. A program reads a tile of weights, gradients and states, updates it and writes it back.
 
 Each thread has four elements. Every buffer is then read and written in the same layout (16 bytes of fp32, 8 of bf16 or
@@ -38,24 +39,9 @@ HYPER = tl.constexpr(4)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
-def update(
-    tiles: tl.tensor,
-    numbers: tl.tensor,
-    decision: tl.tensor | None,
-    grads: tl.tensor,
-    master: tl.tensor | None,
-    first: tl.tensor | None,
-    second: tl.tensor | None,
-    first_scales: tl.tensor | None,
-    second_scales: tl.tensor | None,
-    num_tiles: tl.tensor,
-    RULE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    TILE: tl.constexpr,
-    LOOPS: tl.constexpr,
-) -> None:
+def update(tiles, numbers, decision, grads, master, first, second, first_scales, second_scales, num_tiles,
+           RULE: tl.constexpr, FORMAT: tl.constexpr, WEIGHT: tl.constexpr, ALIGNMENT: tl.constexpr,
+           TILE: tl.constexpr, LOOPS: tl.constexpr):  # fmt: skip
     """One step of every tile whose piece is updated. Buffers that do not exist are None.
 
     decision: norm, factor and whether to skip, in fp64. Its factor is multiplied with the factor in `numbers`.
@@ -93,31 +79,15 @@ def update(
 
 
 @triton.jit
-def _read_tile(tiles: tl.tensor, number: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+def _read_tile(tiles, number):
     row = tiles + number.to(tl.int64) * TILE_COLUMNS
     return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
 
 
 @triton.jit
-def _update_tile(
-    weight: tl.tensor,
-    at: tl.tensor,
-    first_block: tl.tensor,
-    count: tl.tensor,
-    own: tl.tensor,
-    factor: tl.tensor,
-    grads: tl.tensor,
-    master: tl.tensor | None,
-    first: tl.tensor | None,
-    second: tl.tensor | None,
-    first_scales: tl.tensor | None,
-    second_scales: tl.tensor | None,
-    RULE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    TILE: tl.constexpr,
-) -> None:
+def _update_tile(weight, at, first_block, count, own, factor, grads, master, first, second, first_scales,
+                 second_scales, RULE: tl.constexpr, FORMAT: tl.constexpr, WEIGHT: tl.constexpr,
+                 ALIGNMENT: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
     # Whole tiles use no mask, because a mask prevents wide loads and stores.
     if count == TILE:
         _update_elements(weight, at, first_block, count, own, factor, grads, master, first, second, first_scales,
@@ -128,26 +98,10 @@ def _update_tile(
 
 
 @triton.jit
-def _update_elements(
-    weight: tl.tensor,
-    at: tl.tensor,
-    first_block: tl.tensor,
-    count: tl.tensor,
-    own: tl.tensor,
-    factor: tl.tensor,
-    grads: tl.tensor,
-    master: tl.tensor | None,
-    first: tl.tensor | None,
-    second: tl.tensor | None,
-    first_scales: tl.tensor | None,
-    second_scales: tl.tensor | None,
-    RULE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    TILE: tl.constexpr,
-    MASKED: tl.constexpr,
-) -> None:
+def _update_elements(weight, at, first_block, count, own, factor, grads, master, first, second,
+                     first_scales, second_scales, RULE: tl.constexpr, FORMAT: tl.constexpr,
+                     WEIGHT: tl.constexpr, ALIGNMENT: tl.constexpr, TILE: tl.constexpr,
+                     MASKED: tl.constexpr):  # fmt: skip
     BLOCKS: tl.constexpr = TILE // BLOCK
     # It is a multiple already. The product tells this to the compiler; a hint for an argument has no effect.
     at = at // BLOCK * BLOCK
@@ -175,15 +129,13 @@ def _update_elements(
 
 
 @triton.jit
-def _load_gradient(pointers: tl.tensor, mask: tl.tensor) -> tl.tensor:
+def _load_gradient(pointers, mask):
     grads = tl.load(pointers, mask=mask, other=0)
     return from_bf16(grads) if grads.dtype == tl.int16 else grads.to(tl.float32)
 
 
 @triton.jit
-def _load_weight(
-    weight: tl.tensor, master: tl.tensor | None, at: tl.tensor, mask: tl.tensor, WEIGHT: tl.constexpr
-) -> tl.tensor:
+def _load_weight(weight, master, at, mask, WEIGHT: tl.constexpr):
     if WEIGHT == "fp32":
         p = tl.load(weight, mask=mask, other=0.0)
     elif WEIGHT == "fp16":
@@ -196,9 +148,7 @@ def _load_weight(
 
 
 @triton.jit
-def _store_weight(
-    p: tl.tensor, weight: tl.tensor, master: tl.tensor | None, at: tl.tensor, mask: tl.tensor, WEIGHT: tl.constexpr
-) -> None:
+def _store_weight(p, weight, master, at, mask, WEIGHT: tl.constexpr):
     if WEIGHT == "fp32":
         tl.store(weight, p, mask=mask)
     elif WEIGHT == "fp16":
@@ -211,16 +161,7 @@ def _store_weight(
 
 
 @triton.jit
-def _load_state(
-    state: tl.tensor | None,
-    scales: tl.tensor | None,
-    at: tl.tensor,
-    scales_at: tl.tensor,
-    mask: tl.tensor,
-    block_mask: tl.tensor,
-    FORMAT: tl.constexpr,
-    WHICH: tl.constexpr,
-) -> tl.tensor:
+def _load_state(state, scales, at, scales_at, mask, block_mask, FORMAT: tl.constexpr, WHICH: tl.constexpr):
     """The first (WHICH = 0) or second (WHICH = 1) state in fp32. Zeros if it is None."""
     if state is None:
         x = tl.zeros(mask.shape, tl.float32)
@@ -235,18 +176,7 @@ def _load_state(
 
 
 @triton.jit
-def _store_state(
-    x: tl.tensor,
-    random: tl.tensor,
-    state: tl.tensor | None,
-    scales: tl.tensor | None,
-    at: tl.tensor,
-    scales_at: tl.tensor,
-    mask: tl.tensor,
-    block_mask: tl.tensor,
-    FORMAT: tl.constexpr,
-    WHICH: tl.constexpr,
-) -> None:
+def _store_state(x, random, state, scales, at, scales_at, mask, block_mask, FORMAT: tl.constexpr, WHICH: tl.constexpr):
     if FORMAT == "int8":
         codes, scale = encode_e4m3(x) if WHICH == 0 else encode_e5m3(x, random)
         tl.store(state + at, codes, mask=mask)

@@ -33,22 +33,8 @@ SHIFT_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit(do_not_specialize=["numel"])
-def encode(
-    words: tl.tensor,
-    scales: tl.tensor,
-    values: tl.tensor,
-    base: tl.tensor | None,
-    error: tl.tensor | None,
-    exponents: tl.tensor | None,
-    factor: tl.tensor,
-    base_factor: tl.tensor,
-    numel: tl.tensor,
-    part_stride: tl.tensor,
-    row_stride: tl.tensor,
-    BITS: tl.constexpr,
-    TOP: tl.constexpr,
-    IS_SCALED: tl.constexpr,
-) -> None:
+def encode(words, scales, values, base, error, exponents, factor, base_factor, numel, part_stride,
+           row_stride, BITS: tl.constexpr, TOP: tl.constexpr, IS_SCALED: tl.constexpr):  # fmt: skip
     """Pack rows. The grid is [blocks, rows]. Tensors that are not used are None.
 
     `words` and `scales` are the packed rows as words and as fp32. `numel` is the number of elements of a row. The
@@ -71,30 +57,15 @@ def encode(
 
 
 @triton.jit
-def _codes_of(words: tl.tensor, row: tl.tensor, row_stride: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+def _codes_of(words, row, row_stride, BITS: tl.constexpr):
     """Address of the codes of a row, which follow the scales."""
     WORD_BYTES: tl.constexpr = (BITS + 1) // 2
     return words + row * (row_stride // WORD_BYTES) + tl.num_programs(0) * (4 // WORD_BYTES)
 
 
 @triton.jit
-def _encode_block(
-    codes: tl.tensor,
-    scale: tl.tensor,
-    values: tl.tensor,
-    base: tl.tensor | None,
-    error: tl.tensor | None,
-    exponents: tl.tensor | None,
-    factor: tl.tensor,
-    base_factor: tl.tensor,
-    at: tl.tensor,
-    start: tl.tensor,
-    numel: tl.tensor,
-    BITS: tl.constexpr,
-    TOP: tl.constexpr,
-    IS_SCALED: tl.constexpr,
-    MASKED: tl.constexpr,
-) -> None:
+def _encode_block(codes, scale, values, base, error, exponents, factor, base_factor, at, start, numel,
+                  BITS: tl.constexpr, TOP: tl.constexpr, IS_SCALED: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     index = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]  # [1024, 4]
     mask = start + index < numel if MASKED else tl.full([HEIGHT, WIDTH], True, tl.int1)
     is_in = mask
@@ -130,7 +101,7 @@ def _encode_block(
 
 
 @triton.jit
-def _scale(c: tl.tensor, count: tl.tensor, BITS: tl.constexpr, TOP: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def _scale(c, count, BITS: tl.constexpr, TOP: tl.constexpr):
     """The scale of a block, and whether it is finite."""
     magnitudes = bits(c) & MAGNITUDE
     if BITS == 1:
@@ -143,7 +114,7 @@ def _scale(c: tl.tensor, count: tl.tensor, BITS: tl.constexpr, TOP: tl.constexpr
 
 
 @triton.jit
-def _signs(c: tl.tensor, s: tl.tensor, is_finite: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def _signs(c, s, is_finite):
     """Codes of one bit as int32, and the decoded numbers."""
     u = bits(c)
     is_below = (u < 0) & ((u & MAGNITUDE) != 0) & is_finite
@@ -151,7 +122,7 @@ def _signs(c: tl.tensor, s: tl.tensor, is_finite: tl.tensor) -> tuple[tl.tensor,
 
 
 @triton.jit
-def _numbers(c: tl.tensor, s: tl.tensor, is_finite: tl.tensor, TOP: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def _numbers(c, s, is_finite, TOP: tl.constexpr):
     """Codes of 4 or 8 bits as int32, and the decoded numbers."""
     is_zero = bits(s) == 0
     inverse = tl.where(is_zero, 0.0, tl.math.div_rn(tl.full([], 1.0, tl.float32), tl.where(is_zero, 1.0, s)))
@@ -161,15 +132,7 @@ def _numbers(c: tl.tensor, s: tl.tensor, is_finite: tl.tensor, TOP: tl.constexpr
 
 
 @triton.jit
-def _store_codes(
-    codes: tl.tensor,
-    code: tl.tensor,
-    mask: tl.tensor,
-    start: tl.tensor,
-    numel: tl.tensor,
-    BITS: tl.constexpr,
-    MASKED: tl.constexpr,
-) -> None:
+def _store_codes(codes, code, mask, start, numel, BITS: tl.constexpr, MASKED: tl.constexpr):
     """Store the words of a block. Unused bits are zero."""
     EACH: tl.constexpr = 8 if BITS == 1 else WIDTH  # elements of a word
     if BITS == 4:
@@ -185,7 +148,7 @@ def _store_codes(
 
 
 @triton.jit
-def _pad_row(codes: tl.tensor, numel: tl.tensor, BITS: tl.constexpr) -> None:
+def _pad_row(codes, numel, BITS: tl.constexpr):
     """Store zeros after the last word of a row, up to a multiple of 16 bytes."""
     EACH: tl.constexpr = 8 if BITS == 1 else WIDTH
     WORD_BYTES: tl.constexpr = (BITS + 1) // 2
@@ -197,16 +160,7 @@ def _pad_row(codes: tl.tensor, numel: tl.tensor, BITS: tl.constexpr) -> None:
 
 
 @triton.jit(do_not_specialize=["numel"])
-def mean(
-    out: tl.tensor,
-    words: tl.tensor,
-    scales: tl.tensor,
-    exponents: tl.tensor | None,
-    numel: tl.tensor,
-    row_stride: tl.tensor,
-    NUM_ROWS: tl.constexpr,
-    BITS: tl.constexpr,
-) -> None:
+def mean(out, words, scales, exponents, numel, row_stride, NUM_ROWS: tl.constexpr, BITS: tl.constexpr):
     """Compute the mean of rows. The grid is [blocks]. Rows are added in their order."""
     block = tl.program_id(0).to(tl.int64)
     start = block * BLOCK
@@ -217,18 +171,8 @@ def mean(
 
 
 @triton.jit
-def _mean_block(
-    out: tl.tensor,
-    words: tl.tensor,
-    scale: tl.tensor,
-    exponents: tl.tensor | None,
-    start: tl.tensor,
-    numel: tl.tensor,
-    row_stride: tl.tensor,
-    NUM_ROWS: tl.constexpr,
-    BITS: tl.constexpr,
-    MASKED: tl.constexpr,
-) -> None:
+def _mean_block(out, words, scale, exponents, start, numel, row_stride, NUM_ROWS: tl.constexpr,
+                BITS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     index = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]  # [1024, 4]
     mask = start + index < numel if MASKED else tl.full([HEIGHT, WIDTH], True, tl.int1)
     GROUPED: tl.constexpr = 1 + (NUM_ROWS - 1) // GROUP * GROUP
@@ -246,18 +190,8 @@ def _mean_block(
 
 
 @triton.jit(do_not_specialize=["numel"])
-def decode(
-    out: tl.tensor,
-    words: tl.tensor,
-    scales: tl.tensor,
-    exponents: tl.tensor | None,
-    numel: tl.tensor,
-    part_stride: tl.tensor,
-    row_stride: tl.tensor,
-    BITS: tl.constexpr,
-    IS_SCALED: tl.constexpr,
-    IS_ADDED: tl.constexpr,
-) -> None:
+def decode(out, words, scales, exponents, numel, part_stride, row_stride, BITS: tl.constexpr,
+           IS_SCALED: tl.constexpr, IS_ADDED: tl.constexpr):  # fmt: skip
     """Unpack rows. The grid is [blocks, rows]. Arguments are those of encode."""
     block, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     start = block * BLOCK
@@ -271,19 +205,8 @@ def decode(
 
 
 @triton.jit
-def _decode_block(
-    out: tl.tensor,
-    codes: tl.tensor,
-    scale: tl.tensor,
-    exponents: tl.tensor | None,
-    at: tl.tensor,
-    start: tl.tensor,
-    numel: tl.tensor,
-    BITS: tl.constexpr,
-    IS_SCALED: tl.constexpr,
-    IS_ADDED: tl.constexpr,
-    MASKED: tl.constexpr,
-) -> None:
+def _decode_block(out, codes, scale, exponents, at, start, numel, BITS: tl.constexpr,
+                  IS_SCALED: tl.constexpr, IS_ADDED: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     index = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]  # [1024, 4]
     mask = start + index < numel if MASKED else tl.full([HEIGHT, WIDTH], True, tl.int1)
     found = _unpacked(codes, scale, start, numel, BITS, MASKED)
@@ -297,25 +220,14 @@ def _decode_block(
 
 
 @triton.jit
-def _unpacked_row(
-    words: tl.tensor,
-    scale: tl.tensor,
-    row: tl.tensor,
-    start: tl.tensor,
-    numel: tl.tensor,
-    row_stride: tl.tensor,
-    BITS: tl.constexpr,
-    MASKED: tl.constexpr,
-) -> tl.tensor:
+def _unpacked_row(words, scale, row, start, numel, row_stride, BITS: tl.constexpr, MASKED: tl.constexpr):
     """The decoded block at `start` of another row."""
     stride = row_stride.to(tl.int64)
     return _unpacked(_codes_of(words, row, stride, BITS), scale + row * (stride // 4), start, numel, BITS, MASKED)
 
 
 @triton.jit
-def _unpacked(
-    codes: tl.tensor, scale: tl.tensor, start: tl.tensor, numel: tl.tensor, BITS: tl.constexpr, MASKED: tl.constexpr
-) -> tl.tensor:
+def _unpacked(codes, scale, start, numel, BITS: tl.constexpr, MASKED: tl.constexpr):
     """The decoded numbers of a block, [1024, 4]."""
     line, column = tl.arange(0, HEIGHT)[:, None], tl.arange(0, WIDTH)[None, :]
     at = start // 8 + line // 2 if BITS == 1 else start // WIDTH + line  # [1024, 1]: words
@@ -333,9 +245,7 @@ def _unpacked(
 
 
 @triton.jit
-def _without_exponents(
-    x: tl.tensor, pointers: tl.tensor, mask: tl.tensor, IS_SCALED: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+def _without_exponents(x, pointers, mask, IS_SCALED: tl.constexpr):
     """`x` divided by the powers of two, with zeros for elements that are left out, and the mask of
     all other elements.
     """
@@ -346,13 +256,13 @@ def _without_exponents(
 
 
 @triton.jit
-def _load(pointers: tl.tensor, mask: tl.tensor) -> tl.tensor:
+def _load(pointers, mask):
     x = tl.load(pointers, mask=mask, other=0)
     return from_bf16(x.to(tl.int16, bitcast=True)) if x.dtype == tl.bfloat16 else x.to(tl.float32)
 
 
 @triton.jit
-def _store_rounded(pointers: tl.tensor, x: tl.tensor, mask: tl.tensor) -> None:
+def _store_rounded(pointers, x, mask):
     """Store fp32 numbers, rounded to the dtype of the pointers."""
     if pointers.dtype.element_ty == tl.bfloat16:
         tl.store(pointers, to_bf16(x).to(tl.bfloat16, bitcast=True), mask=mask)

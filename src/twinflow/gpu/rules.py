@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The update rules for Triton, element by element. The operations and their order are those of rules/*.py.
 
 A rule takes gradient g, weight p, first state m and second state v (zeros if it has none) and the address of its
@@ -16,22 +17,20 @@ TINY_BITS = tl.constexpr(27 << 23)  # 2**-100, as in rules/numerics.py
 
 
 @triton.jit
-def flush(x: tl.tensor) -> tl.tensor:
+def flush(x):
     """`x` with all values below 2**-100 in magnitude replaced by +0. NaN stays."""
     u = bits(x)
     return value(tl.where((u & 0x7FFFFFFF) < TINY_BITS, 0, u))
 
 
 @triton.jit
-def scalar(hyper: tl.tensor, INDEX: tl.constexpr) -> tl.tensor:
+def scalar(hyper, INDEX: tl.constexpr):
     """One of the scalars of the rule. They are stored as bits in a table of integers."""
     return tl.load(hyper + INDEX).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def adam(
-    g: tl.tensor, p: tl.tensor, m: tl.tensor, v: tl.tensor, hyper: tl.tensor, COUPLED: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+def adam(g, p, m, v, hyper, COUPLED: tl.constexpr):
     """Adam (COUPLED: weight decay is added to the gradient) and AdamW (weight decay multiplies the weight)."""
     if COUPLED:
         l2 = scalar(hyper, 6)
@@ -45,7 +44,7 @@ def adam(
 
 
 @triton.jit
-def adagrad(g: tl.tensor, p: tl.tensor, v: tl.tensor, hyper: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def adagrad(g, p, v, hyper):
     """Adagrad with L2 weight decay."""
     g = flush(g + scalar(hyper, 2) * p)
     v = flush(v + g * g)
@@ -53,7 +52,7 @@ def adagrad(g: tl.tensor, p: tl.tensor, v: tl.tensor, hyper: tl.tensor) -> tuple
 
 
 @triton.jit
-def lion(g: tl.tensor, p: tl.tensor, m: tl.tensor, hyper: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def lion(g, p, m, hyper):
     """Lion. If the direction is NaN, the weight becomes NaN."""
     lr = scalar(hyper, 2)
     difference = g - m
@@ -64,7 +63,7 @@ def lion(g: tl.tensor, p: tl.tensor, m: tl.tensor, hyper: tl.tensor) -> tuple[tl
 
 
 @triton.jit
-def sgd(g: tl.tensor, p: tl.tensor, m: tl.tensor, hyper: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def sgd(g, p, m, hyper):
     """SGD. The weight is computed in double, and so is the momentum except in the plain form. rules/sgd.py gives the
     reason.
     """
@@ -83,9 +82,7 @@ def sgd(g: tl.tensor, p: tl.tensor, m: tl.tensor, hyper: tl.tensor) -> tuple[tl.
 
 
 @triton.jit
-def apply(
-    g: tl.tensor, p: tl.tensor, m: tl.tensor, v: tl.tensor, hyper: tl.tensor, RULE: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+def apply(g, p, m, v, hyper, RULE: tl.constexpr):
     """One step of the rule with the name RULE. Returns the new weight and states."""
     if RULE == "adamw" or RULE == "adam":
         p, m, v = adam(g, p, m, v, hyper, RULE == "adam")
