@@ -281,15 +281,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "WarmupLR",
         {"warmup_num_step": 9},
-        "scheduler.params.warmup_num_step is 9, but must be one of *'warmup_num_steps', *. "
-        "Did you mean 'warmup_num_steps'?",
+        "scheduler.params.warmup_num_step is not a parameter of WarmupLR (its value is 9). "
+        "All parameters of WarmupLR: *warmup_num_steps, *. Did you mean 'warmup_num_steps'?",
     ),
     (
         "StepLR",
         {"step_sise": 9},
-        "scheduler.params.step_sise is 9, but must be one of 'step_size', *Did you mean 'step_size'?",
+        "scheduler.params.step_sise is not a parameter of StepLR (its value is 9). "
+        "All parameters of StepLR: step_size, *. Did you mean 'step_size'?",
     ),
-    ("WarmupLR", {"optimizer": 9}, "scheduler.params.optimizer is 9, but must be one of 'warmup_min_lr', "),
+    ("WarmupLR", {"optimizer": 9}, "scheduler.params.optimizer is not a parameter of WarmupLR (its value is 9). "),
     (
         "WarmupDecayLR",
         {},

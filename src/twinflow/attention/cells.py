@@ -1,9 +1,12 @@
-"""Plans of the kernels for Hopper. Own tiles have 128 tokens in two halves, and other tiles have 64 or 128 tokens.
+"""Plans of the kernels for Hopper. As in tiles.py, a program owns one tile and iterates over other tiles. An own tile
+has 128 tokens in two halves. An other tile has 64 or 128 tokens.
 
 If blocks have 128 tokens and the layout is not causal, both halves keep whole blocks, and the plan of tiles.py is
-sufficient. Otherwise other tiles are cells of 64 tokens, and each half has a word for each cell. The word is 0 if the
-cell is skipped, WHOLE if all of it is kept, or else a bit for each 16 x 16 scores, own tokens first. DIAGONAL is set if
-the cell is on the diagonal: then scores above the diagonal are masked, exact to the token.
+sufficient. Otherwise the other tiles have 64 tokens, and each half has a word for each of them. The scores of one half
+and one other tile are a cell. The word is 0 if the cell is skipped, and WHOLE if all of it is kept. Otherwise the word
+has a bit for each square of 16 x 16 scores. Bit 4 * i + j is for the i-th 16 own tokens and the j-th 16 other tokens.
+In a causal layout, the word of a cell on the diagonal also has the bit DIAGONAL. The kernel then masks every score of
+this cell whose key comes after its query.
 
 A cell is always computed as a whole, so these plans are fast only if kept blocks are adjacent.
 """

@@ -121,9 +121,8 @@ class BertSparseSelfAttention(nn.Module):
             raise invalid_value("hidden_size", hidden, f"a multiple of num_attention_heads, which is {heads}")
         pattern = FixedSparsityConfig(num_heads=heads) if sparsity_config is None else sparsity_config
         if pattern.num_heads != heads:
-            raise invalid_value(
-                "sparsity_config.num_heads", pattern.num_heads, [heads], "Build the pattern for num_attention_heads."
-            )
+            remedy = f"Build sparsity_config with num_heads={heads}, which is config.num_attention_heads."
+            raise invalid_value("sparsity_config.num_heads", pattern.num_heads, [heads], remedy)
         self.num_attention_heads = heads
         self.attention_head_size = hidden // heads
         self.query = nn.Linear(hidden, hidden)

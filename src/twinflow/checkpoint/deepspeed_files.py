@@ -32,6 +32,10 @@ FOREIGN: Final = {
     r"expp_rank_.*": "a mixture of experts",
     r"zero": "DeepSpeed's universal format",
 }
+_MISMATCH: Final = (
+    "The shapes and the values of the parameters do not match, so a file is damaged or belongs to another checkpoint. "
+    "Copy all files of the checkpoint again."
+)
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -475,9 +479,7 @@ def _in_row(shapes: Shapes, paddings: Sequence[int], row: Sequence[Tensor], what
     total, slack = sum(part.numel() for part in row), 2 * len(row)
     # The padding makes the length a multiple of twice the number of ranks. A larger rest means wrong shapes.
     if -(-total // slack) != -(-at // slack):
-        raise ValueError(
-            f"{what}: The parameters need {at} values, but there are {total}. Shapes and values do not belong together."
-        )
+        raise ValueError(f"{what}: The parameters need {at} values, but the files have {total}. {_MISMATCH}")
     return found
 
 
@@ -511,6 +513,6 @@ def _cut(row: Sequence[Tensor], start: int, numel: int, what: str) -> tuple[Tens
         at += tensor.numel()
     if sum(part.numel() for part in parts) != numel:
         raise ValueError(
-            f"{what} needs values up to {start + numel}, but there are {at}. Shapes and values do not belong together."
+            f"{what}: The parameter ends at value {start + numel}, but the files have only {at} values. {_MISMATCH}"
         )
     return tuple(parts)

@@ -1,4 +1,5 @@
-"""Opens a checkpoint. The manifest, sizes and headers are read at once. Tensors are read one at a time and on demand.
+"""Opens a checkpoint. Opening reads the manifest, the sizes of the files and their headers. Each tensor is read later,
+when it is needed.
 
 The number of ranks that wrote the checkpoint does not matter: a tensor that is stored in parts, or in the shards of
 several tensor ranks, is assembled.
@@ -366,7 +367,7 @@ def _read_meta(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _open_parts(folder: Path, file: str, parts: tuple[PartRecord, ...]) -> dict[str, Stored]:
-    """The tensors of one file, after all checks of the headers and of the parts."""
+    """Check the headers of the parts in which `file` is stored, and return its tensors by name."""
     found: dict[str, list[tuple[Piece, tuple[int, ...]]]] = {}
     for part in parts:
         path = folder / part.name

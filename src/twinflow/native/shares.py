@@ -124,7 +124,8 @@ def _check_rank(local_rank: int, num_local: int, gpu_nodes: Sequence[int | None]
     if not 0 <= local_rank < num_local:
         raise invalid_value("local_rank", local_rank, f"0 to {num_local - 1}")
     if gpu_nodes and len(gpu_nodes) != num_local:
-        raise invalid_value("gpu_nodes", list(gpu_nodes), f"one for each of {num_local} local ranks, or empty")
+        expected = f"a list of {num_local} NUMA nodes, one for the GPU of each local rank, or an empty list"
+        raise invalid_value("gpu_nodes", list(gpu_nodes), expected)
 
 
 # Division of the CPUs.

@@ -254,8 +254,9 @@ class GradientQueue:
     came last in the previous backward has a hook in Python that counts. While the last parameter is not known, all
     parameters have the hook that counts.
 
-    The garbage collector cannot see the objects that torch's hooks on tensors hold. These hooks hold the queue, so the
-    queue must not hold a parameter or the listener.
+    The garbage collector cannot see the objects that torch's hooks on tensors reference, so it never frees a reference
+    cycle through such a hook. These hooks reference the queue. The queue must therefore not reference a parameter or
+    the `Listener`.
     """
 
     def __init__(self) -> None:

@@ -277,7 +277,7 @@ def _bits(tensor: Tensor) -> tuple[Tensor, int]:
 def _not_filled(label: str, entry: _Fresh, has_init: bool) -> ValueError:
     kind = "parameter" if isinstance(entry.meta, nn.Parameter) else "buffer"
     why = "its initialiser leaves it untouched" if has_init else "the module has no reset_parameters()"
-    remedy = f"Pass init=, a function that fills it, give {label} a reset_parameters(), or make it on a real device"
+    remedy = f"Pass init=, a function that fills it, give {label} a reset_parameters(), or make it on a real device."
     return ValueError(f"{label}: {kind} {entry.name!r} is on the meta device and {why}. {remedy}")
 
 
@@ -287,4 +287,4 @@ def _check_attributes(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
                 place = f"{path or 'the model'} ({type(module).__name__}): attribute {name!r}"
-                raise ValueError(f"{place} is on the meta device and cannot be rebuilt. Register it as a buffer")
+                raise ValueError(f"{place} is on the meta device and cannot be rebuilt. Register it as a buffer.")

@@ -38,8 +38,9 @@ class RuleUpdater:
         """Allocates zeros.
 
         The part from which weights are copied to the device is page-locked: the master of an fp32 parameter, or the
-        upper half of a split master (bf16). The weights of other dtypes need a slot, unless the state has the only
-        copy.
+        upper half of a split master (bf16). A master does not contain weights of other dtypes (fp16). They are copied
+        from a slot of the executor, or, if the state has the only copy of the weights, from a page-locked tensor in the
+        store.
         """
         states: tuple[Pair, Pair] = ((None, None), (None, None))
         if self.keeps_states:

@@ -28,7 +28,7 @@ def check_groups(
     sizes, own_sizes = [len(list_of(group, "params")) for group in groups], [len(params_of(group)) for group in own]
     if sizes != own_sizes:
         remedy = "Build the optimizer with the same groups as when the state was saved."
-        raise invalid_value("state_dict: sizes of param_groups", sizes, [own_sizes], remedy)
+        raise invalid_value("state_dict: number of parameters in each group", sizes, [own_sizes], remedy)
     for i, group in enumerate(groups):
         rule.check(group)
         for name, value in rule.torch_modes.items():

@@ -380,7 +380,10 @@ def _check_params(kind: type, params: Mapping[str, object]) -> None:
     allowed = {name: p for name, p in inspect.signature(kind).parameters.items() if name != "optimizer"}
     for key, value in params.items():
         if key not in allowed:
-            raise invalid_value(f"scheduler.params.{key}", value, allowed, _nearest(key, allowed))
+            raise ValueError(
+                f"scheduler.params.{key} is not a parameter of {kind.__name__} (its value is {value!r}). All "
+                f"parameters of {kind.__name__}: {', '.join(allowed)}. {_nearest(key, allowed)}".rstrip()
+            )
     missing = [name for name, p in allowed.items() if p.default is inspect.Parameter.empty and name not in params]
     if missing:
         raise ValueError(

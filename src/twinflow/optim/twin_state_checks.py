@@ -136,7 +136,9 @@ def check_entries(
     own = {param.name: param for param in params}
     for name in source.names():
         if name not in own:
-            raise invalid_value("state_dict: parameter", name, "the name of a trainable parameter of this model")
+            expected = "the name of a trainable parameter of this model"
+            remedy = "Load the state into the model for which it was saved, with the same parameters frozen."
+            raise invalid_value("state_dict: name of an entry", name, expected, remedy)
         try:
             step = source.step(name)
         except (KeyError, TypeError, ValueError):

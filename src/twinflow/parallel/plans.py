@@ -98,9 +98,12 @@ def plan_for(model: nn.Module) -> dict[str, str]:
     elif type(model).__name__ == "GPT" and hasattr(config, "num_heads"):
         plan = _gpt(config)
     else:
-        allowed = f"twinflow's GPT, or a model of transformers of type {', '.join(READY)}"
-        remedy = "For other models, write a plan: a dict from patterns of module names to styles (parallel/plans.py)."
-        raise invalid_value("the model for tensor parallelism", model_type or type(model).__name__, allowed, remedy)
+        allowed = f"twinflow's GPT, or a transformers model with one of the types {', '.join(READY)}"
+        remedy = (
+            "For another model, write a plan and set it as tensor_parallel.plan in the config. A plan is a dict from "
+            "patterns of module names to styles, for example {'*.q_proj': 'column', '*.o_proj': 'row'}."
+        )
+        raise invalid_value("The model for tensor parallelism", model_type or type(model).__name__, allowed, remedy)
     names = [name for name, _ in model.named_modules()]
     return {pattern: style for pattern, style in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
 

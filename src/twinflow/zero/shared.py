@@ -147,7 +147,9 @@ class Team:
         return found
 
     def shards(self, plans: Sequence[BucketPlan], params: Sequence[ParamSpec]) -> tuple[list[BucketPlan], Shards]:
-        """This rank's part of each bucket, and the record by which the runtime starts the threads between ranks."""
+        """This rank's part of each bucket, and the record with the function that starts the threads that communicate
+        with other ranks. The runtime calls this function.
+        """
         if not self.zero.shares_buckets:
             return list(plans), OwnBuckets(self._start_norm_reducer)
         parts = self.num_parts

@@ -280,14 +280,14 @@ class CompressedOptimizer(Optimizer):
             raise invalid_value("state_dict: kind", head.get("kind"), [type(self).__name__])
         saved = (head["world"], head["rank"])
         if saved not in ((None, None), (self.group.world, self.group.rank)):
-            remedy = "Errors belong to one rank. Save with portable_state_dict() for another number of ranks."
+            remedy = "Compression errors belong to one rank. To load on other ranks, save with portable_state_dict()."
             own = (self.group.world, self.group.rank)
             raise invalid_value("state_dict: (ranks, rank)", saved, [own], remedy)
         sizes = [len(list_of(given, "params")) for given in saved_groups(state_dict)]
         own_sizes = [len(given["params"]) for given in self.param_groups]
         if sizes != own_sizes:
             remedy = "Build the optimizer with the same groups as when the state was saved."
-            raise invalid_value("state_dict: sizes of param_groups", sizes, [own_sizes], remedy)
+            raise invalid_value("state_dict: number of parameters in each group", sizes, [own_sizes], remedy)
         for i, param in enumerate(self._params()):
             for name, value in state.get(i, {}).items():
                 if isinstance(value, Tensor) and value.shape != param.shape:
