@@ -1,4 +1,4 @@
-# mypy: disallow-untyped-decorators=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The kernels for collect.py: the norm of each block of 128 gradients.
 
 The squares of a block are added in pairs, neighbours first. Addition of a pair is commutative, so the bits of a row do

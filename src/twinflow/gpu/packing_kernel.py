@@ -1,4 +1,4 @@
-# mypy: disallow-untyped-decorators=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The kernels for packing.py. There is one program for each block of 4096 numbers of a row. codes/reference.py is the
 reference.
 
