@@ -326,6 +326,13 @@ def tokenizer(tmp_path: Path) -> str:
     return str(folder)
 
 
+def test_tokens_become_text_again(tokenizer: str) -> None:
+    for name, text in ((tokenizer, "two three one"), ("bytes", "two thr\u00e9\u00e9")):
+        made = encode.load_tokenizer(name)
+        assert made.decode(made.encode([text.encode()])[0].tolist()) == text
+    assert encode.load_tokenizer("bytes").decode([97, 255]) == "a\ufffd"
+
+
 def test_text_is_encoded_once_into_a_file(tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("one two three\n")

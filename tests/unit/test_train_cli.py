@@ -97,6 +97,9 @@ def test_the_loss_falls_and_everything_is_written(tmp_path: Path, text: Path) ->
     assert valids[-1].loss < valids[0].loss - 1.5
     assert f"{losses[0]:.4f}" in result.output
     assert result.output.replace("\n", "").endswith(f"Next: twinflow export {out}/checkpoints {out}/weights")
+    given, written = result.output.partition("Text of the validation data:\n")[2].split("The model goes on with:\n")
+    assert given.replace(" ", "").replace("\n", "") in text.read_text().replace(" ", "").replace("\n", "")
+    assert len(written.partition("Next:")[0]) > 40
 
     settings = json.loads((out / "settings.json").read_text())
     assert (settings["rule"], settings["model"]["context"], settings["warmup"]) == ("adamw", 32, 2)
@@ -610,6 +613,7 @@ def test_files_of_lines_and_of_tokens_train(suffix: str, tmp_path: Path, monkeyp
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["model"]["vocab_size"] == 300
     assert len(steps_of(tmp_path / "run")) == 2
+    assert ("The model goes on with:" in result.output) == (suffix == ".jsonl")  # else the tokenizer is not known
     if suffix != ".jsonl":
         few = megatron("--data", path, "--out", tmp_path / "few", "--vocab-size", 299)
         assert few.exit_code == 1, "a token outside the vocabulary was trained on"

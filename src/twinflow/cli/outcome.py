@@ -132,10 +132,20 @@ def show(run: Run, outcome: Outcome, console: Console) -> None:
     except OSError as error:  # for example a full disk
         typer.echo(f"warning: The report could not be written: {error}", err=True)
     print_rows(console, outcome.message, rows)
+    if outcome.sample is not None:
+        before, after = map(printable, outcome.sample)
+        text = f"Text of the validation data:\n{before}\nThe model goes on with:\n{after}"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     if outcome.status == "finished":
         console.print(f"Next: {next_command(run)}", highlight=False, markup=False, soft_wrap=True)
     if outcome.status == "stopped" and run.ranks.world > 1:
         typer.echo(f"error: {outcome.message}", err=True)  # the launcher shows this line as the cause
+
+
+def printable(text: str) -> str:
+    """The text, indented, without characters that control a terminal, and without empty lines."""
+    lines = ("".join(c if c.isprintable() else " " for c in line).rstrip() for line in text.splitlines())
+    return "\n".join(f"  {line}" for line in lines if line)
 
 
 def next_command(run: Run) -> str:

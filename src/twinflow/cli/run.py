@@ -8,7 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from twinflow.cli.settings import (
     lr_factor,
     num_replicas,
 )
-from twinflow.cli.training import VALID_BATCHES, Loop, Talk, is_bad
+from twinflow.cli.training import VALID_BATCHES, Loop, Talk, is_bad, sample_text
 from twinflow.data.tokens import TokenData, load_data
 from twinflow.engine import Engine
 from twinflow.errors import invalid_value
@@ -129,6 +129,7 @@ class Outcome:
     wall_s: float = 0.0
     numbers: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    sample: tuple[str, str] | None = None  # a text of the data, and how the model continues it
 
 
 def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
@@ -365,6 +366,9 @@ def _finish(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
         outcome.status = "stopped"
     elif run.engine.global_steps > run.first_step:
         _save(run, outcome, progress)
+        if outcome.status == "finished":
+            with suppress(torch.OutOfMemoryError):  # the checkpoint is saved, and only the sample is missing
+                outcome.sample = sample_text(run.engine, run.data, run.settings.context)
 
 
 def _save(run: Run, outcome: Outcome, progress: TrainProgress) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from twinflow.cli.ranks import Ranks, watched
 from twinflow.cli.settings import TrainSettings
-from twinflow.data.tokens import Split, TokenData
+from twinflow.data.encode import load_tokenizer
+from twinflow.data.tokens import OF_THE_FILE, Split, TokenData
 from twinflow.engine import Engine
 from twinflow.engine.late import LateScalar
 from twinflow.engine.pipeline import PipelineEngine
@@ -27,6 +28,7 @@ from twinflow.monitor.metrics import LoadMeter, Record, StepRecord, ValidRecord
 from twinflow.monitor.timers import Clock
 
 VALID_BATCHES: Final = 16
+PROMPT_TOKENS, SAMPLE_TOKENS, SAMPLE_S, TEMPERATURE = 32, 160, 5.0, 0.8  # of the text at the end of a run
 Batch = tuple[Tensor, Tensor]  # tokens and targets
 Tell = Callable[[float], None]  # sends this rank's loss of a step to the other ranks
 
@@ -105,6 +107,30 @@ def measure(engine: Engine, batches: Sequence[Batch]) -> list[float]:
     if found is None or (grid is not None and grid.model.rank > 0):
         return []
     return [float(loss) for loss in found]
+
+
+@torch.no_grad()
+def sample_text(engine: Engine, data: TokenData, context: int) -> tuple[str, str] | None:
+    """The start of the validation text, and how the model continues it. None if this is not possible.
+
+    The text ends after `SAMPLE_S` seconds, because a large model needs a long time for each token.
+    """
+    is_split = isinstance(engine, PipelineEngine) or engine.dp_world_size > 1 or engine.settings.grid is not None
+    if is_split or data.tokenizer == OF_THE_FILE or not data.num_windows("valid", context):
+        return None
+    tokenizer, generator = load_tokenizer(data.tokenizer), torch.Generator(engine.device).manual_seed(0)
+    tokens = data.batch("valid", 0, 1, context)[0][:, :PROMPT_TOKENS].to(engine.device)
+    num_given, end = tokens.shape[1], time.perf_counter() + SAMPLE_S
+    module = engine.module.eval()
+    for _ in range(SAMPLE_TOKENS):
+        if time.perf_counter() > end:
+            break
+        logits = module(tokens[:, -context:]).logits[0, -1, : tokenizer.vocab_size].float()
+        chosen = torch.multinomial((logits / TEMPERATURE).softmax(dim=0), 1, generator=generator)
+        tokens = torch.cat([tokens, chosen[None]], dim=1)
+    module.train()
+    given, written = tokens[0, :num_given].tolist(), tokens[0, num_given:].tolist()
+    return tokenizer.decode(given), tokenizer.decode(written)
 
 
 class Talk:

@@ -183,6 +183,10 @@ class Tokenizer(Protocol):
         """The tokens between a document that ends with `text` and the next document."""
         ...
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens. Bytes that are not valid UTF-8 are replaced."""
+        ...
+
 
 class BytesTokenizer:
     """A tokenizer for which each byte is a token. Documents end with a newline."""
@@ -198,6 +202,9 @@ class BytesTokenizer:
     def end(self, text: bytes) -> Array:
         """A newline, unless `text` ends with one."""
         return np.frombuffer(b"" if text.endswith(b"\n") else b"\n", dtype=np.uint8)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode("utf-8", "replace")
 
 
 class HubTokenizer:
@@ -245,6 +252,10 @@ class HubTokenizer:
 
     def end(self, text: bytes) -> Array:
         return np.array([] if self._end is None else [self._end], dtype=self.dtype)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(tokens))
+        return text
 
 
 def load_tokenizer(name: str) -> Tokenizer:

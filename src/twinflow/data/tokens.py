@@ -84,6 +84,9 @@ def _mix(words: _Words) -> _Words:
     return mixed
 
 
+OF_THE_FILE: Final = "of the file"  # the tokenizer of a file of tokens, which is not known
+
+
 @dataclass(frozen=True, eq=False)
 class TokenData:
     """A stream of tokens, in memory or memory-mapped, with a training split and a validation split."""
@@ -229,7 +232,7 @@ def _token_file(source: str, path: Path, tokenizer: str, vocab_size: int | None)
                 f'{{"dtype": "{tokens.dtype}", "vocab_size": ...}}.'
             )
         vocab_size = min(MAX_GUESSED_VOCAB, np.iinfo(tokens.dtype).max + 1)
-    return TokenData(source, tokens, len(tokens), vocab_size, "of the file", hash_tokens(tokens))
+    return TokenData(source, tokens, len(tokens), vocab_size, OF_THE_FILE, hash_tokens(tokens))
 
 
 def _text(
