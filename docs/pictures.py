@@ -470,8 +470,9 @@ def formats(p: Picture) -> None:
 def activations(p: Picture) -> None:
     """What is in GPU memory when backward runs layer 5 of 8
 
-    Without checkpointing all activations of layers 1 to 5 are on the GPU. With it, the inputs of those layers and
-    the activations of layer 5. With cpu_checkpointing, the input of layer 5 and of the two before it.
+    Without checkpointing all activations of layers 1 to 5 are on the GPU. With checkpointing, the inputs of
+    those layers and the activations of layer 5 are there. With cpu_checkpointing, only the inputs of layers 3 to 5 and
+    the activations of layer 5 are there.
     """
     window = inspect.signature(Offload.__init__).parameters["ahead"].default
     count, at, wide = 8, 5, 68
