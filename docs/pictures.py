@@ -226,8 +226,8 @@ def overlap(p: Picture) -> None:
 def as_torch(p: Picture) -> None:
     """Reads and writes of a weight between step() and the next forward
 
-    Shapes and options are answered at once. A read waits until the new weight is on the GPU. A write waits too, and
-    the master on the host then follows. A forward waits for the weights of each block.
+    Reads of shapes and options return at once. A read waits until the new weight is on the GPU. A write waits too,
+    and then also changes the master on the host. A forward waits for the weights of each block.
     """
     arrives, end = 330.0, WIDTH - EDGE
     rows = (
@@ -373,8 +373,8 @@ def grid(p: Picture) -> None:
 def schedules(p: Picture) -> None:
     """Pipeline schedules on four ranks with eight micro-batches
 
-    1F1B, interleaved with two stages a rank, and ZBV, played by the planner's simulation. Forward, gradient of the
-    input and gradient of the weights take equally long. Gaps are bubbles: ZBV has the fewest.
+    The planner simulates 1F1B, interleaved with two stages on a rank, and ZBV. Forward, gradient of the input and
+    gradient of the weights take equally long. Gaps are bubbles: ZBV has the fewest.
     """
     ranks, micro_batches = 4, 8
     made = (
@@ -470,8 +470,9 @@ def formats(p: Picture) -> None:
 def activations(p: Picture) -> None:
     """What is in GPU memory when backward runs layer 5 of 8
 
-    Without checkpointing all activations of layers 1 to 5 are on the GPU. With it, the inputs of those layers and
-    the activations of layer 5. With cpu_checkpointing, the input of layer 5 and of the two before it.
+    Without checkpointing all activations of layers 1 to 5 are on the GPU. With checkpointing, the inputs of
+    those layers and the activations of layer 5 are there. With cpu_checkpointing, only the inputs of layers 3 to 5 and
+    the activations of layer 5 are there.
     """
     window = inspect.signature(Offload.__init__).parameters["ahead"].default
     count, at, wide = 8, 5, 68
@@ -492,8 +493,8 @@ def activations(p: Picture) -> None:
 def checkpoints(p: Picture) -> None:
     """How two ranks write one checkpoint
 
-    Each rank writes its own safetensors files into a temporary folder. When all are on the disk, rank 0 writes the
-    manifest, renames the folder and then switches the file latest.
+    Each rank writes its own safetensors files into a temporary folder. When all files are on the disk, rank 0
+    writes the manifest, renames the folder and then switches the file latest.
     """
     tensor = torch.zeros(2)
     entry = Entry("w", tensor.dtype, (2,), lambda: tensor)
@@ -521,8 +522,8 @@ def checkpoints(p: Picture) -> None:
 def choosing(p: Picture) -> None:
     """Bytes a parameter on each side, by ratio
 
-    With fp32 state and bf16 weights. At ratio 1 the GPU has weights and gradients, and the host all state. At ratio
-    0 all state is on the GPU.
+    State is fp32, and weights are bf16. At ratio 1 the GPU has weights and gradients, and the host has all state.
+    At ratio 0 all state is on the GPU.
     """
     size, width = state_bytes("fp32"), WEIGHT_BYTES["bf16"]
     middle, scale = 344, 18.2
