@@ -1,8 +1,8 @@
 """The files of a DeepSpeed checkpoint: finds them, checks that they are complete, and reads their contents by stage.
 
 Stages 1 and 2 concatenate the parameters of a group, split the result into equal parts and give one to each rank.
-Padding at the end makes the length divisible. Some files include the padding and others do not, so tensors of masters
-and of states may differ in length. Newer versions may also pad after each parameter.
+Padding at the end makes the length divisible. Some files include the padding and others do not, so the tensors of fp32
+masters and of optimizer states may differ in length. Newer versions may also pad after each parameter.
 
 Stage 3 splits each parameter into equal parts, pads the last one and concatenates the parts of all parameters on a
 rank.
@@ -43,14 +43,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Values:
-    """A tensor that is assembled from parts, which are mapped from files."""
+    """A tensor that is assembled from parts. The parts are memory-mapped from files."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: tuple[Tensor, ...]
 
     def read(self) -> Tensor:
-        """The values in new memory. At most one part is in memory besides them."""
+        """The values in new memory. Besides them, at most one part is in memory."""
         whole = torch.empty(math.prod(self.shape), dtype=self.dtype)
         at = 0
         for part in self.parts:
@@ -110,8 +110,8 @@ def find_files(root: Path, tag: str | None) -> Files:
     for pattern, what in FOREIGN.items():
         if any(re.fullmatch(pattern, path.name) for path in folder.iterdir()):
             raise ValueError(
-                f"{folder} was saved with {what}. Such a checkpoint cannot be imported, because each rank has another "
-                "part of the model."
+                f"{folder} was saved with {what}. Such a checkpoint cannot be imported. Only checkpoints with ZeRO "
+                "stage 0 to 3 and without other parallelism can be imported."
             )
     model = _by_rank(folder, MODEL)
     optim = _by_rank(folder, OPTIM)
@@ -135,7 +135,9 @@ def _latest(root: Path) -> str:
     tag = read_latest(root)
     if tag is None:
         tags = _tags(root)
-        remedy = f"Give one of the tags {', '.join(tags)}." if tags else "It contains no checkpoint either."
+        remedy = (
+            f"Give one of the tags {', '.join(tags)}." if tags else "Give the folder that save_checkpoint wrote to."
+        )
         raise ValueError(f"{root} has no file {LATEST!r}. {remedy}")
     return tag
 
@@ -247,8 +249,8 @@ def _shapes(head: Mapping[str, Any], path: Path) -> list[dict[str, tuple[int, ..
 def _tensors(values: Any, path: Path, what: str) -> list[Tensor]:
     if not isinstance(values, list) or not all(isinstance(value, Tensor) for value in values):
         raise ValueError(
-            f"{path}: {what} must be a list of tensors, but is not. The state was saved elsewhere, or the file is "
-            "damaged."
+            f"{path}: {what} must be a list of tensors, but is not. The optimizer state is in other files, or the "
+            "file is damaged. Copy all files of the checkpoint again."
         )
     return values
 
@@ -304,7 +306,8 @@ def _state_names(entries: Sequence[Mapping[str, Any]], folder: Path) -> list[str
     names = [sorted(k for k, v in entry.items() if isinstance(v, Tensor) and v.shape) for entry in entries]
     if any(other != names[0] for other in names):
         raise ValueError(
-            f"{folder}: All ranks must have the states of rank 0, which are {names[0]}. The files are not of one run."
+            f"{folder}: All ranks must have the states of rank 0, which are {names[0]}. The files belong to several "
+            "runs. Copy the files of one run."
         )
     return names[0]
 
@@ -415,7 +418,7 @@ def _read_fused(path: Path, base: Mapping[str, Any], flats: list[Tensor], known:
 
 
 def _same_storage(module: Mapping[str, Any]) -> dict[str, str]:
-    """Names of tied weights: tensors at the same place in the file as an earlier one."""
+    """Maps the names of tied weights to the first name: tensors at the same place in the file are one weight."""
     first: dict[Any, str] = {}
     tensors = {name: value for name, value in module.items() if isinstance(value, Tensor) and value.numel()}
     places = {name: (t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in tensors.items()}
@@ -460,7 +463,7 @@ def _weights(
 
 
 def _of_tensor(tensor: Tensor) -> Values:
-    """A saved tensor as it is."""
+    """The values of one saved tensor."""
     return Values(tuple(tensor.shape), tensor.dtype, (tensor,))
 
 
@@ -477,7 +480,7 @@ def _in_row(shapes: Shapes, paddings: Sequence[int], row: Sequence[Tensor], what
         found[name] = Values(shape, torch.float32, _cut(row, at, numel, f"{what}: {name}"))
         at += numel + padding
     total, slack = sum(part.numel() for part in row), 2 * len(row)
-    # The padding makes the length a multiple of twice the number of ranks. A larger rest means wrong shapes.
+    # The padding makes the length a multiple of twice the number of ranks. More padding means wrong shapes.
     if -(-total // slack) != -(-at // slack):
         raise ValueError(f"{what}: The parameters need {at} values, but the files have {total}. {_MISMATCH}")
     return found
