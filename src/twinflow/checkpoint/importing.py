@@ -32,11 +32,8 @@ _OWN_KEYS: Final = """
 """
 OWN_KEYS: Final = frozenset(_OWN_KEYS.split())
 OPTIONS: Final = ("initial_lr", *(option.name for rule in RULES.values() for option in rule.options))
-UNLIKE: Final = {
-    "amsgrad": False,
-    "maximize": False,
-    "bias_correction": True,
-}  # options that twinflow's rules do not have, and the only value that can be imported
+# Options that twinflow's rules do not have, and the only value that can be imported.
+UNLIKE: Final = {"amsgrad": False, "maximize": False, "bias_correction": True}
 # The update rule by its state names, if no file names the rule. Adam has the states of AdamW: AdamW is used.
 BY_STATES: Final = {tuple(sorted(name for name in rule.states if name)): rule.name for rule in reversed(RULES.values())}
 MAX_PLAIN: Final = 1_000_000  # largest number of values in a client state: nested references can expand without limit

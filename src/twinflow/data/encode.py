@@ -1,5 +1,5 @@
-"""Text and its tokens: the search for text files, their documents in pieces, and the encoding by a tokenizer: bytes, or
-a Hugging Face tokenizer, whose tokens are cached in a file.
+"""Finds text files, reads their documents in pieces, and encodes them with a tokenizer: each byte is a token, or a
+Hugging Face tokenizer makes the tokens. Tokens can be cached in a file.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ def cached_tokens(
     cache: Path | str | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Array:
-    """All tokens, memory-mapped from a cache file, which is written if needed and can be a source itself."""
+    """All tokens, memory-mapped from a cache file, which is written if it is missing. `load_data` can load it too."""
     folder = default_cache() if cache is None else Path(cache).expanduser()
     file, side = folder / f"{fingerprint}.bin", folder / f"{fingerprint}.json"
     try:

@@ -157,7 +157,7 @@ class Group:
                 raise wrong_state(
                     "A collective was abandoned before all ranks arrived",
                     "the optimizer is closed or has failed",
-                    "See the first error of this rank and of the others.",
+                    "Look for the first error in the logs of all ranks.",
                 )
             with suppress(
                 RuntimeError

@@ -124,7 +124,7 @@ def groups_of(model: nn.Module | Iterable[ParamEntry], param_groups: Iterable[Pa
 
 
 def _trainable(groups: list[ParamEntry], keeps_empty: bool = False) -> list[ParamEntry]:
-    """Removes frozen parameters, and groups that have no others. LoRA scripts pass all parameters of a model.
+    """Removes frozen parameters, and groups of only frozen ones. LoRA scripts pass all parameters of a model.
 
     `keeps_empty`: a pipeline stage keeps such groups, because other stages may have parameters in them, and stages
     identify groups by their index.
