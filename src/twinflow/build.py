@@ -91,8 +91,9 @@ def initialize(
     found = axes_of(parsed, model, ranks, optimizer)
     batch = resolve_batch(parsed, found.num_data)
     watch = start_watch(ranks, parsed.hang_timeout_s)
-    given = None if model_parameters is None else list(model_parameters)  # Before the model replaces its parameters.
-    with ExitStack() as undo:  # Clean-up after a failed start.
+    # `model_parameters` may be an iterator over the model, whose parameters are replaced below.
+    given = None if model_parameters is None else list(model_parameters)
+    with ExitStack() as undo:  # The callbacks run if a line below raises an exception.
         if watch is not None:
             undo.callback(watch.close)
         model, found = spread(model, parsed, found, optimizer, own_device())
@@ -220,7 +221,7 @@ def place(model: Model, config: Config) -> nn.Module:
 def checkpoint_activations(
     config: Config, module: nn.Module, twin: TwinOptimizer | None, grid: Grid | None = None
 ) -> Handle | None:
-    """Applies the section `activation_checkpointing` of the config to the model. None if it is not active."""
+    """Applies the section `activation_checkpointing` of the config to the model. Returns None if it is not active."""
     options = config.activation_checkpointing
     if not options.is_asked_for:
         return None
@@ -237,7 +238,9 @@ def checkpoint_activations(
     if not layers:
         if isinstance(module, PipelineModule):
             return None  # The layers are on other stages.
-        remedy = "By default, the members of a ModuleList are the layers, but the model has no ModuleList."
+        remedy = (
+            "Name the classes of the layers. The default, the members of a ModuleList, does not exist in this model."
+        )
         raise invalid_value("activation_checkpointing.layers", None, "a list of class names", remedy)
     trace = twin.trace if twin is not None else None  # Copies of activations appear in the trace of the optimizer.
     partition = Partition(grid.model, _PART_BYTES) if shares and grid is not None else None
@@ -274,7 +277,7 @@ def _make_reports(config: Config, rank: int) -> Reports:
     if options.enabled:
         if options.output_file:
             with naming("flops_profiler.output_file"):
-                Path(options.output_file).open("a").close()  # Raises here, before the profiled step.
+                Path(options.output_file).open("a").close()  # A wrong path raises here, before the profiled step.
 
         def show(done: FlopsProfile) -> None:
             shape = (options.module_depth, options.top_modules, options.detailed)

@@ -69,7 +69,8 @@ def make_optimizer(
     is_torch = given is None and not isinstance(rule, str)
     groups = None if isinstance(given, Optimizer) or model_parameters is None else list(model_parameters)
     own = offload_options(config)
-    # In a pipeline several micro-batches are in progress at once, and the engine runs the loop.
+    # The engine runs the loop of a pipeline, so updates can start early. Several micro-batches are in progress at once,
+    # so gradients are summed on the device.
     if isinstance(module, PipelineModule):
         own["early"] = True if own["early"] == "auto" else own["early"]
         own["tuning"] = replace(own.get("tuning") or Tuning(), sums="device")

@@ -152,7 +152,8 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> tuple[Path, ...]:
         rank, part = int(match[1] or 0), int(match[2])
         if part:
             raise ValueError(
-                f"{path} was saved with tensor or pipeline parallelism. Such a checkpoint cannot be imported."
+                f"{path} was saved with tensor or pipeline parallelism. Such a checkpoint cannot be imported. Only "
+                "checkpoints with ZeRO stage 0 to 3 and without other parallelism can be imported."
             )
         if rank in found:
             raise ValueError(
@@ -179,7 +180,8 @@ def read_saved(files: Files, weights_only: bool = False) -> Saved:
         _check_ranks(files, stage, states)
     if stage == 3 and not states:
         raise ValueError(
-            f"{files.folder}: The files *_optim_states.pt are missing. With stage 3 they contain all weights."
+            f"{files.folder}: The files *_optim_states.pt are missing. With stage 3 they contain all weights. "
+            "Copy these files too."
         )
     head = models[0]
     aliases = dict(head.get("shared_params") or {})
@@ -264,7 +266,7 @@ def _read_row(files: Files, head: Mapping[str, Any], states: Sequence[Mapping[st
     if {len(flat) for flat in flats} | {len(paddings)} != {len(shapes)}:
         raise ValueError(
             f"{files.folder}: param_shapes has {len(shapes)} parameter groups, but {key} has another number of groups. "
-            "The files do not belong to one checkpoint."
+            "The files do not belong to one checkpoint. Copy all files of one checkpoint again."
         )
     bases = [state.get("base_optimizer_state") for state in states]
     order = {name: at for at, name in enumerate(head["module"])}
@@ -327,7 +329,7 @@ def _read_stage3(files: Files, head: Mapping[str, Any], states: Sequence[Mapping
     else:
         raise ValueError(
             f"{files.folder}: param_shapes has {len(parts)} groups, which do not match those of param_groups. "
-            "The files do not belong to one checkpoint."
+            "The files do not belong to one checkpoint. Copy all files of one checkpoint again."
         )
     numbers = [at for group in saved for at in group["params"]]
     rows = [[base.get("state", {}).get(at, {}) for at in numbers] for base in bases]
@@ -343,8 +345,8 @@ def _read_stage3(files: Files, head: Mapping[str, Any], states: Sequence[Mapping
 
 
 def _read_stage0(path: Path, head: Mapping[str, Any], aliases: Mapping[str, str]) -> Any:
-    """Reads a checkpoint without a stage: torch's state with whole parameters in the optimizer's order. Half-precision
-    training adds masters.
+    """Reads a checkpoint without a ZeRO stage: torch's state with whole parameters in the optimizer's order.
+    Half-precision training adds masters.
     """
     optimizer = _dict(head["optimizer"], path)
     base = _dict(optimizer.get("optimizer_state_dict", optimizer), path, "state", "param_groups")
@@ -401,7 +403,7 @@ def _match(
 
 
 def _read_fused(path: Path, base: Mapping[str, Any], flats: list[Tensor], known: Mapping[str, Tensor]) -> Any:
-    """Reads half-precision training without a stage in which each group is one flat tensor."""
+    """Reads a checkpoint of half-precision training without a ZeRO stage, in which each group is one flat tensor."""
     shapes = {name: tensor.shape for name, tensor in known.items()}
     if len(flats) != 1 or flats[0].numel() != sum(tensor.numel() for tensor in known.values()):
         raise ValueError(
@@ -500,7 +502,7 @@ def _in_parts(shapes: Shapes, ranks: Sequence[Sequence[Tensor]], what: str) -> d
     if totals != {at}:
         raise ValueError(
             f"{what}: The parameters of a rank need {at} values, but ranks have {sorted(totals)}. "
-            "The files do not belong to one model."
+            "The files do not belong to one model. Copy all files of one checkpoint again."
         )
     return found
 

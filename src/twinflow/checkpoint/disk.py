@@ -101,7 +101,7 @@ def counting(on_progress: Callable[[int, int], None] | None, total: int) -> Call
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in `folder` durable."""
+    """Syncs `folder` to the disk, so that new and renamed files in it survive a crash."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with _naming(folder):

@@ -172,7 +172,7 @@ def _check_out(out: Path, replace: bool) -> None:
     names = sorted(path.name for path in out.iterdir())
     if names and not replace:
         raise ValueError(
-            f"{out} is not empty: it contains {names[0]}. Choose another folder, or --force to replace it."
+            f"{out} is not empty: it contains {names[0]}. Choose another folder, or use --force to replace it."
         )
     others = [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in WRITTEN)]
     if others:  # Replacing the folder would delete them.

@@ -70,7 +70,7 @@ def import_deepspeed(
     files = find_files(Path(source), tag)
     check_tag(files.tag)
     if (Path(root) / files.tag).exists() and not replace:
-        raise ValueError(f"{Path(root) / files.tag} exists. Choose another folder, or --force to replace it.")
+        raise ValueError(f"{Path(root) / files.tag} exists. Choose another folder, or use --force to replace it.")
     try:
         saved = read_saved(files, weights_only)
         contents, meta, notes = _convert(saved, rule, weights_only)

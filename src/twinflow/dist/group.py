@@ -37,7 +37,7 @@ class Group:
         self._gives_up: Callable[[], bool] | None = None
 
     def give_up_when(self, gives_up: Callable[[], bool]) -> None:
-        """With gloo, a thread stops waiting for other ranks when this function returns true. Other ranks may never
+        """With gloo, a thread stops waiting for other ranks when `gives_up` returns True, because they may never
         arrive.
         """
         self._gives_up = gives_up

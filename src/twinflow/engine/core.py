@@ -231,7 +231,10 @@ class Engine(Answers):
             lr = float(group["lr"])
             if not (math.isfinite(lr) and lr >= 0.0):
                 raise invalid_value(
-                    "The learning rate that the scheduler has set", lr, "a finite number >= 0", "Check the scheduler."
+                    "The learning rate that the scheduler has set",
+                    lr,
+                    "a finite number >= 0",
+                    "Check the parameters of the scheduler.",
                 )
 
     def _beat(self, doing: str) -> None:
@@ -319,7 +322,7 @@ class Engine(Answers):
         return self.settings.micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """The samples of a step, the samples of a micro-batch, and the micro-batches of a step."""
+        """The number of samples in a step, of samples in a micro-batch, and of micro-batches in a step."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:

@@ -144,7 +144,7 @@ class _Order(Sampler[int]):
 
 
 class _Turn(Sampler[int]):
-    """The samples of one rank: every `world`-th of an order, repeated from its start if it is too short."""
+    """The samples of one rank: every `world`-th sample of an order, which starts again if it is too short."""
 
     def __init__(self, order: Iterable[int], rank: int, world: int, num_samples: int) -> None:
         self._order = order

@@ -324,7 +324,7 @@ def _load_weights(
         local = local_of(own[name])
         key = (local.data_ptr(), own[name].shape)
         if own[name].numel() and local.data_ptr() not in memory:
-            foreign[name] = found.tensor("model", path)  # a module made it for its state dict and must load it itself
+            foreign[name] = found.tensor("model", path)  # the module made this tensor and must load it itself
         elif key not in written:  # a tied weight is written once
             written.add(key)
             if local is own[name]:

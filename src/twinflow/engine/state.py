@@ -105,7 +105,7 @@ def _telling(engine: EngineParts, on_progress: Progress | None) -> Progress:
 
 
 def _freeze(engine: EngineParts) -> Frozen | None:
-    """Waits for running updates and copies, and makes the frozen state of this moment."""
+    """Waits for running updates and copies. Returns the `Frozen` of the present state."""
     if engine.optimizer is None:
         return None
     runtime, limit = engine.optimizer.runtime, engine.settings.background_bytes

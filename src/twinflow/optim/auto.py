@@ -80,7 +80,7 @@ class AutoPlacement:
         self._since = 0  # steps since the last move
         self._steps: list[tuple[Mark, Mark]] = []  # begin and end of the watched steps
         self._seen: list[tuple[float, tuple[str, ...]]] = []  # time of a step, and the places
-        self._comforts = list(_COMFORTS)  # not tried yet
+        self._comforts = list(_COMFORTS)  # the pairs that were not tried yet
         self._trouble = ""
         self._wanted = self._places()  # the chosen places; some moves may have failed for lack of memory
         self.is_settled = False
@@ -312,7 +312,7 @@ def _can_alias(bucket: Bucket) -> bool:
 
 
 def items_of(buckets: Sequence[Bucket], timing: Timing, is_early: bool) -> list[Item]:
-    """Estimates when each bucket's gradient is complete and its weights are needed. Elements take equal time."""
+    """Estimates when each bucket's gradient is complete and its weights are needed, with equal time per element."""
     inside = [b for b in buckets if b.plan.block != ROOT]
     total = sum(b.plan.numel for b in inside) or 1
     passed, depth = 0, {}

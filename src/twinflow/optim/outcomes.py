@@ -118,7 +118,7 @@ class Outcomes(Optimizer):
 
 
 def _figures(runtime: Runtime) -> dict[str, float]:
-    """Clipping factor and updates before its decision in the last step; seconds and bytes of all steps so far."""
+    """Of the last step: clipping factor, and updates before the clipping decision. Of all steps: seconds and bytes."""
     job, counters = runtime.steps.last, runtime.executor.counters
     counts = runtime.executor.counts_of(job) if job is not None else {}
     decision = job.decision if job is not None else None

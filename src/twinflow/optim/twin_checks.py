@@ -160,7 +160,7 @@ def _has_rows(tensor: Tensor) -> bool:
 
 
 def check_foreign(rule: object, states: str, param_groups: Iterable[ParamEntry] | None, zero: Zero | None) -> None:
-    """Checks the arguments beside a user's optimizer as `rule`."""
+    """Checks a user's optimizer as `rule`, and the arguments that must fit it."""
     if not isinstance(rule, Optimizer) and not callable(rule):
         names = ", ".join(map(repr, RULES))
         kinds = "a torch.optim.Optimizer class or instance, or a function that returns an optimizer"

@@ -174,7 +174,7 @@ class Exchanges:
 
 
 def step_size(options: Options) -> float:
-    """The factor of momentum * 2**k in a step. The bias correction of the first moment is 1 by then."""
+    """The factor of momentum * 2**k in a step. After the switch, the bias correction of the first moment is 1."""
     second = math.sqrt(1.0 - numbers(options, "betas")[1] ** int(number(options, "second_step")))
     return number(options, "lr") * second
 

@@ -173,7 +173,7 @@ class CompressedOptimizer(Optimizer):
             bucket.update(self._hypers(bucket, hits, is_frozen), factor)
 
     def _hypers(self, bucket: FlatBucket, hits: Sequence[bool], is_frozen: bool) -> list[Hyper | None]:
-        """The hyperparameters of each parameter with a gradient. Counts its step."""
+        """The hyperparameters of each parameter that has a gradient, otherwise None. Counts the steps of parameters."""
         found: list[Hyper | None] = []
         for i, hit in enumerate(hits):
             bucket.steps[i] += hit
@@ -241,7 +241,7 @@ class CompressedOptimizer(Optimizer):
                 own_part(self.group, server).copy_(bucket.errors.server)
                 if is_portable:
                     self.group.all_reduce(worker, worker, torch.float32)
-                    self.group.all_reduce(server, server, torch.float32)  # each part has one owner: zeros elsewhere
+                    self.group.all_reduce(server, server, torch.float32)  # a part is zero on all ranks but its owner
                     worker /= self.group.world
                 flats |= {"worker_error": worker, "server_error": server}
             if bucket.exponents is not None:

@@ -44,7 +44,7 @@ class FlatBucket:
         self.errors: Errors | None = None  # None before the first exchange
         self.exponents: Tensor | None = None  # None before the second moment is frozen
         self.extra: dict[str, Tensor] = {}  # more flat states of an optimizer
-        self._versions: list[int] = []  # versions of the parameters after the last write here
+        self._versions: list[int] = []  # versions of the parameters after `write_params`
         for view, param in zip(self.views(self.weights), params, strict=True):
             view.copy_(param)
             if param.dtype == torch.float32:
@@ -142,7 +142,9 @@ def _padded(numel: int, multiple: int = BLOCK) -> int:
 
 
 def make_buckets(params: Sequence[nn.Parameter], group: int, world: int, max_numel: int) -> Iterator[FlatBucket]:
-    """Makes buckets of at most `max_numel` elements, each of one dtype and device. A larger parameter has its own."""
+    """Makes buckets of at most `max_numel` elements, each of one dtype and device. A larger parameter has a bucket
+    alone.
+    """
     kinds = dict.fromkeys((param.dtype, param.device) for param in params)
     for kind in kinds:
         chosen: list[nn.Parameter] = []
