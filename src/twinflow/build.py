@@ -54,7 +54,7 @@ from twinflow.zero.partitioned import partition, regroup
 from twinflow.zero.start import meet, own_host_bytes, start_watch
 
 Model = nn.Module | Callable[[], nn.Module]
-_PART_BYTES = 1024  # Tensor ranks partition saved inputs of checkpointed layers from this size on.
+_PART_BYTES = 1024  # Tensor ranks partition a saved input of a checkpointed layer if it has this many bytes or more.
 
 
 def initialize(
@@ -72,11 +72,12 @@ def initialize(
     mesh_param: Any = None,
     config_params: Mapping[str, Any] | str | Path | None = None,
 ) -> tuple[Engine, TwinOptimizer | None, ResumableLoader | None, Any]:
-    """Builds an engine for `model`, with DeepSpeed's arguments. Returns engine, optimizer, data loader and scheduler.
+    """Builds an engine for `model`. Returns engine, optimizer, data loader and scheduler.
 
-    `model` may also be a function that creates a model, or a model on the meta device. It is then created block by
-    block on the training device. Optimizer and scheduler come from the config, or from the arguments: an instance, or a
-    function that creates one.
+    `model` may also be a function that creates a model, or a model on the meta device. The model is then created block
+    by block on the training device. The optimizer and the scheduler come from the config, or from the arguments
+    `optimizer` and `lr_scheduler`: an instance, or a function that creates one. All arguments have the names of
+    deepspeed.initialize().
     """
     _log_to_stdout()
     if model is None:
@@ -90,8 +91,9 @@ def initialize(
     found = axes_of(parsed, model, ranks, optimizer)
     batch = resolve_batch(parsed, found.num_data)
     watch = start_watch(ranks, parsed.hang_timeout_s)
-    given = None if model_parameters is None else list(model_parameters)  # Read now, because the model may change.
-    with ExitStack() as undo:  # Clean-up after a failed start.
+    # `model_parameters` may be an iterator over the model, whose parameters are replaced below.
+    given = None if model_parameters is None else list(model_parameters)
+    with ExitStack() as undo:  # The callbacks run if a line below raises an exception.
         if watch is not None:
             undo.callback(watch.close)
         model, found = spread(model, parsed, found, optimizer, own_device())
@@ -131,7 +133,7 @@ def initialize(
 
 
 def _refuse_groups(mpu: Any, mesh_param: Any) -> None:
-    """Raises ValueError for process groups of the caller: initialize() creates the groups."""
+    """Raises ValueError if the caller passes process groups, because initialize() creates its own groups."""
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             remedy = "Set tensor_parallel.autotp_size and pipeline.stages instead."
@@ -173,13 +175,15 @@ def _overruled(config: Config, optimizer: Any, lr_scheduler: Any) -> Iterator[st
     """Notes on sections of the config that an argument overrides, as in DeepSpeed."""
     for name, given in {"optimizer": optimizer, "scheduler": lr_scheduler}.items():
         if given is not None and getattr(config, name) is not None:
-            yield f"{name}: no effect here, because initialize() has an argument for it"
+            yield f"{name}: no effect here, because initialize() was called with an argument that overrides it"
 
 
 def add_config_arguments(parser: Any) -> Any:
     """Adds the options `--deepspeed` and `--deepspeed_config` for `initialize(args=...)` to an argparse parser."""
     group = parser.add_argument_group("twinflow", "Configuration")
-    group.add_argument("--deepspeed", default=False, action="store_true", help="Train with the engine.")
+    group.add_argument(
+        "--deepspeed", default=False, action="store_true", help="A flag for the script; initialize() does not read it."
+    )
     group.add_argument("--deepspeed_config", default=None, type=str, help="The JSON config file.")
     return parser
 
@@ -217,13 +221,15 @@ def place(model: Model, config: Config) -> nn.Module:
 def checkpoint_activations(
     config: Config, module: nn.Module, twin: TwinOptimizer | None, grid: Grid | None = None
 ) -> Handle | None:
-    """Applies the section `activation_checkpointing` of the config to the model. None if it is not active."""
+    """Applies the section `activation_checkpointing` of the config to the model. Returns None if it is not active."""
     options = config.activation_checkpointing
     if not options.is_asked_for:
         return None
     shares = options.partition_activations and grid is not None and grid.num_model > 1
     if options.partition_activations and not shares:
-        LOGGER.info("config: activation_checkpointing.partition_activations: no effect, because of one tensor rank")
+        LOGGER.info(
+            "config: activation_checkpointing.partition_activations: no effect, because there is one tensor rank"
+        )
     layers: Any = options.layers
     if layers is None:
         layers = [block.module for block in find_blocks(module)]
@@ -232,7 +238,9 @@ def checkpoint_activations(
     if not layers:
         if isinstance(module, PipelineModule):
             return None  # The layers are on other stages.
-        remedy = "The model has no ModuleList, whose members would be the layers."
+        remedy = (
+            "Name the classes of the layers. The default, the members of a ModuleList, does not exist in this model."
+        )
         raise invalid_value("activation_checkpointing.layers", None, "a list of class names", remedy)
     trace = twin.trace if twin is not None else None  # Copies of activations appear in the trace of the optimizer.
     partition = Partition(grid.model, _PART_BYTES) if shares and grid is not None else None
@@ -269,7 +277,7 @@ def _make_reports(config: Config, rank: int) -> Reports:
     if options.enabled:
         if options.output_file:
             with naming("flops_profiler.output_file"):
-                Path(options.output_file).open("a").close()  # An error should occur before the profiled step.
+                Path(options.output_file).open("a").close()  # A wrong path raises here, before the profiled step.
 
         def show(done: FlopsProfile) -> None:
             shape = (options.module_depth, options.top_modules, options.detailed)

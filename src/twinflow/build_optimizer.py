@@ -26,7 +26,7 @@ from twinflow.rules import RULES
 from twinflow.zero import Zero
 from twinflow.zero.compression import Compression
 
-TIMEOUT_S = 1800.0  # limit for a rank to wait for another; the watch detects a hang much earlier
+TIMEOUT_S = 1800.0  # limit for a rank to wait for another; the watch for hangs (`hang_timeout_s`) reacts much earlier
 
 
 def offloads_params(config: Config) -> bool:
@@ -54,7 +54,7 @@ def make_optimizer(
     ranks: RankEnvironment | None = None,
     grid: Grid | None = None,
 ) -> TwinOptimizer | None:
-    """Builds the optimizer of the config, or a TwinOptimizer for the given one. None if there is neither."""
+    """Builds a TwinOptimizer from the optimizer `given`, or from the config. None if neither names an optimizer."""
     if isinstance(given, TwinOptimizer):
         return _as_given(given, config, batch, module, ranks)
     rule: Any = given
@@ -69,7 +69,8 @@ def make_optimizer(
     is_torch = given is None and not isinstance(rule, str)
     groups = None if isinstance(given, Optimizer) or model_parameters is None else list(model_parameters)
     own = offload_options(config)
-    # In a pipeline several micro-batches are in progress at once, and the engine runs the loop.
+    # The engine runs the loop of a pipeline, so updates can start early. Several micro-batches are in progress at once,
+    # so gradients are summed on the device.
     if isinstance(module, PipelineModule):
         own["early"] = True if own["early"] == "auto" else own["early"]
         own["tuning"] = replace(own.get("tuning") or Tuning(), sums="device")
@@ -97,7 +98,7 @@ def make_optimizer(
             if wrapped is not None:
                 given.step = wrapped  # type: ignore[union-attr,method-assign]
     if isinstance(given, Optimizer):
-        # A scheduler that was built with the user's optimizer writes to its param_groups.
+        # A scheduler that was built with the user's optimizer writes to the param_groups of that optimizer.
         given.param_groups = twin.param_groups
         given._opt_called = True  # type: ignore[attr-defined]
     return twin
@@ -110,8 +111,8 @@ def _zero_of(config: Config, ranks: RankEnvironment | None, is_named: bool, grid
 
 
 def make_zero(config: Config, world_size: int, is_named: bool = True, grid: Grid | None = None) -> Zero:
-    """The options of ZeRO. `is_named`: whether the optimizer comes from the config, whose compression applies only
-    then.
+    """The options of ZeRO. `is_named`: whether the optimizer comes from the config. Only then is the config's
+    compression used.
     """
     stage, compression = config.zero_optimization.stage, compression_choice(config) if is_named else None
     if stage == 3 and not offloads_params(config):
@@ -119,7 +120,7 @@ def make_zero(config: Config, world_size: int, is_named: bool = True, grid: Grid
     if compression is not None:
         refuse("1-bit Adam", {"stage": stage == 3})
         _refuse_divisions(config, "1-bit Adam")
-        stage = 1  # ranks own parts of buckets with each stage below 3
+        stage = 1  # With compression, each stage below 3 partitions buckets over ranks, as stage 1 does.
     return Zero(
         stage,
         wire_dtype(config),
@@ -201,8 +202,8 @@ def _as_given(
 
 
 def _try_out(kind: Any, options: Mapping[str, Any]) -> None:
-    """Runs a step of an unused optimizer with these options. torch checks few options before the first step, and this
-    error occurs before a thread runs a step.
+    """Runs one step of a separate optimizer with these options. torch checks most options only in the first step. Here
+    an error is raised at once, and not later in the thread that runs the steps.
     """
     param = nn.Parameter(torch.zeros(2, 2, device="cpu"))
     param.grad = torch.zeros_like(param)
@@ -214,7 +215,7 @@ def _try_out(kind: Any, options: Mapping[str, Any]) -> None:
 
 @contextmanager
 def naming(key: str) -> Iterator[None]:
-    """A context that adds the key of the config to errors that occur when a part is built."""
+    """A context that adds the config key `key` to errors that are raised inside it."""
     try:
         yield
     except (ValueError, TypeError, LookupError, ArithmeticError, OSError) as error:

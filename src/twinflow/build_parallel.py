@@ -101,7 +101,7 @@ def spread(model: Model, config: Config, found: Spread, optimizer: Any, device: 
             "A model on the meta device",
             "pipeline or tensor ranks",
             "its weights are split before they are created",
-            "Give a model with weights, or a PipelineModule of LayerSpecs, of which each rank builds its own layers.",
+            "Give a model with weights, or a PipelineModule of LayerSpecs: each rank then builds only its own layers.",
         )
     before = dict(module.named_parameters(remove_duplicate=False))
     grid = None
@@ -127,7 +127,7 @@ def spread(model: Model, config: Config, found: Spread, optimizer: Any, device: 
 
 
 def _note_without_axes(config: Config) -> None:
-    """Logs keys without effect if each rank has the whole model."""
+    """Logs the keys that have no effect because each rank has the whole model."""
     asked = {
         "pipeline.schedule": config.pipeline.schedule,
         "pipeline.chunks": config.pipeline.chunks,
@@ -138,7 +138,7 @@ def _note_without_axes(config: Config) -> None:
     }
     for key, value in asked.items():
         if value:
-            LOGGER.info(f"config: {key}: no effect here, because one rank has all layers and whole tensors")
+            LOGGER.info(f"config: {key}: no effect here, because each rank has the whole model")
 
 
 def _plan(module: nn.Module, config: Config, grid: Grid) -> Mapping[str, str]:
@@ -245,11 +245,12 @@ def classes_here(names: Sequence[str], module: nn.Module, grid: Grid) -> list[st
 
 
 def sums_replicas(config: Config) -> bool:
-    """Whether replicas sum the gradients of a tied parameter before stages do.
+    """Whether the gradients of a tied parameter are summed over replicas before they are summed over pipeline stages.
 
-    With stage 3, fully_shard has summed them already. With compression, a part with zeros around it would lose more
-    precision than the whole. Gradients that are divided before the sum must not be summed before the division: the
-    division keeps the sum in the range of fp16.
+    With ZeRO stage 3, fully_shard has already summed them over replicas. With compression, replicas must not be summed
+    first: each replica would then compress its part of the sum with zeros elsewhere, which loses more precision than
+    compressing whole gradients. If the config divides gradients before the sum, so that the sum stays in the range of
+    fp16, nothing may be summed before the division.
     """
     divides = config.prescale_gradients or config.gradient_predivide_factor != 1.0
     return config.zero_optimization.stage < 3 and compression_choice(config) is None and not divides
@@ -259,8 +260,8 @@ def make_ties(module: nn.Module, grid: Grid | None, config: Config) -> list[Tied
     """Connects the tied parameters of a pipeline. Their modules must not change afterwards. The optimizer is built
     later and gets the summed gradients.
 
-    torch names a group by its ranks and by the number of groups. Therefore every rank creates the same number of
-    groups.
+    torch derives the name of a process group from its ranks and from the number of groups that exist. Therefore every
+    rank creates the same number of groups.
     """
     if grid is None or not isinstance(module, PipelineModule):
         return []
@@ -288,8 +289,8 @@ def make_wire(module: PipelineModule, grid: Grid | None, device: torch.device) -
 
 
 def make_deferral(module: PipelineModule, stage: int) -> Deferral | None:
-    """The deferral of weight gradients for the schedule zbv. None with stage 3: weights are gathered for one whole
-    backward.
+    """The deferral of weight gradients for the schedule zbv. None for other schedules, and with ZeRO stage 3, which
+    gathers weights for one whole backward.
     """
     if module.schedule != "zbv" or stage == 3:
         return None

@@ -10,8 +10,8 @@ the work. Its first exception stops that stream, is kept in `Device.error`, and 
 later event.
 
 For tests: every stream can be given a delay, so that a missing wait gives wrong results also on a fast machine. Every
-wait names its sync point (offload/sync.py). A test can switch a sync point off (`Device.disabled`) and check that
-results change, which shows that the wait is needed.
+wait has a name, its sync point (offload/sync.py). A test can switch off the waits of a sync point (`Device.disabled`)
+and check that results change, which shows that these waits are needed.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Device:
 
     def __init__(self, trace: Trace | None = None) -> None:
         self.trace = trace or Trace()
-        self.watchers: list[weakref.WeakMethod[Callable[[], None]]] = []  # called when delays or disabled points change
+        self.watchers: list[weakref.WeakMethod[Callable[[], None]]] = []  # called when delays or `disabled` change
         self._disabled: frozenset[str] = frozenset()
         self.stream_ids: Iterator[int] = repeat(0)  # next() gives the id of the calling thread's current stream
         self.error: BaseException | None = None  # the first exception of work on a stream
@@ -476,7 +476,9 @@ class _CudaStream:
 
 
 class _CurrentStream(_CudaStream):
-    """The calling thread's current stream. It needs no switch of streams, which would take as long as a launch."""
+    """The calling thread's current stream. Work needs no switch of streams, which would take as long as a kernel
+    launch.
+    """
 
     def run(self, work: Work, span: str = "", **args: int) -> None:
         if self._device._delays or self._device.trace.enabled:
@@ -488,9 +490,10 @@ class _CurrentStream(_CudaStream):
 def hide_from_children(tensor: Tensor) -> Tensor:
     """Exclude a large buffer from processes that are forked from this one, and return the buffer.
 
-    A DataLoader forks its workers. Each worker would copy every page-locked page at once, and keep an old copy of each
-    page of the state that is written later. This would take several times the memory, and workers never read it. Small
-    buffers are left alone, because they may share pages with other data.
+    A DataLoader forks its workers. Each worker would copy every page-locked page at the fork. Of other pages of the
+    optimizer state it would keep an old copy when this process writes to them. The copies would take several times the
+    memory of the state, and workers never read them. Small buffers are left alone, because they may share pages with
+    other data.
     """
     nbytes = tensor.numel() * tensor.element_size()
     if sys.platform == "linux" and nbytes >= _LARGE_BYTES:

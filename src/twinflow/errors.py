@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 
 def invalid_value(name: str, value: object, expected: str | Iterable[object], remedy: str = "") -> ValueError:
-    """`name` has a value that it must not have. `expected`: a phrase such as "a number from 0 to 1", or all values that
+    """The error for an invalid value of `name`. `expected`: a phrase such as "a number from 0 to 1", or all values that
     are allowed.
 
     >>> invalid_value("ratio", 1.5, "a number from 0 to 1")

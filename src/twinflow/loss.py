@@ -1,9 +1,9 @@
 """Cross entropy for a large vocabulary without storing all logits.
 
 The logits of 10,000 tokens and 50,000 symbols need 2 GB in fp32, and their gradient needs the same again. This is more
-than any layer needs. Here the forward computes logits, loss and both gradients for a chunk of tokens at a time, and
-keeps only the gradients of `hidden` and `weight`. The backward only scales them. Only first-order gradients are
-available.
+than any layer needs. Here the forward processes one chunk of tokens at a time. It computes the logits and the loss of
+the chunk, and the gradients of `hidden` and `weight`, and then frees the logits. The backward only scales the
+gradients. Only first-order gradients are available.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from twinflow.errors import invalid_value
 IGNORE_INDEX: Final = -100  # target of a token that is ignored, as in F.cross_entropy
 LOSS_CHUNK: Final = 2048  # number of tokens whose logits exist at a time
 PRODUCT_ROWS: Final = 8192  # rows of a wide product that exist at a time, see `_add_product`
-# A probability of 2e-5 (1 / 50,000) has six significant bits in fp16. Multiplied by this factor it has all eleven.
+# A probability of 2e-5 (1 / 50,000) has six significant bits in fp16. Multiplied by this factor it has all eleven bits.
 FP16_GAIN: Final = 256.0
 
 
@@ -100,7 +100,8 @@ class _ChunkedCrossEntropy(Function):
         grad_weight = None
         if wants_grad and ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        is_fp16 = hidden.dtype == torch.float16  # The range of fp16 is small, so the mean is applied last.
+        # The range of fp16 is small, so gradients are divided by the number of targets last.
+        is_fp16 = hidden.dtype == torch.float16
         mean = 1.0 / num_targets.clamp(min=1)  # Without targets the loss is NaN and the gradient is 0.
         gain = torch.full_like(mean, FP16_GAIN) if is_fp16 else mean
         total = torch.zeros_like(num_targets)
@@ -142,8 +143,8 @@ def _grad_of_logits(probs: Tensor, targets: Targets, gain: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b. If `total` is wider than `a` and `b`, the product is computed in the wide dtype for some rows at
-    a time.
+    """total += a @ b. If `total` is wider than `a` and `b`, the product is computed in the dtype of `total`, for
+    PRODUCT_ROWS rows at a time.
     """
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, out=total)

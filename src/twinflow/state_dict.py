@@ -2,7 +2,7 @@
 state that are read when they are saved.
 
 Values from users and files are checked before use, with errors that contain a remedy (optim/saved.py,
-optim/twin_state_checks.py). The functions here raise TypeError for a value of another type.
+optim/twin_state_checks.py). The functions here raise TypeError for a value of the wrong type.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 clock.
 
 Conversion of GPU times to the host's clock: two CUDA events give a time difference, not a point in time. An anchor is a
-CUDA event whose time on `time.perf_counter()` is known. The start of a GPU span is the time of the anchor of its device
-plus the difference between the two. CUDA gives the difference as a float32 of milliseconds, and the two clocks drift:
-the error is about 10 us after 100 s and 0.3 ms after an hour. Call `anchor_gpu()` again when a long run is idle. A span
-uses the last anchor before it.
+CUDA event whose time on `time.perf_counter()` is known. The start of a GPU span is the time of its device's anchor plus
+the time difference between the anchor and the first event of the span. CUDA gives the difference as a float32 of
+milliseconds, and the two clocks drift: the error is about 10 us after 100 s and 0.3 ms after an hour. Call
+`anchor_gpu()` again when a long run is idle. A span uses the last anchor before it.
 
 Threads: any thread may record spans; `_lock` guards the recorded entries. Recording never waits for the GPU. `spans()`
 reads the times of GPU spans outside of the lock, so that threads can record meanwhile.

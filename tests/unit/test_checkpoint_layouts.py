@@ -232,8 +232,8 @@ def test_shards_that_nobody_wrote_are_refused(small: Path, entry: Any, words: st
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ([], "must map files to tensors to splits"),
-        ({"model": []}, "must map files to tensors to splits"),
+        ([], "must map each file to a dict of splits"),
+        ({"model": []}, "must map each file to a dict of splits"),
         ({"modle": {"w": GOOD}}, "the file 'modle'"),
         ({"model": {"x": GOOD}}, "The shards of tensor 'x' of 'model' are missing"),
         ({"model": {"d": GOOD}}, "tensor 'd' of 'model': its shards do not make one"),

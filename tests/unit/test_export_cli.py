@@ -157,7 +157,7 @@ def test_mistakes_are_named(saved: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for arguments, words in (
         ((tmp_path / "nowhere", tmp_path / "out"), "nowhere"),
-        ((tmp_path / "empty", tmp_path / "out"), "empty folder"),
+        ((tmp_path / "empty", tmp_path / "out"), "contains no checkpoint"),
         ((root, tmp_path / "out", "--tag", "other"), "global_step2"),
         ((root, tmp_path / "out", "--dtype", "int4"), "'bf16'"),
         ((root, tmp_path / "out", "--max-shard-size", "much"), "--max-shard-size"),

@@ -1,8 +1,8 @@
 """The files of a DeepSpeed checkpoint: finds them, checks that they are complete, and reads their contents by stage.
 
 Stages 1 and 2 concatenate the parameters of a group, split the result into equal parts and give one to each rank.
-Padding at the end makes the length divisible. Some files include the padding and others do not, so tensors of masters
-and of states may differ in length. Newer versions may also pad after each parameter.
+Padding at the end makes the length divisible. Some files include the padding and others do not, so the tensors of fp32
+masters and of optimizer states may differ in length. Newer versions may also pad after each parameter.
 
 Stage 3 splits each parameter into equal parts, pads the last one and concatenates the parts of all parameters on a
 rank.
@@ -43,14 +43,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Values:
-    """A tensor that is assembled from parts, which are mapped from files."""
+    """A tensor that is assembled from parts. The parts are memory-mapped from files."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: tuple[Tensor, ...]
 
     def read(self) -> Tensor:
-        """The values in new memory. At most one part is in memory besides them."""
+        """The values in new memory. Besides them, at most one part is in memory."""
         whole = torch.empty(math.prod(self.shape), dtype=self.dtype)
         at = 0
         for part in self.parts:
@@ -110,8 +110,8 @@ def find_files(root: Path, tag: str | None) -> Files:
     for pattern, what in FOREIGN.items():
         if any(re.fullmatch(pattern, path.name) for path in folder.iterdir()):
             raise ValueError(
-                f"{folder} was saved with {what}. Such a checkpoint cannot be imported, because each rank has another "
-                "part of the model."
+                f"{folder} was saved with {what}. Such a checkpoint cannot be imported. Only checkpoints with ZeRO "
+                "stage 0 to 3 and without other parallelism can be imported."
             )
     model = _by_rank(folder, MODEL)
     optim = _by_rank(folder, OPTIM)
@@ -135,7 +135,9 @@ def _latest(root: Path) -> str:
     tag = read_latest(root)
     if tag is None:
         tags = _tags(root)
-        remedy = f"Give one of the tags {', '.join(tags)}." if tags else "It contains no checkpoint either."
+        remedy = (
+            f"Give one of the tags {', '.join(tags)}." if tags else "Give the folder that save_checkpoint wrote to."
+        )
         raise ValueError(f"{root} has no file {LATEST!r}. {remedy}")
     return tag
 
@@ -150,7 +152,8 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> tuple[Path, ...]:
         rank, part = int(match[1] or 0), int(match[2])
         if part:
             raise ValueError(
-                f"{path} was saved with tensor or pipeline parallelism. Such a checkpoint cannot be imported."
+                f"{path} was saved with tensor or pipeline parallelism. Such a checkpoint cannot be imported. Only "
+                "checkpoints with ZeRO stage 0 to 3 and without other parallelism can be imported."
             )
         if rank in found:
             raise ValueError(
@@ -177,7 +180,8 @@ def read_saved(files: Files, weights_only: bool = False) -> Saved:
         _check_ranks(files, stage, states)
     if stage == 3 and not states:
         raise ValueError(
-            f"{files.folder}: The files *_optim_states.pt are missing. With stage 3 they contain all weights."
+            f"{files.folder}: The files *_optim_states.pt are missing. With stage 3 they contain all weights. "
+            "Copy these files too."
         )
     head = models[0]
     aliases = dict(head.get("shared_params") or {})
@@ -247,8 +251,8 @@ def _shapes(head: Mapping[str, Any], path: Path) -> list[dict[str, tuple[int, ..
 def _tensors(values: Any, path: Path, what: str) -> list[Tensor]:
     if not isinstance(values, list) or not all(isinstance(value, Tensor) for value in values):
         raise ValueError(
-            f"{path}: {what} must be a list of tensors, but is not. The state was saved elsewhere, or the file is "
-            "damaged."
+            f"{path}: {what} must be a list of tensors, but is not. The optimizer state is in other files, or the "
+            "file is damaged. Copy all files of the checkpoint again."
         )
     return values
 
@@ -262,7 +266,7 @@ def _read_row(files: Files, head: Mapping[str, Any], states: Sequence[Mapping[st
     if {len(flat) for flat in flats} | {len(paddings)} != {len(shapes)}:
         raise ValueError(
             f"{files.folder}: param_shapes has {len(shapes)} parameter groups, but {key} has another number of groups. "
-            "The files do not belong to one checkpoint."
+            "The files do not belong to one checkpoint. Copy all files of one checkpoint again."
         )
     bases = [state.get("base_optimizer_state") for state in states]
     order = {name: at for at, name in enumerate(head["module"])}
@@ -304,7 +308,8 @@ def _state_names(entries: Sequence[Mapping[str, Any]], folder: Path) -> list[str
     names = [sorted(k for k, v in entry.items() if isinstance(v, Tensor) and v.shape) for entry in entries]
     if any(other != names[0] for other in names):
         raise ValueError(
-            f"{folder}: All ranks must have the states of rank 0, which are {names[0]}. The files are not of one run."
+            f"{folder}: All ranks must have the states of rank 0, which are {names[0]}. The files belong to several "
+            "runs. Copy the files of one run."
         )
     return names[0]
 
@@ -324,7 +329,7 @@ def _read_stage3(files: Files, head: Mapping[str, Any], states: Sequence[Mapping
     else:
         raise ValueError(
             f"{files.folder}: param_shapes has {len(parts)} groups, which do not match those of param_groups. "
-            "The files do not belong to one checkpoint."
+            "The files do not belong to one checkpoint. Copy all files of one checkpoint again."
         )
     numbers = [at for group in saved for at in group["params"]]
     rows = [[base.get("state", {}).get(at, {}) for at in numbers] for base in bases]
@@ -340,8 +345,8 @@ def _read_stage3(files: Files, head: Mapping[str, Any], states: Sequence[Mapping
 
 
 def _read_stage0(path: Path, head: Mapping[str, Any], aliases: Mapping[str, str]) -> Any:
-    """Reads a checkpoint without a stage: torch's state with whole parameters in the optimizer's order. Half-precision
-    training adds masters.
+    """Reads a checkpoint without a ZeRO stage: torch's state with whole parameters in the optimizer's order.
+    Half-precision training adds masters.
     """
     optimizer = _dict(head["optimizer"], path)
     base = _dict(optimizer.get("optimizer_state_dict", optimizer), path, "state", "param_groups")
@@ -398,7 +403,7 @@ def _match(
 
 
 def _read_fused(path: Path, base: Mapping[str, Any], flats: list[Tensor], known: Mapping[str, Tensor]) -> Any:
-    """Reads half-precision training without a stage in which each group is one flat tensor."""
+    """Reads a checkpoint of half-precision training without a ZeRO stage, in which each group is one flat tensor."""
     shapes = {name: tensor.shape for name, tensor in known.items()}
     if len(flats) != 1 or flats[0].numel() != sum(tensor.numel() for tensor in known.values()):
         raise ValueError(
@@ -415,7 +420,7 @@ def _read_fused(path: Path, base: Mapping[str, Any], flats: list[Tensor], known:
 
 
 def _same_storage(module: Mapping[str, Any]) -> dict[str, str]:
-    """Names of tied weights: tensors at the same place in the file as an earlier one."""
+    """Maps the names of tied weights to the first name: tensors at the same place in the file are one weight."""
     first: dict[Any, str] = {}
     tensors = {name: value for name, value in module.items() if isinstance(value, Tensor) and value.numel()}
     places = {name: (t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in tensors.items()}
@@ -460,7 +465,7 @@ def _weights(
 
 
 def _of_tensor(tensor: Tensor) -> Values:
-    """A saved tensor as it is."""
+    """The values of one saved tensor."""
     return Values(tuple(tensor.shape), tensor.dtype, (tensor,))
 
 
@@ -477,7 +482,7 @@ def _in_row(shapes: Shapes, paddings: Sequence[int], row: Sequence[Tensor], what
         found[name] = Values(shape, torch.float32, _cut(row, at, numel, f"{what}: {name}"))
         at += numel + padding
     total, slack = sum(part.numel() for part in row), 2 * len(row)
-    # The padding makes the length a multiple of twice the number of ranks. A larger rest means wrong shapes.
+    # The padding makes the length a multiple of twice the number of ranks. More padding means wrong shapes.
     if -(-total // slack) != -(-at // slack):
         raise ValueError(f"{what}: The parameters need {at} values, but the files have {total}. {_MISMATCH}")
     return found
@@ -497,7 +502,7 @@ def _in_parts(shapes: Shapes, ranks: Sequence[Sequence[Tensor]], what: str) -> d
     if totals != {at}:
         raise ValueError(
             f"{what}: The parameters of a rank need {at} values, but ranks have {sorted(totals)}. "
-            "The files do not belong to one model."
+            "The files do not belong to one model. Copy all files of one checkpoint again."
         )
     return found
 

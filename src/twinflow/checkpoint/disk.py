@@ -30,7 +30,7 @@ def check_name(what: str, name: object, max_bytes: int = MAX_NAME_BYTES) -> str:
 def check_tag(tag: object) -> str:
     """Returns `tag` if a checkpoint's folder can have that name, or raises ValueError."""
     if tag == LATEST:
-        raise invalid_value("tag", tag, f"another name, because the file {LATEST!r} contains the tag of the latest one")
+        raise invalid_value("tag", tag, f"another name, because a file {LATEST!r} contains the latest tag")
     return check_name("tag", tag)
 
 
@@ -101,7 +101,7 @@ def counting(on_progress: Callable[[int, int], None] | None, total: int) -> Call
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in `folder` durable."""
+    """Syncs `folder` to the disk, so that new and renamed files in it survive a crash."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with _naming(folder):
@@ -111,7 +111,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Deletes a file or a folder. The next save removes the rest if this fails."""
+    """Deletes a file or a folder. If this fails, no error is raised, and the next save deletes what is left."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

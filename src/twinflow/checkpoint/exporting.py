@@ -28,7 +28,8 @@ from twinflow.state_dict import Entry
 
 SHARD_BYTES: Final = 5_000_000_000
 CONFIG: Final = "config.json"
-CHUNK_NUMEL: Final = 4 << 20  # elements of a weight and of its master in memory, besides the tensor that is written
+# Number of elements of a weight, and of its master, that are in memory besides the tensor to be written.
+CHUNK_NUMEL: Final = 4 << 20
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WRITTEN: Final = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json", CONFIG)
 
@@ -36,10 +37,10 @@ WRITTEN: Final = ("model.safetensors", "model-?????-of-?????.safetensors", "mode
 def export_weights(entries: Iterable[Entry], path: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
     """Writes `entries` to the safetensors file `path` and replaces an existing file.
 
-    More than `shard_bytes` are split into shards `<stem>-00001-of-0000N.safetensors` next to `path`, with the index
-    `<path>.index.json`. All files are written under temporary names and renamed when all of them are on the disk. One
-    tensor is in memory at a time. After a crash between the renames of shards there is no index. An index never refers
-    to a mix of old and new shards.
+    Tensors of more than `shard_bytes` together are split into shards `<stem>-00001-of-0000N.safetensors` next to
+    `path`, with the index `<path>.index.json`. All files are written under temporary names and renamed when all of them
+    are on the disk. One tensor is in memory at a time. After a crash between the renames of shards there is no index.
+    An index never refers to a mix of old and new shards.
     """
     path = Path(path)
     if path.suffix != ".safetensors":
@@ -126,7 +127,7 @@ def export_checkpoint(
     out.parent.mkdir(parents=True, exist_ok=True)
     for path, side in abandoned(out.parent, lambda side: side.tag == out.name):
         if side.kind == "old" and not os.path.lexists(out):
-            os.rename(path, out)  # A process has renamed the folder, and ended before it had a new one.
+            os.rename(path, out)  # A process renamed `out` to replace it, and ended before the new folder got the name.
         else:
             remove(path)
     try:
@@ -144,19 +145,20 @@ def export_checkpoint(
 
 
 def find_checkpoint(source: Path, tag: str | None) -> Checkpoint:
-    """The checkpoint in the folder `source`, or the one of `tag` or the latest under it. ValueError if there is
-    none."""
+    """The checkpoint `source`. If `source` is a folder of checkpoints: the one with `tag`, or the latest. ValueError if
+    there is none.
+    """
     if tag is None and (source / MANIFEST).is_file():
         folder = source.resolve()
         source, tag = folder.parent, folder.name
     found = open_checkpoint(source, tag)
     if found is None:
-        remedy = "This is an empty folder." if source.is_dir() else "This folder does not exist."
+        remedy = "This folder contains no checkpoint." if source.is_dir() else "This folder does not exist."
         raise invalid_value("The checkpoint", str(source), "a folder that save_checkpoint wrote to", remedy)
     if "model" not in found.files():
         raise ValueError(
             f"{found.path} has no weights: the file 'model' is missing. It contains {', '.join(found.files())}. "
-            "Use a checkpoint of an engine."
+            "Use a checkpoint that engine.save_checkpoint() wrote."
         )
     return found
 
@@ -170,7 +172,7 @@ def _check_out(out: Path, replace: bool) -> None:
     names = sorted(path.name for path in out.iterdir())
     if names and not replace:
         raise ValueError(
-            f"{out} is not empty: it contains {names[0]}. Choose another folder, or --force to replace it."
+            f"{out} is not empty: it contains {names[0]}. Choose another folder, or use --force to replace it."
         )
     others = [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in WRITTEN)]
     if others:  # Replacing the folder would delete them.
@@ -191,8 +193,7 @@ def _read_config(path: Path | None) -> bytes | None:
 
 
 def masters_of(found: Checkpoint) -> dict[str, str]:
-    """The names of weights with an fp32 master in the checkpoint, and the names of the masters in the optimizer's
-    file."""
+    """Maps the name of each weight that has an fp32 master to the name of the master in the optimizer's file."""
     if "optimizer" not in found.files():
         return {}
     stored, names = found.meta.get("optimizer_state") or {}, set(found.names("model"))
@@ -202,8 +203,8 @@ def masters_of(found: Checkpoint) -> dict[str, str]:
 
 
 def make_entry(found: Checkpoint, name: str, master: str | None, dtype: torch.dtype) -> Entry:
-    """An entry for one weight of the checkpoint with a dtype. It is read from its master if it has one, and only when
-    it is written.
+    """The entry that exports one weight in `dtype`. Its values are read when it is written, from the fp32 master if
+    there is one.
     """
     own = found.dtype("model", name)
     shape = found.shape("model", name)
@@ -218,7 +219,7 @@ def make_entry(found: Checkpoint, name: str, master: str | None, dtype: torch.dt
 
 
 def _read(found: Checkpoint, name: str, master: str | None, dtype: torch.dtype) -> Tensor:
-    """One exported tensor. Its source is in memory only in chunks."""
+    """One tensor to export. The stored tensors are read in chunks."""
     made = torch.empty(found.shape("model", name), dtype=dtype)
     flat, start = made.view(-1), 0
     for value in _values(found, name, master):
@@ -236,7 +237,7 @@ def _values(found: Checkpoint, name: str, master: str | None) -> Iterator[Tensor
         return masters  # With a delayed update in progress, the masters are newer than the weights.
     if found.dtype("model", name) == torch.float32:
         return weights
-    # The user may have changed a weight after the update. Then the weight is right, as in load_checkpoint.
+    # The user may have changed a weight after the update. Then the weight is exported: load_checkpoint loads it too.
     pairs = zip(weights, masters, strict=True)
     return (torch.where(rounds_to(wide, weight), wide, weight.float()) for weight, wide in pairs)
 

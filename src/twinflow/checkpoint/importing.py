@@ -32,8 +32,9 @@ _OWN_KEYS: Final = """
 """
 OWN_KEYS: Final = frozenset(_OWN_KEYS.split())
 OPTIONS: Final = ("initial_lr", *(option.name for rule in RULES.values() for option in rule.options))
-UNLIKE: Final = {"amsgrad": False, "maximize": False, "bias_correction": True}  # fixed options of twinflow's rules
-# The rule for a set of state names if no file names the rule. AdamW comes before Adam.
+# Options that twinflow's rules do not have, and the only value that can be imported.
+UNLIKE: Final = {"amsgrad": False, "maximize": False, "bias_correction": True}
+# The update rule by its state names, if no file names the rule. Adam has the states of AdamW: AdamW is used.
 BY_STATES: Final = {tuple(sorted(name for name in rule.states if name)): rule.name for rule in reversed(RULES.values())}
 MAX_PLAIN: Final = 1_000_000  # largest number of values in a client state: nested references can expand without limit
 
@@ -63,13 +64,13 @@ def import_deepspeed(
 ) -> Imported:
     """Writes `root/<tag>` from the DeepSpeed checkpoint `source`. Without `tag`, its file `latest` determines the tag.
 
-    `rule` is the update rule if the files do not determine it: `Adam` and `AdamW` have the same states. One parameter
-    is in memory at a time. No code in the pickles is run, see `torch_files`.
+    `rule` is the update rule. It is needed if the files do not name it, because `Adam` and `AdamW` have the same
+    states. One parameter is in memory at a time. No code in the pickles is run, see `torch_files`.
     """
     files = find_files(Path(source), tag)
     check_tag(files.tag)
     if (Path(root) / files.tag).exists() and not replace:
-        raise ValueError(f"{Path(root) / files.tag} exists. Choose another folder, or --force to replace it.")
+        raise ValueError(f"{Path(root) / files.tag} exists. Choose another folder, or use --force to replace it.")
     try:
         saved = read_saved(files, weights_only)
         contents, meta, notes = _convert(saved, rule, weights_only)
@@ -130,12 +131,16 @@ def _choose_rule(given: str | None, saved: Saved) -> str:
         kind = "adam" if torch_adam and len(names) == 2 else BY_STATES.get(names, "")
     chosen = given or kind
     if chosen not in RULES:
-        remedy = f"The files contain the states {names}. Use --weights-only to skip them."
+        remedy = (
+            f"The files contain the states {names}. Give their rule with --rule, or use --weights-only to skip them."
+        )
         raise invalid_value("rule", chosen or None, RULES, remedy)
     wanted = tuple(sorted(name for name in RULES[chosen].states if name))
     if names != wanted:
-        remedy = f"The update rule is {chosen!r}. Give the rule with these states (--rule), or use --weights-only."
-        raise invalid_value(f"{saved.files.folder}: The tuple of states", names, [wanted], remedy)
+        remedy = (
+            f"The rule {chosen!r} needs these. Give the rule of the saved states with --rule, or use --weights-only."
+        )
+        raise invalid_value(f"{saved.files.folder}: The names of the optimizer states", names, [wanted], remedy)
     return chosen
 
 
@@ -257,7 +262,7 @@ def _plain_items(values: Mapping[Any, Any], what: str, notes: list[str]) -> dict
 
 
 def _plain(value: Any, what: str, notes: list[str]) -> Any:
-    """`value`, or None and a note if it contains other than plain values and tensors."""
+    """`value` if it contains only plain values and tensors. Otherwise None, and a note is added to `notes`."""
     num_left = MAX_PLAIN
 
     def count(item: Any, depth: int) -> None:

@@ -109,7 +109,7 @@ class Sharded:
         return tuple(piece for shard in self.shards for piece in shard.pieces)
 
     def fill(self, start: int, into: Tensor, sums: Sums | None = None) -> None:
-        """Fills the flat tensor `into` with the elements of the whole from `start` on. `sums`: see `Stored.fill`."""
+        """Fills the flat tensor `into` with elements of the whole tensor from `start` on. `sums`: see `Stored.fill`."""
         every = ((0, self.shape[self.split.dim]),)
         selection = select(self.shape, self.split.dim, self.split.ranges, every)
         gather(selection, [partial(shard.fill, sums=sums) for shard in self.shards], start, into)
@@ -163,7 +163,7 @@ class Checkpoint:
     def cut(self, file: str, name: str, start: int, numel: int) -> Tensor:
         """Elements [start, start + numel) of one tensor, flat. No other elements are read.
 
-        There is no checksum for a part of what a rank has saved. Call `verify` before.
+        These elements are not checked, because a checksum covers all values that a rank saved. Call `verify` before.
         """
         one = self._one(file, name)
         made = _empty_cut(name, math.prod(one.shape), start, numel, one.dtype)
@@ -171,7 +171,7 @@ class Checkpoint:
         return made
 
     def cut_shard(self, file: str, name: str, shard: TensorShard | None, start: int, numel: int) -> Tensor:
-        """Elements [start, start + numel) of the part `shard` of one tensor, or of the whole if it is None, flat.
+        """Elements [start, start + numel) of one shard of a tensor, flat. `shard=None`: of the whole tensor.
 
         Only rows of the stored shards that contain such elements are read. As with `cut`, call `verify` before.
         """
@@ -184,7 +184,7 @@ class Checkpoint:
             raise invalid_value(f"The shape of {name!r}", shape, expected, "Load it into the model that was saved.")
         if isinstance(one, Sharded) and one.split.dim == dim:
             fills, ranges = [source.fill for source in one.shards], one.split.ranges
-        else:  # The tensor is stored whole, or is whole in this dim.
+        else:  # The tensor is stored whole, or is split along another dim.
             fills, ranges = [one.fill], (((0, shard.full),),)
         made = _empty_cut(name, math.prod(shape) // max(1, shard.full) * shard.size, start, numel, one.dtype)
         gather(select(shape, dim, ranges, shard.ranges), fills, start, made)
@@ -274,12 +274,12 @@ def deal(items: Sequence[Sized], rank: int, world: int) -> list[Sized]:
 
 
 def open_checkpoint(root: Path, tag: str | None = None) -> Checkpoint | None:
-    """Opens the checkpoint `tag` under `root`, or the one in the file `latest`. None if there is no checkpoint.
+    """Opens the checkpoint `tag` under `root`, or the one that the file `latest` names. None if there is no checkpoint.
 
-    Sizes, headers and `meta` are checked here, and each tensor when it is read. `verify` checks all tensors. Nothing is
-    written: a folder that a crash left under a temporary name is read there. If the file `latest` is missing, or names
-    a folder that does not exist, the newest checkpoint that was saved as the latest is opened. The second case causes a
-    warning.
+    Sizes, headers and `meta` are checked here, and each tensor when it is read. `verify` checks all tensors. No file is
+    changed: a checkpoint that a crash left under a temporary name is read under that name. If the file `latest` is
+    missing, the newest checkpoint that was saved as the latest is opened. If `latest` names a folder that does not
+    exist, the same is done, with a warning.
     """
     root = Path(root)
     if root.exists() and not root.is_dir():

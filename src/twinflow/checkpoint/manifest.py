@@ -43,7 +43,7 @@ class PartRecord:
     parts: dict[str, PartOf]
 
     def of(self, key: str) -> tuple[str, PartOf | None]:
-        """The name of the tensor for the key of a file, and its part if the file contains only a part."""
+        """The name of the tensor with this key in the file, and its part if the file contains only a part of it."""
         part = self.parts.get(key)
         return (key, None) if part is None else (key.removesuffix(part.key("")), part)
 
@@ -61,8 +61,8 @@ class Manifest:
 
     @property
     def age_key(self) -> tuple[int, int]:
-        """The key that sorts checkpoints from old to new. The time comes first: a run that went back to an early step
-        is newer.
+        """The key that sorts checkpoints from old to new. The time comes before the step: after a run went back to an
+        early step, its new checkpoints have lower steps.
         """
         return self.time_ns, -1 if self.step is None else self.step
 

@@ -1,9 +1,10 @@
-"""Nested values (options, counters, state) as JSON with their tensors separate, and back. Nothing is pickled.
+"""Converts nested values (options, counters, state) to JSON and a list of tensors, and back. Nothing is pickled.
 
 `take_apart` replaces a tensor by a marker with its name, and a tuple by another marker, so that `put_together` restores
 the types. `encode_meta` encodes the result, and any other JSON that a user saves. JSON has no NaN and no infinities,
-but metrics such as a best loss can have these values: such a float is written as `{"__nonfinite__": "inf"}`, and a key
-of that name is an error. Tuples become lists there. Other values raise a ValueError with their path.
+but metrics such as a best loss can have these values: such a float is written as `{"__nonfinite__": "inf"}`, and a
+user's key of that name is an error. `encode_meta` writes tuples as lists. Other values raise a ValueError with their
+path.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Writes a checkpoint: all files go to a folder with a temporary name, which is renamed when they are on the disk. The
-docstring of `sides` explains crashes.
+docstring of `sides` explains what a crash leaves behind.
 
 Several ranks can write one checkpoint together. Rank 0 creates the folder. Every rank writes its own files to it. Rank
 0 completes the folder when all ranks have reported that their files are on the disk. After each step all ranks exchange
@@ -67,7 +67,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Part:
-    """One file to be written: its tensors and its header, encoded and decoded."""
+    """One file to be written: its tensors, and its header as bytes and as a `Header`."""
 
     file: str
     name: str
@@ -105,8 +105,8 @@ def save(
     """Writes the checkpoint `root/<tag>`, replaces an existing one of that tag, and returns its folder.
 
     `files` are written as safetensors, each in parts of at most `part_bytes`. One tensor is in memory at a time. `meta`
-    is JSON in which nan and inf are allowed and tuples become lists. With `save_latest`, it becomes the checkpoint that
-    is opened by default. `keep_last` deletes the oldest checkpoints beyond that number, but never the latest one.
+    is JSON in which nan and inf are allowed and tuples become lists. With `save_latest`, the new checkpoint is opened
+    by default from now on. `keep_last` deletes the oldest checkpoints beyond that number, but never the latest one.
     `on_progress` is called with the number of bytes written and the total.
 
     With `together`, all ranks call this function, each with its own tensors and parts of tensors in `files`. Every

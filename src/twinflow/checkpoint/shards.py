@@ -1,8 +1,9 @@
-"""Tensors that tensor ranks store in parts: which elements each rank has, and how to read any elements of the whole.
+"""Tensors that tensor ranks store in parts: which elements each rank has, and how to read elements of the whole tensor.
 
-A part is not a contiguous range of the flattened whole. It contains some indices of one dim. If the whole is seen as
-[outer, dim, inner], every outer row contains a range of each part. Each part is stored as one tensor for its tensor
-rank. A reader selects indices of the dim: all indices for the whole, or those of another part for another layout.
+A part is not a contiguous range of the flattened whole tensor. It contains some indices of one dim. In a view [outer,
+dim, inner] of the whole tensor, every outer row contains elements of each part. Each tensor rank stores its part as one
+tensor. A reader selects indices of the dim: all indices for the whole tensor, or the indices of its own part if it has
+another layout of ranks.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ def _size(ranges: Ranges) -> int:
 
 @dataclass(frozen=True)
 class Move:
-    """Indices of a dim: they start at `start` in a row of source `source` and go to `target` in the row of the
-    result."""
+    """A range of `size` indices of the dim. It starts at `start` in a row of source number `source`, and at `target` in
+    the row of the result.
+    """
 
     source: int
     start: int
@@ -130,9 +132,9 @@ def select(shape: Sequence[int], dim: int, sources: Sequence[Ranges], wanted: Ra
 def gather(selection: Selection, fills: Sequence[Fill], start: int, into: Tensor) -> None:
     """Fills the flat tensor `into` with the elements of the flattened selection from `start` on.
 
-    Parts of a row are read range by range. Many short rows are read in blocks of the sources that contain them, because
-    one read for each range would cost more than reading the elements in between. A caller that reads the whole from
-    start to end reads each source from start to end.
+    Parts of a row are read range by range. Many short rows are read as blocks of whole rows of the sources, because one
+    read for each range would cost more than also reading the elements between the ranges. A caller that reads the whole
+    selection from start to end reads each source from start to end.
     """
     at, row_numel = start, selection.row_numel
     stop = start + into.numel()
@@ -167,7 +169,7 @@ def _gather_rows(selection: Selection, fills: Sequence[Fill], row: int, into: Te
 
 
 def to_mark(shard: TensorShard, shape: Sequence[int]) -> JSON:
-    """The description of this rank's part, whose shape is `shape`."""
+    """The description (mark) of this rank's part, which has the shape `shape`."""
     return {
         "shape": shard.whole_shape(shape),
         "dim": shard.dim,
@@ -215,7 +217,9 @@ def _join(what: str, marks: Sequence[Mapping[str, Any]]) -> Split:
 def parse_splits(where: str, value: object) -> dict[str, dict[str, Split]]:
     """Splits by file and tensor from untrusted JSON. ValueError with the name of a tensor whose split is invalid."""
     if not isinstance(value, dict) or not all(isinstance(entries, dict) for entries in value.values()):
-        raise ValueError(f"{where}: The key 'shards' must map files to tensors to splits. The file is damaged.")
+        raise ValueError(
+            f"{where}: The key 'shards' must map each file to a dict of splits by tensor. The file is damaged."
+        )
     what = f"{where}: shards of tensor"
     return {
         file: {name: parse_split(f"{what} {name!r} of {file!r}", entry) for name, entry in entries.items()}
@@ -251,7 +255,7 @@ def _are_counts(value: object) -> bool:
 
 
 def _are_ranges(value: object) -> bool:
-    """Whether these are ascending ranges. Reading a part in order then reads the whole in order."""
+    """Whether these are ascending ranges. Then reading the whole tensor in order reads each part in order."""
     if not isinstance(value, list | tuple) or not all(_are_counts(one) and len(one) == 2 for one in value):
         return False
     flat = [end for one in value for end in one]

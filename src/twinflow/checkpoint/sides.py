@@ -3,15 +3,16 @@
 Crashes. A new checkpoint is written to `.<tag>.partial-<owner>`, which is never loaded. When all of it is on the disk,
 an existing folder of the tag is renamed to `.<tag>.old-<owner>`, and the new folder gets its name. Between the two
 renames the tag has no folder, and a reader uses the old folder. A folder that is to be deleted is first renamed to
-`.<tag>.removed-<owner>`, so that a partly deleted folder never has a name that is loaded. `latest` is a file that is
-replaced atomically, after all else. The next save removes folders that a crash left behind. Therefore a crash at any
-time leaves a checkpoint.
+`.<tag>.removed-<owner>`, so that a partly deleted folder never has a name that is loaded. The file `latest` is replaced
+last, and atomically. Therefore a crash at any time leaves the old or the new checkpoint complete. The next save removes
+folders that a crash left behind.
 
 Ownership. The owner is the process that creates and renames the folder. If several ranks write one checkpoint, it is
-rank 0. Without the owner, the folder cannot be completed. A process of this machine can be looked up. The name also
-contains its start time, because process ids are reused. A process of another machine or container cannot be looked up.
-Its folder is kept until nothing in it has changed for `LEASE_S`, by the clock of the file system. A thread of the owner
-touches the folder every `BEAT_S`, however long the ranks wait for each other.
+rank 0. If the owner has ended, nobody completes the folder. The folder's name contains the process id of the owner, and
+its start time, because process ids are reused. Therefore a process on the owner's machine can look up whether the owner
+runs. From another machine or container it cannot. There the folder is kept until nothing in it has changed for
+`LEASE_S`, by the clock of the file system. A thread of the owner touches the folder every `BEAT_S`, however long the
+ranks wait for each other.
 
 Only one save at a time may run under a root. Any number of processes may read.
 """
@@ -87,7 +88,7 @@ def abandoned(root: Path, is_wanted: Callable[[Side], bool] = lambda _: True) ->
 
 
 def _machine() -> str:
-    """A hash of the machine, its boot and the namespaces of this container. Process ids are unique within it."""
+    """A hash of the machine, its boot and the namespaces of this container. Process ids are unique for each hash."""
     words = [platform.node()]
     with suppress(OSError):
         words.append(Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -156,7 +157,9 @@ def kept_alive(*paths: Path) -> Iterator[None]:
 
 
 def discard(folder: Path, tag: str) -> None:
-    """Deletes the checkpoint of `tag` in `folder`. After a crash no partly deleted folder has its name."""
+    """Deletes the checkpoint of `tag` in `folder`. It is renamed first: a crash leaves no partly deleted folder of this
+    name.
+    """
     removed = side_path(folder.parent, tag, "removed")
     remove(removed)
     try:

@@ -300,7 +300,7 @@ def read_range(
     """Fills `into` with the elements of one tensor of a file from `start` on.
 
     `crc32` is the checksum of the elements before `start`. The result is the checksum including the elements read. If
-    it is None, no checksum is computed.
+    `crc32` is None, no checksum is computed, and the result is None.
     """
     with _open_data(path, header, info, start) as file, Checksum(crc32 or 0) as checksum:
         for chunk in _chunks(_bytes_of(into)):
@@ -314,7 +314,7 @@ def read_range(
 def verify_tensor(
     path: Path, header: Header, info: TensorInfo, crc32: int, on_bytes: Callable[[int], None] | None = None
 ) -> None:
-    """Checks the checksum of one tensor with two chunks in memory. `on_bytes` is called with the size of each chunk."""
+    """Checks the checksum of one tensor, chunk by chunk. `on_bytes` is called with the size of each chunk."""
     with _open_data(path, header, info) as file, Checksum() as checksum:
         rest = info.stop - info.start
         while rest:

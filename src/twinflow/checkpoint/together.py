@@ -22,7 +22,7 @@ class Together(Protocol):
     def world(self) -> int: ...
 
     def gather(self, value: Told) -> list[Told]:
-        """The values of all ranks in the order of ranks, on every rank. Raises an exception if a rank is gone."""
+        """The values of all ranks in the order of ranks, on every rank. Raises an exception if a rank has ended."""
         ...
 
 
@@ -38,9 +38,9 @@ class Alone:
 
 
 def agree(together: Together, act: Callable[[], tuple[Own, Told]]) -> tuple[Own, list[Any]]:
-    """Runs `act` on every rank. Returns its first result, and the second results of all ranks.
+    """Runs `act` on every rank. Returns the first result of this rank, and the second results of all ranks.
 
-    If it raises an exception on one rank, all ranks raise the same error with the number of that rank. No rank waits
+    If `act` raises an exception on one rank, all ranks raise the same error with the number of that rank. No rank waits
     for a rank that failed.
     """
     own: list[Own] = []
@@ -70,8 +70,8 @@ def _describe(error: Exception | None) -> JSON:
 
 
 def _as_error(failed: list[int], said: dict[str, Any]) -> Exception:
-    """The error of the first rank that failed. The type shows callers a full disk (OSError), a wrong value (ValueError)
-    or another error (RuntimeError).
+    """The error of the first rank that failed. From its type a caller sees whether it is an error of the disk
+    (OSError), a wrong value (ValueError) or another error (RuntimeError).
     """
     who = f"rank {failed[0]}" + (f" (and {len(failed) - 1} more)" if len(failed) > 1 else "")
     kind, text = said["kind"], said["text"]

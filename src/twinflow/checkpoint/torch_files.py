@@ -6,9 +6,9 @@ name any function of any module, call it, and set attributes of the result. Here
 maps names to values and functions of this module, and other names raise RefusedError. Only these functions are called,
 attributes are never set, and instructions that torch.save does not write are refused.
 
-`torch.load(weights_only=True, mmap=True)` does not promise that. Before torch 2.10 a file can corrupt memory there and
-run code (CVE-2026-24747). With mmap it does not compare the sizes of storages with those of the entries in the archive.
-It does not read pickles of protocol 4.
+`torch.load(weights_only=True, mmap=True)` is not as strict. Before torch 2.10 it can be made to corrupt memory and run
+code (CVE-2026-24747). With mmap it does not compare the sizes of storages with those of the entries in the archive. It
+does not read pickles of protocol 4.
 
 Every DeepSpeed checkpoint contains objects of three classes of DeepSpeed. They are read as records of their values,
 without DeepSpeed.
@@ -72,7 +72,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Meaning:
-    """The function of this module that a call of a global of the file runs."""
+    """The function of this module that runs when the pickle calls a global such as `torch._utils._rebuild_tensor`."""
 
     call: Callable[..., Any]
 
@@ -266,9 +266,11 @@ class _Dispatch(dict[int, Callable[[Any], None]]):
 
 
 class _Unpickler(pickle._Unpickler):
-    """The unpickler of the standard library with few instructions, own globals, and no attributes.
+    """The unpickler of the standard library. It runs few instructions, takes globals from `_MEANINGS` and sets no
+    attributes.
 
-    It is the one in Python. A damaged file can make the one in C allocate any amount of memory.
+    Its base class is the version in Python, because a damaged file can make the version in C allocate any amount of
+    memory.
     """
 
     stack: list[Any]

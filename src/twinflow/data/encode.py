@@ -1,5 +1,5 @@
-"""Text and its tokens: the search for text files, their documents in pieces, and the encoding by a tokenizer: bytes, or
-a Hugging Face tokenizer, whose tokens are cached in a file.
+"""Finds text files, reads their documents in pieces, and encodes them with a tokenizer: each byte is a token, or a
+Hugging Face tokenizer makes the tokens. Tokens can be cached in a file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Array = npt.NDArray[Any]
 BATCH_BYTES: Final = 2**22  # size of a batch of text that is encoded at once, on all cores
 VERSION: Final = "1"  # version of the format of the cache
 TOKENIZER_FILE: Final = "tokenizer.json"
-# tried if the tokenizer's settings name no end token
+# End-of-text tokens that are tried if the tokenizer's settings name none.
 END_TOKENS: Final = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
@@ -143,7 +143,7 @@ def _read_piece(file: BinaryIO) -> bytes:
     piece += file.readline(PIECE_BYTES)
     if not piece.endswith(b"\n"):
         ahead = file.read(3)
-        # bytes of an incomplete UTF-8 character
+        # number of bytes that continue the last UTF-8 character
         num = next((i for i, byte in enumerate(ahead) if byte & 0xC0 != 0x80), len(ahead))
         file.seek(num - len(ahead), 1)
         piece += ahead[:num]
@@ -321,7 +321,7 @@ def cached_tokens(
     cache: Path | str | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Array:
-    """All tokens, memory-mapped from a cache file, which is written if needed and can be a source itself."""
+    """All tokens, memory-mapped from a cache file, which is written if it is missing. `load_data` can load it too."""
     folder = default_cache() if cache is None else Path(cache).expanduser()
     file, side = folder / f"{fingerprint}.bin", folder / f"{fingerprint}.json"
     try:

@@ -68,7 +68,10 @@ def _open_bin(path: Path, dtype_name: str) -> Array:
     num_bytes = path.stat().st_size
     if num_bytes % dtype.itemsize:
         raise invalid_value(
-            f"size of {path}", num_bytes, f"a multiple of {dtype.itemsize}, because its dtype is {dtype}"
+            f"size of {path}",
+            num_bytes,
+            f"a multiple of {dtype.itemsize}, because its dtype is {dtype}",
+            f'Write the right "dtype" into the file {path.stem}.json beside it, or copy the file again.',
         )
     with reading(path):
         return np.memmap(path, dtype=dtype, mode="r") if num_bytes else np.empty(0, dtype)

@@ -1,9 +1,9 @@
 """Training tokens, and the batch for each index.
 
 `load_data` loads a source (the standard library, text, JSONL, or a file of tokens) as a `TokenData`. A split is divided
-into adjacent windows of one context and the token after it. An epoch uses every window once, in a random order that
-differs between epochs. A batch depends only on (seed, split, index, batch size, context). A run that stops after batch
-n can therefore resume with batch n + 1, no matter which other batches were drawn before.
+into adjacent windows. A window is `context` tokens and the token after them. An epoch uses every window once, in a
+random order that differs between epochs. A batch depends only on (seed, split, index, batch size, context). A run that
+stops after batch n can therefore resume with batch n + 1, no matter which other batches were drawn before.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def shuffled(indices: Indices, num: int, keys: _Words) -> Indices:
     """Apply the permutation of 0 .. num - 1 to `indices`, which must be in this range."""
     half_bits = max(1, ((num - 1).bit_length() + 1) // 2)
     places = _feistel(indices.astype(np.uint64), half_bits, keys)
-    while (outside := places >= num).any():  # less than three quarters of them each time
+    while (outside := places >= num).any():  # less than three quarters of the places are outside
         places[outside] = _feistel(places[outside], half_bits, keys)
     return places.astype(np.int64)
 
@@ -190,13 +190,13 @@ def load_data(
     .npy).
 
     `tokenizer` is "bytes", or a folder with a Hugging Face tokenizer.json. With such a folder, text is encoded once.
-    The tokens are cached in a file in the folder `cache` (default: in the user's cache folder), whose name depends on
-    text and tokenizer. The last `valid_share` of the tokens is the validation split. `json_key` is the field with the
-    text in a line of JSONL.
+    The tokens are cached in a file in the folder `cache` (default: in the user's cache folder). The name of the file
+    depends on text and tokenizer. The last `valid_share` of the tokens is the validation split. `json_key` is the field
+    with the text in a line of JSONL.
 
     A file of tokens needs no tokenizer, only its vocabulary size. The vocabulary size is `vocab_size`, or else that of
-    the JSON file beside it, or else that of the tokenizer's folder, or else the range of 16 bits. Raises ValueError for
-    a source that cannot be read, is empty, or has no known vocabulary size.
+    the JSON file beside it, or else that of the tokenizer's folder, or else the range of the file's dtype if that has
+    at most 16 bits. Raises ValueError for a source that cannot be read, is empty, or has no known vocabulary size.
     """
     if seed < 0:
         raise invalid_value("seed", seed, "a whole number >= 0")

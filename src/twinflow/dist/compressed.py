@@ -3,11 +3,11 @@
 The rank that sends a value keeps the quantization error and adds it to its next value. Over time, the mean of the
 results is the mean of the inputs.
 
-A bucket has one part for each rank, which owns the part. All ranks send their encoded version of a part to its owner
-(`compressed_reduce_scatter`). The owner encodes the mean again, with its own error, and sends it to all ranks
-(`compressed_all_reduce`). Or the owner uses the mean otherwise, and sends the encoded difference between its part of a
-tensor and the published version of that part (`publish`). All ranks, including the owner, decode the same bytes. Their
-results are therefore bitwise equal.
+A bucket is divided into one part for each rank. This rank is the owner of the part. All ranks send their encoded
+version of a part to its owner (`compressed_reduce_scatter`). The owner encodes the mean again, with its own error, and
+sends it to all ranks (`compressed_all_reduce`). Alternatively, the owner computes new values from the mean, and sends
+the encoded difference between the new values and those that all ranks have (`publish`). All ranks, including the owner,
+decode the same bytes. Their results are therefore bitwise equal.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def packing_for(device: torch.device) -> ModuleType:
 
 @dataclass(frozen=True)
 class Coding:
-    """A code, and the scaling of elements before they share a scale (codes/reference.py)."""
+    """A code, and the scaling of elements before blocks of them share one scale (codes/reference.py)."""
 
     code: Code
     exponents: Tensor | None = None  # scaling exponents of a whole bucket
@@ -111,7 +111,7 @@ def compressed_all_reduce(
 def publish(group: Group, published: Tensor, own: Tensor, coding: Coding) -> None:
     """Moves `published`, which is equal on all ranks, towards the values of the owners. `own` is the part of this rank.
 
-    The rest of the difference is part of the next difference. Therefore no error tensor is needed.
+    What the encoding loses is part of the next difference. Therefore no error tensor is needed.
     """
     packing, code = packing_for(own.device), coding.code
     packed = torch.empty(group.world, code.row_bytes(own.numel()), dtype=torch.uint8, device=own.device)
@@ -123,8 +123,8 @@ def publish(group: Group, published: Tensor, own: Tensor, coding: Coding) -> Non
 
 
 def take_back(code: Code, error: Tensor, said: Tensor, exponents: Tensor, wheres: Iterable[slice]) -> None:
-    """Undoes the effect of sending `said` on `error` in these slices. Blocks with values that were not finite did not
-    change the error.
+    """Adds the sent values `said` to `error` again in these slices, as if they had not been sent. Blocks with values
+    that were not finite did not change the error.
     """
     scales = said[:, : code.scale_bytes(error.numel() // said.shape[0])].view(torch.float32)
     scales.nan_to_num_(0.0)

@@ -37,7 +37,7 @@ class Group:
         self._gives_up: Callable[[], bool] | None = None
 
     def give_up_when(self, gives_up: Callable[[], bool]) -> None:
-        """With gloo, a thread stops waiting for other ranks when this function returns true. Other ranks may never
+        """With gloo, a thread stops waiting for other ranks when `gives_up` returns True, because they may never
         arrive.
         """
         self._gives_up = gives_up
@@ -157,7 +157,7 @@ class Group:
                 raise wrong_state(
                     "A collective was abandoned before all ranks arrived",
                     "the optimizer is closed or has failed",
-                    "See the first error of this rank and of the others.",
+                    "Look for the first error in the logs of all ranks.",
                 )
             with suppress(
                 RuntimeError

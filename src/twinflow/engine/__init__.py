@@ -1,4 +1,4 @@
-"""The engine: forward, backward, step, save and load over the parts it is given."""
+"""The engine: forward, backward, step, save and load for a model with its optimizer, scheduler and data loader."""
 
 from twinflow.engine.core import Engine
 from twinflow.engine.loader import ResumableLoader

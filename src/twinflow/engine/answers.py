@@ -80,7 +80,7 @@ class Answers:
     # Weights.
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The module's parameters. A read of a parameter waits for its updates that are due."""
+        """The module's parameters. Reading a parameter waits for its running updates."""
         return (param for _, param in self.named_parameters(recurse=recurse))
 
     def named_parameters(
@@ -90,7 +90,7 @@ class Answers:
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def module_state_dict(self) -> dict[str, object]:
-        """The module's state dict, after all updates that are due."""
+        """The module's state dict. Reading it waits for running updates."""
         return self.module.state_dict()
 
     def load_module_state_dict(
@@ -106,7 +106,7 @@ class Answers:
             self.module.load_state_dict(state_dict, strict=strict)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, object]:
-        """The weights, from which Accelerate saves a model with ZeRO stage 3. Only one rank may train."""
+        """The state dict from which Accelerate saves a model. Raises ValueError with ZeRO stage 3 on several ranks."""
         if not self.zero_gather_16bit_weights_on_model_save():
             raise incompatible(
                 "A state dict of all weights",

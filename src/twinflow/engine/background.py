@@ -18,7 +18,7 @@ from twinflow.checkpoint import Entry
 from twinflow.offload.frozen import Frozen
 
 LOGGER = logging.getLogger("twinflow")
-Buckets = Callable[[Entry], Sequence[int] | None]  # the buckets that a leaf depends on; None: its value does not change
+Buckets = Callable[[Entry], Sequence[int] | None]  # the buckets whose updates change an entry; None: it never changes
 
 
 class BackgroundSave:
@@ -36,7 +36,7 @@ class BackgroundSave:
             self._frozen.begin()
         try:
             self._thread.start()
-        except RuntimeError:  # no thread can be started, so updates must not wait for a reader
+        except RuntimeError:  # no thread will read the state, so updates must not wait for it
             if self._frozen is not None:
                 self._frozen.end()
             raise
@@ -71,9 +71,9 @@ class BackgroundSave:
 
 
 def freeze(files: Mapping[str, Sequence[Entry]], frozen: Frozen, buckets: Buckets) -> dict[str, list[Entry]]:
-    """Replaces the `read` of each leaf by a function that returns its present value at any later time.
+    """Replaces the `read` of each entry by a function that returns the present value of the entry at any later time.
 
-    A leaf that may change and depends on no bucket is read at once.
+    An entry that may change, but not by the update of a bucket, is read at once.
     """
     made: dict[str, list[Entry]] = {}
     for file, leaves in files.items():

@@ -223,23 +223,27 @@ class Engine(Answers):
             self._check_rates()
 
     def _check_rates(self) -> None:
-        """Raises ValueError for a learning rate that the scheduler must not set. The update rule's error would not
-        name the scheduler."""
+        """Raises ValueError if the scheduler has set an invalid learning rate. The error that the update rule would
+        raise later does not name the scheduler.
+        """
         optimizer = self.optimizer
         for group in optimizer.param_groups if optimizer is not None and optimizer.rule is not None else ():
             lr = float(group["lr"])
             if not (math.isfinite(lr) and lr >= 0.0):
                 raise invalid_value(
-                    "The learning rate that the scheduler has set", lr, "a finite number >= 0", "Check the scheduler."
+                    "The learning rate that the scheduler has set",
+                    lr,
+                    "a finite number >= 0",
+                    "Check the parameters of the scheduler.",
                 )
 
     def _beat(self, doing: str) -> None:
-        """Reports to the watch of the other ranks that this rank makes progress."""
+        """Reports to the watch for hangs that this rank makes progress."""
         if self.watch is not None:
             self.watch.beat(self.global_steps + 1, doing)
 
     def _pause(self, doing: str) -> AbstractContextManager[object]:
-        """Tells the watch that the next operation takes longer than a step."""
+        """Tells the watch for hangs that the next operation takes longer than a step."""
         return self.watch.pause(doing) if self.watch is not None else nullcontext()
 
     def _need_optimizer(self) -> TwinOptimizer:
@@ -247,7 +251,7 @@ class Engine(Answers):
             raise wrong_state(
                 "The engine cannot train",
                 "it has no optimizer",
-                "Name an optimizer in the config, or pass one to initialize().",
+                'Add a section "optimizer" to the config, or pass `optimizer` to initialize().',
             )
         return self.optimizer
 
@@ -270,7 +274,7 @@ class Engine(Answers):
         """A context for backwards whose gradients are not yet summed over ranks.
 
         It has no effect with ZeRO stages 0 and 1: ranks sum gradients only after the last micro-batch of a step. It
-        raises ValueError with stages 2 and 3 on several replicas, where no rank keeps a sum of its own.
+        raises ValueError with stages 2 and 3 on several replicas, where no rank keeps its own gradients.
         """
         if self.dp_world_size > 1 and self.settings.stage >= 2:
             raise conflict("ZeRO stages 2 and 3", "no_sync", stage_2_or_3=self.settings.stage)
@@ -318,7 +322,7 @@ class Engine(Answers):
         return self.settings.micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """The samples of a step, the samples of a micro-batch, and the micro-batches of a step."""
+        """The number of samples in a step, of samples in a micro-batch, and of micro-batches in a step."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:

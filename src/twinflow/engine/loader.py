@@ -14,9 +14,10 @@ from twinflow.errors import invalid_value
 class ResumableLoader:
     """Batches of a dataset. The order of an epoch depends only on `seed` and the number of the epoch.
 
-    `share`: this rank and the number of ranks. All ranks have the same order of samples, and rank r takes samples r,
-    r + world, r + 2 * world, and so on. If the number of samples is not divisible, samples from the start are repeated,
-    or with `drop_last` the rest is dropped. An IterableDataset is not divided: each rank reads its own.
+    `share`: this rank and the number of ranks. All ranks have the same order of samples, and rank r takes every
+    `world`-th sample, starting with sample r. If the number of ranks does not divide the number of samples, samples
+    from the start are repeated, or with `drop_last` the rest is dropped. An IterableDataset is not divided over ranks:
+    each rank reads all samples that its dataset yields.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class ResumableLoader:
         )
 
     def _generator(self) -> torch.Generator:
-        """The generator of the workers' seeds. They differ in each epoch and are the same after resuming."""
+        """The generator that seeds the workers. The seeds differ between epochs, and are the same after resuming."""
         return torch.Generator().manual_seed(self.seed + self.epoch)
 
     def _stream(self) -> Iterator[object]:
@@ -115,13 +116,15 @@ class ResumableLoader:
         Raises ValueError if the position is not a whole number of batches with this batch size and number of ranks.
         """
         if state["batch_size"] != self.batch_size and state.get("world", 1) == self._world:
-            remedy = "Resume with the same batch size."
-            raise invalid_value("batch size of the data position", state["batch_size"], [self.batch_size], remedy)
+            remedy = f"Resume with the same batch size: train_micro_batch_size_per_gpu = {state['batch_size']}."
+            raise invalid_value(
+                "The batch size of the saved data position", state["batch_size"], [self.batch_size], remedy
+            )
         num_seen, each = state["position"] * state["batch_size"] * state.get("world", 1), self.batch_size * self._world
         if num_seen % each:
             expected = f"a multiple of {each}, which is batch size x ranks"
             remedy = f"Choose a micro-batch size so that batch size x ranks divides {num_seen}."
-            raise invalid_value("The number of samples of the epoch that were seen", num_seen, expected, remedy)
+            raise invalid_value("The number of samples of the epoch that were read", num_seen, expected, remedy)
         self.seed, self.epoch, self.position = state["seed"], state["epoch"], num_seen // each
 
 
@@ -141,7 +144,7 @@ class _Order(Sampler[int]):
 
 
 class _Turn(Sampler[int]):
-    """The samples of one rank: every `world`-th of an order, repeated from its start if it is too short."""
+    """The samples of one rank: every `world`-th sample of an order, which starts again if it is too short."""
 
     def __init__(self, order: Iterable[int], rank: int, world: int, num_samples: int) -> None:
         self._order = order

@@ -111,8 +111,8 @@ class PipelineEngine(Engine):
     ) -> UserValue:
         """Runs forwards without gradients. Returns the mean loss, on every rank.
 
-        `compute_loss=False` returns the outputs on ranks of the last stage, and None on other ranks.
-        `reduce_output=None` returns the loss of each micro-batch there.
+        On ranks of the last stage, `compute_loss=False` returns the outputs, and `reduce_output=None` returns the loss
+        of each micro-batch. On other ranks, both return None.
         """
         if return_logits:
             raise invalid_value("return_logits", True, [False], "Call eval_batch(compute_loss=False) for the outputs.")
@@ -294,7 +294,7 @@ def _evaluating(module: PipelineModule) -> Iterator[None]:
 
 
 def _again_and_again(loader: Iterable[object]) -> Iterator[object]:
-    """The batches of all epochs. Raises ValueError if an epoch has none."""
+    """The batches of all epochs. Raises ValueError if an epoch has no batch."""
     while True:
         is_empty = True
         for batch in loader:

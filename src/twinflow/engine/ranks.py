@@ -25,9 +25,9 @@ class Ranks:
     stage: int = 0  # index of this rank in the pipeline
     tensor_rank: int = 0
     num_tensor: int = 1
-    # By name of a tied parameter on this rank: its name in the first module that uses it, under which it is saved.
+    # Maps the name of a tied parameter on this rank to its name in the first module that uses it. That name is saved.
     aliases: Mapping[str, str] = field(default_factory=dict)
-    # By every name of a tensor on any rank: the first stage that has this tensor. `meet` fills it.
+    # Maps every name of a tensor on any rank to the first stage that has this tensor. `meet` fills it.
     holders: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -99,7 +99,7 @@ def ranks_of(engine: EngineParts) -> Ranks | None:
 
 
 def deal(leaves: Sequence[Entry], ranks: Ranks) -> list[Entry]:
-    """Distributes leaves over the replicas and returns this rank's share, of about as many bytes as the others'.
+    """Distributes entries over the replicas. Returns this rank's share. All shares have about the same number of bytes.
 
     A rank always saves its own parts of partitioned tensors.
     """

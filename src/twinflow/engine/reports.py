@@ -16,7 +16,7 @@ from twinflow.engine.parts import EngineParts
 from twinflow.monitor.flops import FlopsProfile
 
 LOGGER = logging.getLogger("twinflow")
-_MOST_LATE = 64  # number of scalars that may be in copy before the oldest is waited for
+_MOST_LATE = 64  # number of scalars whose copies may be running; with more, the oldest is waited for
 
 
 class Writer(Protocol):

@@ -218,12 +218,12 @@ def _source(found: Checkpoint, optimizer: TwinOptimizer, saved: _SavedNames) -> 
     params, entries = optimizer.runtime.params, found.meta.get("optimizer_state", {})
     names = {param.name: saved.find(param.name, entries) for param in params}
     own = {name: entries[there] for name, there in names.items() if there is not None}
-    own |= {name: entries[name] for name in saved.unclaimed(entries)}  # its check reports them
+    own |= {name: entries[name] for name in saved.unclaimed(entries)}  # the optimizer's check reports them
     return FileSource(found, own, {param.name: shard_of(param.tensor) for param in params})
 
 
 class FileSource:
-    """The optimizer's state in a checkpoint. `shards`: the parts of parameters that this rank has; others are whole."""
+    """The optimizer's state in a checkpoint. `shards`: this rank's shards of parameters; None for whole parameters."""
 
     def __init__(
         self, found: Checkpoint, entries: Mapping[str, StateDict], shards: Mapping[str, TensorShard | None]
@@ -258,7 +258,7 @@ class FileSource:
 
 
 def _check_model(module: nn.Module, found: Checkpoint, what: What, saved: _SavedNames) -> dict[str, str]:
-    """Names of this rank's tensors that the checkpoint has, with their names there.
+    """Maps the names of this rank's tensors to their names in the checkpoint, without tensors that it does not have.
 
     Raises ValueError if names or shapes do not fit.
     """
@@ -324,7 +324,7 @@ def _load_weights(
         local = local_of(own[name])
         key = (local.data_ptr(), own[name].shape)
         if own[name].numel() and local.data_ptr() not in memory:
-            foreign[name] = found.tensor("model", path)  # a module made it for its state dict and must load it itself
+            foreign[name] = found.tensor("model", path)  # the module made this tensor and must load it itself
         elif key not in written:  # a tied weight is written once
             written.add(key)
             if local is own[name]:

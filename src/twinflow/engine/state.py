@@ -93,7 +93,7 @@ def save(
 
 
 def _telling(engine: EngineParts, on_progress: Progress | None) -> Progress:
-    """Calls the watch too, so that a slow disk does not look like a rank that has stopped."""
+    """The progress callback. It also calls the watch for hangs, so that a slow disk does not look like a hang."""
 
     def told(done: int, total: int) -> None:
         if engine.watch is not None:
@@ -105,7 +105,7 @@ def _telling(engine: EngineParts, on_progress: Progress | None) -> Progress:
 
 
 def _freeze(engine: EngineParts) -> Frozen | None:
-    """Waits for running updates and copies, and makes the frozen state of this moment."""
+    """Waits for running updates and copies. Returns the `Frozen` of the present state."""
     if engine.optimizer is None:
         return None
     runtime, limit = engine.optimizer.runtime, engine.settings.background_bytes
@@ -122,7 +122,7 @@ def _freeze(engine: EngineParts) -> Frozen | None:
 
 
 def _buckets_of(engine: EngineParts) -> Callable[[Entry], Sequence[int] | None]:
-    """A function that returns the buckets whose updates would change a leaf: those of its parameter."""
+    """A function that returns the buckets whose updates would change an entry: the buckets of its parameter."""
     assert engine.optimizer is not None
     params = engine.optimizer.runtime.params
     by_tensor = {param.tensor: [bucket.plan.index for bucket in param.buckets] for param in params}
@@ -140,9 +140,9 @@ def _buckets_of(engine: EngineParts) -> Callable[[Entry], Sequence[int] | None]:
 
 
 class _Own:
-    """The leaves that this rank saves, and its report to the other ranks (`said`).
+    """The entries (leaves) that this rank saves, and its report to the other ranks (`said`).
 
-    Leaves have this rank's names. `names` maps them to the names in the files if these differ.
+    Entries have this rank's names. `names` maps them to the names in the files where these differ.
     """
 
     def __init__(self, engine: EngineParts, ranks: Ranks) -> None:
@@ -223,7 +223,7 @@ class _Own:
         return stripped
 
     def _add(self, file: str, leaves: list[Entry], shards: Mapping[str, TensorShard]) -> None:
-        """Adds leaves that this rank writes, and reports those that are shards."""
+        """Adds entries that this rank writes, and reports those that are shards."""
         names, marks = self.names[file], self.said["shards"].setdefault(file, {})
         self.files[file] = leaves
         for leaf in {leaf.name: leaf for leaf in leaves}.values():  # parts of a tensor have the same name
@@ -235,7 +235,7 @@ class _Own:
 
 
 def _collect(engine: EngineParts, client_state: StateDict, exclude_frozen: bool, ranks: Ranks) -> tuple[_Own, Said]:
-    """The leaves that this rank saves, and its report to all ranks."""
+    """The entries that this rank saves, and its report to all ranks."""
     own = _Own(engine, ranks)
     own.add_optimizer()
     own.add_rest(client_state)
@@ -246,9 +246,9 @@ def _collect(engine: EngineParts, client_state: StateDict, exclude_frozen: bool,
 
 
 def sharded_leaves(leaves: Sequence[Entry], param: Tensor) -> dict[str, TensorShard]:
-    """The leaves of a parameter's optimizer state that are sharded like the parameter.
+    """The entries of a parameter's optimizer state that are sharded like the parameter.
 
-    All tensor ranks have the same scalars. Raises ValueError for a leaf of another shape.
+    Scalars are not sharded: all tensor ranks have the same. Raises ValueError for an entry of another shape.
     """
     shard, shape = shard_of(param), tuple(param.shape)
     if shard is None:
@@ -295,7 +295,7 @@ def param_offload_of(engine: EngineParts) -> ParamOffload | None:
 def weights(
     module: nn.Module, exclude_frozen: bool, param_offload: ParamOffload | None = None
 ) -> tuple[list[Entry], dict[str, str], list[str]]:
-    """The leaves of a model, each tensor once; aliases of tensors with several names; names that were left out."""
+    """The entries of a model, each tensor once; aliases of tensors with several names; names that were left out."""
     leaves: list[Entry] = []
     seen: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}

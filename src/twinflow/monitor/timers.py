@@ -97,7 +97,7 @@ class Timers:
         return means
 
     def line(self) -> str:
-        """The result of `means_ms` as a line for a log. It starts a new window as well."""
+        """The result of `means_ms` as a line for a log. Like `means_ms`, this starts a new mean."""
         steps = f"{self._num_steps} step{'s' if self._num_steps != 1 else ''}"
         times = "".join(f" | {name}: {value:.2f}" for name, value in self.means_ms().items())
         return f"time (ms), mean of {steps}{times}"

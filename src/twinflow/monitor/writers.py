@@ -78,7 +78,7 @@ def is_later(row: str, samples: int) -> bool:
 
 
 class TensorBoardWriter:
-    """Writes an event file in `output_path/job_name`. TensorBoard hides events after `resume_after` samples."""
+    """Writes an event file in `output_path/job_name`. TensorBoard hides old events after `resume_after` samples."""
 
     def __init__(self, output_path: str | Path, job_name: str, resume_after: int | None = None) -> None:
         try:
@@ -114,7 +114,9 @@ class WandbWriter:
         self._run: Any = wandb.init(project=project, group=group, entity=team)
 
     def write(self, events: Sequence[Event]) -> None:
-        """Log the events, those of one number of samples in one call, because each call advances the step of wandb."""
+        """Log the events. One call logs all events with the same number of samples, because each call advances wandb's
+        step.
+        """
         rows: dict[int, dict[str, float]] = {}
         for tag, value, samples in events:
             rows.setdefault(samples, {})[tag] = value

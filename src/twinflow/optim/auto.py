@@ -1,9 +1,10 @@
-"""`ratio="auto"`: measures the first steps, places the state of each bucket, and checks the result.
+"""`ratio="auto"`: measures the first steps, places the state of each bucket of parameters, and checks the result.
 
 1. Start: as much state as possible is on the host. The memory of activations is not yet known, and state on the device
    must not take memory that a forward needs.
 2. Fill (`_fill`): after the first step the peak memory is known, and the free device memory is filled with state.
-3. Time (`_time`): forward and backward are timed with a barrier between steps. Little work on the host disturbs them.
+3. Time (`_time`): forward and backward are timed with a barrier between steps, so that work on the host hardly disturbs
+   them.
 4. Watch (`_watch`): some steps without the barrier give the time of a step.
 5. Choose (`_choose`): the planner chooses the fastest placement. Buckets move, and steps are watched again. If they are
    not faster than before, the buckets move back. Otherwise a placement with more state on the host is tried, because
@@ -46,8 +47,8 @@ _GAIN: Final = 0.003  # a placement that was tried stays if it has made steps sh
 _MAX_UNTIMED: Final = 8  # steps after which the optimizer gives up waiting for timings
 _WATCH_EVERY: Final = 16  # steps between two checks of the device's memory
 # The measured rates are the machine's best, but a step has other work too. The planner uses these shares of the rates
-# of the host and of the link, so that a bucket whose update would be hidden only just is not placed on the host. The
-# second pair is tried if the placement of the first one was faster than the one before.
+# of the host and of the link, so that a bucket is not placed on the host if its update would only just be hidden. The
+# second pair is tried if the placement with the first pair was faster than the placement before.
 _COMFORTS: Final = ((0.7, 0.85), (0.85, 0.95))
 _DEVICE_SHARE, _DEVICE_LEAST = 0.05, 1 << 30  # device memory that stays free: allocators fragment, and inputs vary
 _HOST_SHARE, _HOST_LEAST = 0.06, 2 << 30
@@ -79,7 +80,7 @@ class AutoPlacement:
         self._since = 0  # steps since the last move
         self._steps: list[tuple[Mark, Mark]] = []  # begin and end of the watched steps
         self._seen: list[tuple[float, tuple[str, ...]]] = []  # time of a step, and the places
-        self._comforts = list(_COMFORTS)  # not tried yet
+        self._comforts = list(_COMFORTS)  # the pairs that were not tried yet
         self._trouble = ""
         self._wanted = self._places()  # the chosen places; some moves may have failed for lack of memory
         self.is_settled = False
@@ -231,7 +232,7 @@ class AutoPlacement:
         return sum(plan.numel * plan.dtype.itemsize for plan in plans) / sum(plan.numel for plan in plans)
 
     def _ways(self) -> Ways:
-        """Widths and options for the planner. Streaming is excluded if gradients wait or are summed on the host."""
+        """Widths and options for the planner. Streamed state is excluded if gradients wait or add up on the host."""
         settings, width = self._runtime.settings, self._width()
         streams = not (settings.hold_on_host and settings.limits.any) and not settings.sums_on_host
         return Ways(width, width, settings.num_slots, settings.delayed_update, streams)
@@ -268,7 +269,7 @@ class AutoPlacement:
         return on_device, sum(size for place, size in sizes if place != RESIDENT)
 
     def _ahead_numel(self, items: Sequence[Item], size: StateBytes, room: Memory) -> int:
-        """Number of elements whose updates can run ahead of the clipping decision, with half of the free memory."""
+        """Number of elements whose updates can run before the clipping decision, with half of the free host memory."""
         runtime = self._runtime
         if not (runtime.settings.may_run_ahead and runtime.worker is None):
             return 0
@@ -306,12 +307,12 @@ def host_share(buckets: Sequence[Bucket]) -> float:
 
 
 def _can_alias(bucket: Bucket) -> bool:
-    """Whether the bucket may become resident. It may not if the user has changed the layout of a parameter."""
+    """Whether the bucket's state may move to the device. It may not if the user has changed a parameter's layout."""
     return not bucket.plan.can_alias or all(target.dim() == 1 for target in bucket.targets)
 
 
 def items_of(buckets: Sequence[Bucket], timing: Timing, is_early: bool) -> list[Item]:
-    """Times at which each bucket's gradient is complete and its weights are needed, if all elements cost the same."""
+    """Estimates when each bucket's gradient is complete and its weights are needed, with equal time per element."""
     inside = [b for b in buckets if b.plan.block != ROOT]
     total = sum(b.plan.numel for b in inside) or 1
     passed, depth = 0, {}

@@ -160,8 +160,8 @@ class HostOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Loads a state of `state_dict()`: exactly if the format is the same, converted from other formats or
-        torch.optim.
+        """Loads a state dict. State of the same format is loaded exactly. State of another format, or of torch.optim,
+        is converted.
 
         The state is checked before the optimizer changes.
         """

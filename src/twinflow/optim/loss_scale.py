@@ -4,8 +4,9 @@ fp16 gradients vanish below 6e-8 and overflow above 65504. The loss is therefore
 and the gradients are divided by it afterwards. The dynamic scale changes exactly as DeepSpeed's
 `DynamicLossScaler.update_scale`:
 
-- An overflow reduces `hysteresis_left` by one. If it is 1 already, every overflow divides the scale by `factor`.
-- The scale grows at good step number `window` + 1, 2 `window` + 1, ... in a row.
+- An overflow reduces `hysteresis_left` by one. If `hysteresis_left` is 1, it divides the scale by `factor` instead.
+- Good steps are counted from 1 after each overflow. Steps `window` + 1, 2 `window` + 1, ... multiply the scale by
+  `factor`.
 - `hysteresis_left` is reset when the scale grows, or with `consecutive_hysteresis` at every good step.
 """
 
@@ -21,7 +22,7 @@ from twinflow.errors import invalid_value
 
 @dataclass(frozen=True)
 class LossScale:
-    """A loss scale: the rule of its changes, then its present state. Make one with `static` or `dynamic`."""
+    """A loss scale: its present state, and the rule by which it changes. Make one with `static` or `dynamic`."""
 
     scale: float  # present factor of the loss
     dynamic: bool

@@ -1,7 +1,7 @@
 """The fp32 master of a half-precision parameter in a host optimizer.
 
-It is `master` (fp32) beside the parameter. For a bf16 parameter with a compact state format it is `master_lower`
-(int16), and the parameter is the upper half.
+The optimizer's state contains it as `master` (fp32). For a bf16 parameter with a compact state format, the parameter is
+the upper half of the master, and the state contains only the lower half, as `master_lower` (int16).
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ def full_master(param: Tensor, state: StateDict) -> Tensor | None:
 def lower_half(master: Tensor, upper: Tensor) -> Tensor:
     """The difference of the bits of `master` and `upper` (bf16); 0 where `upper` is not a nearest neighbour.
 
-    At a tie, rounding to even may have chosen `upper`. The difference 2**15 does not fit into 16 bits. The master is
-    then changed by one unit in its last place, so that the parameter does not change.
+    If `master` is exactly between two bf16 values, rounding to even may have chosen the smaller one as `upper`. The
+    difference is then 2**15, which does not fit into int16. In this case the master is changed by one unit in its last
+    place, so that the parameter does not change.
     """
     difference = (bits(master) - bits(upper.float())).clamp(max=2**15 - 1)
     return torch.where(near(master, upper), difference, 0).to(torch.int16)

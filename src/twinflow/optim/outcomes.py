@@ -1,7 +1,7 @@
 """Outcomes of an optimizer's steps: whether a step was applied, the loss scale, norms and counters.
 
-Whether a step was skipped is known only when its backward has ended on the device. The optimizer waits for it only when
-a caller reads an outcome or the next loss needs its scale.
+Whether a step was skipped is known only when its backward has ended on the device. The optimizer waits for this only
+when a caller reads an outcome, or when the next loss needs its scale.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Outcomes(Optimizer):
 
     @property
     def runtime(self) -> Runtime:
-        """The overlap runtime of this optimizer."""
+        """The runtime, which overlaps updates with forward and backward."""
         assert self._runtime is not None
         return self._runtime
 
@@ -102,9 +102,10 @@ class Outcomes(Optimizer):
         return self.runtime.executor.wait_for_decision(job).norm
 
     def metrics(self) -> dict[str, float]:
-        """Norm, clipping factor and counts of updates ahead of the clipping decision of the last step.
+        """Of the last step: gradient norm, clipping factor, and counts of updates that ran before the clipping
+        decision.
 
-        Seconds, bytes and skipped steps are totals of all steps so far.
+        Of all steps so far: seconds, bytes and skipped steps.
         """
         norm = self.grad_norm
         self._read_decision()
@@ -117,7 +118,7 @@ class Outcomes(Optimizer):
 
 
 def _figures(runtime: Runtime) -> dict[str, float]:
-    """Clipping and updates ahead of the decision in the last step; seconds and bytes of all steps so far."""
+    """Of the last step: clipping factor, and updates before the clipping decision. Of all steps: seconds and bytes."""
     job, counters = runtime.steps.last, runtime.executor.counters
     counts = runtime.executor.counts_of(job) if job is not None else {}
     decision = job.decision if job is not None else None

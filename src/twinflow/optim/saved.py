@@ -1,6 +1,6 @@
 """Reads a saved state of a host optimizer, in any of twinflow's formats or torch.optim's.
 
-It checks everything first.
+A state that does not fit raises ValueError before the optimizer changes.
 """
 
 from __future__ import annotations

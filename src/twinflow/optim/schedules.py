@@ -86,14 +86,16 @@ def linear_decay_factor(step: int, num_warmup_steps: int, num_total_steps: float
 
 
 def cosine_decay_factor(step: int, num_warmup_steps: int, num_total_steps: float, min_ratio: float) -> float:
-    """WarmupCosineLR after the warm-up: half a cosine from 1 to `min_ratio`, which it reaches one step early."""
+    """WarmupCosineLR after the warm-up: half a cosine from 1 to `min_ratio` at step `num_total_steps` - 1."""
     progress = min(1.0, (step - num_warmup_steps + 1) / max(1, num_total_steps - num_warmup_steps))
     return max(0.0, min_ratio + (1.0 - min_ratio) * ((1 + math.cos(math.pi * progress)) / 2))
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """The shape of OneCycle in steps: up, down, then a decay. With stairs (0: none) the slopes have steps."""
+    """The shape of OneCycle: up, down, then a decay. Sizes are in steps. Stairs are the levels of a slope; 0: no
+    levels.
+    """
 
     first_size: float
     second_size: float
@@ -151,7 +153,8 @@ class StepSchedule(LRScheduler):
 
     def step(self, epoch: int | None = None) -> None:
         """Goes to the next step (or to step `epoch`) and writes its learning rates into the optimizer."""
-        # PyTorch's constructor calls this too. It goes from `last_epoch`, its argument, to the step of that number.
+        # PyTorch's constructor calls this method too, with its argument in `last_epoch`. The call must then go to the
+        # step of that number.
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch + 1
         self._step_count = self.last_epoch + 1
         self._write()
@@ -324,9 +327,9 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(StepSchedule):
-    """A factor of each group's initial rate: from `warmup_min_ratio` to 1, then a cosine to `cos_min_ratio`.
+    """Multiplies initial learning rates by a factor: from `warmup_min_ratio` to 1, then a cosine to `cos_min_ratio`.
 
-    Before the first `step()` the learning rate is 0 for every `warmup_min_ratio`, as in DeepSpeed.
+    Before the first `step()` the learning rate is 0, whatever `warmup_min_ratio` is, as in DeepSpeed.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The kind of an optimizer's state: rule, format, memory in each place, and the updaters."""
+"""The kind of an optimizer's state: rule, format, and memory and updater in each place (host, device or streamed)."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class TwinOptimizer(Outcomes):
     - `ratio`: the share of the state on the host, from 0 to 1. The device keeps and updates the rest at the same time.
       "auto" measures the first steps and chooses the fastest placement that fits into memory.
     - `placement`: which end of the model has its state on the device: "front", "tail" (as in DeepSpeed), or "auto", the
-      end whose update would be hidden least.
+      end whose updates would overlap least with forward and backward.
     - `offload_params`: the weights of blocks are on the host too. Each block fetches them when it runs. The module may
       be on the CPU; it computes on the GPU if there is one.
 
@@ -266,7 +266,7 @@ class TwinOptimizer(Outcomes):
             runtime.offload_params(
                 aside.frozen, aside.values, self.team.fetch if self.team and self.team.world > 1 else None
             )
-        # The weights come before `start`, because a user's optimizer may read them in its constructor.
+        # The weights are copied before `start`, because a user's optimizer may read them in its constructor.
         runtime.adopt(params, keep=False, values=aside.values if aside is not None else None)
         if aside is not None:
             aside.values.clear()  # the state contains them now, so this frees their memory
@@ -331,7 +331,9 @@ class TwinOptimizer(Outcomes):
         return self._settings.delayed_update
 
     def _speculative_bytes(self, unmade_bytes: int) -> int:
-        """Host memory for speculative stores: the user's limit, or half of the memory that is free beside all slots."""
+        """Host memory for speculative stores, the results of updates before the clipping decision: the user's limit, or
+        half of the memory that stays free when all gradient slots are allocated.
+        """
         if self.tuning.shadow_bytes is not None:
             return self.tuning.shadow_bytes
         return max(0, own_host_bytes() - unmade_bytes) // 2

@@ -145,7 +145,7 @@ def _shared_by_axes(model: nn.Module | None, zero: Zero | None) -> dict[Tensor, 
 def fitted(
     settings: Settings, tuning: Tuning, plans: Sequence[BucketPlan], sizes: Sequence[int], room: Free
 ) -> Settings:
-    """The settings with the fields that depend on free memory beside state of these sizes."""
+    """The settings, with those fields set that depend on the memory that is free beside state of these sizes."""
     left = room.less(sum(size for plan, size in zip(plans, sizes, strict=True) if plan.place == RESIDENT))
     numel, nbytes = sum(plan.numel for plan in plans), sum(plan.numel * plan.dtype.itemsize for plan in plans)
     flat_bytes = tuning.flat_bytes  # the user's value, or the smaller of a fixed size and an eighth of free memory
@@ -164,7 +164,7 @@ def fitted(
 def first_choice(
     kind: StateKind, settings: Settings, tuning: Tuning, specs: Sequence[ParamSpec], room: Free
 ) -> tuple[Tuning, float]:
-    """With ratio "auto", the first choice: where gradients wait, and the largest ratio that fits into host memory."""
+    """With ratio "auto", the first choice: whether gradients wait on the host, and the largest ratio that fits."""
     if room.device_bytes is None:
         return tuning, 1.0
     plans = plan_buckets(specs, tuning.bucket_numel)

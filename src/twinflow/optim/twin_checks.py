@@ -124,7 +124,7 @@ def groups_of(model: nn.Module | Iterable[ParamEntry], param_groups: Iterable[Pa
 
 
 def _trainable(groups: list[ParamEntry], keeps_empty: bool = False) -> list[ParamEntry]:
-    """Removes frozen parameters, and groups that have no others. LoRA scripts pass all parameters of a model.
+    """Removes frozen parameters, and groups of only frozen ones. LoRA scripts pass all parameters of a model.
 
     `keeps_empty`: a pipeline stage keeps such groups, because other stages may have parameters in them, and stages
     identify groups by their index.
@@ -160,7 +160,7 @@ def _has_rows(tensor: Tensor) -> bool:
 
 
 def check_foreign(rule: object, states: str, param_groups: Iterable[ParamEntry] | None, zero: Zero | None) -> None:
-    """Checks the arguments beside a user's optimizer as `rule`."""
+    """Checks a user's optimizer as `rule`, and the arguments that must fit it."""
     if not isinstance(rule, Optimizer) and not callable(rule):
         names = ", ".join(map(repr, RULES))
         kinds = "a torch.optim.Optimizer class or instance, or a function that returns an optimizer"

@@ -237,7 +237,7 @@ def restore(optimizer: Saved, saved: Mapping[str, object], source: Source | None
         source = _DictSource(entries_of(saved))
     check(optimizer, saved, source)
     known = set(source.names())
-    # In the other cases masters may differ from the weights by more than rounding.
+    # With an unsent update or compressed communication, masters differ from the weights by more than rounding.
     is_exchanged = optimizer.can_compress and saved_groups(saved)[0].get("is_exchanged")
     weights_win = not saved["has_unsent"] and not is_exchanged
     for param in runtime.params:

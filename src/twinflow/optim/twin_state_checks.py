@@ -144,12 +144,16 @@ def check_entries(
         except (KeyError, TypeError, ValueError):
             step = -1
         if step < 0:
-            raise ValueError(f"state_dict: step of {name} is missing or invalid, but must be a whole number >= 0.")
+            raise ValueError(
+                f"state_dict: step of {name} is missing or invalid, but must be a whole number >= 0. Pass a state that "
+                "state_dict() has returned."
+            )
         shapes = source.shapes(name)
         for key in _needed(rule, groups[own[name].group]):
             if key not in shapes:
                 raise ValueError(
-                    f"state_dict: {key} of {name} is missing, but must be a tensor of the parameter's shape."
+                    f"state_dict: {key} of {name} is missing, but must be a tensor of the parameter's shape. Pass a "
+                    "state that state_dict() has returned."
                 )
         for key, shape in shapes.items():
             wanted = _shape(own[name], key)

@@ -3,21 +3,20 @@ weight changes back.
 
 Before the switch, communication is not compressed. At the switch the second moment v is frozen and rounded such that
 sqrt(v) + eps is a power of two. Every rank gets the exponents k of all elements, where 2**k = 1 / (sqrt(v) + eps).
-Elements whose v is much smaller than in the rest of their parameter are raised first: Adam's own v would grow with a
-rare large gradient and limit the step, but a frozen v does not grow. After the switch a step has three phases for each
-bucket:
+Before that, v is raised for elements whose v is much smaller than in the rest of their parameter: in Adam, v would grow
+with a rare large gradient and limit the step, but a frozen v does not grow. After the switch a step has three phases
+for each bucket:
 
 1. Every rank encodes (b1 * shared + (1 - b1) * its gradient) * 2**k plus its error, and sends each part to the owner of
    the part. `shared` is the momentum by which the last step changed the weights. The error contains it already.
-2. The owner decodes the mean, which is the new momentum. Its update, on the host or on the device, uses this momentum
-and
-   changes the weights of its part by lr * momentum * 2**k.
+2. The owner decodes the mean, which is the new momentum. The owner's update, on the host or on the device, uses this
+   momentum and changes the weights of its part by lr * momentum * 2**k.
 3. The owner encodes the difference between its weights and the weights of all ranks. All ranks, including the owner,
    change their weights by the decoded difference. The rest is part of the next difference. All ranks therefore have
    bitwise equal weights. The change divided by the learning rate is the shared momentum of the next step.
 
-If a step is skipped, or a parameter has no gradient on any rank, only phase 1 has run. Each rank then adds what it has
-sent back to its error, because only the error contains the momentum on ranks that are not the owner.
+If a step is skipped, or a parameter has no gradient on any rank, only phase 1 has run. Each rank then adds the values
+that it has sent to its error again, because on ranks that are not the owner only the error contains the momentum.
 
 A rank stores an error for every element of the model (4 bytes), k (1 byte), its last codes, and a copy of the published
 weights of its own part. This memory is allocated at the start.
@@ -55,7 +54,8 @@ class Compression:
 
     code: str = "1bit"
     freeze_step: int | None = None  # last step in full precision; None: when the second moment is stable
-    freeze_threshold: float = THRESHOLD  # ratio of the sums of the second moment over a window that counts as stable
+    # The second moment is stable if, of its sums at both ends of a window, smaller / larger is at least this.
+    freeze_threshold: float = THRESHOLD
     freeze_window: int | None = None  # steps of the window; None: 1 / (1 - b2), at most 1000
 
     def __post_init__(self) -> None:
@@ -130,14 +130,16 @@ class Exchanges:
         self.of = of  # by index of the bucket
 
     def reduce(self, group: Group, bucket: Bucket, part: Tensor, whole: Tensor, job: Job) -> None:
-        """Writes this rank's part of the new momentum into `part`, times the factor by which the update divides."""
+        """Writes this rank's part of the new momentum into `part`, multiplied by `job.scale`, by which the update
+        divides.
+        """
         own, scale = self.of[bucket.plan.index], job.scale
         coding = Coding(self.code, own.exponents, (1.0 - self.b1) * group.world / scale)
         compressed_reduce_scatter(group, part, whole, coding, Errors(own.error, None, own.said))
         part.mul_(scale)
 
     def take_back(self, bucket: Bucket, unused: Collection[int]) -> None:
-        """Adds the last codes of parameters that are not updated back to the error."""
+        """Adds the last sent values of parameters that are not updated to the error again."""
         own = self.of[bucket.plan.index]
         pieces = [piece for piece in bucket.gathered.slices if piece.param in unused]
         wheres = [slice(piece.offset, piece.offset + piece.numel) for piece in pieces]
@@ -146,7 +148,7 @@ class Exchanges:
     def publish(self, group: Group, bucket: Bucket, flat: Tensor, job: Job) -> None:
         """Sends weight changes. `flat` has the published weights, with new ones in this rank's part.
 
-        Afterwards it has the weights that all ranks have.
+        Afterwards `flat` has the weights that all ranks have.
         """
         own = self.of[bucket.plan.index]
         here = own_part(group, flat)
@@ -172,7 +174,7 @@ class Exchanges:
 
 
 def step_size(options: Options) -> float:
-    """The factor of momentum * 2**k in a step. The bias correction of the first moment is 1 by then."""
+    """The factor of momentum * 2**k in a step. After the switch, the bias correction of the first moment is 1."""
     second = math.sqrt(1.0 - numbers(options, "betas")[1] ** int(number(options, "second_step")))
     return number(options, "lr") * second
 

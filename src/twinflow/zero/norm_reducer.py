@@ -1,8 +1,9 @@
 """The gradient norm with ZeRO stage 3, where every rank has a part of the gradients.
 
 torch's `fully_shard` has summed and partitioned the gradients, so ranks agree only on the norm. The thread
-"twinflow-norm-reducer" takes closed jobs from a queue, waits for this rank's norms, gathers the norms of all ranks and
-gives the clipping decision to the executor. All ranks close their jobs in the same order, which orders the collectives.
+"twinflow-norm-reducer" takes jobs (each is the update of one step) from a queue, waits for this rank's norms, gathers
+the norms of all ranks and gives the clipping decision to the executor. All ranks close their jobs in the same order,
+which orders the collectives.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def use_host(modules: Sequence[nn.Module], device: torch.device) -> None:
             raise wrong_state(
                 "ZeRO stage 3 on GPUs cannot run over gloo",
                 f"fully_shard of torch {torch.__version__} has no set_custom_reduce_scatter",
-                "Use NCCL, stage 2, or a newer torch.",
+                "Use the NCCL backend, zero_optimization.stage 2, or a torch version later than 2.8.",
             )
         module.set_custom_all_gather(HostAllGather())
         module.set_custom_reduce_scatter(HostReduceScatter())

@@ -34,7 +34,7 @@ _LOOK_S = 0.2  # how long the thread waits for weights before it checks whether 
 
 @dataclass(eq=False)
 class Edition:
-    """The buckets that one step changes, and the others."""
+    """One step: the buckets that it changes, and the buckets that stay the same."""
 
     job: Job
     changed: deque[Bucket]  # changed buckets that are not yet published

@@ -234,7 +234,7 @@ class Reducer:
         self._device_work.close_job(job, None, None)
 
     def _take_back(self, job: Job, present: Container[int], sums: Tensor) -> None:
-        """Adds compressed momenta that will not be used back to the errors."""
+        """Adds compressed momenta that were sent, but will not be used, to the errors again."""
         exchanges, stream = self._wire.exchanges(), self._device.stream("reduce")
         if exchanges is None:
             return

@@ -56,7 +56,7 @@ class Zero:
     timeout: timedelta = TIMEOUT
     parks: bool = False  # with stage 3: weights are on the hosts, in parts, and blocks gather them (offload_param)
     compression: Compression | None = None  # 1-bit Adam
-    grid: Grid | None = None  # layout with pipeline or tensor ranks; the data axis shares, norms are over all ranks
+    grid: Grid | None = None  # layout with pipeline or tensor ranks; ranks of the data axis share the state
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:

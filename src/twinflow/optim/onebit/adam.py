@@ -1,17 +1,18 @@
 """1-bit Adam: Adam until its second moment is stable, then ranks exchange one bit for each element of the momentum.
 
 After the switch the second moment v is frozen. A rank computes its momentum from the shared momentum and its own
-gradient. It sends the signs and one scale for each 4096 elements. The owner of a part sends the signs of the mean back.
-Elements are multiplied by a power of two near 1 / (sqrt(v) + eps) before they share a scale, because Adam's steps have
-similar sizes, but momenta have not.
+gradient. It sends the signs and one scale for each 4096 elements. Each rank owns a part of the elements: it computes
+the mean of what it receives for this part, and sends signs and scales of the mean back. Elements are multiplied by a
+power of two near 1 / (sqrt(v) + eps) before they share a scale, because Adam's steps have similar sizes, but momenta
+have not.
 
 Elements with v = 0 never had a gradient and are not updated. Elements whose v is much smaller than in the rest of their
-parameter have rare gradients. Their v is raised before it is frozen, because the next gradient would cause an unlimited
-step, while Adam's own v would grow with it.
+parameter have rare gradients. In Adam, v grows with the next gradient and limits the step. A frozen v does not grow,
+and the step could be of any size. Therefore v of these elements is raised before it is frozen.
 
 The bias correction of the first moment continues after the switch. That of the second moment is frozen. Clipping uses
 the norm of the mean gradient before the switch. After the switch that norm is not known, and clipping uses the mean of
-the ranks' own norms, which is never smaller.
+the ranks' own norms, which is never smaller than that norm.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from twinflow.zero.compression import THRESHOLD, Compression, floor_of, raised
 class OneBitAdam(FreezingOptimizer):
     """AdamW over all ranks of the process group, with 1/16 of the communication of bf16 gradients after the switch.
 
-    `freeze_step` is the last step of plain Adam. With None the switch is made when the second moment is stable: its sum
-    has changed over `freeze_window` steps by a ratio of at least `freeze_threshold`, and the learning rate does not
-    rise. `shared`: see `Shared` in base.py.
+    `freeze_step` is the last step of plain Adam. With None, the switch is made when the second moment is stable and the
+    learning rate does not rise. The second moment is stable if its sums before and after `freeze_window` steps differ
+    little: the smaller sum is at least `freeze_threshold` times the larger one. `shared`: see `Shared` in base.py.
     """
 
     def __init__(

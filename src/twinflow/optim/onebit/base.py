@@ -1,7 +1,7 @@
 """Base classes of the optimizers with compressed communication: groups of ranks, the step, the switch, and saving.
 
 Every rank has the whole model and its own batches. `step` does all communication. Gradients must not be summed before
-(no DistributedDataParallel around the model). All ranks must call `step` equally often.
+`step` (no DistributedDataParallel around the model). All ranks must call `step` equally often.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class CompressedOptimizer(Optimizer):
             bucket.update(self._hypers(bucket, hits, is_frozen), factor)
 
     def _hypers(self, bucket: FlatBucket, hits: Sequence[bool], is_frozen: bool) -> list[Hyper | None]:
-        """The hyperparameters of each parameter with a gradient. Counts its step."""
+        """The hyperparameters of each parameter that has a gradient, otherwise None. Counts the steps of parameters."""
         found: list[Hyper | None] = []
         for i, hit in enumerate(hits):
             bucket.steps[i] += hit
@@ -220,13 +220,13 @@ class CompressedOptimizer(Optimizer):
         """Loads values of `_head`."""
 
     def state_dict(self) -> dict[str, object]:
-        """The complete state of this rank with its errors. It can be loaded by the same rank of as many ranks only."""
+        """This rank's state with its compression errors. Only the same rank, with as many ranks, can load it."""
         return self._dict(is_portable=False)
 
     def portable_state_dict(self) -> dict[str, object]:
         """The state for any number of ranks.
 
-        All ranks must call it. Errors are replaced by their mean over the ranks.
+        All ranks must call it. Compression errors are replaced by their mean over the ranks.
         """
         return self._dict(is_portable=True)
 
@@ -241,7 +241,7 @@ class CompressedOptimizer(Optimizer):
                 own_part(self.group, server).copy_(bucket.errors.server)
                 if is_portable:
                     self.group.all_reduce(worker, worker, torch.float32)
-                    self.group.all_reduce(server, server, torch.float32)  # each part has one owner: zeros elsewhere
+                    self.group.all_reduce(server, server, torch.float32)  # a part is zero on all ranks but its owner
                     worker /= self.group.world
                 flats |= {"worker_error": worker, "server_error": server}
             if bucket.exponents is not None:
@@ -408,12 +408,14 @@ class FreezingOptimizer(CompressedOptimizer):
         """Hook for a last change of a bucket's second moment, which must be equal on all ranks."""
 
     def _warn_of_late(self, bucket: FlatBucket, hits: Sequence[bool]) -> None:
-        """Warns of parameters whose first gradient comes after the switch. They have no second moment, so they stay."""
+        """Warns of parameters whose first gradient comes after the switch. Without a second moment they are not
+        updated.
+        """
         num_late = sum(hit and not step for hit, step in zip(hits, bucket.steps, strict=True))
         if num_late and self.group.rank == 0:
             LOGGER.warning(
                 f"{type(self).__name__}: {num_late} parameters have got their first gradient after the second moment "
-                "was frozen, and are not updated. Freeze later, or build a new optimizer."
+                "was frozen, and are not updated. Use a higher freeze_step, or build a new optimizer."
             )
 
     def _head(self) -> dict[str, object]:

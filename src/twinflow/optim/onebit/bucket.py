@@ -1,4 +1,4 @@
-"""Parameters in flat buffers, one for each exchange between ranks.
+"""Parameters in flat buffers. Ranks exchange one buffer at a time.
 
 fp32 parameters become views of the bucket's weights. For half-precision parameters the weights are fp32 masters, and
 the parameters are rounded from them after each step.
@@ -27,8 +27,8 @@ from twinflow.rules.segment import Segment, Store
 class FlatBucket:
     """Some parameters of one param group, with one dtype on one device, and their state.
 
-    `group` is the index of the param group. Parameters start at multiples of 128 elements, and each of the `world`
-    parts of a flat tensor is a multiple of 128.
+    `group` is the index of the param group. Parameters start at multiples of 128 elements, and the length of each of
+    the `world` parts of a flat tensor is a multiple of 128.
     """
 
     @torch.no_grad()
@@ -44,7 +44,7 @@ class FlatBucket:
         self.errors: Errors | None = None  # None before the first exchange
         self.exponents: Tensor | None = None  # None before the second moment is frozen
         self.extra: dict[str, Tensor] = {}  # more flat states of an optimizer
-        self._versions: list[int] = []  # versions of the parameters after the last write here
+        self._versions: list[int] = []  # versions of the parameters after `write_params`
         for view, param in zip(self.views(self.weights), params, strict=True):
             view.copy_(param)
             if param.dtype == torch.float32:
@@ -60,7 +60,7 @@ class FlatBucket:
         return [flat[where].view(param.shape) for where, param in zip(self.ranges(), self.params, strict=True)]
 
     def gather(self) -> list[bool]:
-        """Copies gradients into `grads`, zeros if there is none. Returns which parameters have a gradient."""
+        """Copies gradients into `grads`, with zeros for missing ones. Returns which parameters have a gradient."""
         self._take_over()
         hits = [param.grad is not None for param in self.params]
         views = self.views(self.grads)
@@ -73,7 +73,9 @@ class FlatBucket:
         return hits
 
     def _take_over(self) -> None:
-        """Copies weights that the user has written, into new memory or into half-precision parameters."""
+        """Copies weights that the user has changed into the bucket: fp32 parameters that have new memory, and
+        half-precision parameters that were written to.
+        """
         for i, (view, param) in enumerate(zip(self.views(self.weights), self.params, strict=True)):
             if param.dtype == torch.float32:
                 if param.data_ptr() != view.data_ptr():
@@ -88,7 +90,9 @@ class FlatBucket:
         return float(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).double().square().sum())
 
     def update(self, hypers: Sequence[Hyper | None], factor: float = 1.0) -> None:
-        """Runs one AdamW step for parameters with hyperparameters, and writes the weights into the parameters."""
+        """Runs one AdamW step and writes the weights into the parameters. Parameters with None in `hypers` do not
+        change.
+        """
         if len(set(hypers)) == 1 and hypers[0] is not None:
             self._update_range(hypers[0], factor, slice(0, self.weights.numel()))
         else:
@@ -120,7 +124,7 @@ class FlatBucket:
         self._versions = [param._version for param in self.params]
 
     def set_exponents(self, exponents: Tensor, group: Group) -> None:
-        """Sets new exponents and converts the errors to them."""
+        """Sets new exponents and scales the errors accordingly."""
         old, self.exponents = self.exponents, exponents
         if old is not None and self.errors is not None:
             ratio = torch.where((old != 0) & (exponents != 0), two_to(exponents) * two_to(old, -1), 0.0)
@@ -138,7 +142,9 @@ def _padded(numel: int, multiple: int = BLOCK) -> int:
 
 
 def make_buckets(params: Sequence[nn.Parameter], group: int, world: int, max_numel: int) -> Iterator[FlatBucket]:
-    """Makes buckets of at most `max_numel` elements, each of one dtype and device. A larger parameter has its own."""
+    """Makes buckets of at most `max_numel` elements, each of one dtype and device. A larger parameter has a bucket
+    alone.
+    """
     kinds = dict.fromkeys((param.dtype, param.device) for param in params)
     for kind in kinds:
         chosen: list[nn.Parameter] = []

@@ -54,9 +54,12 @@ class OneBitLamb(FreezingOptimizer):
         code: str = "1bit",
         **shared: Unpack[Shared],
     ) -> None:
-        for names, low, high in (("coeff", min_coeff, max_coeff), ("factor", factor_min, factor_max)):
+        for names, low, high in (
+            ("(min_coeff, max_coeff)", min_coeff, max_coeff),
+            ("(factor_min, factor_max)", factor_min, factor_max),
+        ):
             if not 0.0 < low <= high < math.inf:
-                raise invalid_value(f"min and max of {names}", (low, high), "two numbers > 0, the smaller one first")
+                raise invalid_value(names, (low, high), "two numbers > 0, the smaller one first")
         if not 0.0 <= coeff_beta < 1.0:
             raise invalid_value("coeff_beta", coeff_beta, "a number in [0, 1)")
         if not 0.0 < factor_threshold < 1.0:
@@ -134,6 +137,6 @@ class OneBitLamb(FreezingOptimizer):
         super()._load_head(head)
         params = [param for bucket in self._buckets for param in bucket.params]
         for own, name in ((self._mean_coeffs, "mean_coeffs"), (self._last_factors, "last_factors")):
-            # The buckets of the saved state may have been other ones. The order of parameters is the same.
+            # The state may have been saved with other buckets, but the order of parameters is the same.
             saved = [float(number) for row in value_of(head, name, list) for number in row]
             own.update(zip(params, saved, strict=True))

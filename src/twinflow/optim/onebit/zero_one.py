@@ -48,7 +48,7 @@ class Moved(NamedTuple):
     """The effect of local steps since the last exchange on a parameter."""
 
     rate: float = 0.0  # sum of the step sizes
-    kept: float = 1.0  # factor of the weights by weight decay
+    kept: float = 1.0  # factor by which weight decay has multiplied the weights
     eps: float = 0.0  # eps of the last step
 
 
