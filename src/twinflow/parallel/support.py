@@ -118,7 +118,7 @@ LIMITS: tuple[Limit, ...] = (
         lambda c: c.has_optimizer,
         (True,),
         "checkpoints and mean losses use the ranks of the optimizer",
-        "Name an optimizer in the config, or pass one.",
+        'Add a section "optimizer" to the config, or pass `optimizer` to initialize().',
     ),
     Limit(
         "a TwinOptimizer that was built before initialize",

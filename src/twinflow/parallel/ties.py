@@ -4,10 +4,15 @@ A hook takes the gradient of each micro-batch away from the parameter before oth
 After the last micro-batch the ranks with a copy sum their gradients. Each of them gets the sum as one gradient, with
 the usual hooks. Copies start equal and get equal gradients and updates, so their bits stay equal.
 
-Stages are often far apart, and replicas of a stage are near. So replicas are summed first, each a part. The parts are
-summed over the stages. The gradient of each replica is its part with zeros elsewhere. The usual reduction over
-replicas, which does not know about ties, adds the parts. So only the share of one replica is sent between stages, in
-the dtype of the parameter or in `dtype`.
+Links between pipeline stages are often slow, and links between the replicas of one stage are fast. So little is sent
+between stages:
+
+1. The replicas of a stage reduce-scatter the gradient: each replica gets the sum of one part.
+2. The stages with a copy sum this part. Between two stages each replica sends only its own part.
+3. Each replica puts zeros into the other parts of its gradient. The usual reduction over replicas, which does not know
+   about ties, then adds all parts to the whole sum.
+
+What stages send has the dtype of the parameter, or `dtype`.
 """
 
 from __future__ import annotations
