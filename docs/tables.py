@@ -54,9 +54,9 @@ DIFFERENCES: Final[Mapping[str, str]] = {
     "activation_checkpointing.cpu_checkpointing": _BLOCKS,
     "sparse_attention.mode": "`initialize` applies the section to the model; DeepSpeed 0.19 has removed it",
     "pipeline.stages": "also splits an ordinary model into stages; DeepSpeed uses the stages of a PipelineModule",
-    "pipeline.partition": "also for an ordinary model; DeepSpeed uses the partition of a PipelineModule",
+    "pipeline.partition": "also works with an ordinary model; DeepSpeed uses the partition of a PipelineModule",
     "tensor_parallel.autotp_size": (
-        "built-in plans for twinflow's GPT, Llama, Mistral, Qwen2, GPT-2 and BERT; other models need "
+        "twinflow has plans for its own GPT, Llama, Mistral, Qwen2, GPT-2 and BERT; other models need "
         "tensor_parallel.plan"
     ),
     "prescale_gradients": _NOT_FULLY_SHARD,

@@ -187,7 +187,7 @@ Ratio = Annotated[Share | Literal["auto"], Allowed('a number >= 0 and <= 1, or "
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[_Beta, _Beta], BeforeValidator(_sequence), Allowed("two numbers >= 0 and < 1")]
 Threads = Annotated[int, _INTEGER, Field(ge=1, le=1024), Allowed("a whole number from 1 to 1024")]
-Single = Annotated[float, Field(ge=0, le=3.4028234663852886e38), Allowed("a number >= 0 that fits fp32")]
+Single = Annotated[float, Field(ge=0, le=3.4028234663852886e38), Allowed("a number >= 0 that fits in fp32")]
 Buckets = Annotated[int, _INTEGER, Field(ge=128, multiple_of=128), Allowed("a multiple of 128, at least 128")]
 _Rates = tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
 Rates = Annotated[Amount | _Rates, BeforeValidator(_sequence), Allowed("a finite number >= 0, or a list of them")]

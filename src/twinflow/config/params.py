@@ -56,7 +56,7 @@ class AdamParams(Common):
     )
     bias_correction: bool = refused(True, "leave it true: bias correction is always on")
     amsgrad: bool = refused(False, "build torch.optim.AdamW(..., amsgrad=True) and pass it as the optimizer")
-    set_grad_none: bool = unused(True, "gradients are always dropped")
+    set_grad_none: bool = unused(True, "gradients are always set to None")
     fp32_optimizer_states: bool = refused(True, 'use offload_optimizer.states "bf16" or "int8"')
     capturable: bool = unused(False, _FLAVOUR)
     differentiable: bool = refused(False, "leave it false: an update cannot be differentiated")
@@ -105,7 +105,7 @@ class OneBitAdamParams(Common):
     amsgrad: bool = refused(False, "leave it false: the second moment is frozen")
     cuda_aware: bool = unused(False, _WIRE)
     comm_backend_name: str = unused("nccl", _WIRE)
-    set_grad_none: bool = unused(True, "gradients are always dropped")
+    set_grad_none: bool = unused(True, "gradients are always set to None")
 
 
 class LRRangeTestParams(Section):

@@ -27,7 +27,7 @@ class Values(Enum):
 
     AMOUNT = "a finite number >= 0"
     NUMBER = "a finite number"
-    START = "a number >= 0 that fits fp32"
+    START = "a number >= 0 that fits in fp32"
     BETAS = "two numbers in [0, 1)"
     FLAG = "True, False"
 
@@ -114,7 +114,7 @@ class OtherKey:
     is_refused: bool = False
 
 
-SET_GRAD_NONE = OtherKey("set_grad_none", True, "gradients are always dropped")
+SET_GRAD_NONE = OtherKey("set_grad_none", True, "gradients are always set to None")
 DIFFERENTIABLE = OtherKey(
     "differentiable", False, "leave it false: an update cannot be differentiated", is_refused=True
 )
