@@ -1,4 +1,4 @@
-"""Writes the tables of these pages that follow from declarations in the code, each between its two marks.
+"""Writes the tables of the docs that are made from declarations in the code. In its page, a table is between two marks.
 
 python docs/tables.py
 """
@@ -35,7 +35,7 @@ STATUSES: Final = (WORKS, DIFFERS, NO_EFFECT, OFF)
 
 _BLOCKS: Final = "`initialize` wraps the model's blocks; in DeepSpeed the model must call `checkpoint`"
 _NOT_FULLY_SHARD: Final = (
-    "not available with stage 3 without offload_param, because fully_shard divides gradients itself"
+    "refused with stage 3 unless offload_param is on, because fully_shard divides gradients itself"
 )
 
 # Differences from DeepSpeed 0.19.8 for keys that work. The declarations of the keys determine whether a key works.
@@ -54,9 +54,9 @@ DIFFERENCES: Final[Mapping[str, str]] = {
     "activation_checkpointing.cpu_checkpointing": _BLOCKS,
     "sparse_attention.mode": "`initialize` applies the section to the model; DeepSpeed 0.19 has removed it",
     "pipeline.stages": "also splits an ordinary model into stages; DeepSpeed uses the stages of a PipelineModule",
-    "pipeline.partition": "also for an ordinary model; DeepSpeed uses the partition of a PipelineModule",
+    "pipeline.partition": "also works with an ordinary model; DeepSpeed uses the partition of a PipelineModule",
     "tensor_parallel.autotp_size": (
-        "built-in plans for twinflow's GPT, Llama, Mistral, Qwen2, GPT-2 and BERT; other models need "
+        "twinflow has plans for its own GPT, Llama, Mistral, Qwen2, GPT-2 and BERT; other models need "
         "tensor_parallel.plan"
     ),
     "prescale_gradients": _NOT_FULLY_SHARD,
@@ -128,7 +128,7 @@ def _listed(options: Mapping[str, Any]) -> str:
 def spelling_table() -> str:
     """The table of docs/config.md with alternative names of keys."""
     lines = [
-        "| spelling | taken as |",
+        "| spelling | meaning |",
         "|---|---|",
         "| `zero_optimization`: true, false | `zero_optimization.stage` 1, 0 |",
     ]
@@ -155,7 +155,7 @@ def _cell(text: str) -> str:
 
 
 def status(key: Key) -> str:
-    """The treatment of a key, as one of `STATUSES`."""
+    """What twinflow does with a key: one of `STATUSES`."""
     if key.rule.kind == HONOURED:
         return DIFFERS if dotted(key.path) in DIFFERENCES or key.rule.hints else WORKS
     return NO_EFFECT if key.rule.kind == UNUSED else OFF
@@ -185,7 +185,7 @@ def migration_tables() -> str:
 
 
 def _table(group: list[Key]) -> Iterator[str]:
-    yield "| key | status | here |"
+    yield "| key | status | in twinflow |"
     yield "|---|---|---|"
     for key in group:
         yield f"| `{dotted(key.path)}` | {status(key)} | {_cell(_text(key))} |"
@@ -197,12 +197,17 @@ def _text(key: Key) -> str:
         return key.rule.text
     told = [key.rule.text, DIFFERENCES.get(dotted(key.path), "")]
     told += [f'"{value}" is refused: {text}' for value, text in (key.rule.hints or {}).items()]
-    return ". ".join(part[0].upper() + part[1:] for part in told if part)
+    return ". ".join(map(_capitalised, filter(None, told)))
+
+
+def _capitalised(text: str) -> str:
+    """The text with a capital letter, unless it starts with the name of a key or with a value."""
+    return text[0].upper() + text[1:] if re.match(r"\w+ ", text) and "_" not in text.split()[0] else text
 
 
 def _choices() -> Iterator[str]:
     """Rows for the values of `optimizer.type` and `scheduler.type`, with options that have no effect or are refused."""
-    yield from ["### Optimizers and schedules", "", "| type | status | here |", "|---|---|---|"]
+    yield from ["### Optimizers and schedules", "", "| type | status | in twinflow |", "|---|---|---|"]
     optimizers = {name: OPTIMIZERS[name] for name in DEEPSPEED_OPTIMIZERS}
     for name, options in (*optimizers.items(), *SCHEDULES.items()):
         found = list(keys(options))
@@ -292,7 +297,7 @@ SHAPES: Final = {
 RATIOS: Final = (1.0, 0.5, 0.0)
 CARDS: Final = ("rtx4090", "rtx5090", "l40s", "h100", "h200", "b200")
 RAM_GB: Final = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-# Enough for gradients to wait on the GPU, and no spare host memory for speculative stores.
+# Enough GPU memory for gradients that wait for the norm, and no spare host memory for speculative stores.
 ENOUGH: Final = Memory(10**15, 0)
 
 

@@ -41,7 +41,7 @@ DIVISIONS: Final = {"prescale_gradients": False, "gradient_predivide_factor": 1.
 def _divisions(other: str, reason: str) -> dict[str, Conflict]:
     """Conflicts of the keys that divide gradients before the sum over ranks."""
     return {
-        key: Conflict(f"{key}={{{key}}}", other, reason, f"Set {key} to {default}.")
+        key: Conflict(f"{key}={{{key}}}", other, reason, f"Set {key} to {str(default).lower()}.")
         for key, default in DIVISIONS.items()
     }
 
@@ -52,7 +52,7 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "A model in DistributedDataParallel",
             "TwinOptimizer",
             "TwinOptimizer takes gradients before DistributedDataParallel has reduced them",
-            "Pass the module inside it and zero=Zero(stage=0), which sums gradients over the ranks.",
+            "Pass model.module, the module in the wrapper, and zero=Zero(stage=0), which sums gradients over ranks.",
         ),
         "placement": Conflict(
             "placement={placement!r}",
@@ -83,10 +83,12 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "it times forward and backward of the model",
             "Pass the model as the first argument, or a number as ratio.",
         ),
-        "early": Conflict("early=True", _LIST, "its hooks are on the model", _GIVE_MODEL),
-        "delayed_update": Conflict("delayed_update=True", _LIST, "its hooks are on the model", _GIVE_MODEL),
-        "offload_params": Conflict(_ON_HOST, _LIST, "the blocks of the model fetch their weights", _GIVE_MODEL),
-        "compression": Conflict("A list of parameters", _COMPRESSED, "it needs the module to train", _GIVE_MODEL),
+        "early": Conflict("early=True", _LIST, "it needs hooks on the model", _GIVE_MODEL),
+        "delayed_update": Conflict("delayed_update=True", _LIST, "it needs hooks on the model", _GIVE_MODEL),
+        "offload_params": Conflict(_ON_HOST, _LIST, "it fetches weights for each block of the model", _GIVE_MODEL),
+        "compression": Conflict(
+            "A list of parameters", _COMPRESSED, "compressed communication needs the model", _GIVE_MODEL
+        ),
     },
     "Weights on the host": {
         "parks": Conflict(
@@ -98,7 +100,7 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         "zero": Conflict(
             _ON_HOST,
             "Zero(parks=False)",
-            "the weights on the host are shared between ranks",
+            "ranks divide the weights on the host only with parks=True",
             "Use zero=Zero(stage=3, parks=True).",
         ),
         "rule": Conflict(
@@ -108,19 +110,28 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "Use one of the rules {rules}.",
         ),
         "ratio": Conflict(
-            "ratio={ratio!r}", _ON_HOST, "the weights are fetched from the state on the host", "Use ratio=1."
+            "ratio={ratio!r}",
+            _ON_HOST,
+            "the weights are part of the state, so all of the state must be on the host",
+            "Use ratio=1.",
         ),
         "streamed": Conflict(
             "tuning.streamed={streamed}",
             _ON_HOST,
-            "the device updates streamed state, and the weights are on the host",
+            "the GPU updates streamed state, but the weights are on the host",
             _NO_STREAMED,
         ),
         "delayed_update": Conflict(
-            "delayed_update=True", _ON_HOST, "the state has only one copy of the weights", "Use delayed_update=False."
+            "delayed_update=True",
+            _ON_HOST,
+            "a delayed update needs a second copy of the weights, and the state has only one",
+            "Use delayed_update=False.",
         ),
         "stage of Zero": Conflict(
-            "parks=True (weights on the host)", "stage {stage}", "only stage 3 partitions weights", "Use stage 3."
+            "parks=True (weights on the host)",
+            "stage {stage}",
+            "only stage 3 partitions weights",
+            "Use Zero(stage=3, parks=True).",
         ),
         "stage": Conflict(
             "zero_optimization.stage {stage}",
@@ -137,14 +148,14 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         "ratio key": Conflict(
             "zero_optimization.offload_optimizer.ratio={ratio}",
             _PARAM_KEY,
-            "weights are fetched from the current optimizer state on the host",
+            "weights are part of the optimizer state, so all of the state must be on the host",
             "Set ratio to 1.0.",
         ),
         "delayed_update key": Conflict(
             "zero_optimization.offload_optimizer.delayed_update={delayed_update}",
             _PARAM_KEY,
-            "weights are fetched from the current optimizer state on the host",
-            "Set delayed_update to False.",
+            "a delayed update needs a second copy of the weights, and the optimizer state has only one",
+            "Set delayed_update to false.",
         ),
         "no optimizer": Conflict(
             "A config without optimizer",
@@ -173,7 +184,7 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         "no_sync": Conflict(
             "no_sync()",
             "zero_optimization.stage {stage_2_or_3}",
-            "ranks sum the gradients of every micro-batch there",
+            "with these stages ranks sum the gradients of every micro-batch",
             "Remove no_sync(), or use stage 1.",
         ),
         "save_16bit_model": Conflict(
@@ -194,17 +205,23 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         "states": Conflict(
             'states="int8"',
             _COMPRESSED,
-            "the second moment must be exact powers of two",
+            "the frozen second moment consists of powers of two, which int8 cannot store exactly",
             'Use states="fp32" or states="bf16".',
         ),
         "ratio": Conflict(
             'ratio="auto"', _COMPRESSED, "compressed communication needs a fixed placement", "Pass a number as ratio."
         ),
         "delayed_update": Conflict(
-            "delayed_update=True", _COMPRESSED, "ranks send differences of weights at once", "Use delayed_update=False."
+            "delayed_update=True",
+            _COMPRESSED,
+            "ranks send the changes of weights right after the update",
+            "Use delayed_update=False.",
         ),
         "streamed": Conflict(
-            "tuning.streamed={streamed}", _COMPRESSED, "only host and resident state is supported there", _NO_STREAMED
+            "tuning.streamed={streamed}",
+            _COMPRESSED,
+            "compressed communication supports only state that is updated where it is stored",
+            _NO_STREAMED,
         ),
         "betas": Conflict(
             "Param groups with different betas[0] ({betas})",
@@ -215,19 +232,22 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         "stage of Zero": Conflict(
             "stage {stage_except_1}",
             _COMPRESSED,
-            "ranks need an error for every element and copies of all weights",
+            "it always works as stage 1: each rank has all weights and owns a part of the state",
             "Use stage 1.",
         ),
         "predivide": Conflict(
-            "predivide={predivide}", _COMPRESSED, "it computes the mean of the ranks itself", "Use predivide=1."
+            "predivide={predivide}",
+            _COMPRESSED,
+            "compressed communication computes the mean over the ranks itself",
+            "Use predivide=1.",
         ),
         "stage": Conflict(
             _STAGE_3,
             _ONE_BIT,
-            "ranks send compressed differences of weights, and each rank needs whole weights",
+            "ranks send compressed changes of weights, and each rank needs the whole weights",
             "Set stage 0, 1 or 2.",
         ),
-        **_divisions(_ONE_BIT, "ranks always exchange the mean of the momenta"),
+        **_divisions(_ONE_BIT, "OneBitAdam always computes the mean of the momenta of the ranks"),
     },
     "Other keys of the config": {
         "precision": Conflict(
@@ -251,33 +271,33 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         "activations": Conflict(
             "activation_checkpointing.partition_activations",
             "activation_checkpointing.cpu_checkpointing",
-            "inputs are kept either in parts by tensor ranks or on the host",
+            "the saved inputs are either divided among tensor ranks or kept on the host",
             "Set one of them to false.",
         ),
         "given optimizer": Conflict(
             "{own_key}",
-            "a given TwinOptimizer",
+            "a TwinOptimizer that is passed to initialize()",
             "a TwinOptimizer has its own states, tuning and loss scale",
-            "Leave the key out.",
+            "Leave the key out. Pass such options to TwinOptimizer().",
         ),
     },
     "DeepSpeed's functions": {
         "summed": Conflict(
             "safe_get_full_grad()",
             "gradients that are summed over ranks or on the host",
-            "the sum is used and not kept",
+            "the update uses the sum, which is not stored",
             "Use one rank without accumulation on the host, or log engine.get_global_grad_norm().",
         ),
         "in backward": Conflict(
             "safe_get_full_grad()",
             "updates that start during backward",
-            "the gradient is already used",
-            "Set gradient_clipping or bf16.check_grad_overflow: updates then wait for the norm.",
+            "the update has already used the gradient",
+            "Set gradient_clipping above 0 or bf16.check_grad_overflow to true: updates then wait for the norm.",
         ),
         "set": Conflict(
             "safe_set_full_fp32_param()",
             _PARAM_KEY,
-            "the weights live on the host",
+            "the weights are on the host",
             "Change weights before initialize(), or load a checkpoint.",
         ),
     },
@@ -285,19 +305,19 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         "twin": Conflict(
             "twin={options}",
             "a TwinOptimizer in optimizers=",
-            "it was built with its own options",
+            "this TwinOptimizer already has its options",
             "Pass these options to the TwinOptimizer.",
         ),
         "fsdp": Conflict(
             "TrainingArguments.fsdp or deepspeed",
             "TwinTrainer",
-            "it supports one process and one GPU only",
+            "TwinTrainer supports only one process and one GPU",
             "Remove the argument, or use twinflow.initialize() for several GPUs.",
         ),
         "average": Conflict(
             "The callback {callback}",
             "TwinStrategy",
-            "it reads weights while updates are running",
+            "the callback reads weights while updates are running",
             "Average in your own callback, after trainer.strategy.twin.wait().",
         ),
         "scheduler": Conflict(
@@ -317,12 +337,12 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
 
 
 def conflict(group: str, name: str, /, **values: object) -> ValueError:
-    """The error for a conflict of the table."""
+    """The error for the conflict `name` of the table."""
     return CONFLICTS[group][name].error(**values)
 
 
 def refuse(group: str, found: Mapping[str, object], /, **values: object) -> None:
-    """Raises ValueError for the first conflict of `found`, by name, whose condition is true."""
+    """Raises ValueError for the first conflict in `found` (name: whether it occurs) that occurs."""
     assert found.keys() <= CONFLICTS[group].keys(), "the table does not have all of these conflicts"
     for name, is_found in found.items():
         if is_found:

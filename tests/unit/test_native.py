@@ -263,7 +263,7 @@ def bad_segments() -> dict[str, tuple[Segment, str]]:
         "weight dtype": (with_store(weight=torch.zeros(256, dtype=torch.int8)), "weight dtype is torch.int8"),
         "weight of a split master": (
             with_store(master=torch.zeros(256, dtype=torch.int16), weight=torch.zeros(256)),
-            "layer.weight: weight dtype is torch.float32, but must be torch.bfloat16. It holds the upper halves",
+            "layer.weight: weight dtype is torch.float32, but must be torch.bfloat16. Pass a bf16 weight",
         ),
         "no weight of a split master": (
             with_store(master=torch.zeros(256, dtype=torch.int16), weight=None),

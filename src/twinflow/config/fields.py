@@ -80,11 +80,11 @@ def refused(
 ) -> Any:
     """Declares a key that must be off. `instead`: a sentence with the alternative."""
     rule = Rule(REFUSED, instead, off, switch)
-    return Field(default, description=f"Only off: {instead}", json_schema_extra=rule)
+    return Field(default, description=f"Must be off: {instead}", json_schema_extra=rule)
 
 
 def section(kind: type[Section] | None, text: str) -> Any:
-    """Declares a section with its own keys. None: the absence of the section differs from an empty section."""
+    """Declares a section with its own keys. With `kind` None, a section that is left out is None and not empty."""
     return Field(None, description=text) if kind is None else Field(default_factory=kind, description=text)
 
 
@@ -94,7 +94,7 @@ def rule_of(info: FieldInfo) -> Rule | None:
 
 
 def values_in(section: Section, at: KeyPath = ()) -> Iterator[tuple[KeyPath, Section, FieldInfo, Any, Rule]]:
-    """All keys below a section, except the sections: path, own section, declaration, value and rule."""
+    """All keys below a section that are not sections: path, section of the key, declaration, value and rule."""
     for name, info in type(section).model_fields.items():
         value, rule = getattr(section, name), rule_of(info)
         if isinstance(value, Section):
@@ -187,7 +187,7 @@ Ratio = Annotated[Share | Literal["auto"], Allowed('a number >= 0 and <= 1, or "
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[_Beta, _Beta], BeforeValidator(_sequence), Allowed("two numbers >= 0 and < 1")]
 Threads = Annotated[int, _INTEGER, Field(ge=1, le=1024), Allowed("a whole number from 1 to 1024")]
-Single = Annotated[float, Field(ge=0, le=3.4028234663852886e38), Allowed("a number >= 0 that fits fp32")]
+Single = Annotated[float, Field(ge=0, le=3.4028234663852886e38), Allowed("a number >= 0 that fits in fp32")]
 Buckets = Annotated[int, _INTEGER, Field(ge=128, multiple_of=128), Allowed("a multiple of 128, at least 128")]
 _Rates = tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
 Rates = Annotated[Amount | _Rates, BeforeValidator(_sequence), Allowed("a finite number >= 0, or a list of them")]

@@ -56,13 +56,15 @@ def read_source(source: object) -> tuple[str, Mapping[Any, Any]]:
         try:
             text = Path(name).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{name}: The config file must be readable and in UTF-8, but: {error}.") from error
+            raise ValueError(
+                f"{name}: The config file cannot be read: {error}. It must be a text file in UTF-8."
+            ) from error
         return str(name), parse(text, f"{name}: ")
     return "", parse(_decoded(source), f"config {Shown(source)!r} is not a file and was read as base64: ")
 
 
 def _decoded(source: str | os.PathLike[str]) -> str:
-    remedy = "There is no such file, and the text is not base64."
+    remedy = "There is no such file, and the text is not base64. Check the path and the working directory."
     if isinstance(source, str) and source.lstrip().startswith("{"):
         remedy = "The text looks like JSON. Pass json.loads(text)."
     try:
@@ -226,7 +228,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _names_one(section: object) -> bool:
-    """Whether the section `optimizer` or `scheduler` has a value other than "auto"."""
+    """Whether the section `optimizer` or `scheduler` has a value. Keys with the value "auto" are removed before."""
     return section is not None and not (isinstance(section, dict) and not any(map(is_given, section.values())))
 
 
@@ -271,7 +273,7 @@ def _unknown_keys(model: type[Section], given: Mapping[str, Any], at: KeyPath, r
 def _elsewhere(key: str) -> str:
     """A sentence with the other sections of the config that have a key of this name."""
     places = [dotted(path) for path in _paths(Config, ()) if path[-1] == key]
-    return f"Keys of this name: {', '.join(places)}." if places else ""
+    return f"The config has this key at: {', '.join(places)}." if places else ""
 
 
 def _paths(model: type[Section], at: KeyPath) -> Iterator[KeyPath]:
@@ -317,7 +319,7 @@ def _check_together(config: Config) -> None:
     refuse("Other keys of the config", found, power=power, least=least)
     autocast = type(config.torch_autocast).model_fields["dtype"]
     if config.torch_autocast.enabled and config.torch_autocast.dtype is None:
-        remedy = "torch_autocast.enabled needs a dtype."
+        remedy = 'torch_autocast.enabled is true. Set torch_autocast.dtype to "bfloat16" or "float16".'
         raise invalid_value("torch_autocast.dtype", None, in_words(autocast.annotation), remedy)
     if config.optimizer is not None:
         _check_optimizer(config)
@@ -331,7 +333,7 @@ def _check_optimizer(config: Config) -> None:
     states = offload.states if offload is not None else "fp32"
     allowed = FORMATS.get(kind, ("fp32",))
     if states not in allowed:
-        remedy = f"The optimizer is optimizer.type {config.optimizer.type!r}, which has no other formats of its state."
+        remedy = f"optimizer.type is {config.optimizer.type!r}, which supports no other state format."
         raise invalid_value("zero_optimization.offload_optimizer.states", states, allowed, remedy)
     if kind in RULES:
         try:

@@ -36,7 +36,7 @@ from twinflow.rules.rule import Rule, Values
 
 CLIPPING = "use gradient_clipping, at the top of the config"
 _WIRE = "all communication uses torch.distributed with NCCL or gloo"
-_FLAVOUR = "it selects torch's loop over parameters, and the host kernel has one implementation"
+_FLAVOUR = "it selects an implementation of torch's optimizer, and twinflow has only one"
 
 
 class Common(Section):
@@ -50,13 +50,13 @@ class Common(Section):
 class AdamParams(Common):
     """Keys that adam and adamw accept besides their options. The first two choose the rule and its defaults."""
 
-    adam_w_mode: bool = honoured(True, "true: type adam means AdamW; false: L2 weight decay")
+    adam_w_mode: bool = honoured(True, "true: type adam means AdamW; false: type adam means Adam with L2 weight decay")
     torch_adam: bool = honoured(
-        False, "weight_decay of AdamW defaults to 0.01, as in torch; the arithmetic is unchanged"
+        False, "true: weight_decay of AdamW defaults to 0.01, as in torch; the arithmetic is unchanged"
     )
     bias_correction: bool = refused(True, "leave it true: bias correction is always on")
     amsgrad: bool = refused(False, "build torch.optim.AdamW(..., amsgrad=True) and pass it as the optimizer")
-    set_grad_none: bool = unused(True, "gradients are always dropped")
+    set_grad_none: bool = unused(True, "gradients are always set to None")
     fp32_optimizer_states: bool = refused(True, 'use offload_optimizer.states "bf16" or "int8"')
     capturable: bool = unused(False, _FLAVOUR)
     differentiable: bool = refused(False, "leave it false: an update cannot be differentiated")
@@ -93,28 +93,32 @@ class OneBitAdamParams(Common):
         None, "last step of uncompressed AdamW; null: the step at which the second moment is stable"
     )
     freeze_threshold: Settled = honoured(
-        0.96, "the second moment is stable if its sum and its sum one window before have at least this ratio"
+        0.96, "the second moment is stable if the ratio of its sum to its sum one window earlier is at least this"
     )
     freeze_window: Positive | None = honoured(
-        None, "length of the window in steps; null: from the decay of the second moment"
+        None, "length of the window in steps; null: 1 / (1 - betas[1]), at most 1000"
     )
     code: Literal["1bit", "int4", "int8"] = honoured("1bit", "code in which momenta and weights are sent")
     maximize: bool = refused(False, "leave it false: 1-bit Adam only minimizes")
     bias_correction: bool = refused(True, "leave it true: bias correction is always on")
-    eps_inside_sqrt: bool = refused(False, "leave it false: eps is added to the root")
+    eps_inside_sqrt: bool = refused(False, "leave it false: eps is added after the square root")
     amsgrad: bool = refused(False, "leave it false: the second moment is frozen")
     cuda_aware: bool = unused(False, _WIRE)
     comm_backend_name: str = unused("nccl", _WIRE)
-    set_grad_none: bool = unused(True, "gradients are always dropped")
+    set_grad_none: bool = unused(True, "gradients are always set to None")
 
 
 class LRRangeTestParams(Section):
     """`scheduler.params` of LRRangeTest."""
 
     lr_range_test_min_lr: Rates = honoured(1e-3, "first learning rate")
-    lr_range_test_step_size: Positive = honoured(2000, "steps between two learning rates")
-    lr_range_test_step_rate: Amount = honoured(1.0, "growth of the learning rate")
-    lr_range_test_staircase: bool = honoured(False, "increase the learning rate in steps instead of continuously")
+    lr_range_test_step_size: Positive = honoured(2000, "number of steps in an interval")
+    lr_range_test_step_rate: Amount = honoured(
+        1.0, "increase of the learning rate in each interval, as a multiple of lr_range_test_min_lr"
+    )
+    lr_range_test_staircase: bool = honoured(
+        False, "increase the learning rate after each interval instead of continuously"
+    )
     last_batch_iteration: Iteration = honoured(-1, "index of the last step that was done before; -1: none")
 
 
@@ -172,7 +176,7 @@ OPTIMIZERS: Final[Mapping[str, type[Common]]] = {
     **{name: params_of(rule, AdamParams if rule in (ADAM, ADAMW) else Common) for name, rule in RULES.items()},
     "onebitadam": OneBitAdamParams,
 }
-# Formats of the optimizer state. The state of torch's classes is always fp32.
+# Formats of the optimizer state that each optimizer supports. The state of torch's classes is always fp32.
 FORMATS: Final[Mapping[str, tuple[str, ...]]] = {
     **{name: rule.formats for name, rule in RULES.items()},
     "onebitadam": ("fp32", "bf16"),
@@ -217,7 +221,7 @@ def _classes(module: ModuleType, base: type[Any]) -> dict[str, type[Any]]:
 
 
 def arguments(kind: type[Any]) -> dict[str, bool]:
-    """The arguments of a torch class after the first, and whether each has no default."""
+    """The arguments of a torch class after the first one. The value is true if the argument has no default."""
     names = list(inspect.signature(kind).parameters.values())[1:]
     return {p.name: p.default is p.empty for p in names if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 

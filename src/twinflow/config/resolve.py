@@ -55,7 +55,7 @@ def resolve_batch(config: Config, world_size: int) -> Batch:
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise invalid_value("world_size", world_size, "a whole number >= 1")
     if config.data_parallel_size not in (None, world_size):
-        remedy = "Leave data_parallel_size out, or start a number of processes that fits."
+        remedy = "Leave data_parallel_size out, or change the number of processes."
         raise invalid_value("data_parallel_size", config.data_parallel_size, [world_size], remedy)
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     steps = config.gradient_accumulation_steps

@@ -56,7 +56,9 @@ _LISTED = "modes variable and bslongformer: "
 _WHOLE = "tensors between stages are always sent whole"
 _PLAN = "tensor_parallel.plan determines how a model is split; twinflow has plans for known models"
 _STAGE_CHOOSES = "the stage determines the collectives: reduce-scatter and all-gather (1, 2) or all-reduce (0)"
-_FULLY_SHARD = "with stage 3 torch's fully_shard gathers and frees weights block by block; else they stay whole"
+_FULLY_SHARD = (
+    "stage 3 uses torch's fully_shard for each block, which has no such setting; with other stages weights stay whole"
+)
 _ALL_ON_HOST = "with device cpu all weights of blocks are on the host, page-locked, as part of the optimizer's state"
 _NVME = "twinflow does not use NVMe"
 _BUCKETS = "offload_optimizer.bucket_numel sets the size of the buckets"
@@ -78,13 +80,13 @@ class SparseAttention(Section):
     """`sparse_attention`: the sparsity pattern of the attention layers. A key of another mode must have its default."""
 
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local"] = honoured(
-        "fixed", "the pattern; dense: the model's own attention; local (ours): only a sliding window"
+        "fixed", "the sparsity pattern; dense: the model's own attention; local (ours): only a sliding window"
     )
     block: Literal[16, 32, 64, 128] = honoured(16, "number of tokens in a block of queries or keys")
     different_layout_per_head: bool = honoured(False, "whether heads may have different patterns")
     num_local_blocks: Positive = honoured(4, _FIXED + "width of a local window")
     num_global_blocks: Positive = honoured(
-        1, "mode fixed: global blocks in each window; mode bigbird: global blocks in all"
+        1, "mode fixed: number of global blocks in each window; mode bigbird: number of global blocks in the sequence"
     )
     attention: Literal["unidirectional", "bidirectional"] = honoured(
         "bidirectional", "unidirectional: a token attends to no later token, as in decoders"
@@ -119,10 +121,11 @@ class SparseAttention(Section):
 class Pipeline(Section):
     """`pipeline`: pipeline parallelism."""
 
-    stages: AnyWhole | None = honoured(None, "number of pipeline stages; null, 0: those of the PipelineModule")
+    stages: AnyWhole | None = honoured(None, "number of pipeline stages; null or 0: that of the PipelineModule, or 1")
     partition: str = honoured(
         "best",
-        "method of the partition: uniform, parameters, type:REGEX; best: parameters. A PipelineModule has its own",
+        "how layers are divided among stages: uniform, parameters or type:REGEX; best means parameters; "
+        "a PipelineModule uses its own method",
     )
     seed_layers: bool = unused(False, "every layer of a PipelineModule has its own seed")
     activation_checkpoint_interval: Whole = honoured(
@@ -132,7 +135,7 @@ class Pipeline(Section):
     grad_partitioned: bool = unused(True, _WHOLE)
     use_reentrant: bool = unused(True, "layers are always recomputed without reentrant backwards")
     schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"] | None = honoured(
-        None, "the order of forwards and backwards; null: that of the PipelineModule, or 1f1b", ours=True
+        None, "the order of forwards and backwards; null: the schedule of the PipelineModule, or 1f1b", ours=True
     )
     chunks: Positive | None = honoured(None, "schedule interleaved: number of stages on a rank; null: 2", ours=True)
 
@@ -149,7 +152,7 @@ class Tp(Section):
 class TensorParallel(Section):
     """`tensor_parallel`: tensor parallelism."""
 
-    autotp_size: Whole = honoured(0, "number of tensor-parallel ranks; 0: tp.tp_size")
+    autotp_size: Whole = honoured(0, "number of tensor-parallel ranks; 0: the value of tensor_parallel.tp.tp_size")
     tp: Tp = section(Tp, "the degree of tensor parallelism, as in the config of DeepSpeed's inference")
     dtype: Any = unused(None, "bf16.enabled or fp16.enabled determines the dtype")
     tp_overlap_comm: bool = unused(False, "tensor ranks wait for their all-reduces")
@@ -161,11 +164,13 @@ class TensorParallel(Section):
     keep_module_on_host: bool = unused(False, "weights are split on the device of the model")
     replace_with_kernel_inject: bool = refused(False, "leave it out: twinflow does not inject kernels into the model")
     sequence: bool = honoured(
-        False, "norms and dropout between tensor-parallel layers work on parts of the sequence", ours=True
+        False,
+        "sequence parallelism: each tensor rank computes norms and dropout for its part of the sequence",
+        ours=True,
     )
     plan: Free | None = honoured(
         None,
-        "how to split each module: patterns of module names to styles; null: twinflow's plan for the model",
+        "how to split each module: an object from patterns of module names to styles; null: twinflow's plan",
         ours=True,
     )
 
@@ -176,9 +181,7 @@ class OffloadOptimizer(Section):
     device: Literal["cpu", "none"] = honoured(
         "none",
         "place of the optimizer state; cpu: the share `ratio` of it is on the host; none: all of it is on the GPU",
-        hints={
-            "nvme": 'State on NVMe is not supported. Use "cpu". With states "int8" it takes half the memory of "fp32"'
-        },
+        hints={"nvme": 'State on NVMe is not supported. Use "cpu". State in "int8" takes half the memory of "fp32"'},
     )
     nvme_path: str | None = unused(None, _NVME)
     buffer_count: Whole = unused(4, _NVME)
@@ -202,32 +205,42 @@ class OffloadOptimizer(Section):
         for_host=True,
     )
     delayed_update: bool = honoured(
-        False, "apply each update one step late, so that it overlaps with a whole step (changes results)", ours=True
+        False,
+        "apply each update one step later, so that it overlaps with a whole step; this changes results",
+        ours=True,
     )
-    delayed_update_start: Whole = honoured(0, "first step whose update may be late", ours=True)
+    delayed_update_start: Whole = honoured(0, "number of steps at the start whose updates are not delayed", ours=True)
     early: bool | Literal["auto"] = honoured(
         "auto",
-        "whether updates start during backward; auto: after some ordinary steps if updates cannot be undone",
+        "true: updates start during backward; false: in step(); auto: during backward, but without clipping and "
+        "overflow check only after some steps whose updates start in step()",
         ours=True,
     )
     host_threads: Threads | None = honoured(
         None, "number of threads of the update; null: from the number of cores", ours=True, for_host=True
     )
-    hold: Side = honoured("auto", "place of the gradients until the clipping decision", ours=True)
+    hold: Side = honoured(
+        "auto",
+        "where gradients wait for the clipping decision; auto: the device, if they take up to half of its free memory",
+        ours=True,
+    )
     sums: Side = honoured(
         "auto",
-        "place where gradients of several micro-batches are summed; auto with stage 2 on several ranks: parts are "
-        "reduced after each micro-batch",
+        "where gradients of several micro-batches are summed; auto with stage 2 on several ranks: gradients are "
+        "reduced after each micro-batch, and each rank sums its part",
         ours=True,
     )
     bucket_numel: Buckets | None = honoured(None, "number of elements in a bucket; null: twinflow chooses", ours=True)
     shadow_bytes: Whole | None = honoured(
-        None, "host memory for updates before the clipping decision; null: the spare memory", ours=True, for_host=True
+        None,
+        "host memory for updates before the clipping decision; null: half of the spare memory",
+        ours=True,
+        for_host=True,
     )
 
     @classmethod
     def own_keys(cls) -> tuple[str, ...]:
-        """The keys for TwinOptimizer: each is an argument of it, or a field of `Tuning` with the same name."""
+        """The keys that TwinOptimizer gets: each is the name of one of its arguments or of a field of `Tuning`."""
         keys = ((name, rule_of(info)) for name, info in cls.model_fields.items() if name != "device")
         return tuple(name for name, rule in keys if rule is not None and rule.kind == HONOURED)
 
@@ -260,7 +273,7 @@ class ZeroOptimization(Section):
 
     stage: Stage = honoured(
         0,
-        "state that is partitioned over ranks: 1 the optimizer state, 2 also summed gradients, 3 also weights; "
+        "what is partitioned over ranks: 0 nothing, 1 the optimizer state, 2 also summed gradients, 3 also weights; "
         "no effect with one process",
     )
     offload_optimizer: OffloadOptimizer | None = section(None, "master weights, optimizer state and update on the host")
@@ -330,7 +343,9 @@ class Fp16(Section):
         1000, "number of consecutive steps without overflow before the scale doubles"
     )
     hysteresis: Positive = honoured(2, "number of overflows before the scale is halved")
-    consecutive_hysteresis: bool = honoured(False, "every step without overflow resets the hysteresis")
+    consecutive_hysteresis: bool = honoured(
+        False, "every step without overflow restarts the count of overflows for hysteresis"
+    )
     min_loss_scale: Above = honoured(1.0, "the dynamic scale never falls below this")
     fp16_master_weights_and_grads: bool = refused(
         False, 'use offload_optimizer.states "bf16" or "int8" for a smaller state: master weights are fp32'
@@ -344,7 +359,7 @@ class Bf16(Section):
     immediate_grad_update: bool = unused(False, "a gradient leaves the GPU as soon as it is complete")
     check_grad_overflow: bool = honoured(True, "skip a step whose gradients are not finite")
     bf16_master_weights_and_grads: bool = refused(
-        False, 'use offload_optimizer.states "bf16", which splits the fp32 master without loss'
+        False, 'use offload_optimizer.states "bf16": it stores the fp32 master without loss, in two halves'
     )
     bf16_optimizer_states: bool = refused(False, 'use offload_optimizer.states "bf16" or "int8"')
 
@@ -388,8 +403,10 @@ class DataTypes(Section):
 class ActivationCheckpointing(Section):
     """`activation_checkpointing`: active if a key is true or `layers` is given."""
 
-    partition_activations: bool = honoured(False, "checkpoint; partition the saved inputs over tensor ranks")
-    cpu_checkpointing: bool = honoured(False, "checkpoint; keep the inputs of the layers on the host until backward")
+    partition_activations: bool = honoured(False, "turn checkpointing on; partition the saved inputs over tensor ranks")
+    cpu_checkpointing: bool = honoured(
+        False, "turn checkpointing on; keep the inputs of the layers on the host until backward"
+    )
     contiguous_memory_optimization: bool = unused(False, "buffers on the host are pooled and reused" + _TURNS_ON)
     number_checkpoints: Positive | None = unused(
         None, "it sets the size of the buffer of contiguous_memory_optimization, which is not needed"
@@ -397,7 +414,10 @@ class ActivationCheckpointing(Section):
     synchronize_checkpoint_boundary: bool = unused(False, "no layer needs a synchronization with the GPU" + _TURNS_ON)
     profile: bool = unused(False, "wall_clock_breakdown and flops_profiler measure the time of a step" + _TURNS_ON)
     layers: Names | None = honoured(
-        None, "checkpoint; class names of the layers; null: the model's blocks (members of its ModuleLists)", ours=True
+        None,
+        "turn checkpointing on for layers with these class names; null: other keys turn it on, for the model's blocks "
+        "(members of its ModuleLists)",
+        ours=True,
     )
 
     @property
@@ -522,14 +542,16 @@ class Config(Section):
     optimizer: Optimizer | None = section(None, "the update rule")
     scheduler: Scheduler | None = section(None, "the schedule of the learning rate")
     zero_optimization: ZeroOptimization = section(ZeroOptimization, "ZeRO stage and offload to the host")
-    activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing, "recomputed activations")
+    activation_checkpointing: ActivationCheckpointing = section(
+        ActivationCheckpointing, "recomputation of activations in backward"
+    )
     sparse_attention: SparseAttention | None = section(None, "the sparsity pattern of the attention layers")
     checkpoint: Checkpoint = section(Checkpoint, "how checkpoints are written")
     tensorboard: Files = section(Files, "metrics as TensorBoard files")
     csv_monitor: Files = section(Files, "metrics as CSV files")
     wandb: Wandb = section(Wandb, "metrics for Weights & Biases")
     comet: Comet = section(Comet, "metrics for Comet, which must be off")
-    flops_profiler: FlopsProfiler = section(FlopsProfiler, "FLOPs of one step")
+    flops_profiler: FlopsProfiler = section(FlopsProfiler, "counts the FLOPs of one step")
     pipeline: Pipeline = section(Pipeline, "pipeline parallelism")
     tensor_parallel: TensorParallel = section(TensorParallel, "tensor parallelism")
     compile: CompileSection = section(CompileSection, "DeepCompile, which must be off")
@@ -541,24 +563,24 @@ class Config(Section):
     )
     seq_parallel_communication_data_type: Dtype = unused("fp32", "DeepSpeed's sequence parallelism is not supported")
     disable_allgather: bool = unused(False, "new weights are always all-gathered, bucket by bucket")
-    comms_logger: Free | None = unused(None, "optimizer.team.groups count the bytes that they send")
-    dump_state: bool = unused(False, "the config can be printed as an object")
+    comms_logger: Free | None = unused(None, "the groups in optimizer.team.groups count the bytes that they send")
+    dump_state: bool = unused(False, "a Config object can be printed")
     memory_breakdown: bool = unused(False, "torch.cuda.memory_summary() shows the use of memory")
     log_level: str | None = unused(None, "log levels are set with Python's logging")
     timers: Free | None = unused(None, "wall_clock_breakdown turns timing on")
     disable_python_gc: bool = unused(False, "Python's garbage collector always stays on")
     zero_allow_untested_optimizer: bool = unused(False, "any torch.optim.Optimizer is allowed")
-    zero_force_ds_cpu_optimizer: bool = unused(True, "any torch.optim.Optimizer runs on the host")
+    zero_force_ds_cpu_optimizer: bool = unused(True, "any torch.optim.Optimizer can run on the host")
     vocabulary_size: Positive | None = unused(None, "the model determines the size of its vocabulary")
     aio: Free | None = unused(None, "twinflow does not use NVMe")
 
     gradient_predivide_factor: Above = honoured(
         1.0,
-        "without prescale_gradients: the divisor of the gradients before the sum; the rest of the division follows it",
+        "without prescale_gradients: divide gradients by this factor before the sum, and by (ranks / factor) after it",
     )
     sparse_gradients: bool = refused(False, "use dense gradients: build embeddings with sparse=False")
     data_parallel_size: Positive | None = honoured(
-        None, "number of replicas of the model; an error if it is not the actual number"
+        None, "expected number of replicas of the model; another number is an error"
     )
     sequence_parallel_size: Positive | None = refused(
         None, "leave it at 1: DeepSpeed's sequence parallelism is not supported", off=(1,)
@@ -588,12 +610,12 @@ class Config(Section):
 
 @dataclass(frozen=True)
 class Rename:
-    """A key with another current name."""
+    """An old or alternative name of a key."""
 
     old: KeyPath
     new: KeyPath
     note: bool = True  # Whether `notes` reports the renaming. Plain aliases are not reported.
-    convert: Callable[[KeyPath, Any], Any] | None = None  # Makes the new value. The key is not set if it returns None.
+    convert: Callable[[KeyPath, Any], Any] | None = None  # Converts the value. If it returns None, the key is not set.
 
 
 def _offload(path: KeyPath, value: Any) -> Any:
@@ -650,7 +672,8 @@ def keys(model: type[Section] = Config, at: KeyPath = ()) -> Iterator[Key]:
 
 
 def json_schema() -> dict[str, Any]:
-    """A JSON Schema of the config for editors, with types, defaults and the treatment of each key."""
+    """A JSON Schema of the config for editors, with type, default and treatment (honoured, no effect, refused) of each
+    key."""
     schema = Config.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "twinflow config"

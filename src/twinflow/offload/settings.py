@@ -22,7 +22,9 @@ class Tuning:
     flat_bytes: Whole | None = None  # device memory for gradients before their copy; None: FLAT_BYTES, or less if short
     hold: Side = "auto"  # where gradients wait for the clipping decision; "auto": where they fit
     sums: Side = "auto"  # where gradients of several backwards are summed in fp32; "auto": where the sum fits
-    shadow_bytes: Whole | None = None  # host memory for updates ahead of the clipping decision; None: what is free
+    shadow_bytes: Whole | None = (
+        None  # host memory for updates ahead of the clipping decision; None: half of what is free
+    )
     update_programs: Positive | None = None  # Triton programs of an update; fewer leave more of the GPU to the model
     streamed: Share = 0.0  # share of the buckets on the host that are updated on the device (`STREAMED`)
 

@@ -31,10 +31,10 @@ class Combination:
 
 @dataclass(frozen=True)
 class Limit:
-    """A feature that conflicts with some axes."""
+    """A feature that conflicts with pipeline ranks, tensor ranks or both."""
 
     key: str  # name of the option, with its value if `asked` returns a bool
-    axes: frozenset[str]  # PIPE, MODEL
+    axes: frozenset[str]  # PIPE, MODEL or both
     asked: Callable[[Combination], Any]
     allowed: tuple[Any, ...]
     reason: str  # continues "because"
@@ -51,14 +51,15 @@ LIMITS: tuple[Limit, ...] = (
         lambda c: c.stage,
         (0, 1, 2),
         "fully_shard would split tensors that are already split",
-        "Use stage 2, which also partitions the optimizer state.",
+        "Set zero_optimization.stage to 2, which also partitions the optimizer state.",
     ),
     Limit(
         f"{_ZERO}.offload_param.device='cpu'",
         _BOTH,
         lambda c: c.offload_param,
         (False,),
-        "weights are fetched in the order of one forward, and a pipeline has several forwards in flight",
+        "weights are fetched in the order of one forward, and a pipeline runs several forwards at a time",
+        "Leave offload_param out.",
     ),
     Limit(
         f"{_OFFLOAD}.delayed_update=True",
@@ -66,13 +67,14 @@ LIMITS: tuple[Limit, ...] = (
         lambda c: c.delayed_update,
         (False,),
         "the updates of different stages would be delayed by different numbers of steps",
+        "Set delayed_update to false.",
     ),
     Limit(
         f"{_OFFLOAD}.ratio='auto'",
         frozenset({PIPE}),
         lambda c: c.ratio == "auto",
         (False,),
-        "it is chosen from the times of one forward and one backward",
+        "the ratio is chosen from the times of one forward and one backward",
         "Set ratio to a number.",
     ),
     Limit(
@@ -80,7 +82,7 @@ LIMITS: tuple[Limit, ...] = (
         frozenset({PIPE}),
         lambda c: c.sums,
         ("auto", "device"),
-        "several micro-batches are in flight, and their gradients are summed on the device",
+        "several micro-batches run at a time, and their gradients are summed on the GPU",
         "Set sums to 'auto' or 'device'.",
     ),
     Limit(
@@ -89,7 +91,7 @@ LIMITS: tuple[Limit, ...] = (
         lambda c: c.cpu_checkpointing,
         (False,),
         "inputs are fetched from the host in the order of one backward",
-        "Set it to false. Activation checkpointing without it works.",
+        "Set cpu_checkpointing to false. Activation checkpointing without it works.",
     ),
     Limit(
         "sparse_attention.different_layout_per_head=True",
@@ -97,13 +99,15 @@ LIMITS: tuple[Limit, ...] = (
         lambda c: c.head_patterns,
         (False,),
         "tensor ranks have different heads, but use the same pattern",
+        "Set different_layout_per_head to false.",
     ),
     Limit(
         "tensor_parallel.sequence=True with a Hugging Face model",
         frozenset({PIPE}),
         lambda c: c.sequence and c.foreign and c.model > 1,
         (False,),
-        "its layers compute positions from the length of their input, which is only a part of the sequence",
+        "Hugging Face layers compute positions from the length of their input, which is only a part of the sequence",
+        "Set tensor_parallel.sequence to false.",
     ),
     Limit(
         "activation_checkpointing.partition_activations=True with tensor_parallel.sequence=True",
@@ -111,13 +115,14 @@ LIMITS: tuple[Limit, ...] = (
         lambda c: c.partition_activations and c.sequence,
         (False,),
         "tensor ranks split the sequence, so the activations are already partitioned",
+        "Set partition_activations to false.",
     ),
     Limit(
         "an engine without an optimizer",
         _BOTH,
         lambda c: c.has_optimizer,
         (True,),
-        "checkpoints and mean losses use the ranks of the optimizer",
+        "checkpoints and mean losses use the rank groups of the optimizer",
         'Add a section "optimizer" to the config, or pass `optimizer` to initialize().',
     ),
     Limit(
@@ -125,7 +130,7 @@ LIMITS: tuple[Limit, ...] = (
         _BOTH,
         lambda c: c.own_optimizer,
         (False,),
-        "it does not know the axes",
+        "it was built without the pipeline and tensor ranks of the config",
         "Name the optimizer in the config, or pass a torch.optim class.",
     ),
 )

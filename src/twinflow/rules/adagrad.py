@@ -38,7 +38,7 @@ ADAGRAD = Rule(
         learning_rate(1e-2),
         Option("lr_decay", 0.0, "decay of the learning rate"),
         weight_decay(),
-        Option("initial_accumulator_value", 0.0, "where the sum of squares starts", Values.START),
+        Option("initial_accumulator_value", 0.0, "initial value of the sum of squares", Values.START),
         Option("eps", 1e-10, "added to the divisor"),
     ),
     num_scalars=3,

@@ -25,7 +25,7 @@ def _hyper(options: Options, step: int) -> Hyper:
     second_step = number(options, "second_step") if "second_step" in options else step
     second_correction = math.sqrt(1.0 - b2 ** min(step, second_step))
     b2 = 1.0 if options.get("is_frozen") else b2
-    # The gradient argument is the exchanged momentum, and the second moment includes eps.
+    # After the switch of 1-bit Adam, the argument for the gradient is the exchanged momentum, and v includes eps.
     if options.get("is_exchanged"):
         return tuple(fp32(x) for x in (1.0, 1.0, 0.0, TINY, lr * second_correction / first_correction, decay))
     scaled_eps = max(eps * second_correction, TINY) if eps > 0 else 0.0  # the divisor is never subnormal

@@ -15,7 +15,7 @@ def check_tensor(label: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], nu
     if tensor.layout != torch.strided:
         raise invalid_value(f"{label} layout", tensor.layout, [torch.strided], "Convert it with .to_dense().")
     if tensor.device.type != "cpu":
-        raise invalid_value(f"{label} device", str(tensor.device), "cpu", "Move the tensor to the host.")
+        raise invalid_value(f"{label} device", str(tensor.device), "cpu", "Move the tensor with .cpu().")
     if tensor.dtype not in dtypes:
         raise invalid_value(f"{label} dtype", tensor.dtype, dtypes)
     if numel is not None and tensor.numel() != numel:

@@ -123,9 +123,11 @@ def _scales(x: Tensor, top: float) -> tuple[Tensor, Tensor]:
 
     Both are NaN for a block with an infinity or a NaN. Its codes are 0, and are decoded to NaN.
     """
-    largest = _value(_bits(_blocks(x)).bitwise_and(0x7FFFFFFF).amax(1))  # compared as bits, where a NaN is the largest
+    largest = _value(
+        _bits(_blocks(x)).bitwise_and(0x7FFFFFFF).amax(1)
+    )  # The bit patterns are compared. That of a NaN is the largest.
     largest = torch.where(largest.isfinite(), largest, float("nan"))
-    # two tensors, as torch computes scalar / tensor by a reciprocal
+    # division of two tensors, because torch computes scalar / tensor by a reciprocal, which rounds twice
     inverse = torch.where(largest == 0, 0.0, torch.full_like(largest, top) / largest)
     return inverse.repeat_interleave(BLOCK)[: x.numel()], largest * fp32(1.0 / top)
 

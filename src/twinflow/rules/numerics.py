@@ -2,8 +2,8 @@
 
 Why flushing is part of the rules: on x86, arithmetic on subnormal numbers is many times slower, and the momentum of
 unused embedding rows decays into that range. With a hardware flush mode alone, results would depend on the machine.
-Therefore each rule defines it: states and weights below 2**-100 (8e-31) in magnitude become +0, on every machine and in
-these references. The note in csrc/rules.h shows why the native kernels may then use the hardware's mode.
+Therefore each rule defines the flushing: states and weights below 2**-100 (8e-31) in magnitude become +0, on every
+machine and in these references. The note in csrc/rules.h shows why the native kernels may then use the hardware's mode.
 """
 
 from __future__ import annotations

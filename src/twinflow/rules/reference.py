@@ -39,8 +39,8 @@ def _update_slice(segment: Segment, start: int, numel: int) -> None:
 
 
 def sum_squares(tensors: Sequence[Tensor]) -> list[float]:
-    """The sum of squares of each tensor in fp64. A chunk has 16 lanes; each lane is summed in order, and the lanes are
-    added in halves.
+    """The sum of squares of each tensor in fp64. Each chunk is summed in 16 lanes, in order. Then the second half of
+    the lanes is added to the first half until one lane is left.
     """
     return [_sum_squares(tensor) for tensor in tensors]
 

@@ -23,11 +23,11 @@ Hyper = tuple[float, ...]
 
 
 class Values(Enum):
-    """The kinds of values of options. The text is the end of an error message."""
+    """The kinds of values that options have. Error messages say "must be" and this text."""
 
     AMOUNT = "a finite number >= 0"
     NUMBER = "a finite number"
-    START = "a number >= 0 that fits fp32"
+    START = "a number >= 0 that fits in fp32"
     BETAS = "two numbers in [0, 1)"
     FLAG = "True, False"
 
@@ -89,7 +89,7 @@ def numbers(options: Options, name: str) -> tuple[float, ...]:
 # Options of most rules.
 BETAS = Option("betas", (0.9, 0.999), "decay of the two moments", Values.BETAS)
 EPS = Option("eps", 1e-8, "added to the divisor")
-MAXIMIZE = Option("maximize", False, "climb instead of descend", Values.FLAG)
+MAXIMIZE = Option("maximize", False, "maximize the objective instead of minimizing it", Values.FLAG)
 
 
 def learning_rate(default: float, in_config: float | None = None) -> Option:
@@ -104,8 +104,8 @@ def weight_decay(default: float = 0.0) -> Option:
 
 @dataclass(frozen=True)
 class OtherKey:
-    """An option of other libraries' optimizers of the same name, which a config may contain. Its default has no effect
-    here. Any other value raises an error if `is_refused`, and is accepted without effect otherwise.
+    """An option that a config may contain because another library's optimizer of the same name has it. Its default has
+    no effect here. Any other value raises an error if `is_refused`, and is accepted without effect otherwise.
     """
 
     name: str
@@ -114,8 +114,10 @@ class OtherKey:
     is_refused: bool = False
 
 
-SET_GRAD_NONE = OtherKey("set_grad_none", True, "gradients are always dropped")
-DIFFERENTIABLE = OtherKey("differentiable", False, "an update cannot be differentiated", is_refused=True)
+SET_GRAD_NONE = OtherKey("set_grad_none", True, "gradients are always set to None")
+DIFFERENTIABLE = OtherKey(
+    "differentiable", False, "leave it false: an update cannot be differentiated", is_refused=True
+)
 
 
 class Apply(Protocol):
@@ -147,7 +149,7 @@ class Rule:
     start_option: str | None = None  # the option with the initial value of states; None: zeros
     state_option: str | None = None  # the option that is zero if no state is kept, such as SGD's momentum
     train: Mapping[str, OptionValue] = field(default_factory=dict)  # defaults of `twinflow train`
-    # the size of a step depends on lr and not on the gradient, so that wide models need a smaller lr
+    # whether the size of a step depends on lr and not on the gradient; wide models then need a smaller lr
     is_normalized: bool = False
 
     @property
@@ -164,7 +166,9 @@ class Rule:
         """The given options, and defaults for all others. Raises ValueError for an unknown option."""
         for name in given:
             if name not in self.defaults:
-                raise invalid_value(f"option of {self.name!r}", name, self.defaults)
+                raise ValueError(
+                    f"{name!r} is not an option of {self.name!r}. The options are: {', '.join(self.defaults)}."
+                )
         return {**self.defaults, **given}
 
     def check(self, options: Options) -> None:

@@ -128,7 +128,7 @@ def new_store(
     split.
 
     Updates write the rounded weight to the flat tensor `weight`. This function writes `weight` only if the master is
-    split. `split`: whether a bf16 weight holds the upper halves of the master. Default: as `splits_master` tells.
+    split. `split`: whether a bf16 weight holds the upper halves of the master. Default: the result of `splits_master`.
     """
     zeros = partial(torch.zeros, device=values.device)
     store = Store(format, values, weight, *new_states(rule, format, values.numel(), zeros))
@@ -136,7 +136,8 @@ def new_store(
     if not (splits_master(format, dtype) if split is None else split):
         return store
     if weight is None or dtype != torch.bfloat16:
-        raise invalid_value("weight dtype", dtype, [torch.bfloat16], "It holds the upper halves of the split master.")
+        remedy = "Pass a bf16 weight, which stores the upper halves of the split master."
+        raise invalid_value("weight dtype", dtype, [torch.bfloat16], remedy)
     upper, lower = split_master(values)
     weight.copy_(upper)
     return replace(store, master=lower)
@@ -175,7 +176,7 @@ def _check_store(segment: Segment, store: Store, prefix: str, numel: int) -> Non
     check_tensor(f"{label}master", store.master, (torch.float32, torch.int16), numel)
     if store.is_split and (store.weight is None or store.weight.dtype != torch.bfloat16):
         dtype = store.weight.dtype if store.weight is not None else None
-        remedy = "It holds the upper halves of the split master."
+        remedy = "Pass a bf16 weight, which stores the upper halves of the split master."
         raise invalid_value(f"{label}weight dtype", dtype, [torch.bfloat16], remedy)
     numels, blocks = state_numels(segment.rule, store.format, numel)
     for i, name in enumerate(segment.rule.states):
@@ -247,7 +248,7 @@ def encode_saved(store: Store, which: int, values: Tensor, scale: Tensor | None)
         return encode_state(store, which, values)
     own_scale.copy_(scale)
     each = scale.repeat_interleave(BLOCK)[: values.numel()]
-    # the number of a code, with a rounding error far below the distance of codes
+    # the value of a code, with a rounding error far below the distance between two codes
     ratio = torch.where(each > 0, values / each, 0.0)
     codes = ratio.to(torch.float8_e4m3fn).view(torch.uint8) if which == 0 else ratio.half().view(torch.int16) >> 7
     state.copy_(codes)

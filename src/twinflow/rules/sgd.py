@@ -70,7 +70,7 @@ SGD = Rule(
     options=(
         learning_rate(1e-3),
         Option("momentum", 0.0, "decay of the momentum"),
-        Option("dampening", 0.0, "share of the gradient kept out of the momentum", Values.NUMBER),
+        Option("dampening", 0.0, "the momentum takes (1 - dampening) of the gradient", Values.NUMBER),
         weight_decay(),
         Option("nesterov", False, "Nesterov momentum: needs momentum > 0 and dampening 0", Values.FLAG),
     ),
