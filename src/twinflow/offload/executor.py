@@ -16,9 +16,9 @@ and the queues of the Python threads. A thread that needs both locks acquires `c
 alive until `drop_store`.
 
 Order: an update starts after its gradients have arrived on the host. New weights are copied after the update. A block
-runs after the copies of its weights: `hold` blocks the caller until the copies are queued, and makes the model's streams
-wait for their events. An exception in a background thread goes to `fail`, and `check` raises it in the thread that
-calls the optimizer next.
+runs after the copies of its weights: `hold` blocks the caller until the copies are queued, and makes the model's
+streams wait for their events. An exception in a background thread goes to `fail`, and `check` raises it in the thread
+that calls the optimizer next.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class Executor:
         self.sums_on_host = sums_on_host
 
     def resize(self, num_slots: int, num_weight_slots: int, keeps_weight_slots: bool) -> None:
-        """Change the numbers of slots. Call it between steps. `keeps_weight_slots`: keep weight slots above the limit."""
+        """Change the numbers of slots. Call it between steps. `keeps_weight_slots`: keep those above the limit."""
         self.num_slots = num_slots
         self.num_weight_slots = num_weight_slots
         self._library.tf_executor_resize(
@@ -369,20 +369,20 @@ class Executor:
         self._library.tf_buckets_set_due(self._handle, indices, len(indices), job.number)
 
     def note_updated(self, bucket: Bucket, number: int) -> None:
-        """Note that an update on the device has applied a job to the state. Its weights are not in the parameters yet."""
+        """Note that an update on the device has applied a job to the state. Its weights are not copied yet."""
         self._library.tf_bucket_note_updated(self._handle, bucket.plan.index, number)
 
     def set_unsent(self, bucket: Bucket, number: int) -> None:
-        """Note that a job is applied to state on the device, and that its weights are copied to the parameters later."""
+        """Note that a job is applied to state on the device, and that its weights are copied later."""
         self._library.tf_bucket_set_unsent(self._handle, bucket.plan.index, number)
 
     def note_sent(self, bucket: Bucket, number: int, event: Event | None) -> None:
-        """Note that queued work on the device writes a job's weights into the parameters. `event`: the end of this work."""
+        """Note that queued work on the device writes a job's weights into the parameters. `event`: its end."""
         handle = event.handle if event is not None else None
         self._library.tf_bucket_note_sent(self._handle, bucket.plan.index, number, handle)
 
     def note_published(self, bucket: Bucket, number: int, event: Event | None) -> None:
-        """Note that queued work writes a job's weights of all ranks into the parameters. `event`: the end of this work."""
+        """Note that queued work writes a job's weights from all ranks into the parameters. `event`: its end."""
         handle = event.handle if event is not None else None
         self._library.tf_bucket_note_published(self._handle, bucket.plan.index, number, handle)
 
@@ -494,7 +494,7 @@ class Executor:
             self._to_update[task.handle] = task
 
     def submit_sum(self, job: Job, bucket: Bucket) -> Task | None:
-        """Submit a task that has only the gradients of earlier backwards. Returns None if there are no such gradients."""
+        """Submit a task that has only the gradients of earlier backwards. Returns None if there are none."""
         with self.changed:
             handle = self._library.tf_submit_sum(self._handle, job.handle, bucket.plan.index)
             if handle < 0:
@@ -544,7 +544,7 @@ class Executor:
     def release(self, job: Job, after: Event) -> None:
         """Let the weights of a delayed job be copied into the parameters after the event."""
         job.after = after
-        job.is_released = True  # after `job.after`, which updates on the device read if the job is released
+        job.is_released = True  # set after `job.after`: updates on the device read `after` once the job is released
         self._library.tf_job_release(self._handle, job.handle, after.handle)
 
     def decision_of(self, job: Job) -> Decision | None:
@@ -616,8 +616,8 @@ class Executor:
         with self.changed:
             taken = self.flats.take(plan, False, own)
         while taken is None:
-            # The end of a copy to the host returns a buffer. If no copy is queued, incomplete buckets use all buffers.
-            # Only this thread can complete these buckets, so one more buffer is allocated.
+            # The end of a copy to the host returns a buffer. If no buffer will be returned, incomplete buckets use all
+            # of them. Only this thread can complete these buckets, so one more buffer is allocated.
             may_grow = not self._library.tf_will_release(self._handle)
             if not may_grow:
                 self._ok(self._library.tf_wait_released(self._handle, 1.0))
