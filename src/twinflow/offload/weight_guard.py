@@ -118,7 +118,7 @@ def check_free(tensors: Iterable[tuple[str, nn.Parameter]]) -> None:
                 "a second TwinOptimizer",
                 name,
                 f"{name} already has a TwinOptimizer",
-                "Call its close() before building another",
+                "Call close() of that optimizer before you build another",
             )
 
 
