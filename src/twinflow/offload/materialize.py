@@ -1,7 +1,7 @@
 """Gives memory and initial values to a model on the meta device, module by module, without a second copy of the model.
 
 A model that is built under `torch.device("meta")` has shapes and no memory. Here one module after the other gets its
-tensors, is initialised in fp32 and is cast to its dtype. Beside the model, only one module's fp32 values exist at a time.
+tensors, is initialised in fp32 and is cast to its dtype. Only one module at a time has fp32 values beside the model.
 
 These rules make the initial values correct:
 - Children are initialised before their parents, in registration order. Constructors and `nn.Module.apply` use the same
@@ -147,7 +147,7 @@ class _Builder:
                     continue
                 if is_lazy(meta):
                     raise invalid_value(
-                        f"{label}: shape of {name!r}", "unknown", "known", "Use nn.Linear instead of nn.LazyLinear, etc."
+                        f"{label}: shape of {name!r}", "unknown", "known", "Use nn.Linear instead of nn.LazyLinear"
                     )
                 if meta not in self.made:
                     self.made[meta] = self._empty(meta)

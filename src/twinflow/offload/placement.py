@@ -58,7 +58,7 @@ def by_need(params: Sequence[ParamSpec], order: Sequence[int]) -> list[int]:
 
 
 def cut(params: Sequence[ParamSpec], order: Sequence[int], shares: Sequence[tuple[str, int]]) -> list[list[Part]]:
-    """The parts of each parameter. Elements are assigned in `order`. `shares`: pairs of a place and its element count."""
+    """The parts of each parameter. Elements are assigned in `order`. `shares`: places with their element counts."""
     parts: list[list[Part]] = [[] for _ in params]
     ends, end = [], 0
     for place, numel in shares:

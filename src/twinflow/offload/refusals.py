@@ -88,8 +88,8 @@ def too_late(what: str, has_ranks: bool) -> RuntimeError:
     return wrong_state(
         f"{what} between backward() and step(), which is too late",
         f"updates of this step have already been made during backward and {why}",
-        "The step has been completed with the gradients so far, so weights and optimizer state are consistent and can be "
-        "saved. Declare the number of backwards in a step with accumulation_steps=, or build the optimizer with "
+        "The step has been completed with the gradients so far, so weights and optimizer state are consistent and can "
+        "be saved. Declare the number of backwards in a step with accumulation_steps=, or build the optimizer with "
         f"early=False (zero_optimization.offload_optimizer.early: false in a config){undo}",
     )
 

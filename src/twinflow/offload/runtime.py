@@ -16,8 +16,8 @@ The path of a gradient, in execution order:
 Gradients are taken during backward if `early` allows it (early.py). Otherwise `step` takes them from `.grad`, and items
 3 to 5 do not change. Until `step`, gradients that were taken can be put back into `.grad` as long as no update has
 changed weights or state (`can_undo`). Another backward, or a changed gradient, option or weight, then has the same
-effect as with torch. If updates have already changed weights or state during backward, such a loop gets an error. Before
-the error is raised, the step is completed with the gradients so far.
+effect as with torch. If updates have already changed weights or state during backward, such a loop gets an error.
+Before the error is raised, the step is completed with the gradients so far.
 
 Threads: the user's thread (forward, `step`, `wait`) and autograd's thread (`take_queue`) call the runtime. They never
 run at the same time, because backward() blocks its caller. So the runtime has no lock, and the fields of `Runtime`,
@@ -275,7 +275,7 @@ class Runtime:
         self._handles += take_gradients(self.params, self._queues, self.device.stream_ids, self)
 
     def call_before_update(self, callback: Callable[[], None]) -> None:
-        """Set the function that is called before a step reads the options. It may change them. It replaces the last one."""
+        """Set the only function that is called before a step reads the options. It may change the options."""
         self._before_update = callback
 
     def check(self) -> None:
@@ -345,7 +345,7 @@ class Runtime:
                 self.device.trace.add("wait", "main", start, start + waited_s, bucket=held.buckets[0].plan.index)
 
     def before_recompute(self, block: int) -> None:
-        """Prepare a forward of a block inside a backward. It does not wait for weights: the first forward has waited."""
+        """Prepare a forward of a block inside a backward. It does not wait, because the first forward has waited."""
         weight_guard.uncover(self._forwards.guarded(block))
 
     def _lives_away(self, tensor: Tensor) -> bool:
@@ -629,7 +629,7 @@ class Runtime:
         self._is_taking = False
 
     def _disturb(self, what: str) -> None:
-        """Handle an access between backward and `step`: raise if an update has changed weights, else note the access."""
+        """Handle an access between backward and `step`: raise if an update has changed weights, else note it."""
         self._is_disturbed |= self._early.watches
         if self._is_taking and not self.settings.limits.any:
             raise self._too_late(what)
@@ -700,7 +700,7 @@ class Runtime:
         return job
 
     def _find_change(self) -> str:
-        """Return a clause about a change that affects the update and was made after the gradients were taken; "" if none."""
+        """Return a clause that names a change made after the gradients were taken that affects the update; else ""."""
         grads = [param.tensor.grad for param in self.params]
         is_all_taken = all(map(_HITS, self.params)) and all(map(is_, grads, map(_TAKEN, self.params)))
         for param, grad in () if is_all_taken else zip(self.params, grads, strict=True):
@@ -870,7 +870,7 @@ class Runtime:
 
 
 def _keep(store: Store) -> None:
-    """Do nothing, because the updater's stores are freed elsewhere."""
+    """Do nothing: updaters of a user's optimizer free their stores elsewhere."""
 
 
 def _end(
