@@ -174,7 +174,7 @@ class TorchUpdater:
                 param.data = flat.copy_(param.detach().reshape(-1)).view(param.shape)
 
     def _wide_grads(self, grads: Tensor, factor: float) -> Tensor:
-        """The gradients in fp32, times the factor. fp32 gradients are scaled in place, because they are not read again."""
+        """The gradients in fp32, times the factor. fp32 gradients are scaled in place, as they are not read again."""
         if grads.device.type != "cpu":
             wide = grads.float()
             return wide.mul_(factor) if factor != 1.0 else wide
