@@ -1,9 +1,10 @@
 // The functions of the executor that callers use: stores, buckets, jobs, submission, and waiting for weights.
 //
-// Every function here is called by Python, from any of its threads; those that may block are called without the GIL
-// (native/executor.py). Each takes `mutex_` and reads or changes records (executor.h). It does not copy or update, with
-// one exception: `hold_back` casts weights, because no task of the bucket runs then. A function that changes what a
-// thread may wait for notifies `changed_`. A caller that waits for an event of a stream does so without the lock.
+// Python calls these functions from any of its threads. It calls those that may block without the GIL
+// (native/executor.py). Each function locks `mutex_` and reads or changes records (executor.h). No function copies or
+// updates data, with one exception: `hold_back` casts weights. It may do so, because no task of the bucket runs then. A
+// function that changes a condition that a thread may wait for notifies `changed_`. A caller waits for an event of a
+// stream without the mutex.
 #include "executor.h"
 
 namespace tf {
