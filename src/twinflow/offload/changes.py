@@ -29,7 +29,7 @@ def check_flags(frozen: Mapping[str, nn.Parameter]) -> None:
             raise wrong_state(
                 f"{name} now requires a gradient but cannot be trained",
                 "it was frozen when the optimizer was built and has no state",
-                "Unfreeze it before you build the optimizer. To train it only later, freeze it again after that",
+                "Unfreeze it before you build the optimizer. You may then freeze it again until it is to be trained",
             )
 
 

@@ -282,7 +282,10 @@ def _bits(tensor: Tensor) -> tuple[Tensor, int]:
 def _not_filled(label: str, entry: _Fresh, has_init: bool) -> ValueError:
     kind = "parameter" if isinstance(entry.meta, nn.Parameter) else "buffer"
     why = "its initialiser does not fill it" if has_init else "the module has no reset_parameters()"
-    remedy = f"Pass init=, a function that fills it, give {label} a reset_parameters(), or create it on another device."
+    remedy = (
+        f"Pass init=, a function that fills it, give {label} a reset_parameters(), or create the {kind} on a device with "
+        "memory."
+    )
     return ValueError(f"{label}: {kind} {entry.name!r} is on the meta device and {why}. {remedy}")
 
 
@@ -294,5 +297,5 @@ def _check_attributes(model: nn.Module) -> None:
                 place = f"{path or 'the model'} ({type(module).__name__}): attribute {name!r}"
                 raise ValueError(
                     f"{place} is on the meta device, and only parameters and buffers get memory. "
-                    "Register it with register_buffer()."
+                    "Register it as a buffer with register_buffer()."
                 )
