@@ -283,8 +283,8 @@ def _not_filled(label: str, entry: _Fresh, has_init: bool) -> ValueError:
     kind = "parameter" if isinstance(entry.meta, nn.Parameter) else "buffer"
     why = "its initialiser does not fill it" if has_init else "the module has no reset_parameters()"
     remedy = (
-        f"Pass init=, a function that fills it, give {label} a reset_parameters(), or create the {kind} on a device with "
-        "memory."
+        f"Pass init=, a function that fills it, give {label} a reset_parameters(), or create the {kind} on a device "
+        "with memory."
     )
     return ValueError(f"{label}: {kind} {entry.name!r} is on the meta device and {why}. {remedy}")
 
