@@ -466,7 +466,8 @@ bool Executor::will_release() {
   if (!released_.empty()) return true;
   return std::any_of(tasks_.begin(), tasks_.end(), [&](auto& task) {
     bool is_under_way = task->phase != Phase::kToSend && task->phase != Phase::kDone;
-    bool is_stuck = task->is_held && !sums_on_host_;  // ranks agree only after all buckets of the step are submitted
+    // A held task waits for the other ranks, which answer only after all buckets of the step are submitted.
+    bool is_stuck = task->is_held && !sums_on_host_;
     return is_under_way && task->has_flat && !task->is_released && !is_stuck;
   });
 }

@@ -87,8 +87,8 @@ struct alignas(64) Scratch {
   uint8_t code[2 * kTile];
 };
 
-// One update of a segment, tile by tile: decodes states that the loop cannot read, runs the rule, encodes, and streams
-// results from scratch to memory without caching.
+// One update of a segment, tile by tile. It decodes states that the loop cannot read, runs the rule, encodes the
+// states, and copies results from scratch memory to their final address without caching.
 struct Update {
   const tf_segment& s;
   Scratch& t;
@@ -102,7 +102,7 @@ struct Update {
     return through_scratch ? scratch : (T*)base + at;
   }
 
-  // Copies results of the loop from scratch to memory, if they are not there already.
+  // Copies results of the loop from scratch memory to their final address, if the loop has not written them there.
   template <class T>
   void flush_out(void* base, const T* scratch, int64_t at, int n) const {
     if (through_scratch && base) stream((T*)base + at, scratch, (int64_t)n * (int64_t)sizeof(T));

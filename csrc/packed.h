@@ -14,7 +14,7 @@ constexpr int kWord = 32;               // elements of one word of signs
 constexpr uint32_t kNan = 0x7fc00000u;  // the scale of a block with a number that is not finite
 
 struct alignas(64) PackingScratch {
-  float c[kPacked], values[kPacked], base[kPacked];  // the last two: inputs that gather cannot read directly
+  float c[kPacked], values[kPacked], base[kPacked];  // values and base: inputs that must be converted to fp32 first
   uint8_t codes[kPacked];
 };
 

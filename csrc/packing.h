@@ -112,7 +112,7 @@ TF_INLINE void gather_some(const T* values, float factor, const Base& base, cons
   }
 }
 
-// c = (base + values * factor) * 2^k + error. The last 64 elements are filled with zeros.
+// c = (base + values * factor) * 2^k + error. The last group of 64 elements is padded with zeros.
 template <class T, class Base, class Chosen, class Error, class Seen>
 __attribute__((noinline)) static void gather(const T* __restrict values, float factor, Base base, Chosen chosen,
                                              Error error, Seen& seen, float* __restrict c, int n) {
@@ -155,7 +155,8 @@ __attribute__((noinline)) static void leave_signs(const float* __restrict c, flo
   for (int i = 0; i < n; ++i) error.put(i, chosen.choose(i, c[i] - (below_zero(c[i]) ? minus : scale), 0.0f));
 }
 
-// A block that cannot be packed keeps its error, except for elements that are left out.
+// The error of a block that cannot be packed, because it is not finite, does not change, except for elements that are
+// left out.
 template <class Chosen>
 static void keep_error(const Chosen&, const NoError&, int) {}
 

@@ -110,7 +110,7 @@ class Pool {
         job = job_;
       }
       share(job);
-      std::lock_guard<std::mutex> lock(mutex_);  // the caller is either before its check or asleep
+      std::lock_guard<std::mutex> lock(mutex_);  // the caller has not checked `active_` yet, or sleeps
       if (active_.fetch_sub(1, std::memory_order_release) == 1) finished_.notify_one();
     }
   }

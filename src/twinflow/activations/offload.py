@@ -228,7 +228,7 @@ class Offload:
         self._pool.give(saved.buffer)
 
     def _outlive_copies(self, tensor: Tensor) -> None:
-        """Tell the allocator to reuse the tensor's memory only after the copies that are queued on the stream.
+        """Make the allocator reuse the tensor's memory only after the copies that are queued on the stream.
 
         This function may run in any thread and in the garbage collector, so it must not wait for a copy itself. On the
         CPU the queued copy holds references to its tensors.

@@ -170,7 +170,7 @@ def _cores(cpus: Sequence[int], siblings: Sequence[Sequence[int]]) -> Iterator[C
 
 
 def _by_node(cores: Sequence[Core], nodes: Mapping[int, Sequence[int]]) -> dict[int, list[Core]]:
-    """The cores of each node that has any. Cores without a node are added to the first node."""
+    """The cores of each node that has cores. Cores without a node are added to the first node."""
     node_of: dict[int, int] = {}
     for node in sorted(nodes):
         for cpu in nodes[node]:
@@ -245,7 +245,7 @@ def _even(cores: Sequence[Core], num_parts: int) -> list[Sequence[Core]]:
 
 
 def read_nodes(root: Path = Path("/")) -> dict[int, tuple[int, ...]]:
-    """The CPUs of each NUMA node. A node with memory only has none. Empty if the system does not report nodes."""
+    """The CPUs of each NUMA node. A node may have memory and no CPUs. Empty if the system does not report nodes."""
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
     found = {int(folder.name[4:]): tuple(sorted(parse_cpus(read_text(folder / "cpulist")))) for folder in folders}
     return dict(sorted(found.items()))

@@ -1,7 +1,7 @@
 """The Python records of parameters and buckets, and the interfaces between a bucket, the executor and an updater.
 
-The executor owns two facts about a bucket: which store holds its state, and which job's weights are due. `Bucket` has
-no copy of them and asks the executor (`BucketKeeper`).
+The executor knows two facts about a bucket: which store has its state, and which job's weights the next forward must
+use. `Bucket` has no copy of these facts and asks the executor (`BucketKeeper`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Param:
     name: str
     tensor: nn.Parameter
     group: int  # index of its param group
-    is_late: bool = False  # its gradient is complete only when the outermost backward has ended
+    is_late: bool = False  # it gets several gradients in one backward, so its gradient is complete only at the end
     hits: int = 0  # number of gradients taken since the last step
     was_hit: bool = False  # a gradient was taken in any backward of this step
     is_seen: bool = False  # a forward, or other code that reads the weights, has waited for them since the last step

@@ -30,7 +30,7 @@ _LOOK_S = 0.01  # interval in which the copier checks whether an update waits
 
 
 class FrozenState:
-    """The frozen state of an executor that is being read now, if any."""
+    """The `Frozen` that a background checkpoint reads now, if there is one."""
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
@@ -168,7 +168,7 @@ class Frozen:
         return None
 
     def _value(self, reading: _Reading) -> Tensor:
-        # `plain` reads weights without waiting for their update, because that update waits for this reading.
+        # With `plain`, reading a weight does not wait for its update. That update waits for this reading.
         with self._device.beside("save"), torch.no_grad(), plain():
             value = reading.read()
             return value.clone() if value.device.type == "cpu" else value.cpu()

@@ -254,9 +254,9 @@ class GradientQueue:
     gradient came last in the previous backward has a hook in Python that counts the gradients. While this parameter is
     not known, all parameters have the hook that counts.
 
-    The garbage collector cannot see the objects that torch's hooks on tensors reference, so it never frees a reference
-    cycle through such a hook. These hooks reference the queue. The queue must therefore not reference a parameter or
-    the `Listener`.
+    The garbage collector cannot see the objects to which torch's hooks on tensors refer, so it never frees a reference
+    cycle through such a hook. The hooks on parameters refer to the queue. The queue must therefore not refer to a
+    parameter or to the `Listener`.
     """
 
     def __init__(self) -> None:
@@ -395,7 +395,7 @@ def take_gradients(
             owner.take_queue(queue)
 
     handles = [queue.attach(param, streams, take) for param, queue in zip(params, queues, strict=True)]
-    weakref.finalize(listener, _remove, handles).atexit = False  # without a listener nothing takes the gradients
+    weakref.finalize(listener, _remove, handles).atexit = False  # hooks have no use after the listener is freed
     return handles
 
 

@@ -32,7 +32,7 @@ class _Slices(NamedTuple):
 
 
 class Hypers:
-    """Computes a rule's hyperparameters, once for all slices of a job with the same param group and step."""
+    """Computes a rule's hyperparameters. Slices of a job with the same param group and step count share the result."""
 
     def __init__(self, rule: Rule, format: str) -> None:
         self._rule = rule

@@ -69,7 +69,7 @@ class Piece(NamedTuple):
 
 
 class _Engine(Protocol):
-    """The used part of torch's autograd engine, which has no types."""
+    """The method of torch's autograd engine that is used here. torch does not type it."""
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
         """Calls `callback` when the outermost backward has ended."""
@@ -311,7 +311,7 @@ class ParamOffload:
         return handles
 
     def set_order(self, order: Sequence[int]) -> None:
-        """Sets the order of the blocks that the first forward has shown."""
+        """Sets the order of the blocks, which the first forward has recorded."""
         self._order = [block for block in dict.fromkeys(order) if block in self._blocks]
 
     def before_model(self) -> None:

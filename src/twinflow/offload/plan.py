@@ -38,7 +38,7 @@ class ParamSpec:
     numel: int
     block: int
     dtype: torch.dtype
-    can_split: bool = True  # it is contiguous, and its rule updates each element alone
+    can_split: bool = True  # it is contiguous, and the update of an element does not depend on other elements
     is_contiguous: bool = True
     is_counted: bool = True  # part of the gradient norm; False for a copy of another rank's parameter
     shared: str = ""  # a name that is equal on all pipeline or tensor ranks with a copy of the parameter; see above

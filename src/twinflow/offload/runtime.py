@@ -590,7 +590,7 @@ class Runtime:
         return taken
 
     def expects_more(self, tensor: Tensor) -> bool:
-        """Whether the next gradient of this parameter still belongs to the gradients that are being taken."""
+        """Whether the runtime will take the next gradient of this parameter too."""
         param = self._by_tensor[tensor]
         is_open = param.is_late or param.hits < self.settings.num_gathered
         if self._is_taking and not is_open and self.can_undo:
